@@ -1,0 +1,21 @@
+# How every target of this project is compiled.
+function(mla_target_defaults target)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-ignored-attributes)
+  if(MLA_WARNINGS_AS_ERRORS)
+    target_compile_options(${target} PRIVATE -Werror)
+  endif()
+  if(MLA_SANITIZE)
+    target_compile_options(${target} PRIVATE -fsanitize=${MLA_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
+    target_link_options(${target} PRIVATE -fsanitize=${MLA_SANITIZE})
+  endif()
+endfunction()
+
+# A part of the library: mla_module(cache pages.cpp ... LINKS core). Its objects go into libmla; tests may link it alone.
+function(mla_module name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LINKS")
+  add_library(mla_${name} OBJECT ${arg_UNPARSED_ARGUMENTS})
+  target_include_directories(mla_${name} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(mla_${name} PRIVATE ${arg_LINKS})
+  mla_target_defaults(mla_${name})
+  set_property(GLOBAL APPEND PROPERTY MLA_MODULES mla_${name})
+endfunction()

@@ -1,0 +1,54 @@
+// One MLA layer executed by a plan. Two forms: block (hidden in, hidden out) and attention (q, kv_c, k_pe in; heads out).
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "mla/batch.hpp"
+#include "mla/cache.hpp"
+#include "mla/device.hpp"
+#include "mla/plan.hpp"
+#include "mla/rotary.hpp"
+#include "mla/weights.hpp"
+
+namespace mla {
+
+/// Time and counted work by op, summed over calls. Attach one to a Layer to fill it.
+class Profile {
+ public:
+  struct Row {
+    std::string_view op;  ///< a string literal
+    double seconds = 0, bytes = 0, flops = 0;
+    int64_t calls = 0;
+  };
+  void add(std::string_view op, double seconds, double bytes, double flops);
+  const std::vector<Row>& rows() const { return rows_; }
+  void clear() { rows_.clear(); }
+
+ private:
+  std::vector<Row> rows_;
+};
+
+/// Everything one step of one layer needs besides its inputs. All is borrowed; nothing is kept between calls.
+struct LayerContext {
+  const Plan& plan;
+  const Batch& batch;             ///< the batch that was planned: its block table and slots are read
+  const LayerWeights& weights;
+  const RotaryTable& rotary;
+  CacheView cache;
+  std::span<std::byte> workspace; ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
+  Profile* profile = nullptr;
+};
+
+/// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or bf16;
+/// out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
+void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out);
+
+/// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated; out [Token, Head, Value].
+/// Appends [kv_c | k_pe] first.
+void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out);
+
+}  // namespace mla

@@ -1,0 +1,138 @@
+// A step as plain data: which path each request takes, context chunks, split-KV, workspace. A pure function of its inputs;
+// all policy lives here, and the layer executes it without thinking.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "mla/batch.hpp"
+#include "mla/cache.hpp"
+#include "mla/device.hpp"
+#include "mla/model.hpp"
+#include "mla/work.hpp"
+
+namespace mla {
+
+enum class Path : uint8_t { latent, expanded };
+enum class PathPolicy : uint8_t {
+  automatic,  ///< per request, by the cost model
+  latent,
+  expanded,
+  by_length,  ///< latent up to reorder_batch_threshold new tokens, expanded above
+};
+enum class SplitPolicy : uint8_t {
+  fast,             ///< splits from the whole batch
+  batch_invariant,  ///< splits, chunks and sums from the row alone: a request's bits do not depend on its neighbours
+};
+std::string_view to_string(Path p);
+std::string_view to_string(PathPolicy p);
+std::string_view to_string(SplitPolicy p);
+PathPolicy parse_path_policy(std::string_view name);
+SplitPolicy parse_split_policy(std::string_view name);
+
+/// Rates that turn counted work into time, fitted to measurements (docs/performance.md). Only ratios matter for the path.
+struct CostModel {
+  double latent_flops = 1.0;      ///< attention over the cache
+  double expanded_flops = 1.0;    ///< attention over flat keys
+  double projection_flops = 1.0;  ///< matrix products
+  double bytes = 0.0;             ///< memory traffic, bytes a second; 0: not counted
+};
+/// Measured rates for a device.
+CostModel default_cost_model(Device device);
+
+/// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
+double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
+                 int64_t context);
+
+struct PlanOptions {
+  PathPolicy path = PathPolicy::automatic;
+  int64_t reorder_batch_threshold = 1;
+  SplitPolicy split = SplitPolicy::fast;
+  /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).
+  Dtype compute = Dtype::f32;
+  /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
+  bool fp8_query = false;
+  float q_scale = 1.0f;
+  /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests page_size ..).
+  int64_t context_rows = 0;
+  int64_t max_model_len = 0;  ///< 0: the batch's longest sequence
+  int64_t max_requests = 0;   ///< 0: the batch's
+  CostModel rates;            ///< used by PathPolicy::automatic
+};
+
+/// What a plan needs to know of the machine. Never changes results, only workspace.
+struct DeviceInfo {
+  Device device;
+  int threads = 1;
+  size_t scratch_per_worker = 0;
+};
+/// Of the device behind a stream, for a model's dimensions.
+DeviceInfo device_info(const Stream& stream, const ModelConfig& model);
+
+struct RequestPlan {
+  Path path = Path::latent;
+  int32_t q_begin = 0, query_len = 0, context = 0;
+};
+
+/// Context rows gathered, expanded and attended together.
+struct ContextChunk {
+  std::vector<GatherPiece> pieces;
+  std::vector<ExpandedItem> items;  ///< not causal; accumulated into the tokens' rows
+  int64_t rows = 0;
+};
+
+/// A named part of the workspace.
+struct Region {
+  std::string_view name;
+  size_t offset = 0, bytes = 0;
+};
+
+struct Plan {
+  ModelConfig model;
+  CacheSpec cache;
+  PlanOptions options;
+  DeviceInfo device;
+  int64_t tokens = 0;
+  std::vector<RequestPlan> requests;
+  std::vector<int32_t> positions;        ///< [tokens] position of each token in its sequence
+
+  // Latent path: compact rows over the tokens of latent requests.
+  std::vector<int32_t> latent_tokens;    ///< token of each compact row
+  std::vector<LatentItem> latent_items;  ///< q_begin counts compact rows
+  std::vector<SplitRows> splits;         ///< row counts compact rows
+  int64_t partial_rows = 0;
+
+  // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows.
+  std::vector<int32_t> expanded_tokens;
+  std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
+  std::vector<ContextChunk> chunks;
+  int64_t context_rows = 0;              ///< rows of the context workspace
+
+  std::vector<Region> regions;
+  size_t workspace_bytes = 0;
+
+  /// Region by name; Error when there is none.
+  const Region& region(std::string_view name) const;
+  /// Several lines a person can read: paths, chunks, splits, workspace.
+  std::string describe() const;
+};
+
+/// Validates the batch and plans it. BatchError, ShapeError or UnsupportedError on anything that does not fit.
+/// `pages` is the cache's page count.
+Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
+          const PlanOptions& options = {});
+
+/// Context workspace rows by the default rule.
+int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);
+
+/// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation, split points
+/// are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at multiples of it
+/// whatever its neighbours are (batch-invariant); it must divide into `rows`.
+std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows, int64_t page_size,
+                                                          int64_t fixed_rows = 0);
+
+}  // namespace mla

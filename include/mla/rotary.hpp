@@ -1,0 +1,34 @@
+// Rotary embedding tables: cos and sin of every position, made once a model.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "mla/model.hpp"
+
+namespace mla {
+
+/// Inverse frequencies [rope / 2] of a config, YaRN's blend included, in float64.
+std::vector<double> inverse_frequencies(const RopeConfig& config, int64_t rope);
+/// The factor YaRN puts on cos and sin; 1 without YaRN.
+double rotary_magnitude(const RopeConfig& config);
+
+/// cos and sin for positions [0, positions), computed in float64, stored as f32 rows of rope / 2 pairs.
+class RotaryTable {
+ public:
+  RotaryTable() = default;
+  RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions);
+  int64_t positions() const { return positions_; }
+  int64_t pairs() const { return pairs_; }
+  bool interleaved() const { return interleaved_; }
+  bool rotates() const { return rotates_; }
+  const float* cos(int64_t position) const { return table_.data() + 2 * position * pairs_; }
+  const float* sin(int64_t position) const { return cos(position) + pairs_; }
+
+ private:
+  int64_t positions_ = 0, pairs_ = 0;
+  bool interleaved_ = true, rotates_ = false;
+  std::vector<float> table_;
+};
+
+}  // namespace mla

@@ -1,0 +1,126 @@
+// A layer's attention weights: from a checkpoint or random, as stored, and prepared for a device.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "mla/device.hpp"
+#include "mla/dtype.hpp"
+#include "mla/model.hpp"
+#include "mla/view.hpp"
+
+namespace mla {
+
+/// A tensor in host memory: borrowed from a mapped checkpoint (`owner` keeps the map alive) or owned.
+struct HostTensor {
+  std::string name;
+  Dtype dtype = Dtype::f32;
+  std::vector<int64_t> shape;
+  const std::byte* data = nullptr;
+  std::shared_ptr<const void> owner;
+  /// Block scales of an fp8 weight: w = fp8 * scale[r / 128][c / 128]; empty otherwise.
+  std::vector<float> block_scales;
+  int64_t block_rows = 0, block_cols = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  int64_t size() const;
+  /// Values as f32, block scales applied.
+  std::vector<float> to_f32() const;
+};
+
+/// One layer's tensors by role, as a checkpoint stores them: linear maps are [out, in] row-major.
+struct LayerTensors {
+  HostTensor query;        ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
+  HostTensor query_down;   ///< q_a_proj [Lq, H]; empty without a query latent
+  HostTensor query_norm;   ///< q_a_layernorm [Lq]; empty without a query latent
+  HostTensor kv_down;      ///< kv_a_proj_with_mqa [L+R, H]
+  HostTensor kv_norm;      ///< kv_a_layernorm [L]
+  HostTensor kv_up;        ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
+  HostTensor output;       ///< o_proj [H, N*V]
+};
+
+/// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3", "I32", ...).
+struct SafetensorsEntry {
+  std::string name, dtype;
+  std::vector<int64_t> shape;
+  uint64_t begin = 0, end = 0;  ///< bytes from the start of the data section
+};
+
+/// One safetensors file, memory-mapped; read-only. The parser is strict: see docs/numerics.md, "Checkpoints".
+class Safetensors {
+ public:
+  /// CheckpointError naming file, tensor and reason for anything malformed.
+  explicit Safetensors(const std::filesystem::path& file);
+  const std::filesystem::path& file() const;
+  std::span<const SafetensorsEntry> entries() const;  ///< in file order
+  const SafetensorsEntry* find(std::string_view name) const;
+  /// Value of a `__metadata__` key, or nullptr.
+  const std::string* metadata(std::string_view key) const;
+  std::span<const std::byte> bytes(const SafetensorsEntry& entry) const;
+  /// A float tensor (F32, BF16, F16, F8_E4M3) as a borrowed HostTensor; CheckpointError for another dtype or no such tensor.
+  HostTensor tensor(std::string_view name) const;
+
+ private:
+  struct File;
+  std::shared_ptr<const File> file_;
+};
+
+/// A Hugging Face checkpoint folder: config.json with model.safetensors or model.safetensors.index.json and its shards.
+class Checkpoint {
+ public:
+  /// Path of the folder. CheckpointError for anything missing or malformed; a weight_map path that leaves the folder is refused.
+  explicit Checkpoint(const std::filesystem::path& folder);
+  const ModelConfig& config() const;
+  /// Tensors under [language_model.]model.layers.N.self_attn., checked against the config's shapes.
+  LayerTensors layer(int64_t index) const;
+  /// All attention tensors of a layer as found: for display.
+  std::vector<SafetensorsEntry> attention_entries(int64_t index) const;
+
+ private:
+  struct State;
+  std::shared_ptr<const State> state_;
+};
+
+/// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the config.
+LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config);
+
+/// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer, seed),
+/// stored in dtype.
+LayerTensors random_layer(const ModelConfig& config, int64_t layer, uint64_t seed, Dtype dtype);
+
+/// y = x W^T for one matrix or one per head, in the backend's own layout. Made by prepare().
+class Linear {
+ public:
+  virtual ~Linear() = default;
+  int64_t heads = 1;  ///< matrices in the batch
+  int64_t in = 0, out = 0;
+  Dtype dtype = Dtype::f32;
+  size_t bytes = 0;  ///< memory held
+};
+
+/// What the paths need, on a device.
+struct LayerWeights {
+  ModelConfig config;
+  Dtype dtype = Dtype::f32;  ///< bf16: activations round to bf16 before each product; sums are f32
+  std::shared_ptr<const Linear> query_down;  ///< hidden -> query latent; null without one
+  std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)
+  std::shared_ptr<const Linear> kv_down;     ///< hidden -> L+R
+  std::shared_ptr<const Linear> kv_up;       ///< latent -> N*(P+V): the expanded path's keys and values in one product
+  std::shared_ptr<const Linear> absorb_key;  ///< per head nope -> latent: W_UK^T
+  std::shared_ptr<const Linear> value_up;    ///< per head latent -> value: W_UV
+  std::shared_ptr<const Linear> output;      ///< N*V -> hidden
+  std::vector<float> query_norm, kv_norm;
+  size_t bytes() const;
+};
+
+/// Converts and lays out a layer's tensors for a device. dtype: f32 or bf16 (f16 checkpoints prepare to either).
+/// ShapeError naming tensor, found and expected shape; UnsupportedError for another dtype.
+LayerWeights prepare(const ModelConfig& config, const LayerTensors& tensors, Dtype dtype, Device device = {});
+
+}  // namespace mla

@@ -1,0 +1,42 @@
+// Units of work: plain data that a plan writes and ops read. Row and position counts fit 32 bits; byte offsets are 64-bit.
+#pragma once
+
+#include <cstdint>
+#include <limits>
+
+namespace mla {
+
+/// Cached positions [start, start + count) of a request, placed at flat rows [row, row + count).
+struct GatherPiece {
+  int32_t request = 0;
+  int32_t start = 0;
+  int32_t count = 0;
+  int32_t row = 0;
+};
+
+/// Query rows [q_begin, q_begin + q_count) over key rows [k_begin, k_begin + k_count): query i sees keys j <= i + visible.
+struct ExpandedItem {
+  int32_t q_begin = 0, q_count = 0;
+  int32_t k_begin = 0, k_count = 0;
+  int32_t visible = 0;  ///< 0: causal over equal-length queries and keys; everything(): not causal
+  static constexpr int32_t everything() { return std::numeric_limits<int32_t>::max() / 2; }
+};
+
+/// Query rows of a request over its cached positions [kv_begin, kv_end): query i sees positions j <= visible + i.
+struct LatentItem {
+  int32_t request = 0;               ///< row of the block table
+  int32_t q_begin = 0, q_count = 0;
+  int32_t kv_begin = 0, kv_end = 0;
+  int32_t visible = 0;
+  int32_t partial = -1;              ///< first partial row to write; -1: straight to the output rows
+};
+
+/// Partial rows of a split request: split s of query row i lies at partial + s * rows + i; joined into output row `row` + i.
+struct SplitRows {
+  int32_t row = 0;
+  int32_t rows = 0;
+  int32_t partial = 0;
+  int32_t splits = 0;
+};
+
+}  // namespace mla

@@ -1,0 +1,55 @@
+// The table of ops that a backend fills. One folder a backend, one line in registry.cpp.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string_view>
+
+#include "mla/device.hpp"
+#include "mla/model.hpp"
+#include "mla/weights.hpp"
+#include "ops/append/op.hpp"
+#include "ops/attend_expanded/op.hpp"
+#include "ops/attend_latent/op.hpp"
+#include "ops/gather/op.hpp"
+#include "ops/merge/op.hpp"
+#include "ops/norm/op.hpp"
+#include "ops/project/op.hpp"
+#include "ops/rope/op.hpp"
+
+namespace mla::backend {
+
+/// Largest dimensions a plan will ask of an op: what its scratch is sized by.
+struct ScratchShape {
+  int64_t heads = 0, latent = 0, rope = 0, nope = 0, value = 0, hidden = 0, query_latent = 0;
+};
+
+struct Backend {
+  std::string_view name;
+  DeviceKind device;
+  /// Instruction set or architecture in use, for `mla info`.
+  std::string_view (*target)();
+  /// Per-worker scratch that serves every op at these dimensions; a multiple of 64.
+  size_t (*scratch_per_worker)(const ScratchShape& shape);
+  /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to it).
+  std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
+
+  void (*norm)(Stream&, const ops::NormArgs&);
+  void (*rope)(Stream&, const ops::RopeArgs&);
+  void (*project)(Stream&, const ops::ProjectArgs&);
+  void (*append)(Stream&, const ops::AppendArgs&);
+  void (*rope_append)(Stream&, const ops::RopeAppendArgs&);
+  void (*copy_pages)(Stream&, const ops::CopyPagesArgs&);
+  void (*gather)(Stream&, const ops::GatherArgs&);
+  void (*attend_expanded)(Stream&, const ops::AttendExpandedArgs&);
+  void (*attend_latent)(Stream&, const ops::AttendLatentArgs&);
+  void (*merge)(Stream&, const ops::MergeArgs&);
+  void (*merge_splits)(Stream&, const ops::MergeSplitsArgs&);
+};
+
+/// UnsupportedError when no backend serves the device.
+const Backend& backend(Device device);
+std::span<const Backend* const> backends();
+
+}  // namespace mla::backend

@@ -1,0 +1,29 @@
+// The CPU's ops, one function an op; registered in backend/registry.cpp. Each sits in the folder of its name.
+#pragma once
+
+#include "backend/backend.hpp"
+
+namespace mla::cpu {
+
+std::string_view target();
+size_t scratch_per_worker(const backend::ScratchShape& shape);
+std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
+
+void norm(Stream& stream, const ops::NormArgs& a);
+void rope(Stream& stream, const ops::RopeArgs& a);
+void project(Stream& stream, const ops::ProjectArgs& a);
+void append(Stream& stream, const ops::AppendArgs& a);
+void rope_append(Stream& stream, const ops::RopeAppendArgs& a);
+void copy_pages(Stream& stream, const ops::CopyPagesArgs& a);
+void gather(Stream& stream, const ops::GatherArgs& a);
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
+void merge(Stream& stream, const ops::MergeArgs& a);
+void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a);
+
+// Scratch each op wants at these dimensions; scratch_per_worker is the largest.
+size_t project_scratch(const backend::ScratchShape& shape);
+size_t attend_expanded_scratch(const backend::ScratchShape& shape);
+size_t attend_latent_scratch(const backend::ScratchShape& shape);
+
+}  // namespace mla::cpu

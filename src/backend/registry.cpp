@@ -1,0 +1,40 @@
+#include <array>
+
+#include "backend/cpu/backend.hpp"
+#include "mla/error.hpp"
+
+namespace mla::backend {
+namespace {
+
+constexpr Backend kCpu{
+    .name = "cpu",
+    .device = DeviceKind::cpu,
+    .target = cpu::target,
+    .scratch_per_worker = cpu::scratch_per_worker,
+    .pack = cpu::pack,
+    .norm = cpu::norm,
+    .rope = cpu::rope,
+    .project = cpu::project,
+    .append = cpu::append,
+    .rope_append = cpu::rope_append,
+    .copy_pages = cpu::copy_pages,
+    .gather = cpu::gather,
+    .attend_expanded = cpu::attend_expanded,
+    .attend_latent = cpu::attend_latent,
+    .merge = cpu::merge,
+    .merge_splits = cpu::merge_splits,
+};
+
+constexpr std::array<const Backend*, 1> kBackends{&kCpu};
+
+}  // namespace
+
+std::span<const Backend* const> backends() { return kBackends; }
+
+const Backend& backend(Device device) {
+  for (const Backend* b : kBackends)
+    if (b->device == device.kind) return *b;
+  throw UnsupportedError("no backend in this build serves device " + to_string(device));
+}
+
+}  // namespace mla::backend

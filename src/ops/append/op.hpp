@@ -1,0 +1,51 @@
+// append: writes new tokens' rows into the cache. slots[t] = page * page_size + offset; a negative slot writes nothing.
+// The number of tokens is slots.size(); kv_c and k_pe may have more rows (padding), which are not read.
+#pragma once
+
+#include <span>
+#include <utility>
+
+#include "mla/cache.hpp"
+#include "mla/rotary.hpp"
+#include "mla/view.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::ops {
+
+struct AppendArgs {
+  View<const float, Token, Latent> kv_c;
+  View<const float, Token, Rope> k_pe;  ///< already rotated
+  std::span<const int32_t> slots;
+  CacheView cache;
+};
+
+/// rope and append in one pass: rotates q_pe and k_pe in place and writes [kv_c | k_pe]. Rows with a negative slot are rotated all the same.
+struct RopeAppendArgs {
+  View<float, Token, Head, Rope> q_pe;
+  View<const float, Token, Latent> kv_c;
+  View<float, Token, Rope> k_pe;
+  std::span<const int32_t> positions;
+  const RotaryTable* table = nullptr;
+  std::span<const int32_t> slots;
+  CacheView cache;
+};
+
+struct PageCopy {
+  int32_t from = 0, to = 0;
+};
+/// Copies whole pages within a cache (copy on write).
+struct CopyPagesArgs {
+  CacheView cache;
+  std::span<const PageCopy> copies;
+};
+
+void check(const AppendArgs& a);
+void check(const RopeAppendArgs& a);
+void check(const CopyPagesArgs& a);
+Cost cost(const AppendArgs& a);
+Cost cost(const RopeAppendArgs& a);
+Cost cost(const CopyPagesArgs& a);
+/// One token at a time through the format's portable codec, straight from the definition.
+void reference(const AppendArgs& a);
+
+}  // namespace mla::ops

@@ -1,0 +1,36 @@
+// attend_latent: multi-query attention of latent queries over the paged cache (the data-movement-friendly form).
+// For item t, query row i < q_count, head h: cached positions j in [kv_begin, kv_end) with j <= visible + i are seen;
+// out = softmax(scale * q . row_j) . row_j[0 : value_width], row_j the dequantised cache row [latent | rope]; lse in nats.
+// A row that sees nothing: out 0, lse -inf. Splits of one request write partial rows, joined by merge_splits.
+#pragma once
+
+#include <span>
+
+#include "mla/cache.hpp"
+#include "mla/view.hpp"
+#include "mla/work.hpp"
+#include "ops/cost.hpp"
+#include "ops/scratch.hpp"
+
+namespace mla::ops {
+
+struct AttendLatentArgs {
+  AnyView<Token, Head, Entry> q;  ///< f32, bf16 or fp8_e4m3 (times q_scale), Entry dense
+  float q_scale = 1.0f;           ///< fp8 queries only
+  CacheView cache;
+  View<const int32_t, Request, Page> block_table;
+  std::span<const LatentItem> items;
+  float scale = 1.0f;
+  View<float, Token, Head, Value> out;  ///< Value = the format's value width
+  View<float, Token, Head> lse;
+  View<float, Partial, Head, Value> partial_out;  ///< needed when an item has partial >= 0
+  View<float, Partial, Head> partial_lse;
+  Scratch scratch;
+};
+
+void check(const AttendLatentArgs& a);
+Cost cost(const AttendLatentArgs& a);
+/// Items of one request's row that are splits of it are not joined here: pass unsplit items.
+void reference(const AttendLatentArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse);
+
+}  // namespace mla::ops

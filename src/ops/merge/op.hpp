@@ -1,0 +1,38 @@
+// merge: joins partial softmaxes (O, LSE), f32, LSE in nats. m = max(lse); O = sum(e^(lse - m) O) / sum(e^(lse - m)).
+// An empty part has lse -inf and its O is never read; +inf or NaN lse is read as -inf. All parts empty: O = 0, lse = -inf.
+#pragma once
+
+#include <span>
+
+#include "mla/view.hpp"
+#include "mla/work.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::ops {
+
+/// out, lse <- merge((out, lse), (other, other_lse)), in place. Each side has its own strides.
+struct MergeArgs {
+  View<float, Token, Head, Value> out;
+  View<float, Token, Head> lse;
+  View<const float, Token, Head, Value> other;
+  View<const float, Token, Head> other_lse;
+  std::span<const int32_t> rows;  ///< row of out for each row of other; empty: the same row. Distinct.
+};
+
+/// Joins split-KV partials in the order of their splits.
+struct MergeSplitsArgs {
+  View<const float, Partial, Head, Value> partial_out;
+  View<const float, Partial, Head> partial_lse;
+  std::span<const SplitRows> items;
+  View<float, Token, Head, Value> out;
+  View<float, Token, Head> lse;
+};
+
+void check(const MergeArgs& a);
+void check(const MergeSplitsArgs& a);
+Cost cost(const MergeArgs& a);
+Cost cost(const MergeSplitsArgs& a);
+void reference(const MergeArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse);
+void reference(const MergeSplitsArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse);
+
+}  // namespace mla::ops

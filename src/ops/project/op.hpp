@@ -1,0 +1,32 @@
+// project: y = x W^T, one matrix or one per head. Serves the model's projections, the absorption of W_UK into the query
+// (per head nope -> latent) and the projection of latent outputs by W_UV (per head latent -> value).
+//
+// Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Sums are f32; y is stored in its dtype.
+#pragma once
+
+#include <span>
+
+#include "mla/view.hpp"
+#include "mla/weights.hpp"
+#include "ops/cost.hpp"
+#include "ops/scratch.hpp"
+
+namespace mla::ops {
+
+struct ProjectArgs {
+  AnyView<Token, Head, In> x;               ///< f32 or bf16, In dense; Head = weights->heads
+  std::span<const int32_t> x_rows;          ///< rows of x to read, in order; empty: row i for y's row i
+  const Linear* weights = nullptr;
+  AnyMutableView<Token, Head, Out> y;       ///< f32 or bf16, Out dense
+  std::span<const int32_t> y_rows;          ///< rows of y to write; empty: 0, 1, ...
+  int64_t rows = 0;                         ///< how many; with index lists: their length
+  bool batch_invariant = false;             ///< a row's bits must not depend on the other rows
+  Scratch scratch;
+};
+
+void check(const ProjectArgs& a);
+Cost cost(const ProjectArgs& a);
+/// float64 from the plain weights [heads, out, in] in f32: y[i, h, o] for i in [0, rows).
+void reference(const ProjectArgs& a, std::span<const float> weights, View<double, Token, Head, Out> y);
+
+}  // namespace mla::ops

@@ -1,0 +1,26 @@
+// Runs an op: its contract is checked, then the stream's backend does the work.
+#pragma once
+
+#include "backend/backend.hpp"
+
+namespace mla::ops {
+
+#define MLA_RUN(Args, entry)                          \
+  inline void run(Stream& stream, const Args& args) { \
+    check(args);                                      \
+    backend::backend(stream.device()).entry(stream, args); \
+  }
+MLA_RUN(NormArgs, norm)
+MLA_RUN(RopeArgs, rope)
+MLA_RUN(ProjectArgs, project)
+MLA_RUN(AppendArgs, append)
+MLA_RUN(RopeAppendArgs, rope_append)
+MLA_RUN(CopyPagesArgs, copy_pages)
+MLA_RUN(GatherArgs, gather)
+MLA_RUN(AttendExpandedArgs, attend_expanded)
+MLA_RUN(AttendLatentArgs, attend_latent)
+MLA_RUN(MergeArgs, merge)
+MLA_RUN(MergeSplitsArgs, merge_splits)
+#undef MLA_RUN
+
+}  // namespace mla::ops

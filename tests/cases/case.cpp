@@ -1,0 +1,34 @@
+#include "cases/case.hpp"
+
+#include <array>
+
+#include "mla/error.hpp"
+
+namespace mla::cases {
+
+std::string describe(const Params& p, std::string_view op) {
+  auto n = [](int64_t x) { return std::to_string(x); };
+  return std::string(op) + " requests=" + n(p.requests) + " query_len=" + n(p.query_len) + " context=" + n(p.context) +
+         (p.ragged ? " ragged" : "") + " heads=" + n(p.heads) + " latent=" + n(p.latent) + " rope=" + n(p.rope) +
+         " nope=" + n(p.nope) + " value=" + n(p.value) + " in=" + n(p.in) + " out=" + n(p.out) +
+         " format=" + std::string(to_string(p.format)) + " page_size=" + n(p.page_size) +
+         " dtype=" + std::string(to_string(p.dtype)) + (p.neox ? " neox" : "") + (p.causal ? " causal" : " full") +
+         (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " seed=" + std::to_string(p.seed);
+}
+
+std::span<const CaseType> all() {
+  static const std::array kAll{norm, rope, project, append, gather, attend_expanded, attend_latent, merge};
+  return kAll;
+}
+
+const CaseType& find(std::string_view op) {
+  std::string known;
+  for (const CaseType& c : all()) {
+    if (c.op == op) return c;
+    known += ' ';
+    known += c.op;
+  }
+  throw InputError("unknown op '" + std::string(op) + "'; known:" + known);
+}
+
+}  // namespace mla::cases

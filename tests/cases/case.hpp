@@ -1,0 +1,68 @@
+// One case of one op: inputs from a seed, a run on a stream, and a verdict against float64. The same object answers
+// "right?" (tests, `mla check`) and "fast?" (`mla bench`).
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "mla/cache.hpp"
+#include "mla/device.hpp"
+#include "mla/dtype.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::cases {
+
+/// Every knob a case may have; an op reads those it knows.
+struct Params {
+  int64_t requests = 1;
+  int64_t query_len = 1;  ///< new tokens a request
+  int64_t context = 0;    ///< cached tokens a request before them
+  bool ragged = false;    ///< lengths vary by request, up to the numbers above
+  int64_t heads = 16, latent = 512, rope = 64, nope = 128, value = 128;
+  int64_t in = 512, out = 512;           ///< project
+  CacheFormat format = CacheFormat::bf16;
+  int64_t page_size = 64;
+  Dtype dtype = Dtype::f32;              ///< of the op's main operands
+  bool neox = false;
+  bool causal = true;
+  bool batch_invariant = false;
+  int64_t splits = 1;                    ///< attend_latent
+  uint64_t seed = 1;
+};
+std::string describe(const Params& p, std::string_view op);
+
+struct Verdict {
+  double error = 0, bound = 0;
+  bool ok = false;
+  std::string detail;  ///< where the largest error lies, or what broke
+};
+
+class Case {
+ public:
+  virtual ~Case() = default;
+  /// One whole call of the op. Allocates nothing. Repeatable: benchmarks call it many times.
+  virtual void run(Stream& stream) = 0;
+  /// Judges what run() left behind against the float64 reference.
+  virtual Verdict verify() = 0;
+  virtual ops::Cost cost() const = 0;
+};
+
+struct CaseType {
+  std::string_view op;
+  std::unique_ptr<Case> (*make)(const Params& p);
+  /// Shapes that the conformance tests run: the edges by name, then random ones from the seed.
+  std::vector<Params> (*sweep)(uint64_t seed);
+};
+
+std::span<const CaseType> all();
+/// InputError listing the ops when there is no such case.
+const CaseType& find(std::string_view op);
+
+// One per file in this folder.
+extern const CaseType norm, rope, project, append, gather, attend_expanded, attend_latent, merge;
+
+}  // namespace mla::cases
