@@ -12,6 +12,7 @@
 #include "ops/append/op.hpp"
 #include "ops/attend_expanded/op.hpp"
 #include "ops/attend_latent/op.hpp"
+#include "ops/cast/op.hpp"
 #include "ops/gather/op.hpp"
 #include "ops/merge/op.hpp"
 #include "ops/norm/op.hpp"
@@ -42,6 +43,7 @@ struct Backend {
   void (*rope_append)(Stream&, const ops::RopeAppendArgs&);
   void (*copy_pages)(Stream&, const ops::CopyPagesArgs&);
   void (*gather)(Stream&, const ops::GatherArgs&);
+  void (*cast)(Stream&, const ops::CastArgs&);
   void (*attend_expanded)(Stream&, const ops::AttendExpandedArgs&);
   void (*attend_latent)(Stream&, const ops::AttendLatentArgs&);
   void (*merge)(Stream&, const ops::MergeArgs&);

@@ -19,6 +19,7 @@ constexpr Backend kCpu{
     .rope_append = cpu::rope_append,
     .copy_pages = cpu::copy_pages,
     .gather = cpu::gather,
+    .cast = cpu::cast,
     .attend_expanded = cpu::attend_expanded,
     .attend_latent = cpu::attend_latent,
     .merge = cpu::merge,

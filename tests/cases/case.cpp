@@ -17,7 +17,7 @@ std::string describe(const Params& p, std::string_view op) {
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm, rope, project, append, gather, attend_expanded, attend_latent, merge};
+  static const std::array kAll{norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge};
   return kAll;
 }
 

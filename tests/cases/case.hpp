@@ -63,6 +63,6 @@ std::span<const CaseType> all();
 const CaseType& find(std::string_view op);
 
 // One per file in this folder.
-extern const CaseType norm, rope, project, append, gather, attend_expanded, attend_latent, merge;
+extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge;
 
 }  // namespace mla::cases

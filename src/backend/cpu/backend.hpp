@@ -16,6 +16,7 @@ void append(Stream& stream, const ops::AppendArgs& a);
 void rope_append(Stream& stream, const ops::RopeAppendArgs& a);
 void copy_pages(Stream& stream, const ops::CopyPagesArgs& a);
 void gather(Stream& stream, const ops::GatherArgs& a);
+void cast(Stream& stream, const ops::CastArgs& a);
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
 void merge(Stream& stream, const ops::MergeArgs& a);

@@ -1,0 +1,21 @@
+#include "ops/cast/op.hpp"
+#include "ops/require.hpp"
+
+namespace mla::ops {
+
+void check(const CastArgs& a) {
+  require_same<Head>("cast", "x", a.x, "y", a.y);
+  require_same<In>("cast", "x", a.x, "y", a.y);
+  require_dense<In>("cast", "x", a.x);
+  require_dense<In>("cast", "y", a.y);
+  const int64_t rows = a.y.extent<Token>();
+  if (a.x_rows.empty()) {
+    require_range("cast", "y Token", rows, 0, a.x.extent<Token>() + 1);
+  } else {
+    require_equal("cast", "x_rows length", static_cast<int64_t>(a.x_rows.size()), "y Token", rows);
+    for (int32_t row : a.x_rows) require_range("cast", "x_rows entry", row, 0, a.x.extent<Token>());
+  }
+  if (!(a.scale > 0)) throw ShapeError("cast: scale is " + std::to_string(a.scale) + ", must be above 0");
+}
+
+}  // namespace mla::ops

@@ -1,0 +1,24 @@
+// cast: copies rows to another dtype and layout, y = x / scale. Places the rotated part of latent queries, the shared rope
+// keys of the expanded path, and quantises static fp8 queries (saturating).
+#pragma once
+
+#include <span>
+
+#include "mla/view.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::ops {
+
+struct CastArgs {
+  View<const float, Token, Head, In> x;  ///< In dense
+  std::span<const int32_t> x_rows;       ///< row of x for each row of y; empty: the same row
+  AnyMutableView<Token, Head, In> y;     ///< In dense; its Token extent is the number of rows
+  float scale = 1.0f;
+};
+
+void check(const CastArgs& a);
+Cost cost(const CastArgs& a);
+/// What y must hold, bit for bit, as f32 [Token, Head, In] flat.
+void reference(const CastArgs& a, std::span<float> y);
+
+}  // namespace mla::ops
