@@ -1,0 +1,270 @@
+// Walks a plan's steps. No policy: what runs, over which rows and in which order was decided when the plan was made.
+#include "mla/layer.hpp"
+
+#include <algorithm>
+#include <chrono>
+
+#include "ops/require.hpp"
+#include "ops/run.hpp"
+
+namespace mla {
+namespace {
+
+class Walk {
+ public:
+  Walk(Stream& stream, const LayerContext& context) : stream_(stream), c_(context), plan_(context.plan) {
+    const ModelConfig& m = plan_.model;
+    const ModelConfig& w = c_.weights.config;
+    auto same = [](const char* what, int64_t weights, int64_t plan) {
+      ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
+    };
+    same("hidden", w.hidden, m.hidden);
+    same("heads", w.heads, m.heads);
+    same("query latent", w.query_latent, m.query_latent);
+    same("latent", w.latent, m.latent);
+    same("nope", w.nope, m.nope);
+    same("rope", w.rope, m.rope);
+    same("value", w.value, m.value);
+    ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
+    ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
+                       static_cast<int64_t>(plan_.requests.size()));
+    ops::require_equal("layer", "cache page size", c_.cache.spec.page_size, "plan page size", plan_.cache.page_size);
+    if (c_.cache.spec.format != plan_.cache.format)
+      throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) + ", plan was made for " +
+                       std::string(to_string(plan_.cache.format)));
+    if (c_.workspace.size() < plan_.workspace_bytes)
+      throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
+                       std::to_string(plan_.workspace_bytes));
+    if (stream.pool().threads() > plan_.device.threads)
+      throw ShapeError("layer: stream has " + std::to_string(stream.pool().threads()) + " threads, plan was made for " +
+                       std::to_string(plan_.device.threads));
+    scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
+  }
+
+  void block(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens, n = m.heads;
+    ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", m.hidden);
+    ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", m.hidden);
+    ops::require_range("layer", "plan tokens", t, 0, std::min(hidden.extent<Token>(), out.extent<Token>()) + 1);
+    const AnyView<Token, Head, In> h{hidden.dtype(), hidden.data(), {t, 1, m.hidden},
+                                     {hidden.stride<Token>(), 0, hidden.stride<Hidden>()}};
+
+    const View<float, Token, Head, QueryKey> q(at<float>("query"), {t, n, m.query_key()});
+    const AnyMutableView<Token, Head, Out> q_flat = flat(q.data(), t, n * m.query_key());
+    if (m.query_latent > 0) {
+      float* q_latent = at<float>("query_latent");
+      project("query_down", h, {}, *c_.weights.query_down, flat(q_latent, t, m.query_latent), {}, t);
+      const View<float, Token, In> rows(q_latent, {t, m.query_latent});
+      run("norm", ops::NormArgs{rows, c_.weights.query_norm, m.rms_eps, rows});
+      project("query", flat(q_latent, t, m.query_latent).read, {}, *c_.weights.query, q_flat, {}, t);
+    } else {
+      project("query", h, {}, *c_.weights.query, q_flat, {}, t);
+    }
+
+    float* kv = at<float>("kv");
+    project("kv_down", h, {}, *c_.weights.kv_down, flat(kv, t, m.entry()), {}, t);
+    const View<float, Token, In> kv_rows(kv, {t, m.latent}, {m.entry(), 1});
+    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm, m.rms_eps, kv_rows});
+
+    const View<float, Token, Latent> kv_c(kv, {t, m.latent}, {m.entry(), 1});
+    const View<float, Token, Rope> k_pe(kv + m.latent, {t, m.rope}, {m.entry(), 1});
+    run("rope_append", ops::RopeAppendArgs{.q_pe = rope_part(q),
+                                           .kv_c = kv_c,
+                                           .k_pe = k_pe,
+                                           .positions = plan_.positions,
+                                           .table = &c_.rotary,
+                                           .slots = c_.batch.slot_mapping,
+                                           .cache = c_.cache});
+
+    const View<float, Token, Head, Value> heads(at<float>("heads"), {t, n, m.value});
+    attention(q, kv_c, k_pe, heads);
+    project("output", flat(heads.data(), t, n * m.value).read, {}, *c_.weights.output,
+            {out.dtype(), out.data(), {t, 1, m.hidden}, {out.stride<Token>(), 0, out.stride<Hidden>()}}, {}, t);
+  }
+
+  void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                      View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens;
+    ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
+    ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
+    ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
+    ops::require_equal("layer", "k_pe Rope", k_pe.extent<Rope>(), "model rope", m.rope);
+    ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", m.heads);
+    ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
+    for (int64_t rows : {q.extent<Token>(), kv_c.extent<Token>(), k_pe.extent<Token>(), out.extent<Token>()})
+      ops::require_range("layer", "plan tokens", t, 0, rows + 1);
+    run("append", ops::AppendArgs{kv_c, k_pe, c_.batch.slot_mapping, c_.cache});
+    attention(q.slice<Token>(0, t), kv_c.slice<Token>(0, t), k_pe.slice<Token>(0, t), out.slice<Token>(0, t));
+  }
+
+ private:
+  // A flat [rows, 1, n] f32 array as a product's source or destination.
+  struct Flat {
+    AnyView<Token, Head, In> read;
+    AnyMutableView<Token, Head, Out> write;
+    operator AnyMutableView<Token, Head, Out>() const { return write; }
+  };
+  static Flat flat(float* data, int64_t rows, int64_t n) {
+    return {{Dtype::f32, data, {rows, 1, n}}, {Dtype::f32, data, {rows, 1, n}}};
+  }
+
+  template <class T>
+  T* at(std::string_view region) const {
+    return reinterpret_cast<T*>(c_.workspace.data() + plan_.region(region).offset);
+  }
+
+  View<float, Token, Head, Rope> rope_part(View<float, Token, Head, QueryKey> q) const {
+    const ModelConfig& m = plan_.model;
+    return {q.data() + m.nope, {q.extent<Token>(), m.heads, m.rope}, q.strides()};
+  }
+
+  template <class Args>
+  void run(std::string_view name, const Args& args) {
+    if (!c_.profile) return ops::run(stream_, args);
+    const auto start = std::chrono::steady_clock::now();
+    ops::run(stream_, args);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const ops::Cost cost = ops::cost(args);
+    c_.profile->add(name, seconds, cost.bytes, cost.flops);
+  }
+
+  void project(std::string_view name, AnyView<Token, Head, In> x, std::span<const int32_t> x_rows, const Linear& w,
+               AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows) {
+    run(name, ops::ProjectArgs{.x = x,
+                               .x_rows = x_rows,
+                               .weights = &w,
+                               .y = y,
+                               .y_rows = y_rows,
+                               .rows = rows,
+                               .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
+                               .scratch = scratch_});
+  }
+
+  void attention(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                 View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+    if (!plan_.latent_tokens.empty()) latent_path(q, out);
+    if (!plan_.expanded_tokens.empty()) expanded_path(q, kv_c, k_pe, out);
+  }
+
+  // Absorbed queries over the cache itself, then W_UV.
+  void latent_path(View<const float, Token, Head, QueryKey> q, View<float, Token, Head, Value> out) {
+    const ModelConfig& m = plan_.model;
+    const int64_t rows = static_cast<int64_t>(plan_.latent_tokens.size()), n = m.heads, width = plan_.cache.value_width();
+    const bool fp8 = plan_.options.fp8_query;
+    const Dtype staged = fp8 ? Dtype::f32 : plan_.options.compute;  // before quantisation
+    std::byte* query = at<std::byte>(fp8 ? "latent_query_f32" : "latent_query");
+    const AnyMutableView<Token, Head, Entry> entry(staged, query, {rows, n, m.entry()});
+    project("absorb", {Dtype::f32, q.data(), {q.extent<Token>(), n, m.nope}, q.strides()}, plan_.latent_tokens,
+            *c_.weights.absorb_key, {staged, query, {rows, n, m.latent}, entry.strides()}, {}, rows);
+    if (m.rope > 0)
+      run("query_rope", ops::CastArgs{.x = {q.data() + m.nope, {q.extent<Token>(), n, m.rope}, q.strides()},
+                                      .x_rows = plan_.latent_tokens,
+                                      .y = {staged, entry.at(0, 0, m.latent), {rows, n, m.rope}, entry.strides()}});
+    AnyMutableView<Token, Head, Entry> latent_query = entry;
+    if (fp8) {
+      latent_query = {Dtype::fp8_e4m3, at<std::byte>("latent_query"), {rows, n, m.entry()}};
+      run("quantise_query",
+          ops::CastArgs{.x = {reinterpret_cast<const float*>(query), {rows, n, m.entry()}},
+                        .x_rows = {},
+                        .y = {Dtype::fp8_e4m3, latent_query.data(), {rows, n, m.entry()}},
+                        .scale = plan_.options.q_scale});
+    }
+
+    const View<float, Token, Head, Value> latent_out(at<float>("latent_out"), {rows, n, width});
+    const View<float, Token, Head> lse(at<float>("latent_lse"), {rows, n});
+    const View<float, Partial, Head, Value> partial_out(at<float>("partial_out"), {plan_.partial_rows, n, width});
+    const View<float, Partial, Head> partial_lse(at<float>("partial_lse"), {plan_.partial_rows, n});
+    run("attend_latent", ops::AttendLatentArgs{.q = latent_query,
+                                               .q_scale = fp8 ? plan_.options.q_scale : 1.0f,
+                                               .cache = c_.cache,
+                                               .block_table = c_.batch.block_table,
+                                               .items = plan_.latent_items,
+                                               .scale = static_cast<float>(m.softmax_scale()),
+                                               .out = latent_out,
+                                               .lse = lse,
+                                               .partial_out = partial_out,
+                                               .partial_lse = partial_lse,
+                                               .scratch = scratch_});
+    if (!plan_.splits.empty())
+      run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
+    project("value_up", {Dtype::f32, latent_out.data(), {rows, n, width}, latent_out.strides()}, {}, *c_.weights.value_up,
+            {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()}, plan_.latent_tokens, rows);
+  }
+
+  // Keys and values of `rows` latent rows, in the compute dtype; the shared rope part keeps its own array.
+  struct Expanded {
+    AnyView<Key, Head, Nope> k_nope;
+    AnyView<Key, Rope> k_pe;
+    AnyView<Key, Head, Value> v;
+  };
+  Expanded expand(View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
+                  std::span<const int32_t> list, int64_t rows) {
+    const ModelConfig& m = plan_.model;
+    const Dtype t = plan_.options.compute;
+    const int64_t n = m.heads, width = m.nope + m.value;
+    const AnyMutableView<Key, Head, Out> keys(t, at<std::byte>("keys"), {rows, n, width});
+    std::byte* rope = at<std::byte>("key_rope");
+    project("kv_up", {Dtype::f32, kv_c.data(), {kv_c.extent<Token>(), 1, m.latent}, {kv_c.stride<Token>(), 0, 1}}, list,
+            *c_.weights.kv_up, {t, keys.data(), {rows, 1, n * width}}, {}, rows);
+    if (m.rope > 0)
+      run("key_rope", ops::CastArgs{.x = {k_pe.data(), {k_pe.extent<Token>(), 1, m.rope}, {k_pe.stride<Token>(), 0, 1}},
+                                    .x_rows = list,
+                                    .y = {t, rope, {rows, 1, m.rope}}});
+    return {{t, keys.data(), {rows, n, m.nope}, keys.strides()},
+            {t, rope, {rows, m.rope}},
+            {t, keys.at(0, 0, m.nope), {rows, n, m.value}, keys.strides()}};
+  }
+
+  // New tokens among themselves, then one chunk of cached context after another, merged in place.
+  void expanded_path(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                     View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+    const ModelConfig& m = plan_.model;
+    const View<float, Token, Head> lse(at<float>("heads_lse"), {plan_.tokens, m.heads});
+    auto attend = [&](const Expanded& e, std::span<const ExpandedItem> items, bool accumulate) {
+      run(accumulate ? "attend_context" : "attend_expanded",
+          ops::AttendExpandedArgs{.q = q,
+                                  .k_nope = e.k_nope,
+                                  .k_pe = e.k_pe,
+                                  .v = e.v,
+                                  .items = items,
+                                  .scale = static_cast<float>(m.softmax_scale()),
+                                  .out = out,
+                                  .lse = lse,
+                                  .accumulate = accumulate,
+                                  .scratch = scratch_});
+    };
+    attend(expand(kv_c, k_pe, plan_.expanded_tokens, static_cast<int64_t>(plan_.expanded_tokens.size())),
+           plan_.suffix_items, false);
+    for (const ContextChunk& chunk : plan_.chunks) {
+      float* context = at<float>("context");
+      const View<float, Token, Latent> rows(context, {chunk.rows, m.latent}, {m.entry(), 1});
+      const View<float, Token, Rope> rope(context + m.latent, {chunk.rows, m.rope}, {m.entry(), 1});
+      run("gather", ops::GatherArgs{.cache = c_.cache,
+                                    .block_table = c_.batch.block_table,
+                                    .pieces = chunk.pieces,
+                                    .kv_c = {Dtype::f32, rows.data(), {chunk.rows, m.latent}, rows.strides()},
+                                    .k_pe = {Dtype::f32, rope.data(), {chunk.rows, m.rope}, rope.strides()}});
+      attend(expand(rows, rope, {}, chunk.rows), chunk.items, true);
+    }
+  }
+
+  Stream& stream_;
+  const LayerContext& c_;
+  const Plan& plan_;
+  ops::Scratch scratch_;
+};
+
+}  // namespace
+
+void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
+  Walk(stream, context).block(hidden, out);
+}
+
+void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+  Walk(stream, context).attention_form(q, kv_c, k_pe, out);
+}
+
+}  // namespace mla

@@ -1,0 +1,248 @@
+#include "layer/reference.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cache/format.hpp"
+#include "mla/rotary.hpp"
+
+namespace mla::reference {
+namespace {
+
+// Sum of a[i] * b[i] in T, sixteen partial sums at a time so that the compiler can use vectors without reordering anything else.
+template <class T, class A, class B>
+T dot(const A* a, const B* b, int64_t n) {
+  constexpr int64_t kLanes = 16;
+  T lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int64_t l = 0; l < kLanes; ++l) lane[l] += static_cast<T>(a[i + l]) * static_cast<T>(b[i + l]);
+  T sum = 0;
+  for (T x : lane) sum += x;
+  for (; i < n; ++i) sum += static_cast<T>(a[i]) * static_cast<T>(b[i]);
+  return sum;
+}
+
+template <class T>
+void round_to(Dtype t, std::span<T> x) {
+  if (t == Dtype::f32) return;
+  for (T& e : x) {
+    std::byte stored[4];
+    store_float(t, stored, 0, static_cast<float>(e));
+    e = load_float(t, stored, 0);
+  }
+}
+
+template <class T>
+class Sequence {
+ public:
+  Sequence(const ModelConfig& config, const Weights& weights, std::span<const float> hidden, const Rounding& rounding)
+      : m_(config), w_(weights), r_(rounding), hidden_(hidden), length_(static_cast<int64_t>(hidden.size()) / config.hidden) {
+    frequencies_ = inverse_frequencies(m_.rotary, m_.rope);
+    magnitude_ = rotary_magnitude(m_.rotary);
+    entries_.resize(length_ * m_.entry());
+    for (int64_t t = 0; t < length_; ++t) append(t);
+    cached_ = entries_;
+    if (r_.cache) through_cache();
+    if (r_.path == Path::expanded) expand();
+  }
+
+  void output(int64_t position, std::span<double> y) const {
+    std::vector<T> q = query(position), heads(m_.heads * m_.value);
+    for (int64_t h = 0; h < m_.heads; ++h) {
+      std::span<const T> q_h(q.data() + h * m_.query_key(), m_.query_key());
+      std::span<T> out(heads.data() + h * m_.value, m_.value);
+      r_.path == Path::latent ? latent_head(h, position, q_h, out) : expanded_head(h, position, q_h, out);
+    }
+    round_to<T>(r_.weights, heads);
+    for (int64_t o = 0; o < m_.hidden; ++o)
+      y[o] = static_cast<double>(dot<T>(heads.data(), w_.output.data() + o * m_.heads * m_.value, m_.heads * m_.value));
+  }
+
+ private:
+  std::vector<T> product(std::span<const T> x, const std::vector<float>& w) const {
+    std::vector<T> rounded(x.begin(), x.end()), y(w.size() / x.size());
+    round_to<T>(r_.weights, rounded);
+    for (size_t o = 0; o < y.size(); ++o) y[o] = dot<T>(rounded.data(), w.data() + o * x.size(), static_cast<int64_t>(x.size()));
+    return y;
+  }
+
+  std::vector<T> hidden_row(int64_t t) const {
+    return {hidden_.begin() + t * m_.hidden, hidden_.begin() + (t + 1) * m_.hidden};
+  }
+
+  void norm(std::span<T> x, const std::vector<float>& weight) const {
+    T sum = 0;
+    for (T e : x) sum += e * e;
+    const T inverse = T(1) / std::sqrt(sum / static_cast<T>(x.size()) + static_cast<T>(m_.rms_eps));
+    for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] * inverse * static_cast<T>(weight[i]);
+  }
+
+  void rotate(std::span<T> x, int64_t position) const {
+    if (!m_.rotary.rotate) return;
+    const int64_t pairs = m_.rope / 2;
+    for (int64_t i = 0; i < pairs; ++i) {
+      const double angle = static_cast<double>(position) * frequencies_[i];
+      const T c = static_cast<T>(std::cos(angle) * magnitude_), s = static_cast<T>(std::sin(angle) * magnitude_);
+      T& a = x[m_.rotary.interleaved ? 2 * i : i];
+      T& b = x[m_.rotary.interleaved ? 2 * i + 1 : i + pairs];
+      const T rotated = a * c - b * s;
+      b = b * c + a * s;
+      a = rotated;
+    }
+  }
+
+  void append(int64_t t) {
+    std::vector<T> kv = product(hidden_row(t), w_.kv_down);
+    norm(std::span(kv).first(m_.latent), w_.kv_norm);
+    rotate(std::span(kv).subspan(m_.latent), t);
+    std::copy(kv.begin(), kv.end(), entries_.begin() + t * m_.entry());
+  }
+
+  void through_cache() {
+    CacheSpec spec = *r_.cache;
+    spec.page_size = 1;
+    const cache::Format& format = cache::format(spec.format);
+    std::vector<std::byte> page(spec.page_bytes());
+    std::vector<float> row(m_.entry());
+    for (int64_t t = 0; t < length_; ++t) {
+      for (int64_t i = 0; i < m_.entry(); ++i) row[i] = static_cast<float>(entries_[t * m_.entry() + i]);
+      format.encode(spec, page.data(), 0, row.data(), row.data() + m_.latent);
+      format.decode(spec, page.data(), 0, 1, row.data(), m_.entry());
+      std::copy(row.begin(), row.end(), cached_.begin() + t * m_.entry());
+    }
+  }
+
+  // Keys and values per head, from the cached rows: the layer expands new tokens before they are stored, which only helps it.
+  void expand() {
+    const int64_t width = m_.heads * (m_.nope + m_.value);
+    expanded_.resize(length_ * width);
+    for (int64_t t = 0; t < length_; ++t) {
+      std::vector<T> kv = product(std::span<const T>(cached_.data() + t * m_.entry(), m_.latent), w_.kv_up);
+      round_to<T>(r_.compute, kv);
+      std::copy(kv.begin(), kv.end(), expanded_.begin() + t * width);
+    }
+    for (int64_t t = 0; t < length_; ++t)
+      round_to<T>(r_.compute, std::span<T>(cached_.data() + t * m_.entry() + m_.latent, m_.rope));
+  }
+
+  std::vector<T> query(int64_t position) const {
+    std::vector<T> x = hidden_row(position);
+    if (m_.query_latent > 0) {
+      x = product(x, w_.query_down);
+      norm(x, w_.query_norm);
+    }
+    std::vector<T> q = product(x, w_.query);
+    for (int64_t h = 0; h < m_.heads; ++h)
+      rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
+    return q;
+  }
+
+  // Softmax over scores, then the weighted sum of value rows; both products' operands round as asked.
+  template <class Score, class ValueRow>
+  void softmax_sum(int64_t count, Score&& score, ValueRow&& value, std::span<T> out) const {
+    std::vector<T> p(count);
+    T largest = -std::numeric_limits<T>::infinity();
+    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, p[j] = score(j));
+    T sum = 0;
+    for (T& e : p) sum += (e = std::exp(e - largest));
+    round_to<T>(r_.compute, p);
+    std::fill(out.begin(), out.end(), T(0));
+    for (int64_t j = 0; j < count; ++j) {
+      const T* v = value(j);
+      for (size_t d = 0; d < out.size(); ++d) out[d] += p[j] * v[d];
+    }
+    for (T& e : out) e /= sum;
+  }
+
+  void latent_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
+    const float* w = w_.kv_up.data() + h * (m_.nope + m_.value) * m_.latent;  // P rows of W_UK, then V rows of W_UV
+    std::vector<T> nope(q.begin(), q.begin() + m_.nope), entry(m_.entry()), latent(m_.latent);
+    round_to<T>(r_.weights, nope);
+    for (int64_t p = 0; p < m_.nope; ++p)
+      for (int64_t l = 0; l < m_.latent; ++l) entry[l] += nope[p] * static_cast<T>(w[p * m_.latent + l]);
+    std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
+    if (r_.q_scale > 0)
+      for (T& e : entry) e = to_float(to_fp8_e4m3(static_cast<float>(e) / r_.q_scale)) * r_.q_scale;
+    else
+      round_to<T>(r_.compute, entry);
+    const T scale = static_cast<T>(m_.softmax_scale());
+    softmax_sum(
+        position + 1, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },
+        [&](int64_t j) { return &cached_[j * m_.entry()]; }, std::span<T>(latent));
+    round_to<T>(r_.weights, latent);
+    for (int64_t v = 0; v < m_.value; ++v) out[v] = dot<T>(latent.data(), w + (m_.nope + v) * m_.latent, m_.latent);
+  }
+
+  void expanded_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
+    std::vector<T> rounded(q.begin(), q.end());
+    round_to<T>(r_.compute, rounded);
+    const int64_t per_head = m_.nope + m_.value, row = m_.heads * per_head;
+    const T scale = static_cast<T>(m_.softmax_scale());
+    auto key = [&](int64_t j) { return &expanded_[j * row + h * per_head]; };
+    softmax_sum(
+        position + 1,
+        [&](int64_t j) {
+          return (dot<T>(rounded.data(), key(j), m_.nope) +
+                  dot<T>(rounded.data() + m_.nope, &cached_[j * m_.entry() + m_.latent], m_.rope)) *
+                 scale;
+        },
+        [&](int64_t j) { return key(j) + m_.nope; }, out);
+  }
+
+  const ModelConfig& m_;
+  const Weights& w_;
+  Rounding r_;
+  std::span<const float> hidden_;
+  int64_t length_;
+  std::vector<double> frequencies_;
+  double magnitude_ = 1;
+  std::vector<T> entries_, cached_, expanded_;
+};
+
+template <class T>
+std::vector<double> rows_of(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
+                            std::span<const int64_t> rows, const Rounding& rounding) {
+  const Sequence<T> sequence(config, weights, hidden, rounding);
+  std::vector<double> out(rows.size() * config.hidden);
+  for (size_t i = 0; i < rows.size(); ++i)
+    sequence.output(rows[i], std::span(out).subspan(i * config.hidden, config.hidden));
+  return out;
+}
+
+}  // namespace
+
+Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
+  auto plain = [&](const HostTensor& t, bool rounds) {
+    std::vector<float> x;
+    if (t) x = t.to_f32();
+    if (rounds) round_to<float>(dtype, x);
+    return x;
+  };
+  return {.query_down = plain(tensors.query_down, true),
+          .query_norm = plain(tensors.query_norm, false),
+          .query = plain(tensors.query, true),
+          .kv_down = plain(tensors.kv_down, true),
+          .kv_norm = plain(tensors.kv_norm, false),
+          .kv_up = plain(tensors.kv_up, true),
+          .output = plain(tensors.output, true)};
+}
+
+std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
+                                std::span<const int64_t> rows, const Rounding* rounding) {
+  return rounding ? rows_of<float>(config, weights, hidden, rows, *rounding)
+                  : rows_of<double>(config, weights, hidden, rows, Rounding{});
+}
+
+double relative_error(std::span<const float> got, std::span<const double> exact) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < exact.size(); ++i) {
+    error += (got[i] - exact[i]) * (got[i] - exact[i]);
+    norm += exact[i] * exact[i];
+  }
+  return norm > 0 ? std::sqrt(error / norm) : std::sqrt(error);
+}
+
+}  // namespace mla::reference
