@@ -1,0 +1,13 @@
+#!/usr/bin/env bash
+# Installs what is missing, builds and runs the tests. Arguments: presets to test, by default release.
+cd "$(dirname "$0")/.."
+source scripts/setup.sh
+presets=("$@")
+((${#presets[@]})) || presets=(release)
+for preset in "${presets[@]}"; do
+  cmake --preset "$preset" "${launcher[@]}" >/dev/null
+  cmake --build --preset "$preset"
+done
+for preset in "${presets[@]}"; do
+  ctest --preset "$preset" -j"$(nproc)"
+done

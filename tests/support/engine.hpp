@@ -1,0 +1,149 @@
+// A miniature serving engine for tests: sequences that share one paged cache, stepped in batches. Everything the layer must
+// not read is poisoned: unused cache slots, unused block-table entries, the workspace before each step, padded rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+#include <span>
+#include <vector>
+
+#include "cases/compare.hpp"
+#include "mla/mla.hpp"
+
+namespace mla::test {
+
+class Engine {
+ public:
+  struct Options {
+    PlanOptions plan;
+    int threads = 2;
+    int64_t pages = 256;
+    uint64_t page_seed = 1;   ///< which pages sequences get
+    bool poison = true;       ///< false: zeros instead, to compare bits against
+    int64_t padding = 3;      ///< rows past the step's tokens in hidden and out
+  };
+  struct Piece {
+    int64_t sequence;
+    int64_t count;  ///< new tokens
+  };
+
+  Engine(const LayerWeights& weights, const CacheSpec& spec, Options options)
+      : weights_(weights),
+        options_(options),
+        cache_(spec, options.pages),
+        pool_(options.threads),
+        rotary_(weights.config.rotary, weights.config.rope, 4096),
+        free_(options.pages) {
+    std::iota(free_.begin(), free_.end(), 0);
+    cases::Random random(options.page_seed);
+    for (size_t i = free_.size(); i > 1; --i) std::swap(free_[i - 1], free_[random.integer(0, static_cast<int64_t>(i) - 1)]);
+    // All-ones bytes are NaN in every format, scales included.
+    std::memset(cache_.view().data, options.poison ? 0xff : 0, spec.page_bytes() * options.pages);
+  }
+
+  /// Adds a sequence whose hidden states are rows of `hidden` [any, H] from its start; returns its id.
+  int64_t add(std::span<const float> hidden) {
+    sequences_.push_back({hidden, 0, {}});
+    return static_cast<int64_t>(sequences_.size()) - 1;
+  }
+
+  /// One step; returns each piece's output rows [count, H], in the pieces' order.
+  std::vector<std::vector<float>> step(std::span<const Piece> pieces) {
+    const ModelConfig& m = weights_.config;
+    const int64_t q = cache_.spec().page_size;
+    std::vector<int32_t> starts{0}, lengths, slots;
+    size_t width = 1;
+    for (const Piece& p : pieces) {
+      Sequence& s = sequences_[p.sequence];
+      while (static_cast<int64_t>(s.pages.size()) * q < s.length + p.count) {
+        s.pages.push_back(free_.back());
+        free_.pop_back();
+      }
+      for (int64_t i = s.length; i < s.length + p.count; ++i)
+        slots.push_back(static_cast<int32_t>(s.pages[i / q] * q + i % q));
+      starts.push_back(starts.back() + static_cast<int32_t>(p.count));
+      lengths.push_back(static_cast<int32_t>(s.length + p.count));
+      width = std::max(width, s.pages.size());
+    }
+    width += 2;
+    std::vector<int32_t> table(pieces.size() * width, options_.poison ? std::numeric_limits<int32_t>::min() + 7 : 0);
+    for (size_t r = 0; r < pieces.size(); ++r) {
+      const auto& pages = sequences_[pieces[r].sequence].pages;
+      std::copy(pages.begin(), pages.end(), table.begin() + static_cast<int64_t>(r * width));
+    }
+
+    const int64_t tokens = starts.back(), rows = tokens + options_.padding;
+    std::vector<float> hidden(rows * m.hidden, options_.poison ? cases::poison() : 0.0f), out(rows * m.hidden, kSentinel);
+    for (size_t r = 0; r < pieces.size(); ++r) {
+      const Sequence& s = sequences_[pieces[r].sequence];
+      std::copy_n(s.hidden.begin() + s.length * m.hidden, pieces[r].count * m.hidden, hidden.begin() + starts[r] * m.hidden);
+    }
+
+    const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
+    const Stream stream(pool_);
+    const Plan p = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream, m), options_.plan);
+    Buffer workspace(p.workspace_bytes);
+    std::memset(workspace.data(), options_.poison ? 0xff : 0, p.workspace_bytes);
+    last_plan = p;
+    run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows);
+
+    padding_touched = padding_touched || !std::all_of(out.begin() + tokens * m.hidden, out.end(), [](float x) { return x == kSentinel; });
+    std::vector<std::vector<float>> result;
+    for (size_t r = 0; r < pieces.size(); ++r) {
+      result.emplace_back(out.begin() + starts[r] * m.hidden, out.begin() + starts[r + 1] * m.hidden);
+      sequences_[pieces[r].sequence].length += pieces[r].count;
+    }
+    return result;
+  }
+
+  /// The whole sequence in steps of at most `chunk` tokens, alone.
+  std::vector<float> run_alone(int64_t sequence, int64_t tokens, int64_t chunk) {
+    std::vector<float> out;
+    for (int64_t done = 0; done < tokens; done += chunk) {
+      const Piece piece{sequence, std::min(chunk, tokens - done)};
+      const auto rows = step({&piece, 1});
+      out.insert(out.end(), rows[0].begin(), rows[0].end());
+    }
+    return out;
+  }
+
+  const Cache& cache() const { return cache_; }
+  std::span<const int32_t> pages(int64_t sequence) const { return sequences_[sequence].pages; }
+
+  bool padding_touched = false;
+  Plan last_plan;
+  int64_t allocations = 0;  ///< during forward(), counted through `counter`
+  int64_t (*counter)() = nullptr;
+
+ private:
+  static constexpr float kSentinel = -1.5e30f;
+  struct Sequence {
+    std::span<const float> hidden;
+    int64_t length;
+    std::vector<int32_t> pages;
+  };
+
+  void run(const Plan& p, const Batch& batch, std::span<std::byte> workspace, std::span<const float> hidden,
+           std::span<float> out, int64_t rows) {
+    const int64_t h = weights_.config.hidden;
+    Stream stream(pool_);
+    const LayerContext context{p, batch, weights_, rotary_, cache_.view(), workspace};
+    const int64_t before = counter ? counter() : 0;
+    forward(stream, context, View<const float, Token, Hidden>(hidden.data(), {rows, h}),
+            View<float, Token, Hidden>(out.data(), {rows, h}));
+    allocations += counter ? counter() - before : 0;
+  }
+
+  const LayerWeights& weights_;
+  Options options_;
+  Cache cache_;
+  ThreadPool pool_;
+  RotaryTable rotary_;
+  std::vector<int32_t> free_;
+  std::vector<Sequence> sequences_;
+};
+
+}  // namespace mla::test
