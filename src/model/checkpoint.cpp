@@ -1,0 +1,168 @@
+#include <algorithm>
+#include <fstream>
+#include <functional>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <unordered_map>
+
+#include "mla/error.hpp"
+#include "mla/weights.hpp"
+
+namespace mla {
+namespace {
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string s = "[";
+  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
+  return s + "]";
+}
+
+/// Where tensors are looked up by name: one file, or the shards of an index.
+using Find = std::function<const Safetensors*(const std::string&)>;
+
+class LayerReader {
+ public:
+  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config)
+      : find_(find), prefix_(std::move(prefix)), where_(std::move(where)), config_(config) {}
+
+  LayerTensors read() const {
+    const ModelConfig& m = config_;
+    LayerTensors t;
+    if (m.query_latent > 0) {
+      t.query_down = tensor("q_a_proj.weight", {m.query_latent, m.hidden});
+      t.query_norm = tensor("q_a_layernorm.weight", {m.query_latent});
+      t.query = tensor("q_b_proj.weight", {m.heads * m.query_key(), m.query_latent});
+    } else {
+      t.query = tensor("q_proj.weight", {m.heads * m.query_key(), m.hidden});
+    }
+    t.kv_down = tensor("kv_a_proj_with_mqa.weight", {m.entry(), m.hidden});
+    t.kv_norm = tensor("kv_a_layernorm.weight", {m.latent});
+    t.kv_up = tensor("kv_b_proj.weight", {m.heads * (m.nope + m.value), m.latent});
+    t.output = tensor("o_proj.weight", {m.hidden, m.heads * m.value});
+    return t;
+  }
+
+ private:
+  HostTensor tensor(const std::string& role, const std::vector<int64_t>& shape) const {
+    const std::string name = prefix_ + role;
+    const Safetensors* file = find_(name);
+    if (!file) throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape));
+    HostTensor t = file->tensor(name);
+    if (t.shape != shape)
+      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " +
+                            shape_text(shape));
+    if (t.dtype == Dtype::fp8_e4m3) scales(t);
+    return t;
+  }
+
+  void scales(HostTensor& t) const {
+    if (t.shape.size() != 2)
+      throw CheckpointError(where_ + ": tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) + ", only matrices may be");
+    t.block_rows = config_.fp8_block_rows > 0 ? config_.fp8_block_rows : 128;
+    t.block_cols = config_.fp8_block_cols > 0 ? config_.fp8_block_cols : 128;
+    const std::vector<int64_t> shape{(t.shape[0] + t.block_rows - 1) / t.block_rows, (t.shape[1] + t.block_cols - 1) / t.block_cols};
+    const std::string name = t.name + "_scale_inv";
+    const Safetensors* file = find_(name);
+    if (!file)
+      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape) + " for the fp8 weight");
+    const HostTensor s = file->tensor(name);
+    if (s.shape != shape)
+      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(s.shape) + ", expected " +
+                            shape_text(shape));
+    if (s.dtype == Dtype::fp8_e4m3) throw CheckpointError(file->file().string() + ": tensor '" + name + "' is fp8, a float is needed");
+    t.block_scales = s.to_f32();
+  }
+
+  const Find& find_;
+  std::string prefix_, where_;
+  const ModelConfig& config_;
+};
+
+}  // namespace
+
+LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config) {
+  const Find find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
+  return LayerReader(find, std::string(prefix), file.file().string(), config).read();
+}
+
+struct Checkpoint::State {
+  std::filesystem::path folder;
+  ModelConfig config;
+  std::vector<Safetensors> files;
+  std::unordered_map<std::string, size_t> file_of;  // tensor name -> index into files
+
+  const Safetensors* find(const std::string& name) const {
+    const auto it = file_of.find(name);
+    return it == file_of.end() ? nullptr : &files[it->second];
+  }
+  std::string prefix(int64_t layer) const {
+    const std::string tail = "model.layers." + std::to_string(layer) + ".self_attn.";
+    return find(tail + "kv_a_proj_with_mqa.weight") || !find("language_model." + tail + "kv_a_proj_with_mqa.weight")
+               ? tail
+               : "language_model." + tail;
+  }
+  void add(const std::filesystem::path& file) { files.emplace_back(file); }
+
+  void read_index(const std::filesystem::path& index) {
+    std::ifstream in(index, std::ios::binary);
+    const std::string text{std::istreambuf_iterator<char>(in), {}};
+    const auto json = nlohmann::json::parse(text, nullptr, false);
+    auto fail = [&](const std::string& why) { throw CheckpointError(index.string() + ": " + why); };
+    if (json.is_discarded() || !json.is_object()) fail("not a JSON object");
+    const auto map = json.find("weight_map");
+    if (map == json.end() || !map->is_object()) fail("weight_map is missing or not an object");
+    std::map<std::string, size_t> shards;
+    for (const auto& [tensor, value] : map->items()) {
+      if (!value.is_string()) fail("weight_map of '" + tensor + "' is not a string");
+      const std::string name = value.get<std::string>();
+      const std::filesystem::path path(name);
+      const bool inside = !name.empty() && path.is_relative() && name.find('\0') == std::string::npos &&
+                          std::none_of(path.begin(), path.end(), [](const auto& part) { return part == ".."; });
+      if (!inside) fail("weight_map of '" + tensor + "' is '" + name + "', which leaves the folder");
+      auto [it, fresh] = shards.try_emplace(name, files.size());
+      if (fresh) add(folder / path);
+      if (!files[it->second].find(tensor)) fail("tensor '" + tensor + "' is not in its shard '" + name + "'");
+      file_of.emplace(tensor, it->second);
+    }
+  }
+};
+
+Checkpoint::Checkpoint(const std::filesystem::path& folder) {
+  auto s = std::make_shared<State>();
+  s->folder = folder;
+  if (!std::filesystem::is_directory(folder)) throw CheckpointError(folder.string() + ": not a folder");
+  s->config = read_config(folder / "config.json");
+  const auto index = folder / "model.safetensors.index.json", single = folder / "model.safetensors";
+  if (std::filesystem::exists(index)) {
+    s->read_index(index);
+  } else if (std::filesystem::exists(single)) {
+    s->add(single);
+    for (const SafetensorsEntry& e : s->files[0].entries()) s->file_of.emplace(e.name, 0);
+  } else {
+    throw CheckpointError(folder.string() + ": neither model.safetensors nor model.safetensors.index.json is there");
+  }
+  state_ = std::move(s);
+}
+
+const ModelConfig& Checkpoint::config() const { return state_->config; }
+
+LayerTensors Checkpoint::layer(int64_t index) const {
+  if (index < 0 || index >= state_->config.layers)
+    throw InputError(state_->folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
+                     std::to_string(state_->config.layers - 1));
+  const Find find = [&](const std::string& name) { return state_->find(name); };
+  return LayerReader(find, state_->prefix(index), state_->folder.string(), state_->config).read();
+}
+
+std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {
+  const std::string prefix = state_->prefix(index);
+  std::vector<SafetensorsEntry> found;
+  for (const Safetensors& file : state_->files)
+    for (const SafetensorsEntry& e : file.entries())
+      if (e.name.starts_with(prefix)) found.push_back(e);
+  std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
+  return found;
+}
+
+}  // namespace mla

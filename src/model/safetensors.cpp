@@ -1,0 +1,364 @@
+// A strict reader. The header is attacker-controlled text, so it is parsed here, by hand: a general JSON parser would accept
+// duplicate keys silently, and every number below becomes an offset into mapped memory.
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <cerrno>
+#include <cstring>
+#include <tuple>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "mla/weights.hpp"
+
+static_assert(std::endian::native == std::endian::little, "safetensors data is little-endian");
+
+namespace mla {
+namespace {
+
+constexpr uint64_t kMostHeader = 100'000'000;
+
+struct DtypeSize {
+  std::string_view name;
+  uint64_t bytes;
+};
+constexpr DtypeSize kDtypes[] = {{"F64", 8},  {"F32", 4},     {"F16", 2},     {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"I16", 2},
+                                 {"I8", 1},   {"U64", 8},     {"U32", 4},     {"U16", 2},  {"U8", 1},  {"BOOL", 1},
+                                 {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
+
+class HeaderParser {
+ public:
+  HeaderParser(std::string_view text, std::string where) : text_(text), where_(std::move(where)) {}
+
+  void parse(std::vector<SafetensorsEntry>& entries, std::unordered_map<std::string, std::string>& metadata) {
+    std::unordered_set<std::string> seen;
+    object([&](std::string key) {
+      if (!seen.insert(key).second) fail("key '" + key + "' occurs twice");
+      if (key == "__metadata__") {
+        object([&](std::string name) {
+          std::string value = string();
+          if (!metadata.emplace(name, std::move(value)).second) fail("__metadata__ key '" + name + "' occurs twice");
+        });
+      } else {
+        entries.push_back(tensor(std::move(key)));
+      }
+    });
+    // Writers pad the header with spaces to align the data.
+    space();
+    if (at_ != text_.size()) fail("header has text after its object at byte " + std::to_string(at_));
+  }
+
+  [[noreturn]] void fail(const std::string& why) const { throw CheckpointError(where_ + ": " + why); }
+
+ private:
+  SafetensorsEntry tensor(std::string name) {
+    SafetensorsEntry e;
+    e.name = std::move(name);
+    bool dtype = false, shape = false, offsets = false;
+    auto once = [&](bool& seen, const std::string& key) {
+      if (seen) fail("tensor '" + e.name + "': key '" + key + "' occurs twice");
+      seen = true;
+    };
+    object([&](const std::string& key) {
+      if (key == "dtype") {
+        once(dtype, key);
+        e.dtype = string();
+      } else if (key == "shape") {
+        once(shape, key);
+        array([&](uint64_t n) {
+          if (n > static_cast<uint64_t>(INT64_MAX)) fail("tensor '" + e.name + "': extent " + std::to_string(n) + " is too large");
+          if (e.shape.size() == 16) fail("tensor '" + e.name + "': more than 16 dimensions");
+          e.shape.push_back(static_cast<int64_t>(n));
+        });
+      } else if (key == "data_offsets") {
+        once(offsets, key);
+        int count = 0;
+        array([&](uint64_t n) {
+          if (count == 0) e.begin = n;
+          if (count == 1) e.end = n;
+          ++count;
+        });
+        if (count != 2) fail("tensor '" + e.name + "': data_offsets has " + std::to_string(count) + " numbers, 2 are needed");
+      } else {
+        fail("tensor '" + e.name + "': unknown key '" + key + "'");
+      }
+    });
+    if (!dtype) fail("tensor '" + e.name + "': dtype is missing");
+    if (!shape) fail("tensor '" + e.name + "': shape is missing");
+    if (!offsets) fail("tensor '" + e.name + "': data_offsets is missing");
+    return e;
+  }
+
+  template <class F>
+  void object(F&& member) {
+    expect('{');
+    if (peek() == '}') {
+      ++at_;
+      return;
+    }
+    for (;;) {
+      std::string key = string();
+      expect(':');
+      member(std::move(key));
+      if (peek() == ',') {
+        ++at_;
+        continue;
+      }
+      expect('}');
+      return;
+    }
+  }
+
+  template <class F>
+  void array(F&& element) {
+    expect('[');
+    if (peek() == ']') {
+      ++at_;
+      return;
+    }
+    for (;;) {
+      element(number());
+      if (peek() == ',') {
+        ++at_;
+        continue;
+      }
+      expect(']');
+      return;
+    }
+  }
+
+  uint64_t number() {
+    peek();
+    const size_t start = at_;
+    uint64_t n = 0;
+    while (at_ < text_.size() && text_[at_] >= '0' && text_[at_] <= '9') {
+      const uint64_t digit = static_cast<uint64_t>(text_[at_] - '0');
+      if (n > (UINT64_MAX - digit) / 10) fail("number at byte " + std::to_string(start) + " passes 64 bits");
+      n = n * 10 + digit;
+      ++at_;
+    }
+    if (at_ == start) fail("a non-negative integer is needed at byte " + std::to_string(start));
+    if (text_[start] == '0' && at_ - start > 1) fail("number at byte " + std::to_string(start) + " has a leading zero");
+    return n;
+  }
+
+  std::string string() {
+    expect('"');
+    std::string s;
+    for (;;) {
+      if (at_ == text_.size()) fail("string without end");
+      const unsigned char c = static_cast<unsigned char>(text_[at_++]);
+      if (c == '"') return s;
+      if (c < 0x20) fail("control character in a string at byte " + std::to_string(at_ - 1));
+      if (c == '\\')
+        escape(s);
+      else if (c < 0x80)
+        s += static_cast<char>(c);
+      else
+        utf8(c, s);
+    }
+  }
+
+  void escape(std::string& s) {
+    if (at_ == text_.size()) fail("string without end");
+    const char c = text_[at_++];
+    switch (c) {
+      case '"': case '\\': case '/': s += c; return;
+      case 'b': s += '\b'; return;
+      case 'f': s += '\f'; return;
+      case 'n': s += '\n'; return;
+      case 'r': s += '\r'; return;
+      case 't': s += '\t'; return;
+      case 'u': break;
+      default: fail("unknown escape in a string at byte " + std::to_string(at_ - 1));
+    }
+    uint32_t code = hex4();
+    if (code >= 0xd800 && code < 0xdc00) {
+      if (text_.substr(at_, 2) != "\\u") fail("half a surrogate pair at byte " + std::to_string(at_));
+      at_ += 2;
+      const uint32_t low = hex4();
+      if (low < 0xdc00 || low > 0xdfff) fail("half a surrogate pair at byte " + std::to_string(at_));
+      code = 0x10000 + ((code - 0xd800) << 10) + (low - 0xdc00);
+    } else if (code >= 0xdc00 && code < 0xe000) {
+      fail("half a surrogate pair at byte " + std::to_string(at_));
+    }
+    if (code < 0x80) {
+      s += static_cast<char>(code);
+    } else if (code < 0x800) {
+      s += static_cast<char>(0xc0 | (code >> 6));
+      s += static_cast<char>(0x80 | (code & 63));
+    } else if (code < 0x10000) {
+      s += static_cast<char>(0xe0 | (code >> 12));
+      s += static_cast<char>(0x80 | ((code >> 6) & 63));
+      s += static_cast<char>(0x80 | (code & 63));
+    } else {
+      s += static_cast<char>(0xf0 | (code >> 18));
+      s += static_cast<char>(0x80 | ((code >> 12) & 63));
+      s += static_cast<char>(0x80 | ((code >> 6) & 63));
+      s += static_cast<char>(0x80 | (code & 63));
+    }
+  }
+
+  uint32_t hex4() {
+    uint32_t code = 0;
+    for (int i = 0; i < 4; ++i) {
+      if (at_ == text_.size()) fail("string without end");
+      const char c = text_[at_++];
+      const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+      if (digit < 0) fail("bad \\u escape at byte " + std::to_string(at_ - 1));
+      code = code * 16 + static_cast<uint32_t>(digit);
+    }
+    return code;
+  }
+
+  void utf8(unsigned char lead, std::string& s) {
+    const int more = lead >= 0xf0 && lead <= 0xf4 ? 3 : lead >= 0xe0 && lead < 0xf0 ? 2 : lead >= 0xc2 && lead < 0xe0 ? 1 : 0;
+    const size_t start = at_ - 1;
+    uint32_t code = lead & (0x3fu >> more);
+    for (int i = 0; i < more; ++i) {
+      const unsigned char c = at_ < text_.size() ? static_cast<unsigned char>(text_[at_]) : 0;
+      if ((c & 0xc0) != 0x80) fail("bad UTF-8 at byte " + std::to_string(start));
+      code = (code << 6) | (c & 63u);
+      ++at_;
+    }
+    const bool overlong = (more == 2 && code < 0x800) || (more == 3 && code < 0x10000);
+    if (more == 0 || overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) fail("bad UTF-8 at byte " + std::to_string(start));
+    s += text_.substr(start, at_ - start);
+  }
+
+  void space() {
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r')) ++at_;
+  }
+  char peek() {
+    space();
+    return at_ < text_.size() ? text_[at_] : '\0';
+  }
+  void expect(char c) {
+    if (peek() != c || at_ == text_.size())
+      fail("'" + std::string(1, c) + "' is needed in the header at byte " + std::to_string(at_));
+    ++at_;
+  }
+
+  std::string_view text_;
+  std::string where_;
+  size_t at_ = 0;
+};
+
+}  // namespace
+
+struct Safetensors::File {
+  std::filesystem::path path;
+  const std::byte* map = nullptr;
+  size_t size = 0;
+  uint64_t data = 0;  // first byte of the data section
+  std::vector<SafetensorsEntry> entries;
+  std::unordered_map<std::string_view, size_t> by_name;
+  std::unordered_map<std::string, std::string> metadata;
+
+  ~File() {
+    if (map) munmap(const_cast<std::byte*>(map), size);
+  }
+
+  [[noreturn]] void fail(const std::string& why) const { throw CheckpointError(path.string() + ": " + why); }
+
+  void open() {
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
+    struct stat info {};
+    const bool known = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
+    size = known ? static_cast<size_t>(info.st_size) : 0;
+    void* p = size ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
+    ::close(fd);
+    if (!known) fail("not a regular file");
+    if (size < 8) fail("has " + std::to_string(size) + " bytes, a header length alone takes 8");
+    if (p == MAP_FAILED) fail(std::string("cannot be mapped: ") + std::strerror(errno));
+    map = static_cast<const std::byte*>(p);
+  }
+
+  void parse() {
+    uint64_t header = 0;
+    std::memcpy(&header, map, 8);
+    if (header > kMostHeader) fail("header of " + std::to_string(header) + " bytes, at most " + std::to_string(kMostHeader));
+    if (header > size - 8) fail("header of " + std::to_string(header) + " bytes ends past the file's " + std::to_string(size));
+    data = 8 + header;
+    HeaderParser({reinterpret_cast<const char*>(map + 8), header}, path.string()).parse(entries, metadata);
+    std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
+      return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
+    });
+    uint64_t end = 0;
+    for (size_t i = 0; i < entries.size(); ++i) {
+      const SafetensorsEntry& e = entries[i];
+      check(e);
+      if (e.begin != end)
+        fail("tensor '" + e.name + "': begins at " + std::to_string(e.begin) + (e.begin > end ? ", a gap after " : ", inside the tensor that ends at ") +
+             std::to_string(end));
+      end = e.end;
+      by_name.emplace(e.name, i);
+    }
+    if (end != size - data) fail("tensors end at " + std::to_string(end) + ", the data at " + std::to_string(size - data));
+  }
+
+  void check(const SafetensorsEntry& e) const {
+    const auto* dtype = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const DtypeSize& d) { return d.name == e.dtype; });
+    if (dtype == std::end(kDtypes)) fail("tensor '" + e.name + "': unknown dtype '" + e.dtype + "'");
+    uint64_t bytes = dtype->bytes;
+    bool empty = false;
+    for (int64_t extent : e.shape) empty = empty || extent == 0;
+    for (int64_t extent : e.shape)
+      if (!empty && __builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes)) fail("tensor '" + e.name + "': shape passes 64 bits");
+    if (empty) bytes = 0;
+    if (e.end < e.begin) fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + " before it begins at " + std::to_string(e.begin));
+    if (e.end > size - data)
+      fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + ", past the data's " + std::to_string(size - data) + " bytes");
+    if (e.end - e.begin != bytes)
+      fail("tensor '" + e.name + "': has " + std::to_string(e.end - e.begin) + " bytes, its shape needs " + std::to_string(bytes));
+  }
+};
+
+Safetensors::Safetensors(const std::filesystem::path& file) {
+  auto f = std::make_shared<File>();
+  f->path = file;
+  f->open();
+  f->parse();
+  file_ = std::move(f);
+}
+
+const std::filesystem::path& Safetensors::file() const { return file_->path; }
+
+std::span<const SafetensorsEntry> Safetensors::entries() const { return file_->entries; }
+
+const SafetensorsEntry* Safetensors::find(std::string_view name) const {
+  const auto it = file_->by_name.find(name);
+  return it == file_->by_name.end() ? nullptr : &file_->entries[it->second];
+}
+
+const std::string* Safetensors::metadata(std::string_view key) const {
+  const auto it = file_->metadata.find(std::string(key));
+  return it == file_->metadata.end() ? nullptr : &it->second;
+}
+
+std::span<const std::byte> Safetensors::bytes(const SafetensorsEntry& e) const {
+  return {file_->map + file_->data + e.begin, static_cast<size_t>(e.end - e.begin)};
+}
+
+HostTensor Safetensors::tensor(std::string_view name) const {
+  const SafetensorsEntry* e = find(name);
+  if (!e) file_->fail("tensor '" + std::string(name) + "' is missing");
+  HostTensor t;
+  t.name = e->name;
+  t.shape = e->shape;
+  if (e->dtype == "F32") t.dtype = Dtype::f32;
+  else if (e->dtype == "BF16") t.dtype = Dtype::bf16;
+  else if (e->dtype == "F16") t.dtype = Dtype::f16;
+  else if (e->dtype == "F8_E4M3") t.dtype = Dtype::fp8_e4m3;
+  else file_->fail("tensor '" + e->name + "': dtype " + e->dtype + " is not one of F32 BF16 F16 F8_E4M3");
+  t.data = bytes(*e).data();
+  t.owner = file_;
+  return t;
+}
+
+}  // namespace mla
