@@ -131,7 +131,7 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 
 /// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation, split points
 /// are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at multiples of it
-/// whatever its neighbours are (batch-invariant); it must divide into `rows`.
+/// whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows, int64_t page_size,
                                                           int64_t fixed_rows = 0);
 

@@ -1,0 +1,83 @@
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+
+#include "mla/plan.hpp"
+
+namespace mla {
+namespace {
+
+[[gnu::format(printf, 2, 3)]] void line(std::string& out, const char* format, ...) {
+  char text[400];
+  va_list args;
+  va_start(args, format);
+  std::vsnprintf(text, sizeof(text), format, args);
+  va_end(args);
+  out += text;
+  out += '\n';
+}
+
+std::string bytes(size_t n) {
+  char text[32];
+  if (n < 10240) std::snprintf(text, sizeof(text), "%zu B", n);
+  else if (n < (size_t{10} << 20)) std::snprintf(text, sizeof(text), "%.1f KiB", static_cast<double>(n) / 1024);
+  else std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(n) / 1048576);
+  return text;
+}
+
+struct Group {
+  int64_t requests = 0, tokens = 0, shortest_query = 0, longest_query = 0, longest_context = 0;
+};
+
+}  // namespace
+
+std::string Plan::describe() const {
+  std::string out;
+  line(out, "plan: %s, %lld heads, %lld tokens in %zu requests on %s with %d threads", model.name.c_str(),
+       static_cast<long long>(model.heads), static_cast<long long>(tokens), requests.size(), to_string(device.device).c_str(),
+       device.threads);
+  line(out, "  cache: %s, pages of %lld, %.0f B a token; compute %s%s; split %s", std::string(to_string(cache.format)).c_str(),
+       static_cast<long long>(cache.page_size), cache.token_bytes(), std::string(to_string(options.compute)).c_str(),
+       options.fp8_query ? ", fp8 queries" : "", std::string(to_string(options.split)).c_str());
+
+  Group groups[2];
+  for (const RequestPlan& r : requests) {
+    Group& g = groups[r.path == Path::expanded];
+    g.shortest_query = g.requests ? std::min<int64_t>(g.shortest_query, r.query_len) : r.query_len;
+    g.longest_query = std::max<int64_t>(g.longest_query, r.query_len);
+    g.longest_context = std::max<int64_t>(g.longest_context, r.context);
+    ++g.requests;
+    g.tokens += r.query_len;
+  }
+  line(out, "  paths by policy %s:", std::string(to_string(options.path)).c_str());
+  for (const Path path : {Path::latent, Path::expanded}) {
+    const Group& g = groups[path == Path::expanded];
+    if (g.requests == 0) line(out, "    %-8s  none", std::string(to_string(path)).c_str());
+    else
+      line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld", std::string(to_string(path)).c_str(),
+           static_cast<long long>(g.requests), static_cast<long long>(g.tokens), static_cast<long long>(g.shortest_query),
+           static_cast<long long>(g.longest_query), static_cast<long long>(g.longest_context));
+  }
+
+  if (!latent_items.empty()) {
+    int64_t longest = 0;
+    for (const LatentItem& i : latent_items) longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
+    line(out, "  latent: %zu items of at most %lld positions; %zu split, %lld partial rows", latent_items.size(),
+         static_cast<long long>(longest), splits.size(), static_cast<long long>(partial_rows));
+  }
+  if (!suffix_items.empty()) {
+    line(out, "  expanded: %zu new-token items; %zu context chunks of at most %lld rows", suffix_items.size(), chunks.size(),
+         static_cast<long long>(context_rows));
+    constexpr size_t kShown = 6;
+    for (size_t c = 0; c < std::min(chunks.size(), kShown); ++c)
+      line(out, "    chunk %zu: %lld rows of %zu requests, first request %d from %d", c, static_cast<long long>(chunks[c].rows),
+           chunks[c].pieces.size(), chunks[c].pieces[0].request, chunks[c].pieces[0].start);
+    if (chunks.size() > kShown) line(out, "    ... %zu more", chunks.size() - kShown);
+  }
+  line(out, "  workspace: %s", bytes(workspace_bytes).c_str());
+  for (const Region& r : regions)
+    if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), bytes(r.bytes).c_str());
+  return out;
+}
+
+}  // namespace mla

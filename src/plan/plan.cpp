@@ -1,0 +1,127 @@
+#include "mla/plan.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "backend/backend.hpp"
+#include "mla/error.hpp"
+#include "plan/internal.hpp"
+
+namespace mla {
+namespace {
+
+void check_options(const ModelConfig& model, const CacheSpec& cache, const PlanOptions& o) {
+  if (cache.latent != model.latent || cache.rope != model.rope)
+    throw ShapeError("plan: cache holds latent " + std::to_string(cache.latent) + " and rope " + std::to_string(cache.rope) +
+                     ", the model has " + std::to_string(model.latent) + " and " + std::to_string(model.rope));
+  if (cache.value_width() != model.latent)
+    throw UnsupportedError("plan: cache format " + std::string(to_string(cache.format)) + " has values of " +
+                           std::to_string(cache.value_width()) + ", the layer's W_UV takes the latent's " + std::to_string(model.latent));
+  if (o.compute != Dtype::f32 && o.compute != Dtype::bf16)
+    throw UnsupportedError("plan: compute dtype is " + std::string(to_string(o.compute)) + "; f32 and bf16 are supported");
+  if (o.fp8_query && cache.format != CacheFormat::fp8)
+    throw UnsupportedError("plan: fp8 queries need cache format fp8, this one is " + std::string(to_string(cache.format)));
+  if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
+    throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
+  for (int64_t rows : {o.context_rows, o.max_model_len, o.max_requests})
+    if (rows < 0) throw ShapeError("plan: context_rows, max_model_len and max_requests must not be negative, one is " + std::to_string(rows));
+}
+
+Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+  switch (p.options.path) {
+    case PathPolicy::latent: return Path::latent;
+    case PathPolicy::expanded: return Path::expanded;
+    case PathPolicy::by_length: return new_tokens <= p.options.reorder_batch_threshold ? Path::latent : Path::expanded;
+    case PathPolicy::automatic: break;
+  }
+  auto cost = [&](Path path) { return path_cost(p.model, p.cache, p.options.rates, path, new_tokens, context); };
+  return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
+}
+
+}  // namespace
+
+namespace planning {
+
+void chunk_context(Plan& plan) {
+  // batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
+  constexpr int64_t kFixedRows = 4096;
+  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  std::vector<int32_t> contexts(plan.requests.size());
+  int64_t longest = 0, requests = 0;
+  for (size_t r = 0; r < plan.requests.size(); ++r) {
+    const RequestPlan& q = plan.requests[r];
+    if (q.path != Path::expanded || q.query_len == 0) continue;
+    contexts[r] = q.context;
+    longest = std::max<int64_t>(longest, static_cast<int64_t>(q.context) + q.query_len);
+    ++requests;
+  }
+  const PlanOptions& o = plan.options;
+  int64_t rows = o.context_rows;
+  if (rows == 0) {
+    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest, o.max_requests > 0 ? o.max_requests : requests,
+                                plan.cache.page_size);
+    if (invariant) rows = std::max(rows, kFixedRows);
+  }
+  if (rows == 0) return;  // nothing is expanded
+  plan.context_rows = rows;
+  for (std::vector<GatherPiece>& pieces :
+       pack_context_chunks(contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0)) {
+    ContextChunk chunk{.pieces = std::move(pieces), .items = {}};
+    chunk.items.reserve(chunk.pieces.size());
+    for (const GatherPiece& piece : chunk.pieces) {
+      const RequestPlan& r = plan.requests[piece.request];
+      chunk.items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything()});
+      chunk.rows = std::max<int64_t>(chunk.rows, static_cast<int64_t>(piece.row) + piece.count);
+    }
+    plan.chunks.push_back(std::move(chunk));
+  }
+}
+
+}  // namespace planning
+
+Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
+          const PlanOptions& options) {
+  model.validate();
+  cache.validate();
+  check_options(model, cache, options);
+  validate(batch, pages, cache.page_size);
+
+  Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
+  p.requests.reserve(static_cast<size_t>(batch.requests()));
+  p.positions.resize(static_cast<size_t>(p.tokens));
+  for (int64_t r = 0; r < batch.requests(); ++r) {
+    const RequestPlan request{.path = choose_path(p, batch.query_len(r), batch.context_len(r)),
+                              .q_begin = batch.query_start_loc[r],
+                              .query_len = static_cast<int32_t>(batch.query_len(r)),
+                              .context = static_cast<int32_t>(batch.context_len(r))};
+    p.requests.push_back(request);
+    const bool expanded = request.path == Path::expanded;
+    if (expanded && request.query_len > 0)
+      p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()), request.query_len, 0});
+    std::vector<int32_t>& list = expanded ? p.expanded_tokens : p.latent_tokens;
+    for (int32_t i = 0; i < request.query_len; ++i) {
+      p.positions[request.q_begin + i] = request.context + i;
+      list.push_back(request.q_begin + i);
+    }
+  }
+  planning::split_kv(p);
+  planning::chunk_context(p);
+  planning::lay_out_workspace(p);
+  return p;
+}
+
+DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {
+  return {.device = stream.device(),
+          .threads = stream.pool().threads(),
+          .scratch_per_worker = backend::backend(stream.device())
+                                    .scratch_per_worker({.heads = m.heads,
+                                                         .latent = m.latent,
+                                                         .rope = m.rope,
+                                                         .nope = m.nope,
+                                                         .value = m.value,
+                                                         .hidden = m.hidden,
+                                                         .query_latent = m.query_latent})};
+}
+
+}  // namespace mla

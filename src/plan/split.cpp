@@ -1,0 +1,66 @@
+// Split-KV: cached positions of a request cut into ranges that are attended independently and merged.
+#include <algorithm>
+
+#include "plan/internal.hpp"
+
+namespace mla::planning {
+namespace {
+
+// Query tokens that share an item: enough rows to reuse each converted cache row, few enough that long prefills stay parallel.
+constexpr int64_t kTileTokens = 64;
+// Splits are multiples of this, so that kernels' blocks of positions start alike.
+constexpr int64_t kGrain = 64;
+// fast: enough units for many threads to share evenly, counted over the whole batch. Never from the number of threads: results must
+// not depend on it.
+constexpr int64_t kUnits = 64;
+constexpr int64_t kShortest = 512;
+// batch_invariant: a fixed length. 1024 keeps two threads busy from 2K positions on; a partial row costs one pass over its output for
+// 1024 cache rows read, about 1% of the work at 16 heads.
+constexpr int64_t kInvariant = 1024;
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+}  // namespace
+
+void split_kv(Plan& plan) {
+  int64_t total = 0, items = 0;
+  for (const RequestPlan& r : plan.requests)
+    if (r.path == Path::latent)
+      for (int64_t q = 0; q < r.query_len; q += kTileTokens, ++items)
+        total += r.context + std::min<int64_t>(r.query_len, q + kTileTokens);
+  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  const int64_t longest = invariant ? kInvariant : std::max(kShortest, round_up((total + kUnits - 1) / kUnits, kGrain));
+
+  plan.latent_items.reserve(items + (invariant ? total / kInvariant + 1 : kUnits));
+  int32_t row = 0, partial = 0;
+  for (size_t index = 0; index < plan.requests.size(); ++index) {
+    const RequestPlan& r = plan.requests[index];
+    if (r.path != Path::latent) continue;
+    for (int32_t q = 0; q < r.query_len; q += kTileTokens) {
+      const int32_t count = std::min<int32_t>(kTileTokens, r.query_len - q);
+      const int64_t length = static_cast<int64_t>(r.context) + q + count;
+      const int64_t splits = (length + longest - 1) / longest;
+      const int64_t step = invariant ? longest : round_up((length + splits - 1) / splits, kGrain);
+      LatentItem item{.request = static_cast<int32_t>(index), .q_begin = row, .q_count = count, .visible = r.context + q};
+      int32_t written = 0;
+      for (int64_t begin = 0; begin < length; begin += step, ++written) {
+        item.kv_begin = static_cast<int32_t>(begin);
+        item.kv_end = static_cast<int32_t>(std::min(length, begin + step));
+        item.partial = length > step ? partial + written * count : -1;
+        plan.latent_items.push_back(item);
+      }
+      if (written > 1) {
+        plan.splits.push_back({row, count, partial, written});
+        partial += written * count;
+      }
+      row += count;
+    }
+  }
+  plan.partial_rows = partial;
+  // Longest first, so that no thread starts a long range last.
+  std::stable_sort(plan.latent_items.begin(), plan.latent_items.end(), [](const LatentItem& a, const LatentItem& b) {
+    return static_cast<int64_t>(a.kv_end - a.kv_begin) * a.q_count > static_cast<int64_t>(b.kv_end - b.kv_begin) * b.q_count;
+  });
+}
+
+}  // namespace mla::planning

@@ -1,0 +1,55 @@
+// One allocation, cut into named regions that the layer finds by name.
+#include <algorithm>
+#include <string>
+
+#include "mla/error.hpp"
+#include "plan/internal.hpp"
+
+namespace mla {
+
+const Region& Plan::region(std::string_view name) const {
+  for (const Region& r : regions)
+    if (r.name == name) return r;
+  throw Error("plan: no workspace region is called '" + std::string(name) + "'");
+}
+
+namespace planning {
+
+void lay_out_workspace(Plan& plan) {
+  constexpr size_t kAlign = 64;
+  const ModelConfig& m = plan.model;
+  const PlanOptions& o = plan.options;
+  size_t end = 0;
+  plan.regions.reserve(16);
+  auto add = [&](std::string_view name, size_t bytes) {
+    plan.regions.push_back({name, end, bytes});
+    end += (bytes + kAlign - 1) / kAlign * kAlign;
+  };
+  const size_t f = sizeof(float), t = static_cast<size_t>(plan.tokens), n = static_cast<size_t>(m.heads);
+  const size_t latent_rows = plan.latent_tokens.size(), partial_rows = static_cast<size_t>(plan.partial_rows);
+  const size_t entry = static_cast<size_t>(m.entry()), width = static_cast<size_t>(plan.cache.value_width());
+  int64_t largest_chunk = 0;
+  for (const ContextChunk& c : plan.chunks) largest_chunk = std::max(largest_chunk, c.rows);
+  const size_t context_rows = static_cast<size_t>(largest_chunk), key_rows = std::max(plan.expanded_tokens.size(), context_rows);
+  const size_t compute = size_of(o.compute);
+
+  add("query", t * n * static_cast<size_t>(m.query_key()) * f);
+  add("query_latent", t * static_cast<size_t>(m.query_latent) * f);
+  add("kv", t * entry * f);
+  add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
+  add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
+  add("latent_out", latent_rows * n * width * f);
+  add("latent_lse", latent_rows * n * f);
+  add("partial_out", partial_rows * n * width * f);
+  add("partial_lse", partial_rows * n * f);
+  add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
+  add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
+  add("context", context_rows * entry * f);
+  add("heads", t * n * static_cast<size_t>(m.value) * f);
+  add("heads_lse", t * n * f);
+  add("scratch", static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
+  plan.workspace_bytes = end;
+}
+
+}  // namespace planning
+}  // namespace mla

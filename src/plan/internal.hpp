@@ -1,0 +1,15 @@
+// The steps of making a plan, in the order they run; each fills its part.
+#pragma once
+
+#include "mla/plan.hpp"
+
+namespace mla::planning {
+
+/// latent_items, splits, partial_rows: for requests on the latent path.
+void split_kv(Plan& plan);
+/// chunks, context_rows: for cached context on the expanded path.
+void chunk_context(Plan& plan);
+/// regions, workspace_bytes.
+void lay_out_workspace(Plan& plan);
+
+}  // namespace mla::planning
