@@ -1,0 +1,26 @@
+#include "ops/append/op.hpp"
+
+namespace mla::ops {
+namespace {
+
+Cost rows(double tokens, const CacheSpec& spec) {
+  return {.bytes = tokens * (4 * static_cast<double>(spec.entry()) + spec.token_bytes()), .flops = 0};
+}
+
+}  // namespace
+
+Cost cost(const AppendArgs& a) { return rows(static_cast<double>(a.slots.size()), a.cache.spec); }
+
+Cost cost(const RopeAppendArgs& a) {
+  const double tokens = static_cast<double>(a.slots.size());
+  Cost c = rows(tokens, a.cache.spec);
+  const double rotated = tokens * static_cast<double>((a.q_pe.extent<Head>() + 1) * a.q_pe.extent<Rope>());
+  if (a.table->rotates()) c += {.bytes = 8 * rotated, .flops = 3 * rotated};
+  return c;
+}
+
+Cost cost(const CopyPagesArgs& a) {
+  return {.bytes = 2 * static_cast<double>(a.copies.size()) * static_cast<double>(a.cache.spec.page_bytes()), .flops = 0};
+}
+
+}  // namespace mla::ops
