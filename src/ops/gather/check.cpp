@@ -16,15 +16,16 @@ void check(const GatherArgs& a) {
                      std::string(to_string(a.kv_c.dtype())));
   for (size_t i = 0; i < a.pieces.size(); ++i) {
     const GatherPiece& p = a.pieces[i];
-    const std::string who = "piece " + std::to_string(i) + " ";
-    require_range("gather", who + "request", p.request, 0, a.block_table.extent<Request>());
-    require_range("gather", who + "count", p.count, 0, a.kv_c.extent<Key>() + 1);
-    require_range("gather", who + "row", p.row, 0, a.kv_c.extent<Key>() - p.count + 1);
-    const int64_t capacity = a.block_table.extent<Page>() * spec.page_size;
-    require_range("gather", who + "start", p.start, 0, capacity - p.count + 1);
+    auto range = [&](const char* what, int64_t found, int64_t lo, int64_t hi) {
+      if (found < lo || found >= hi) require_range("gather", "piece " + std::to_string(i) + " " + what, found, lo, hi);
+    };
+    range("request", p.request, 0, a.block_table.extent<Request>());
+    range("count", p.count, 0, a.kv_c.extent<Key>() + 1);
+    range("row", p.row, 0, a.kv_c.extent<Key>() - p.count + 1);
+    range("start", p.start, 0, a.block_table.extent<Page>() * spec.page_size - p.count + 1);
     if (p.count == 0) continue;
     for (int64_t page = p.start / spec.page_size; page <= (p.start + p.count - 1) / spec.page_size; ++page)
-      require_range("gather", who + "page id", a.block_table(p.request, page), 0, a.cache.pages);
+      range("page id", a.block_table(p.request, page), 0, a.cache.pages);
   }
 }
 

@@ -1,0 +1,82 @@
+#include "backend/cpu/core/target.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "backend/cpu/backend.hpp"
+#include "hwy/highway.h"
+#include "mla/error.hpp"
+
+namespace mla::cpu {
+namespace {
+
+bool cpu_has_bf16_dot() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq");
+#else
+  return false;
+#endif
+}
+
+bool bf16_dot_allowed = true;
+
+struct Named {
+  std::string_view name;
+  int64_t bit;
+};
+// Best first. "portable" is the baseline every CPU of the architecture has.
+constexpr Named kTargets[] = {
+#if defined(__x86_64__)
+    {"avx512", HWY_AVX3}, {"avx2", HWY_AVX2}, {"sse4", HWY_SSE4},
+#elif defined(__aarch64__)
+    {"neon", HWY_NEON},
+#endif
+    {"portable", HWY_STATIC_TARGET}};
+
+int64_t unrestricted() {
+  hwy::SetSupportedTargetsForTest(0);
+  return hwy::SupportedTargets() & HWY_TARGETS;
+}
+
+}  // namespace
+
+bool native_bf16_dot() {
+  static const bool has = cpu_has_bf16_dot();
+  return has && bf16_dot_allowed;
+}
+
+std::string_view target() {
+  if (native_bf16_dot()) return "avx512_bf16";
+  const int64_t supported = hwy::SupportedTargets();
+  for (const Named& t : kTargets)
+    if (supported & t.bit) return t.name;
+  return "portable";
+}
+
+void restrict_target(std::string_view name) {
+  const int64_t all = unrestricted();
+  bf16_dot_allowed = true;
+  if (!name.empty() && name != "avx512_bf16") {
+    const auto* t = std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
+    if (t == std::end(kTargets)) {
+      std::string known = "avx512_bf16";
+      for (const Named& n : kTargets) known += " " + std::string(n.name);
+      throw InputError("unknown target '" + std::string(name) + "'; known: " + known);
+    }
+    if (!(all & t->bit)) throw UnsupportedError("this CPU lacks target " + std::string(name));
+    // Better targets have lower bits.
+    hwy::SetSupportedTargetsForTest(all & ~(t->bit - 1));
+    bf16_dot_allowed = false;
+  } else if (name == "avx512_bf16" && !native_bf16_dot()) {
+    throw UnsupportedError("this CPU lacks target avx512_bf16");
+  }
+  hwy::GetChosenTarget().Update(hwy::SupportedTargets());
+}
+
+size_t scratch_per_worker(const backend::ScratchShape& shape) {
+  const size_t most = std::max({project_scratch(shape), attend_expanded_scratch(shape), attend_latent_scratch(shape)});
+  return (most + 63) / 64 * 64;
+}
+
+}  // namespace mla::cpu

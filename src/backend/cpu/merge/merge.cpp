@@ -1,0 +1,57 @@
+// Memory-bound: each row of O is read once from every part and written once.
+#include <algorithm>
+#include <cmath>
+
+#include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/merge_weights.hpp"
+
+namespace mla::cpu {
+
+void merge(Stream& stream, const ops::MergeArgs& a) {
+  const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
+  stream.pool().run(a.other.extent<Token>(), [&](int64_t t, int) {
+    const int64_t row = a.rows.empty() ? t : a.rows[t];
+    for (int64_t h = 0; h < heads; ++h) {
+      const MergeWeights w = merge_weights(a.lse(row, h), a.other_lse(t, h));
+      a.lse(row, h) = w.lse;
+      float* out = &a.out(row, h, 0);
+      const float* other = &a.other(t, h, 0);
+      if (w.a == 0 && w.b == 0)
+        std::fill_n(out, width, 0.0f);
+      else if (w.b == 0)
+        continue;
+      else if (w.a == 0)
+        std::copy_n(other, width, out);
+      else
+        for (int64_t d = 0; d < width; ++d) out[d] = w.a * out[d] + w.b * other[d];
+    }
+  });
+}
+
+void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
+  const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
+  // One task an item and head: items are few and rows of one request share their partials' pages.
+  stream.pool().run(static_cast<int64_t>(a.items.size()) * heads, [&](int64_t task, int) {
+    const SplitRows& s = a.items[task / heads];
+    const int64_t h = task % heads;
+    for (int32_t r = 0; r < s.rows; ++r) {
+      float m = kEmptyLse, sum = 0;
+      auto lse = [&](int32_t i) { return usable_lse(a.partial_lse(s.partial + i * s.rows + r, h)); };
+      for (int32_t i = 0; i < s.splits; ++i) m = std::max(m, lse(i));
+      float* out = &a.out(s.row + r, h, 0);
+      std::fill_n(out, width, 0.0f);
+      a.lse(s.row + r, h) = kEmptyLse;
+      if (m == kEmptyLse) continue;
+      for (int32_t i = 0; i < s.splits; ++i) sum += std::exp(lse(i) - m);
+      for (int32_t i = 0; i < s.splits; ++i) {
+        if (lse(i) == kEmptyLse) continue;
+        const float w = std::exp(lse(i) - m) / sum;
+        const float* part = &a.partial_out(s.partial + i * s.rows + r, h, 0);
+        for (int64_t d = 0; d < width; ++d) out[d] += w * part[d];
+      }
+      a.lse(s.row + r, h) = m + std::log(sum);
+    }
+  });
+}
+
+}  // namespace mla::cpu

@@ -1,0 +1,14 @@
+// Conversions of whole rows, vectorised. Bits equal those of mla/dtype.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "mla/dtype.hpp"
+
+namespace mla::cpu {
+
+void convert(const float* x, bf16* y, int64_t n);
+void convert(const bf16* x, float* y, int64_t n);
+void convert(const fp8_e4m3* x, float* y, int64_t n, float scale);
+
+}  // namespace mla::cpu
