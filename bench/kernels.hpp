@@ -1,0 +1,18 @@
+// The inner loops of the roof, each run by one thread.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace mla::bench {
+
+/// Independent chains of multiply-adds in registers, of the vectors that Highway dispatches to; returns the flops done.
+double fma_chains(int64_t iterations);
+
+/// Reads every byte of a buffer; the sum keeps the reads alive.
+float read_all(const float* data, size_t count);
+
+/// Independent chains of vdpbf16ps; only where cpu::native_bf16_dot() holds. Returns the flops done.
+double bf16_chains(int64_t iterations);
+
+}  // namespace mla::bench

@@ -1,0 +1,70 @@
+// mla: what will this model, this cache format and this traffic cost on this machine?
+//
+// Exit codes: 0, 1 (a check failed), 2 (bad usage or input). Every error is one line on stderr.
+#include <algorithm>
+#include <iostream>
+#include <new>
+#include <string>
+
+#include "cli/commands.hpp"
+#include "mla/error.hpp"
+
+namespace {
+
+constexpr int kBadUsage = 2;
+
+int fail(std::string message) {
+  std::replace(message.begin(), message.end(), '\n', ' ');
+  std::cout.flush();
+  std::cerr << "mla: " << message << std::endl;
+  return kBadUsage;
+}
+
+constexpr const char* kExamples =
+    "Examples:\n"
+    "  mla run                                                replay the built-in request trace\n"
+    "  mla run --trace requests.jsonl --model deepseek-v2-lite --layers 2 --verify 50\n"
+    "  mla bench                                              every op and the layer, in percent of this machine's "
+    "roof\n"
+    "  mla bench attend_latent --heads 128 --context 4096     one op at one shape\n"
+    "  mla check                                              every op against float64\n"
+    "  mla check attend_latent --format fp8_ds_mla --page-size 16\n"
+    "  mla plan --help                                        how a batch would be executed\n"
+    "  mla info                                               machine, roofs, models, cache formats\n"
+    "  mla info CHECKPOINT                                    a checkpoint's attention tensors\n"
+    "Exit codes: 0, 1 (a check failed), 2 (bad usage or input).";
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  CLI::App app("Multi-head Latent Attention for LLM serving: replay, measure, check, plan", "mla");
+  app.set_version_flag("--version", MLA_VERSION);
+  app.require_subcommand(1);
+  app.footer(kExamples);
+  app.get_formatter()->column_width(36);
+
+  int status = 0;
+#ifdef MLA_CLI_run
+  mla::cli::add_run(app, status);
+#endif
+  mla::cli::add_bench(app, status);
+  mla::cli::add_check(app, status);
+#ifdef MLA_CLI_plan
+  mla::cli::add_plan(app, status);
+#endif
+  mla::cli::add_info(app, status);
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::Success& e) {  // --help, --version
+    return app.exit(e);
+  } catch (const CLI::ParseError& e) {
+    return fail(std::string(e.what()) + " (see mla --help)");
+  }
+  return status;
+} catch (const mla::Error& e) {
+  return fail(e.what());
+} catch (const std::bad_alloc&) {
+  return fail("out of memory");
+} catch (const std::exception& e) {
+  return fail(e.what());
+}
