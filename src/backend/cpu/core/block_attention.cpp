@@ -1,0 +1,150 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "backend/cpu/core/block_attention.cpp"
+#include "hwy/foreach_target.h"  // before highway.h
+#include "hwy/highway.h"
+//
+#include "backend/cpu/core/block_attention.hpp"
+#include "backend/cpu/core/softmax-inl.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace mla::cpu::HWY_NAMESPACE {
+
+// scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the registers; each
+// multiplication takes its key element as a broadcast from memory.
+template <int G, int N>
+HWY_INLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride, int64_t dim,
+                          float* HWY_RESTRICT scores) {
+  const hn::ScalableTag<float> df;
+  using V = hn::Vec<decltype(df)>;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  V acc[N][G];
+#pragma GCC unroll 32
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) acc[n][g] = hn::Zero(df);
+  // Rows are reached as a few base pointers plus small multiples of the stride: what x86 addressing and sixteen registers can hold.
+  constexpr int kPerBase = 8;
+  for (int64_t d = 0; d < dim; ++d) {
+    V rows[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) rows[g] = hn::LoadU(df, q + d * width + g * lanes);
+#pragma GCC unroll 32
+    for (int n = 0; n < N; ++n) {
+      const float* base = k + static_cast<int64_t>(n / kPerBase) * kPerBase * stride;
+      const V element = hn::Set(df, base[(n % kPerBase) * stride + d]);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) acc[n][g] = hn::MulAdd(rows[g], element, acc[n][g]);
+    }
+  }
+#pragma GCC unroll 32
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) hn::StoreU(acc[n][g], df, scores + n * width + g * lanes);
+}
+
+// o[d][..] = o[d][..] * alpha + sum over keys of p[key][..] * v[key][d], for N dims.
+template <int G, int N>
+HWY_INLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride, int64_t keys,
+                          const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
+  const hn::ScalableTag<float> df;
+  using V = hn::Vec<decltype(df)>;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  V acc[N][G];
+#pragma GCC unroll 32
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) acc[n][g] = hn::Mul(hn::LoadU(df, o + n * width + g * lanes), hn::LoadU(df, alpha + g * lanes));
+  for (int64_t t = 0; t < keys; ++t) {
+    V rows[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) rows[g] = hn::LoadU(df, p + t * width + g * lanes);
+#pragma GCC unroll 32
+    for (int n = 0; n < N; ++n) {
+      const V element = hn::Set(df, v[t * stride + n]);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) acc[n][g] = hn::MulAdd(rows[g], element, acc[n][g]);
+    }
+  }
+#pragma GCC unroll 32
+  for (int n = 0; n < N; ++n)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) hn::StoreU(acc[n][g], df, o + n * width + g * lanes);
+}
+
+template <int G, int kKeys, int kDims>
+void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>())), w = tile.width;
+  const float* q = static_cast<const float*>(tile.q);
+  const float* k = static_cast<const float*>(b.k);
+  const float* v = static_cast<const float*>(b.v);
+  for (int64_t n = 0; n < b.count; n += kKeys)
+    for (int64_t g = 0; g < w; g += G * lanes)
+      ScoreTile<G, kKeys>(q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
+  float alpha[kTileRows];
+  Softmax(tile, b, scores, alpha);
+  for (int64_t g = 0; g < w; g += G * lanes) {
+    int64_t d = 0;
+    for (; d + kDims <= b.v_dim; d += kDims)
+      ValueTile<G, kDims>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
+    for (; d + 4 <= b.v_dim; d += 4) ValueTile<G, 4>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
+    for (; d < b.v_dim; ++d) ValueTile<G, 1>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
+  }
+}
+
+void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
+  // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12.
+  const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
+  if (lanes == 16 && tile.width == 16) BlockOf<1, 24, 16>(tile, block, scores);
+  else if (lanes == 16) BlockOf<2, 12, 8>(tile, block, scores);
+  else if (lanes <= 8) BlockOf<2, 6, 4>(tile, block, scores);
+  else HWY_ABORT("vectors of %d floats are not expected", static_cast<int>(lanes));
+}
+
+}  // namespace mla::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+#include <cmath>
+#include <limits>
+
+namespace mla::cpu {
+
+HWY_EXPORT(Block);
+
+void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) { HWY_DYNAMIC_DISPATCH(Block)(tile, block, scores); }
+
+void begin_tile(RowTile& tile, int64_t v_dim) {
+  std::fill_n(tile.o, v_dim * tile.width, 0.0f);
+  std::fill_n(tile.m, tile.width, kMaskedScore);
+  std::fill_n(tile.l, tile.width, 0.0f);
+  std::fill_n(tile.last + tile.rows, tile.width - tile.rows, -1);
+  tile.first_last = *std::min_element(tile.last, tile.last + tile.rows);
+  tile.last_last = *std::max_element(tile.last, tile.last + tile.rows);
+}
+
+float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out) {
+  const float sum = tile.l[r];
+  if (sum == 0) {
+    std::fill_n(out, v_dim, 0.0f);
+    return -std::numeric_limits<float>::infinity();
+  }
+  const float inverse = 1.0f / sum;
+  for (int64_t d = 0; d < v_dim; ++d) out[d] = tile.o[d * tile.width + r] * inverse;
+  return tile.m[r] + std::log(sum);
+}
+
+void set_query_f32(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim) {
+  float* q = static_cast<float*>(tile.q) + lane;
+  for (int64_t d = 0; d < qk_dim; ++d) q[d * tile.width] = row[d];
+}
+
+void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim) {
+  uint32_t* q = static_cast<uint32_t*>(tile.q) + lane;
+  for (int64_t d = 0; d < qk_dim; d += 2) {
+    const uint32_t low = to_bf16(row[d]).bits, high = d + 1 < qk_dim ? to_bf16(row[d + 1]).bits : 0;
+    q[d / 2 * tile.width] = low | high << 16;
+  }
+}
+
+}  // namespace mla::cpu
+#endif

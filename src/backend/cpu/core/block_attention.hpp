@@ -1,0 +1,74 @@
+// The inner step both attention ops share: a tile of query rows meets a block of keys and values (online softmax).
+//
+// Lanes are query rows. Queries are held transposed, [dim][row]; scores and probabilities are [key][row]; outputs are [dim][row].
+// Every multiplication is then a vector of rows times one broadcast number of a key or value, so nothing is reduced across lanes and a
+// row's sums run in the same order whatever tile it sits in: its bits depend on nothing else. Keys and values stay row-major.
+//
+// Two forms: f32 (Highway, every target), and bf16 pairs with AVX-512 BF16 dot products (twice the arithmetic rate).
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "mla/dtype.hpp"
+
+namespace mla::cpu {
+
+/// Keys a block holds at most: a multiple of every register tile (24, 12, 6).
+constexpr int64_t kBlockKeys = 96;
+/// Rows a tile holds at most; tiles of up to kSmallTile rows use half the lanes.
+constexpr int64_t kTileRows = 32, kSmallTile = 16;
+/// Key rows past the last one are read up to a multiple of this and must be zero.
+constexpr int64_t kKeyPad = 24;
+
+/// One tile of query rows and its running softmax. Memory is the caller's scratch.
+struct RowTile {
+  int64_t rows = 0;          ///< lanes in use
+  int64_t width = 0;         ///< lanes: kSmallTile or kTileRows
+  void* q = nullptr;         ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16
+  float* o = nullptr;        ///< [v_dim][width]
+  float* m = nullptr;        ///< [width] running maximum
+  float* l = nullptr;        ///< [width] running sum
+  int32_t* last = nullptr;   ///< [width] last key each row sees, counted as first_key is
+  int32_t first_last = 0;    ///< smallest `last` of the rows in use
+  int32_t last_last = 0;     ///< largest
+
+  static constexpr int64_t width_for(int64_t rows) { return rows <= kSmallTile ? kSmallTile : kTileRows; }
+};
+
+/// A block's keys and values, either f32 rows or bf16 (values as pairs of keys: [key / 2][v_dim] of (key, key + 1)).
+struct KeyBlock {
+  const void* k = nullptr;
+  int64_t k_stride = 0;  ///< elements
+  const void* v = nullptr;
+  int64_t v_stride = 0;  ///< elements of a row (f32), or pairs of a pair row (bf16)
+  int64_t qk_dim = 0, v_dim = 0;
+  int64_t first_key = 0, count = 0;
+  float scale = 1;
+};
+
+/// Dense tiles walk memory at this stride, an odd number of cache lines, so that rows do not share L1 sets.
+constexpr int64_t tile_stride(int64_t elements, int64_t element_size) {
+  const int64_t per_line = 64 / element_size, lines = (elements + per_line - 1) / per_line;
+  return (lines | 1) * per_line;
+}
+
+
+/// Empties a tile: no key seen yet. Sets first_last and last_last from `last`.
+void begin_tile(RowTile& tile, int64_t v_dim);
+/// Joins a block's keys into the tile.
+void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
+void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
+/// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf.
+float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out);
+
+/// q_t[d * width + lane] = row[d].
+void set_query_f32(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim);
+/// The same in bf16 pairs, rounding to nearest even.
+void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim);
+
+/// Joins rows a and b of bf16 values into pairs.
+void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n);
+
+}  // namespace mla::cpu
