@@ -28,6 +28,7 @@ struct Params {
   int64_t page_size = 64;
   Dtype dtype = Dtype::f32;              ///< of the op's main operands
   bool neox = false;
+  double yarn_factor = 1;                ///< rope: above 1, YaRN with this factor
   bool causal = true;
   bool batch_invariant = false;
   int64_t splits = 1;                    ///< attend_latent

@@ -1,0 +1,128 @@
+#include <algorithm>
+#include <numeric>
+
+#include "backend/backend.hpp"
+#include "cases/compare.hpp"
+#include "cases/padded.hpp"
+#include "ops/run.hpp"
+
+namespace mla::cases {
+namespace {
+
+// Weights in Params::dtype. Plain: f32 activations, rows in order. Ragged: activations in Params::dtype too, read and written
+// through row lists, x rows possibly more than once.
+class ProjectCase final : public Case {
+ public:
+  explicit ProjectCase(const Params& p)
+      : rows_(p.requests * p.query_len),
+        weights_(static_cast<size_t>(p.heads * p.out * p.in)),
+        x_(p.ragged ? p.dtype : Dtype::f32, {rows_ + (p.ragged ? 2 : 0), p.heads, p.in}),
+        y_(p.ragged ? p.dtype : Dtype::f32, {rows_, p.heads, p.out}) {
+    Random random(p.seed);
+    random.fill_normal(weights_);
+    x_.fill_normal(random);
+    if (p.ragged) {
+      y_rows_.resize(rows_);
+      std::iota(y_rows_.begin(), y_rows_.end(), 0);
+      for (int64_t i = rows_; i-- > 0;) {
+        x_rows_.push_back(static_cast<int32_t>(random.integer(0, rows_ + 1)));
+        std::swap(y_rows_[i], y_rows_[random.integer(0, i)]);
+      }
+    }
+    const backend::Backend& backend = backend::backend({});
+    linear_ = backend.pack(weights_, p.heads, p.out, p.in, p.dtype);
+    scratch_bytes_ = backend.scratch_per_worker({.heads = p.heads, .hidden = p.in});
+    args_ = {.x = x_.any(),
+             .x_rows = x_rows_,
+             .weights = linear_.get(),
+             .y = y_.any(),
+             .y_rows = y_rows_,
+             .rows = rows_,
+             .batch_invariant = p.batch_invariant,
+             .scratch = {}};
+  }
+  void run(Stream& stream) override {
+    const size_t needed = scratch_bytes_ * static_cast<size_t>(stream.pool().threads());
+    if (scratch_.size() < needed) {  // only the first time
+      scratch_ = Buffer(needed);
+      std::fill_n(scratch_.data(), needed, std::byte{0xff});
+      args_.scratch = {scratch_.data(), scratch_bytes_};
+    }
+    ops::run(stream, args_);
+  }
+  Verdict verify() override {
+    // Large products are judged on evenly spaced rows, the first and the last among them.
+    const int64_t heads = linear_->heads, in = linear_->in, out = linear_->out;
+    const int64_t affordable = std::max<int64_t>(2, (int64_t{1} << 26) / std::max<int64_t>(1, heads * in * out));
+    const int64_t judged = std::min(rows_, affordable);
+    auto row = [&](int64_t i) { return judged < 2 ? 0 : i * (rows_ - 1) / (judged - 1); };
+
+    // The contract's operands: rounded to the weights' dtype before the product.
+    auto operand = [&](float v) { return linear_->dtype == Dtype::bf16 ? to_float(to_bf16(v)) : v; };
+    std::vector<float> x, w = weights_, got, plain;
+    for (float& v : w) v = operand(v);
+    for (int64_t i = 0; i < judged; ++i)
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t k = 0; k < in; ++k) x.push_back(operand(args_.x(x_rows_.empty() ? row(i) : x_rows_[row(i)], h, k)));
+        for (int64_t o = 0; o < out; ++o) {
+          got.push_back(args_.y(y_rows_.empty() ? row(i) : y_rows_[row(i)], h, o));
+          float sum = 0;
+          for (int64_t k = 0; k < in; ++k) sum += x[(i * heads + h) * in + k] * w[(h * out + o) * in + k];
+          plain.push_back(args_.y.dtype() == Dtype::bf16 ? to_float(to_bf16(sum)) : sum);
+        }
+      }
+    ops::ProjectArgs dense = args_;
+    dense.x = View<const float, Token, Head, In>(x.data(), {judged, heads, in});
+    dense.x_rows = {};
+    dense.rows = judged;
+    Exact<Token, Head, Out> exact({judged, heads, out});
+    ops::reference(dense, w, exact.view());
+    return unless_touched(compare(got, exact.values, plain, args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24), y_.intact(), "y");
+  }
+  ops::Cost cost() const override { return ops::cost(args_); }
+
+ private:
+  int64_t rows_;
+  std::vector<float> weights_;
+  Padded<Token, Head, In> x_;
+  Padded<Token, Head, Out> y_;
+  std::vector<int32_t> x_rows_, y_rows_;
+  std::shared_ptr<const Linear> linear_;
+  size_t scratch_bytes_ = 0;
+  Buffer scratch_;
+  ops::ProjectArgs args_;
+};
+
+std::vector<Params> sweep(uint64_t seed) {
+  std::vector<Params> cases;
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (bool invariant : {false, true}) {
+      auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
+        cases.push_back({.requests = rows,
+                         .ragged = seed % 2 == 1,
+                         .heads = heads,
+                         .in = in,
+                         .out = out,
+                         .dtype = dtype,
+                         .batch_invariant = invariant,
+                         .seed = seed + 1});
+        ++seed;
+      };
+      for (int64_t rows : {0, 1, 2, 5, 16, 17, 63, 64, 65, 150}) add(rows, 1, 40, 72);
+      for (int64_t in : {1, 3, 15, 16, 17, 63, 65}) add(6, 2, in, 33);
+      for (int64_t out : {1, 2, 15, 17, 63, 65, 255, 256, 257, 520}) add(6, 1, 24, out), add(1, 3, 31, out);
+      add(4, 16, 128, 512);
+      add(4, 16, 512, 128);
+      add(3, 1, 2048, 576);
+      add(2, 1, 7168, 300);
+      Random random(seed);
+      for (int i = 0; i < 12; ++i) add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
+    }
+  return cases;
+}
+
+}  // namespace
+
+const CaseType project{"project", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<ProjectCase>(p); }, sweep};
+
+}  // namespace mla::cases
