@@ -56,8 +56,8 @@ float plain_join(int64_t parts, int64_t width, Lse&& lse, Part&& part, std::vect
   return sum > 0 ? m + std::log(sum) : -kInf;
 }
 
-// Splits 1: merge of (out, lse) with another part, through a row list when ragged. Splits > 1: merge_splits of that many, each
-// request one item; ragged: a different number for each.
+// Splits 1: merge of (out, lse) with another part, through a row list when ragged. Splits > 1: merge_splits of that
+// many, each request one item; ragged: a different number for each.
 class MergeCase final : public Case {
  public:
   explicit MergeCase(const Params& p)
@@ -73,13 +73,20 @@ class MergeCase final : public Case {
       int32_t partials = 1;  // row 0 belongs to nobody
       for (int64_t r = 0; r < p.requests; ++r) {
         const int32_t splits = static_cast<int32_t>(p.ragged ? random.integer(1, p.splits) : p.splits);
-        items_.push_back({.row = static_cast<int32_t>(r * p.query_len), .rows = static_cast<int32_t>(p.query_len), .partial = partials, .splits = splits});
+        items_.push_back({.row = static_cast<int32_t>(r * p.query_len),
+                          .rows = static_cast<int32_t>(p.query_len),
+                          .partial = partials,
+                          .splits = splits});
         partials += splits * static_cast<int32_t>(p.query_len);
       }
       part_out_ = {Dtype::f32, {partials, heads_, width_}};
       part_lse_ = {Dtype::f32, {partials, heads_}};
       fill_parts(random, part_out_, part_lse_);
-      splits_args_ = {.partial_out = part_out_.view(), .partial_lse = part_lse_.view(), .items = items_, .out = out_.view(), .lse = lse_.view()};
+      splits_args_ = {.partial_out = part_out_.view(),
+                      .partial_lse = part_lse_.view(),
+                      .items = items_,
+                      .out = out_.view(),
+                      .lse = lse_.view()};
     } else {
       other_out_ = {Dtype::f32, {tokens_, heads_, width_}};
       other_lse_ = {Dtype::f32, {tokens_, heads_}};
@@ -90,7 +97,11 @@ class MergeCase final : public Case {
         for (int64_t i = tokens_ + 1; i > 0; --i) std::swap(rows_[i], rows_[random.integer(0, i)]);
         rows_.resize(tokens_);
       }
-      args_ = {.out = out_.view(), .lse = lse_.view(), .other = other_out_.view(), .other_lse = other_lse_.view(), .rows = rows_};
+      args_ = {.out = out_.view(),
+               .lse = lse_.view(),
+               .other = other_out_.view(),
+               .other_lse = other_lse_.view(),
+               .rows = rows_};
     }
     out_before_ = out_.bytes();
     lse_before_ = lse_.bytes();
@@ -184,7 +195,13 @@ std::vector<Params> sweep(uint64_t seed) {
     for (bool ragged : {false, true})
       for (int64_t requests : {0, 1, 33})
         for (int64_t value : {1, 20, 512})
-          cases.push_back({.requests = requests, .query_len = 2, .ragged = ragged, .heads = 5, .value = value, .splits = splits, .seed = ++seed});
+          cases.push_back({.requests = requests,
+                           .query_len = 2,
+                           .ragged = ragged,
+                           .heads = 5,
+                           .value = value,
+                           .splits = splits,
+                           .seed = ++seed});
   Random random(seed);
   for (int i = 0; i < 20; ++i)
     cases.push_back({.requests = random.integer(1, 20),
@@ -199,6 +216,7 @@ std::vector<Params> sweep(uint64_t seed) {
 
 }  // namespace
 
-const CaseType merge{"merge", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<MergeCase>(p); }, sweep};
+const CaseType merge{"merge", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<MergeCase>(p); },
+                     sweep};
 
 }  // namespace mla::cases

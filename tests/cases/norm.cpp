@@ -10,7 +10,9 @@ namespace {
 class NormCase final : public Case {
  public:
   explicit NormCase(const Params& p)
-      : x_(Dtype::f32, {p.requests * p.query_len, p.in}), y_(Dtype::f32, {p.requests * p.query_len, p.in}), weight_(p.in) {
+      : x_(Dtype::f32, {p.requests * p.query_len, p.in}),
+        y_(Dtype::f32, {p.requests * p.query_len, p.in}),
+        weight_(p.in) {
     Random random(p.seed);
     x_.fill_normal(random, static_cast<float>(std::exp2(random.integer(-20, 20))));
     random.fill_normal(weight_);
@@ -45,12 +47,16 @@ std::vector<Params> sweep(uint64_t seed) {
   cases.push_back({.requests = 2, .in = 7168, .seed = ++seed});
   Random random(seed);
   for (int i = 0; i < 20; ++i)
-    cases.push_back({.requests = random.integer(1, 40), .query_len = random.integer(1, 4), .in = random.integer(1, 700), .seed = ++seed});
+    cases.push_back({.requests = random.integer(1, 40),
+                     .query_len = random.integer(1, 4),
+                     .in = random.integer(1, 700),
+                     .seed = ++seed});
   return cases;
 }
 
 }  // namespace
 
-const CaseType norm{"norm", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<NormCase>(p); }, sweep};
+const CaseType norm{"norm", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<NormCase>(p); },
+                    sweep};
 
 }  // namespace mla::cases

@@ -1,5 +1,5 @@
-// An operand with room around it: rows lie apart, spare rows follow, and everything outside the view is NaN that must neither
-// reach an output nor change.
+// An operand with room around it: rows lie apart, spare rows follow, and everything outside the view is NaN that must
+// neither reach an output nor change.
 #pragma once
 
 #include <algorithm>

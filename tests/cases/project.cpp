@@ -9,8 +9,8 @@
 namespace mla::cases {
 namespace {
 
-// Weights in Params::dtype. Plain: f32 activations, rows in order. Ragged: activations in Params::dtype too, read and written
-// through row lists, x rows possibly more than once.
+// Weights in Params::dtype. Plain: f32 activations, rows in order. Ragged: activations in Params::dtype too, read and
+// written through row lists, x rows possibly more than once.
 class ProjectCase final : public Case {
  public:
   explicit ProjectCase(const Params& p)
@@ -63,7 +63,8 @@ class ProjectCase final : public Case {
     for (float& v : w) v = operand(v);
     for (int64_t i = 0; i < judged; ++i)
       for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t k = 0; k < in; ++k) x.push_back(operand(args_.x(x_rows_.empty() ? row(i) : x_rows_[row(i)], h, k)));
+        for (int64_t k = 0; k < in; ++k)
+          x.push_back(operand(args_.x(x_rows_.empty() ? row(i) : x_rows_[row(i)], h, k)));
         for (int64_t o = 0; o < out; ++o) {
           got.push_back(args_.y(y_rows_.empty() ? row(i) : y_rows_[row(i)], h, o));
           float sum = 0;
@@ -77,7 +78,8 @@ class ProjectCase final : public Case {
     dense.rows = judged;
     Exact<Token, Head, Out> exact({judged, heads, out});
     ops::reference(dense, w, exact.view());
-    return unless_touched(compare(got, exact.values, plain, args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24), y_.intact(), "y");
+    return unless_touched(compare(got, exact.values, plain, args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24),
+                          y_.intact(), "y");
   }
   ops::Cost cost() const override { return ops::cost(args_); }
 
@@ -116,13 +118,15 @@ std::vector<Params> sweep(uint64_t seed) {
       add(3, 1, 2048, 576);
       add(2, 1, 7168, 300);
       Random random(seed);
-      for (int i = 0; i < 12; ++i) add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
+      for (int i = 0; i < 12; ++i)
+        add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
     }
   return cases;
 }
 
 }  // namespace
 
-const CaseType project{"project", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<ProjectCase>(p); }, sweep};
+const CaseType project{
+    "project", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<ProjectCase>(p); }, sweep};
 
 }  // namespace mla::cases

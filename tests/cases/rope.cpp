@@ -49,10 +49,13 @@ class RopeCase final : public Case {
     std::vector<float> plain;
     for (size_t t = 0; t < positions_.size(); ++t) {
       const int64_t row = static_cast<int64_t>(t);
-      for (int64_t h = 0; h < args_.q.extent<Head>(); ++h) append_plain(t, [&](int64_t i) { return args_.q(row, h, i); }, plain);
+      for (int64_t h = 0; h < args_.q.extent<Head>(); ++h)
+        append_plain(
+            t, [&](int64_t i) { return args_.q(row, h, i); }, plain);
     }
     for (size_t t = 0; t < positions_.size(); ++t)
-      append_plain(t, [&](int64_t i) { return args_.k(static_cast<int64_t>(t), i); }, plain);
+      append_plain(
+          t, [&](int64_t i) { return args_.k(static_cast<int64_t>(t), i); }, plain);
     q_.restore(q_after);
     k_.restore(k_after);
     q.values.insert(q.values.end(), k.values.begin(), k.values.end());
@@ -63,7 +66,8 @@ class RopeCase final : public Case {
  private:
   template <class X>
   void append_plain(size_t t, X&& x, std::vector<float>& to) const {
-    const int64_t pairs = table_.pairs(), step = table_.interleaved() ? 2 : 1, partner = table_.interleaved() ? 1 : pairs;
+    const int64_t pairs = table_.pairs(), step = table_.interleaved() ? 2 : 1,
+                  partner = table_.interleaved() ? 1 : pairs;
     const float *cos = table_.cos(positions_[t]), *sin = table_.sin(positions_[t]);
     std::vector<float> row(static_cast<size_t>(2 * pairs));
     for (int64_t i = 0; i < pairs; ++i) {
@@ -89,7 +93,13 @@ std::vector<Params> sweep(uint64_t seed) {
     for (double yarn : {1.0, 40.0})
       for (int64_t rope : {0, 2, 10, 32, 64})
         for (int64_t tokens : {0, 1, 35})
-          cases.push_back({.requests = tokens, .context = 4000, .heads = 3, .rope = rope, .neox = neox, .yarn_factor = yarn, .seed = ++seed});
+          cases.push_back({.requests = tokens,
+                           .context = 4000,
+                           .heads = 3,
+                           .rope = rope,
+                           .neox = neox,
+                           .yarn_factor = yarn,
+                           .seed = ++seed});
   cases.push_back({.requests = 5, .context = 163839, .heads = 2, .yarn_factor = 40, .seed = ++seed});
   Random random(seed);
   for (int i = 0; i < 10; ++i)
@@ -104,6 +114,7 @@ std::vector<Params> sweep(uint64_t seed) {
 
 }  // namespace
 
-const CaseType rope{"rope", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<RopeCase>(p); }, sweep};
+const CaseType rope{"rope", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<RopeCase>(p); },
+                    sweep};
 
 }  // namespace mla::cases

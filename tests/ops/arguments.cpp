@@ -1,0 +1,184 @@
+// Arguments that do not fit: a one-line ShapeError that gives both values and the dimension's name, before anything is
+// written.
+#include <gtest/gtest.h>
+
+#include "backend/backend.hpp"
+#include "cases/compare.hpp"
+#include "ops/run.hpp"
+
+namespace mla {
+namespace {
+
+class Arguments : public testing::Test {
+ protected:
+  template <class Args>
+  std::string refusal(const Args& args) {
+    try {
+      ops::run(stream_, args);
+    } catch (const ShapeError& e) {
+      EXPECT_EQ(std::string_view(e.what()).find('\n'), std::string_view::npos);
+      return e.what();
+    }
+    return "accepted";
+  }
+
+  ThreadPool pool_{1};
+  Stream stream_{pool_};
+  std::vector<float> data_ = std::vector<float>(4096, 1.0f), other_ = std::vector<float>(4096, 2.0f);
+};
+
+TEST_F(Arguments, Norm) {
+  const std::vector<float> weight(8, 1.0f);
+  auto with = [&](View<const float, Token, In> x, View<float, Token, In> y, size_t weights) {
+    return refusal(ops::NormArgs{.x = x, .weight = std::span(weight).first(weights), .y = y});
+  };
+  float *x = data_.data(), *y = other_.data();
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 8), "accepted");
+  EXPECT_EQ(with({x, {2, 8}}, {x, {2, 8}}, 8), "accepted");  // in place
+  EXPECT_EQ(with({x, {2, 8}}, {y, {3, 8}}, 8), "norm: y Token is 3, x Token is 2");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 9}}, 8), "norm: y In is 9, x In is 8");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 7), "norm: weight length is 7, x In is 8");
+  EXPECT_EQ(with({x, {2, 8}, {16, 2}}, {y, {2, 8}}, 8), "norm: x In has stride 2, 1 is needed");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}, {1, 2}}, 8), "norm: y In has stride 2, 1 is needed");
+}
+
+TEST_F(Arguments, NormInPlaceGivesTheSameBits) {
+  const std::vector<float> weight(40, 0.5f);
+  cases::Random(1).fill_normal(data_);
+  ops::run(stream_, ops::NormArgs{.x = View<const float, Token, In>(data_.data(), {9, 40}),
+                                  .weight = weight,
+                                  .y = {other_.data(), {9, 40}}});
+  ops::run(stream_, ops::NormArgs{.x = View<const float, Token, In>(data_.data(), {9, 40}),
+                                  .weight = weight,
+                                  .y = {data_.data(), {9, 40}}});
+  EXPECT_TRUE(std::equal(data_.begin(), data_.begin() + 360, other_.begin()));
+}
+
+TEST_F(Arguments, Rope) {
+  const RotaryTable table({}, 8, 100);
+  auto with = [&](View<float, Token, Head, Rope> q, View<float, Token, Rope> k, std::vector<int32_t> positions) {
+    return refusal(ops::RopeArgs{.q = q, .k = k, .positions = positions, .table = &table});
+  };
+  float *q = data_.data(), *k = other_.data();
+  EXPECT_EQ(with({q, {2, 3, 8}}, {k, {2, 8}}, {0, 99}), "accepted");
+  EXPECT_EQ(with({}, {k, {2, 8}}, {0, 1}), "accepted");
+  EXPECT_EQ(with({q, {2, 3, 8}}, {}, {0, 1}), "accepted");
+  EXPECT_EQ(with({q, {2, 3, 8}}, {k, {2, 8}}, {0, 100}), "rope: position is 100, allowed 0 to 99");
+  EXPECT_EQ(with({q, {2, 3, 8}}, {k, {2, 8}}, {-1, 0}), "rope: position is -1, allowed 0 to 99");
+  EXPECT_EQ(with({q, {3, 3, 8}}, {k, {2, 8}}, {0, 1}), "rope: q Token is 3, positions is 2");
+  EXPECT_EQ(with({q, {2, 3, 8}}, {k, {1, 8}}, {0, 1}), "rope: k Token is 1, positions is 2");
+  EXPECT_EQ(with({q, {2, 3, 6}}, {k, {2, 8}}, {0, 1}), "rope: q Rope is 6, table's is 8");
+  EXPECT_EQ(with({q, {2, 3, 8}, {48, 16, 2}}, {k, {2, 8}}, {0, 1}), "rope: q Rope has stride 2, 1 is needed");
+  EXPECT_EQ(refusal(ops::RopeArgs{}), "rope: no table");
+}
+
+TEST_F(Arguments, RopeLeavesUnrotatedDimsAlone) {
+  RopeConfig config;
+  config.rotate = false;
+  const RotaryTable table(config, 8, 4);
+  const std::vector<int32_t> positions{123456, -5};  // a table that does not rotate reads no position
+  cases::Random(1).fill_normal(data_);
+  other_ = data_;
+  ops::run(stream_, ops::RopeArgs{.q = {data_.data(), {2, 3, 8}}, .positions = positions, .table = &table});
+  EXPECT_EQ(data_, other_);
+}
+
+TEST_F(Arguments, Project) {
+  const auto w = backend::backend({}).pack(std::vector<float>(2 * 5 * 4), 2, 5, 4, Dtype::f32);
+  const size_t bytes = backend::backend({}).scratch_per_worker({.hidden = 4});
+  Buffer scratch(bytes);
+  const std::vector<int32_t> good{2, 0}, far{0, 3}, negative{-1, 0};
+  const ops::ProjectArgs base{.x = View<const float, Token, Head, In>(data_.data(), {3, 2, 4}),
+                              .weights = w.get(),
+                              .y = View<float, Token, Head, Out>(other_.data(), {3, 2, 5}),
+                              .rows = 2,
+                              .scratch = {scratch.data(), bytes}};
+  auto with = [&](auto change) {
+    ops::ProjectArgs a = base;
+    change(a);
+    return refusal(a);
+  };
+  using A = ops::ProjectArgs;
+  EXPECT_EQ(refusal(base), "accepted");
+  EXPECT_EQ(with([&](A& a) { a.x_rows = good, a.y_rows = good; }), "accepted");
+  EXPECT_EQ(with([&](A& a) { a.rows = 0, a.scratch = {}; }), "accepted");
+  EXPECT_EQ(with([&](A& a) { a.weights = nullptr; }), "project: no weights");
+  EXPECT_EQ(with([&](A& a) {
+              a.x = View<const float, Token, Head, In>(data_.data(), {3, 1, 4});
+            }),
+            "project: x Head is 1, weights heads is 2");
+  EXPECT_EQ(with([&](A& a) {
+              a.x = View<const float, Token, Head, In>(data_.data(), {3, 2, 6});
+            }),
+            "project: x In is 6, weights in is 4");
+  EXPECT_EQ(with([&](A& a) {
+              a.y = View<float, Token, Head, Out>(other_.data(), {3, 2, 4});
+            }),
+            "project: y Out is 4, weights out is 5");
+  EXPECT_EQ(with([&](A& a) {
+              a.x = View<const float, Token, Head, In>(data_.data(), {3, 2, 4}, {16, 8, 2});
+            }),
+            "project: x In has stride 2, 1 is needed");
+  EXPECT_EQ(with([&](A& a) { a.x = {Dtype::f16, data_.data(), {3, 2, 4}}; }), "project: x is f16, allowed: f32 bf16");
+  EXPECT_EQ(with([&](A& a) {
+              a.y = {Dtype::fp8_e4m3, other_.data(), {3, 2, 5}};
+            }),
+            "project: y is fp8_e4m3, allowed: f32 bf16");
+  EXPECT_EQ(with([&](A& a) { a.rows = 4; }), "project: rows is 4, allowed 0 to 3");
+  EXPECT_EQ(with([&](A& a) { a.rows = -1; }), "project: rows is -1, must not be negative");
+  EXPECT_EQ(with([&](A& a) { a.x_rows = far; }), "project: x_rows entry is 3, allowed 0 to 2");
+  EXPECT_EQ(with([&](A& a) { a.y_rows = negative; }), "project: y_rows entry is -1, allowed 0 to 2");
+  EXPECT_EQ(with([&](A& a) { a.y_rows = std::span(good).first(1); }), "project: y_rows length is 1, rows is 2");
+  EXPECT_EQ(with([&](A& a) { a.scratch = {}; }), "project: no scratch");
+  EXPECT_EQ(with([&](A& a) { a.scratch.per_worker = 64; }).substr(0, 44),
+            "project: scratch is 64 bytes a worker, 66560");
+}
+
+TEST_F(Arguments, Merge) {
+  const std::vector<int32_t> far{0, 4};
+  const ops::MergeArgs base{.out = {data_.data(), {4, 2, 8}},
+                            .lse = {data_.data() + 1000, {4, 2}},
+                            .other = View<const float, Token, Head, Value>(other_.data(), {2, 2, 8}),
+                            .other_lse = View<const float, Token, Head>(other_.data() + 1000, {2, 2})};
+  auto with = [&](auto change) {
+    ops::MergeArgs a = base;
+    change(a);
+    return refusal(a);
+  };
+  using A = ops::MergeArgs;
+  EXPECT_EQ(refusal(base), "accepted");
+  EXPECT_EQ(with([&](A& a) { a.out = {data_.data(), {4, 3, 8}}; }), "merge: other Head is 2, out Head is 3");
+  EXPECT_EQ(with([&](A& a) { a.out = {data_.data(), {4, 2, 9}}; }), "merge: other Value is 8, out Value is 9");
+  EXPECT_EQ(with([&](A& a) { a.lse = {data_.data(), {3, 2}}; }), "merge: lse Token is 3, out Token is 4");
+  EXPECT_EQ(with([&](A& a) {
+              a.out = {data_.data(), {4, 2, 8}, {32, 16, 2}};
+            }),
+            "merge: out Value has stride 2, 1 is needed");
+  EXPECT_EQ(with([&](A& a) {
+              a.out = {data_.data(), {1, 2, 8}}, a.lse = {data_.data(), {1, 2}};
+            }),
+            "merge: other Token is 2, allowed 0 to 1");
+  EXPECT_EQ(with([&](A& a) { a.rows = far; }), "merge: rows entry is 4, allowed 0 to 3");
+  EXPECT_EQ(with([&](A& a) { a.rows = std::span(far).first(1); }), "merge: rows length is 1, other Token is 2");
+}
+
+TEST_F(Arguments, MergeSplits) {
+  auto with = [&](SplitRows item) {
+    return refusal(
+        ops::MergeSplitsArgs{.partial_out = View<const float, Partial, Head, Value>(other_.data(), {6, 2, 8}),
+                             .partial_lse = View<const float, Partial, Head>(other_.data() + 1000, {6, 2}),
+                             .items = {&item, 1},
+                             .out = {data_.data(), {4, 2, 8}},
+                             .lse = {data_.data() + 1000, {4, 2}}});
+  };
+  EXPECT_EQ(with({.row = 2, .rows = 2, .partial = 0, .splits = 3}), "accepted");
+  EXPECT_EQ(with({.row = 3, .rows = 2, .partial = 0, .splits = 3}), "merge_splits: row is 3, allowed 0 to 2");
+  EXPECT_EQ(with({.row = 0, .rows = 2, .partial = 1, .splits = 3}), "merge_splits: partial is 1, allowed 0 to 0");
+  EXPECT_EQ(with({.row = 0, .rows = 2, .partial = -1, .splits = 2}), "merge_splits: partial is -1, allowed 0 to 2");
+  EXPECT_EQ(with({.row = 0, .rows = 2, .partial = 0, .splits = 0}),
+            "merge_splits: splits is 0, allowed 1 to 2147483647");
+  EXPECT_EQ(with({.row = 0, .rows = -1, .partial = 0, .splits = 1}), "merge_splits: rows is -1, allowed 0 to 4");
+}
+
+}  // namespace
+}  // namespace mla
