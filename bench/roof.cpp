@@ -20,7 +20,7 @@ size_t past_last_level_cache() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
   l3 = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-  return std::clamp(2 * static_cast<size_t>(std::max(l3, 0L)), 64 * kMiB, 256 * kMiB);
+  return std::clamp(4 * static_cast<size_t>(std::max(l3, 0L)), 128 * kMiB, 256 * kMiB);
 }
 
 double seconds_since(std::chrono::steady_clock::time_point start) {
