@@ -1,6 +1,6 @@
 # How every target of this project is compiled.
 function(mla_target_defaults target)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-ignored-attributes -Wno-missing-field-initializers)
+  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-ignored-attributes -Wno-restrict -Wno-missing-field-initializers)
   if(MLA_WARNINGS_AS_ERRORS)
     target_compile_options(${target} PRIVATE -Werror)
   endif()

@@ -1,34 +1,10 @@
 // The layer's own duties: both forms agree, arguments are checked, nothing is allocated after the plan.
 #include <gtest/gtest.h>
 
-#include <atomic>
-#include <cstdlib>
-#include <new>
-
 #include "layer/reference.hpp"
+#include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/models.hpp"
-
-namespace {
-std::atomic<int64_t> allocations{0};
-}
-
-// Counts every C++ allocation of this program.
-void* operator new(std::size_t n) {
-  ++allocations;
-  if (void* p = std::malloc(n ? n : 1)) return p;
-  throw std::bad_alloc();
-}
-void* operator new(std::size_t n, std::align_val_t a) {
-  ++allocations;
-  const auto align = static_cast<std::size_t>(a);
-  if (void* p = std::aligned_alloc(align, (n + align - 1) / align * align)) return p;
-  throw std::bad_alloc();
-}
-void operator delete(void* p) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t) noexcept { std::free(p); }
-void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
-void operator delete(void* p, std::size_t, std::align_val_t) noexcept { std::free(p); }
 
 namespace mla::test {
 namespace {
@@ -46,7 +22,7 @@ TEST(Layer, AllocatesNothingAfterThePlan) {
     const LayerWeights weights = prepare(m, random_layer(m, 0, 1, Dtype::f32), t);
     for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded, PathPolicy::automatic}) {
       Engine engine(weights, cache_spec(m, CacheFormat::bf16), {.plan = {.path = path, .compute = t}});
-      engine.counter = [] { return allocations.load(); };
+      engine.counter = allocation_count;
       engine.run_alone(engine.add(hidden), 200, 90);
       EXPECT_EQ(engine.allocations, 0) << to_string(path) << " " << to_string(t);
     }

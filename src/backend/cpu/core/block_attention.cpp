@@ -91,6 +91,8 @@ void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
   }
 }
 
+void SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) { Softmax(tile, block, scores, alpha); }
+
 void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
   // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12.
   const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
@@ -110,8 +112,13 @@ HWY_AFTER_NAMESPACE();
 namespace mla::cpu {
 
 HWY_EXPORT(Block);
+HWY_EXPORT(SoftmaxBlock);
 
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) { HWY_DYNAMIC_DISPATCH(Block)(tile, block, scores); }
+
+void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) {
+  HWY_DYNAMIC_DISPATCH(SoftmaxBlock)(tile, block, scores, alpha);
+}
 
 void begin_tile(RowTile& tile, int64_t v_dim) {
   std::fill_n(tile.o, v_dim * tile.width, 0.0f);

@@ -55,11 +55,16 @@ constexpr int64_t tile_stride(int64_t elements, int64_t element_size) {
 }
 
 
+/// Bytes of the scores that attend_block keeps in `scores`.
+constexpr size_t kScoreBytes = kBlockKeys * kTileRows * sizeof(float);
+
 /// Empties a tile: no key seen yet. Sets first_last and last_last from `last`.
 void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
+/// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for what it had summed.
+void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha);
 /// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf.
 float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out);
 
@@ -68,7 +73,7 @@ void set_query_f32(const RowTile& tile, int64_t lane, const float* row, int64_t 
 /// The same in bf16 pairs, rounding to nearest even.
 void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim);
 
-/// Joins rows a and b of bf16 values into pairs.
+/// Joins rows a and b of bf16 values into pairs; b may be null: zeros.
 void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n);
 
 }  // namespace mla::cpu
