@@ -1,0 +1,223 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "cases/compare.hpp"
+#include "cases/padded.hpp"
+#include "ops/run.hpp"
+
+namespace mla::cases {
+namespace {
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+/// Keys and values as the layer makes them: [rows, Head, nope | value] and [rows, Rope]. Rows of no item are NaN.
+struct Keys {
+  Dtype dtype = Dtype::f32;
+  int64_t rows = 0, heads = 0, nope = 0, rope = 0, value = 0;
+  std::vector<std::byte> kv, k_pe;
+  std::vector<ExpandedItem> items;
+
+  void fill(Random& random) {
+    constexpr std::byte kPoison{0xff};
+    kv.assign(static_cast<size_t>(rows * heads * (nope + value)) * size_of(dtype), kPoison);
+    k_pe.assign(static_cast<size_t>(rows * rope) * size_of(dtype), kPoison);
+    auto fill_row = [&](std::vector<std::byte>& x, int64_t row, int64_t width) {
+      for (int64_t i = row * width; i < (row + 1) * width; ++i) store_float(dtype, x.data(), i, random.normal());
+    };
+    for (const ExpandedItem& i : items)
+      for (int64_t j = i.k_begin; j < i.k_begin + i.k_count; ++j) {
+        fill_row(kv, j, heads * (nope + value));
+        fill_row(k_pe, j, rope);
+      }
+  }
+  void describe(ops::AttendExpandedArgs& a) const {
+    const int64_t width = nope + value;
+    a.k_nope = {dtype, kv.data(), {rows, heads, nope}, {heads * width, width, 1}};
+    a.v = {dtype, kv.data() + static_cast<size_t>(nope) * size_of(dtype), {rows, heads, value}, {heads * width, width, 1}};
+    a.k_pe = {dtype, k_pe.data(), {rows, rope}};
+    a.items = items;
+  }
+};
+
+/// The op with no thought for speed, in the precisions it may use: f32 sums; with bf16 keys, queries and probabilities in bf16.
+void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out, View<float, Token, Head> lse) {
+  const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
+  auto rounded = [&](float x) { return a.k_nope.dtype() == Dtype::bf16 ? to_float(to_bf16(x)) : x; };
+  std::vector<float> p;
+  for (const ExpandedItem& item : a.items)
+    for (int64_t i = 0; i < item.q_count; ++i)
+      for (int64_t h = 0; h < a.q.extent<Head>(); ++h) {
+        const int64_t row = item.q_begin + i, count = std::clamp<int64_t>(i + item.visible + 1, 0, item.k_count);
+        float m = -kInf, sum = 0;
+        p.clear();
+        for (int64_t j = 0; j < count; ++j) {
+          float s = 0;
+          for (int64_t d = 0; d < nope; ++d) s += rounded(a.q(row, h, d)) * a.k_nope(item.k_begin + j, h, d);
+          for (int64_t d = 0; d < rope; ++d) s += rounded(a.q(row, h, nope + d)) * a.k_pe(item.k_begin + j, d);
+          p.push_back(s * a.scale);
+          m = std::max(m, p.back());
+        }
+        for (float& e : p) sum += (e = std::exp(e - m));
+        for (int64_t d = 0; d < width; ++d) {
+          float x = 0;
+          for (int64_t j = 0; j < count; ++j) x += rounded(p[j]) * a.v(item.k_begin + j, h, d);
+          out(row, h, d) = count > 0 ? x / sum : 0.0f;
+        }
+        lse(row, h) = m + std::log(sum);
+      }
+}
+
+// New tokens among themselves (causal, or all of them); with a context, its keys are then merged in by a second, accumulating call.
+// Ragged: lengths vary, down to no queries, no keys and no context, and keys differ in number from queries (rows aligned at the end, so
+// that some see nothing). A row of NaN follows every item.
+class AttendExpandedCase final : public Case {
+ public:
+  explicit AttendExpandedCase(const Params& p) : heads_(p.heads), value_(p.value) {
+    Random random(p.seed);
+    auto length = [&](int64_t most) { return static_cast<int32_t>(p.ragged ? random.integer(0, most) : most); };
+    int32_t tokens = 0;
+    for (Keys* k : {&fresh_, &context_})
+      *k = {.dtype = p.dtype, .heads = p.heads, .nope = p.nope, .rope = p.rope, .value = p.value};
+    for (int64_t r = 0; r < p.requests; ++r) {
+      const int32_t queries = length(p.query_len), keys = p.ragged ? length(p.query_len) : queries, past = length(p.context);
+      fresh_.items.push_back({.q_begin = tokens, .q_count = queries, .k_begin = static_cast<int32_t>(fresh_.rows), .k_count = keys,
+                              .visible = p.causal ? keys - queries : ExpandedItem::everything()});
+      if (past > 0)
+        context_.items.push_back({.q_begin = tokens, .q_count = queries, .k_begin = static_cast<int32_t>(context_.rows), .k_count = past,
+                                  .visible = ExpandedItem::everything()});
+      tokens += queries + 1;
+      fresh_.rows += keys + 1;
+      context_.rows += past + 1;
+    }
+    fresh_.fill(random);
+    context_.fill(random);
+    q_ = {Dtype::f32, {tokens, heads_, p.nope + p.rope}};
+    out_ = {Dtype::f32, {tokens, heads_, value_}};
+    lse_ = {Dtype::f32, {tokens, heads_}};
+    q_.fill_normal(random, 2.0f);
+    used_.assign(static_cast<size_t>(tokens), false);
+    for (const ExpandedItem& i : fresh_.items) std::fill_n(used_.begin() + i.q_begin, i.q_count, true);
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; !used_[t] && h < heads_; ++h) std::fill_n(&q_.view()(t, h, 0), p.nope + p.rope, poison());
+    args_ = {.q = q_.view(), .scale = 1.0f / std::sqrt(static_cast<float>(p.nope + p.rope)), .out = out_.view(), .lse = lse_.view()};
+    fresh_.describe(args_);
+    context_args_ = args_;
+    context_.describe(context_args_);
+    context_args_.accumulate = true;
+    per_worker_ = backend::backend({}).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
+  }
+
+  void run(Stream& stream) override {
+    if (scratch_.size() < per_worker_ * stream.pool().threads()) {
+      scratch_ = Buffer(per_worker_ * stream.pool().threads());
+      std::memset(scratch_.data(), 0xff, scratch_.size());
+    }
+    args_.scratch = context_args_.scratch = {scratch_.data(), per_worker_};
+    ops::run(stream, args_);
+    if (!context_args_.items.empty()) ops::run(stream, context_args_);
+  }
+
+  Verdict verify() override {
+    const int64_t tokens = static_cast<int64_t>(used_.size());
+    std::vector<double> exact_out, exact_lse;
+    std::vector<float> plain_out, plain_lse;
+    judge<double>(&ops::reference, tokens, exact_out, exact_lse);
+    judge<float>(plain, tokens, plain_out, plain_lse);
+    std::vector<float> got_out, got_lse;
+    bool intact = out_.intact() && lse_.intact();
+    auto untouched = [](const float& x) { return std::bit_cast<uint32_t>(x) == 0xffffffffu; };
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t h = 0; h < heads_; ++h) {
+        const float* out = &out_.view()(t, h, 0);
+        const float& lse = lse_.view()(t, h);
+        if (used_[t]) {
+          got_out.insert(got_out.end(), out, out + value_);
+          got_lse.push_back(lse);
+        } else {
+          intact = intact && untouched(lse) && std::all_of(out, out + value_, untouched);
+        }
+      }
+    const double unit = fresh_.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
+    const Verdict out = compare(got_out, exact_out, plain_out, unit), lse = compare(got_lse, exact_lse, plain_lse, unit);
+    return unless_touched(out.ok ? lse : out, intact, "out or lse");
+  }
+
+  ops::Cost cost() const override {
+    ops::Cost c = ops::cost(args_);
+    if (!context_args_.items.empty()) c += ops::cost(context_args_);
+    return c;
+  }
+
+ private:
+  /// Both calls through `op`, joined; rows of no item left out.
+  template <class T>
+  void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>), int64_t tokens, std::vector<T>& out, std::vector<T>& lse) const {
+    std::vector<T> o[2], l[2];
+    for (int part : {0, 1}) {
+      o[part].resize(static_cast<size_t>(tokens * heads_ * value_));
+      l[part].assign(static_cast<size_t>(tokens * heads_), -std::numeric_limits<T>::infinity());
+      op(part ? context_args_ : args_, {o[part].data(), {tokens, heads_, value_}}, {l[part].data(), {tokens, heads_}});
+    }
+    for (int64_t t = 0; t < tokens; ++t)
+      for (int64_t i = t * heads_; used_[t] && i < (t + 1) * heads_; ++i) {
+        const T m = std::max(l[0][i], l[1][i]);
+        const bool empty = m == -std::numeric_limits<T>::infinity();
+        const T a = empty ? 0 : std::exp(l[0][i] - m), b = empty ? 0 : std::exp(l[1][i] - m), sum = empty ? 1 : a + b;
+        lse.push_back(m + std::log(sum));
+        for (int64_t d = 0; d < value_; ++d) out.push_back((a * o[0][i * value_ + d] + b * o[1][i * value_ + d]) / sum);
+      }
+  }
+
+  int64_t heads_, value_;
+  Keys fresh_, context_;
+  Padded<Token, Head, QueryKey> q_;
+  Padded<Token, Head, Value> out_;
+  Padded<Token, Head> lse_;
+  std::vector<bool> used_;  // rows of some item
+  ops::AttendExpandedArgs args_, context_args_;
+  size_t per_worker_ = 0;
+  Buffer scratch_;
+};
+
+std::vector<Params> sweep(uint64_t seed) {
+  std::vector<Params> cases;
+  struct Dims {
+    int64_t nope, rope, value;
+  };
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+    auto add = [&](Dims d, Params p) {
+      p.nope = d.nope, p.rope = d.rope, p.value = d.value, p.dtype = dtype, p.seed = ++seed;
+      cases.push_back(p);
+    };
+    // Dimensions: the tuned ones, the golden ones, no rope, odd ones.
+    for (Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}, Dims{24, 8, 20}, Dims{40, 0, 33}, Dims{5, 2, 7}, Dims{1, 0, 1}})
+      for (bool causal : {true, false})
+        add(d, {.requests = 4, .query_len = 40, .context = 30, .ragged = true, .heads = 3, .causal = causal});
+    // Lengths around register tiles, row tiles and key blocks.
+    for (int64_t n : {1, 15, 16, 17, 32, 33, 95, 96, 97, 130})
+      for (bool causal : {true, false}) add({16, 8, 12}, {.requests = 2, .query_len = n, .context = n / 2, .heads = 2, .causal = causal});
+    add({16, 8, 12}, {.requests = 1, .query_len = 600, .context = 0, .heads = 1});
+    add({16, 8, 12}, {.requests = 3, .query_len = 1, .context = 400, .heads = 2});
+    add({16, 8, 12}, {.requests = 0, .heads = 2});
+    Random random(seed);
+    for (int i = 0; i < 10; ++i)
+      add({random.integer(1, 70), random.integer(0, 40), random.integer(1, 70)},
+          {.requests = random.integer(1, 8),
+           .query_len = random.integer(1, 60),
+           .context = random.integer(0, 150),
+           .ragged = random.integer(0, 3) > 0,
+           .heads = random.integer(1, 4),
+           .causal = random.integer(0, 2) > 0});
+  }
+  return cases;
+}
+
+}  // namespace
+
+const CaseType attend_expanded{
+    "attend_expanded", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendExpandedCase>(p); }, sweep};
+
+}  // namespace mla::cases
