@@ -1,7 +1,321 @@
+// mla bench: ops, the plan and the layer, each answer verified, each time set against the machine's measured roof.
+#include <algorithm>
+#include <cstdio>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "backend/backend.hpp"
+#include "backend/cpu/core/target.hpp"
+#include "bench/harness.hpp"
+#include "bench/layer.hpp"
+#include "bench/machine.hpp"
+#include "bench/plan.hpp"
 #include "cli/commands.hpp"
+#include "cli/params.hpp"
+#include "mla/error.hpp"
 
 namespace mla::cli {
+namespace {
 
-void add_bench(CLI::App&, int&) {}
+using nlohmann::json;
+
+// What is not an op of the list of cases, but is measured beside them.
+constexpr std::string_view kPlan = "plan", kLayer = "layer";
+
+struct Row {
+  std::string name;
+  std::string_view op;
+  cases::Params params;
+  bool cold = false;
+};
+
+std::string time_text(double seconds) {
+  char s[32];
+  if (seconds >= 1e-3) std::snprintf(s, sizeof s, "%.3f ms", 1e3 * seconds);
+  else std::snprintf(s, sizeof s, "%.2f us", 1e6 * seconds);
+  return s;
+}
+
+json params_json(const cases::Params& p) {
+  return {{"requests", p.requests},
+          {"query_len", p.query_len},
+          {"context", p.context},
+          {"ragged", p.ragged},
+          {"heads", p.heads},
+          {"latent", p.latent},
+          {"rope", p.rope},
+          {"nope", p.nope},
+          {"value", p.value},
+          {"in", p.in},
+          {"out", p.out},
+          {"format", to_string(p.format)},
+          {"page_size", p.page_size},
+          {"dtype", to_string(p.dtype)},
+          {"neox", p.neox},
+          {"yarn_factor", p.yarn_factor},
+          {"causal", p.causal},
+          {"batch_invariant", p.batch_invariant},
+          {"splits", p.splits},
+          {"seed", p.seed}};
+}
+
+// Attention over a cache of `tokens`, the new ones included, split as a plan would.
+cases::Params decode(int64_t heads, int64_t tokens, CacheFormat format, Dtype dtype, int64_t query_len = 1) {
+  cases::Params p{
+      .query_len = query_len, .context = tokens - query_len, .heads = heads, .format = format, .dtype = dtype};
+  p.splits = bench::planned_splits(p);
+  return p;
+}
+
+cases::Params project(int64_t rows, int64_t heads, int64_t in, int64_t out, Dtype dtype) {
+  return {.requests = rows, .heads = heads, .in = in, .out = out, .dtype = dtype};
+}
+
+// The shapes that every release is measured by. Projections are deepseek-v2-lite's. Ops that only move memory run cold,
+// on more of it than the caches next to a core hold.
+std::vector<Row> standing_rows() {
+  std::vector<Row> rows;
+  std::vector<Dtype> arithmetic{Dtype::f32};
+  if (cpu::native_bf16_dot()) arithmetic.push_back(Dtype::bf16);
+  auto each = [&](const std::string& name, std::string_view op, auto&& make) {
+    for (Dtype t : arithmetic) rows.push_back({name + ", " + std::string(to_string(t)) + " arithmetic", op, make(t)});
+  };
+  auto decode_row = [&](const std::string& what, int64_t heads, int64_t tokens, CacheFormat f, int64_t query_len = 1) {
+    each(what, "attend_latent", [&](Dtype t) { return decode(heads, tokens, f, t, query_len); });
+  };
+  decode_row("decode bf16, 16 heads, 4K", 16, 4096, CacheFormat::bf16);
+  decode_row("decode bf16, 16 heads, 64K", 16, 65536, CacheFormat::bf16);
+  decode_row("decode bf16, 128 heads, 4K", 128, 4096, CacheFormat::bf16);
+  decode_row("decode fp8_ds_mla, 16 heads, 4K", 16, 4096, CacheFormat::fp8_ds_mla);
+  decode_row("decode fp8, 16 heads, 4K", 16, 4096, CacheFormat::fp8);
+  decode_row("4 query tokens bf16, 16 heads, 4K", 16, 4096, CacheFormat::bf16, 4);
+  each("prefill 192/128, 16 heads, 2048 causal", "attend_expanded",
+       [](Dtype t) { return cases::Params{.query_len = 2048, .dtype = t}; });
+
+  for (int64_t tokens : {1, 32, 512})
+    for (Dtype t : {Dtype::f32, Dtype::bf16}) {
+      const std::string with = ", " + std::string(to_string(t)) + ", " + std::to_string(tokens) + " tokens";
+      rows.push_back({"project query 2048 -> 3072" + with, "project", project(tokens, 1, 2048, 3072, t)});
+      rows.push_back({"project absorb 16 x 128 -> 512" + with, "project", project(tokens, 16, 128, 512, t)});
+    }
+  for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla}) {
+    const std::string name(to_string(f));
+    rows.push_back({"append " + name + ", 4096 tokens, cold", "append", {.query_len = 4096, .format = f}, true});
+    rows.push_back({"gather " + name + ", 8192 tokens, cold", "gather", {.context = 8192, .format = f}, true});
+  }
+  rows.push_back({"merge 4096 tokens x 16 heads, cold", "merge", {.query_len = 4096}, true});
+  rows.push_back({"norm 8192 x 2048, cold", "norm", {.query_len = 8192, .in = 2048}, true});
+  rows.push_back({"rope 8192 tokens x 16 heads, cold", "rope", {.query_len = 8192}, true});
+  rows.push_back(
+      {"cast 8192 tokens x 16 heads to bf16, cold", "cast", {.query_len = 8192, .in = 64, .dtype = Dtype::bf16}, true});
+  return rows;
+}
+
+class Bench {
+ public:
+  explicit Bench(CLI::App& command) : shape_(command) {
+    command.add_option("op", ops_, "Ops to measure, or plan, or layer; all by default");
+    add_threads(command, threads_);
+    add_target(command, target_);
+    command.add_option("--rounds", options_.rounds, "Rounds, each after a probe of the peaks; at least 4")
+        ->capture_default_str()
+        ->check(CLI::Range(4, 10000));
+    command.add_option("--min-time", options_.min_time, "Seconds of calls a row, over all rounds")
+        ->capture_default_str()
+        ->check(CLI::Range(0.0, 600.0));
+    command.add_flag("--cold", options_.cold, "Empty the caches before each call, in every row");
+    command.add_option("--json", json_file_, "Also write machine, roof, options and rows to this file");
+    std::string names;
+    for (const cases::CaseType& c : cases::all()) names += " " + std::string(c.op);
+    command.footer(
+        "Without shape flags: the standing list. With them: the ops named, at that shape.\n% of roof is max(bytes / "
+        "read, "
+        "flops / peak) / time by the rates probed beside each round; the peak is the f32 multiply-add rate,\nfor bf16 "
+        "operands the bf16 dot rate where the CPU has one. % of f32 always takes the f32 rate.\nOps:" +
+        names +
+        " plan layer\n\nExamples:\n"
+        "  mla bench\n"
+        "  mla bench attend_latent --heads 128 --context 16384 --format fp8_ds_mla --dtype bf16\n"
+        "  mla bench attend_latent attend_expanded --target avx2 --json avx2.json\n"
+        "  mla bench layer plan --rounds 9");
+  }
+
+  /// False when an answer was wrong.
+  bool run() {
+    for (const std::string& op : ops_)
+      if (op != kPlan && op != kLayer) cases_find(op);
+    const cases::Params params = shape_.params();
+    if (shape_.any() && ops_.empty())
+      throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
+    std::ofstream file;
+    if (!json_file_.empty()) {
+      file.open(json_file_);
+      if (!file) throw InputError(json_file_ + ": cannot be written");
+    }
+    cpu::restrict_target(target_);
+
+    ThreadPool pool(threads_);
+    Stream stream(pool);
+    const bench::Roof roof = bench::measure_roof(pool);
+    const bench::Probe probe(pool);
+    print_head(roof);
+    if (shape_.any()) {
+      for (const std::string& op : ops_) one_shape(stream, probe, op, params);
+    } else {
+      standing(stream, probe);
+      if (wanted(kPlan)) plan(stream, probe);
+      if (wanted(kLayer)) layer(stream, probe);
+    }
+    if (!all_right_) std::printf("FAILED: a row's error is above its bound\n");
+    if (file.is_open()) {
+      file << report(roof).dump(2) << '\n';
+      if (!file.flush()) throw InputError(json_file_ + ": cannot be written");
+    }
+    return all_right_;
+  }
+
+ private:
+  // Like cases::find, but its message knows what else may be asked for.
+  static const cases::CaseType& cases_find(const std::string& op) {
+    try {
+      return cases::find(op);
+    } catch (const InputError& e) {
+      throw InputError(std::string(e.what()) + " plan layer");
+    }
+  }
+  bool wanted(std::string_view op) const {
+    return ops_.empty() || std::find(ops_.begin(), ops_.end(), op) != ops_.end();
+  }
+
+  void print_head(const bench::Roof& roof) const {
+    std::printf("%s, %d threads, target %s: read %.1f GB/s, f32 multiply-add %.0f GFLOP/s",
+                bench::this_machine().cpu.c_str(), threads_, std::string(backend::backend({}).target()).c_str(),
+                roof.read_gbps, roof.fma_gflops);
+    if (roof.bf16_gflops > 0) std::printf(", bf16 dot %.0f GFLOP/s", roof.bf16_gflops);
+    std::printf("\n%-56s %11s %11s %9s %8s %10s %9s %10s %10s\n", "", "median", "p90", "GFLOP/s", "GB/s", "% of roof",
+                "% of f32", "error", "bound");
+  }
+
+  void add(const std::string& name, std::string_view op, const bench::Measurement& m, const cases::Params* p,
+           bool cold) {
+    std::printf("%-56s %11s %11s", name.c_str(), time_text(m.median).c_str(), time_text(m.p90).c_str());
+    if (m.of_roof > 0)
+      std::printf(" %9.1f %8.1f %10.1f %9.1f", 1e-9 * m.cost.flops / m.median, 1e-9 * m.cost.bytes / m.median,
+                  100 * m.of_roof, 100 * m.of_fma);
+    else std::printf(" %9s %8s %10s %9s", "-", "-", "-", "-");
+    std::printf(" %10.2g %10.2g%s\n", m.verdict.error, m.verdict.bound,
+                m.verdict.ok ? "" : ("  FAILED: " + m.verdict.detail).c_str());
+    std::fflush(stdout);
+    all_right_ = all_right_ && m.verdict.ok;
+    json row{{"name", name},         {"op", op},           {"median_s", m.median},     {"p90_s", m.p90},
+             {"calls", m.calls},     {"cold", cold},       {"bytes", m.cost.bytes},    {"flops", m.cost.flops},
+             {"of_roof", m.of_roof}, {"of_f32", m.of_fma}, {"error", m.verdict.error}, {"bound", m.verdict.bound},
+             {"ok", m.verdict.ok}};
+    if (p) row["params"] = params_json(*p);
+    rows_.push_back(std::move(row));
+  }
+
+  void measure_rows(Stream& stream, const bench::Probe& probe, std::span<const Row> rows) {
+    std::vector<std::unique_ptr<cases::Case>> made;
+    std::vector<bench::Entry> entries;
+    for (const Row& r : rows) {
+      made.push_back(cases::find(r.op).make(r.params));
+      entries.push_back({r.name, made.back().get(), r.params.dtype});
+    }
+    bench::Options options = options_;
+    options.cold = options.cold || rows[0].cold;
+    const auto measured = bench::measure(stream, probe, entries, options);
+    for (size_t i = 0; i < rows.size(); ++i) add(rows[i].name, rows[i].op, measured[i], &rows[i].params, options.cold);
+  }
+
+  void one_shape(Stream& stream, const bench::Probe& probe, const std::string& op, cases::Params p) {
+    if (op == kPlan || op == kLayer) throw InputError("shape flags do not apply to '" + op + "'");
+    if (op == "attend_latent" && !shape_.splits()) p.splits = bench::planned_splits(p);
+    const Row row{cases::describe(p, op), op, p};
+    measure_rows(stream, probe, {&row, 1});
+  }
+
+  void standing(Stream& stream, const bench::Probe& probe) {
+    for (const Row& row : standing_rows())
+      if (wanted(row.op)) measure_rows(stream, probe, {&row, 1});
+  }
+
+  void plan(Stream& stream, const bench::Probe& probe) {
+    const DeviceInfo device = device_info(stream, preset("deepseek-v2-lite"));
+    for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
+      const auto c = bench::make_plan_case(device, split);
+      const bench::Entry entry{"plan of a mixed batch of 256 requests, " + std::string(to_string(split)), c.get()};
+      add(entry.name, kPlan, bench::measure(stream, probe, {&entry, 1}, options_)[0], nullptr, options_.cold);
+    }
+  }
+
+  // Both split policies in the same rounds, so that their difference is theirs.
+  void layer(Stream& stream, const bench::Probe& probe) {
+    struct Step {
+      std::string name;
+      int64_t requests, query_len, context;
+    };
+    const Dtype dtype = cpu::native_bf16_dot() ? Dtype::bf16 : Dtype::f32;
+    const bench::LayerModel model(preset("deepseek-v2-lite"), dtype, 4096);
+    for (const Step& s :
+         {Step{"layer decode, batch 1 at 1K", 1, 1, 1023}, Step{"layer decode, batch 8 at 1K", 8, 1, 1023},
+          Step{"layer decode, batch 32 at 1K", 32, 1, 1023}, Step{"layer prefill, 512 tokens", 1, 512, 0}}) {
+      std::vector<std::unique_ptr<cases::Case>> made;
+      std::vector<bench::Entry> entries;
+      for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
+        bench::LayerStep step{.requests = s.requests, .query_len = s.query_len, .context = s.context};
+        step.plan.split = split;
+        step.plan.compute = dtype;
+        step.plan.rates = default_cost_model({});
+        made.push_back(bench::make_layer_case(model, step, stream.pool()));
+        entries.push_back({s.name + ", " + std::string(to_string(dtype)) + ", " + std::string(to_string(split)),
+                           made.back().get(), dtype});
+      }
+      const auto m = bench::measure(stream, probe, entries, options_);
+      for (size_t i = 0; i < m.size(); ++i) add(entries[i].name, kLayer, m[i], nullptr, options_.cold);
+      std::vector<double> ratios;
+      for (size_t r = 0; r < m[0].round_medians.size(); ++r)
+        ratios.push_back(m[1].round_medians[r] / m[0].round_medians[r]);
+      const double cost = bench::quantile(ratios, 0.5) - 1;
+      std::printf("  batch_invariant costs %+.1f%%\n", 100 * cost);
+      rows_.back()["batch_invariant_cost"] = cost;
+    }
+  }
+
+  json report(const bench::Roof& roof) const {
+    const bench::Machine machine = bench::this_machine();
+    return {
+        {"machine",
+         {{"cpu", machine.cpu},
+          {"cores", machine.cores},
+          {"memory_bytes", machine.memory_bytes},
+          {"target", backend::backend({}).target()}}},
+        {"roof", {{"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
+        {"options",
+         {{"threads", threads_},
+          {"rounds", options_.rounds},
+          {"min_time_s", options_.min_time},
+          {"target", target_},
+          {"cold", options_.cold},
+          {"ops", ops_}}},
+        {"rows", rows_}};
+  }
+
+  ShapeFlags shape_;
+  std::vector<std::string> ops_;
+  std::string target_, json_file_;
+  bench::Options options_;
+  int threads_ = 1;
+  bool all_right_ = true;
+  json rows_ = json::array();
+};
+
+}  // namespace
+
+void add_bench(CLI::App& app, int& status) {
+  CLI::App* command = app.add_subcommand("bench", "Measure ops, plan and layer against this machine's roof");
+  auto bench = std::make_shared<Bench>(*command);
+  command->callback([bench, &status] { status = bench->run() ? 0 : 1; });
+}
 
 }  // namespace mla::cli

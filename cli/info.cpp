@@ -1,7 +1,212 @@
+// mla info: this machine and what the library knows; or what a checkpoint, a config.json or a safetensors file holds.
+#include <cstdio>
+#include <filesystem>
+#include <set>
+
+#include "backend/backend.hpp"
+#include "bench/machine.hpp"
+#include "bench/roof.hpp"
+#include "cache/format.hpp"
 #include "cli/commands.hpp"
+#include "cli/params.hpp"
+#include "mla/error.hpp"
+#include "mla/weights.hpp"
 
 namespace mla::cli {
+namespace {
 
-void add_info(CLI::App&, int&) {}
+std::string text(int64_t n) { return std::to_string(n); }
+
+std::string shape_text(const std::vector<int64_t>& shape) {
+  std::string s;
+  for (int64_t n : shape) s += (s.empty() ? "" : ", ") + text(n);
+  return "[" + s + "]";
+}
+
+std::string rotary_text(const ModelConfig& m) {
+  const RopeConfig& r = m.rotary;
+  if (!r.rotate) return "none (NoPE)";
+  char s[160];
+  std::snprintf(s, sizeof s, "%s, theta %g", r.interleaved ? "interleaved" : "NeoX halves", r.theta);
+  std::string all = s;
+  if (r.scaling == RopeConfig::Scaling::yarn) {
+    std::snprintf(s, sizeof s, ", YaRN factor %g over %lld positions, mscale %g, mscale_all_dim %g", r.factor,
+                  static_cast<long long>(r.original_max_position), r.mscale, r.mscale_all_dim);
+    all += s;
+  }
+  return all;
+}
+
+void print_config(const ModelConfig& m) {
+  std::printf("model %s: hidden %s, layers %s, heads %s, query latent %s, latent %s, nope %s, rope %s, value %s\n",
+              m.name.empty() ? "(unnamed)" : m.name.c_str(), text(m.hidden).c_str(), text(m.layers).c_str(),
+              text(m.heads).c_str(), m.query_latent ? text(m.query_latent).c_str() : "none", text(m.latent).c_str(),
+              text(m.nope).c_str(), text(m.rope).c_str(), text(m.value).c_str());
+  std::printf("rotary %s\nsoftmax scale %.9g, rms eps %g\n", rotary_text(m).c_str(), m.softmax_scale(), m.rms_eps);
+  if (m.indexer)
+    std::printf("indexer heads %s, dim %s, top %s\n", text(m.indexer->heads).c_str(), text(m.indexer->dim).c_str(),
+                text(m.indexer->topk).c_str());
+  if (m.fp8_block_rows > 0)
+    std::printf("fp8 weights with block scales of %s x %s\n", text(m.fp8_block_rows).c_str(),
+                text(m.fp8_block_cols).c_str());
+  for (CacheFormat f : cache_formats()) {
+    const CacheSpec spec = cache_spec(m, f);
+    try {
+      spec.validate();
+    } catch (const Error&) {
+      continue;  // this format is made for other dimensions
+    }
+    std::printf("cache %-10s %8.1f bytes a token and layer, %10.1f a token\n", std::string(to_string(f)).c_str(),
+                spec.token_bytes(), spec.token_bytes() * static_cast<double>(m.layers));
+  }
+}
+
+void print_machine(int threads) {
+  const bench::Machine machine = bench::this_machine();
+  ThreadPool pool(threads);
+  const bench::Roof roof = bench::measure_roof(pool);
+  std::printf("machine   %s, %d cores, %.1f GiB\n", machine.cpu.c_str(), machine.cores,
+              static_cast<double>(machine.memory_bytes) / (1 << 30));
+  for (const backend::Backend* b : backend::backends())
+    std::printf("backend   %s, target %s\n", std::string(b->name).c_str(), std::string(b->target()).c_str());
+  std::printf("roof      read %.1f GB/s, f32 multiply-add %.0f GFLOP/s", roof.read_gbps, roof.fma_gflops);
+  if (roof.bf16_gflops > 0) std::printf(", bf16 dot %.0f GFLOP/s", roof.bf16_gflops);
+  std::printf(" (measured on %d threads)\n", threads);
+}
+
+void print_models() {
+  std::printf("\n%-18s %6s %6s %5s %8s %6s %4s %4s %5s  %s\n", "model", "hidden", "layers", "heads", "q latent",
+              "latent", "nope", "rope", "value", "bf16 bytes a token");
+  for (std::string_view name : preset_names()) {
+    const ModelConfig m = preset(name);
+    std::printf("%-18s %6s %6s %5s %8s %6s %4s %4s %5s  %.0f\n", std::string(name).c_str(), text(m.hidden).c_str(),
+                text(m.layers).c_str(), text(m.heads).c_str(), m.query_latent ? text(m.query_latent).c_str() : "-",
+                text(m.latent).c_str(), text(m.nope).c_str(), text(m.rope).c_str(), text(m.value).c_str(),
+                cache_spec(m, CacheFormat::bf16).token_bytes() * static_cast<double>(m.layers));
+  }
+}
+
+void print_formats() {
+  std::printf("\n%-12s %15s %8s  %s\n", "cache format", "bytes a token", "at", "");
+  for (CacheFormat f : cache_formats()) {
+    CacheSpec spec{.format = f};
+    try {
+      spec.validate();
+    } catch (const Error&) {
+      spec.latent = 448;  // fp8_ds_v4's own division of 512
+    }
+    std::printf("%-12s %15.1f %8s  %s\n", std::string(to_string(f)).c_str(), spec.token_bytes(),
+                (text(spec.latent) + "/" + text(spec.rope)).c_str(), std::string(cache::format(f).summary).c_str());
+  }
+}
+
+void print_entry(const std::string& name, const SafetensorsEntry& e, const std::string& where) {
+  std::printf("  %-40s %-8s %-16s %s\n", name.c_str(), e.dtype.c_str(), shape_text(e.shape).c_str(), where.c_str());
+}
+
+std::string bytes_text(const SafetensorsEntry& e) {
+  return "bytes " + std::to_string(e.begin) + " to " + std::to_string(e.end);
+}
+
+// A layer's tensors without its number, to see which layers are alike.
+std::string signature(const std::vector<SafetensorsEntry>& entries) {
+  std::string s;
+  for (const SafetensorsEntry& e : entries)
+    s += e.name.substr(e.name.find(".self_attn.")) + e.dtype + shape_text(e.shape) + ";";
+  return s;
+}
+
+void print_layers(const Checkpoint& checkpoint, int64_t first, int64_t last) {
+  const auto entries = checkpoint.attention_entries(first);
+  if (first == last) std::printf("layer %s: ", text(first).c_str());
+  else std::printf("layers %s to %s, all alike: ", text(first).c_str(), text(last).c_str());
+  std::printf(
+      "%zu tensors%s\n", entries.size(),
+      entries.empty() ? "" : (" under " + entries[0].name.substr(0, entries[0].name.find(".self_attn.") + 10)).c_str());
+  for (const SafetensorsEntry& e : entries) {
+    const std::string number = "." + text(first) + ".self_attn.";
+    const size_t at = e.name.find(number);
+    std::set<std::string> files;
+    for (int64_t l = first; l <= last; ++l) {
+      std::string name = e.name;
+      if (at != std::string::npos) name.replace(at, number.size(), "." + text(l) + ".self_attn.");
+      files.insert(checkpoint.file_of(name).filename().string());
+    }
+    std::string where = *files.begin();
+    if (files.size() > 1) where += " to " + *files.rbegin();
+    if (first == last) where += ", " + bytes_text(e);
+    print_entry(at == std::string::npos ? e.name : e.name.substr(at + number.size()), e, where);
+  }
+}
+
+// Returns whether every layer has what attention needs.
+bool print_checkpoint(const std::filesystem::path& folder) {
+  const Checkpoint checkpoint(folder);
+  print_config(checkpoint.config());
+  std::printf("\n");
+  const int64_t layers = checkpoint.config().layers;
+  bool complete = true;
+  for (int64_t first = 0, last; first < layers; first = last + 1) {
+    const std::string mine = signature(checkpoint.attention_entries(first));
+    for (last = first; last + 1 < layers && signature(checkpoint.attention_entries(last + 1)) == mine;) ++last;
+    print_layers(checkpoint, first, last);
+    try {
+      for (int64_t l = first; l <= last; ++l) checkpoint.layer(l);
+    } catch (const Error& e) {
+      std::printf("  unusable: %s\n", e.what());
+      complete = false;
+    }
+  }
+  return complete;
+}
+
+void print_safetensors(const std::filesystem::path& file) {
+  const Safetensors tensors(file);
+  std::printf("%s: %zu tensors\n", file.string().c_str(), tensors.entries().size());
+  for (const SafetensorsEntry& e : tensors.entries()) print_entry(e.name, e, bytes_text(e));
+}
+
+}  // namespace
+
+void add_info(CLI::App& app, int& status) {
+  struct Options {
+    std::string path, target;
+    int threads = 1;
+  };
+  CLI::App* command =
+      app.add_subcommand("info", "This machine, its roofs, models and cache formats; or what a checkpoint holds");
+  auto o = std::make_shared<Options>();
+  command->add_option("path", o->path, "Checkpoint folder, config.json, safetensors file, or a preset's name");
+  add_threads(*command, o->threads);
+  command->footer(
+      "Examples:\n"
+      "  mla info\n"
+      "  mla info deepseek-v3\n"
+      "  mla info ~/checkpoints/DeepSeek-V2-Lite       config, and each layer's attention tensors\n"
+      "Exit code 1 when a layer of the checkpoint lacks what attention needs.");
+  command->callback([o, &status] {
+    namespace fs = std::filesystem;
+    const fs::path path(o->path);
+    if (o->path.empty()) {
+      print_machine(o->threads);
+      print_models();
+      print_formats();
+    } else if (fs::is_directory(path)) {
+      status = print_checkpoint(path) ? 0 : 1;
+    } else if (path.extension() == ".json") {
+      print_config(read_config(path));
+    } else if (fs::exists(path)) {
+      print_safetensors(path);
+    } else {
+      const auto names = preset_names();
+      if (std::find(names.begin(), names.end(), o->path) == names.end()) {
+        std::string known;
+        for (std::string_view name : names) known += " " + std::string(name);
+        throw InputError("'" + o->path + "' is neither a file or folder nor a model; known models:" + known);
+      }
+      print_config(preset(o->path));
+    }
+  });
+}
 
 }  // namespace mla::cli

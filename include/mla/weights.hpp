@@ -81,6 +81,8 @@ class Checkpoint {
   LayerTensors layer(int64_t index) const;
   /// All attention tensors of a layer as found: for display.
   std::vector<SafetensorsEntry> attention_entries(int64_t index) const;
+  /// The file that holds a tensor; empty when there is none.
+  std::filesystem::path file_of(const std::string& tensor) const;
 
  private:
   struct State;

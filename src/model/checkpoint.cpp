@@ -165,4 +165,9 @@ std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const
   return found;
 }
 
+std::filesystem::path Checkpoint::file_of(const std::string& tensor) const {
+  const Safetensors* file = state_->find(tensor);
+  return file ? file->file() : std::filesystem::path();
+}
+
 }  // namespace mla

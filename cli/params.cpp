@@ -1,0 +1,93 @@
+#include "cli/params.hpp"
+
+#include "bench/machine.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cli {
+namespace {
+
+constexpr int64_t kMostOfADimension = 1 << 16, kMostTokens = int64_t{1} << 24, kMostElements = int64_t{1} << 32;
+
+void require(const char* flag, int64_t value, int64_t least, int64_t most) {
+  if (value < least || value > most)
+    throw InputError(std::string(flag) + " is " + std::to_string(value) + ", it must be in [" + std::to_string(least) +
+                     ", " + std::to_string(most) + "]");
+}
+
+}  // namespace
+
+ShapeFlags::ShapeFlags(CLI::App& command) : format_(to_string(p_.format)), dtype_(to_string(p_.dtype)) {
+  const std::string group = "Shape (an op reads those it knows)";
+  auto number = [&](const char* flag, auto& value, const char* what) {
+    CLI::Option* option = command.add_option(flag, value, what)->capture_default_str()->group(group);
+    options_.push_back(option);
+    return option;
+  };
+  auto flag = [&](const char* name, bool& value, const char* what) {
+    options_.push_back(command.add_flag(name, value, what)->group(group));
+  };
+  number("--requests", p_.requests, "Requests in the batch");
+  number("--query-len", p_.query_len, "New tokens a request");
+  number("--context", p_.context, "Cached tokens a request before them");
+  flag("--ragged", p_.ragged, "Lengths vary by request, up to the numbers above");
+  number("--heads", p_.heads, "Attention heads");
+  number("--latent", p_.latent, "Latent width (kv_lora_rank)");
+  number("--rope", p_.rope, "Rotated width");
+  number("--nope", p_.nope, "Unrotated width of a head's key");
+  number("--value", p_.value, "Width of a head's value");
+  number("--in", p_.in, "project, norm: input features");
+  number("--out", p_.out, "project: output features");
+  number("--format", format_, "Cache format");
+  number("--page-size", p_.page_size, "Tokens a page");
+  number("--dtype", dtype_, "Main operands: f32 bf16 f16 fp8_e4m3");
+  flag("--neox", p_.neox, "rope: NeoX halves instead of interleaved pairs");
+  number("--yarn-factor", p_.yarn_factor, "rope: above 1, YaRN with this factor");
+  flag("--full", full_, "attend_expanded: not causal");
+  flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
+  splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
+  command.add_option("--seed", p_.seed, "Seed of the random inputs")->capture_default_str()->group(group);
+}
+
+bool ShapeFlags::any() const {
+  for (const CLI::Option* o : options_)
+    if (o->count() > 0) return true;
+  return false;
+}
+
+cases::Params ShapeFlags::params() const {
+  cases::Params p = p_;
+  p.format = parse_cache_format(format_);
+  p.dtype = parse_dtype(dtype_);
+  p.causal = !full_;
+  require("--requests", p.requests, 0, kMostTokens);
+  require("--query-len", p.query_len, 0, kMostTokens);
+  require("--context", p.context, 0, kMostTokens);
+  require("--heads", p.heads, 1, kMostOfADimension);
+  require("--latent", p.latent, 1, kMostOfADimension);
+  require("--rope", p.rope, 0, kMostOfADimension);
+  require("--nope", p.nope, 0, kMostOfADimension);
+  require("--value", p.value, 1, kMostOfADimension);
+  require("--in", p.in, 1, kMostOfADimension);
+  require("--out", p.out, 1, kMostOfADimension);
+  require("--page-size", p.page_size, 1, kMostTokens);
+  require("--splits", p.splits, 1, kMostTokens);
+  if (p.rope % 2 != 0) throw InputError("--rope is " + std::to_string(p.rope) + ", it must be even");
+  if (!(p.yarn_factor >= 1))
+    throw InputError("--yarn-factor is " + std::to_string(p.yarn_factor) + ", at least 1 is needed");
+  require("--requests times (--query-len + --context)", p.requests * (p.query_len + p.context), 0, kMostTokens);
+  const int64_t widest = std::max({p.latent + p.rope, p.nope + p.rope, p.value, p.in, p.out});
+  require("new tokens times heads times the widest dimension", p.requests * p.query_len * p.heads * widest, 0,
+          kMostElements);
+  return p;
+}
+
+void add_threads(CLI::App& command, int& threads) {
+  threads = bench::this_machine().cores;
+  command.add_option("--threads", threads, "Threads")->capture_default_str()->check(CLI::Range(1, 4096));
+}
+
+void add_target(CLI::App& command, std::string& target) {
+  command.add_option("--target", target, "Instruction set at most: avx512_bf16 avx512 avx2 sse4 portable");
+}
+
+}  // namespace mla::cli

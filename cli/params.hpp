@@ -1,0 +1,36 @@
+// Flags that describe a case's shape, shared by `mla check` and `mla bench`; and what both need around them.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cases/case.hpp"
+
+namespace mla::cli {
+
+class ShapeFlags {
+ public:
+  explicit ShapeFlags(CLI::App& command);
+  /// Some flag other than --seed was given.
+  bool any() const;
+  /// --splits was given.
+  bool splits() const { return splits_->count() > 0; }
+  /// InputError or an error of the cache's for what cannot be.
+  cases::Params params() const;
+
+ private:
+  cases::Params p_;
+  std::string format_, dtype_;
+  bool full_ = false;
+  std::vector<CLI::Option*> options_;
+  CLI::Option* splits_ = nullptr;
+};
+
+/// --threads: at least 1, by default all of the machine's.
+void add_threads(CLI::App& command, int& threads);
+/// --target: limits the instruction set when the command runs; an empty name does not.
+void add_target(CLI::App& command, std::string& target);
+
+}  // namespace mla::cli
