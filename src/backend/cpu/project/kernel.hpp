@@ -1,40 +1,46 @@
-// One oneDNN matrix product of fixed shape: x [rows, in] times a packed panel [in, out], for a few fixed numbers of rows.
+// One oneDNN matrix product of fixed shape: x [rows, in] times a packed panel [in, out], for a few fixed numbers of
+// rows.
 #pragma once
 
 #include <array>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <oneapi/dnnl/dnnl.hpp>
 
 #include "mla/dtype.hpp"
 
 namespace mla::cpu {
 
-/// Row blocks that products are cut into. A block's unused rows are zero.
-constexpr std::array<int64_t, 4> kRowBlocks{1, 4, 16, 64};
-/// The block that serves every row of a batch-invariant product.
-constexpr int64_t kInvariantRows = 16;
+/// Row blocks that products are cut into: fine enough that padding to one costs less than a third. Unused rows are
+/// zero.
+constexpr std::array<int64_t, 10> kRowBlocks{1, 2, 4, 8, 12, 16, 24, 32, 48, 64};
+/// Index of the block that serves every row of a batch-invariant product whose kernel is not uniform.
+constexpr size_t kInvariantBlock = 5;
 
 /// Shared by all panels of its shape; made once, never changed after. Thread-safe.
 class PanelKernel {
  public:
-  /// operands: f32, or bf16 where the CPU multiplies it natively.
+  /// operands: f32, or bf16 where bf16_products().
   static const PanelKernel& get(int64_t in, int64_t out, Dtype operands);
   ~PanelKernel();
 
   size_t packed_bytes() const;
-  /// Lays out row-major [out, in] f32 weights, rounding to the operand dtype.
-  void pack(const float* weights, std::byte* packed) const;
-  /// y [rows, out] f32, dense; x [rows, in] dense in the operand dtype; rows one of kRowBlocks, at index `block`. `slot` is a hint:
+  /// Lays out row-major [out, in] f32 weights, rounding to the operand dtype, in `packed`, which the result refers to.
+  dnnl::memory pack(const float* weights, std::byte* packed) const;
+  /// y [rows, out] f32, dense; x [rows, in] dense in the operand dtype; rows is kRowBlocks[block]. `slot` is a hint:
   /// calls with different slots do not contend.
-  void run(size_t block, const void* x, const std::byte* packed, float* y, int slot) const;
+  void run(size_t block, const void* x, const dnnl::memory& packed, float* y, int slot) const;
+  /// A row's bits are the same in every block and at every position in it.
+  bool uniform() const;
 
  private:
   struct State;
   explicit PanelKernel(std::unique_ptr<State> state);
   std::unique_ptr<State> state_;
 };
+
+/// oneDNN multiplies bf16 with this CPU's own instruction.
+bool bf16_products();
 
 }  // namespace mla::cpu
