@@ -12,7 +12,7 @@ namespace mla::cpu::HWY_NAMESPACE {
 // scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the registers; each
 // multiplication takes its key element as a broadcast from memory.
 template <int G, int N>
-HWY_INLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride, int64_t dim,
+HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride, int64_t dim,
                           float* HWY_RESTRICT scores) {
   const hn::ScalableTag<float> df;
   using V = hn::Vec<decltype(df)>;
@@ -44,7 +44,7 @@ HWY_INLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const floa
 
 // o[d][..] = o[d][..] * alpha + sum over keys of p[key][..] * v[key][d], for N dims.
 template <int G, int N>
-HWY_INLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride, int64_t keys,
+HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride, int64_t keys,
                           const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
   const hn::ScalableTag<float> df;
   using V = hn::Vec<decltype(df)>;
