@@ -7,96 +7,144 @@
 #include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/merge_weights.hpp"
+#include "backend/cpu/core/target.hpp"
 #include "backend/cpu/core/tiles.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
 namespace {
 
-// Four tiles share each copied block; their queries, outputs and the block stay in L2.
-constexpr int kTiles = 4;
+// Eight tiles share each copied block; their queries, outputs and the block stay in L2.
+constexpr int kTiles = 8;
 using Tiles = RowTiles<kTiles>;
 
 struct Scratch {
   Tiles tiles;
-  float* k;  // [kBlockKeys][k_stride]
-  float* v;  // [kBlockKeys][v_stride]
+  float *k, *v;  // a block of keys and values, in f32 or bf16
   Scratch(Cutter& cut, int64_t qk, int64_t width)
       : tiles(cut, qk, width),
         k(cut.take<float>(kBlockKeys * tile_stride(qk, sizeof(float)))),
         v(cut.take<float>(kBlockKeys * tile_stride(width, sizeof(float)))) {}
 };
 
-void load(Dtype t, const void* x, float* y, int64_t n) {
-  if (t == Dtype::bf16) convert(static_cast<const bf16*>(x), y, n);
-  else std::copy_n(static_cast<const float*>(x), n, y);
-}
+void copy(const float* x, float* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float)); }
+void copy(const bf16* x, bf16* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(bf16)); }
+void copy(const bf16* x, float* y, int64_t n) { convert(x, y, n); }
 
-// Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache sets.
-void load_block(const ops::AttendExpandedArgs& a, int64_t head, int64_t key, int64_t count, const Scratch& s, int64_t k_stride,
-                int64_t v_stride) {
-  const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
-  const Dtype t = a.k_nope.dtype();
-  for (int64_t j = 0; j < count; ++j) {
-    load(t, a.k_nope.at(key + j, head, 0), s.k + j * k_stride, nope);
-    if (rope > 0) load(t, a.k_pe.at(key + j, 0), s.k + j * k_stride + nope, rope);
-    load(t, a.v.at(key + j, head, 0), s.v + j * v_stride, width);
-  }
-  const int64_t padded = (count + kKeyPad - 1) / kKeyPad * kKeyPad;
-  std::fill(s.k + count * k_stride, s.k + padded * k_stride, 0.0f);
-}
+// Stored is the operands' element, Element the arithmetic's: bf16 stands for dot products of pairs.
+template <class Stored, class Element>
+class Kernel {
+ public:
+  explicit Kernel(const ops::AttendExpandedArgs& a)
+      : a_(a), k_nope_(a.k_nope.as<Stored>()), k_pe_(a.k_pe.as<Stored>()), v_(a.v.as<Stored>()) {}
 
-void store_row(const ops::AttendExpandedArgs& a, int64_t token, int64_t head, const RowTile& tile, int64_t lane, float* row) {
-  const int64_t width = a.out.extent<Value>();
-  float* out = &a.out(token, head, 0);
-  float& lse = a.lse(token, head);
-  if (!a.accumulate) {
-    lse = finish_row(tile, lane, width, out);
-    return;
-  }
-  const float part_lse = finish_row(tile, lane, width, row);
-  const MergeWeights w = merge_weights(lse, part_lse);
-  if (w.b == 0) return;
-  for (int64_t d = 0; d < width; ++d) out[d] = w.a == 0 ? w.b * row[d] : w.a * out[d] + w.b * row[d];
-  lse = w.lse;
-}
-
-void run_task(const ops::AttendExpandedArgs& a, const ExpandedItem& item, int64_t head, int64_t first_row, int64_t rows,
-              std::byte* memory) {
-  const int64_t qk = a.q.extent<QueryKey>(), width = a.v.extent<Value>();
-  const int64_t k_stride = tile_stride(qk, sizeof(float)), v_stride = tile_stride(width, sizeof(float));
-  Cutter cut(memory);
-  Scratch scratch(cut, qk, width);
-  int tiles = 0;
-  int64_t end = 0;
-  for (int64_t r = 0; r < rows; r += kTileRows, ++tiles) {
-    RowTile& tile = scratch.tiles.tiles[tiles];
-    tile.rows = std::min(rows - r, kTileRows);
-    tile.width = RowTile::width_for(tile.rows);
-    std::memset(tile.q, 0, static_cast<size_t>(qk * tile.width) * sizeof(float));
-    for (int64_t lane = 0; lane < tile.rows; ++lane) {
-      const int64_t row = first_row + r + lane;
-      const float* q = &a.q(item.q_begin + row, head, 0);
-      if (a.k_nope.dtype() == Dtype::bf16) {
-        for (int64_t d = 0; d < qk; ++d) scratch.tiles.row[d] = to_float(to_bf16(q[d]));
-        q = scratch.tiles.row;
+  void run(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
+    Cutter cut(memory);
+    Scratch scratch(cut, qk_, width_);
+    RowTile* tiles = scratch.tiles.tiles;
+    const int64_t used = (rows + kTileRows - 1) / kTileRows;
+    int64_t end = 0;
+    for (int64_t i = 0; i < used; ++i) {
+      begin(item, head, first + i * kTileRows, std::min(kTileRows, rows - i * kTileRows), tiles[i]);
+      end = std::max<int64_t>(end, tiles[i].last_last + 1);
+    }
+    for (int64_t key = 0; key < end; key += kBlockKeys) {
+      KeyBlock block{.qk_dim = qk_, .v_dim = width_, .first_key = key, .scale = a_.scale};
+      load_block(item.k_begin + key, head, std::min(kBlockKeys, end - key), scratch, block);
+      for (int64_t i = 0; i < used; ++i) {
+        // Under a causal mask a tile sees no more than a part of its last block.
+        block.count = std::min(kBlockKeys, tiles[i].last_last + 1 - key);
+        if (block.count <= 0) continue;
+        if constexpr (kDot) attend_block_bf16(tiles[i], block, scratch.tiles.scores);
+        else attend_block_f32(tiles[i], block, scratch.tiles.scores);
       }
-      set_query_f32(tile, lane, q, qk);
+    }
+    for (int64_t r = 0; r < rows; ++r)
+      store_row(item.q_begin + first + r, head, tiles[r / kTileRows], r % kTileRows, scratch.tiles.row);
+  }
+
+ private:
+  static constexpr bool kDot = std::is_same_v<Element, bf16>;
+
+  void begin(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, RowTile& tile) const {
+    tile.rows = rows;
+    tile.width = RowTile::width_for(rows);
+    if (rows < tile.width) std::memset(tile.q, 0, static_cast<size_t>(qk_ * tile.width) * sizeof(float));
+    for (int64_t lane = 0; lane < rows; ++lane) {
+      const int64_t row = first + lane;
+      const float* q = &a_.q(item.q_begin + row, head, 0);
+      if constexpr (kDot) set_query_bf16(tile, lane, q, qk_);
+      else set_query_f32(tile, lane, q, qk_);
       tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(row + item.visible, -1, item.k_count - 1));
     }
-    begin_tile(tile, width);
-    end = std::max<int64_t>(end, tile.last_last + 1);
+    begin_tile(tile, width_);
   }
-  for (int64_t first = 0; first < end; first += kBlockKeys) {
-    const int64_t count = std::min(kBlockKeys, end - first);
-    load_block(a, head, item.k_begin + first, count, scratch, k_stride, v_stride);
-    const KeyBlock block{.k = scratch.k, .k_stride = k_stride, .v = scratch.v, .v_stride = v_stride, .qk_dim = qk, .v_dim = width,
-                         .first_key = first, .count = count, .scale = a.scale};
-    for (int i = 0; i < tiles; ++i)
-      if (first <= scratch.tiles.tiles[i].last_last) attend_block_f32(scratch.tiles.tiles[i], block, scratch.tiles.scores);
+
+  // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache sets.
+  void load_block(int64_t row, int64_t head, int64_t count, const Scratch& s, KeyBlock& block) const {
+    Element* k = reinterpret_cast<Element*>(s.k);
+    block.k = k;
+    block.k_stride = tile_stride(qk_, sizeof(Element));
+    for (int64_t j = 0; j < count; ++j, k += block.k_stride) {
+      copy(&k_nope_(row + j, head, 0), k, nope_);
+      if (rope_ > 0) copy(&k_pe_(row + j, 0), k + nope_, rope_);
+      if (kDot && qk_ % 2) k[qk_] = Element{};
+    }
+    const int64_t padded = (count + kKeyPad - 1) / kKeyPad * kKeyPad;
+    std::fill_n(k, (padded - count) * block.k_stride, Element{});
+    block.v = s.v;
+    block.v_stride = tile_stride(width_, sizeof(float));
+    if constexpr (kDot) {
+      uint32_t* v = reinterpret_cast<uint32_t*>(s.v);
+      for (int64_t j = 0; j < count; j += 2, v += block.v_stride)  // a missing last key has probability 0: any number will do
+        interleave_bf16(&v_(row + j, head, 0), &v_(row + std::min(j + 1, count - 1), head, 0), v, width_);
+    } else {
+      for (int64_t j = 0; j < count; ++j) copy(&v_(row + j, head, 0), s.v + j * block.v_stride, width_);
+    }
   }
-  for (int64_t r = 0; r < rows; ++r)
-    store_row(a, item.q_begin + first_row + r, head, scratch.tiles.tiles[r / kTileRows], r % kTileRows, scratch.tiles.row);
+
+  void store_row(int64_t token, int64_t head, const RowTile& tile, int64_t lane, float* part) const {
+    float* out = &a_.out(token, head, 0);
+    float& lse = a_.lse(token, head);
+    if (!a_.accumulate) {
+      lse = finish_row(tile, lane, width_, out);
+      return;
+    }
+    const float part_lse = finish_row(tile, lane, width_, part);
+    if (part_lse == kEmptyLse) return;
+    const MergeWeights w = merge_weights(lse, part_lse);
+    for (int64_t d = 0; d < width_; ++d) out[d] = w.a == 0 ? w.b * part[d] : w.a * out[d] + w.b * part[d];
+    lse = w.lse;
+  }
+
+  const ops::AttendExpandedArgs& a_;
+  const View<const Stored, Key, Head, Nope> k_nope_;
+  const View<const Stored, Key, Rope> k_pe_;
+  const View<const Stored, Key, Head, Value> v_;
+  const int64_t nope_ = k_nope_.template extent<Nope>(), rope_ = k_pe_.template extent<Rope>(), qk_ = nope_ + rope_;
+  const int64_t width_ = v_.template extent<Value>();
+};
+
+template <class Stored, class Element>
+void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
+  const int64_t heads = a.q.extent<Head>(), items = static_cast<int64_t>(a.items.size());
+  auto groups = [](const ExpandedItem& i, int64_t rows) { return (i.q_count + rows - 1) / rows; };
+  // Full groups use a block best; smaller ones where threads would go idle. A row's bits do not depend on its group.
+  int64_t group = Tiles::kRows;
+  for (; group > kTileRows && stream.pool().threads() > 1; group /= 2) {
+    int64_t tasks = 0;
+    for (const ExpandedItem& i : a.items) tasks += groups(i, group) * heads;
+    if (tasks >= 4 * stream.pool().threads()) break;
+  }
+  int64_t most = 0;
+  for (const ExpandedItem& i : a.items) most = std::max(most, groups(i, group));
+  const Kernel<Stored, Element> kernel(a);
+  // Last groups first: under a causal mask they see the most keys. Items with fewer groups sit the first rounds out.
+  stream.pool().run(most * heads * items, [&](int64_t task, int worker) {
+    const ExpandedItem& item = a.items[task % items];
+    const int64_t head = task / items % heads, first = (most - 1 - task / items / heads) * group;
+    if (first < item.q_count) kernel.run(item, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
+  });
 }
 
 }  // namespace
@@ -108,21 +156,13 @@ size_t attend_expanded_scratch(const backend::ScratchShape& s) {
 }
 
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
-  const int64_t heads = a.q.extent<Head>();
   const size_t needed = attend_expanded_scratch({.nope = a.q.extent<QueryKey>(), .value = a.v.extent<Value>()});
   if (a.scratch.per_worker < needed)
     throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " + std::to_string(needed) +
                      " are needed");
-  auto groups = [](const ExpandedItem& i) { return (i.q_count + Tiles::kRows - 1) / Tiles::kRows; };
-  int64_t tasks = 0;
-  for (const ExpandedItem& i : a.items) tasks += groups(i) * heads;
-  stream.pool().run(tasks, [&](int64_t task, int worker) {
-    const ExpandedItem* item = a.items.data();
-    for (int64_t n; task >= (n = groups(*item) * heads); ++item) task -= n;
-    // Under a causal mask the last rows see most: they go first.
-    const int64_t first = (groups(*item) - 1 - task / heads) * Tiles::kRows;
-    run_task(a, *item, task % heads, first, std::min<int64_t>(Tiles::kRows, item->q_count - first), a.scratch.worker(worker));
-  });
+  if (a.k_nope.dtype() == Dtype::f32) attend<float, float>(stream, a);
+  else if (native_bf16_dot()) attend<bf16, bf16>(stream, a);
+  else attend<bf16, float>(stream, a);
 }
 
 }  // namespace mla::cpu
