@@ -43,6 +43,11 @@ void* operator new(std::size_t n, std::align_val_t align) {
   count(__builtin_return_address(0));
   return obtain(n, static_cast<std::size_t>(align));
 }
+void* operator new(std::size_t n, const std::nothrow_t&) noexcept {
+  count(__builtin_return_address(0));
+  return std::malloc(n ? n : 1);
+}
+void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }
 void operator delete(void* p) noexcept { std::free(p); }
 void operator delete(void* p, std::size_t) noexcept { std::free(p); }
 void operator delete(void* p, std::align_val_t) noexcept { std::free(p); }
