@@ -30,8 +30,8 @@ MLA_BF16_DOT inline uint32_t pair_at(const bf16* x) {
 
 // scores[n][..] = sum over pairs of q[pair][..] . k[n][pair]
 template <int G, int N>
-MLA_BF16_DOT void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k, int64_t stride, int64_t pairs,
-                             float* __restrict scores) {
+MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k, int64_t stride,
+                                               int64_t pairs, float* __restrict scores) {
   __m512 acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
@@ -58,8 +58,8 @@ MLA_BF16_DOT void score_tile(const uint32_t* __restrict q, int64_t width, const 
 
 // o[d][..] = o[d][..] * alpha + sum over key pairs of p[pair][..] . v[pair][d]
 template <int G, int N>
-MLA_BF16_DOT void value_tile(const uint32_t* __restrict p, int64_t width, const uint32_t* __restrict v, int64_t stride, int64_t pairs,
-                             const float* __restrict alpha, float* __restrict o) {
+MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int64_t width, const uint32_t* __restrict v, int64_t stride,
+                                               int64_t pairs, const float* __restrict alpha, float* __restrict o) {
   __m512 acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
