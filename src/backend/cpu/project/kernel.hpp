@@ -16,7 +16,7 @@ namespace mla::cpu {
 /// zero.
 constexpr std::array<int64_t, 10> kRowBlocks{1, 2, 4, 8, 12, 16, 24, 32, 48, 64};
 /// Index of the block that serves every row of a batch-invariant product whose kernel is not uniform.
-constexpr size_t kInvariantBlock = 5;
+constexpr size_t kInvariantBlock = 3;
 
 /// Shared by all panels of its shape; made once, never changed after. Thread-safe.
 class PanelKernel {
