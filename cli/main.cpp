@@ -58,6 +58,11 @@ int main(int argc, char** argv) try {
   } catch (const CLI::Success& e) {  // --help, --version
     return app.exit(e);
   } catch (const CLI::ParseError& e) {
+    if (const auto rest = app.remaining(); app.get_subcommands().empty() && !rest.empty()) {
+      std::string known;
+      for (const CLI::App* command : app.get_subcommands(nullptr)) known += " " + command->get_name();
+      return fail("unknown command or option '" + rest[0] + "'; commands:" + known);
+    }
     return fail(std::string(e.what()) + " (see mla --help)");
   }
   return status;

@@ -1,0 +1,218 @@
+// The mla command as a user meets it: exit codes, messages, help, JSON.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+std::string contents(const fs::path& file) {
+  std::ifstream in(file, std::ios::binary);
+  return {std::istreambuf_iterator<char>(in), {}};
+}
+
+struct Outcome {
+  int status;
+  std::string out, err;
+};
+
+class Command : public testing::Test {
+ protected:
+  Command() : folder_(fs::temp_directory_path() / ("mla_cli_" + std::to_string(getpid()))) {
+    fs::create_directories(folder_);
+  }
+  ~Command() override { fs::remove_all(folder_); }
+
+  Outcome mla(const std::string& arguments) const {
+    const fs::path out = folder_ / "out", err = folder_ / "err";
+    const int raw =
+        std::system((MLA_COMMAND " " + arguments + " >" + out.string() + " 2>" + err.string() + " </dev/null").c_str());
+    return {WIFEXITED(raw) ? WEXITSTATUS(raw) : -1, contents(out), contents(err)};
+  }
+
+  // Exit code 2, nothing but one line on stderr, and that line says what it should.
+  void expect_bad(const std::string& arguments, const std::vector<std::string>& says) const {
+    const Outcome o = mla(arguments);
+    EXPECT_EQ(o.status, 2) << arguments;
+    EXPECT_EQ(o.out, "") << arguments;
+    EXPECT_EQ(std::count(o.err.begin(), o.err.end(), '\n'), 1) << arguments << ": " << o.err;
+    EXPECT_EQ(o.err.rfind("mla: ", 0), 0u) << arguments << ": " << o.err;
+    EXPECT_EQ(o.err.back(), '\n') << arguments;
+    for (const std::string& s : says) EXPECT_NE(o.err.find(s), std::string::npos) << arguments << ": " << o.err;
+  }
+
+  fs::path write(const std::string& name, const std::string& text) const {
+    fs::create_directories((folder_ / name).parent_path());
+    std::ofstream(folder_ / name, std::ios::binary) << text;
+    return folder_ / name;
+  }
+
+  // A checkpoint of two layers whose second may lack its output projection.
+  fs::path checkpoint(bool complete) const {
+    write(
+        "model/config.json",
+        R"({"model_type":"deepseek_v3","hidden_size":8,"num_hidden_layers":2,"num_attention_heads":2,"q_lora_rank":null,)"
+        R"("kv_lora_rank":6,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":3,"rms_norm_eps":1e-6,"rope_theta":10000})");
+    json header = json::object();
+    int64_t at = 0;
+    for (int layer = 0; layer < 2; ++layer) {
+      auto add = [&](const char* name, std::vector<int64_t> shape) {
+        int64_t bytes = 4;
+        for (int64_t n : shape) bytes *= n;
+        header["model.layers." + std::to_string(layer) + ".self_attn." + name + ".weight"] = {
+            {"dtype", "F32"}, {"shape", shape}, {"data_offsets", {at, at + bytes}}};
+        at += bytes;
+      };
+      add("q_proj", {12, 8});
+      add("kv_a_proj_with_mqa", {8, 8});
+      add("kv_a_layernorm", {6});
+      add("kv_b_proj", {14, 6});
+      if (complete || layer == 0) add("o_proj", {8, 6});
+    }
+    const std::string text = header.dump();
+    std::string file;
+    for (int i = 0; i < 8; ++i) file += static_cast<char>(static_cast<uint64_t>(text.size()) >> (8 * i) & 0xff);
+    write("model/model.safetensors", file + text + std::string(static_cast<size_t>(at), '\0'));
+    return folder_ / "model";
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(Command, HelpAndVersionExitWithZero) {
+  const Outcome help = mla("--help");
+  EXPECT_EQ(help.status, 0);
+  for (const char* s : {"bench", "check", "info", "run", "plan", "Examples:", "Exit codes"})
+    EXPECT_NE(help.out.find(s), std::string::npos) << s;
+  EXPECT_EQ(help.err, "");
+  for (const char* command : {"bench", "check", "info", "run", "plan"}) {
+    const Outcome o = mla(std::string(command) + " --help");
+    EXPECT_EQ(o.status, 0) << command;
+    EXPECT_NE(o.out.find("Usage: mla " + std::string(command)), std::string::npos) << o.out;
+    EXPECT_NE(o.out.find("Examples:"), std::string::npos) << o.out;
+  }
+  EXPECT_EQ(mla("--version").status, 0);
+}
+
+TEST_F(Command, BadUsageIsOneLineAndExitsWithTwo) {
+  expect_bad("", {"subcommand"});
+  expect_bad("frobnicate", {"frobnicate", "bench", "check", "info"});
+  expect_bad("--frobnicate", {"--frobnicate"});
+  expect_bad("check --frobnicate", {"--frobnicate"});
+  expect_bad("check --heads many", {"--heads", "many"});
+  expect_bad("check --threads 0", {"--threads", "0"});
+  expect_bad("bench norm --rounds 3", {"--rounds", "3", "4"});
+  expect_bad("bench --heads 128", {"needs an op"});
+}
+
+TEST_F(Command, UnknownNamesListTheKnownOnes) {
+  expect_bad("check frobnicate", {"'frobnicate'", "norm", "attend_latent"});
+  expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
+  expect_bad("check gather --format q8", {"'q8'", "bf16", "fp8_ds_mla"});
+  expect_bad("check norm --dtype int4", {"'int4'", "f32", "bf16"});
+  expect_bad("check norm --target sse9", {"'sse9'", "portable"});
+  expect_bad("info gpt-2", {"'gpt-2'", "deepseek-v3"});
+}
+
+TEST_F(Command, ImpossibleNumbersNameFlagValueAndLimit) {
+  expect_bad("check norm --requests -1", {"--requests", "-1", "0"});
+  expect_bad("check gather --page-size 0", {"--page-size", "0", "1"});
+  expect_bad("check rope --rope 3", {"--rope", "3", "even"});
+  expect_bad("check norm --heads 99999999999", {"--heads", "99999999999"});
+  expect_bad("check norm --requests 16000000 --query-len 16000000", {"--requests", "256000000000000"});
+  expect_bad("bench norm --in 8 --json /no/such/folder/x.json", {"/no/such/folder/x.json"});
+}
+
+TEST_F(Command, CheckJudgesACase) {
+  const Outcome o = mla("check norm merge --requests 5 --in 33 --threads 2");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find("norm requests=5"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("error"), std::string::npos);
+  EXPECT_NE(o.out.find("2 of 2 cases within their bounds"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, CheckSweepsOnEveryTarget) {
+  for (const char* target : {"", "--target portable"}) {
+    const Outcome o = mla("check norm cast --seed 7 " + std::string(target));
+    EXPECT_EQ(o.status, 0) << o.out << o.err;
+    EXPECT_NE(o.out.find("norm "), std::string::npos);
+    EXPECT_NE(o.out.find("largest error"), std::string::npos);
+  }
+}
+
+TEST_F(Command, BenchWritesJson) {
+  const fs::path file = folder_ / "bench.json";
+  const Outcome o =
+      mla("bench project --requests 4 --in 64 --out 48 --rounds 4 --min-time 0.01 --json " + file.string());
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  const json report = json::parse(contents(file));
+  EXPECT_GT(report.at("roof").at("read_gbps").get<double>(), 0);
+  EXPECT_GT(report.at("roof").at("fma_gflops").get<double>(), 0);
+  EXPECT_FALSE(report.at("machine").at("target").get<std::string>().empty());
+  EXPECT_EQ(report.at("options").at("rounds"), 4);
+  ASSERT_EQ(report.at("rows").size(), 1u);
+  const json& row = report.at("rows")[0];
+  EXPECT_EQ(row.at("op"), "project");
+  EXPECT_EQ(row.at("params").at("in"), 64);
+  EXPECT_TRUE(row.at("ok").get<bool>());
+  EXPECT_LE(row.at("error").get<double>(), row.at("bound").get<double>());
+  EXPECT_EQ(row.at("flops").get<double>(), 2.0 * 4 * 16 * 64 * 48);
+  EXPECT_GT(row.at("median_s").get<double>(), 0);
+  EXPECT_LE(row.at("median_s").get<double>(), row.at("p90_s").get<double>());
+  EXPECT_GE(row.at("calls").get<int>(), 4);
+}
+
+TEST_F(Command, BenchPlanIsVerified) {
+  const Outcome o = mla("bench plan --rounds 4 --min-time 0.01");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find("256 requests, batch_invariant"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, InfoShowsMachineModelsAndFormats) {
+  const Outcome o = mla("info --threads 1");
+  EXPECT_EQ(o.status, 0) << o.err;
+  for (const char* s :
+       {"machine", "backend", "target", "roof", "deepseek-v2-lite", "minicpm3", "fp8_ds_mla", "656", "584"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+}
+
+TEST_F(Command, InfoShowsACheckpoint) {
+  Outcome o = mla("info " + checkpoint(true).string());
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find("layers 0 to 1, all alike: 5 tensors"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("[14, 6]"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("model.safetensors"), std::string::npos) << o.out;
+  EXPECT_EQ(mla("info " + (folder_ / "model/config.json").string()).status, 0);
+
+  o = mla("info " + checkpoint(false).string());
+  EXPECT_EQ(o.status, 1) << o.out << o.err;
+  EXPECT_NE(o.out.find("layer 0: 5 tensors"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("layer 1: 4 tensors"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("unusable: "), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("o_proj"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, InfoShowsAFileOfTensors) {
+  const Outcome o = mla("info " MLA_GOLDEN "/tiny.safetensors");
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find("kv_c_normed"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, MalformedFilesAreOneLine) {
+  expect_bad("info " + write("config.json", "{\"hidden_size\": \"wide\"}").string(), {"config.json", "hidden_size"});
+  expect_bad("info " + write("cut.safetensors", "\x40\0\0").string(), {"cut.safetensors"});
+  expect_bad("info " + write("empty/none", "").parent_path().string(), {"config.json"});
+}
+
+}  // namespace
