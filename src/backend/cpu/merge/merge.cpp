@@ -36,7 +36,8 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
     const int64_t h = task % heads;
     for (int32_t r = 0; r < s.rows; ++r) {
       float m = kEmptyLse, sum = 0;
-      auto lse = [&](int32_t i) { return usable_lse(a.partial_lse(s.partial + i * s.rows + r, h)); };
+      auto at = [&](int64_t i) { return s.partial + i * s.rows + r; };
+      auto lse = [&](int64_t i) { return usable_lse(a.partial_lse(at(i), h)); };
       for (int32_t i = 0; i < s.splits; ++i) m = std::max(m, lse(i));
       float* out = &a.out(s.row + r, h, 0);
       std::fill_n(out, width, 0.0f);
@@ -46,7 +47,7 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
       for (int32_t i = 0; i < s.splits; ++i) {
         if (lse(i) == kEmptyLse) continue;
         const float w = std::exp(lse(i) - m) / sum;
-        const float* part = &a.partial_out(s.partial + i * s.rows + r, h, 0);
+        const float* part = &a.partial_out(at(i), h, 0);
         for (int64_t d = 0; d < width; ++d) out[d] += w * part[d];
       }
       a.lse(s.row + r, h) = m + std::log(sum);
