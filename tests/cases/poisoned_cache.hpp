@@ -1,0 +1,46 @@
+// A cache whose pages lie apart, every byte all ones: NaN in every format, scales included. Pages are handed out in
+// random order.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+#include <vector>
+
+#include "cases/compare.hpp"
+#include "mla/cache.hpp"
+
+namespace mla::cases {
+
+class PoisonedCache {
+ public:
+  PoisonedCache(const CacheSpec& spec, int64_t pages, Random& random) : spec_(spec), order_(pages) {
+    spec.validate();
+    bytes_.assign(static_cast<size_t>(pages) * stride(), std::byte{0xff});
+    std::iota(order_.begin(), order_.end(), 0);
+    for (int64_t i = pages - 1; i > 0; --i) std::swap(order_[i], order_[random.integer(0, i)]);
+  }
+
+  CacheView view() { return view(bytes_); }
+  /// The same cache on a copy of its bytes.
+  CacheView view(std::vector<std::byte>& bytes) const {
+    return {spec_, bytes.data(), static_cast<int64_t>(order_.size()), stride()};
+  }
+  const std::vector<std::byte>& bytes() const { return bytes_; }
+  /// The i-th page handed out.
+  int32_t page(int64_t i) const { return order_[i]; }
+  /// Slot of the i-th token when they fill the pages in that order.
+  int32_t slot(int64_t i) const {
+    return static_cast<int32_t>(page(i / spec_.page_size) * spec_.page_size + i % spec_.page_size);
+  }
+
+ private:
+  size_t stride() const { return spec_.page_bytes() + 24; }
+
+  CacheSpec spec_;
+  std::vector<int32_t> order_;
+  std::vector<std::byte> bytes_;
+};
+
+}  // namespace mla::cases
