@@ -1,0 +1,238 @@
+#include "serve/replay.hpp"
+
+#include <sys/resource.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include "serve/hidden.hpp"
+
+namespace mla::serve {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+int64_t longest_sequence(const Trace& trace) {
+  int64_t longest = 1;
+  for (const TraceRequest& r : trace.requests) longest = std::max(longest, r.input + r.output);
+  return longest;
+}
+
+// Enough for all of the trace if memory allows, for the longest sequence at least.
+int64_t page_budget(const Trace& trace, const CacheSpec& spec, int64_t layers, size_t bytes) {
+  int64_t all = 0, longest = 0;
+  for (const TraceRequest& r : trace.requests) {
+    const int64_t pages = (r.input + r.output + spec.page_size - 1) / spec.page_size;
+    all += pages;
+    longest = std::max(longest, pages);
+  }
+  const int64_t affordable = static_cast<int64_t>(bytes / (spec.page_bytes() * static_cast<size_t>(layers)));
+  return std::max(std::min(all, affordable), longest);
+}
+
+// Which rows to keep: each computed row has the same chance, whatever their number (reservoir sampling), on a random layer.
+class Reservoir {
+ public:
+  Reservoir(int64_t size, int64_t layers, uint64_t seed) : size_(size), layers_(layers), state_(mix(seed + 77)) {}
+
+  struct Pick {
+    int64_t slot, row, layer;
+  };
+  /// Decides for the next `rows` rows; a later pick of a slot replaces an earlier one.
+  std::vector<Pick> next(int64_t rows) {
+    std::vector<Pick> picks;
+    if (size_ == 0) return picks;
+    for (int64_t row = 0; row < rows; ++row) {
+      const int64_t slot = seen_ < size_ ? seen_ : static_cast<int64_t>(random() % static_cast<uint64_t>(seen_ + 1));
+      ++seen_;
+      if (slot < size_) picks.push_back({slot, row, static_cast<int64_t>(random() % static_cast<uint64_t>(layers_))});
+    }
+    return picks;
+  }
+
+ private:
+  uint64_t random() { return state_ = mix(state_ + 0x9e3779b97f4a7c15u); }
+  int64_t size_, layers_, seen_ = 0;
+  uint64_t state_;
+};
+
+// One step's batch, in memory that grows to the largest step and is then reused.
+struct StepInput {
+  std::vector<int32_t> starts, lengths, table, slots;
+  std::vector<float> hidden, out;
+  Batch batch;
+
+  void fill(const Trace& trace, const Scheduler& scheduler, std::span<const StepPiece> pieces, const Options& o, ThreadPool& pool) {
+    const int64_t page_size = o.limits.page_size, width = o.model.hidden;
+    starts.assign(1, 0);
+    lengths.clear();
+    slots.clear();
+    size_t pages = 1;
+    for (const StepPiece& p : pieces) pages = std::max(pages, scheduler.pages(p.request).size());
+    table.assign(pieces.size() * pages, -1);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const StepPiece& p = pieces[i];
+      const std::span<const PageId> own = scheduler.pages(p.request);
+      std::copy(own.begin(), own.end(), table.begin() + static_cast<int64_t>(i * pages));
+      for (int64_t at = p.start; at < p.start + p.count; ++at)
+        slots.push_back(static_cast<int32_t>(own[static_cast<size_t>(at / page_size)] * page_size + at % page_size));
+      starts.push_back(static_cast<int32_t>(starts.back() + p.count));
+      lengths.push_back(static_cast<int32_t>(p.start + p.count));
+    }
+    const size_t tokens = slots.size();
+    if (hidden.size() < tokens * static_cast<size_t>(width)) {
+      hidden.resize(tokens * static_cast<size_t>(width));
+      out.resize(hidden.size());
+    }
+    pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int) {
+      const StepPiece& p = pieces[static_cast<size_t>(i)];
+      for (int64_t t = 0; t < p.count; ++t)
+        hidden_row(o.seed, token_key(trace, p.request, p.start + t), p.start + t,
+                   {hidden.data() + (starts[static_cast<size_t>(i)] + t) * width, static_cast<size_t>(width)});
+    });
+    batch = {starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}}, slots};
+  }
+};
+
+}  // namespace
+
+LayerTensors tensors_of(const Options& o, int64_t layer) {
+  return o.checkpoint ? o.checkpoint->layer(layer) : random_layer(o.model, layer, o.seed, o.weights);
+}
+
+double percentile(std::vector<double> values, double p) {
+  if (values.empty()) return 0;
+  std::sort(values.begin(), values.end());
+  const double at = p / 100 * static_cast<double>(values.size() - 1);
+  const size_t low = static_cast<size_t>(at), high = std::min(low + 1, values.size() - 1);
+  return values[low] + (at - static_cast<double>(low)) * (values[high] - values[low]);
+}
+
+Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const std::atomic<bool>& stop,
+              const std::function<void(const Progress&)>& progress) {
+  const auto setup = Clock::now();
+  Options o = given;
+  o.model.validate();
+  if (o.layers == 0) o.layers = o.model.layers;
+  if (o.layers < 1 || o.layers > o.model.layers)
+    throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " + std::to_string(o.model.layers));
+  CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
+  spec.validate();
+  if (o.limits.pages == 0) o.limits.pages = page_budget(trace, spec, o.layers, o.cache_bytes);
+  Scheduler scheduler(trace, o.limits);
+
+  Result r;
+  r.layers = o.layers;
+  r.threads = pool.threads();
+  r.requests = static_cast<int64_t>(trace.requests.size());
+  r.pages = o.limits.pages;
+  r.page_size = o.limits.page_size;
+  std::vector<LayerWeights> weights;
+  std::vector<Cache> caches;
+  for (int64_t l = 0; l < o.layers && !stop; ++l) {
+    weights.push_back(prepare(o.model, tensors_of(o, l), o.weights));
+    caches.emplace_back(spec, o.limits.pages);
+    r.weight_bytes += weights.back().bytes();
+    r.cache_bytes += spec.page_bytes() * static_cast<size_t>(o.limits.pages);
+  }
+  const RotaryTable rotary(o.model.rotary, o.model.rope, longest_sequence(trace));
+  Stream stream(pool);
+  const DeviceInfo device = device_info(stream, o.model);
+  Buffer workspace;
+  StepInput input;
+  Reservoir reservoir(o.verify, o.layers, o.seed);
+  r.samples.reserve(static_cast<size_t>(o.verify));
+  int64_t trace_tokens = 0;
+  for (const TraceRequest& q : trace.requests) trace_tokens += q.input + q.output - 1;
+  r.setup_seconds = since(setup);
+
+  const auto start = Clock::now();
+  double now = 0, page_seconds = 0;
+  while (!stop && !scheduler.done()) {
+    const std::vector<StepPiece>& pieces = scheduler.plan_step(now);
+    if (pieces.empty()) {
+      if (!std::isfinite(scheduler.next_arrival())) break;  // the rest was refused
+      now = std::max(now, scheduler.next_arrival());
+      continue;
+    }
+    input.fill(trace, scheduler, pieces, o, pool);
+    const int64_t tokens = input.batch.tokens(), width = o.model.hidden;
+    const std::vector<Reservoir::Pick> picks = reservoir.next(tokens);
+
+    const auto step = Clock::now();
+    const Plan p = plan(o.model, spec, o.limits.pages, input.batch, device, o.plan);
+    if (workspace.size() < p.workspace_bytes) workspace = Buffer(p.workspace_bytes + p.workspace_bytes / 4);
+    for (int64_t l = 0; l < o.layers; ++l) {
+      forward(stream, {p, input.batch, weights[static_cast<size_t>(l)], rotary, caches[static_cast<size_t>(l)].view(),
+                       {workspace.data(), workspace.size()}, &r.profile},
+              View<const float, Token, Hidden>(input.hidden.data(), {tokens, width}),
+              View<float, Token, Hidden>(input.out.data(), {tokens, width}));
+      for (const Reservoir::Pick& pick : picks) {
+        if (pick.layer != l) continue;
+        const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), pick.row) - input.starts.begin() - 1);
+        Sample sample{.layer = l,
+                      .request = pieces[piece].request,
+                      .position = pieces[piece].start + pick.row - input.starts[piece],
+                      .path = p.requests[piece].path,
+                      .row = {input.out.begin() + pick.row * width, input.out.begin() + (pick.row + 1) * width}};
+        if (r.samples.size() <= static_cast<size_t>(pick.slot)) r.samples.resize(static_cast<size_t>(pick.slot) + 1);
+        r.samples[static_cast<size_t>(pick.slot)] = std::move(sample);
+      }
+    }
+    const double seconds = since(step);
+
+    now += seconds;
+    r.step_seconds += seconds;
+    r.step_latencies.push_back(seconds);
+    ++r.steps;
+    int64_t decodes = 0;
+    for (const StepPiece& piece : pieces) decodes += piece.decode;
+    r.decode_tokens += decodes;
+    r.prefill_tokens += tokens - decodes;
+    r.decode_seconds += seconds * static_cast<double>(decodes) / static_cast<double>(tokens);
+    r.prefill_seconds += seconds * static_cast<double>(tokens - decodes) / static_cast<double>(tokens);
+    const int64_t used = scheduler.allocator().counts().referenced;
+    r.peak_pages = std::max(r.peak_pages, used);
+    page_seconds += static_cast<double>(used) * seconds;
+    r.workspace_bytes = workspace.size();
+    scheduler.commit(now);
+    if (progress)
+      progress({.elapsed = since(start),
+                .finished = scheduler.finished(),
+                .refused = scheduler.refused(),
+                .requests = r.requests,
+                .steps = r.steps,
+                .prefill_tokens = r.prefill_tokens,
+                .decode_tokens = r.decode_tokens,
+                .pages_used = used,
+                .pages = o.limits.pages,
+                .share = static_cast<double>(r.prefill_tokens + r.decode_tokens + scheduler.hit_tokens()) / static_cast<double>(trace_tokens)});
+  }
+  r.wall_seconds = since(start);
+  r.simulated_seconds = now;
+  r.interrupted = stop;
+  r.finished = scheduler.finished();
+  r.refused = scheduler.refused();
+  r.preemptions = scheduler.preemptions();
+  r.prompt_tokens = scheduler.prompt_tokens();
+  r.hit_tokens = scheduler.hit_tokens();
+  r.evictions = scheduler.allocator().counts().evictions;
+  r.mean_pages = r.step_seconds > 0 ? page_seconds / r.step_seconds : 0;
+  for (size_t i = 0; i < trace.requests.size(); ++i) {
+    const RequestTimes& t = scheduler.times()[i];
+    const TraceRequest& q = trace.requests[i];
+    if (t.first_token >= 0) r.ttft.push_back(t.first_token - q.arrival);
+    if (t.finish >= 0 && q.output > 1) r.tpot.push_back((t.finish - t.first_token) / static_cast<double>(q.output - 1));
+  }
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  r.peak_memory = static_cast<size_t>(usage.ru_maxrss) * 1024;
+  return r;
+}
+
+}  // namespace mla::serve

@@ -1,0 +1,86 @@
+// The replay of a request trace through the attention of a model: every step planned and executed, every layer, on real memory.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "mla/mla.hpp"
+#include "serve/scheduler.hpp"
+#include "serve/trace.hpp"
+
+namespace mla::serve {
+
+struct Options {
+  ModelConfig model;
+  std::optional<Checkpoint> checkpoint;  ///< its weights; random ones otherwise
+  int64_t layers = 0;                    ///< 0: all
+  Dtype weights = Dtype::bf16;
+  CacheFormat format = CacheFormat::bf16;
+  PlanOptions plan;
+  Limits limits;                         ///< pages 0: from the trace, within cache_bytes
+  size_t cache_bytes = size_t{4} << 30;  ///< bound on the default page budget
+  int threads = 2;
+  uint64_t seed = 1;
+  int64_t verify = 0;                    ///< output rows to sample for verification
+};
+
+/// One output row as the run computed it.
+struct Sample {
+  int64_t layer = 0, request = 0, position = 0;
+  Path path = Path::latent;
+  std::vector<float> row;
+};
+
+struct Progress {
+  double elapsed = 0;  ///< wall seconds since the replay began
+  int64_t finished = 0, refused = 0, requests = 0, steps = 0;
+  int64_t prefill_tokens = 0, decode_tokens = 0;
+  int64_t pages_used = 0, pages = 0;
+  double share = 0;  ///< of the trace's tokens that are done
+};
+
+struct Result {
+  int64_t layers = 0, threads = 0;
+  double setup_seconds = 0;      ///< weights and caches
+  double wall_seconds = 0;       ///< the replay itself
+  double step_seconds = 0;       ///< sum of steps' measured times
+  double simulated_seconds = 0;  ///< the clock's end
+  int64_t steps = 0;
+  int64_t prefill_tokens = 0, decode_tokens = 0;
+  double prefill_seconds = 0, decode_seconds = 0;  ///< step time, divided by tokens in mixed steps
+  std::vector<double> step_latencies, ttft, tpot;
+  int64_t finished = 0, refused = 0, preemptions = 0, requests = 0;
+  int64_t pages = 0, page_size = 0, peak_pages = 0;
+  double mean_pages = 0;
+  int64_t prompt_tokens = 0, hit_tokens = 0, evictions = 0;
+  size_t weight_bytes = 0, cache_bytes = 0, workspace_bytes = 0, peak_memory = 0;
+  Profile profile;
+  std::vector<Sample> samples;
+  bool interrupted = false;
+};
+
+/// Runs the trace to its end, or until `stop` becomes true (after the step in progress). `progress` is called after every step.
+Result replay(const Trace& trace, const Options& options, ThreadPool& pool, const std::atomic<bool>& stop,
+              const std::function<void(const Progress&)>& progress = {});
+
+struct Verification {
+  int64_t rows = 0, failed = 0;
+  double worst_error = 0, worst_bound = 0;  ///< of the row whose error is the largest part of its bound
+  std::string worst;                        ///< which row that is
+};
+/// Recomputes samples from the trace in float64, and as a plain computation with the layer's roundings; a row fails when its relative
+/// error is above twice the plain one's plus a floor of 2e-6.
+Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool);
+
+/// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.
+double percentile(std::vector<double> values, double p);
+
+/// A layer's tensors, from the checkpoint or by seed.
+LayerTensors tensors_of(const Options& options, int64_t layer);
+
+}  // namespace mla::serve
