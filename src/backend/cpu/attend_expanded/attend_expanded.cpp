@@ -139,10 +139,11 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   int64_t most = 0;
   for (const ExpandedItem& i : a.items) most = std::max(most, groups(i, group));
   const Kernel<Stored, Element> kernel(a);
-  // Last groups first: under a causal mask they see the most keys. Items with fewer groups sit the first rounds out.
+  // A head's groups follow one another, so that all but the first find its keys in the last-level cache; the last groups, which see the
+  // most keys under a causal mask, go first. Items with fewer groups than others leave some tasks empty.
   stream.pool().run(most * heads * items, [&](int64_t task, int worker) {
-    const ExpandedItem& item = a.items[task % items];
-    const int64_t head = task / items % heads, first = (most - 1 - task / items / heads) * group;
+    const ExpandedItem& item = a.items[task / most / heads];
+    const int64_t head = task / most % heads, first = (most - 1 - task % most) * group;
     if (first < item.q_count) kernel.run(item, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
   });
 }
