@@ -154,7 +154,8 @@ class AttendExpandedCase final : public Case {
  private:
   /// Both calls through `op`, joined; rows of no item left out.
   template <class T>
-  void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>), int64_t tokens, std::vector<T>& out, std::vector<T>& lse) const {
+  void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>), int64_t tokens,
+             std::vector<T>& out, std::vector<T>& lse) const {
     std::vector<T> o[2], l[2];
     for (int part : {0, 1}) {
       o[part].resize(static_cast<size_t>(tokens * heads_ * value_));
