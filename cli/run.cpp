@@ -1,0 +1,315 @@
+// mla run: replays a request trace through the attention of a model, and reports what it cost.
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+
+#include "bench/machine.hpp"
+#include "bench/roof.hpp"
+#include "cli/commands.hpp"
+#include "cli/params.hpp"
+#include "serve/replay.hpp"
+
+namespace mla::cli {
+namespace {
+
+constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT ended
+
+struct Flags {
+  std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16", json;
+  int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
+  int64_t reorder_threshold = 1;
+  double cache_gib = 4, scale_lengths = 1;
+  uint64_t seed = 1;
+  int threads = 1;
+  bool no_prefix_reuse = false;
+  serve::Generated generated;
+};
+
+std::atomic<bool> stop{false};
+
+// Ends the replay after the step in progress; a second signal ends the program at once.
+class StopOnInterrupt {
+ public:
+  StopOnInterrupt() {
+    stop = false;
+    struct sigaction action {};
+    action.sa_handler = [](int) { stop = true; };
+    action.sa_flags = static_cast<int>(SA_RESETHAND);
+    sigaction(SIGINT, &action, &before_);
+  }
+  ~StopOnInterrupt() { sigaction(SIGINT, &before_, nullptr); }
+  StopOnInterrupt(const StopOnInterrupt&) = delete;
+  StopOnInterrupt& operator=(const StopOnInterrupt&) = delete;
+
+ private:
+  struct sigaction before_ {};
+};
+
+class ProgressPrinter {
+ public:
+  void operator()(const serve::Progress& p) {
+    const double interval = terminal_ ? 0.2 : 5.0;
+    if (p.elapsed - last_ < interval) return;
+    last_ = p.elapsed;
+    const double rate = static_cast<double>(p.prefill_tokens + p.decode_tokens) / p.elapsed;
+    const double left = p.share > 0 ? p.elapsed * (1 - std::min(1.0, p.share)) / p.share : 0;
+    std::fprintf(stderr, "%s%lld/%lld requests  %.0f tokens/s  cache %.0f%%  step %lld  ETA %.0f s%s", terminal_ ? "\r" : "",
+                 static_cast<long long>(p.finished + p.refused), static_cast<long long>(p.requests), rate,
+                 100.0 * static_cast<double>(p.pages_used) / static_cast<double>(p.pages), static_cast<long long>(p.steps), left,
+                 terminal_ ? "\x1b[K" : "\n");
+    std::fflush(stderr);
+    drawn_ = terminal_;
+  }
+  void end() {
+    if (drawn_) std::fputs("\r\x1b[K", stderr);
+  }
+
+ private:
+  bool terminal_ = isatty(STDERR_FILENO) == 1, drawn_ = false;
+  double last_ = 0;
+};
+
+serve::Options options_of(const Flags& f) {
+  serve::Options o;
+  if (std::filesystem::is_directory(f.model)) {
+    o.checkpoint.emplace(f.model);
+    o.model = o.checkpoint->config();
+  } else if (f.model.ends_with(".json")) {
+    o.model = read_config(f.model);
+  } else {
+    o.model = preset(f.model);
+  }
+  o.layers = f.layers;
+  o.weights = parse_dtype(f.weights);
+  o.format = parse_cache_format(f.cache);
+  o.plan.path = parse_path_policy(f.path);
+  o.plan.split = parse_split_policy(f.split);
+  o.plan.reorder_batch_threshold = f.reorder_threshold;
+  o.plan.compute = f.compute.empty() ? o.weights : parse_dtype(f.compute);
+  o.plan.context_rows = f.context_rows;
+  o.plan.rates = default_cost_model({});
+  o.limits = {.pages = f.pages, .page_size = f.page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
+  if (!(f.cache_gib > 0 && f.cache_gib <= 1e6)) throw InputError("--cache-gib is " + std::to_string(f.cache_gib) + ", above 0 is needed");
+  o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
+  o.threads = f.threads;
+  o.seed = f.seed;
+  if (f.verify < 0) throw InputError("--verify is " + std::to_string(f.verify) + ", must not be negative");
+  o.verify = f.verify;
+  return o;
+}
+
+serve::Trace trace_of(const Flags& f) {
+  if (f.max_requests < 0) throw InputError("--max-requests is " + std::to_string(f.max_requests) + ", must not be negative");
+  serve::Trace t;
+  if (!f.trace.empty()) {
+    t = serve::read_trace(std::filesystem::path(f.trace), f.max_requests);
+  } else {
+    serve::Generated g = f.generated;
+    g.seed = f.seed;
+    if (f.max_requests > 0) g.requests = std::min(g.requests, f.max_requests);
+    t = serve::generate_trace(g);
+  }
+  return serve::scale_lengths(std::move(t), f.scale_lengths);
+}
+
+double gib(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
+
+/// The rate that bounds an op: products run in the weights' dtype, attention in the compute dtype.
+double peak_of(std::string_view op, const serve::Options& o, const bench::Roof& roof) {
+  const bool attention = op.starts_with("attend");
+  const bool bf16_operands = (attention ? o.plan.compute : o.weights) == Dtype::bf16;
+  return bf16_operands && roof.bf16_gflops > 0 ? roof.bf16_gflops : roof.fma_gflops;
+}
+
+double roof_share(const Profile::Row& row, const serve::Options& o, const bench::Roof& roof) {
+  const double floor = std::max(row.bytes / (roof.read_gbps * 1e9), row.flops / (peak_of(row.op, o, roof) * 1e9));
+  return row.seconds > 0 ? 100 * floor / row.seconds : 0;
+}
+
+std::vector<Profile::Row> by_time(const Profile& profile) {
+  std::vector<Profile::Row> rows = profile.rows();
+  std::sort(rows.begin(), rows.end(), [](const auto& a, const auto& b) { return a.seconds > b.seconds; });
+  return rows;
+}
+
+double rate(double amount, double seconds) { return seconds > 0 ? amount / seconds : 0; }
+
+double percent(double part, double whole) { return whole > 0 ? 100 * part / whole : 0; }
+
+void print_report(const serve::Trace& t, const serve::Options& o, const serve::Result& r, const bench::Machine& machine,
+                  const bench::Roof& roof) {
+  auto ms = [](const std::vector<double>& v, double p) { return 1e3 * serve::percentile(v, p); };
+  auto n = [](int64_t x) { return static_cast<long long>(x); };
+  if (r.interrupted) std::printf("interrupted: what follows covers the run so far\n");
+  std::printf("model      %s, %lld of %lld layers, %lld heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(), n(r.layers), n(o.model.layers),
+              n(o.model.heads), std::string(to_string(o.weights)).c_str(), o.checkpoint ? "" : " random", gib(r.weight_bytes));
+  std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", machine.cpu.c_str(), n(r.threads), roof.read_gbps,
+              roof.fma_gflops, roof.bf16_gflops);
+  std::printf("trace      %s (%s), %lld requests, %lld finished, %lld refused\n", t.source.c_str(), t.format.c_str(), n(r.requests), n(r.finished),
+              n(r.refused));
+  std::printf("cache      %s, %lld pages of %lld (%.2f GiB); occupancy mean %.1f%%, peak %.1f%%\n", std::string(to_string(o.format)).c_str(),
+              n(r.pages), n(r.page_size), gib(r.cache_bytes), percent(r.mean_pages, static_cast<double>(r.pages)),
+              percent(static_cast<double>(r.peak_pages), static_cast<double>(r.pages)));
+  std::printf("prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %lld evictions, %lld preemptions\n",
+              percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens), n(r.prompt_tokens), n(r.evictions),
+              n(r.preemptions));
+  std::printf("plan       path %s, split %s, compute %s, at most %lld tokens a step\n", std::string(to_string(o.plan.path)).c_str(),
+              std::string(to_string(o.plan.split)).c_str(), std::string(to_string(o.plan.compute)).c_str(), n(o.limits.token_budget));
+  std::printf("throughput prefill %.1f tokens/s (%lld), decode %.1f tokens/s (%lld), together %.1f tokens/s\n",
+              rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds), n(r.prefill_tokens),
+              rate(static_cast<double>(r.decode_tokens), r.decode_seconds), n(r.decode_tokens),
+              rate(static_cast<double>(r.prefill_tokens + r.decode_tokens), r.step_seconds));
+  std::printf("%-10s %10s %10s %10s\n", "latency ms", "p50", "p90", "p99");
+  const std::pair<const char*, const std::vector<double>*> latencies[] = {{"  step", &r.step_latencies}, {"  TTFT", &r.ttft}, {"  TPOT", &r.tpot}};
+  for (const auto& [name, v] : latencies) std::printf("%-10s %10.2f %10.2f %10.2f\n", name, ms(*v, 50), ms(*v, 90), ms(*v, 99));
+  double op_seconds = 0;
+  for (const Profile::Row& row : r.profile.rows()) op_seconds += row.seconds;
+  std::printf("%-16s %9s %7s %9s %10s %8s %7s\n", "time by op", "seconds", "share", "calls", "GFLOP/s", "GB/s", "% roof");
+  for (const Profile::Row& row : by_time(r.profile))
+    std::printf("  %-14s %9.3f %6.1f%% %9lld %10.1f %8.1f %6.1f%%\n", std::string(row.op).c_str(), row.seconds,
+                percent(row.seconds, r.step_seconds), n(row.calls), rate(row.flops * 1e-9, row.seconds), rate(row.bytes * 1e-9, row.seconds),
+                roof_share(row, o, roof));
+  std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds, percent(r.step_seconds - op_seconds, r.step_seconds));
+  std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
+  std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds, r.wall_seconds, n(r.steps),
+              r.simulated_seconds);
+}
+
+nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Options& o, const serve::Result& r, const bench::Machine& machine,
+                       const bench::Roof& roof, const serve::Verification* v) {
+  auto percentiles = [](const std::vector<double>& values) {
+    nlohmann::json j{{"count", values.size()}};
+    for (int p : {50, 90, 99}) j["p" + std::to_string(p)] = serve::percentile(values, p);
+    return j;
+  };
+  nlohmann::json ops = nlohmann::json::array();
+  for (const Profile::Row& row : by_time(r.profile))
+    ops.push_back({{"op", std::string(row.op)},
+                   {"seconds", row.seconds},
+                   {"calls", row.calls},
+                   {"bytes", row.bytes},
+                   {"flops", row.flops},
+                   {"percent_of_roof", roof_share(row, o, roof)}});
+  nlohmann::json j{
+      {"model", {{"name", o.model.name}, {"layers", r.layers}, {"heads", o.model.heads}, {"weights", to_string(o.weights)}, {"weight_bytes", r.weight_bytes}}},
+      {"machine",
+       {{"cpu", machine.cpu}, {"threads", r.threads}, {"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
+      {"options",
+       {{"model", f.model},
+        {"path", to_string(o.plan.path)},
+        {"split", to_string(o.plan.split)},
+        {"compute", to_string(o.plan.compute)},
+        {"token_budget", o.limits.token_budget},
+        {"max_requests", f.max_requests},
+        {"scale_lengths", f.scale_lengths},
+        {"seed", f.seed},
+        {"verify", f.verify}}},
+      {"trace", {{"source", t.source}, {"format", t.format}, {"requests", r.requests}, {"finished", r.finished}, {"refused", r.refused}}},
+      {"cache",
+       {{"format", to_string(o.format)},
+        {"pages", r.pages},
+        {"page_size", r.page_size},
+        {"bytes", r.cache_bytes},
+        {"mean_pages", r.mean_pages},
+        {"peak_pages", r.peak_pages},
+        {"evictions", r.evictions}}},
+      {"prefix",
+       {{"prompt_tokens", r.prompt_tokens}, {"hit_tokens", r.hit_tokens}, {"hit_rate", percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)) / 100}}},
+      {"preemptions", r.preemptions},
+      {"throughput",
+       {{"prefill_tokens", r.prefill_tokens},
+        {"decode_tokens", r.decode_tokens},
+        {"prefill_tokens_per_second", rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds)},
+        {"decode_tokens_per_second", rate(static_cast<double>(r.decode_tokens), r.decode_seconds)}}},
+      {"latency_seconds", {{"step", percentiles(r.step_latencies)}, {"ttft", percentiles(r.ttft)}, {"tpot", percentiles(r.tpot)}}},
+      {"ops", ops},
+      {"steps", r.steps},
+      {"seconds", {{"setup", r.setup_seconds}, {"replay", r.wall_seconds}, {"steps", r.step_seconds}, {"simulated", r.simulated_seconds}}},
+      {"memory", {{"peak_bytes", r.peak_memory}, {"workspace_bytes", r.workspace_bytes}}},
+      {"interrupted", r.interrupted}};
+  if (v)
+    j["verification"] = {{"rows", v->rows}, {"failed", v->failed}, {"worst_error", v->worst_error}, {"worst_bound", v->worst_bound}, {"worst", v->worst}};
+  return j;
+}
+
+void run(const Flags& f, int& status) {
+  const serve::Options o = options_of(f);
+  const serve::Trace t = trace_of(f);
+  // The file is opened first: a run must not end in a path that cannot be written.
+  std::ofstream json;
+  if (!f.json.empty()) {
+    json.open(f.json);
+    if (!json) throw InputError(f.json + ": cannot be written");
+  }
+  ThreadPool pool(o.threads);
+  const bench::Roof roof = bench::measure_roof(pool);
+  const StopOnInterrupt interrupt;
+  ProgressPrinter progress;
+  const serve::Result r = serve::replay(t, o, pool, stop, [&](const serve::Progress& p) { progress(p); });
+  progress.end();
+  const bench::Machine machine = bench::this_machine();
+  print_report(t, o, r, machine, roof);
+  std::fflush(stdout);
+
+  serve::Verification v;
+  const bool verifies = o.verify > 0 && !r.interrupted;
+  if (verifies) {
+    v = serve::verify(t, o, r.samples, pool);
+    std::printf("verified   %lld rows against float64, %lld failed; nearest its bound: error %.3g of %.3g at %s\n", static_cast<long long>(v.rows),
+                static_cast<long long>(v.failed), v.worst_error, v.worst_bound, v.rows ? v.worst.c_str() : "no row");
+    if (v.failed > 0 || v.rows == 0) status = 1;
+  }
+  if (json.is_open()) {
+    json << json_of(f, t, o, r, machine, roof, verifies ? &v : nullptr).dump(2) << '\n';
+    if (!json.flush()) throw InputError(f.json + ": could not be written whole");
+  }
+  if (r.interrupted) status = kInterrupted;
+}
+
+}  // namespace
+
+void add_run(CLI::App& app, int& status) {
+  auto f = std::make_shared<Flags>();
+  CLI::App* c = app.add_subcommand("run", "Replay a request trace through a model's attention: continuous batching, paged cache, every layer");
+  c->add_option("--trace", f->trace, "Mooncake jsonl, Azure csv or BurstGPT csv; without it a trace is generated");
+  c->add_option("--requests", f->generated.requests, "generated trace: requests")->capture_default_str();
+  c->add_option("--input-len", f->generated.input, "generated trace: mean prompt tokens")->capture_default_str();
+  c->add_option("--output-len", f->generated.output, "generated trace: mean generated tokens")->capture_default_str();
+  c->add_option("--rate", f->generated.rate, "generated trace: arrivals a second, 0 for all at once")->capture_default_str();
+  c->add_option("--max-requests", f->max_requests, "stop reading the trace after this many; 0: all")->capture_default_str();
+  c->add_option("--scale-lengths", f->scale_lengths, "multiply lengths and prefix blocks, above 0 and at most 1")->capture_default_str();
+  c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
+  c->add_option("--layers", f->layers, "layers to run; 0: all")->capture_default_str();
+  c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
+  c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
+  c->add_option("--cache", f->cache, "cache format")->capture_default_str();
+  c->add_option("--page-size", f->page_size, "tokens a page")->capture_default_str();
+  c->add_option("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib")->capture_default_str();
+  c->add_option("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together")->capture_default_str();
+  c->add_option("--token-budget", f->token_budget, "new tokens a step, prefill and decode together")->capture_default_str();
+  c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
+  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")->capture_default_str();
+  c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
+  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")->capture_default_str();
+  c->add_flag("--no-prefix-reuse", f->no_prefix_reuse, "compute every prompt from its start");
+  c->add_option("--seed", f->seed, "of weights, hidden states and generated traces")->capture_default_str();
+  c->add_option("--verify", f->verify, "recompute this many sampled output rows in float64")->capture_default_str();
+  c->add_option("--json", f->json, "write everything measured to this file");
+  add_threads(*c, f->threads);
+  c->footer(
+      "Examples:\n"
+      "  mla run\n"
+      "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --verify 50\n"
+      "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
+      "Ctrl-C ends the run after the step in progress and reports what was measured; the exit code is then 130.");
+  c->callback([f, &status] { run(*f, status); });
+}
+
+}  // namespace mla::cli
