@@ -46,7 +46,8 @@ struct PanelKernel::State {
   memory::desc weights;
   std::array<dnnl::matmul, kRowBlocks.size()> products;
   std::vector<Set> sets;
-  bool uniform = false;
+  std::array<bool, kRowBlocks.size()> block_uniform{};
+  bool uniform = true;
 
   Set& claim(int hint) {
     const size_t first = static_cast<size_t>(hint) % sets.size();
@@ -61,37 +62,37 @@ struct PanelKernel::State {
 PanelKernel::PanelKernel(std::unique_ptr<State> state) : state_(std::move(state)) {}
 PanelKernel::~PanelKernel() = default;
 
-namespace {
-
 // The order of a kernel's additions depends on its shape, never on its data; so one row of random numbers, put at every
-// position of every block, shows whether all of them add in the same order.
-bool same_order_everywhere(const PanelKernel& kernel, int64_t in, int64_t out, Dtype operands) {
+// position of every block, shows which of them add in the same order.
+void PanelKernel::find_uniform(Dtype operands) {
+  State& s = *state_;
   uint32_t state = 1;
   auto random = [&] {
     state = state * 1664525u + 1013904223u;
     return static_cast<float>(static_cast<int32_t>(state)) * 0x1p-31f;
   };
-  std::vector<float> weights(static_cast<size_t>(in * out));
+  std::vector<float> weights(static_cast<size_t>(s.in * s.out));
   for (float& w : weights) w = random();
-  Buffer packed(kernel.packed_bytes());
-  const memory panel = kernel.pack(weights.data(), packed.data());
+  Buffer packed(packed_bytes());
+  const memory panel = pack(weights.data(), packed.data());
 
-  const int64_t most = kRowBlocks.back(), row_bytes = in * static_cast<int64_t>(size_of(operands));
-  std::vector<std::byte> x(static_cast<size_t>(most * row_bytes));
-  for (int64_t i = 0; i < in; ++i) store_float(operands, x.data(), i, random());
-  for (int64_t r = 1; r < most; ++r) std::memcpy(x.data() + r * row_bytes, x.data(), static_cast<size_t>(row_bytes));
+  const size_t most = static_cast<size_t>(kRowBlocks.back()), row_bytes = static_cast<size_t>(s.in) * size_of(operands);
+  std::vector<std::byte> x(most * row_bytes);
+  for (int64_t i = 0; i < s.in; ++i) store_float(operands, x.data(), i, random());
+  for (size_t r = 1; r < most; ++r) std::memcpy(x.data() + r * row_bytes, x.data(), row_bytes);
 
-  std::vector<float> alone(static_cast<size_t>(out)), y(static_cast<size_t>(most * out));
-  kernel.run(0, x.data(), panel, alone.data(), 0);
+  const size_t out = static_cast<size_t>(s.out);
+  std::vector<float> alone(out), y(most * out);
+  run(0, x.data(), panel, alone.data(), 0);
+  auto same = [&](const float* a, const float* b) { return std::memcmp(a, b, out * sizeof(float)) == 0; };
   for (size_t block = 0; block < kRowBlocks.size(); ++block) {
-    kernel.run(block, x.data(), panel, y.data(), 0);
-    for (int64_t r = 0; r < kRowBlocks[block]; ++r)
-      if (std::memcmp(y.data() + r * out, alone.data(), alone.size() * sizeof(float)) != 0) return false;
+    run(block, x.data(), panel, y.data(), 0);
+    s.block_uniform[block] = true;
+    for (size_t r = 1; r < static_cast<size_t>(kRowBlocks[block]); ++r)
+      s.block_uniform[block] = s.block_uniform[block] && same(&y[r * out], y.data());
+    s.uniform = s.uniform && s.block_uniform[block] && same(y.data(), alone.data());
   }
-  return true;
 }
-
-}  // namespace
 
 const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
   static std::mutex mutex;
@@ -129,7 +130,7 @@ const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
     for (State::Set& set : s->sets)
       for (State::Operands& o : set.blocks) o.scratchpad.set_data_handle(set.scratch.data());
     std::unique_ptr<PanelKernel> kernel(new PanelKernel(std::move(s)));
-    kernel->state_->uniform = same_order_everywhere(*kernel, in, out, operands);
+    kernel->find_uniform(operands);
     slot = std::move(kernel);
   } catch (const dnnl::error& e) {
     throw DeviceError("project: oneDNN refused a product of in " + std::to_string(in) + ", out " + std::to_string(out) +
@@ -141,6 +142,7 @@ const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
 size_t PanelKernel::packed_bytes() const { return state_->weights.get_size(); }
 
 bool PanelKernel::uniform() const { return state_->uniform; }
+bool PanelKernel::uniform(size_t block) const { return state_->block_uniform[block]; }
 
 dnnl::memory PanelKernel::pack(const float* weights, std::byte* packed) const {
   const SerialOpenMp serial;

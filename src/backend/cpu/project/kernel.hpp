@@ -15,9 +15,6 @@ namespace mla::cpu {
 /// Row blocks that products are cut into: fine enough that padding to one costs less than a third. Unused rows are
 /// zero.
 constexpr std::array<int64_t, 10> kRowBlocks{1, 2, 4, 8, 12, 16, 24, 32, 48, 64};
-/// Index of the block that serves every row of a batch-invariant product whose kernel is not uniform.
-constexpr size_t kInvariantBlock = 3;
-
 /// Shared by all panels of its shape; made once, never changed after. Thread-safe.
 class PanelKernel {
  public:
@@ -31,12 +28,15 @@ class PanelKernel {
   /// y [rows, out] f32, dense; x [rows, in] dense in the operand dtype; rows is kRowBlocks[block]. `slot` is a hint:
   /// calls with different slots do not contend.
   void run(size_t block, const void* x, const dnnl::memory& packed, float* y, int slot) const;
-  /// A row's bits are the same in every block and at every position in it.
+  /// A row's bits are the same at every position of every block.
   bool uniform() const;
+  /// A row's bits are the same at every position of this block.
+  bool uniform(size_t block) const;
 
  private:
   struct State;
   explicit PanelKernel(std::unique_ptr<State> state);
+  void find_uniform(Dtype operands);
   std::unique_ptr<State> state_;
 };
 

@@ -18,6 +18,9 @@ constexpr int64_t kPanel = 256;  // output columns that share a pack
 constexpr int64_t kPanelsPerTask =
     4;  // at most, of one row block when there are several: their weights then serve the next one
 constexpr int64_t kMaxRows = kRowBlocks.back();
+// Candidates for the one block of an invariant product whose kernels are not uniform: 8 rows and up, then down. One row
+// always serves.
+constexpr size_t kInvariantBlocks[] = {3, 4, 5, 6, 7, 8, 9, 2, 1, 0};
 
 struct Panel {
   const PanelKernel* kernel;
@@ -26,9 +29,10 @@ struct Panel {
 };
 
 struct PackedLinear final : Linear {
-  bool native_bf16 = false;   // operands reach oneDNN as bf16; otherwise as f32 values that are representable in dtype
-  bool uniform = true;        // all kernels are
-  std::vector<Panel> panels;  // of one head, then the next
+  bool native_bf16 = false;    // operands reach oneDNN as bf16; otherwise as f32 values that are representable in dtype
+  bool uniform = true;         // all kernels are
+  size_t invariant_block = 0;  // uniform in all kernels
+  std::vector<Panel> panels;   // of one head, then the next
   int64_t panels_per_head = 0;
   Buffer memory;
 };
@@ -92,6 +96,9 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
       w->uniform = w->uniform && kernel.uniform();
       w->bytes += round_up(kernel.packed_bytes());
     }
+  w->invariant_block = *std::find_if(std::begin(kInvariantBlocks), std::end(kInvariantBlocks), [&](size_t block) {
+    return std::all_of(w->panels.begin(), w->panels.end(), [&](const Panel& p) { return p.kernel->uniform(block); });
+  });
   w->memory = Buffer(w->bytes);
   std::byte* to = w->memory.data();
   std::vector<float> rounded;
@@ -125,7 +132,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   // Full blocks of the largest size, and the remainder in the smallest that holds it; one size for all when bits may
   // not depend on the number of rows and the kernels' own order does.
   const bool one_size = a.batch_invariant && !w.uniform;
-  const int64_t largest = one_size ? kRowBlocks[kInvariantBlock] : kMaxRows;
+  const int64_t largest = one_size ? kRowBlocks[w.invariant_block] : kMaxRows;
   const int64_t blocks = (a.rows + largest - 1) / largest;
   // Panels of a task share its staged rows; a few tasks a thread are enough. Which task computes a panel changes no
   // bit.
@@ -139,7 +146,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
     // Row blocks innermost: neighbours in time share weights.
     const int64_t first = task % blocks * largest, rows = std::min(largest, a.rows - first);
     const int64_t head = task / blocks / groups, first_panel = task / blocks % groups * group;
-    size_t block = one_size ? kInvariantBlock : 0;
+    size_t block = one_size ? w.invariant_block : 0;
     while (kRowBlocks[block] < rows) ++block;
     std::byte* staging = a.scratch.worker(worker);
     float* y = reinterpret_cast<float*>(staging + staged);
