@@ -44,9 +44,7 @@ int main(int argc, char** argv) try {
   app.get_formatter()->column_width(36);
 
   int status = 0;
-#ifdef MLA_CLI_run
   mla::cli::add_run(app, status);
-#endif
   mla::cli::add_bench(app, status);
   mla::cli::add_check(app, status);
 #ifdef MLA_CLI_plan

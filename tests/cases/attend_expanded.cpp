@@ -122,10 +122,15 @@ class AttendExpandedCase final : public Case {
 
   Verdict verify() override {
     const int64_t tokens = static_cast<int64_t>(used_.size());
+    // Large cases are judged on evenly spaced rows of each item, the first and the last among them.
+    const int64_t stride = 1 + static_cast<int64_t>(cost().flops * 0x1p-29);
+    std::vector<bool> judged(used_.size(), false);
+    const std::vector<ExpandedItem> fresh = rows_of(fresh_.items, stride), context = rows_of(context_.items, stride);
+    for (const ExpandedItem& i : fresh) judged[i.q_begin] = true;
     std::vector<double> exact_out, exact_lse;
     std::vector<float> plain_out, plain_lse;
-    judge<double>(&ops::reference, tokens, exact_out, exact_lse);
-    judge<float>(plain, tokens, plain_out, plain_lse);
+    judge<double>(&ops::reference, fresh, context, judged, exact_out, exact_lse);
+    judge<float>(plain, fresh, context, judged, plain_out, plain_lse);
     std::vector<float> got_out, got_lse;
     bool intact = out_.intact() && lse_.intact();
     auto untouched = [](const float& x) { return std::bit_cast<uint32_t>(x) == 0xffffffffu; };
@@ -133,10 +138,10 @@ class AttendExpandedCase final : public Case {
       for (int64_t h = 0; h < heads_; ++h) {
         const float* out = &out_.view()(t, h, 0);
         const float& lse = lse_.view()(t, h);
-        if (used_[t]) {
+        if (judged[t]) {
           got_out.insert(got_out.end(), out, out + value_);
           got_lse.push_back(lse);
-        } else {
+        } else if (!used_[t]) {
           intact = intact && untouched(lse) && std::all_of(out, out + value_, untouched);
         }
       }
@@ -152,18 +157,33 @@ class AttendExpandedCase final : public Case {
   }
 
  private:
-  /// Both calls through `op`, joined; rows of no item left out.
+  /// Each stride-th query row of every item and its last, as items of their own.
+  static std::vector<ExpandedItem> rows_of(std::span<const ExpandedItem> items, int64_t stride) {
+    std::vector<ExpandedItem> rows;
+    for (const ExpandedItem& item : items)
+      for (int32_t i = 0; i < item.q_count; ++i)
+        if (i % stride == 0 || i == item.q_count - 1)
+          rows.push_back({.q_begin = item.q_begin + i, .q_count = 1, .k_begin = item.k_begin, .k_count = item.k_count,
+                          .visible = item.visible + i});
+    return rows;
+  }
+
+  /// Both calls through `op`, joined; only the judged rows.
   template <class T>
-  void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>), int64_t tokens,
+  void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>),
+             std::span<const ExpandedItem> fresh, std::span<const ExpandedItem> context, const std::vector<bool>& judged,
              std::vector<T>& out, std::vector<T>& lse) const {
+    const int64_t tokens = static_cast<int64_t>(judged.size());
     std::vector<T> o[2], l[2];
     for (int part : {0, 1}) {
       o[part].resize(static_cast<size_t>(tokens * heads_ * value_));
       l[part].assign(static_cast<size_t>(tokens * heads_), -std::numeric_limits<T>::infinity());
-      op(part ? context_args_ : args_, {o[part].data(), {tokens, heads_, value_}}, {l[part].data(), {tokens, heads_}});
+      ops::AttendExpandedArgs args = part ? context_args_ : args_;
+      args.items = part ? context : fresh;
+      op(args, {o[part].data(), {tokens, heads_, value_}}, {l[part].data(), {tokens, heads_}});
     }
     for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t i = t * heads_; used_[t] && i < (t + 1) * heads_; ++i) {
+      for (int64_t i = t * heads_; judged[t] && i < (t + 1) * heads_; ++i) {
         const T m = std::max(l[0][i], l[1][i]);
         const bool empty = m == -std::numeric_limits<T>::infinity();
         const T a = empty ? 0 : std::exp(l[0][i] - m), b = empty ? 0 : std::exp(l[1][i] - m), sum = empty ? 1 : a + b;
