@@ -1,0 +1,207 @@
+#include <cmath>
+#include <limits>
+
+#include "backend/backend.hpp"
+#include "cache/format.hpp"
+#include "cases/padded.hpp"
+#include "cases/poisoned_cache.hpp"
+#include "ops/run.hpp"
+
+namespace mla::cases {
+namespace {
+
+CacheSpec spec_of(const Params& p) {
+  return {.format = p.format, .latent = p.latent, .rope = p.rope, .page_size = p.page_size, .k_scale = 0.0625f};
+}
+
+// Requests of up to `context` cached and `query_len` new tokens on permuted pages; slots of no token are NaN and table entries past a
+// request's end absurd. With splits, each request's positions are cut into that many ranges whose partial rows the verdict joins in
+// float64. A request with nothing to see and one with no query are among the ragged ones.
+class AttendLatentCase final : public Case {
+ public:
+  explicit AttendLatentCase(const Params& p) : AttendLatentCase(p, Random(p.seed)) {}
+
+  void run(Stream& stream) override {
+    const size_t per_worker = backend::backend(stream.device())
+                                  .scratch_per_worker({.heads = p_.heads, .latent = p_.latent, .rope = p_.rope, .nope = 1, .value = 1, .hidden = 1});
+    if (scratch_.size() < per_worker * static_cast<size_t>(stream.pool().threads())) {
+      scratch_.assign(per_worker * static_cast<size_t>(stream.pool().threads()) + 64, std::byte{0xff});
+    }
+    auto at = reinterpret_cast<uintptr_t>(scratch_.data());
+    args_.scratch = {reinterpret_cast<std::byte*>((at + 63) / 64 * 64), per_worker};
+    ops::run(stream, args_);
+  }
+
+  Verdict verify() override {
+    const int64_t tokens = args_.q.extent<Token>(), width = args_.out.extent<Value>();
+    Exact<Token, Head, Value> exact({tokens, p_.heads, width});
+    Exact<Token, Head> exact_lse({tokens, p_.heads});
+    ops::AttendLatentArgs whole = args_;
+    whole.items = whole_;
+    ops::reference(whole, exact.view(), exact_lse.view());
+    join_partials();
+    std::vector<float> got = out_.values(), plain(got.size());
+    std::vector<float> got_lse = lse_.values(), plain_lse(got_lse.size());
+    plain_result(plain, plain_lse);
+    // bf16 queries: their products may round probabilities and rows to bf16 too.
+    const double unit = p_.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
+    Verdict v = compare(got, exact.values, plain, unit);
+    if (v.ok) {
+      const Verdict lse = compare(got_lse, exact_lse.values, plain_lse, unit);
+      if (!lse.ok) {
+        v = lse;
+        v.detail = "lse: " + v.detail;
+      }
+    }
+    return unless_touched(v, out_.intact() && lse_.intact() && partial_out_.intact() && partial_lse_.intact(), "an output");
+  }
+  ops::Cost cost() const override { return ops::cost(args_); }
+
+ private:
+  AttendLatentCase(const Params& p, Random random)
+      : p_(p),
+        pages_((p.context + p.query_len + p.page_size - 1) / p.page_size),
+        table_(p.requests * (pages_ + 2), std::numeric_limits<int32_t>::min() + 7),
+        cache_(spec_of(p), p.requests * pages_ + 1, random) {
+    const CacheSpec spec = spec_of(p);
+    int32_t rows = 0, partial = 0;
+    int64_t page = 0;
+    std::vector<float> row(spec.entry());
+    for (int64_t r = 0; r < p.requests; ++r) {
+      const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(r == 1 ? 0 : 1, p.query_len) : p.query_len);
+      const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context), length = context + count;
+      for (int64_t i = 0; i < length; ++i) {
+        int32_t& id = table_[r * (pages_ + 2) + i / p.page_size];
+        if (i % p.page_size == 0) id = cache_.page(page++);
+        random.fill_normal(row);
+        cache::format(spec.format).encode(spec, cache_.view().page(id), i % p.page_size, row.data(), row.data() + spec.latent);
+      }
+      // Every third ragged request's rows see nothing: visible lies before the first position.
+      const int32_t visible = p.ragged && r % 3 == 2 ? -static_cast<int32_t>(count) : context;
+      LatentItem item{.request = static_cast<int32_t>(r), .q_begin = rows, .q_count = count, .kv_begin = 0, .kv_end = length, .visible = visible};
+      whole_.push_back(item);
+      const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, (length + p.splits - 1) / p.splits));
+      int32_t splits = 0;
+      for (int32_t begin = 0; begin < std::max(length, 1); begin += step, ++splits) {
+        item.kv_begin = begin;
+        item.kv_end = std::min(length, begin + step);
+        item.partial = p.splits > 1 ? partial + splits * count : -1;
+        items_.push_back(item);
+      }
+      if (p.splits > 1) {
+        joins_.push_back({rows, count, partial, splits});
+        partial += splits * count;
+      }
+      rows += count;
+    }
+    const int64_t width = spec.value_width();
+    q_ = {p.dtype, {rows, p.heads, spec.entry()}};
+    q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 16.0f : 1.0f);
+    out_ = {Dtype::f32, {rows, p.heads, width}};
+    lse_ = {Dtype::f32, {rows, p.heads}};
+    partial_out_ = {Dtype::f32, {partial, p.heads, width}};
+    partial_lse_ = {Dtype::f32, {partial, p.heads}};
+    args_ = {.q = q_.any(),
+             .q_scale = p.dtype == Dtype::fp8_e4m3 ? 0.0625f : 1.0f,
+             .cache = cache_.view(),
+             .block_table = {table_.data(), {p.requests, pages_ + 2}},
+             .items = items_,
+             .scale = 1.0f / std::sqrt(static_cast<float>(spec.entry())),
+             .out = out_.view(),
+             .lse = lse_.view(),
+             .partial_out = partial_out_.view(),
+             .partial_lse = partial_lse_.view()};
+  }
+
+  void join_partials() {
+    if (joins_.empty()) return;
+    const ops::MergeSplitsArgs merge{partial_out_.view(), partial_lse_.view(), joins_, out_.view(), lse_.view()};
+    Exact<Token, Head, Value> out({out_.view().extent<Token>(), p_.heads, out_.view().extent<Value>()});
+    Exact<Token, Head> lse({out_.view().extent<Token>(), p_.heads});
+    ops::reference(merge, out.view(), lse.view());
+    const View<float, Token, Head, Value> to = out_.view();
+    for (int64_t t = 0; t < to.extent<Token>(); ++t)
+      for (int64_t h = 0; h < p_.heads; ++h) {
+        lse_.view()(t, h) = static_cast<float>(lse.view()(t, h));
+        for (int64_t d = 0; d < to.extent<Value>(); ++d) to(t, h, d) = static_cast<float>(out.view()(t, h, d));
+      }
+  }
+
+  // Straight loops in the operands' precision: f32, or bf16 operands with f32 sums.
+  void plain_result(std::vector<float>& out, std::vector<float>& lse) const {
+    const CacheSpec spec = spec_of(p_);
+    const int64_t entry = spec.entry(), width = spec.value_width();
+    const bool rounds = p_.dtype == Dtype::bf16;
+    auto operand = [&](float x) { return rounds ? to_float(to_bf16(x)) : x; };
+    for (const LatentItem& item : whole_) {
+      std::vector<float> rows(static_cast<size_t>(item.kv_end * entry));
+      for (int64_t j = 0; j < item.kv_end; ++j)
+        cache::format(spec.format)
+            .decode(spec, args_.cache.page(args_.block_table(item.request, j / p_.page_size)), j % p_.page_size, 1, rows.data() + j * entry, entry);
+      for (int64_t i = 0; i < item.q_count; ++i)
+        for (int64_t h = 0; h < p_.heads; ++h) {
+          const int64_t at = (item.q_begin + i) * p_.heads + h, count = std::clamp<int64_t>(item.visible + i + 1, 0, item.kv_end);
+          std::vector<float> s(static_cast<size_t>(count));
+          float m = -std::numeric_limits<float>::infinity(), sum = 0;
+          for (int64_t j = 0; j < count; ++j) {
+            float x = 0;
+            for (int64_t d = 0; d < entry; ++d) x += args_.q(item.q_begin + i, h, d) * args_.q_scale * operand(rows[j * entry + d]);
+            m = std::max(m, s[j] = x * args_.scale);
+          }
+          for (float& e : s) sum += (e = std::exp(e - m));
+          for (int64_t d = 0; d < width; ++d) {
+            float x = 0;
+            for (int64_t j = 0; j < count; ++j) x += operand(s[j]) * operand(rows[j * entry + d]);
+            out[at * width + d] = count > 0 ? x / sum : 0.0f;
+          }
+          lse[at] = count > 0 ? m + std::log(sum) : m;
+        }
+    }
+  }
+
+  Params p_;
+  int64_t pages_;
+  std::vector<int32_t> table_;
+  PoisonedCache cache_;
+  std::vector<LatentItem> whole_, items_;
+  std::vector<SplitRows> joins_;
+  Padded<Token, Head, Entry> q_;
+  Padded<Token, Head, Value> out_;
+  Padded<Token, Head> lse_;
+  Padded<Partial, Head, Value> partial_out_;
+  Padded<Partial, Head> partial_lse_;
+  std::vector<std::byte> scratch_;
+  ops::AttendLatentArgs args_;
+};
+
+std::vector<Params> sweep(uint64_t seed) {
+  std::vector<Params> cases;
+  auto add = [&](Params p) {
+    p.seed = ++seed;
+    cases.push_back(p);
+  };
+  for (CacheFormat format : cache_formats()) {
+    const int64_t latent = format == CacheFormat::fp8_ds_v4 ? 448 : 512;
+    for (Dtype q : {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3}) {
+      add({.requests = 4, .query_len = 3, .context = 130, .ragged = true, .heads = 5, .latent = latent, .format = format, .page_size = 16, .dtype = q, .splits = 2});
+      add({.requests = 1, .query_len = 1, .context = 200, .heads = 16, .latent = latent, .format = format, .dtype = q});
+    }
+    add({.requests = 1, .query_len = 2, .context = 97, .heads = 64, .latent = latent, .format = format, .page_size = 100, .dtype = Dtype::bf16});
+  }
+  // Odd dimensions, no rope, tiny pages, more splits than blocks, long queries.
+  for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8})
+    for (Dtype q : {Dtype::f32, Dtype::bf16})
+      for (int64_t page_size : {1, 3, 64}) {
+        add({.requests = 3, .query_len = 7, .context = 60, .ragged = true, .heads = 3, .latent = 40, .rope = 8, .format = format, .page_size = page_size, .dtype = q, .splits = 5});
+        add({.requests = 2, .query_len = 40, .context = 33, .heads = 1, .latent = 35, .rope = 0, .format = format, .page_size = page_size, .dtype = q});
+      }
+  add({.requests = 1, .query_len = 1, .context = 0, .heads = 2, .latent = 40, .rope = 8});
+  return cases;
+}
+
+}  // namespace
+
+const CaseType attend_latent{"attend_latent", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendLatentCase>(p); },
+                             sweep};
+
+}  // namespace mla::cases

@@ -1,4 +1,4 @@
-// Every op, every case of its sweep, against float64; at one thread and at three, which must agree bit for bit.
+// Every op, every case of its sweep, against float64, at one thread and at three.
 #include <gtest/gtest.h>
 
 #include "cases/case.hpp"

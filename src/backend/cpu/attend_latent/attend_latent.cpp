@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <type_traits>
 
 #include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/load_rows.hpp"
+#include "backend/cpu/core/target.hpp"
 #include "backend/cpu/core/tiles.hpp"
 #include "mla/error.hpp"
 
@@ -18,21 +20,39 @@ using Tiles = RowTiles<kTiles>;
 
 struct Scratch {
   Tiles tiles;
-  float* rows;  // [kBlockKeys][stride]
+  float *k, *v;  // a block of rows, in f32 (keys and values at once) or bf16 (values again, as pairs)
   Scratch(Cutter& cut, int64_t entry, int64_t width)
-      : tiles(cut, entry, width), rows(cut.take<float>(kBlockKeys * tile_stride(entry, sizeof(float)))) {}
+      : tiles(cut, entry, width),
+        k(cut.take<float>(kBlockKeys * tile_stride(entry, sizeof(float)))),
+        v(cut.take<float>(kBlockKeys / 2 * tile_stride(width, sizeof(uint32_t)))) {}
 };
 
-// Positions [first, first + count) of a request as f32 rows, zero up to the padding.
-void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, float* rows, int64_t stride) {
+// Positions [first, first + count) of a request as rows, zero up to the padding.
+template <class Element>
+void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, const Scratch& s, KeyBlock& block) {
   const CacheSpec& spec = a.cache.spec;
+  Element* rows = reinterpret_cast<Element*>(s.k);
+  const int64_t stride = tile_stride(spec.entry(), sizeof(Element));
   for (int64_t i = 0; i < count;) {
     const int64_t offset = (first + i) % spec.page_size, n = std::min(count - i, spec.page_size - offset);
-    load_rows(spec, a.cache.page(a.block_table(request, (first + i) / spec.page_size)), offset, n, rows + i * stride, stride);
+    const std::byte* page = a.cache.page(a.block_table(request, (first + i) / spec.page_size));
+    if constexpr (std::is_same_v<Element, bf16>) load_rows_bf16(spec, page, offset, n, rows + i * stride, stride);
+    else load_rows(spec, page, offset, n, rows + i * stride, stride);
     i += n;
   }
   const int64_t padded = (count + kKeyPad - 1) / kKeyPad * kKeyPad;
-  std::fill(rows + count * stride, rows + padded * stride, 0.0f);
+  std::fill(rows + count * stride, rows + padded * stride, Element{});
+  block.k = block.v = rows;
+  block.k_stride = block.v_stride = stride;
+  if constexpr (std::is_same_v<Element, bf16>) {
+    if (spec.entry() % 2)  // the last pair's missing half
+      for (int64_t i = 0; i < count; ++i) rows[i * stride + spec.entry()] = {};
+    block.v = s.v;
+    block.v_stride = tile_stride(block.v_dim, sizeof(uint32_t));
+    for (int64_t i = 0; i < count; i += 2)  // a missing last position has probability 0: any number will do
+      interleave_bf16(rows + i * stride, rows + std::min(i + 1, count - 1) * stride,
+                      reinterpret_cast<uint32_t*>(s.v) + i / 2 * block.v_stride, block.v_dim);
+  }
 }
 
 const float* query_row(const ops::AttendLatentArgs& a, int64_t token, int64_t head, float* row) {
@@ -42,9 +62,9 @@ const float* query_row(const ops::AttendLatentArgs& a, int64_t token, int64_t he
   return row;
 }
 
+template <class Element>
 void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t first_row, int64_t rows, std::byte* memory) {
   const int64_t heads = a.q.extent<Head>(), entry = a.q.extent<Entry>(), width = a.out.extent<Value>();
-  const int64_t stride = tile_stride(entry, sizeof(float));
   Cutter cut(memory);
   Scratch scratch(cut, entry, width);
   int tiles = 0;
@@ -56,19 +76,24 @@ void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t fi
     std::memset(tile.q, 0, static_cast<size_t>(entry * tile.width) * sizeof(float));
     for (int64_t lane = 0; lane < tile.rows; ++lane) {
       const int64_t row = first_row + r + lane, token = row / heads;
-      set_query_f32(tile, lane, query_row(a, item.q_begin + token, row % heads, scratch.tiles.row), entry);
+      const float* q = query_row(a, item.q_begin + token, row % heads, scratch.tiles.row);
+      if constexpr (std::is_same_v<Element, bf16>) set_query_bf16(tile, lane, q, entry);
+      else set_query_f32(tile, lane, q, entry);
       tile.last[lane] = static_cast<int32_t>(std::min<int64_t>(item.visible + token, item.kv_end - 1));
     }
     begin_tile(tile, width);
     end = std::max(end, tile.last_last + 1);
   }
   for (int64_t first = item.kv_begin; first < end; first += kBlockKeys) {
-    const int64_t count = std::min<int64_t>(kBlockKeys, end - first);
-    load_block(a, item.request, first, count, scratch.rows, stride);
-    const KeyBlock block{.k = scratch.rows, .k_stride = stride, .v = scratch.rows, .v_stride = stride, .qk_dim = entry, .v_dim = width,
-                         .first_key = first, .count = count, .scale = a.scale};
-    for (int i = 0; i < tiles; ++i)
-      if (first <= scratch.tiles.tiles[i].last_last) attend_block_f32(scratch.tiles.tiles[i], block, scratch.tiles.scores);
+    KeyBlock block{.qk_dim = entry, .v_dim = width, .first_key = first, .scale = a.scale};
+    load_block<Element>(a, item.request, first, std::min<int64_t>(kBlockKeys, end - first), scratch, block);
+    for (int i = 0; i < tiles; ++i) {
+      const RowTile& tile = scratch.tiles.tiles[i];
+      block.count = std::min<int64_t>(kBlockKeys, tile.last_last + 1 - first);
+      if (block.count <= 0) continue;
+      if constexpr (std::is_same_v<Element, bf16>) attend_block_bf16(tile, block, scratch.tiles.scores);
+      else attend_block_f32(tile, block, scratch.tiles.scores);
+    }
   }
   for (int64_t r = 0; r < rows; ++r) {
     const RowTile& tile = scratch.tiles.tiles[r / kTileRows];
@@ -94,6 +119,7 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   if (a.scratch.per_worker < needed)
     throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " + std::to_string(needed) +
                      " are needed");
+  const bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot() && loads_as_bf16(a.cache.spec.format);
   // Items have few distinct row counts, but tasks are counted exactly.
   int64_t tasks = 0;
   auto groups = [&](const LatentItem& i) { return (i.q_count * heads + Tiles::kRows - 1) / Tiles::kRows; };
@@ -108,7 +134,8 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
       for (int64_t n; task >= (n = groups(*item)); ++item) task -= n;
     }
     const int64_t first = task * Tiles::kRows;
-    run_task(a, *item, first, std::min(Tiles::kRows, item->q_count * heads - first), a.scratch.worker(worker));
+    const auto run = dot ? run_task<bf16> : run_task<float>;
+    run(a, *item, first, std::min(Tiles::kRows, item->q_count * heads - first), a.scratch.worker(worker));
   });
 }
 

@@ -2,6 +2,7 @@
 // multiplication. Query, key, value and probability operands are bf16; sums, maxima and the softmax are f32. Compiled for its target by
 // function attributes, and called only where native_bf16_dot() holds.
 #include "backend/cpu/core/block_attention.hpp"
+#include "backend/cpu/core/convert.hpp"
 
 #if defined(__x86_64__)
 
@@ -9,6 +10,8 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 
 #include <immintrin.h>
+
+#include <array>
 
 // Highway's targets in this build have no bf16 dot product; the intrinsics below need no compiler flags beyond this.
 #define MLA_BF16_DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
@@ -131,6 +134,39 @@ MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs,
   for (; i < n; ++i) pairs[i] = a[i].bits | static_cast<uint32_t>(b ? b[i].bits : 0) << 16;
 }
 
+// All 128 magnitudes, already scaled, fit four registers: a conversion is two permutations and a blend for 32 codes. Making the table takes as
+// long as converting a group of 128, so it is kept while the scale stays the same.
+MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
+  static constexpr auto kMagnitudes = [] {
+    std::array<float, 128> m{};
+    for (uint8_t code = 0; code < 128; ++code) m[code] = to_float(fp8_e4m3{code});
+    return m;
+  }();
+  struct Table {
+    __m512i part[4];
+    float scale;
+    bool made;
+  };
+  alignas(64) thread_local Table table{};
+  if (!table.made || table.scale != scale) {
+    for (int i = 0; i < 4; ++i) {
+      const __m512 low = _mm512_loadu_ps(kMagnitudes.data() + 32 * i), high = _mm512_loadu_ps(kMagnitudes.data() + 32 * i + 16);
+      table.part[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, _mm512_set1_ps(scale)), _mm512_mul_ps(low, _mm512_set1_ps(scale)));
+    }
+    table.scale = scale;
+    table.made = true;
+  }
+  const __m512i t0 = table.part[0], t1 = table.part[1], t2 = table.part[2], t3 = table.part[3];
+  for (int64_t i = 0; i < n; i += 32) {
+    const __mmask32 lanes = n - i >= 32 ? 0xffffffffu : (1u << (n - i)) - 1;
+    const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(lanes, x + i));
+    const __m512i small = _mm512_permutex2var_epi16(t0, code, t1), large = _mm512_permutex2var_epi16(t2, code, t3);
+    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), small, large);
+    const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
+    _mm512_mask_storeu_epi16(y + i, lanes, _mm512_or_si512(magnitude, sign));
+  }
+}
+
 }  // namespace mla::cpu
 
 #else  // never called: native_bf16_dot() is false
@@ -138,6 +174,7 @@ MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs,
 namespace mla::cpu {
 void attend_block_bf16(const RowTile&, const KeyBlock&, float*) {}
 void interleave_bf16(const bf16*, const bf16*, uint32_t*, int64_t) {}
+void convert_fp8_bf16(const fp8_e4m3*, bf16*, int64_t, float) {}
 }  // namespace mla::cpu
 
 #endif
