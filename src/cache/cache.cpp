@@ -16,8 +16,8 @@ void CacheSpec::validate() const {
   auto require = [](const char* what, int64_t found, int64_t lo) {
     constexpr int64_t kMost = int64_t{1} << 20;
     if (found < lo || found > kMost)
-      throw ShapeError(std::string("cache ") + what + " is " + std::to_string(found) + ", allowed " + std::to_string(lo) + " to " +
-                       std::to_string(kMost));
+      throw ShapeError(std::string("cache ") + what + " is " + std::to_string(found) + ", allowed " +
+                       std::to_string(lo) + " to " + std::to_string(kMost));
   };
   require("latent", latent, 1);
   require("rope", rope, 0);

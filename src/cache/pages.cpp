@@ -14,8 +14,8 @@ PageHash chain_hash(PageHash previous, uint64_t content) {
   return z ^ (z >> 31);
 }
 
-// A page is in one of three places: held by someone (references > 0), in the list of cached pages (published, unreferenced, least
-// recently used first), or on the stack of free ones.
+// A page is in one of three places: held by someone (references > 0), in the list of cached pages (published,
+// unreferenced, least recently used first), or on the stack of free ones.
 struct PageAllocator::State {
   struct Page {
     int64_t references = 0;
@@ -37,13 +37,14 @@ struct PageAllocator::State {
 
   Page& at(PageId page, const char* what) {
     if (page < first() || page >= static_cast<PageId>(pages.size()))
-      throw InputError(std::string(what) + ": page is " + std::to_string(page) + ", allowed " + std::to_string(first()) + " to " +
-                       std::to_string(static_cast<int64_t>(pages.size()) - 1));
+      throw InputError(std::string(what) + ": page is " + std::to_string(page) + ", allowed " +
+                       std::to_string(first()) + " to " + std::to_string(static_cast<int64_t>(pages.size()) - 1));
     return pages[page];
   }
   Page& held(PageId page, const char* what) {
     Page& p = at(page, what);
-    if (p.references == 0) throw InputError(std::string(what) + ": page " + std::to_string(page) + " is held by no one");
+    if (p.references == 0)
+      throw InputError(std::string(what) + ": page " + std::to_string(page) + " is held by no one");
     return p;
   }
 
@@ -97,8 +98,8 @@ PageAllocator::PageAllocator(int64_t pages, Options options) : state_(std::make_
   State& s = *state_;
   s.options = options;
   if (pages < s.first() || pages > INT32_MAX)
-    throw InputError("page allocator: pages is " + std::to_string(pages) + ", allowed " + std::to_string(s.first()) + " to " +
-                     std::to_string(INT32_MAX));
+    throw InputError("page allocator: pages is " + std::to_string(pages) + ", allowed " + std::to_string(s.first()) +
+                     " to " + std::to_string(INT32_MAX));
   s.pages.resize(static_cast<size_t>(pages));
   s.usable = pages - s.first();
   for (PageId p = static_cast<PageId>(pages) - 1; p >= s.first(); --p) s.free.push_back(p);

@@ -12,26 +12,26 @@ namespace {
 
 void encode(const CacheSpec& spec, std::byte* page, int64_t offset, const float* latent, const float* rope) {
   std::byte* row = page + offset * spec.entry();
-  for (int64_t i = 0; i < spec.latent; ++i) put(row, i, to_fp8_e4m3(latent[i] / spec.k_scale));
-  for (int64_t i = 0; i < spec.rope; ++i) put(row, spec.latent + i, to_fp8_e4m3(rope[i] / spec.k_scale));
+  encode_e4m3(latent, row, spec.latent, spec.k_scale);
+  encode_e4m3(rope, row + spec.latent, spec.rope, spec.k_scale);
 }
 
-void decode(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows, int64_t row_stride) {
-  for (int64_t t = 0; t < count; ++t) {
-    const std::byte* row = page + (first + t) * spec.entry();
-    for (int64_t i = 0; i < spec.entry(); ++i) rows[t * row_stride + i] = to_float(get<fp8_e4m3>(row, i)) * spec.k_scale;
-  }
+void decode(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows,
+            int64_t row_stride) {
+  for (int64_t t = 0; t < count; ++t)
+    decode_e4m3(page + (first + t) * spec.entry(), rows + t * row_stride, spec.entry(), spec.k_scale);
 }
 
 }  // namespace
 
-extern const Format kFp8 = {.id = CacheFormat::fp8,
-                            .name = "fp8",
-                            .summary = "[latent | rope] in e4m3, one scale for the cache",
-                            .validate = [](const CacheSpec&) {},
-                            .page_bytes = [](const CacheSpec& s) { return static_cast<size_t>(s.page_size * s.entry()); },
-                            .value_width = [](const CacheSpec& s) { return s.latent; },
-                            .encode = encode,
-                            .decode = decode};
+extern const Format kFp8 = {
+    .id = CacheFormat::fp8,
+    .name = "fp8",
+    .summary = "[latent | rope] in e4m3, one scale for the cache",
+    .validate = [](const CacheSpec&) {},
+    .page_bytes = [](const CacheSpec& s) { return static_cast<size_t>(s.page_size * s.entry()); },
+    .value_width = [](const CacheSpec& s) { return s.latent; },
+    .encode = encode,
+    .decode = decode};
 
 }  // namespace mla::cache

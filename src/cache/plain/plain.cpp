@@ -21,7 +21,8 @@ void encode(const CacheSpec& spec, std::byte* page, int64_t offset, const float*
 }
 
 template <class T>
-void decode(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows, int64_t row_stride) {
+void decode(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows,
+            int64_t row_stride) {
   for (int64_t t = 0; t < count; ++t) {
     const std::byte* row = page + static_cast<size_t>(first + t) * token_bytes<T>(spec);
     for (int64_t i = 0; i < spec.entry(); ++i) rows[t * row_stride + i] = to_float(get<T>(row, i));

@@ -24,7 +24,7 @@ void check(const GatherArgs& a) {
     range("row", p.row, 0, a.kv_c.extent<Key>() - p.count + 1);
     range("start", p.start, 0, a.block_table.extent<Page>() * spec.page_size - p.count + 1);
     if (p.count == 0) continue;
-    for (int64_t page = p.start / spec.page_size; page <= (p.start + p.count - 1) / spec.page_size; ++page)
+    for (int64_t page = p.start / spec.page_size; page <= (int64_t{p.start} + p.count - 1) / spec.page_size; ++page)
       range("page id", a.block_table(p.request, page), 0, a.cache.pages);
   }
 }
