@@ -4,6 +4,10 @@
 
 #include <cstring>
 
+#include "backend/cpu/core/convert.hpp"
+#include "backend/cpu/core/target.hpp"
+#include "cache/codec.hpp"
+#include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "ops/run.hpp"
@@ -40,6 +44,94 @@ struct Rows {
   Padded<Token, Latent> kv_c;
   Padded<Token, Rope> k_pe;
 };
+
+// The CPU's vector code must give the portable codec's bits on every instruction set.
+class CacheOnTarget : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    try {
+      cpu::restrict_target(GetParam());
+    } catch (const UnsupportedError& e) {
+      GTEST_SKIP() << e.what();
+    }
+  }
+  void TearDown() override { cpu::restrict_target(""); }
+};
+
+template <class T>
+bool same_bits(const T& a, const T& b) {
+  return std::memcmp(&a, &b, sizeof(T)) == 0;
+}
+
+// Every 16-bit prefix with every rounding situation after it: 2^16 * 8 numbers, NaN and subnormals among them.
+std::vector<float> all_kinds_of_floats() {
+  std::vector<float> x;
+  for (uint32_t high = 0; high < 65536; ++high)
+    for (uint32_t low : {0u, 1u, 0x7fffu, 0x8000u, 0x8001u, 0xffffu, 0x1000u, 0x0fffu})
+      x.push_back(std::bit_cast<float>(high << 16 | low));
+  return x;
+}
+
+TEST_P(CacheOnTarget, NarrowingEqualsThePortableConversions) {
+  const std::vector<float> x = all_kinds_of_floats();
+  const int64_t n = static_cast<int64_t>(x.size()) - 3;  // a tail
+  std::vector<bf16> b(x.size());
+  std::vector<f16> h(x.size());
+  std::vector<fp8_e4m3> e(x.size());
+  cpu::convert(x.data(), b.data(), n);
+  cpu::convert(x.data(), h.data(), n);
+  for (int64_t i = 0; i < n; ++i) {
+    ASSERT_TRUE(same_bits(b[i], to_bf16(x[i]))) << i;
+    ASSERT_TRUE(same_bits(h[i], to_f16(x[i]))) << i;
+  }
+  for (float scale : {1.0f, 0.3f, 0x1p-13f}) {
+    cpu::convert(x.data(), e.data(), n, scale);
+    for (int64_t i = 0; i < n; ++i) ASSERT_TRUE(same_bits(e[i], to_fp8_e4m3(x[i] / scale))) << i << " over " << scale;
+  }
+}
+
+TEST_P(CacheOnTarget, WideningEqualsThePortableConversions) {
+  std::vector<bf16> b(65536 + 3);
+  std::vector<f16> h(b.size());
+  std::vector<fp8_e4m3> e(b.size());
+  for (size_t i = 0; i < b.size(); ++i) {
+    b[i].bits = h[i].bits = static_cast<uint16_t>(i);
+    e[i].bits = static_cast<uint8_t>(i);
+  }
+  std::vector<float> y(b.size());
+  const int64_t n = static_cast<int64_t>(b.size());
+  cpu::convert(b.data(), y.data(), n);
+  for (int64_t i = 0; i < n; ++i) ASSERT_TRUE(same_bits(y[i], to_float(b[i]))) << i;
+  cpu::convert(h.data(), y.data(), n);
+  for (int64_t i = 0; i < n; ++i) ASSERT_TRUE(same_bits(y[i], to_float(h[i]))) << i;
+  for (float scale : {1.0f, 0.3f, 0x1p-127f}) {
+    cpu::convert(e.data(), y.data(), n, scale);
+    for (int64_t i = 0; i < n; ++i) ASSERT_TRUE(same_bits(y[i], to_float(e[i]) * scale)) << i << " times " << scale;
+  }
+}
+
+TEST_P(CacheOnTarget, LargestMagnitudeEqualsThePortableOne) {
+  const std::vector<float> x = all_kinds_of_floats();
+  for (size_t at = 0; at + 131 < x.size(); at += 97)
+    for (int64_t n : {0, 1, 64, 128, 131})
+      ASSERT_EQ(cpu::largest_magnitude(x.data() + at, n), cache::largest_magnitude(x.data() + at, n))
+          << at << " + " << n;
+}
+
+TEST_P(CacheOnTarget, AppendAndGatherPassTheirCases) {
+  ThreadPool pool(2);
+  Stream stream(pool);
+  for (const cases::CaseType* type : {&cases::append, &cases::gather})
+    for (const cases::Params& p : type->sweep(77)) {
+      const auto c = type->make(p);
+      c->run(stream);
+      const cases::Verdict v = c->verify();
+      EXPECT_TRUE(v.ok) << type->op << " " << to_string(p.format) << " latent " << p.latent << " rope " << p.rope
+                        << " page size " << p.page_size << ": " << v.detail;
+    }
+}
+
+INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 
 TEST(RopeAppend, GivesTheBitsOfRopeThenAppend) {
   constexpr int64_t kTokens = 37;

@@ -2,8 +2,11 @@
 #include <cstring>
 
 #include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/rotate.hpp"
 #include "cache/format.hpp"
+#include "cache/fp8_ds_mla/layout.hpp"
+#include "cache/fp8_ds_v4/layout.hpp"
 
 namespace mla::cpu {
 namespace {
@@ -17,32 +20,74 @@ void for_tokens(Stream& stream, int64_t tokens, F&& f) {
   });
 }
 
-void write(const CacheView& cache, const mla::cache::Format& format, int32_t slot, const float* latent, const float* rope) {
+// One row as the format's portable codec writes it, bit for bit; a format without a case here goes through that codec.
+void store_row(const CacheSpec& spec, std::byte* page, int64_t offset, const float* latent, const float* rope) {
+  auto plain = [&]<class T>(T*, auto... scale) {
+    T* row = reinterpret_cast<T*>(page) + offset * spec.entry();
+    convert(latent, row, spec.latent, scale...);
+    convert(rope, row + spec.latent, spec.rope, scale...);
+  };
+  switch (spec.format) {
+    case CacheFormat::f32: {
+      float* row = reinterpret_cast<float*>(page) + offset * spec.entry();
+      std::copy_n(rope, spec.rope, std::copy_n(latent, spec.latent, row));
+      return;
+    }
+    case CacheFormat::bf16: return plain(static_cast<bf16*>(nullptr));
+    case CacheFormat::f16: return plain(static_cast<f16*>(nullptr));
+    case CacheFormat::fp8: return plain(static_cast<fp8_e4m3*>(nullptr), spec.k_scale);
+    case CacheFormat::fp8_ds_mla: {
+      using namespace cache::fp8_ds_mla;
+      std::byte* row = page + offset * kToken;
+      for (int64_t g = 0; g < kGroups; ++g) {
+        const float scale = writer_scale(spec, largest_magnitude(latent + g * kGroup, kGroup));
+        convert(latent + g * kGroup, reinterpret_cast<fp8_e4m3*>(row) + g * kGroup, kGroup, scale);
+        cache::put(row + kScalesAt, g, scale);
+      }
+      return convert(rope, reinterpret_cast<bf16*>(row + kRopeAt), kRope);
+    }
+    case CacheFormat::fp8_ds_v4: {
+      using namespace cache::fp8_ds_v4;
+      std::byte *row = page + row_at(offset), *scales = page + scales_at(spec, offset);
+      for (int64_t g = 0; g < kGroups; ++g) {
+        const int exponent = cache::scale_exponent(largest_magnitude(latent + g * kGroup, kGroup));
+        convert(latent + g * kGroup, reinterpret_cast<fp8_e4m3*>(row) + g * kGroup, kGroup,
+                cache::power_of_two(exponent));
+        cache::put(scales, g, static_cast<uint8_t>(exponent + 127));
+      }
+      cache::put(scales, kGroups, uint8_t{0});
+      return convert(rope, reinterpret_cast<bf16*>(row + kLatent), kRope);
+    }
+    default: cache::format(spec.format).encode(spec, page, offset, latent, rope);
+  }
+}
+
+void write(const CacheView& cache, int32_t slot, const float* latent, const float* rope) {
   if (slot < 0) return;
   const int64_t page_size = cache.spec.page_size;
-  format.encode(cache.spec, cache.page(slot / page_size), slot % page_size, latent, rope);
+  store_row(cache.spec, cache.page(slot / page_size), slot % page_size, latent, rope);
 }
 
 }  // namespace
 
 void append(Stream& stream, const ops::AppendArgs& a) {
-  const mla::cache::Format& format = mla::cache::format(a.cache.spec.format);
-  for_tokens(stream, static_cast<int64_t>(a.slots.size()),
-             [&](int64_t t) { write(a.cache, format, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), a.k_pe.data() + t * a.k_pe.stride<Token>()); });
+  for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
+    write(a.cache, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), a.k_pe.data() + t * a.k_pe.stride<Token>());
+  });
 }
 
 void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
-  const mla::cache::Format& format = mla::cache::format(a.cache.spec.format);
   const RotaryTable& table = *a.table;
   for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
     float* k = a.k_pe.data() + t * a.k_pe.stride<Token>();
     if (table.rotates()) {
       const float* cos = table.cos(a.positions[t]);
       const float* sin = table.sin(a.positions[t]);
-      for (int64_t h = 0; h < a.q_pe.extent<Head>(); ++h) rotate_row(&a.q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
+      for (int64_t h = 0; h < a.q_pe.extent<Head>(); ++h)
+        rotate_row(&a.q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
       rotate_row(k, cos, sin, table.pairs(), table.interleaved());
     }
-    write(a.cache, format, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), k);
+    write(a.cache, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), k);
   });
 }
 

@@ -3,6 +3,10 @@
 #include "hwy/foreach_target.h"  // before highway.h
 #include "hwy/highway.h"
 //
+#include <algorithm>
+#include <cfloat>
+#include <cmath>
+
 #include "backend/cpu/core/convert.hpp"
 
 HWY_BEFORE_NAMESPACE();
@@ -26,6 +30,75 @@ void ToBf16(const float* x, bf16* y, int64_t n) {
   for (; i < n; ++i) y[i] = to_bf16(x[i]);
 }
 
+// f16 and e4m3 from f32, both the same way: normal numbers round by an integer addition; below the smallest normal one,
+// adding a power of two whose last place is the subnormal step lets the FPU round; at `limit` and above comes
+// `overflow`.
+template <int kMantissa, int kBias, class DF, class V, class DU = hn::RebindToUnsigned<DF>, class U = hn::Vec<DU>>
+U Narrow(DF df, V x, uint32_t limit, uint32_t overflow, U nan) {
+  const DU du;
+  constexpr int kDropped = 23 - kMantissa;
+  constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
+  constexpr uint32_t kMagic = static_cast<uint32_t>(128 - kBias + kDropped)
+                              << 23;  // its last place: 2^(1 - bias - mantissa)
+  const U a = hn::And(hn::BitCast(du, x), hn::Set(du, 0x7fffffff));
+  const U odd = hn::And(hn::ShiftRight<kDropped>(a), hn::Set(du, 1));
+  const U rounded = hn::Add(a, hn::Add(odd, hn::Set(du, (1u << (kDropped - 1)) - 1)));
+  const U normal = hn::ShiftRight<kDropped>(hn::Sub(rounded, hn::Set(du, static_cast<uint32_t>(127 - kBias) << 23)));
+  const U small =
+      hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(df, a), hn::BitCast(df, hn::Set(du, kMagic)))), hn::Set(du, kMagic));
+  U y = hn::IfThenElse(hn::Lt(a, hn::Set(du, kSmallestNormal)), small, normal);
+  y = hn::IfThenElse(hn::Gt(a, hn::Set(du, limit - 1)), hn::Set(du, overflow), y);
+  y = hn::IfThenElse(hn::Gt(a, hn::Set(du, 0x7f800000)), nan, y);
+  const U sign = hn::ShiftRight<31>(hn::BitCast(du, x));
+  return hn::Or(y, hn::ShiftLeft < kMantissa == 3 ? 7 : 15 > (sign));
+}
+
+void ToF16(const float* x, f16* y, int64_t n) {
+  const hn::ScalableTag<float> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const hn::Rebind<uint16_t, decltype(df)> d16;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto v = hn::LoadU(df, x + i);
+    const auto payload = hn::And(hn::ShiftRight<13>(hn::BitCast(du, v)), hn::Set(du, 0x1ff));
+    const auto bits = Narrow<10, 15>(df, v, 0x477ff000, 0x7c00, hn::Or(payload, hn::Set(du, 0x7e00)));
+    hn::StoreU(hn::TruncateTo(d16, bits), d16, reinterpret_cast<uint16_t*>(y + i));
+  }
+  for (; i < n; ++i) y[i] = to_f16(x[i]);
+}
+
+void ToFp8(const float* x, fp8_e4m3* y, int64_t n, float scale) {
+  const hn::ScalableTag<float> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const hn::Rebind<uint8_t, decltype(df)> d8;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto v = hn::Div(hn::LoadU(df, x + i), hn::Set(df, scale));
+    const auto bits = Narrow<3, 7>(df, v, 0x43e00000, 0x7e, hn::Set(du, 0x7f));
+    hn::StoreU(hn::TruncateTo(d8, bits), d8, reinterpret_cast<uint8_t*>(y + i));
+  }
+  for (; i < n; ++i) y[i] = to_fp8_e4m3(x[i] / scale);
+}
+
+float LargestMagnitude(const float* x, int64_t n) {
+  const hn::ScalableTag<float> df;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  auto largest = hn::Zero(df);
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto a = hn::Abs(hn::LoadU(df, x + i));
+    largest = hn::IfThenElse(hn::Gt(a, largest), a, largest);
+  }
+  float result = hn::GetLane(hn::MaxOfLanes(df, largest));
+  for (; i < n; ++i) {
+    const float a = std::fabs(x[i]);
+    if (a > result) result = a;
+  }
+  return std::min(result, FLT_MAX);
+}
+
 void FromBf16(const bf16* x, float* y, int64_t n) {
   const hn::ScalableTag<float> df;
   const hn::RebindToUnsigned<decltype(df)> du;
@@ -39,8 +112,27 @@ void FromBf16(const bf16* x, float* y, int64_t n) {
   for (; i < n; ++i) y[i] = to_float(x[i]);
 }
 
-// e4m3's seven low bits, moved to f32's exponent and mantissa, are the value times 2^-120, subnormals included: one multiplication
-// restores it. Only the NaN code needs care.
+// As FromFp8 below: f16's low bits are the value times 2^-112; infinity and NaN keep their mantissa.
+void FromF16(const f16* x, float* y, int64_t n) {
+  const hn::ScalableTag<float> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const hn::Rebind<uint16_t, decltype(df)> d16;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    const auto u = hn::PromoteTo(du, hn::LoadU(d16, reinterpret_cast<const uint16_t*>(x + i)));
+    const auto magnitude = hn::ShiftLeft<13>(hn::And(u, hn::Set(du, 0x7fff)));
+    const auto sign = hn::ShiftLeft<16>(hn::And(u, hn::Set(du, 0x8000)));
+    const auto value = hn::BitCast(du, hn::Mul(hn::BitCast(df, magnitude), hn::Set(df, 0x1p112f)));
+    const auto special = hn::Gt(magnitude, hn::Set(du, 0x0f7fffff));
+    const auto bits = hn::IfThenElse(special, hn::Or(magnitude, hn::Set(du, 0x7f800000)), value);
+    hn::StoreU(hn::BitCast(df, hn::Or(bits, sign)), df, y + i);
+  }
+  for (; i < n; ++i) y[i] = to_float(x[i]);
+}
+
+// e4m3's seven low bits, moved to f32's exponent and mantissa, are the value times 2^-120, subnormals included: one
+// multiplication restores it. Only the NaN code needs care.
 void FromFp8(const fp8_e4m3* x, float* y, int64_t n, float scale) {
   const hn::ScalableTag<float> df;
   const hn::RebindToUnsigned<decltype(df)> du;
@@ -65,12 +157,20 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace mla::cpu {
 HWY_EXPORT(ToBf16);
+HWY_EXPORT(ToF16);
+HWY_EXPORT(ToFp8);
 HWY_EXPORT(FromBf16);
+HWY_EXPORT(FromF16);
 HWY_EXPORT(FromFp8);
+HWY_EXPORT(LargestMagnitude);
 
 void convert(const float* x, bf16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToBf16)(x, y, n); }
+void convert(const float* x, f16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToF16)(x, y, n); }
+void convert(const float* x, fp8_e4m3* y, int64_t n, float scale) { HWY_DYNAMIC_DISPATCH(ToFp8)(x, y, n, scale); }
 void convert(const bf16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromBf16)(x, y, n); }
+void convert(const f16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromF16)(x, y, n); }
 void convert(const fp8_e4m3* x, float* y, int64_t n, float scale) { HWY_DYNAMIC_DISPATCH(FromFp8)(x, y, n, scale); }
+float largest_magnitude(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(LargestMagnitude)(x, n); }
 
 }  // namespace mla::cpu
 #endif

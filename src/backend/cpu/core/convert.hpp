@@ -8,9 +8,18 @@
 namespace mla::cpu {
 
 void convert(const float* x, bf16* y, int64_t n);
+void convert(const float* x, f16* y, int64_t n);
+/// y = e4m3(x / scale), saturating.
+void convert(const float* x, fp8_e4m3* y, int64_t n, float scale);
 void convert(const bf16* x, float* y, int64_t n);
+void convert(const f16* x, float* y, int64_t n);
+/// y = x * scale.
 void convert(const fp8_e4m3* x, float* y, int64_t n, float scale);
 /// x * scale, rounded to bf16. Only where native_bf16_dot() holds.
 void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale);
+
+/// Of n numbers, as cache/codec.hpp's largest_magnitude: NaN does not count, infinity counts as the largest finite
+/// number.
+float largest_magnitude(const float* x, int64_t n);
 
 }  // namespace mla::cpu

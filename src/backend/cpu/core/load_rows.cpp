@@ -1,69 +1,93 @@
 #include "backend/cpu/core/load_rows.hpp"
 
 #include <cstring>
+#include <string>
 
 #include "backend/cpu/core/convert.hpp"
 #include "cache/format.hpp"
+#include "cache/fp8_ds_mla/layout.hpp"
+#include "cache/fp8_ds_v4/layout.hpp"
+#include "mla/error.hpp"
 
 namespace mla::cpu {
+namespace {
 
-void load_rows(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows, int64_t row_stride) {
+template <class T>
+const T* as(const std::byte* p) {
+  return reinterpret_cast<const T*>(p);
+}
+
+// `e4m3` converts a group of codes times its scale, `rope` the unquantised part.
+template <class T, class E4m3, class Rope>
+void load_ds_mla(const std::byte* row, T* out, E4m3&& e4m3, Rope&& rope) {
+  using namespace cache::fp8_ds_mla;
+  for (int64_t g = 0; g < kGroups; ++g)
+    e4m3(as<fp8_e4m3>(row) + g * kGroup, out + g * kGroup, kGroup, cache::get<float>(row + kScalesAt, g));
+  rope(as<bf16>(row + kRopeAt), out + kLatent, kRope);
+}
+
+template <class T, class E4m3, class Rope>
+void load_ds_v4(const CacheSpec& spec, const std::byte* page, int64_t offset, T* out, E4m3&& e4m3, Rope&& rope) {
+  using namespace cache::fp8_ds_v4;
+  const std::byte *row = page + row_at(offset), *scales = page + scales_at(spec, offset);
+  for (int64_t g = 0; g < kGroups; ++g)
+    e4m3(as<fp8_e4m3>(row) + g * kGroup, out + g * kGroup, kGroup, from_ue8m0(cache::get<uint8_t>(scales, g)));
+  rope(as<bf16>(row + kLatent), out + kLatent, kRope);
+}
+
+// Tokens [first, first + count) of a page, one by one: load(offset, row).
+template <class T, class Load>
+void each(int64_t first, int64_t count, T* rows, int64_t row_stride, Load&& load) {
+  for (int64_t t = 0; t < count; ++t) load(first + t, rows + t * row_stride);
+}
+
+}  // namespace
+
+void load_rows(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, float* rows,
+               int64_t row_stride) {
   const int64_t n = spec.entry();
+  auto rows_by = [&](auto&& load) { each(first, count, rows, row_stride, load); };
+  auto e4m3 = [](const fp8_e4m3* x, float* y, int64_t k, float scale) { convert(x, y, k, scale); };
+  auto rope = [](const bf16* x, float* y, int64_t k) { convert(x, y, k); };
   switch (spec.format) {
     case CacheFormat::f32:
-      for (int64_t t = 0; t < count; ++t)
-        std::memcpy(rows + t * row_stride, page + (first + t) * n * 4, static_cast<size_t>(n) * 4);
-      return;
-    case CacheFormat::bf16:
-      for (int64_t t = 0; t < count; ++t) convert(reinterpret_cast<const bf16*>(page) + (first + t) * n, rows + t * row_stride, n);
-      return;
+      return rows_by([&](int64_t at, float* row) { std::memcpy(row, page + at * n * 4, static_cast<size_t>(n) * 4); });
+    case CacheFormat::bf16: return rows_by([&](int64_t at, float* row) { convert(as<bf16>(page) + at * n, row, n); });
+    case CacheFormat::f16: return rows_by([&](int64_t at, float* row) { convert(as<f16>(page) + at * n, row, n); });
     case CacheFormat::fp8:
-      for (int64_t t = 0; t < count; ++t)
-        convert(reinterpret_cast<const fp8_e4m3*>(page) + (first + t) * n, rows + t * row_stride, n, spec.k_scale);
-      return;
+      return rows_by([&](int64_t at, float* row) { convert(as<fp8_e4m3>(page) + at * n, row, n, spec.k_scale); });
     case CacheFormat::fp8_ds_mla:
-      for (int64_t t = 0; t < count; ++t) {
-        const std::byte* row = page + (first + t) * 656;
-        float scales[4];
-        std::memcpy(scales, row + 512, sizeof(scales));
-        for (int64_t g = 0; g < 4; ++g)
-          convert(reinterpret_cast<const fp8_e4m3*>(row) + g * 128, rows + t * row_stride + g * 128, 128, scales[g]);
-        convert(reinterpret_cast<const bf16*>(row + 528), rows + t * row_stride + 512, 64);
-      }
-      return;
+      return rows_by(
+          [&](int64_t at, float* row) { load_ds_mla(page + at * cache::fp8_ds_mla::kToken, row, e4m3, rope); });
+    case CacheFormat::fp8_ds_v4:
+      return rows_by([&](int64_t at, float* row) { load_ds_v4(spec, page, at, row, e4m3, rope); });
     default: cache::format(spec.format).decode(spec, page, first, count, rows, row_stride);
   }
 }
 
-bool loads_as_bf16(CacheFormat format) { return format != CacheFormat::f32 && format != CacheFormat::f16; }
+bool loads_as_bf16(CacheFormat format) {
+  return format == CacheFormat::bf16 || format == CacheFormat::fp8 || format == CacheFormat::fp8_ds_mla ||
+         format == CacheFormat::fp8_ds_v4;
+}
 
-void load_rows_bf16(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, bf16* rows, int64_t row_stride) {
+void load_rows_bf16(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, bf16* rows,
+                    int64_t row_stride) {
   const int64_t n = spec.entry();
+  auto rows_by = [&](auto&& load) { each(first, count, rows, row_stride, load); };
+  auto copy = [](const bf16* x, bf16* y, int64_t k) { std::memcpy(y, x, static_cast<size_t>(k) * 2); };
   switch (spec.format) {
-    case CacheFormat::bf16:
-      for (int64_t t = 0; t < count; ++t)
-        std::memcpy(rows + t * row_stride, page + (first + t) * n * 2, static_cast<size_t>(n) * 2);
-      return;
+    case CacheFormat::bf16: return rows_by([&](int64_t at, bf16* row) { copy(as<bf16>(page) + at * n, row, n); });
     case CacheFormat::fp8:
-      for (int64_t t = 0; t < count; ++t)
-        convert_fp8_bf16(reinterpret_cast<const fp8_e4m3*>(page) + (first + t) * n, rows + t * row_stride, n, spec.k_scale);
-      return;
+      return rows_by(
+          [&](int64_t at, bf16* row) { convert_fp8_bf16(as<fp8_e4m3>(page) + at * n, row, n, spec.k_scale); });
     case CacheFormat::fp8_ds_mla:
-      for (int64_t t = 0; t < count; ++t) {
-        const std::byte* row = page + (first + t) * 656;
-        float scales[4];
-        std::memcpy(scales, row + 512, sizeof(scales));
-        for (int64_t g = 0; g < 4; ++g)
-          convert_fp8_bf16(reinterpret_cast<const fp8_e4m3*>(row) + g * 128, rows + t * row_stride + g * 128, 128, scales[g]);
-        std::memcpy(rows + t * row_stride + 512, row + 528, 128);
-      }
-      return;
+      return rows_by([&](int64_t at, bf16* row) {
+        load_ds_mla(page + at * cache::fp8_ds_mla::kToken, row, convert_fp8_bf16, copy);
+      });
+    case CacheFormat::fp8_ds_v4:
+      return rows_by([&](int64_t at, bf16* row) { load_ds_v4(spec, page, at, row, convert_fp8_bf16, copy); });
     default:
-      for (int64_t t = 0; t < count; ++t) {
-        float row[512];
-        cache::format(spec.format).decode(spec, page, first + t, 1, row, n);  // fp8_ds_v4: 512 numbers
-        convert(row, rows + t * row_stride, n);
-      }
+      throw UnsupportedError("rows of cache format " + std::string(to_string(spec.format)) + " do not load as bf16");
   }
 }
 

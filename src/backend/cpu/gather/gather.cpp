@@ -15,8 +15,7 @@ void store(const float* x, Dtype t, void* y, int64_t n) {
   switch (t) {
     case Dtype::f32: std::copy_n(x, n, static_cast<float*>(y)); break;
     case Dtype::bf16: convert(x, static_cast<bf16*>(y), n); break;
-    default:
-      for (int64_t i = 0; i < n; ++i) static_cast<f16*>(y)[i] = to_f16(x[i]);
+    default: convert(x, static_cast<f16*>(y), n);
   }
 }
 
@@ -28,8 +27,8 @@ void gather(Stream& stream, const ops::GatherArgs& a) {
   const bool joined = a.kv_c.dtype() == Dtype::f32 && a.kv_c.stride<Key>() == a.k_pe.stride<Key>() &&
                       (spec.rope == 0 || a.k_pe.data() == a.kv_c.at(0, spec.latent));
   if (!joined && spec.entry() > kEntryBlock)
-    throw UnsupportedError("gather: cache latent + rope is " + std::to_string(spec.entry()) + ", at most " + std::to_string(kEntryBlock) +
-                           " unless kv_c and k_pe are one f32 array");
+    throw UnsupportedError("gather: cache latent + rope is " + std::to_string(spec.entry()) + ", at most " +
+                           std::to_string(kEntryBlock) + " unless kv_c and k_pe are one f32 array");
   int64_t tasks = 0;
   for (const GatherPiece& p : a.pieces) tasks += (p.count + kRowsPerTask - 1) / kRowsPerTask;
   stream.pool().run(tasks, [&](int64_t task, int) {
