@@ -22,22 +22,35 @@ struct State {
   std::vector<double> times, of_roof, of_fma;
 };
 
+struct Peaks {
+  double read = 0, fma = 0, bf16 = 0;
+};
+
+Peaks peaks(const Probe& probe, Dtype operands) {
+  return {.read = 1e9 * probe.read_gbps(kProbeSeconds),
+          .fma = 1e9 * probe.fma_gflops(kProbeSeconds),
+          .bf16 = operands == Dtype::bf16 ? 1e9 * probe.bf16_gflops(kProbeSeconds) : 0};
+}
+
 void one_round(Stream& stream, const Probe& probe, const Entry& entry, const Options& options, State& state,
                Measurement& m) {
-  const double read = 1e9 * probe.read_gbps(kProbeSeconds), fma = 1e9 * probe.fma_gflops(kProbeSeconds),
-               bf16 = entry.operands == Dtype::bf16 ? 1e9 * probe.bf16_gflops(kProbeSeconds) : 0;
+  const Peaks before = peaks(probe, entry.operands);
   if (!options.cold) entry.run->run(stream);  // the probes took its place in the caches
   std::vector<double> times;
   for (int64_t i = 0; i < state.calls_a_round; ++i) {
     if (options.cold) probe.evict_caches();
     times.push_back(time_of(*entry.run, stream));
   }
+  const Peaks after = peaks(probe, entry.operands);
   state.times.insert(state.times.end(), times.begin(), times.end());
   const double median = quantile(times, 0.5);
   m.round_medians.push_back(median);
-  auto of = [&](double peak) { return std::max(m.cost.bytes / read, m.cost.flops / peak) / median; };
-  state.of_fma.push_back(of(fma));
-  state.of_roof.push_back(of(bf16 > 0 ? bf16 : fma));
+  auto of = [&](double Peaks::*peak) {
+    return std::max(m.cost.bytes / (before.read + after.read), m.cost.flops / (before.*peak + after.*peak)) * 2 /
+           median;
+  };
+  state.of_fma.push_back(of(&Peaks::fma));
+  state.of_roof.push_back(of(before.bf16 > 0 ? &Peaks::bf16 : &Peaks::fma));
 }
 
 }  // namespace

@@ -27,8 +27,8 @@ struct Measurement {
   double median = 0, p90 = 0;  ///< seconds a call
   int64_t calls = 0;
   ops::Cost cost;
-  /// max(bytes / read, flops / peak) / time, by the peaks probed beside each round; median over rounds. 0 without
-  /// counted work.
+  /// max(bytes / read, flops / peak) / time, by the mean of the peaks probed before and after each round; median over
+  /// rounds. 0 without counted work.
   double of_roof = 0;
   double of_fma = 0;  ///< the same with the f32 multiply-add rate as peak, whatever the operands
   std::vector<double> round_medians;

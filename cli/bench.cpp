@@ -117,7 +117,7 @@ class Bench {
     command.add_option("op", ops_, "Ops to measure, or plan, or layer; all by default");
     add_threads(command, threads_);
     add_target(command, target_);
-    command.add_option("--rounds", options_.rounds, "Rounds, each after a probe of the peaks; at least 4")
+    command.add_option("--rounds", options_.rounds, "Rounds, each between two probes of the peaks; at least 4")
         ->capture_default_str()
         ->check(CLI::Range(4, 10000));
     command.add_option("--min-time", options_.min_time, "Seconds of calls a row, over all rounds")
@@ -130,7 +130,7 @@ class Bench {
     command.footer(
         "Without shape flags: the standing list. With them: the ops named, at that shape.\n% of roof is max(bytes / "
         "read, "
-        "flops / peak) / time by the rates probed beside each round; the peak is the f32 multiply-add rate,\nfor bf16 "
+        "flops / peak) / time by the rates probed around each round; the peak is the f32 multiply-add rate,\nfor bf16 "
         "operands the bf16 dot rate where the CPU has one. % of f32 always takes the f32 rate.\nOps:" +
         names +
         " plan layer\n\nExamples:\n"

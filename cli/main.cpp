@@ -47,9 +47,7 @@ int main(int argc, char** argv) try {
   mla::cli::add_run(app, status);
   mla::cli::add_bench(app, status);
   mla::cli::add_check(app, status);
-#ifdef MLA_CLI_plan
   mla::cli::add_plan(app, status);
-#endif
   mla::cli::add_info(app, status);
   try {
     app.parse(argc, argv);
