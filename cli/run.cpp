@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
+#include <cmath>
 #include <cstdio>
 #include <fstream>
 #include <memory>
@@ -23,7 +23,7 @@ constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT e
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16", json;
-  int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
+  int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
@@ -95,7 +95,9 @@ serve::Options options_of(const Flags& f) {
   o.plan.compute = f.compute.empty() ? o.weights : parse_dtype(f.compute);
   o.plan.context_rows = f.context_rows;
   o.plan.rates = default_cost_model({});
-  o.limits = {.pages = f.pages, .page_size = f.page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
+  // Pages shrink with the lengths: a page stays as large a part of a prefix block as it would be, so that reuse keeps its shape.
+  const int64_t page_size = f.page_size != 0 ? f.page_size : std::max<int64_t>(1, std::llround(64 * f.scale_lengths));
+  o.limits = {.pages = f.pages, .page_size = page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
   if (!(f.cache_gib > 0 && f.cache_gib <= 1e6)) throw InputError("--cache-gib is " + std::to_string(f.cache_gib) + ", above 0 is needed");
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
@@ -290,7 +292,7 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
-  c->add_option("--page-size", f->page_size, "tokens a page")->capture_default_str();
+  c->add_option("--page-size", f->page_size, "tokens a page; 0: 64, scaled with --scale-lengths")->capture_default_str();
   c->add_option("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib")->capture_default_str();
   c->add_option("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together")->capture_default_str();
   c->add_option("--token-budget", f->token_budget, "new tokens a step, prefill and decode together")->capture_default_str();

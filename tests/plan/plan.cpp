@@ -1,0 +1,223 @@
+// Whole plans: coverage of every visible (row, position) pair, workspace, purity, invariance, options.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+
+#include "cases/compare.hpp"
+#include "mla/plan.hpp"
+#include "support/models.hpp"
+
+namespace mla {
+namespace {
+
+struct Made {
+  std::vector<int32_t> starts{0}, lengths, table, slots;
+  int64_t pages = 0, width = 1;
+  Made(const std::vector<int64_t>& queries, const std::vector<int64_t>& contexts, int64_t page_size) {
+    for (size_t r = 0; r < queries.size(); ++r) {
+      starts.push_back(starts.back() + static_cast<int32_t>(queries[r]));
+      lengths.push_back(static_cast<int32_t>(queries[r] + contexts[r]));
+      width = std::max(width, (queries[r] + contexts[r] + page_size - 1) / page_size);
+    }
+    pages = width;
+    for (size_t r = 0; r < queries.size(); ++r)
+      for (int64_t p = 0; p < width; ++p) table.push_back(static_cast<int32_t>(p));
+    slots.assign(static_cast<size_t>(starts.back()), -1);
+  }
+  Batch batch() const { return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots}; }
+};
+
+Plan make(const ModelConfig& m, const CacheSpec& spec, const Made& b, const PlanOptions& o = {}) {
+  return plan(m, spec, b.pages, b.batch(), {.threads = 2, .scratch_per_worker = 4096}, o);
+}
+
+// How often each (token, position) pair is attended, by whichever path the token takes.
+std::map<std::pair<int64_t, int64_t>, int> coverage(const Plan& p) {
+  std::map<std::pair<int64_t, int64_t>, int> seen;
+  for (const LatentItem& i : p.latent_items)
+    for (int64_t q = 0; q < i.q_count; ++q)
+      for (int64_t j = i.kv_begin; j < std::min<int64_t>(i.kv_end, i.visible + q + 1); ++j) ++seen[{p.latent_tokens[i.q_begin + q], j}];
+  for (const ExpandedItem& i : p.suffix_items)
+    for (int64_t q = 0; q < i.q_count; ++q)
+      for (int64_t j = 0; j < std::min<int64_t>(i.k_count, q + i.visible + 1); ++j)
+        ++seen[{i.q_begin + q, p.positions[p.expanded_tokens[i.k_begin + j]]}];
+  for (const ContextChunk& c : p.chunks) {
+    std::vector<int64_t> position(c.rows), owner(c.rows, -1);
+    for (const GatherPiece& g : c.pieces)
+      for (int64_t i = 0; i < g.count; ++i) {
+        position[g.row + i] = g.start + i;
+        owner[g.row + i] = g.request;
+      }
+    std::vector<bool> written(p.tokens);
+    for (const ExpandedItem& i : c.items)
+      for (int64_t q = i.q_begin; q < i.q_begin + i.q_count; ++q) {
+        EXPECT_FALSE(written[q]) << "two items of a chunk write token " << q;
+        written[q] = true;
+        for (int64_t j = i.k_begin; j < i.k_begin + i.k_count; ++j) {
+          const RequestPlan& r = p.requests[owner[j]];
+          EXPECT_TRUE(q >= r.q_begin && q < r.q_begin + r.query_len);
+          ++seen[{q, position[j]}];
+        }
+      }
+  }
+  return seen;
+}
+
+void check(const Plan& p) {
+  const auto seen = coverage(p);
+  size_t pairs = 0;
+  for (const RequestPlan& r : p.requests)
+    for (int64_t i = 0; i < r.query_len; ++i)
+      for (int64_t j = 0; j <= r.context + i; ++j, ++pairs) {
+        const auto it = seen.find({r.q_begin + i, j});
+        ASSERT_TRUE(it != seen.end() && it->second == 1) << "token " << r.q_begin + i << " position " << j;
+      }
+  EXPECT_EQ(seen.size(), pairs);
+
+  // Partial rows: each written by one item and joined once.
+  std::vector<int> written(p.partial_rows), joined(p.partial_rows);
+  for (const LatentItem& i : p.latent_items)
+    for (int64_t q = 0; i.partial >= 0 && q < i.q_count; ++q) ++written.at(i.partial + q);
+  for (const SplitRows& s : p.splits)
+    for (int64_t i = 0; i < static_cast<int64_t>(s.splits) * s.rows; ++i) ++joined.at(s.partial + i);
+  EXPECT_TRUE(std::all_of(written.begin(), written.end(), [](int n) { return n == 1; }));
+  EXPECT_EQ(written, joined);
+
+  std::vector<Region> regions = p.regions;
+  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes); });
+  size_t end = 0;
+  for (const Region& r : regions) {
+    EXPECT_EQ(r.offset % 64, 0u);
+    EXPECT_GE(r.offset, end) << r.name;
+    end = std::max(end, r.offset + r.bytes);
+  }
+  EXPECT_LE(end, p.workspace_bytes);
+}
+
+TEST(Plan, RandomBatchesAreCoveredExactlyOnce) {
+  const ModelConfig m = test::small_deepseek();
+  cases::Random random(3);
+  for (int i = 0; i < 60; ++i) {
+    std::vector<int64_t> queries(random.integer(0, 6)), contexts(queries.size());
+    for (size_t r = 0; r < queries.size(); ++r) {
+      queries[r] = random.integer(0, 3) ? random.integer(0, 4) : random.integer(0, 200);
+      contexts[r] = random.integer(0, 2) ? random.integer(0, 1500) : 0;
+    }
+    const int64_t page_size = random.integer(1, 80);
+    const Made b(queries, contexts, page_size);
+    for (PathPolicy path : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length})
+      for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
+        PlanOptions o;
+        o.path = path;
+        o.split = split;
+        o.reorder_batch_threshold = 3;
+        o.context_rows = random.integer(0, 1) ? 0 : random.integer(1, 900);
+        check(make(m, cache_spec(m, CacheFormat::bf16, page_size), b, o));
+      }
+  }
+}
+
+TEST(Plan, ArithmeticBreakEven) {
+  ModelConfig m = test::small_deepseek();
+  m.heads = 128;
+  auto first_expanded = [&](int64_t context) {
+    const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+    int64_t t = 1;
+    while (path_cost(m, spec, {}, Path::expanded, t, context) >= path_cost(m, spec, {}, Path::latent, t, context)) ++t;
+    return t;
+  };
+  EXPECT_NEAR(static_cast<double>(first_expanded(1 << 20)), 171, 1);
+  EXPECT_NEAR(static_cast<double>(first_expanded(4096)), 171, 4);
+  m.nope = 192;
+  m.value = 256;
+  EXPECT_NEAR(static_cast<double>(first_expanded(1 << 20)), 398, 2);
+}
+
+TEST(Plan, PoliciesChoosePaths) {
+  const ModelConfig m = test::small_deepseek();
+  const Made b({1, 3, 500}, {100, 100, 100}, 64);
+  auto paths = [&](PathPolicy policy) {
+    PlanOptions o;
+    o.path = policy;
+    o.reorder_batch_threshold = 1;
+    std::string s;
+    for (const RequestPlan& r : make(m, cache_spec(m, CacheFormat::bf16), b, o).requests) s += to_string(r.path)[0];
+    return s;
+  };
+  EXPECT_EQ(paths(PathPolicy::latent), "lll");
+  EXPECT_EQ(paths(PathPolicy::expanded), "eee");
+  EXPECT_EQ(paths(PathPolicy::by_length), "lee");
+  EXPECT_EQ(paths(PathPolicy::automatic), "lle");
+}
+
+// A request's items, splits and chunks in a batch are those it has alone, shifted.
+TEST(Plan, BatchInvariantPiecesDependOnTheRequestAlone) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 16);
+  for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded}) {
+    PlanOptions o;
+    o.path = path;
+    o.split = SplitPolicy::batch_invariant;
+    auto ranges = [&](const Plan& p, int32_t request) {
+      std::vector<std::pair<int32_t, int32_t>> r;
+      for (const LatentItem& i : p.latent_items)
+        if (i.request == request) r.emplace_back(i.kv_begin, i.kv_end);
+      for (const ContextChunk& c : p.chunks)
+        for (const GatherPiece& g : c.pieces)
+          if (g.request == request) r.emplace_back(g.start, g.start + g.count);
+      std::sort(r.begin(), r.end());
+      return r;
+    };
+    const auto alone = ranges(make(m, spec, Made({3}, {9000}, 16), o), 0);
+    EXPECT_EQ(ranges(make(m, spec, Made({1, 3, 70}, {50000, 9000, 12}, 16), o), 1), alone);
+    EXPECT_EQ(ranges(make(m, spec, Made({1, 1, 1, 3}, {1, 2, 3, 9000}, 16), o), 3), alone);
+  }
+}
+
+TEST(Plan, PureAndPrintable) {
+  const ModelConfig m = test::small_deepseek();
+  const Made b({1, 1, 300}, {5000, 40, 2000}, 64);
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const std::string text = make(m, spec, b).describe();
+  EXPECT_EQ(text, make(m, spec, b).describe());
+  for (const char* part : {"302 tokens in 3 requests", "latent", "expanded", "context chunks", "workspace"})
+    EXPECT_NE(text.find(part), std::string::npos) << part;
+  EXPECT_LE(std::count(text.begin(), text.end(), '\n'), 40);
+  EXPECT_NE(make(m, spec, Made({}, {}, 64)).describe().find("0 tokens in 0 requests"), std::string::npos);
+}
+
+TEST(Plan, OptionsThatCannotBe) {
+  const ModelConfig m = test::small_deepseek();
+  const Made b({1}, {4}, 64);
+  auto message = [&](const ModelConfig& model, const CacheSpec& spec, const PlanOptions& o) -> std::string {
+    try {
+      make(model, spec, b, o);
+    } catch (const Error& e) {
+      return e.what();
+    }
+    return "planned";
+  };
+  PlanOptions o;
+  o.fp8_query = true;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: fp8 queries need cache format fp8, this one is bf16");
+  o = {};
+  o.compute = Dtype::f16;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: compute dtype is f16; f32 and bf16 are supported");
+  ModelConfig v4 = m;
+  v4.latent = 448;
+  EXPECT_NE(message(v4, cache_spec(v4, CacheFormat::fp8_ds_v4), {}).find("values of 512"), std::string::npos);
+  EXPECT_NE(message(m, cache_spec(m, CacheFormat::fp8_ds_v4), {}).find("holds latent 448"), std::string::npos);
+  EXPECT_THROW(make(m, cache_spec(m, CacheFormat::bf16), b).region("nothing"), Error);
+}
+
+TEST(Plan, NamesParse) {
+  for (PathPolicy p : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length})
+    EXPECT_EQ(parse_path_policy(to_string(p)), p);
+  for (SplitPolicy p : {SplitPolicy::fast, SplitPolicy::batch_invariant}) EXPECT_EQ(parse_split_policy(to_string(p)), p);
+  EXPECT_THROW(parse_path_policy("fastest"), InputError);
+  EXPECT_THROW(parse_split_policy(""), InputError);
+}
+
+}  // namespace
+}  // namespace mla
