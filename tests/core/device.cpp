@@ -1,0 +1,80 @@
+// Threads, buffers and errors.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <stdexcept>
+#include <vector>
+
+#include "mla/device.hpp"
+#include "mla/error.hpp"
+
+namespace mla {
+namespace {
+
+TEST(ThreadPool, EveryTaskOnceOnKnownWorkers) {
+  for (int threads = 1; threads <= 8; ++threads) {
+    ThreadPool pool(threads);
+    EXPECT_EQ(pool.threads(), threads);
+    for (int64_t tasks : {0, 1, 2, 7, 1000}) {
+      std::vector<std::atomic<int>> runs(static_cast<size_t>(tasks));
+      std::atomic<bool> known{true};
+      pool.run(tasks, [&](int64_t task, int worker) {
+        ++runs[static_cast<size_t>(task)];
+        if (worker < 0 || worker >= threads) known = false;
+      });
+      EXPECT_TRUE(known);
+      for (const auto& n : runs) EXPECT_EQ(n, 1);
+    }
+  }
+}
+
+TEST(ThreadPool, ManyShortRuns) {
+  ThreadPool pool(3);
+  std::atomic<int64_t> sum{0};
+  for (int i = 0; i < 5000; ++i) pool.run(3, [&](int64_t task, int) { sum += task; });
+  EXPECT_EQ(sum, 15000);
+}
+
+TEST(ThreadPool, ExceptionsReachTheCallerAndThePoolGoesOn) {
+  ThreadPool pool(4);
+  for (int i = 0; i < 50; ++i) {
+    EXPECT_THROW(pool.run(20, [](int64_t task, int) { if (task == 7) throw ShapeError("seven"); }), ShapeError);
+    std::atomic<int> runs{0};
+    pool.run(20, [&](int64_t, int) { ++runs; });
+    EXPECT_EQ(runs, 20);
+  }
+}
+
+TEST(ThreadPool, NeedsAThread) {
+  EXPECT_THROW(ThreadPool(0), InputError);
+  EXPECT_THROW(ThreadPool(-3), InputError);
+}
+
+TEST(Buffer, AlignedZeroMovable) {
+  for (size_t bytes : {size_t{1}, size_t{4097}, size_t{1} << 22}) {
+    Buffer b(bytes);
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(b.data()) % 64, 0u);
+    for (size_t i = 0; i < bytes; i += 61) EXPECT_EQ(b.data()[i], std::byte{0});
+    b.as<uint8_t>()[bytes - 1] = 7;
+    const Buffer moved = std::move(b);
+    EXPECT_EQ(moved.as<uint8_t>()[bytes - 1], 7);
+  }
+  EXPECT_EQ(Buffer(0).size(), 0u);
+  EXPECT_THROW(Buffer(size_t{1} << 62), DeviceError);
+  EXPECT_THROW(Buffer(64, {DeviceKind::cuda, 0}), UnsupportedError);
+}
+
+TEST(Errors, OutOfPagesNamesItsNumbers) {
+  const OutOfPages e(5, 2, 9);
+  EXPECT_STREQ(e.what(), "out of pages: 5 wanted, 2 of 9 available");
+  EXPECT_EQ(e.wanted(), 5);
+  EXPECT_EQ(e.available(), 2);
+}
+
+TEST(Devices, Names) {
+  EXPECT_EQ(to_string(Device{}), "cpu");
+  EXPECT_EQ(to_string(Device{DeviceKind::cuda, 3}), "cuda:3");
+}
+
+}  // namespace
+}  // namespace mla
