@@ -1,0 +1,145 @@
+// Checkpoint folders: single file, shards, prefixes, fp8 with block scales, and what is missing or misshaped.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "mla/error.hpp"
+#include "mla/weights.hpp"
+#include "support/safetensors_writer.hpp"
+
+namespace mla {
+namespace {
+
+constexpr const char* kConfig =
+    R"({"model_type":"deepseek_v3","hidden_size":48,"num_hidden_layers":2,"num_attention_heads":3,"q_lora_rank":20,"kv_lora_rank":40,)"
+    R"("qk_nope_head_dim":24,"qk_rope_head_dim":8,"v_head_dim":20})";
+
+struct Tensor {
+  std::string role;
+  std::vector<int64_t> shape;
+};
+const std::vector<Tensor> kTensors{{"q_a_proj.weight", {20, 48}},         {"q_a_layernorm.weight", {20}}, {"q_b_proj.weight", {96, 20}},
+                                   {"kv_a_proj_with_mqa.weight", {48, 48}}, {"kv_a_layernorm.weight", {40}}, {"kv_b_proj.weight", {132, 40}},
+                                   {"o_proj.weight", {48, 60}}};
+
+void add(test::SafetensorsWriter& w, const std::string& prefix, const Tensor& t) {
+  int64_t n = 1;
+  for (int64_t e : t.shape) n *= e;
+  std::vector<bf16> values;
+  for (int64_t i = 0; i < n; ++i) values.push_back(to_bf16(static_cast<float>(i % 17)));
+  w.add(prefix + t.role, "BF16", t.shape, values);
+}
+
+std::string refusal(const std::filesystem::path& folder) {
+  try {
+    Checkpoint(folder).layer(1);
+  } catch (const Error& e) {
+    std::string text = e.what();
+    for (size_t at; (at = text.find(folder.string())) != std::string::npos;) text.replace(at, folder.string().size(), "F");
+    return text;
+  }
+  return "read";
+}
+
+class CheckpointFolder : public testing::Test {
+ protected:
+  CheckpointFolder() { test::write_file(folder_ / "config.json", kConfig); }
+  void write_single(const std::string& prefix, const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {}) {
+    test::SafetensorsWriter w;
+    for (int layer = 0; layer < 2; ++layer) {
+      std::vector<Tensor> tensors = kTensors;
+      if (layer == 1) change(tensors);
+      for (const Tensor& t : tensors) add(w, prefix + "model.layers." + std::to_string(layer) + ".self_attn.", t);
+    }
+    w.write(folder_ / "model.safetensors");
+  }
+  test::TempFolder folder_;
+};
+
+TEST_F(CheckpointFolder, SingleFileUnderEitherPrefix) {
+  for (const char* prefix : {"", "language_model."}) {
+    write_single(prefix);
+    const Checkpoint c(folder_.path());
+    EXPECT_EQ(c.config().latent, 40);
+    const LayerTensors t = c.layer(1);
+    EXPECT_EQ(t.kv_up.shape, (std::vector<int64_t>{132, 40}));
+    EXPECT_EQ(t.query.to_f32()[18], 1.0f);
+    EXPECT_EQ(c.attention_entries(0).size(), kTensors.size());
+    EXPECT_THROW(c.layer(2), InputError);
+    EXPECT_THROW(c.layer(-1), InputError);
+  }
+}
+
+TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
+  std::string map;
+  for (int shard = 0; shard < 2; ++shard) {
+    test::SafetensorsWriter w;
+    for (size_t i = 0; i < kTensors.size(); ++i)
+      for (int layer = 0; layer < 2; ++layer)
+        if ((i + layer) % 2 == static_cast<size_t>(shard)) {
+          const std::string prefix = "model.layers." + std::to_string(layer) + ".self_attn.";
+          add(w, prefix, kTensors[i]);
+          map += (map.empty() ? "\"" : ",\"") + prefix + kTensors[i].role + "\":\"part-" + std::to_string(shard) + ".safetensors\"";
+        }
+    w.write(folder_ / ("part-" + std::to_string(shard) + ".safetensors"));
+  }
+  const auto index = folder_ / "model.safetensors.index.json";
+  test::write_file(index, "{\"weight_map\":{" + map + "}}");
+  EXPECT_EQ(refusal(folder_.path()), "read");
+
+  auto with = [&](const std::string& text) {
+    test::write_file(index, text);
+    return refusal(folder_.path());
+  };
+  EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not a JSON object");
+  EXPECT_EQ(with("{}"), "F/model.safetensors.index.json: weight_map is missing or not an object");
+  EXPECT_EQ(with(R"({"weight_map":{"a":3}})"), "F/model.safetensors.index.json: weight_map of 'a' is not a string");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"../x.safetensors"}})"), "F/model.safetensors.index.json: weight_map of 'a' is '../x.safetensors', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"/etc/passwd"}})"), "F/model.safetensors.index.json: weight_map of 'a' is '/etc/passwd', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"part-0.safetensors"}})"), "F/model.safetensors.index.json: tensor 'a' is not in its shard 'part-0.safetensors'");
+}
+
+TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {
+  EXPECT_EQ(refusal(folder_.path()), "F: neither model.safetensors nor model.safetensors.index.json is there");
+  write_single("", [](auto& t) { t.pop_back(); });
+  EXPECT_EQ(refusal(folder_.path()), "F: tensor 'model.layers.1.self_attn.o_proj.weight' is missing, expected shape [48, 60]");
+  write_single("", [](auto& t) { t[5].shape = {130, 40}; });
+  EXPECT_EQ(refusal(folder_.path()),
+            "F/model.safetensors: tensor 'model.layers.1.self_attn.kv_b_proj.weight' has shape [130, 40], expected [132, 40]");
+  EXPECT_EQ(refusal(folder_ / "nowhere"), "F: not a folder");
+}
+
+// 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.
+TEST(BlockScales, PartialEdges) {
+  test::TempFolder folder;
+  test::write_file(folder / "config.json",
+                   R"({"model_type":"deepseek_v3","hidden_size":260,"num_hidden_layers":1,"num_attention_heads":1,"kv_lora_rank":512,)"
+                   R"("qk_nope_head_dim":8,"qk_rope_head_dim":64,"v_head_dim":8,"quantization_config":{"weight_block_size":[128,128]}})");
+  const std::string prefix = "model.layers.0.self_attn.";
+  auto file = [&](std::vector<int64_t> scale_shape) {
+    test::SafetensorsWriter w;
+    add(w, prefix, {"q_proj.weight", {72, 260}});
+    w.add(prefix + "kv_a_proj_with_mqa.weight", "F8_E4M3", {576, 260}, std::vector<uint8_t>(576 * 260, 0x38));  // 1.0
+    std::vector<float> scales;
+    for (int64_t i = 0; i < scale_shape[0] * scale_shape[1]; ++i) scales.push_back(0.3f + static_cast<float>(i));
+    w.add(prefix + "kv_a_proj_with_mqa.weight_scale_inv", "F32", scale_shape, scales);
+    add(w, prefix, {"kv_a_layernorm.weight", {512}});
+    add(w, prefix, {"kv_b_proj.weight", {16, 512}});
+    add(w, prefix, {"o_proj.weight", {260, 8}});
+    w.write(folder / "model.safetensors");
+  };
+  file({5, 3});
+  const std::vector<float> w = Checkpoint(folder.path()).layer(0).kv_down.to_f32();
+  for (int64_t r : {0, 127, 128, 511, 512, 575})
+    for (int64_t c : {0, 127, 128, 255, 256, 259}) EXPECT_EQ(w[r * 260 + c], 0.3f + static_cast<float>(r / 128 * 3 + c / 128)) << r << " " << c;
+  file({4, 3});
+  try {
+    Checkpoint(folder.path()).layer(0);
+    FAIL();
+  } catch (const CheckpointError& e) {
+    EXPECT_NE(std::string(e.what()).find("weight_scale_inv' has shape [4, 3], expected [5, 3]"), std::string::npos) << e.what();
+  }
+}
+
+}  // namespace
+}  // namespace mla

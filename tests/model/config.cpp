@@ -1,0 +1,147 @@
+// Presets, config.json in its generations, rotary frequencies and scales.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "mla/error.hpp"
+#include "mla/rotary.hpp"
+
+namespace mla {
+namespace {
+
+TEST(Presets, TrueDimensions) {
+  struct Row {
+    const char* name;
+    int64_t hidden, layers, heads, query_latent, latent, nope, rope, value;
+  };
+  for (const Row& r : {Row{"deepseek-v2-lite", 2048, 27, 16, 0, 512, 128, 64, 128}, Row{"deepseek-v3", 7168, 61, 128, 1536, 512, 128, 64, 128},
+                       Row{"deepseek-v3.2", 7168, 61, 128, 1536, 512, 128, 64, 128}, Row{"kimi-k2", 7168, 61, 64, 1536, 512, 128, 64, 128},
+                       Row{"minicpm3", 2560, 62, 40, 768, 256, 64, 32, 64}}) {
+    const ModelConfig m = preset(r.name);
+    EXPECT_EQ(m.hidden, r.hidden);
+    EXPECT_EQ(m.layers, r.layers);
+    EXPECT_EQ(m.heads, r.heads);
+    EXPECT_EQ(m.query_latent, r.query_latent);
+    EXPECT_EQ(m.latent, r.latent);
+    EXPECT_EQ(m.nope, r.nope);
+    EXPECT_EQ(m.rope, r.rope);
+    EXPECT_EQ(m.value, r.value);
+    EXPECT_NO_THROW(m.validate());
+  }
+  EXPECT_EQ(preset_names().size(), 5u);
+  EXPECT_FALSE(preset("minicpm3").rotary.interleaved);
+  EXPECT_EQ(preset("deepseek-v3.2").indexer->topk, 2048);
+  EXPECT_THROW(preset("gpt-2"), InputError);
+  EXPECT_THROW(preset("glm-5"), InputError);  // needs its config.json
+}
+
+TEST(Scale, YarnSquaresItsTemperature) {
+  const double m = 0.1 * std::log(40.0) + 1;
+  EXPECT_NEAR(preset("deepseek-v3").softmax_scale(), m * m / std::sqrt(192.0), 1e-15);
+  EXPECT_NEAR(m * m, 1.8739, 1e-4);
+  ModelConfig plain = preset("deepseek-v3");
+  plain.rotary = {};
+  EXPECT_NEAR(plain.softmax_scale(), 1 / std::sqrt(192.0), 1e-15);
+  EXPECT_EQ(yarn_mscale(1, 5), 1);
+  EXPECT_EQ(yarn_mscale(0.5, 5), 1);
+}
+
+TEST(Rotary, YarnBlendsBetweenItsCorrectionDims) {
+  const RopeConfig r = preset("deepseek-v3").rotary;
+  const auto yarn = inverse_frequencies(r, 64);
+  RopeConfig plain = r;
+  plain.scaling = RopeConfig::Scaling::none;
+  const auto base = inverse_frequencies(plain, 64);
+  // beta_fast 32 turns over 4096 positions: dim floor(10.46) = 10; beta_slow 1: ceil(22.5) = 23.
+  for (int i = 0; i <= 10; ++i) EXPECT_DOUBLE_EQ(yarn[i], base[i]) << i;
+  for (int i = 23; i < 32; ++i) EXPECT_DOUBLE_EQ(yarn[i], base[i] / 40) << i;
+  EXPECT_NEAR(yarn[15] / base[15], 1 - 5.0 / 13 * (1 - 1.0 / 40), 1e-12);
+  EXPECT_EQ(rotary_magnitude(r), 1);
+  RopeConfig uneven = r;
+  uneven.mscale = 0.5;
+  uneven.attention_factor = 2;
+  EXPECT_NEAR(rotary_magnitude(uneven), 2 * yarn_mscale(40, 0.5) / yarn_mscale(40, 1), 1e-15);
+}
+
+TEST(Rotary, TableHoldsCosAndSin) {
+  const RotaryTable t(RopeConfig{}, 8, 200000);
+  for (int64_t p : {0, 1, 77, 199999})
+    for (int64_t i = 0; i < 4; ++i) {
+      const double angle = static_cast<double>(p) * std::pow(10000.0, -static_cast<double>(i) / 4);
+      EXPECT_NEAR(t.cos(p)[i], std::cos(angle), 1e-6);
+      EXPECT_NEAR(t.sin(p)[i], std::sin(angle), 1e-6);
+    }
+  EXPECT_FALSE(RotaryTable(RopeConfig{}, 0, 10).rotates());
+  EXPECT_THROW(RotaryTable(RopeConfig{}, 7, 10), ShapeError);
+  EXPECT_THROW(RotaryTable(RopeConfig{}, 8, -1), ShapeError);
+}
+
+// Only what a test changes differs from this.
+std::string config(const std::string& more) {
+  return R"({"model_type":"deepseek_v3","hidden_size":48,"num_hidden_layers":2,"num_attention_heads":3,"kv_lora_rank":40,)"
+         R"("qk_nope_head_dim":24,"qk_rope_head_dim":8,"v_head_dim":20)" +
+         more + "}";
+}
+
+TEST(Config, OldAndNewRopeKeys) {
+  const std::string yarn = R"("factor":40,"beta_fast":31,"beta_slow":2,"mscale":0.7,"mscale_all_dim":0.9,"original_max_position_embeddings":4096)";
+  for (const std::string& text : {config(R"(,"rope_theta":5000,"rope_scaling":{"type":"yarn",)" + yarn + "}"),
+                                  config(R"(,"rope_theta":5000,"rope_scaling":{"rope_type":"yarn",)" + yarn + "}"),
+                                  config(R"(,"rope_parameters":{"rope_theta":5000.0,"rope_type":"yarn",)" + yarn + "}")}) {
+    const RopeConfig r = parse_config(text).rotary;
+    EXPECT_EQ(r.scaling, RopeConfig::Scaling::yarn);
+    EXPECT_EQ(r.theta, 5000);
+    EXPECT_EQ(r.factor, 40);
+    EXPECT_EQ(r.beta_fast, 31);
+    EXPECT_EQ(r.beta_slow, 2);
+    EXPECT_EQ(r.mscale, 0.7);
+    EXPECT_EQ(r.mscale_all_dim, 0.9);
+    EXPECT_EQ(r.original_max_position, 4096);
+  }
+  EXPECT_EQ(parse_config(config(R"(,"rope_scaling":null)")).rotary.scaling, RopeConfig::Scaling::none);
+  EXPECT_EQ(parse_config(config(R"(,"rope_parameters":{"rope_theta":1e6,"rope_type":"default"})")).rotary.theta, 1e6);
+}
+
+TEST(Config, OptionalParts) {
+  EXPECT_EQ(parse_config(config(R"(,"q_lora_rank":null)")).query_latent, 0);
+  EXPECT_EQ(parse_config(config(R"(,"q_lora_rank":20)")).query_latent, 20);
+  EXPECT_TRUE(parse_config(config("")).rotary.interleaved);
+  EXPECT_FALSE(parse_config(config(R"(,"rope_interleave":false)")).rotary.interleaved);
+  const ModelConfig fp8 = parse_config(config(R"(,"quantization_config":{"quant_method":"fp8","weight_block_size":[128,64]})"));
+  EXPECT_EQ(fp8.fp8_block_rows, 128);
+  EXPECT_EQ(fp8.fp8_block_cols, 64);
+  const ModelConfig sparse = parse_config(config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
+  EXPECT_EQ(sparse.indexer->heads, 4);
+  EXPECT_FALSE(sparse.indexer->interleaved);
+  EXPECT_EQ(parse_config(R"({"text_config":)" + config("") + "}").latent, 40);
+}
+
+std::string message(const std::string& text) {
+  try {
+    parse_config(text, "c.json");
+  } catch (const Error& e) {
+    return e.what();
+  }
+  return "read";
+}
+
+TEST(Config, ErrorsNameKeyAndValue) {
+  EXPECT_EQ(message("{"), "c.json: not valid JSON");
+  EXPECT_EQ(message("[]"), "c.json: not a JSON object");
+  EXPECT_EQ(message("{}"), "c.json: hidden_size is missing");
+  EXPECT_EQ(message(config(R"(,"rope_theta":"x")")), "c.json: rope_theta is \"x\", a number is needed");
+  EXPECT_EQ(message(config(R"(,"q_lora_rank":1.5)")), "c.json: q_lora_rank is 1.5, an integer is needed");
+  EXPECT_EQ(message(config(R"(,"q_lora_rank":-3)")), "c.json: model deepseek_v3: query latent is -3, allowed 0 to 1048576");
+  EXPECT_EQ(message(config(R"(,"rms_norm_eps":-1)")), "c.json: model deepseek_v3: rms_eps is -1.000000, must not be negative");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")), "c.json: rope type 'longrope' is not supported (default and yarn are)");
+  EXPECT_EQ(message(config(R"(,"sliding_window":4096)")), "c.json: sliding_window is 4096: a sliding window is not supported");
+  EXPECT_EQ(message(config(R"(,"use_sliding_window":false,"sliding_window":4096)")), "read");
+  EXPECT_EQ(message(config(R"(,"attn_logit_softcapping":30.0)")), "c.json: attn_logit_softcapping is 30.0: a logit soft cap is not supported");
+  EXPECT_EQ(message(config(R"(,"alibi":true)")), "c.json: alibi is true: ALiBi is not supported");
+  EXPECT_EQ(message(config(R"(,"quantization_config":{"weight_block_size":[0,1]})")),
+            "c.json: quantization_config: weight_block_size is [0,1], two positive integers are needed");
+  EXPECT_THROW(read_config("/nowhere/config.json"), CheckpointError);
+}
+
+}  // namespace
+}  // namespace mla

@@ -1,0 +1,136 @@
+// The safetensors reader: every malformation it must refuse, by name, and thousands of random ones that must not crash it.
+#include <gtest/gtest.h>
+
+#include "cases/compare.hpp"
+#include "mla/error.hpp"
+#include "mla/weights.hpp"
+#include "support/golden.hpp"
+#include "support/safetensors_writer.hpp"
+
+namespace mla {
+namespace {
+
+using test::raw_safetensors;
+
+class SafetensorsFile : public testing::Test {
+ protected:
+  std::string refusal(std::string_view bytes) {
+    test::write_file(folder_ / "f", bytes);
+    try {
+      Safetensors file(folder_ / "f");
+    } catch (const CheckpointError& e) {
+      const std::string text = e.what(), where = (folder_ / "f").string() + ": ";
+      EXPECT_EQ(text.rfind(where, 0), 0u) << text;
+      EXPECT_EQ(text.find('\n'), std::string::npos);
+      return text.substr(where.size());
+    }
+    return "read";
+  }
+  std::string refusal(const char* header, size_t data) { return refusal(raw_safetensors(header, data)); }
+  test::TempFolder folder_;
+};
+
+TEST_F(SafetensorsFile, ReadsWhatIsWellFormed) {
+  test::SafetensorsWriter w;
+  w.add("a", "BF16", {2, 2}, std::vector<bf16>{to_bf16(1), to_bf16(2), to_bf16(-3), to_bf16(4)});
+  w.add("b", "F32", {}, std::vector<float>{2.5f});
+  w.add("empty", "F16", {0, 7}, std::string_view{});
+  w.add("codes", "F8_E4M3", {3}, std::vector<uint8_t>{0x38, 0x7e, 0x80});
+  w.write(folder_ / "f");
+  const Safetensors file(folder_ / "f");
+  EXPECT_EQ(file.entries().size(), 4u);
+  EXPECT_EQ(file.tensor("a").to_f32(), (std::vector<float>{1, 2, -3, 4}));
+  EXPECT_EQ(file.tensor("b").to_f32(), (std::vector<float>{2.5f}));
+  EXPECT_TRUE(file.tensor("empty").to_f32().empty());
+  EXPECT_EQ(file.tensor("codes").to_f32(), (std::vector<float>{1, 448, -0.0f}));
+  EXPECT_EQ(file.find("c"), nullptr);
+  EXPECT_THROW(file.tensor("c"), CheckpointError);
+  EXPECT_EQ(refusal(R"({})", 0), "read");
+  EXPECT_EQ(refusal(R"( { "__metadata__" : { "k" : "v\u00e9\ud83d\ude00\n" } , "t":{"shape":[1],"dtype":"U8","data_offsets":[0,1]} }   )", 1), "read");
+}
+
+TEST_F(SafetensorsFile, RefusesByName) {
+  EXPECT_EQ(refusal("short"), "has 5 bytes, a header length alone takes 8");
+  EXPECT_EQ(refusal(std::string("\xff\xff\xff\xff\xff\xff\xff\x7f", 8) + "{}"), "header of 9223372036854775807 bytes, at most 100000000");
+  EXPECT_EQ(refusal(std::string("\x20\0\0\0\0\0\0\0", 8) + "{}"), "header of 32 bytes ends past the file's 10");
+  EXPECT_EQ(refusal("", 0), "'{' is needed in the header at byte 0");
+  EXPECT_EQ(refusal("{}x", 0), "header has text after its object at byte 2");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2),
+            "key 't' occurs twice");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': key 'dtype' occurs twice");
+  EXPECT_EQ(refusal(R"({"__metadata__":{"a":"1","a":"2"}})", 0), "__metadata__ key 'a' occurs twice");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1]}})", 0), "tensor 't': data_offsets is missing");
+  EXPECT_EQ(refusal(R"({"t":{"shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': dtype is missing");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","data_offsets":[0,1]}})", 1), "tensor 't': shape is missing");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"extra":1}})", 1), "tensor 't': unknown key 'extra'");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': unknown dtype 'Q7'");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4), "tensor 't': has 4 bytes, its shape needs 8");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9]}})", 1), "tensor 't': ends at 9, past the data's 1 bytes");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[2,1]}})", 2), "tensor 't': ends at 1 before it begins at 2");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2), "tensor 't': begins at 1, a gap after 0");
+  EXPECT_EQ(refusal(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", 3),
+            "tensor 'b': begins at 1, inside the tensor that ends at 2");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 5), "tensors end at 1, the data at 5");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0), "tensor 't': shape passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}})", 0), "number at byte 28 passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,0]}})", 0),
+            "tensor 't': extent 9223372036854775808 is too large");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}})", 0), "a non-negative integer is needed at byte 28");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}})", 1), "']' is needed in the header at byte 29");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}})", 1), "number at byte 28 has a leading zero");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1), "tensor 't': data_offsets has 3 numbers, 2 are needed");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}})", 1), "tensor 't': more than 16 dimensions");
+  EXPECT_EQ(refusal("{\"t\xc3(\":{}}", 0), "bad UTF-8 at byte 3");
+  EXPECT_EQ(refusal(R"({"\x":{}})", 0), "unknown escape in a string at byte 3");
+  EXPECT_EQ(refusal(R"({"\ud800":{}})", 0), "half a surrogate pair at byte 8");
+  EXPECT_EQ(refusal("{\"a\nb\":{}}", 0), "control character in a string at byte 3");
+  EXPECT_EQ(refusal(R"({"open)", 0), "string without end");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},})", 1), "'\"' is needed in the header at byte 53");
+  EXPECT_THROW(Safetensors(folder_ / "missing"), CheckpointError);
+  EXPECT_THROW(Safetensors(folder_.path()), CheckpointError);
+}
+
+// Deep nesting must not recurse: the grammar has no value that nests.
+TEST_F(SafetensorsFile, DeepNestingIsRefused) { EXPECT_NE(refusal(raw_safetensors(std::string(R"({"t":)") + std::string(1 << 20, '['), 0)).find("is needed"), std::string::npos); }
+
+TEST_F(SafetensorsFile, RandomDamageNeverCrashes) {
+  test::SafetensorsWriter w;
+  w.add("model.layers.0.self_attn.o_proj.weight", "BF16", {4, 3}, std::vector<uint16_t>(12, 0x3f80));
+  w.add("b", "F32", {5}, std::vector<float>(5, 1.0f));
+  const std::string whole = w.bytes();
+  cases::Random random(11);
+  int read = 0;
+  for (int i = 0; i < 6000; ++i) {
+    std::string damaged = whole;
+    for (int64_t n = random.integer(1, 4); n > 0; --n) {
+      const size_t at = static_cast<size_t>(random.integer(0, static_cast<int64_t>(damaged.size()) - 1));
+      switch (random.integer(0, 3)) {
+        case 0: damaged[at] = static_cast<char>(random.next()); break;
+        case 1: damaged[at] ^= static_cast<char>(1 << random.integer(0, 7)); break;
+        case 2: damaged.erase(at, static_cast<size_t>(random.integer(1, 8))); break;
+        default: damaged.insert(at, 1, static_cast<char>(random.next()));
+      }
+      if (damaged.empty()) damaged = "x";
+    }
+    test::write_file(folder_ / "f", damaged);
+    try {
+      const Safetensors file(folder_ / "f");
+      for (const SafetensorsEntry& e : file.entries())
+        if (e.dtype == "F32" || e.dtype == "BF16") file.tensor(e.name).to_f32();
+      ++read;
+    } catch (const CheckpointError&) {
+    }
+  }
+  EXPECT_GT(read, 0);  // damage to the data alone is not seen
+}
+
+TEST(GoldenFiles, EveryLayerReads) {
+  for (const auto& path : test::golden_files()) {
+    const test::Golden g = test::read_golden(path);
+    EXPECT_GT(g.length, 0) << path;
+    EXPECT_EQ(static_cast<int64_t>(g.tensors.kv_up.to_f32().size()), g.config.heads * (g.config.nope + g.config.value) * g.config.latent);
+  }
+}
+
+}  // namespace
+}  // namespace mla
