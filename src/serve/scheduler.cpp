@@ -62,12 +62,12 @@ void Scheduler::preempt_last() {
   ++preemptions_;
 }
 
-void Scheduler::add_piece(int64_t request, int64_t count) {
+void Scheduler::add_piece(int64_t request, int64_t count, bool decode) {
   const State& s = states_[static_cast<size_t>(request)];
   step_.push_back({.request = request,
                    .start = s.computed,
                    .count = count,
-                   .decode = count == 1 && s.generated > 0 && s.computed + 1 == known(request),
+                   .decode = decode,
                    .emits = s.computed + count == known(request)});
 }
 
@@ -118,7 +118,7 @@ const std::vector<StepPiece>& Scheduler::plan_step(double now) {
         preempt_last();
         if (self) return;
       }
-      add_piece(request, count);
+      add_piece(request, count, decode);
       budget -= count;
     }
   };
@@ -131,7 +131,7 @@ const std::vector<StepPiece>& Scheduler::plan_step(double now) {
     waiting_.pop_front();
     const int64_t count = std::min(budget, known(request) - states_[static_cast<size_t>(request)].computed);
     grow(request, states_[static_cast<size_t>(request)].computed + count);  // admit() saw to it that this fits
-    add_piece(request, count);
+    add_piece(request, count, false);
     budget -= count;
   }
   return step_;

@@ -74,7 +74,7 @@ class Scheduler {
   bool grow(int64_t request, int64_t tokens);
   void preempt_last();
   bool admit(int64_t request);
-  void add_piece(int64_t request, int64_t count);
+  void add_piece(int64_t request, int64_t count, bool decode);
 
   const Trace& trace_;
   Limits limits_;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <charconv>
 #include <cmath>
+#include <cstdio>
 #include <fstream>
 #include <nlohmann/json.hpp>
 
@@ -37,10 +38,15 @@ class Lines {
   int64_t line_ = 0;
 };
 
+std::string shortest(double x) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.15g", x);
+  return text;
+}
+
 int64_t token_count(const Lines& at, const std::string& key, double value, int64_t least) {
   if (!(value >= static_cast<double>(least) && value <= static_cast<double>(kMostTokens)) || value != std::floor(value)) {
-    std::string shown = std::to_string(value);
-    at.fail(key + " is " + shown + ", a whole number from " + std::to_string(least) + " to " + std::to_string(kMostTokens) + " is needed");
+    at.fail(key + " is " + shortest(value) + ", a whole number from " + std::to_string(least) + " to " + std::to_string(kMostTokens) + " is needed");
   }
   return static_cast<int64_t>(value);
 }
@@ -70,7 +76,7 @@ TraceRequest mooncake(const Lines& at) {
   };
   TraceRequest r;
   const double milliseconds = number("timestamp");
-  if (!(milliseconds >= 0 && milliseconds < 1e15)) at.fail("timestamp is " + std::to_string(milliseconds) + ", milliseconds from 0 are needed");
+  if (!(milliseconds >= 0 && milliseconds < 1e15)) at.fail("timestamp is " + shortest(milliseconds) + ", milliseconds from 0 are needed");
   r.arrival = milliseconds * 1e-3;
   r.input = token_count(at, "input_length", number("input_length"), 1);
   r.output = output_count(at, "output_length", number("output_length"));

@@ -1,0 +1,123 @@
+// The replay end to end on a small model: every row that is sampled is recomputed in float64, through every cache format and path,
+// with shared prefixes and with too few pages.
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "mla/error.hpp"
+#include "serve/replay.hpp"
+#include "support/models.hpp"
+
+namespace mla::serve {
+namespace {
+
+struct Replayed {
+  Trace trace = generate_trace({.requests = 8, .input = 60, .output = 6, .rate = 200, .seed = 3});
+  Options options;
+  ThreadPool pool{2};
+  std::atomic<bool> stop{false};
+  Replayed() {
+    trace.block_tokens = 16;
+    for (TraceRequest& r : trace.requests)
+      while (static_cast<int64_t>(r.blocks.size()) * 16 < r.input) r.blocks.push_back(r.blocks.size());
+    options.model = test::small_deepseek();
+    options.limits = {.pages = 0, .page_size = 16, .token_budget = 50};
+    options.verify = 12;
+    options.plan.compute = Dtype::bf16;
+  }
+  Result go() { return replay(trace, options, pool, stop); }
+};
+
+TEST(Replay, EveryFormatAndPathVerifies) {
+  for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
+    for (PathPolicy path : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded}) {
+      Replayed run;
+      run.options.format = format;
+      run.options.plan.path = path;
+      const Result r = run.go();
+      EXPECT_EQ(r.finished, 8);
+      EXPECT_EQ(r.refused, 0);
+      EXPECT_GT(r.hit_tokens, 0);
+      ASSERT_EQ(r.samples.size(), 12u);
+      const Verification v = verify(run.trace, run.options, r.samples, run.pool);
+      EXPECT_EQ(v.rows, 12);
+      EXPECT_EQ(v.failed, 0) << to_string(format) << " " << to_string(path) << ": " << v.worst << " error " << v.worst_error << " bound " << v.worst_bound;
+    }
+}
+
+TEST(Replay, VerificationCatchesAWrongRow) {
+  Replayed run;
+  Result r = run.go();
+  r.samples[5].row[7] += 0.5f;
+  EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool).failed, 1);
+  r.samples[6].row[0] = NAN;
+  EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool).failed, 2);
+}
+
+TEST(Replay, PreemptionRecomputesTheSameRows) {
+  Replayed run;
+  run.trace = generate_trace({.requests = 6, .input = 60, .output = 40, .rate = 1e6, .seed = 3});
+  run.options.limits.pages = 12;
+  run.options.limits.prefix_reuse = false;
+  run.options.weights = Dtype::f32;
+  run.options.plan.compute = Dtype::f32;
+  const Result r = run.go();
+  EXPECT_EQ(r.finished, 6);
+  EXPECT_GT(r.preemptions, 0);
+  EXPECT_EQ(r.hit_tokens, 0);
+  EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool).failed, 0);
+}
+
+TEST(Replay, ResultAddsUp) {
+  Replayed run;
+  const Result r = run.go();
+  int64_t prompt = 0, output = 0;
+  for (const TraceRequest& q : run.trace.requests) {
+    prompt += q.input;
+    output += q.output - 1;
+  }
+  EXPECT_EQ(r.decode_tokens, output);
+  EXPECT_EQ(r.prefill_tokens + r.hit_tokens, prompt);
+  EXPECT_EQ(r.prompt_tokens, prompt);
+  EXPECT_EQ(static_cast<int64_t>(r.step_latencies.size()), r.steps);
+  EXPECT_EQ(r.ttft.size(), 8u);
+  EXPECT_NEAR(r.prefill_seconds + r.decode_seconds, r.step_seconds, 1e-9);
+  EXPECT_GE(r.simulated_seconds, r.step_seconds);
+  EXPECT_LE(r.peak_pages, r.pages);
+  EXPECT_GT(r.peak_memory, 0u);
+  double op_seconds = 0;
+  for (const Profile::Row& row : r.profile.rows()) op_seconds += row.seconds;
+  EXPECT_LE(op_seconds, r.step_seconds);
+}
+
+TEST(Replay, StopsWhenAsked) {
+  Replayed run;
+  int steps = 0;
+  const Result r = replay(run.trace, run.options, run.pool, run.stop, [&](const Progress& p) {
+    EXPECT_EQ(p.steps, ++steps);
+    EXPECT_EQ(p.requests, 8);
+    if (steps == 3) run.stop = true;
+  });
+  EXPECT_TRUE(r.interrupted);
+  EXPECT_EQ(r.steps, 3);
+}
+
+TEST(Replay, BadOptions) {
+  Replayed run;
+  run.options.layers = 3;
+  EXPECT_THROW(run.go(), InputError);
+  run.options.layers = 0;
+  run.options.format = CacheFormat::fp8_ds_v4;
+  EXPECT_THROW(run.go(), UnsupportedError);
+}
+
+TEST(Percentile, Interpolates) {
+  EXPECT_EQ(percentile({}, 50), 0);
+  EXPECT_EQ(percentile({3}, 99), 3);
+  EXPECT_EQ(percentile({4, 1, 2, 3}, 50), 2.5);
+  EXPECT_EQ(percentile({4, 1, 2, 3}, 100), 4);
+  EXPECT_NEAR(percentile({0, 10}, 90), 9, 1e-12);
+}
+
+}  // namespace
+}  // namespace mla::serve
