@@ -82,7 +82,6 @@ void run(Flags f) {
   options.compute = parse_dtype(f.compute);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
-  options.rates = default_cost_model({});
   ThreadPool pool(f.threads);
   const Stream stream(pool);
   const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}}, slots};

@@ -94,7 +94,6 @@ serve::Options options_of(const Flags& f) {
   o.plan.reorder_batch_threshold = f.reorder_threshold;
   o.plan.compute = f.compute.empty() ? o.weights : parse_dtype(f.compute);
   o.plan.context_rows = f.context_rows;
-  o.plan.rates = default_cost_model({});
   // Pages shrink with the lengths: a page stays as large a part of a prefix block as it would be, so that reuse keeps its shape.
   const int64_t page_size = f.page_size != 0 ? f.page_size : std::max<int64_t>(1, std::llround(64 * f.scale_lengths));
   o.limits = {.pages = f.pages, .page_size = page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -34,14 +35,14 @@ std::string_view to_string(SplitPolicy p);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 
-/// Rates that turn counted work into time, fitted to measurements (docs/performance.md). Only ratios matter for the path.
+/// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count arithmetic alone.
 struct CostModel {
   double latent_flops = 1.0;      ///< attention over the cache
   double expanded_flops = 1.0;    ///< attention over flat keys
   double projection_flops = 1.0;  ///< matrix products
   double bytes = 0.0;             ///< memory traffic, bytes a second; 0: not counted
 };
-/// Measured rates for a device.
+/// Rates fitted to measurements on a device (docs/performance.md).
 CostModel default_cost_model(Device device);
 
 /// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
@@ -61,7 +62,7 @@ struct PlanOptions {
   int64_t context_rows = 0;
   int64_t max_model_len = 0;  ///< 0: the batch's longest sequence
   int64_t max_requests = 0;   ///< 0: the batch's
-  CostModel rates;            ///< used by PathPolicy::automatic
+  std::optional<CostModel> rates;  ///< for PathPolicy::automatic; empty: default_cost_model of the device
 };
 
 /// What a plan needs to know of the machine. Never changes results, only workspace.

@@ -35,7 +35,7 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
     case PathPolicy::by_length: return new_tokens <= p.options.reorder_batch_threshold ? Path::latent : Path::expanded;
     case PathPolicy::automatic: break;
   }
-  auto cost = [&](Path path) { return path_cost(p.model, p.cache, p.options.rates, path, new_tokens, context); };
+  auto cost = [&](Path path) { return path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context); };
   return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
 }
 
@@ -88,6 +88,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
+  if (!p.options.rates) p.options.rates = default_cost_model(device.device);
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
