@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
 
@@ -137,6 +138,9 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   for (int64_t l = 0; l < o.layers && !stop; ++l) {
     weights.push_back(prepare(o.model, tensors_of(o, l), o.weights));
     caches.emplace_back(spec, o.limits.pages);
+    // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find memory.
+    const CacheView cache = caches.back().view();
+    pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec.page_bytes()); });
     r.weight_bytes += weights.back().bytes();
     r.cache_bytes += spec.page_bytes() * static_cast<size_t>(o.limits.pages);
   }
