@@ -168,9 +168,14 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     const int64_t tokens = input.batch.tokens(), width = o.model.hidden;
     const std::vector<Reservoir::Pick> picks = reservoir.next(tokens);
 
-    const auto step = Clock::now();
+    const auto planning = Clock::now();
     const Plan p = plan(o.model, spec, o.limits.pages, input.batch, device, o.plan);
-    if (workspace.size() < p.workspace_bytes) workspace = Buffer(p.workspace_bytes + p.workspace_bytes / 4);
+    const double plan_seconds = since(planning);
+    if (workspace.size() < p.workspace_bytes) {  // between steps: an engine sizes it once, for its largest batch
+      workspace = Buffer(p.workspace_bytes + p.workspace_bytes / 4);
+      std::memset(workspace.data(), 0, workspace.size());
+    }
+    const auto step = Clock::now();
     for (int64_t l = 0; l < o.layers; ++l) {
       forward(stream, {p, input.batch, weights[static_cast<size_t>(l)], rotary, caches[static_cast<size_t>(l)].view(),
                        {workspace.data(), workspace.size()}, &r.profile},
@@ -188,7 +193,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
         r.samples[static_cast<size_t>(pick.slot)] = std::move(sample);
       }
     }
-    const double seconds = since(step);
+    const double seconds = plan_seconds + since(step);
 
     now += seconds;
     r.step_seconds += seconds;
