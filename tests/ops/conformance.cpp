@@ -1,14 +1,16 @@
 // Every op, every case of its sweep, against float64, at one thread and at three.
 #include <gtest/gtest.h>
 
+#include "backend/cpu/core/target.hpp"
 #include "cases/case.hpp"
+#include "mla/error.hpp"
 
 namespace mla::cases {
 namespace {
 
-class Conformance : public testing::TestWithParam<CaseType> {};
+class EveryOp : public testing::TestWithParam<CaseType> {};
 
-TEST_P(Conformance, AgreesWithFloat64) {
+TEST_P(EveryOp, AgreesWithFloat64) {
   ThreadPool one(1), three(3);
   for (const Params& p : GetParam().sweep(20240501)) {
     for (ThreadPool* pool : {&one, &three}) {
@@ -22,7 +24,32 @@ TEST_P(Conformance, AgreesWithFloat64) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Ops, Conformance, testing::ValuesIn(all().begin(), all().end()),
+// The attention kernels on every instruction set below the one that is taken by itself, each third case of their sweeps.
+TEST(Conformance, AttentionOnEveryTarget) {
+  struct Unrestricted {
+    ~Unrestricted() { cpu::restrict_target(""); }
+  } unrestricted;
+  ThreadPool pool(2);
+  Stream stream(pool);
+  for (const char* target : {"avx512", "avx2", "sse4", "portable"}) {
+    try {
+      cpu::restrict_target(target);
+    } catch (const Error&) {
+      continue;  // not this CPU's
+    }
+    for (const CaseType* type : {&attend_latent, &attend_expanded}) {
+      const std::vector<Params> sweep = type->sweep(7);
+      for (size_t i = 0; i < sweep.size(); i += 3) {
+        auto c = type->make(sweep[i]);
+        c->run(stream);
+        const Verdict v = c->verify();
+        EXPECT_TRUE(v.ok) << target << " " << describe(sweep[i], type->op) << ": error " << v.error << " above bound " << v.bound << "; " << v.detail;
+      }
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Ops, EveryOp, testing::ValuesIn(all().begin(), all().end()),
                          [](const auto& i) { return std::string(i.param.op); });
 
 }  // namespace
