@@ -35,7 +35,8 @@ void read_batch(Flags& f) {
     if (it == json.end() || !it->is_array()) throw InputError(f.batch + ": " + key + " is missing or not an array");
     std::vector<int64_t> v;
     for (const auto& e : *it) {
-      if (!e.is_number_integer()) throw InputError(f.batch + ": " + std::string(key) + " holds " + e.dump() + ", integers are needed");
+      if (!e.is_number_integer())
+        throw InputError(f.batch + ": " + std::string(key) + " holds " + e.dump() + ", integers are needed");
       v.push_back(e.get<int64_t>());
     }
     return v;
@@ -50,7 +51,8 @@ void run(Flags f) {
   if (f.contexts.empty()) f.contexts.assign(f.queries.size(), 0);
   if (f.contexts.size() == 1) f.contexts.assign(f.queries.size(), f.contexts[0]);
   if (f.contexts.size() != f.queries.size())
-    throw InputError("contexts has " + std::to_string(f.contexts.size()) + " entries, queries has " + std::to_string(f.queries.size()));
+    throw InputError("contexts has " + std::to_string(f.contexts.size()) + " entries, queries has " +
+                     std::to_string(f.queries.size()));
   const ModelConfig model = model_of(f.model);
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
   spec.validate();
@@ -61,7 +63,9 @@ void run(Flags f) {
   for (size_t r = 0; r < f.queries.size(); ++r) {
     constexpr int64_t kMost = int64_t{1} << 28;
     for (int64_t n : {f.queries[r], f.contexts[r]})
-      if (n < 0 || n > kMost) throw InputError("request " + std::to_string(r) + ": length is " + std::to_string(n) + ", allowed 0 to " + std::to_string(kMost));
+      if (n < 0 || n > kMost)
+        throw InputError("request " + std::to_string(r) + ": length is " + std::to_string(n) + ", allowed 0 to " +
+                         std::to_string(kMost));
     const int64_t length = f.queries[r] + f.contexts[r], needed = (length + f.page_size - 1) / f.page_size;
     tokens += f.queries[r];
     if (tokens > kMost) throw InputError("the batch has more than " + std::to_string(kMost) + " new tokens");
@@ -73,7 +77,8 @@ void run(Flags f) {
   std::vector<int32_t> table(f.queries.size() * static_cast<size_t>(width));
   int32_t page = 0;
   for (size_t r = 0; r < f.queries.size(); ++r)
-    for (int64_t p = 0; p * f.page_size < lengths[r]; ++p) table[r * static_cast<size_t>(width) + static_cast<size_t>(p)] = page++;
+    for (int64_t p = 0; p * f.page_size < lengths[r]; ++p)
+      table[r * static_cast<size_t>(width) + static_cast<size_t>(p)] = page++;
   slots.assign(static_cast<size_t>(tokens), -1);
 
   PlanOptions options;
@@ -95,15 +100,18 @@ void add_plan(CLI::App& app, int&) {
   CLI::App* c = app.add_subcommand("plan", "Print the plan of a batch: paths, context chunks, splits, workspace");
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)")->delimiter(',');
-  c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)")->delimiter(',');
+  c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)")
+      ->delimiter(',');
   c->add_option("--batch", f->batch, "JSON file with arrays query_lens and contexts, instead of the two flags");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--page-size", f->page_size, "tokens a page")->capture_default_str();
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")->capture_default_str();
+  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")
+      ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();
-  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")->capture_default_str();
+  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
+      ->capture_default_str();
   add_threads(*c, f->threads);
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");
   c->callback([f] { run(*f); });

@@ -22,7 +22,8 @@ namespace {
 constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT ended
 
 struct Flags {
-  std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16", json;
+  std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
+              weights = "bf16", json;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1;
   double cache_gib = 4, scale_lengths = 1;
@@ -60,10 +61,11 @@ class ProgressPrinter {
     last_ = p.elapsed;
     const double rate = static_cast<double>(p.prefill_tokens + p.decode_tokens) / p.elapsed;
     const double left = p.share > 0 ? p.elapsed * (1 - std::min(1.0, p.share)) / p.share : 0;
-    std::fprintf(stderr, "%s%lld/%lld requests  %.0f tokens/s  cache %.0f%%  step %lld  ETA %.0f s%s", terminal_ ? "\r" : "",
-                 static_cast<long long>(p.finished + p.refused), static_cast<long long>(p.requests), rate,
-                 100.0 * static_cast<double>(p.pages_used) / static_cast<double>(p.pages), static_cast<long long>(p.steps), left,
-                 terminal_ ? "\x1b[K" : "\n");
+    std::fprintf(stderr, "%s%lld/%lld requests  %.0f tokens/s  cache %.0f%%  step %lld  ETA %.0f s%s",
+                 terminal_ ? "\r" : "", static_cast<long long>(p.finished + p.refused),
+                 static_cast<long long>(p.requests), rate,
+                 100.0 * static_cast<double>(p.pages_used) / static_cast<double>(p.pages),
+                 static_cast<long long>(p.steps), left, terminal_ ? "\x1b[K" : "\n");
     std::fflush(stderr);
     drawn_ = terminal_;
   }
@@ -94,10 +96,13 @@ serve::Options options_of(const Flags& f) {
   o.plan.reorder_batch_threshold = f.reorder_threshold;
   o.plan.compute = f.compute.empty() ? o.weights : parse_dtype(f.compute);
   o.plan.context_rows = f.context_rows;
-  // Pages shrink with the lengths: a page stays as large a part of a prefix block as it would be, so that reuse keeps its shape.
+  // Pages shrink with the lengths: a page stays as large a part of a prefix block as it would be, so that reuse keeps
+  // its shape.
   const int64_t page_size = f.page_size != 0 ? f.page_size : std::max<int64_t>(1, std::llround(64 * f.scale_lengths));
-  o.limits = {.pages = f.pages, .page_size = page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
-  if (!(f.cache_gib > 0 && f.cache_gib <= 1e6)) throw InputError("--cache-gib is " + std::to_string(f.cache_gib) + ", above 0 is needed");
+  o.limits = {
+      .pages = f.pages, .page_size = page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
+  if (!(f.cache_gib > 0 && f.cache_gib <= 1e6))
+    throw InputError("--cache-gib is " + std::to_string(f.cache_gib) + ", above 0 is needed");
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
   o.seed = f.seed;
@@ -107,7 +112,8 @@ serve::Options options_of(const Flags& f) {
 }
 
 serve::Trace trace_of(const Flags& f) {
-  if (f.max_requests < 0) throw InputError("--max-requests is " + std::to_string(f.max_requests) + ", must not be negative");
+  if (f.max_requests < 0)
+    throw InputError("--max-requests is " + std::to_string(f.max_requests) + ", must not be negative");
   serve::Trace t;
   if (!f.trace.empty()) {
     t = serve::read_trace(std::filesystem::path(f.trace), f.max_requests);
@@ -149,42 +155,50 @@ void print_report(const serve::Trace& t, const serve::Options& o, const serve::R
   auto ms = [](const std::vector<double>& v, double p) { return 1e3 * serve::percentile(v, p); };
   auto n = [](int64_t x) { return static_cast<long long>(x); };
   if (r.interrupted) std::printf("interrupted: what follows covers the run so far\n");
-  std::printf("model      %s, %lld of %lld layers, %lld heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(), n(r.layers), n(o.model.layers),
-              n(o.model.heads), std::string(to_string(o.weights)).c_str(), o.checkpoint ? "" : " random", gib(r.weight_bytes));
-  std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", machine.cpu.c_str(), n(r.threads), roof.read_gbps,
-              roof.fma_gflops, roof.bf16_gflops);
-  std::printf("trace      %s (%s), %lld requests, %lld finished, %lld refused\n", t.source.c_str(), t.format.c_str(), n(r.requests), n(r.finished),
-              n(r.refused));
-  std::printf("cache      %s, %lld pages of %lld (%.2f GiB); occupancy mean %.1f%%, peak %.1f%%\n", std::string(to_string(o.format)).c_str(),
-              n(r.pages), n(r.page_size), gib(r.cache_bytes), percent(r.mean_pages, static_cast<double>(r.pages)),
+  std::printf("model      %s, %lld of %lld layers, %lld heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(),
+              n(r.layers), n(o.model.layers), n(o.model.heads), std::string(to_string(o.weights)).c_str(),
+              o.checkpoint ? "" : " random", gib(r.weight_bytes));
+  std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", machine.cpu.c_str(),
+              n(r.threads), roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
+  std::printf("trace      %s (%s), %lld requests, %lld finished, %lld refused\n", t.source.c_str(), t.format.c_str(),
+              n(r.requests), n(r.finished), n(r.refused));
+  std::printf("cache      %s, %lld pages of %lld (%.2f GiB); occupancy mean %.1f%%, peak %.1f%%\n",
+              std::string(to_string(o.format)).c_str(), n(r.pages), n(r.page_size), gib(r.cache_bytes),
+              percent(r.mean_pages, static_cast<double>(r.pages)),
               percent(static_cast<double>(r.peak_pages), static_cast<double>(r.pages)));
-  std::printf("prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %lld evictions, %lld preemptions\n",
-              percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens), n(r.prompt_tokens), n(r.evictions),
-              n(r.preemptions));
-  std::printf("plan       path %s, split %s, compute %s, at most %lld tokens a step\n", std::string(to_string(o.plan.path)).c_str(),
-              std::string(to_string(o.plan.split)).c_str(), std::string(to_string(o.plan.compute)).c_str(), n(o.limits.token_budget));
+  std::printf(
+      "prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %lld evictions, %lld preemptions\n",
+      percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens),
+      n(r.prompt_tokens), n(r.evictions), n(r.preemptions));
+  std::printf("plan       path %s, split %s, compute %s, at most %lld tokens a step\n",
+              std::string(to_string(o.plan.path)).c_str(), std::string(to_string(o.plan.split)).c_str(),
+              std::string(to_string(o.plan.compute)).c_str(), n(o.limits.token_budget));
   std::printf("throughput prefill %.1f tokens/s (%lld), decode %.1f tokens/s (%lld), together %.1f tokens/s\n",
               rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds), n(r.prefill_tokens),
               rate(static_cast<double>(r.decode_tokens), r.decode_seconds), n(r.decode_tokens),
               rate(static_cast<double>(r.prefill_tokens + r.decode_tokens), r.step_seconds));
   std::printf("%-10s %10s %10s %10s\n", "latency ms", "p50", "p90", "p99");
-  const std::pair<const char*, const std::vector<double>*> latencies[] = {{"  step", &r.step_latencies}, {"  TTFT", &r.ttft}, {"  TPOT", &r.tpot}};
-  for (const auto& [name, v] : latencies) std::printf("%-10s %10.2f %10.2f %10.2f\n", name, ms(*v, 50), ms(*v, 90), ms(*v, 99));
+  const std::pair<const char*, const std::vector<double>*> latencies[] = {
+      {"  step", &r.step_latencies}, {"  TTFT", &r.ttft}, {"  TPOT", &r.tpot}};
+  for (const auto& [name, v] : latencies)
+    std::printf("%-10s %10.2f %10.2f %10.2f\n", name, ms(*v, 50), ms(*v, 90), ms(*v, 99));
   double op_seconds = 0;
   for (const Profile::Row& row : r.profile.rows()) op_seconds += row.seconds;
-  std::printf("%-16s %9s %7s %9s %10s %8s %7s\n", "time by op", "seconds", "share", "calls", "GFLOP/s", "GB/s", "% roof");
+  std::printf("%-16s %9s %7s %9s %10s %8s %7s\n", "time by op", "seconds", "share", "calls", "GFLOP/s", "GB/s",
+              "% roof");
   for (const Profile::Row& row : by_time(r.profile))
     std::printf("  %-14s %9.3f %6.1f%% %9lld %10.1f %8.1f %6.1f%%\n", std::string(row.op).c_str(), row.seconds,
-                percent(row.seconds, r.step_seconds), n(row.calls), rate(row.flops * 1e-9, row.seconds), rate(row.bytes * 1e-9, row.seconds),
-                roof_share(row, o, roof));
-  std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds, percent(r.step_seconds - op_seconds, r.step_seconds));
+                percent(row.seconds, r.step_seconds), n(row.calls), rate(row.flops * 1e-9, row.seconds),
+                rate(row.bytes * 1e-9, row.seconds), roof_share(row, o, roof));
+  std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds,
+              percent(r.step_seconds - op_seconds, r.step_seconds));
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
-  std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds, r.wall_seconds, n(r.steps),
-              r.simulated_seconds);
+  std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds,
+              r.wall_seconds, n(r.steps), r.simulated_seconds);
 }
 
-nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Options& o, const serve::Result& r, const bench::Machine& machine,
-                       const bench::Roof& roof, const serve::Verification* v) {
+nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Options& o, const serve::Result& r,
+                       const bench::Machine& machine, const bench::Roof& roof, const serve::Verification* v) {
   auto percentiles = [](const std::vector<double>& values) {
     nlohmann::json j{{"count", values.size()}};
     for (int p : {50, 90, 99}) j["p" + std::to_string(p)] = serve::percentile(values, p);
@@ -199,9 +213,18 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
                    {"flops", row.flops},
                    {"percent_of_roof", roof_share(row, o, roof)}});
   nlohmann::json j{
-      {"model", {{"name", o.model.name}, {"layers", r.layers}, {"heads", o.model.heads}, {"weights", to_string(o.weights)}, {"weight_bytes", r.weight_bytes}}},
+      {"model",
+       {{"name", o.model.name},
+        {"layers", r.layers},
+        {"heads", o.model.heads},
+        {"weights", to_string(o.weights)},
+        {"weight_bytes", r.weight_bytes}}},
       {"machine",
-       {{"cpu", machine.cpu}, {"threads", r.threads}, {"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
+       {{"cpu", machine.cpu},
+        {"threads", r.threads},
+        {"read_gbps", roof.read_gbps},
+        {"fma_gflops", roof.fma_gflops},
+        {"bf16_gflops", roof.bf16_gflops}}},
       {"options",
        {{"model", f.model},
         {"path", to_string(o.plan.path)},
@@ -212,7 +235,12 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"scale_lengths", f.scale_lengths},
         {"seed", f.seed},
         {"verify", f.verify}}},
-      {"trace", {{"source", t.source}, {"format", t.format}, {"requests", r.requests}, {"finished", r.finished}, {"refused", r.refused}}},
+      {"trace",
+       {{"source", t.source},
+        {"format", t.format},
+        {"requests", r.requests},
+        {"finished", r.finished},
+        {"refused", r.refused}}},
       {"cache",
        {{"format", to_string(o.format)},
         {"pages", r.pages},
@@ -222,21 +250,32 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"peak_pages", r.peak_pages},
         {"evictions", r.evictions}}},
       {"prefix",
-       {{"prompt_tokens", r.prompt_tokens}, {"hit_tokens", r.hit_tokens}, {"hit_rate", percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)) / 100}}},
+       {{"prompt_tokens", r.prompt_tokens},
+        {"hit_tokens", r.hit_tokens},
+        {"hit_rate", percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)) / 100}}},
       {"preemptions", r.preemptions},
       {"throughput",
        {{"prefill_tokens", r.prefill_tokens},
         {"decode_tokens", r.decode_tokens},
         {"prefill_tokens_per_second", rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds)},
         {"decode_tokens_per_second", rate(static_cast<double>(r.decode_tokens), r.decode_seconds)}}},
-      {"latency_seconds", {{"step", percentiles(r.step_latencies)}, {"ttft", percentiles(r.ttft)}, {"tpot", percentiles(r.tpot)}}},
+      {"latency_seconds",
+       {{"step", percentiles(r.step_latencies)}, {"ttft", percentiles(r.ttft)}, {"tpot", percentiles(r.tpot)}}},
       {"ops", ops},
       {"steps", r.steps},
-      {"seconds", {{"setup", r.setup_seconds}, {"replay", r.wall_seconds}, {"steps", r.step_seconds}, {"simulated", r.simulated_seconds}}},
+      {"seconds",
+       {{"setup", r.setup_seconds},
+        {"replay", r.wall_seconds},
+        {"steps", r.step_seconds},
+        {"simulated", r.simulated_seconds}}},
       {"memory", {{"peak_bytes", r.peak_memory}, {"workspace_bytes", r.workspace_bytes}}},
       {"interrupted", r.interrupted}};
   if (v)
-    j["verification"] = {{"rows", v->rows}, {"failed", v->failed}, {"worst_error", v->worst_error}, {"worst_bound", v->worst_bound}, {"worst", v->worst}};
+    j["verification"] = {{"rows", v->rows},
+                         {"failed", v->failed},
+                         {"worst_error", v->worst_error},
+                         {"worst_bound", v->worst_bound},
+                         {"worst", v->worst}};
   return j;
 }
 
@@ -263,8 +302,9 @@ void run(const Flags& f, int& status) {
   const bool verifies = o.verify > 0 && !r.interrupted;
   if (verifies) {
     v = serve::verify(t, o, r.samples, pool);
-    std::printf("verified   %lld rows against float64, %lld failed; nearest its bound: error %.3g of %.3g at %s\n", static_cast<long long>(v.rows),
-                static_cast<long long>(v.failed), v.worst_error, v.worst_bound, v.rows ? v.worst.c_str() : "no row");
+    std::printf("verified   %lld rows against float64, %lld failed; nearest its bound: error %.3g of %.3g at %s\n",
+                static_cast<long long>(v.rows), static_cast<long long>(v.failed), v.worst_error, v.worst_bound,
+                v.rows ? v.worst.c_str() : "no row");
     if (v.failed > 0 || v.rows == 0) status = 1;
   }
   if (json.is_open()) {
@@ -278,27 +318,37 @@ void run(const Flags& f, int& status) {
 
 void add_run(CLI::App& app, int& status) {
   auto f = std::make_shared<Flags>();
-  CLI::App* c = app.add_subcommand("run", "Replay a request trace through a model's attention: continuous batching, paged cache, every layer");
+  CLI::App* c = app.add_subcommand(
+      "run", "Replay a request trace through a model's attention: continuous batching, paged cache, every layer");
   c->add_option("--trace", f->trace, "Mooncake jsonl, Azure csv or BurstGPT csv; without it a trace is generated");
   c->add_option("--requests", f->generated.requests, "generated trace: requests")->capture_default_str();
   c->add_option("--input-len", f->generated.input, "generated trace: mean prompt tokens")->capture_default_str();
   c->add_option("--output-len", f->generated.output, "generated trace: mean generated tokens")->capture_default_str();
-  c->add_option("--rate", f->generated.rate, "generated trace: arrivals a second, 0 for all at once")->capture_default_str();
-  c->add_option("--max-requests", f->max_requests, "stop reading the trace after this many; 0: all")->capture_default_str();
-  c->add_option("--scale-lengths", f->scale_lengths, "multiply lengths and prefix blocks, above 0 and at most 1")->capture_default_str();
+  c->add_option("--rate", f->generated.rate, "generated trace: arrivals a second, 0 for all at once")
+      ->capture_default_str();
+  c->add_option("--max-requests", f->max_requests, "stop reading the trace after this many; 0: all")
+      ->capture_default_str();
+  c->add_option("--scale-lengths", f->scale_lengths, "multiply lengths and prefix blocks, above 0 and at most 1")
+      ->capture_default_str();
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   c->add_option("--layers", f->layers, "layers to run; 0: all")->capture_default_str();
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
-  c->add_option("--page-size", f->page_size, "tokens a page; 0: 64, scaled with --scale-lengths")->capture_default_str();
-  c->add_option("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib")->capture_default_str();
-  c->add_option("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together")->capture_default_str();
-  c->add_option("--token-budget", f->token_budget, "new tokens a step, prefill and decode together")->capture_default_str();
+  c->add_option("--page-size", f->page_size, "tokens a page; 0: 64, scaled with --scale-lengths")
+      ->capture_default_str();
+  c->add_option("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib")
+      ->capture_default_str();
+  c->add_option("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together")
+      ->capture_default_str();
+  c->add_option("--token-budget", f->token_budget, "new tokens a step, prefill and decode together")
+      ->capture_default_str();
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")->capture_default_str();
+  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")
+      ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
-  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")->capture_default_str();
+  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
+      ->capture_default_str();
   c->add_flag("--no-prefix-reuse", f->no_prefix_reuse, "compute every prompt from its start");
   c->add_option("--seed", f->seed, "of weights, hidden states and generated traces")->capture_default_str();
   c->add_option("--verify", f->verify, "recompute this many sampled output rows in float64")->capture_default_str();

@@ -10,7 +10,8 @@ int main() try {
   const RotaryTable rotary(model.rotary, model.rope, /*positions=*/4096);
   Cache cache(cache_spec(model, CacheFormat::bf16, /*page_size=*/64), /*pages=*/8);
 
-  // The batch, as an engine's scheduler would describe it: pages 2 and 5 belong to the prompt, page 0 to the other request.
+  // The batch, as an engine's scheduler would describe it: pages 2 and 5 belong to the prompt, page 0 to the other
+  // request.
   const std::vector<int32_t> query_start_loc{0, 100, 101}, seq_lens{100, 41}, block_table{2, 5, 0, -1};
   std::vector<int32_t> slots;
   for (int t = 0; t < 100; ++t) slots.push_back((t < 64 ? 2 * 64 : 5 * 64) + t % 64);
@@ -27,8 +28,8 @@ int main() try {
   forward(stream, {step, batch, weights, rotary, cache.view(), {workspace.data(), workspace.size()}},
           View<const float, Token, Hidden>(hidden.data(), {101, model.hidden}),
           View<float, Token, Hidden>(out.data(), {101, model.hidden}));
-  std::printf("out[100][0..3] = %g %g %g %g\n", out[100 * model.hidden], out[100 * model.hidden + 1], out[100 * model.hidden + 2],
-              out[100 * model.hidden + 3]);
+  std::printf("out[100][0..3] = %g %g %g %g\n", out[100 * model.hidden], out[100 * model.hidden + 1],
+              out[100 * model.hidden + 2], out[100 * model.hidden + 3]);
 } catch (const mla::Error& e) {
   std::fprintf(stderr, "decode_step: %s\n", e.what());
   return 1;

@@ -12,10 +12,11 @@ namespace mla {
 
 /// All arrays are the caller's host memory.
 struct Batch {
-  std::span<const int32_t> query_start_loc;     ///< [requests + 1]: first token row of each request; starts at 0
-  std::span<const int32_t> seq_lens;            ///< [requests]: cached context + new tokens
-  View<const int32_t, Request, Page> block_table;  ///< pages of each request in order; entries past its end may hold anything
-  std::span<const int32_t> slot_mapping;        ///< [tokens]: where each new token's row goes; < 0: nowhere
+  std::span<const int32_t> query_start_loc;  ///< [requests + 1]: first token row of each request; starts at 0
+  std::span<const int32_t> seq_lens;         ///< [requests]: cached context + new tokens
+  View<const int32_t, Request, Page>
+      block_table;                        ///< pages of each request in order; entries past its end may hold anything
+  std::span<const int32_t> slot_mapping;  ///< [tokens]: where each new token's row goes; < 0: nowhere
 
   int64_t requests() const { return static_cast<int64_t>(seq_lens.size()); }
   int64_t tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
@@ -23,9 +24,9 @@ struct Batch {
   int64_t context_len(int64_t r) const { return seq_lens[r] - query_len(r); }
 };
 
-/// BatchError for the first violation found, with request, value and limit: query starts begin at 0 and never fall, seq_lens
-/// cover the new tokens, the block table covers every sequence with pages of the cache, slots are below pages * page_size,
-/// one slot a token.
+/// BatchError for the first violation found, with request, value and limit: query starts begin at 0 and never fall,
+/// seq_lens cover the new tokens, the block table covers every sequence with pages of the cache, slots are below pages
+/// * page_size, one slot a token.
 void validate(const Batch& batch, int64_t pages, int64_t page_size);
 
 struct DecodePrefillSplit {
@@ -35,16 +36,17 @@ struct DecodePrefillSplit {
 };
 
 struct SplitOptions {
-  int64_t threshold = 1;         ///< longest query that still counts as decode
-  bool require_uniform = false;  ///< all decode queries share one length (or are padding of length 0)
-  bool treat_short_extends_as_decodes = true;  ///< false: a short query that continues a prompt counts as prefill
+  int64_t threshold = 1;                        ///< longest query that still counts as decode
+  bool require_uniform = false;                 ///< all decode queries share one length (or are padding of length 0)
+  bool treat_short_extends_as_decodes = true;   ///< false: a short query that continues a prompt counts as prefill
   std::span<const uint8_t> is_prefilling = {};  ///< [requests], read only when the flag above is false
 };
 
 /// For engines that order decodes first and label them; the layer itself needs neither.
 DecodePrefillSplit split_decodes_and_prefills(std::span<const int32_t> query_start_loc, const SplitOptions& options);
 
-/// The fewest swaps (pairs of request indices, applied in order) that bring all decodes (query_len <= threshold) to the front.
+/// The fewest swaps (pairs of request indices, applied in order) that bring all decodes (query_len <= threshold) to the
+/// front.
 std::vector<std::pair<int64_t, int64_t>> reorder_swaps(std::span<const int32_t> query_lens, int64_t threshold);
 
 }  // namespace mla

@@ -20,9 +20,9 @@ std::string to_string(const Device& d);
 
 /// A fixed set of threads; the caller of run() is worker 0. One pool serves a whole engine.
 ///
-/// run() hands out tasks 0..tasks-1 in order, each to whichever worker is free, and returns when all are done. It allocates
-/// nothing. A task that throws: the first exception is rethrown by run() after the others have ended. run() is not reentrant:
-/// one caller at a time, and a task must not call run() on its own pool.
+/// run() hands out tasks 0..tasks-1 in order, each to whichever worker is free, and returns when all are done. It
+/// allocates nothing. A task that throws: the first exception is rethrown by run() after the others have ended. run()
+/// is not reentrant: one caller at a time, and a task must not call run() on its own pool.
 class ThreadPool {
  public:
   /// threads >= 1; otherwise InputError. DeviceError when the system refuses a thread.

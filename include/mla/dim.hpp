@@ -5,9 +5,9 @@
 
 namespace mla {
 
-#define MLA_DIM(Name)                                 \
-  struct Name {                                       \
-    static constexpr std::string_view name = #Name;   \
+#define MLA_DIM(Name)                               \
+  struct Name {                                     \
+    static constexpr std::string_view name = #Name; \
   }
 
 MLA_DIM(Token);        // a row of the step: the flattened query tokens of all requests

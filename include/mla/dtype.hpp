@@ -1,7 +1,7 @@
 // Element types and their portable conversions.
 //
-// bf16 and f16 follow IEEE 754 round-to-nearest-even; NaN stays NaN, infinities are kept. fp8 e4m3 is the OCP "E4M3" form
-// (no infinities, S.1111.111 is NaN): rounding to nearest even, saturating to +-448, NaN kept.
+// bf16 and f16 follow IEEE 754 round-to-nearest-even; NaN stays NaN, infinities are kept. fp8 e4m3 is the OCP "E4M3"
+// form (no infinities, S.1111.111 is NaN): rounding to nearest even, saturating to +-448, NaN kept.
 #pragma once
 
 #include <bit>
@@ -13,9 +13,7 @@ namespace mla {
 
 enum class Dtype : uint8_t { f32, bf16, f16, fp8_e4m3 };
 
-constexpr size_t size_of(Dtype t) {
-  return t == Dtype::f32 ? 4 : t == Dtype::fp8_e4m3 ? 1 : 2;
-}
+constexpr size_t size_of(Dtype t) { return t == Dtype::f32 ? 4 : t == Dtype::fp8_e4m3 ? 1 : 2; }
 std::string_view to_string(Dtype t);
 /// "f32", "bf16", "f16", "fp8_e4m3" (also "fp8"); anything else: InputError.
 Dtype parse_dtype(std::string_view name);

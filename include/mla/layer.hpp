@@ -1,4 +1,5 @@
-// One MLA layer executed by a plan. Two forms: block (hidden in, hidden out) and attention (q, kv_c, k_pe in; heads out).
+// One MLA layer executed by a plan. Two forms: block (hidden in, hidden out) and attention (q, kv_c, k_pe in; heads
+// out).
 #pragma once
 
 #include <cstdint>
@@ -34,21 +35,23 @@ class Profile {
 /// Everything one step of one layer needs besides its inputs. All is borrowed; nothing is kept between calls.
 struct LayerContext {
   const Plan& plan;
-  const Batch& batch;             ///< the batch that was planned: its block table and slots are read
+  const Batch& batch;  ///< the batch that was planned: its block table and slots are read
   const LayerWeights& weights;
   const RotaryTable& rotary;
   CacheView cache;
-  std::span<std::byte> workspace; ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
+  std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
   Profile* profile = nullptr;
 };
 
-/// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or bf16;
-/// out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
-void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out);
+/// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or
+/// bf16; out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
+void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
+             AnyMutableView<Token, Hidden> out);
 
 /// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated; out [Token, Head, Value].
 /// Appends [kv_c | k_pe] first.
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out);
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
+            View<float, Token, Head, Value> out);
 
 }  // namespace mla

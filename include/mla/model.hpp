@@ -10,7 +10,8 @@
 
 namespace mla {
 
-/// Rotary embedding. YaRN: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models" (2309.00071).
+/// Rotary embedding. YaRN: Peng et al., "YaRN: Efficient Context Window Extension of Large Language Models"
+/// (2309.00071).
 struct RopeConfig {
   enum class Scaling : uint8_t { none, yarn };
   bool rotate = true;       ///< false: the rope dims stay unrotated (NoPE)
@@ -33,7 +34,7 @@ struct IndexerConfig {
 
 struct ModelConfig {
   std::string name;
-  int64_t hidden = 0;        ///< H
+  int64_t hidden = 0;  ///< H
   int64_t layers = 0;
   int64_t heads = 0;         ///< N
   int64_t query_latent = 0;  ///< q_lora_rank; 0: queries are projected from hidden directly
@@ -62,9 +63,10 @@ std::span<const std::string_view> preset_names();
 /// InputError listing the names when there is no such preset.
 ModelConfig preset(std::string_view name);
 
-/// Reads a Hugging Face config.json (old keys rope_theta + rope_scaling, or new rope_parameters; a nested "text_config" is
-/// followed). CheckpointError names the key that is missing, misshaped or impossible; UnsupportedError names what this library
-/// does not do (sliding windows, soft caps, ALiBi, unknown rope types). `where` names the source in messages.
+/// Reads a Hugging Face config.json (old keys rope_theta + rope_scaling, or new rope_parameters; a nested "text_config"
+/// is followed). CheckpointError names the key that is missing, misshaped or impossible; UnsupportedError names what
+/// this library does not do (sliding windows, soft caps, ALiBi, unknown rope types). `where` names the source in
+/// messages.
 ModelConfig parse_config(std::string_view json, std::string_view where = "config.json");
 ModelConfig read_config(const std::filesystem::path& file);
 

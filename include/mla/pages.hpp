@@ -18,10 +18,10 @@ using PageHash = uint64_t;
 PageHash chain_hash(PageHash previous, uint64_t content);
 
 struct PageCounts {
-  int64_t total = 0;       ///< pages under management (without a reserved null page)
-  int64_t referenced = 0;  ///< held by someone
-  int64_t cached = 0;      ///< unreferenced, content kept for reuse, evictable
-  int64_t free = 0;        ///< unreferenced, no content
+  int64_t total = 0;                                         ///< pages under management (without a reserved null page)
+  int64_t referenced = 0;                                    ///< held by someone
+  int64_t cached = 0;                                        ///< unreferenced, content kept for reuse, evictable
+  int64_t free = 0;                                          ///< unreferenced, no content
   int64_t hits = 0, lookups = 0, evictions = 0, copies = 0;  ///< pages, since construction
 };
 

@@ -1,12 +1,12 @@
-// A step as plain data: which path each request takes, context chunks, split-KV, workspace. A pure function of its inputs;
-// all policy lives here, and the layer executes it without thinking.
+// A step as plain data: which path each request takes, context chunks, split-KV, workspace. A pure function of its
+// inputs; all policy lives here, and the layer executes it without thinking.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
-#include <string>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -35,7 +35,8 @@ std::string_view to_string(SplitPolicy p);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 
-/// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count arithmetic alone.
+/// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count
+/// arithmetic alone.
 struct CostModel {
   double latent_flops = 1.0;      ///< attention over the cache
   double expanded_flops = 1.0;    ///< attention over flat keys
@@ -46,8 +47,8 @@ struct CostModel {
 CostModel default_cost_model(Device device);
 
 /// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
-double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
-                 int64_t context);
+double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path,
+                 int64_t new_tokens, int64_t context);
 
 struct PlanOptions {
   PathPolicy path = PathPolicy::automatic;
@@ -58,10 +59,11 @@ struct PlanOptions {
   /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
   bool fp8_query = false;
   float q_scale = 1.0f;
-  /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests page_size ..).
+  /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests
+  /// page_size ..).
   int64_t context_rows = 0;
-  int64_t max_model_len = 0;  ///< 0: the batch's longest sequence
-  int64_t max_requests = 0;   ///< 0: the batch's
+  int64_t max_model_len = 0;       ///< 0: the batch's longest sequence
+  int64_t max_requests = 0;        ///< 0: the batch's
   std::optional<CostModel> rates;  ///< for PathPolicy::automatic; empty: default_cost_model of the device
 };
 
@@ -99,7 +101,7 @@ struct Plan {
   DeviceInfo device;
   int64_t tokens = 0;
   std::vector<RequestPlan> requests;
-  std::vector<int32_t> positions;        ///< [tokens] position of each token in its sequence
+  std::vector<int32_t> positions;  ///< [tokens] position of each token in its sequence
 
   // Latent path: compact rows over the tokens of latent requests.
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
@@ -111,7 +113,7 @@ struct Plan {
   std::vector<int32_t> expanded_tokens;
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
-  int64_t context_rows = 0;              ///< rows of the context workspace
+  int64_t context_rows = 0;  ///< rows of the context workspace
 
   std::vector<Region> regions;
   size_t workspace_bytes = 0;
@@ -130,10 +132,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
 /// Context workspace rows by the default rule.
 int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);
 
-/// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation, split points
-/// are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at multiples of it
-/// whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
-std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows, int64_t page_size,
-                                                          int64_t fixed_rows = 0);
+/// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation,
+/// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at
+/// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
+std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
+                                                          int64_t page_size, int64_t fixed_rows = 0);
 
 }  // namespace mla

@@ -107,8 +107,8 @@ class View : public detail::Shape<Dims...> {
   constexpr View(T* data, const Base& shape) : Base(shape), data_(data) {}
   /// A writable view reads as a read-only one.
   template <class U>
-    requires(std::is_same_v<const U, T> && !std::is_const_v<U>)
-  constexpr View(const View<U, Dims...>& other) : Base(other), data_(other.data()) {}
+  requires(std::is_same_v<const U, T> && !std::is_const_v<U>) constexpr View(const View<U, Dims...>& other)
+      : Base(other), data_(other.data()) {}
 
   constexpr T* data() const { return data_; }
   constexpr explicit operator bool() const { return data_ != nullptr; }
@@ -143,12 +143,11 @@ class ErasedView : public Shape<Dims...> {
       : Base(extents, strides), data_(data), dtype_(dtype) {}
   constexpr ErasedView(Dtype dtype, Void* data, const Base& shape) : Base(shape), data_(data), dtype_(dtype) {}
   template <class T>
-    requires(std::is_const_v<Void> || !std::is_const_v<T>)
-  constexpr ErasedView(const View<T, Dims...>& v)
+  requires(std::is_const_v<Void> || !std::is_const_v<T>) constexpr ErasedView(const View<T, Dims...>& v)
       : Base(v), data_(v.data()), dtype_(dtype_of<std::remove_const_t<T>>::value) {}
   template <class V>
-    requires(std::is_const_v<Void> && std::is_same_v<V, void>)
-  constexpr ErasedView(const ErasedView<V, Dims...>& v) : Base(v), data_(v.data()), dtype_(v.dtype()) {}
+  requires(std::is_const_v<Void>&& std::is_same_v<V, void>) constexpr ErasedView(const ErasedView<V, Dims...>& v)
+      : Base(v), data_(v.data()), dtype_(v.dtype()) {}
 
   constexpr Void* data() const { return data_; }
   constexpr Dtype dtype() const { return dtype_; }
@@ -174,9 +173,9 @@ class ErasedView : public Shape<Dims...> {
   }
   template <class D>
   ErasedView slice(int64_t begin, int64_t count) const {
-    return ErasedView(dtype_, static_cast<Byte*>(data_) + begin * this->template stride<D>() *
-                                  static_cast<int64_t>(size_of(dtype_)),
-                      this->template narrowed<D>(begin, count));
+    return ErasedView(
+        dtype_, static_cast<Byte*>(data_) + begin * this->template stride<D>() * static_cast<int64_t>(size_of(dtype_)),
+        this->template narrowed<D>(begin, count));
   }
 
  private:

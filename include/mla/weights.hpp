@@ -36,16 +36,17 @@ struct HostTensor {
 
 /// One layer's tensors by role, as a checkpoint stores them: linear maps are [out, in] row-major.
 struct LayerTensors {
-  HostTensor query;        ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
-  HostTensor query_down;   ///< q_a_proj [Lq, H]; empty without a query latent
-  HostTensor query_norm;   ///< q_a_layernorm [Lq]; empty without a query latent
-  HostTensor kv_down;      ///< kv_a_proj_with_mqa [L+R, H]
-  HostTensor kv_norm;      ///< kv_a_layernorm [L]
-  HostTensor kv_up;        ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
-  HostTensor output;       ///< o_proj [H, N*V]
+  HostTensor query;       ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
+  HostTensor query_down;  ///< q_a_proj [Lq, H]; empty without a query latent
+  HostTensor query_norm;  ///< q_a_layernorm [Lq]; empty without a query latent
+  HostTensor kv_down;     ///< kv_a_proj_with_mqa [L+R, H]
+  HostTensor kv_norm;     ///< kv_a_layernorm [L]
+  HostTensor kv_up;       ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
+  HostTensor output;      ///< o_proj [H, N*V]
 };
 
-/// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3", "I32", ...).
+/// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3",
+/// "I32", ...).
 struct SafetensorsEntry {
   std::string name, dtype;
   std::vector<int64_t> shape;
@@ -63,7 +64,8 @@ class Safetensors {
   /// Value of a `__metadata__` key, or nullptr.
   const std::string* metadata(std::string_view key) const;
   std::span<const std::byte> bytes(const SafetensorsEntry& entry) const;
-  /// A float tensor (F32, BF16, F16, F8_E4M3) as a borrowed HostTensor; CheckpointError for another dtype or no such tensor.
+  /// A float tensor (F32, BF16, F16, F8_E4M3) as a borrowed HostTensor; CheckpointError for another dtype or no such
+  /// tensor.
   HostTensor tensor(std::string_view name) const;
 
  private:
@@ -74,7 +76,8 @@ class Safetensors {
 /// A Hugging Face checkpoint folder: config.json with model.safetensors or model.safetensors.index.json and its shards.
 class Checkpoint {
  public:
-  /// Path of the folder. CheckpointError for anything missing or malformed; a weight_map path that leaves the folder is refused.
+  /// Path of the folder. CheckpointError for anything missing or malformed; a weight_map path that leaves the folder is
+  /// refused.
   explicit Checkpoint(const std::filesystem::path& folder);
   const ModelConfig& config() const;
   /// Tensors under [language_model.]model.layers.N.self_attn., checked against the config's shapes.
@@ -89,11 +92,12 @@ class Checkpoint {
   std::shared_ptr<const State> state_;
 };
 
-/// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the config.
+/// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the
+/// config.
 LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config);
 
-/// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer, seed),
-/// stored in dtype.
+/// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer,
+/// seed), stored in dtype.
 LayerTensors random_layer(const ModelConfig& config, int64_t layer, uint64_t seed, Dtype dtype);
 
 /// y = x W^T for one matrix or one per head, in the backend's own layout. Made by prepare().
@@ -109,7 +113,7 @@ class Linear {
 /// What the paths need, on a device.
 struct LayerWeights {
   ModelConfig config;
-  Dtype dtype = Dtype::f32;  ///< bf16: activations round to bf16 before each product; sums are f32
+  Dtype dtype = Dtype::f32;                  ///< bf16: activations round to bf16 before each product; sums are f32
   std::shared_ptr<const Linear> query_down;  ///< hidden -> query latent; null without one
   std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)
   std::shared_ptr<const Linear> kv_down;     ///< hidden -> L+R

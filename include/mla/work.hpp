@@ -1,4 +1,5 @@
-// Units of work: plain data that a plan writes and ops read. Row and position counts fit 32 bits; byte offsets are 64-bit.
+// Units of work: plain data that a plan writes and ops read. Row and position counts fit 32 bits; byte offsets are
+// 64-bit.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +15,8 @@ struct GatherPiece {
   int32_t row = 0;
 };
 
-/// Query rows [q_begin, q_begin + q_count) over key rows [k_begin, k_begin + k_count): query i sees keys j <= i + visible.
+/// Query rows [q_begin, q_begin + q_count) over key rows [k_begin, k_begin + k_count): query i sees keys j <= i +
+/// visible.
 struct ExpandedItem {
   int32_t q_begin = 0, q_count = 0;
   int32_t k_begin = 0, k_count = 0;
@@ -24,14 +26,15 @@ struct ExpandedItem {
 
 /// Query rows of a request over its cached positions [kv_begin, kv_end): query i sees positions j <= visible + i.
 struct LatentItem {
-  int32_t request = 0;               ///< row of the block table
+  int32_t request = 0;  ///< row of the block table
   int32_t q_begin = 0, q_count = 0;
   int32_t kv_begin = 0, kv_end = 0;
   int32_t visible = 0;
-  int32_t partial = -1;              ///< first partial row to write; -1: straight to the output rows
+  int32_t partial = -1;  ///< first partial row to write; -1: straight to the output rows
 };
 
-/// Partial rows of a split request: split s of query row i lies at partial + s * rows + i; joined into output row `row` + i.
+/// Partial rows of a split request: split s of query row i lies at partial + s * rows + i; joined into output row `row`
+/// + i.
 struct SplitRows {
   int32_t row = 0;
   int32_t rows = 0;

@@ -33,7 +33,8 @@ struct Backend {
   std::string_view (*target)();
   /// Per-worker scratch that serves every op at these dimensions; a multiple of 64.
   size_t (*scratch_per_worker)(const ScratchShape& shape);
-  /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to it).
+  /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to
+  /// it).
   std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
 
   void (*norm)(Stream&, const ops::NormArgs&);

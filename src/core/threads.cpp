@@ -13,8 +13,8 @@
 
 namespace mla {
 
-// Workers sleep on a condition variable between runs and spin for a short while first: a step is a train of runs a few tens of
-// microseconds apart, and waking a sleeping thread costs about that much.
+// Workers sleep on a condition variable between runs and spin for a short while first: a step is a train of runs a few
+// tens of microseconds apart, and waking a sleeping thread costs about that much.
 struct ThreadPool::State {
   std::vector<std::thread> workers;
   std::mutex mutex;

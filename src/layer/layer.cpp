@@ -16,7 +16,8 @@ class Walk {
     const ModelConfig& m = plan_.model;
     const ModelConfig& w = c_.weights.config;
     auto same = [](const char* what, int64_t weights, int64_t plan) {
-      if (weights != plan) ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
+      if (weights != plan)
+        ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
     };
     same("hidden", w.hidden, m.hidden);
     same("heads", w.heads, m.heads);
@@ -30,8 +31,8 @@ class Walk {
                        static_cast<int64_t>(plan_.requests.size()));
     ops::require_equal("layer", "cache page size", c_.cache.spec.page_size, "plan page size", plan_.cache.page_size);
     if (c_.cache.spec.format != plan_.cache.format)
-      throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) + ", plan was made for " +
-                       std::string(to_string(plan_.cache.format)));
+      throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) +
+                       ", plan was made for " + std::string(to_string(plan_.cache.format)));
     if (c_.workspace.size() < plan_.workspace_bytes)
       throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
                        std::to_string(plan_.workspace_bytes));
@@ -47,8 +48,8 @@ class Walk {
     ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", m.hidden);
     ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", m.hidden);
     ops::require_range("layer", "plan tokens", t, 0, std::min(hidden.extent<Token>(), out.extent<Token>()) + 1);
-    const AnyView<Token, Head, In> h{hidden.dtype(), hidden.data(), {t, 1, m.hidden},
-                                     {hidden.stride<Token>(), 0, hidden.stride<Hidden>()}};
+    const AnyView<Token, Head, In> h{
+        hidden.dtype(), hidden.data(), {t, 1, m.hidden}, {hidden.stride<Token>(), 0, hidden.stride<Hidden>()}};
 
     const View<float, Token, Head, QueryKey> q(at<float>("query"), {t, n, m.query_key()});
     const AnyMutableView<Token, Head, Out> q_flat = flat(q.data(), t, n * m.query_key());
@@ -151,7 +152,8 @@ class Walk {
   // Absorbed queries over the cache itself, then W_UV.
   void latent_path(View<const float, Token, Head, QueryKey> q, View<float, Token, Head, Value> out) {
     const ModelConfig& m = plan_.model;
-    const int64_t rows = static_cast<int64_t>(plan_.latent_tokens.size()), n = m.heads, width = plan_.cache.value_width();
+    const int64_t rows = static_cast<int64_t>(plan_.latent_tokens.size()), n = m.heads,
+                  width = plan_.cache.value_width();
     const bool fp8 = plan_.options.fp8_query;
     const Dtype staged = fp8 ? Dtype::f32 : plan_.options.compute;  // before quantisation
     std::byte* query = at<std::byte>(fp8 ? "latent_query_f32" : "latent_query");
@@ -165,11 +167,10 @@ class Walk {
     AnyMutableView<Token, Head, Entry> latent_query = entry;
     if (fp8) {
       latent_query = {Dtype::fp8_e4m3, at<std::byte>("latent_query"), {rows, n, m.entry()}};
-      run("quantise_query",
-          ops::CastArgs{.x = {reinterpret_cast<const float*>(query), {rows, n, m.entry()}},
-                        .x_rows = {},
-                        .y = {Dtype::fp8_e4m3, latent_query.data(), {rows, n, m.entry()}},
-                        .scale = plan_.options.q_scale});
+      run("quantise_query", ops::CastArgs{.x = {reinterpret_cast<const float*>(query), {rows, n, m.entry()}},
+                                          .x_rows = {},
+                                          .y = {Dtype::fp8_e4m3, latent_query.data(), {rows, n, m.entry()}},
+                                          .scale = plan_.options.q_scale});
     }
 
     const View<float, Token, Head, Value> latent_out(at<float>("latent_out"), {rows, n, width});
@@ -189,8 +190,9 @@ class Walk {
                                                .scratch = scratch_});
     if (!plan_.splits.empty())
       run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
-    project("value_up", {Dtype::f32, latent_out.data(), {rows, n, width}, latent_out.strides()}, {}, *c_.weights.value_up,
-            {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()}, plan_.latent_tokens, rows);
+    project("value_up", {Dtype::f32, latent_out.data(), {rows, n, width}, latent_out.strides()}, {},
+            *c_.weights.value_up, {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
+            plan_.latent_tokens, rows);
   }
 
   // Keys and values of `rows` latent rows, in the compute dtype; the shared rope part keeps its own array.
@@ -258,12 +260,14 @@ class Walk {
 
 }  // namespace
 
-void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
+void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
+             AnyMutableView<Token, Hidden> out) {
   Walk(stream, context).block(hidden, out);
 }
 
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
+            View<float, Token, Head, Value> out) {
   Walk(stream, context).attention_form(q, kv_c, k_pe, out);
 }
 

@@ -11,7 +11,8 @@
 namespace mla::reference {
 namespace {
 
-// Sum of a[i] * b[i] in T, sixteen partial sums at a time so that the compiler can use vectors without reordering anything else.
+// Sum of a[i] * b[i] in T, sixteen partial sums at a time so that the compiler can use vectors without reordering
+// anything else.
 template <class T, class A, class B>
 T dot(const A* a, const B* b, int64_t n) {
   constexpr int64_t kLanes = 16;
@@ -39,7 +40,11 @@ template <class T>
 class Sequence {
  public:
   Sequence(const ModelConfig& config, const Weights& weights, std::span<const float> hidden, const Rounding& rounding)
-      : m_(config), w_(weights), r_(rounding), hidden_(hidden), length_(static_cast<int64_t>(hidden.size()) / config.hidden) {
+      : m_(config),
+        w_(weights),
+        r_(rounding),
+        hidden_(hidden),
+        length_(static_cast<int64_t>(hidden.size()) / config.hidden) {
     frequencies_ = inverse_frequencies(m_.rotary, m_.rope);
     magnitude_ = rotary_magnitude(m_.rotary);
     entries_.resize(length_ * m_.entry());
@@ -65,7 +70,8 @@ class Sequence {
   std::vector<T> product(std::span<const T> x, const std::vector<float>& w) const {
     std::vector<T> rounded(x.begin(), x.end()), y(w.size() / x.size());
     round_to<T>(r_.weights, rounded);
-    for (size_t o = 0; o < y.size(); ++o) y[o] = dot<T>(rounded.data(), w.data() + o * x.size(), static_cast<int64_t>(x.size()));
+    for (size_t o = 0; o < y.size(); ++o)
+      y[o] = dot<T>(rounded.data(), w.data() + o * x.size(), static_cast<int64_t>(x.size()));
     return y;
   }
 
@@ -115,7 +121,8 @@ class Sequence {
     }
   }
 
-  // Keys and values per head, from the cached rows: the layer expands new tokens before they are stored, which only helps it.
+  // Keys and values per head, from the cached rows: the layer expands new tokens before they are stored, which only
+  // helps it.
   void expand() {
     const int64_t width = m_.heads * (m_.nope + m_.value);
     expanded_.resize(length_ * width);
@@ -166,8 +173,7 @@ class Sequence {
     std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
     if (r_.q_scale > 0)
       for (T& e : entry) e = to_float(to_fp8_e4m3(static_cast<float>(e) / r_.q_scale)) * r_.q_scale;
-    else
-      round_to<T>(r_.compute, entry);
+    else round_to<T>(r_.compute, entry);
     const T scale = static_cast<T>(m_.softmax_scale());
     softmax_sum(
         position + 1, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },

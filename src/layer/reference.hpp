@@ -1,6 +1,6 @@
-// The layer straight from its definition, for judging the real one: in float64, or as a plain computation that makes the same
-// roundings as the layer but none of its optimisations. An answer is good when its error against float64 is no more than
-// twice the plain one's (docs/numerics.md).
+// The layer straight from its definition, for judging the real one: in float64, or as a plain computation that makes
+// the same roundings as the layer but none of its optimisations. An answer is good when its error against float64 is no
+// more than twice the plain one's (docs/numerics.md).
 #pragma once
 
 #include <cstdint>
@@ -23,15 +23,15 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
 
 /// What a plain computation rounds.
 struct Rounding {
-  Dtype weights = Dtype::f32;  ///< bf16: activations round before each product with weights
-  Dtype compute = Dtype::f32;  ///< bf16: the operands of attention's products round, its probabilities too
+  Dtype weights = Dtype::f32;      ///< bf16: activations round before each product with weights
+  Dtype compute = Dtype::f32;      ///< bf16: the operands of attention's products round, its probabilities too
   std::optional<CacheSpec> cache;  ///< keys go through this format's codec
   Path path = Path::latent;
-  float q_scale = 0;           ///< above 0: latent queries go through e4m3 with this scale
+  float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale
 };
 
-/// Output rows [rows.size(), hidden] of one sequence with hidden states [S, hidden], positions 0..S-1, each row attending to
-/// itself and all before it. Without `rounding` everything is float64; with it, sums are f32.
+/// Output rows [rows.size(), hidden] of one sequence with hidden states [S, hidden], positions 0..S-1, each row
+/// attending to itself and all before it. Without `rounding` everything is float64; with it, sums are f32.
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                                 std::span<const int64_t> rows, const Rounding* rounding = nullptr);
 

@@ -47,30 +47,35 @@ class LayerReader {
   HostTensor tensor(const std::string& role, const std::vector<int64_t>& shape) const {
     const std::string name = prefix_ + role;
     const Safetensors* file = find_(name);
-    if (!file) throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape));
+    if (!file)
+      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape));
     HostTensor t = file->tensor(name);
     if (t.shape != shape)
-      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " +
-                            shape_text(shape));
+      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(t.shape) +
+                            ", expected " + shape_text(shape));
     if (t.dtype == Dtype::fp8_e4m3) scales(t);
     return t;
   }
 
   void scales(HostTensor& t) const {
     if (t.shape.size() != 2)
-      throw CheckpointError(where_ + ": tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) + ", only matrices may be");
+      throw CheckpointError(where_ + ": tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) +
+                            ", only matrices may be");
     t.block_rows = config_.fp8_block_rows > 0 ? config_.fp8_block_rows : 128;
     t.block_cols = config_.fp8_block_cols > 0 ? config_.fp8_block_cols : 128;
-    const std::vector<int64_t> shape{(t.shape[0] + t.block_rows - 1) / t.block_rows, (t.shape[1] + t.block_cols - 1) / t.block_cols};
+    const std::vector<int64_t> shape{(t.shape[0] + t.block_rows - 1) / t.block_rows,
+                                     (t.shape[1] + t.block_cols - 1) / t.block_cols};
     const std::string name = t.name + "_scale_inv";
     const Safetensors* file = find_(name);
     if (!file)
-      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape) + " for the fp8 weight");
+      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape) +
+                            " for the fp8 weight");
     const HostTensor s = file->tensor(name);
     if (s.shape != shape)
-      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(s.shape) + ", expected " +
-                            shape_text(shape));
-    if (s.dtype == Dtype::fp8_e4m3) throw CheckpointError(file->file().string() + ": tensor '" + name + "' is fp8, a float is needed");
+      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(s.shape) +
+                            ", expected " + shape_text(shape));
+    if (s.dtype == Dtype::fp8_e4m3)
+      throw CheckpointError(file->file().string() + ": tensor '" + name + "' is fp8, a float is needed");
     t.block_scales = s.to_f32();
   }
 

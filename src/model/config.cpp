@@ -1,5 +1,5 @@
-// Reads the attention part of a Hugging Face config.json. Two generations of rope keys exist: `rope_theta` with `rope_scaling`, and
-// `rope_parameters` that holds both; each names the kind `type` or `rope_type`.
+// Reads the attention part of a Hugging Face config.json. Two generations of rope keys exist: `rope_theta` with
+// `rope_scaling`, and `rope_parameters` that holds both; each names the kind `type` or `rope_type`.
 #include <cmath>
 #include <fstream>
 #include <iterator>
@@ -79,7 +79,8 @@ void read_rope(const Reader& config, const std::string& model_type, ModelConfig&
   r.theta = rope.positive("rope_theta", r.theta);
   const std::string kind = rope.text("rope_type", rope.text("type", "default"));
   if (kind == "default") return;
-  if (kind != "yarn" && kind != "deepseek_yarn") throw UnsupportedError(config.where() + ": rope type '" + kind + "' is not supported (default and yarn are)");
+  if (kind != "yarn" && kind != "deepseek_yarn")
+    throw UnsupportedError(config.where() + ": rope type '" + kind + "' is not supported (default and yarn are)");
   r.scaling = RopeConfig::Scaling::yarn;
   r.factor = rope.positive("factor", 1.0);
   r.beta_fast = rope.positive("beta_fast", 32.0);
@@ -87,16 +88,19 @@ void read_rope(const Reader& config, const std::string& model_type, ModelConfig&
   r.attention_factor = rope.positive("attention_factor", 1.0);
   r.mscale = rope.number("mscale", 1.0);
   r.mscale_all_dim = rope.number("mscale_all_dim", 0.0);
-  r.original_max_position = rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 4096));
+  r.original_max_position =
+      rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 4096));
   if (r.original_max_position < 1)
-    rope.fail("original_max_position_embeddings", "is " + std::to_string(r.original_max_position) + ", must be above 0");
+    rope.fail("original_max_position_embeddings",
+              "is " + std::to_string(r.original_max_position) + ", must be above 0");
 }
 
 void reject_unsupported(const Reader& config) {
   auto reject = [&](std::string_view key, const std::string& what) {
     const Json* v = config.find(key);
     if (v && !(v->is_boolean() && !v->get<bool>()) && !(v->is_number() && v->get<double>() == 0))
-      throw UnsupportedError(config.where() + ": " + std::string(key) + " is " + v->dump() + ": " + what + " is not supported");
+      throw UnsupportedError(config.where() + ": " + std::string(key) + " is " + v->dump() + ": " + what +
+                             " is not supported");
   };
   const bool windowed = config.flag("use_sliding_window", true);
   if (windowed) reject("sliding_window", "a sliding window");
@@ -145,8 +149,8 @@ ModelConfig parse_config(std::string_view text, std::string_view where) {
     const Reader q(*quantization, config.where() + ": quantization_config");
     if (const Json* block = q.find("weight_block_size")) {
       auto size = [&](size_t i) {
-        if (!block->is_array() || block->size() != 2 || !(*block)[i].is_number_integer() || (*block)[i].get<int64_t>() < 1 ||
-            (*block)[i].get<int64_t>() > 65536)
+        if (!block->is_array() || block->size() != 2 || !(*block)[i].is_number_integer() ||
+            (*block)[i].get<int64_t>() < 1 || (*block)[i].get<int64_t>() > 65536)
           q.fail("weight_block_size", "is " + block->dump() + ", two positive integers are needed");
         return (*block)[i].get<int64_t>();
       };

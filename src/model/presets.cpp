@@ -73,7 +73,8 @@ ModelConfig make(std::string_view name) {
   return m;
 }
 
-constexpr std::array<std::string_view, 5> kNames{"deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "kimi-k2", "minicpm3"};
+constexpr std::array<std::string_view, 5> kNames{"deepseek-v2-lite", "deepseek-v3", "deepseek-v3.2", "kimi-k2",
+                                                 "minicpm3"};
 constexpr std::array<std::string_view, 3> kFromConfig{"glm-4.7-flash", "glm-5", "kimi-linear"};
 
 }  // namespace
@@ -89,8 +90,10 @@ ModelConfig preset(std::string_view name) {
   }
   for (std::string_view n : kFromConfig)
     if (n == name)
-      throw InputError("no preset for '" + std::string(name) + "': its dimensions come from its config.json; pass that file or its folder");
-  throw InputError("unknown model '" + std::string(name) + "'; presets:" + known + "; or a config.json or checkpoint folder");
+      throw InputError("no preset for '" + std::string(name) +
+                       "': its dimensions come from its config.json; pass that file or its folder");
+  throw InputError("unknown model '" + std::string(name) + "'; presets:" + known +
+                   "; or a config.json or checkpoint folder");
 }
 
 double yarn_mscale(double scale, double mscale) { return scale <= 1 ? 1.0 : 0.1 * mscale * std::log(scale) + 1.0; }
@@ -108,8 +111,8 @@ void ModelConfig::validate() const {
   auto require = [&](const char* what, int64_t found, int64_t lo) {
     constexpr int64_t kMost = int64_t{1} << 20;
     if (found < lo || found > kMost)
-      throw ShapeError("model " + name + ": " + what + " is " + std::to_string(found) + ", allowed " + std::to_string(lo) + " to " +
-                       std::to_string(kMost));
+      throw ShapeError("model " + name + ": " + what + " is " + std::to_string(found) + ", allowed " +
+                       std::to_string(lo) + " to " + std::to_string(kMost));
   };
   require("hidden", hidden, 1);
   require("layers", layers, 1);
@@ -120,7 +123,8 @@ void ModelConfig::validate() const {
   require("rope", rope, 0);
   require("value", value, 1);
   if (rope % 2 != 0) throw ShapeError("model " + name + ": rope is " + std::to_string(rope) + ", must be even");
-  if (!(rms_eps >= 0)) throw ShapeError("model " + name + ": rms_eps is " + std::to_string(rms_eps) + ", must not be negative");
+  if (!(rms_eps >= 0))
+    throw ShapeError("model " + name + ": rms_eps is " + std::to_string(rms_eps) + ", must not be negative");
 }
 
 }  // namespace mla

@@ -1,4 +1,5 @@
-// Random weights by counter: element i of a tensor depends on (seed, layer, tensor, i) alone, so any part can be made anywhere.
+// Random weights by counter: element i of a tensor depends on (seed, layer, tensor, i) alone, so any part can be made
+// anywhere.
 #include <cmath>
 #include <cstring>
 
@@ -14,7 +15,8 @@ uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// Sum of four 16-bit uniforms, centred and scaled to variance 1: normal enough for weights, one multiplication chain a number.
+// Sum of four 16-bit uniforms, centred and scaled to variance 1: normal enough for weights, one multiplication chain a
+// number.
 float normal(uint64_t key, uint64_t i) {
   const uint64_t u = mix(key + i * 0x9e3779b97f4a7c15u);
   const int64_t sum = static_cast<int64_t>(u & 0xffff) + static_cast<int64_t>((u >> 16) & 0xffff) +

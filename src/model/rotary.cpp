@@ -12,12 +12,14 @@ namespace mla {
 std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
   const int64_t pairs = rope / 2;
   std::vector<double> frequencies(pairs);
-  for (int64_t i = 0; i < pairs; ++i) frequencies[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(rope));
+  for (int64_t i = 0; i < pairs; ++i)
+    frequencies[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(rope));
   if (c.scaling != RopeConfig::Scaling::yarn) return frequencies;
 
   // The dim whose wavelength makes `turns` full turns over the original context.
   auto correction_dim = [&](double turns) {
-    return static_cast<double>(rope) * std::log(static_cast<double>(c.original_max_position) / (turns * 2 * std::numbers::pi)) /
+    return static_cast<double>(rope) *
+           std::log(static_cast<double>(c.original_max_position) / (turns * 2 * std::numbers::pi)) /
            (2 * std::log(c.theta));
   };
   const double low = std::max(std::floor(correction_dim(c.beta_fast)), 0.0);
@@ -37,8 +39,10 @@ double rotary_magnitude(const RopeConfig& c) {
 
 RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions)
     : positions_(positions), pairs_(rope / 2), interleaved_(config.interleaved), rotates_(config.rotate && rope > 0) {
-  if (rope < 0 || rope % 2 != 0) throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
-  if (positions < 0) throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", must not be negative");
+  if (rope < 0 || rope % 2 != 0)
+    throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
+  if (positions < 0)
+    throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", must not be negative");
   if (!rotates_) return;
   const std::vector<double> frequencies = inverse_frequencies(config, rope);
   const double magnitude = rotary_magnitude(config);

@@ -1,5 +1,5 @@
-// A strict reader. The header is attacker-controlled text, so it is parsed here, by hand: a general JSON parser would accept
-// duplicate keys silently, and every number below becomes an offset into mapped memory.
+// A strict reader. The header is attacker-controlled text, so it is parsed here, by hand: a general JSON parser would
+// accept duplicate keys silently, and every number below becomes an offset into mapped memory.
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -26,9 +26,9 @@ struct DtypeSize {
   std::string_view name;
   uint64_t bytes;
 };
-constexpr DtypeSize kDtypes[] = {{"F64", 8},  {"F32", 4},     {"F16", 2},     {"BF16", 2}, {"I64", 8}, {"I32", 4}, {"I16", 2},
-                                 {"I8", 1},   {"U64", 8},     {"U32", 4},     {"U16", 2},  {"U8", 1},  {"BOOL", 1},
-                                 {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
+constexpr DtypeSize kDtypes[] = {{"F64", 8},  {"F32", 4},     {"F16", 2},     {"BF16", 2},   {"I64", 8}, {"I32", 4},
+                                 {"I16", 2},  {"I8", 1},      {"U64", 8},     {"U32", 4},    {"U16", 2}, {"U8", 1},
+                                 {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
 
 class HeaderParser {
  public:
@@ -70,7 +70,8 @@ class HeaderParser {
       } else if (key == "shape") {
         once(shape, key);
         array([&](uint64_t n) {
-          if (n > static_cast<uint64_t>(INT64_MAX)) fail("tensor '" + e.name + "': extent " + std::to_string(n) + " is too large");
+          if (n > static_cast<uint64_t>(INT64_MAX))
+            fail("tensor '" + e.name + "': extent " + std::to_string(n) + " is too large");
           if (e.shape.size() == 16) fail("tensor '" + e.name + "': more than 16 dimensions");
           e.shape.push_back(static_cast<int64_t>(n));
         });
@@ -82,7 +83,8 @@ class HeaderParser {
           if (count == 1) e.end = n;
           ++count;
         });
-        if (count != 2) fail("tensor '" + e.name + "': data_offsets has " + std::to_string(count) + " numbers, 2 are needed");
+        if (count != 2)
+          fail("tensor '" + e.name + "': data_offsets has " + std::to_string(count) + " numbers, 2 are needed");
       } else {
         fail("tensor '" + e.name + "': unknown key '" + key + "'");
       }
@@ -154,12 +156,9 @@ class HeaderParser {
       const unsigned char c = static_cast<unsigned char>(text_[at_++]);
       if (c == '"') return s;
       if (c < 0x20) fail("control character in a string at byte " + std::to_string(at_ - 1));
-      if (c == '\\')
-        escape(s);
-      else if (c < 0x80)
-        s += static_cast<char>(c);
-      else
-        utf8(c, s);
+      if (c == '\\') escape(s);
+      else if (c < 0x80) s += static_cast<char>(c);
+      else utf8(c, s);
     }
   }
 
@@ -167,7 +166,9 @@ class HeaderParser {
     if (at_ == text_.size()) fail("string without end");
     const char c = text_[at_++];
     switch (c) {
-      case '"': case '\\': case '/': s += c; return;
+      case '"':
+      case '\\':
+      case '/': s += c; return;
       case 'b': s += '\b'; return;
       case 'f': s += '\f'; return;
       case 'n': s += '\n'; return;
@@ -208,7 +209,10 @@ class HeaderParser {
     for (int i = 0; i < 4; ++i) {
       if (at_ == text_.size()) fail("string without end");
       const char c = text_[at_++];
-      const int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : c >= 'A' && c <= 'F' ? c - 'A' + 10 : -1;
+      const int digit = c >= '0' && c <= '9'   ? c - '0'
+                        : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                        : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                                               : -1;
       if (digit < 0) fail("bad \\u escape at byte " + std::to_string(at_ - 1));
       code = code * 16 + static_cast<uint32_t>(digit);
     }
@@ -216,7 +220,10 @@ class HeaderParser {
   }
 
   void utf8(unsigned char lead, std::string& s) {
-    const int more = lead >= 0xf0 && lead <= 0xf4 ? 3 : lead >= 0xe0 && lead < 0xf0 ? 2 : lead >= 0xc2 && lead < 0xe0 ? 1 : 0;
+    const int more = lead >= 0xf0 && lead <= 0xf4  ? 3
+                     : lead >= 0xe0 && lead < 0xf0 ? 2
+                     : lead >= 0xc2 && lead < 0xe0 ? 1
+                                                   : 0;
     const size_t start = at_ - 1;
     uint32_t code = lead & (0x3fu >> more);
     for (int i = 0; i < more; ++i) {
@@ -226,12 +233,14 @@ class HeaderParser {
       ++at_;
     }
     const bool overlong = (more == 2 && code < 0x800) || (more == 3 && code < 0x10000);
-    if (more == 0 || overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) fail("bad UTF-8 at byte " + std::to_string(start));
+    if (more == 0 || overlong || code > 0x10ffff || (code >= 0xd800 && code < 0xe000))
+      fail("bad UTF-8 at byte " + std::to_string(start));
     s += text_.substr(start, at_ - start);
   }
 
   void space() {
-    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r')) ++at_;
+    while (at_ < text_.size() && (text_[at_] == ' ' || text_[at_] == '\n' || text_[at_] == '\t' || text_[at_] == '\r'))
+      ++at_;
   }
   char peek() {
     space();
@@ -282,8 +291,10 @@ struct Safetensors::File {
   void parse() {
     uint64_t header = 0;
     std::memcpy(&header, map, 8);
-    if (header > kMostHeader) fail("header of " + std::to_string(header) + " bytes, at most " + std::to_string(kMostHeader));
-    if (header > size - 8) fail("header of " + std::to_string(header) + " bytes ends past the file's " + std::to_string(size));
+    if (header > kMostHeader)
+      fail("header of " + std::to_string(header) + " bytes, at most " + std::to_string(kMostHeader));
+    if (header > size - 8)
+      fail("header of " + std::to_string(header) + " bytes ends past the file's " + std::to_string(size));
     data = 8 + header;
     HeaderParser({reinterpret_cast<const char*>(map + 8), header}, path.string()).parse(entries, metadata);
     std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
@@ -294,28 +305,35 @@ struct Safetensors::File {
       const SafetensorsEntry& e = entries[i];
       check(e);
       if (e.begin != end)
-        fail("tensor '" + e.name + "': begins at " + std::to_string(e.begin) + (e.begin > end ? ", a gap after " : ", inside the tensor that ends at ") +
-             std::to_string(end));
+        fail("tensor '" + e.name + "': begins at " + std::to_string(e.begin) +
+             (e.begin > end ? ", a gap after " : ", inside the tensor that ends at ") + std::to_string(end));
       end = e.end;
       by_name.emplace(e.name, i);
     }
-    if (end != size - data) fail("tensors end at " + std::to_string(end) + ", the data at " + std::to_string(size - data));
+    if (end != size - data)
+      fail("tensors end at " + std::to_string(end) + ", the data at " + std::to_string(size - data));
   }
 
   void check(const SafetensorsEntry& e) const {
-    const auto* dtype = std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const DtypeSize& d) { return d.name == e.dtype; });
+    const auto* dtype =
+        std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const DtypeSize& d) { return d.name == e.dtype; });
     if (dtype == std::end(kDtypes)) fail("tensor '" + e.name + "': unknown dtype '" + e.dtype + "'");
     uint64_t bytes = dtype->bytes;
     bool empty = false;
     for (int64_t extent : e.shape) empty = empty || extent == 0;
     for (int64_t extent : e.shape)
-      if (!empty && __builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes)) fail("tensor '" + e.name + "': shape passes 64 bits");
+      if (!empty && __builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes))
+        fail("tensor '" + e.name + "': shape passes 64 bits");
     if (empty) bytes = 0;
-    if (e.end < e.begin) fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + " before it begins at " + std::to_string(e.begin));
+    if (e.end < e.begin)
+      fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + " before it begins at " +
+           std::to_string(e.begin));
     if (e.end > size - data)
-      fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + ", past the data's " + std::to_string(size - data) + " bytes");
+      fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + ", past the data's " +
+           std::to_string(size - data) + " bytes");
     if (e.end - e.begin != bytes)
-      fail("tensor '" + e.name + "': has " + std::to_string(e.end - e.begin) + " bytes, its shape needs " + std::to_string(bytes));
+      fail("tensor '" + e.name + "': has " + std::to_string(e.end - e.begin) + " bytes, its shape needs " +
+           std::to_string(bytes));
   }
 };
 

@@ -28,7 +28,8 @@ std::string text(const std::vector<int64_t>& shape) {
 std::vector<float> values(const HostTensor& t, const char* role, const std::vector<int64_t>& shape) {
   if (!t) throw ShapeError(std::string("prepare: ") + role + " is missing, expected shape " + text(shape));
   if (t.shape != shape)
-    throw ShapeError(std::string("prepare: ") + role + " (" + t.name + ") has shape " + text(t.shape) + ", expected " + text(shape));
+    throw ShapeError(std::string("prepare: ") + role + " (" + t.name + ") has shape " + text(t.shape) + ", expected " +
+                     text(shape));
   return t.to_f32();
 }
 
@@ -83,10 +84,12 @@ LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, Dtype dtype, D
   w.kv_norm = values(t.kv_norm, "kv_norm", {m.latent});
   w.output = linear(t.output, "output", m.hidden, m.heads * m.value);
 
-  // kv_up's rows are, per head, P rows of W_UK (a [P, L] block: the absorbed map's transpose) and V rows of W_UV ([V, L]).
+  // kv_up's rows are, per head, P rows of W_UK (a [P, L] block: the absorbed map's transpose) and V rows of W_UV ([V,
+  // L]).
   const std::vector<float> up = values(t.kv_up, "kv_up", {m.heads * (m.nope + m.value), m.latent});
   w.kv_up = backend.pack(up, 1, m.heads * (m.nope + m.value), m.latent, dtype);
-  std::vector<float> key(static_cast<size_t>(m.heads * m.latent * m.nope)), value(static_cast<size_t>(m.heads * m.value * m.latent));
+  std::vector<float> key(static_cast<size_t>(m.heads * m.latent * m.nope)),
+      value(static_cast<size_t>(m.heads * m.value * m.latent));
   for (int64_t h = 0; h < m.heads; ++h) {
     const float* head = up.data() + h * (m.nope + m.value) * m.latent;
     for (int64_t p = 0; p < m.nope; ++p)

@@ -21,7 +21,8 @@ void require_same(std::string_view op, std::string_view a_name, const A& a, std:
 }
 
 /// "append: kv_c Latent is 40, cache Latent is 512"
-inline void require_equal(std::string_view op, std::string_view what, int64_t found, std::string_view other, int64_t needed) {
+inline void require_equal(std::string_view op, std::string_view what, int64_t found, std::string_view other,
+                          int64_t needed) {
   if (found != needed)
     throw ShapeError(std::string(op) + ": " + std::string(what) + " is " + std::to_string(found) + ", " +
                      std::string(other) + " is " + std::to_string(needed));
@@ -42,14 +43,16 @@ void require_dense(std::string_view op, std::string_view name, const A& a) {
                      std::to_string(a.template stride<D>()) + ", 1 is needed");
 }
 
-inline void require_dtype(std::string_view op, std::string_view name, Dtype found, std::initializer_list<Dtype> allowed) {
+inline void require_dtype(std::string_view op, std::string_view name, Dtype found,
+                          std::initializer_list<Dtype> allowed) {
   std::string list;
   for (Dtype t : allowed) {
     if (t == found) return;
     list += ' ';
     list += to_string(t);
   }
-  throw ShapeError(std::string(op) + ": " + std::string(name) + " is " + std::string(to_string(found)) + ", allowed:" + list);
+  throw ShapeError(std::string(op) + ": " + std::string(name) + " is " + std::string(to_string(found)) +
+                   ", allowed:" + list);
 }
 
 }  // namespace mla::ops

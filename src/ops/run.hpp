@@ -5,9 +5,9 @@
 
 namespace mla::ops {
 
-#define MLA_RUN(Args, entry)                          \
-  inline void run(Stream& stream, const Args& args) { \
-    check(args);                                      \
+#define MLA_RUN(Args, entry)                               \
+  inline void run(Stream& stream, const Args& args) {      \
+    check(args);                                           \
     backend::backend(stream.device()).entry(stream, args); \
   }
 MLA_RUN(NormArgs, norm)

@@ -17,8 +17,8 @@ std::string n(int64_t x) { return std::to_string(x); }
 void validate(const Batch& b, int64_t pages, int64_t page_size) {
   const int64_t requests = b.requests();
   if (static_cast<int64_t>(b.query_start_loc.size()) != requests + 1)
-    fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) + " requests need " +
-         n(requests + 1));
+    fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) +
+         " requests need " + n(requests + 1));
   if (b.query_start_loc[0] != 0) fail("query_start_loc[0] is " + n(b.query_start_loc[0]) + ", must be 0");
   if (requests > 0 && b.block_table.extent<Request>() < requests)
     fail("block table has " + n(b.block_table.extent<Request>()) + " rows, " + n(requests) + " requests need as many");
@@ -27,21 +27,24 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
     if (b.query_start_loc[r + 1] < b.query_start_loc[r])
       fail(who + "query_start_loc falls from " + n(b.query_start_loc[r]) + " to " + n(b.query_start_loc[r + 1]));
     if (b.seq_lens[r] < 0) fail(who + "seq_len is " + n(b.seq_lens[r]) + ", must not be negative");
-    if (b.seq_lens[r] < b.query_len(r)) fail(who + "seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
+    if (b.seq_lens[r] < b.query_len(r))
+      fail(who + "seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
     if (b.query_len(r) == 0) continue;  // nothing to do: its table is not read
     const int64_t needed = (static_cast<int64_t>(b.seq_lens[r]) + page_size - 1) / page_size;
     if (needed > b.block_table.extent<Page>())
-      fail(who + "seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) + ", block table has " +
-           n(b.block_table.extent<Page>()));
+      fail(who + "seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
+           ", block table has " + n(b.block_table.extent<Page>()));
     for (int64_t p = 0; p < needed; ++p)
       if (const int32_t page = b.block_table(r, p); page < 0 || page >= pages)
         fail(who + "block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
   }
   if (static_cast<int64_t>(b.slot_mapping.size()) != b.tokens())
-    fail("slot_mapping has " + n(static_cast<int64_t>(b.slot_mapping.size())) + " entries, the batch has " + n(b.tokens()) + " tokens");
+    fail("slot_mapping has " + n(static_cast<int64_t>(b.slot_mapping.size())) + " entries, the batch has " +
+         n(b.tokens()) + " tokens");
   for (size_t t = 0; t < b.slot_mapping.size(); ++t)
     if (b.slot_mapping[t] >= pages * page_size)
-      fail("slot_mapping[" + n(static_cast<int64_t>(t)) + "] is " + n(b.slot_mapping[t]) + ", the cache has " + n(pages * page_size) + " slots");
+      fail("slot_mapping[" + n(static_cast<int64_t>(t)) + "] is " + n(b.slot_mapping[t]) + ", the cache has " +
+           n(pages * page_size) + " slots");
 }
 
 DecodePrefillSplit split_decodes_and_prefills(std::span<const int32_t> starts, const SplitOptions& o) {
@@ -51,7 +54,8 @@ DecodePrefillSplit split_decodes_and_prefills(std::span<const int32_t> starts, c
   auto split_at = [&](int64_t r) { return DecodePrefillSplit{r, requests - r, starts[r], tokens - starts[r]}; };
   if (requests == 0) return {};
   if (!o.treat_short_extends_as_decodes && static_cast<int64_t>(o.is_prefilling.size()) != requests)
-    fail("is_prefilling has " + n(static_cast<int64_t>(o.is_prefilling.size())) + " entries, " + n(requests) + " requests need as many");
+    fail("is_prefilling has " + n(static_cast<int64_t>(o.is_prefilling.size())) + " entries, " + n(requests) +
+         " requests need as many");
   auto prefills = [&](int64_t r) { return !o.treat_short_extends_as_decodes && o.is_prefilling[r]; };
 
   int64_t longest = 0;

@@ -14,10 +14,11 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
   return std::max(wanted, max_requests * page_size);
 }
 
-std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows, int64_t page_size,
-                                                          int64_t fixed_rows) {
+std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
+                                                          int64_t page_size, int64_t fixed_rows) {
   if (rows < 1 || rows > std::numeric_limits<int32_t>::max())
-    throw ShapeError("context rows is " + std::to_string(rows) + ", allowed 1 to " + std::to_string(std::numeric_limits<int32_t>::max()));
+    throw ShapeError("context rows is " + std::to_string(rows) + ", allowed 1 to " +
+                     std::to_string(std::numeric_limits<int32_t>::max()));
   if (fixed_rows < 0 || fixed_rows > rows)
     throw ShapeError("fixed context rows is " + std::to_string(fixed_rows) + ", allowed 0 to " + std::to_string(rows));
   // A cut inside a page would read that page twice; with less than a page of room there is no other choice.
@@ -25,7 +26,8 @@ std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_
   std::vector<std::vector<GatherPiece>> chunks;
   int64_t used = rows;  // no chunk is open
   auto place = [&](int64_t request, int64_t start, int64_t count) {
-    chunks.back().push_back({static_cast<int32_t>(request), static_cast<int32_t>(start), static_cast<int32_t>(count), static_cast<int32_t>(used)});
+    chunks.back().push_back({static_cast<int32_t>(request), static_cast<int32_t>(start), static_cast<int32_t>(count),
+                             static_cast<int32_t>(used)});
     used += count;
   };
   for (int64_t r = 0; r < static_cast<int64_t>(contexts.size()); ++r) {

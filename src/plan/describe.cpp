@@ -34,11 +34,12 @@ struct Group {
 std::string Plan::describe() const {
   std::string out;
   line(out, "plan: %s, %lld heads, %lld tokens in %zu requests on %s with %d threads", model.name.c_str(),
-       static_cast<long long>(model.heads), static_cast<long long>(tokens), requests.size(), to_string(device.device).c_str(),
-       device.threads);
-  line(out, "  cache: %s, pages of %lld, %.0f B a token; compute %s%s; split %s", std::string(to_string(cache.format)).c_str(),
-       static_cast<long long>(cache.page_size), cache.token_bytes(), std::string(to_string(options.compute)).c_str(),
-       options.fp8_query ? ", fp8 queries" : "", std::string(to_string(options.split)).c_str());
+       static_cast<long long>(model.heads), static_cast<long long>(tokens), requests.size(),
+       to_string(device.device).c_str(), device.threads);
+  line(out, "  cache: %s, pages of %lld, %.0f B a token; compute %s%s; split %s",
+       std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
+       std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
+       std::string(to_string(options.split)).c_str());
 
   Group groups[2];
   for (const RequestPlan& r : requests) {
@@ -54,9 +55,10 @@ std::string Plan::describe() const {
     const Group& g = groups[path == Path::expanded];
     if (g.requests == 0) line(out, "    %-8s  none", std::string(to_string(path)).c_str());
     else
-      line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld", std::string(to_string(path)).c_str(),
-           static_cast<long long>(g.requests), static_cast<long long>(g.tokens), static_cast<long long>(g.shortest_query),
-           static_cast<long long>(g.longest_query), static_cast<long long>(g.longest_context));
+      line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld",
+           std::string(to_string(path)).c_str(), static_cast<long long>(g.requests), static_cast<long long>(g.tokens),
+           static_cast<long long>(g.shortest_query), static_cast<long long>(g.longest_query),
+           static_cast<long long>(g.longest_context));
   }
 
   if (!latent_items.empty()) {
@@ -66,12 +68,13 @@ std::string Plan::describe() const {
          static_cast<long long>(longest), splits.size(), static_cast<long long>(partial_rows));
   }
   if (!suffix_items.empty()) {
-    line(out, "  expanded: %zu new-token items; %zu context chunks of at most %lld rows", suffix_items.size(), chunks.size(),
-         static_cast<long long>(context_rows));
+    line(out, "  expanded: %zu new-token items; %zu context chunks of at most %lld rows", suffix_items.size(),
+         chunks.size(), static_cast<long long>(context_rows));
     constexpr size_t kShown = 6;
     for (size_t c = 0; c < std::min(chunks.size(), kShown); ++c)
-      line(out, "    chunk %zu: %lld rows of %zu requests, first request %d from %d", c, static_cast<long long>(chunks[c].rows),
-           chunks[c].pieces.size(), chunks[c].pieces[0].request, chunks[c].pieces[0].start);
+      line(out, "    chunk %zu: %lld rows of %zu requests, first request %d from %d", c,
+           static_cast<long long>(chunks[c].rows), chunks[c].pieces.size(), chunks[c].pieces[0].request,
+           chunks[c].pieces[0].start);
     if (chunks.size() > kShown) line(out, "    ... %zu more", chunks.size() - kShown);
   }
   line(out, "  workspace: %s", bytes(workspace_bytes).c_str());

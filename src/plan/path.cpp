@@ -44,12 +44,17 @@ SplitPolicy parse_split_policy(std::string_view name) {
   return parse("split policy", name, std::array{SplitPolicy::fast, SplitPolicy::batch_invariant});
 }
 
-// A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210, attend_expanded 280, products
-// 450 GFLOP/s and 20 GB/s a core. f32 operands and AVX2 keep nearly the same ratios between the paths.
-CostModel default_cost_model(Device) { return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9}; }
+// A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210,
+// attend_expanded 280, products 450 GFLOP/s and 20 GB/s a core. f32 operands and AVX2 keep nearly the same ratios
+// between the paths.
+CostModel default_cost_model(Device) {
+  return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9};
+}
 
-double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens, int64_t context) {
-  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context), heads = static_cast<double>(m.heads);
+double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
+                 int64_t context) {
+  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context),
+               heads = static_cast<double>(m.heads);
   const double pairs = t * c + t * (t + 1) / 2;
   const double l = static_cast<double>(m.latent), p = static_cast<double>(m.nope), r = static_cast<double>(m.rope),
                v = static_cast<double>(m.value);
@@ -61,7 +66,8 @@ double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
   } else {
     projected = heads * (c + t) * 2 * l * (p + v);
     attended = heads * pairs * 2 * (p + r + v);
-    bytes = c * cache.token_bytes() + (c + t) * (heads * (p + v) + r) * 4 * 2;  // gathered, and expanded rows written and read
+    bytes = c * cache.token_bytes() +
+            (c + t) * (heads * (p + v) + r) * 4 * 2;  // gathered, and expanded rows written and read
   }
   const double attention = attended / (path == Path::latent ? rates.latent_flops : rates.expanded_flops);
   return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);

@@ -13,19 +13,25 @@ namespace {
 
 void check_options(const ModelConfig& model, const CacheSpec& cache, const PlanOptions& o) {
   if (cache.latent != model.latent || cache.rope != model.rope)
-    throw ShapeError("plan: cache holds latent " + std::to_string(cache.latent) + " and rope " + std::to_string(cache.rope) +
-                     ", the model has " + std::to_string(model.latent) + " and " + std::to_string(model.rope));
+    throw ShapeError("plan: cache holds latent " + std::to_string(cache.latent) + " and rope " +
+                     std::to_string(cache.rope) + ", the model has " + std::to_string(model.latent) + " and " +
+                     std::to_string(model.rope));
   if (cache.value_width() != model.latent)
     throw UnsupportedError("plan: cache format " + std::string(to_string(cache.format)) + " has values of " +
-                           std::to_string(cache.value_width()) + ", the layer's W_UV takes the latent's " + std::to_string(model.latent));
+                           std::to_string(cache.value_width()) + ", the layer's W_UV takes the latent's " +
+                           std::to_string(model.latent));
   if (o.compute != Dtype::f32 && o.compute != Dtype::bf16)
-    throw UnsupportedError("plan: compute dtype is " + std::string(to_string(o.compute)) + "; f32 and bf16 are supported");
+    throw UnsupportedError("plan: compute dtype is " + std::string(to_string(o.compute)) +
+                           "; f32 and bf16 are supported");
   if (o.fp8_query && cache.format != CacheFormat::fp8)
-    throw UnsupportedError("plan: fp8 queries need cache format fp8, this one is " + std::string(to_string(cache.format)));
+    throw UnsupportedError("plan: fp8 queries need cache format fp8, this one is " +
+                           std::string(to_string(cache.format)));
   if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
     throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
   for (int64_t rows : {o.context_rows, o.max_model_len, o.max_requests})
-    if (rows < 0) throw ShapeError("plan: context_rows, max_model_len and max_requests must not be negative, one is " + std::to_string(rows));
+    if (rows < 0)
+      throw ShapeError("plan: context_rows, max_model_len and max_requests must not be negative, one is " +
+                       std::to_string(rows));
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
@@ -59,8 +65,8 @@ void chunk_context(Plan& plan) {
   const PlanOptions& o = plan.options;
   int64_t rows = o.context_rows;
   if (rows == 0) {
-    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest, o.max_requests > 0 ? o.max_requests : requests,
-                                plan.cache.page_size);
+    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
+                                o.max_requests > 0 ? o.max_requests : requests, plan.cache.page_size);
     if (invariant) rows = std::max(rows, kFixedRows);
   }
   if (rows == 0) return;  // nothing is expanded
@@ -99,7 +105,8 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     p.requests.push_back(request);
     const bool expanded = request.path == Path::expanded;
     if (expanded && request.query_len > 0)
-      p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()), request.query_len, 0});
+      p.suffix_items.push_back(
+          {request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()), request.query_len, 0});
     std::vector<int32_t>& list = expanded ? p.expanded_tokens : p.latent_tokens;
     for (int32_t i = 0; i < request.query_len; ++i) {
       p.positions[request.q_begin + i] = request.context + i;

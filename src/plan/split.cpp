@@ -6,18 +6,20 @@
 namespace mla::planning {
 namespace {
 
-// Query tokens that share an item: enough rows to reuse each converted cache row, few enough that long prefills stay parallel.
+// Query tokens that share an item: enough rows to reuse each converted cache row, few enough that long prefills stay
+// parallel.
 constexpr int64_t kTileTokens = 64;
 // Splits are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
-// fast: enough units for many threads to share evenly, counted over the whole batch. Never from the number of threads: results must
-// not depend on it.
+// fast: enough units for many threads to share evenly, counted over the whole batch. Never from the number of threads:
+// results must not depend on it.
 constexpr int64_t kUnits = 64;
-// A split's queries are laid out and its outputs merged for every row, about 10% of the work at 512 positions (16 heads, bf16) and half
-// that at 1024. The shorter one is for batches with so few positions that parallelism is worth more.
+// A split's queries are laid out and its outputs merged for every row, about 10% of the work at 512 positions (16
+// heads, bf16) and half that at 1024. The shorter one is for batches with so few positions that parallelism is worth
+// more.
 constexpr int64_t kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8;
-// batch_invariant: a fixed length. 1024 keeps two threads busy from 2K positions on; a partial row costs one pass over its output for
-// 1024 cache rows read, about 1% of the work at 16 heads.
+// batch_invariant: a fixed length. 1024 keeps two threads busy from 2K positions on; a partial row costs one pass over
+// its output for 1024 cache rows read, about 1% of the work at 16 heads.
 constexpr int64_t kInvariant = 1024;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
@@ -44,7 +46,8 @@ void split_kv(Plan& plan) {
       const int64_t length = static_cast<int64_t>(r.context) + q + count;
       const int64_t splits = (length + longest - 1) / longest;
       const int64_t step = invariant ? longest : round_up((length + splits - 1) / splits, kGrain);
-      LatentItem item{.request = static_cast<int32_t>(index), .q_begin = row, .q_count = count, .visible = r.context + q};
+      LatentItem item{
+          .request = static_cast<int32_t>(index), .q_begin = row, .q_count = count, .visible = r.context + q};
       int32_t written = 0;
       for (int64_t begin = 0; begin < length; begin += step, ++written) {
         item.kv_begin = static_cast<int32_t>(begin);
@@ -62,7 +65,8 @@ void split_kv(Plan& plan) {
   plan.partial_rows = partial;
   // Longest first, so that no thread starts a long range last.
   std::stable_sort(plan.latent_items.begin(), plan.latent_items.end(), [](const LatentItem& a, const LatentItem& b) {
-    return static_cast<int64_t>(a.kv_end - a.kv_begin) * a.q_count > static_cast<int64_t>(b.kv_end - b.kv_begin) * b.q_count;
+    return static_cast<int64_t>(a.kv_end - a.kv_begin) * a.q_count >
+           static_cast<int64_t>(b.kv_end - b.kv_begin) * b.q_count;
   });
 }
 

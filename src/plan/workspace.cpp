@@ -30,7 +30,8 @@ void lay_out_workspace(Plan& plan) {
   const size_t entry = static_cast<size_t>(m.entry()), width = static_cast<size_t>(plan.cache.value_width());
   int64_t largest_chunk = 0;
   for (const ContextChunk& c : plan.chunks) largest_chunk = std::max(largest_chunk, c.rows);
-  const size_t context_rows = static_cast<size_t>(largest_chunk), key_rows = std::max(plan.expanded_tokens.size(), context_rows);
+  const size_t context_rows = static_cast<size_t>(largest_chunk),
+               key_rows = std::max(plan.expanded_tokens.size(), context_rows);
   const size_t compute = size_of(o.compute);
 
   add("query", t * n * static_cast<size_t>(m.query_key()) * f);

@@ -1,4 +1,5 @@
-// Hidden states without a model: a pure function of (seed, block identity, position), so equal prefixes give equal cache rows.
+// Hidden states without a model: a pure function of (seed, block identity, position), so equal prefixes give equal
+// cache rows.
 #pragma once
 
 #include <cstdint>

@@ -36,7 +36,8 @@ int64_t page_budget(const Trace& trace, const CacheSpec& spec, int64_t layers, s
   return std::max(std::min(all, affordable), longest);
 }
 
-// Which rows to keep: each computed row has the same chance, whatever their number (reservoir sampling), on a random layer.
+// Which rows to keep: each computed row has the same chance, whatever their number (reservoir sampling), on a random
+// layer.
 class Reservoir {
  public:
   Reservoir(int64_t size, int64_t layers, uint64_t seed) : size_(size), layers_(layers), state_(mix(seed + 77)) {}
@@ -68,7 +69,8 @@ struct StepInput {
   std::vector<float> hidden, out;
   Batch batch;
 
-  void fill(const Trace& trace, const Scheduler& scheduler, std::span<const StepPiece> pieces, const Options& o, ThreadPool& pool) {
+  void fill(const Trace& trace, const Scheduler& scheduler, std::span<const StepPiece> pieces, const Options& o,
+            ThreadPool& pool) {
     const int64_t page_size = o.limits.page_size, width = o.model.hidden;
     starts.assign(1, 0);
     lengths.clear();
@@ -96,7 +98,8 @@ struct StepInput {
         hidden_row(o.seed, token_key(trace, p.request, p.start + t), p.start + t,
                    {hidden.data() + (starts[static_cast<size_t>(i)] + t) * width, static_cast<size_t>(width)});
     });
-    batch = {starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}}, slots};
+    batch = {
+        starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}}, slots};
   }
 };
 
@@ -121,7 +124,8 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   o.model.validate();
   if (o.layers == 0) o.layers = o.model.layers;
   if (o.layers < 1 || o.layers > o.model.layers)
-    throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " + std::to_string(o.model.layers));
+    throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
+                     std::to_string(o.model.layers));
   CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
   if (o.limits.pages == 0) o.limits.pages = page_budget(trace, spec, o.layers, o.cache_bytes);
@@ -138,7 +142,8 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   for (int64_t l = 0; l < o.layers && !stop; ++l) {
     weights.push_back(prepare(o.model, tensors_of(o, l), o.weights));
     caches.emplace_back(spec, o.limits.pages);
-    // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find memory.
+    // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
+    // memory.
     const CacheView cache = caches.back().view();
     pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec.page_bytes()); });
     r.weight_bytes += weights.back().bytes();
@@ -177,13 +182,20 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     }
     const auto step = Clock::now();
     for (int64_t l = 0; l < o.layers; ++l) {
-      forward(stream, {p, input.batch, weights[static_cast<size_t>(l)], rotary, caches[static_cast<size_t>(l)].view(),
-                       {workspace.data(), workspace.size()}, &r.profile},
+      forward(stream,
+              {p,
+               input.batch,
+               weights[static_cast<size_t>(l)],
+               rotary,
+               caches[static_cast<size_t>(l)].view(),
+               {workspace.data(), workspace.size()},
+               &r.profile},
               View<const float, Token, Hidden>(input.hidden.data(), {tokens, width}),
               View<float, Token, Hidden>(input.out.data(), {tokens, width}));
       for (const Reservoir::Pick& pick : picks) {
         if (pick.layer != l) continue;
-        const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), pick.row) - input.starts.begin() - 1);
+        const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), pick.row) -
+                                                 input.starts.begin() - 1);
         Sample sample{.layer = l,
                       .request = pieces[piece].request,
                       .position = pieces[piece].start + pick.row - input.starts[piece],
@@ -220,7 +232,8 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                 .decode_tokens = r.decode_tokens,
                 .pages_used = used,
                 .pages = o.limits.pages,
-                .share = static_cast<double>(r.prefill_tokens + r.decode_tokens + scheduler.hit_tokens()) / static_cast<double>(trace_tokens)});
+                .share = static_cast<double>(r.prefill_tokens + r.decode_tokens + scheduler.hit_tokens()) /
+                         static_cast<double>(trace_tokens)});
   }
   r.wall_seconds = since(start);
   r.simulated_seconds = now;

@@ -1,4 +1,5 @@
-// The replay of a request trace through the attention of a model: every step planned and executed, every layer, on real memory.
+// The replay of a request trace through the attention of a model: every step planned and executed, every layer, on real
+// memory.
 #pragma once
 
 #include <atomic>
@@ -26,7 +27,7 @@ struct Options {
   size_t cache_bytes = size_t{4} << 30;  ///< bound on the default page budget
   int threads = 2;
   uint64_t seed = 1;
-  int64_t verify = 0;                    ///< output rows to sample for verification
+  int64_t verify = 0;  ///< output rows to sample for verification
 };
 
 /// One output row as the run computed it.
@@ -64,7 +65,8 @@ struct Result {
   bool interrupted = false;
 };
 
-/// Runs the trace to its end, or until `stop` becomes true (after the step in progress). `progress` is called after every step.
+/// Runs the trace to its end, or until `stop` becomes true (after the step in progress). `progress` is called after
+/// every step.
 Result replay(const Trace& trace, const Options& options, ThreadPool& pool, const std::atomic<bool>& stop,
               const std::function<void(const Progress&)>& progress = {});
 
@@ -73,8 +75,8 @@ struct Verification {
   double worst_error = 0, worst_bound = 0;  ///< of the row whose error is the largest part of its bound
   std::string worst;                        ///< which row that is
 };
-/// Recomputes samples from the trace in float64, and as a plain computation with the layer's roundings; a row fails when its relative
-/// error is above twice the plain one's plus a floor of 2e-6.
+/// Recomputes samples from the trace in float64, and as a plain computation with the layer's roundings; a row fails
+/// when its relative error is above twice the plain one's plus a floor of 2e-6.
 Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool);
 
 /// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.

@@ -26,7 +26,8 @@ Scheduler::Scheduler(const Trace& trace, Limits limits)
 bool Scheduler::done() const { return arrived_ == trace_.requests.size() && waiting_.empty() && running_.empty(); }
 
 double Scheduler::next_arrival() const {
-  return arrived_ < trace_.requests.size() ? trace_.requests[arrived_].arrival : std::numeric_limits<double>::infinity();
+  return arrived_ < trace_.requests.size() ? trace_.requests[arrived_].arrival
+                                           : std::numeric_limits<double>::infinity();
 }
 
 void Scheduler::extend_hashes(int64_t request, int64_t pages) {
@@ -34,7 +35,8 @@ void Scheduler::extend_hashes(int64_t request, int64_t pages) {
   while (static_cast<int64_t>(hashes.size()) < pages) {
     const int64_t first = static_cast<int64_t>(hashes.size()) * limits_.page_size;
     uint64_t content = 0;
-    for (int64_t p = first; p < first + limits_.page_size; ++p) content = mix(content + token_key(trace_, request, p) + 1);
+    for (int64_t p = first; p < first + limits_.page_size; ++p)
+      content = mix(content + token_key(trace_, request, p) + 1);
     hashes.push_back(chain_hash(hashes.empty() ? 0 : hashes.back(), content));
   }
 }

@@ -1,8 +1,10 @@
-// Continuous batching as pure bookkeeping: which tokens of which requests run in the next step. No attention, no clock of its own.
+// Continuous batching as pure bookkeeping: which tokens of which requests run in the next step. No attention, no clock
+// of its own.
 //
-// Decodes run first, then running prefills in order of admission, then waiting requests are admitted first come, first served, while
-// the token budget and the pages last. When a decode finds no page, the request admitted last loses its pages and starts over later
-// from the front of the queue (preemption by recompute). Full pages are published, so prompts that share a prefix share pages.
+// Decodes run first, then running prefills in order of admission, then waiting requests are admitted first come, first
+// served, while the token budget and the pages last. When a decode finds no page, the request admitted last loses its
+// pages and starts over later from the front of the queue (preemption by recompute). Full pages are published, so
+// prompts that share a prefix share pages.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +70,9 @@ class Scheduler {
     int64_t published = 0;         ///< pages
   };
 
-  int64_t known(int64_t request) const { return trace_.requests[static_cast<size_t>(request)].input + states_[static_cast<size_t>(request)].generated; }
+  int64_t known(int64_t request) const {
+    return trace_.requests[static_cast<size_t>(request)].input + states_[static_cast<size_t>(request)].generated;
+  }
   int64_t pages_for(int64_t tokens) const { return (tokens + limits_.page_size - 1) / limits_.page_size; }
   void extend_hashes(int64_t request, int64_t pages);
   bool grow(int64_t request, int64_t tokens);

@@ -45,8 +45,10 @@ std::string shortest(double x) {
 }
 
 int64_t token_count(const Lines& at, const std::string& key, double value, int64_t least) {
-  if (!(value >= static_cast<double>(least) && value <= static_cast<double>(kMostTokens)) || value != std::floor(value)) {
-    at.fail(key + " is " + shortest(value) + ", a whole number from " + std::to_string(least) + " to " + std::to_string(kMostTokens) + " is needed");
+  if (!(value >= static_cast<double>(least) && value <= static_cast<double>(kMostTokens)) ||
+      value != std::floor(value)) {
+    at.fail(key + " is " + shortest(value) + ", a whole number from " + std::to_string(least) + " to " +
+            std::to_string(kMostTokens) + " is needed");
   }
   return static_cast<int64_t>(value);
 }
@@ -56,7 +58,9 @@ int64_t output_count(const Lines& at, const std::string& key, double value) {
   return std::max<int64_t>(1, token_count(at, key, value, 0));
 }
 
-uint64_t private_block(size_t request, int64_t block) { return mix(mix(request + 1) + static_cast<uint64_t>(block)) | (uint64_t{1} << 63); }
+uint64_t private_block(size_t request, int64_t block) {
+  return mix(mix(request + 1) + static_cast<uint64_t>(block)) | (uint64_t{1} << 63);
+}
 
 void give_private_blocks(Trace& t) {
   for (size_t r = 0; r < t.requests.size(); ++r) {
@@ -76,7 +80,8 @@ TraceRequest mooncake(const Lines& at) {
   };
   TraceRequest r;
   const double milliseconds = number("timestamp");
-  if (!(milliseconds >= 0 && milliseconds < 1e15)) at.fail("timestamp is " + shortest(milliseconds) + ", milliseconds from 0 are needed");
+  if (!(milliseconds >= 0 && milliseconds < 1e15))
+    at.fail("timestamp is " + shortest(milliseconds) + ", milliseconds from 0 are needed");
   r.arrival = milliseconds * 1e-3;
   r.input = token_count(at, "input_length", number("input_length"), 1);
   r.output = output_count(at, "output_length", number("output_length"));
@@ -84,7 +89,8 @@ TraceRequest mooncake(const Lines& at) {
   if (ids == json.end() || !ids->is_array()) at.fail("hash_ids is missing or not an array");
   const int64_t needed = (r.input + kMooncakeBlock - 1) / kMooncakeBlock;
   if (static_cast<int64_t>(ids->size()) != needed)
-    at.fail("hash_ids has " + std::to_string(ids->size()) + " blocks, input_length " + std::to_string(r.input) + " needs " + std::to_string(needed));
+    at.fail("hash_ids has " + std::to_string(ids->size()) + " blocks, input_length " + std::to_string(r.input) +
+            " needs " + std::to_string(needed));
   for (const auto& id : *ids) {
     if (!id.is_number_integer() || (id.is_number_integer() && !id.is_number_unsigned() && id.get<int64_t>() < 0))
       at.fail("hash_ids holds " + id.dump() + ", non-negative integers are needed");
@@ -111,7 +117,8 @@ std::vector<std::string> fields_of(const std::string& line) {
 double number_of(const Lines& at, const std::string& key, const std::string& text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value)) at.fail(key + " is '" + text + "', a number is needed");
+  if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value))
+    at.fail(key + " is '" + text + "', a number is needed");
   return value;
 }
 
@@ -119,9 +126,10 @@ double number_of(const Lines& at, const std::string& key, const std::string& tex
 double date_time(const Lines& at, const std::string& text) {
   int year = 0, month = 0, day = 0, hour = 0, minute = 0, used = 0;
   double second = 0;
-  if (std::sscanf(text.c_str(), "%4d-%2d-%2d %2d:%2d:%lf%n", &year, &month, &day, &hour, &minute, &second, &used) != 6 ||
-      used != static_cast<int>(text.size()) || month < 1 || month > 12 || day < 1 || day > 31 || hour < 0 || hour > 23 || minute < 0 ||
-      minute > 59 || !(second >= 0 && second < 61))
+  if (std::sscanf(text.c_str(), "%4d-%2d-%2d %2d:%2d:%lf%n", &year, &month, &day, &hour, &minute, &second, &used) !=
+          6 ||
+      used != static_cast<int>(text.size()) || month < 1 || month > 12 || day < 1 || day > 31 || hour < 0 ||
+      hour > 23 || minute < 0 || minute > 59 || !(second >= 0 && second < 61))
     at.fail("TIMESTAMP is '" + text + "', YYYY-MM-DD hh:mm:ss is needed");
   // Days since the civil epoch, with years counted from March.
   const int y = year - (month <= 2), era = y / 400, of_era = y - era * 400;
@@ -143,13 +151,15 @@ void read_csv(Lines& lines, Trace& t, int64_t max_requests) {
   for (int i = 0; i < 3; ++i) {
     columns[i] = column(names[i]);
     if (columns[i] >= header.size())
-      lines.fail(std::string("column '") + names[i] + "' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
+      lines.fail(std::string("column '") + names[i] +
+                 "' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
   }
   t.format = azure ? "Azure csv" : "BurstGPT csv";
   while ((max_requests == 0 || static_cast<int64_t>(t.requests.size()) < max_requests) && lines.next()) {
     if (lines.blank()) continue;
     const std::vector<std::string> f = fields_of(lines.text);
-    if (f.size() != header.size()) lines.fail("has " + std::to_string(f.size()) + " fields, the header has " + std::to_string(header.size()));
+    if (f.size() != header.size())
+      lines.fail("has " + std::to_string(f.size()) + " fields, the header has " + std::to_string(header.size()));
     TraceRequest r;
     r.arrival = azure ? date_time(lines, f[columns[0]]) : number_of(lines, names[0], f[columns[0]]);
     const double output = number_of(lines, names[2], f[columns[2]]);
@@ -180,7 +190,8 @@ Trace read_trace(std::istream& in, const std::string& name, int64_t max_requests
   }
   if (t.requests.empty()) throw InputError(name + ": holds no request");
   // Traces are in order of arrival but for clock skew between recorders; ties keep their place.
-  std::stable_sort(t.requests.begin(), t.requests.end(), [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
+  std::stable_sort(t.requests.begin(), t.requests.end(),
+                   [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
   const double start = t.requests.front().arrival;
   for (TraceRequest& r : t.requests) r.arrival -= start;
   return t;
@@ -195,16 +206,20 @@ Trace read_trace(const std::filesystem::path& file, int64_t max_requests) {
 Trace generate_trace(const Generated& o) {
   auto positive = [](const char* what, int64_t x) {
     if (x < 1 || x > kMostTokens)
-      throw InputError(std::string("generated trace: ") + what + " is " + std::to_string(x) + ", allowed 1 to " + std::to_string(kMostTokens));
+      throw InputError(std::string("generated trace: ") + what + " is " + std::to_string(x) + ", allowed 1 to " +
+                       std::to_string(kMostTokens));
   };
   positive("requests", o.requests);
   positive("input length", o.input);
   positive("output length", o.output);
   if (!(o.rate >= 0)) throw InputError("generated trace: rate is " + std::to_string(o.rate) + ", must not be negative");
-  Trace t{.source = "generated, seed " + std::to_string(o.seed), .format = "generated", .block_tokens = 64, .requests = {}};
+  Trace t{
+      .source = "generated, seed " + std::to_string(o.seed), .format = "generated", .block_tokens = 64, .requests = {}};
   uint64_t state = mix(o.seed);
   auto uniform = [&] { return static_cast<double>((state = mix(state + 0x9e3779b97f4a7c15u)) >> 11) * 0x1p-53; };
-  auto around = [&](int64_t mean) { return std::max<int64_t>(1, static_cast<int64_t>(std::llround(static_cast<double>(mean) * (0.5 + uniform())))); };
+  auto around = [&](int64_t mean) {
+    return std::max<int64_t>(1, static_cast<int64_t>(std::llround(static_cast<double>(mean) * (0.5 + uniform()))));
+  };
   double now = 0;
   for (int64_t i = 0; i < o.requests; ++i) {
     TraceRequest r;
@@ -218,14 +233,16 @@ Trace generate_trace(const Generated& o) {
       const int64_t shared = std::min<int64_t>(earlier.input, r.input) / t.block_tokens;
       r.blocks.assign(earlier.blocks.begin(), earlier.blocks.begin() + shared);
     }
-    while (static_cast<int64_t>(r.blocks.size()) < blocks) r.blocks.push_back(private_block(static_cast<size_t>(i), static_cast<int64_t>(r.blocks.size())));
+    while (static_cast<int64_t>(r.blocks.size()) < blocks)
+      r.blocks.push_back(private_block(static_cast<size_t>(i), static_cast<int64_t>(r.blocks.size())));
     t.requests.push_back(std::move(r));
   }
   return t;
 }
 
 Trace scale_lengths(Trace t, double factor) {
-  if (!(factor > 0 && factor <= 1)) throw InputError("scale-lengths is " + std::to_string(factor) + ", above 0 and at most 1 is needed");
+  if (!(factor > 0 && factor <= 1))
+    throw InputError("scale-lengths is " + std::to_string(factor) + ", above 0 and at most 1 is needed");
   if (factor == 1) return t;
   auto scaled = [&](int64_t n) { return std::max<int64_t>(1, std::llround(static_cast<double>(n) * factor)); };
   t.block_tokens = scaled(t.block_tokens);

@@ -10,9 +10,9 @@
 namespace mla::serve {
 
 struct TraceRequest {
-  double arrival = 0;   ///< seconds from the trace's start
-  int64_t input = 0;    ///< prompt tokens, >= 1
-  int64_t output = 0;   ///< generated tokens, >= 1
+  double arrival = 0;  ///< seconds from the trace's start
+  int64_t input = 0;   ///< prompt tokens, >= 1
+  int64_t output = 0;  ///< generated tokens, >= 1
   /// Identity of each prompt block; equal ids are equal content after equal prefixes. Covers the prompt.
   std::vector<uint64_t> blocks;
 };
@@ -24,24 +24,26 @@ struct Trace {
   std::vector<TraceRequest> requests;
 };
 
-/// Reads Mooncake jsonl (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks), Azure csv (TIMESTAMP,
-/// ContextTokens, GeneratedTokens) or BurstGPT csv (Timestamp in s, Request tokens, Response tokens; rows without a response are left
-/// out). The format is taken from the first line. InputError with file, line and reason for a malformed line. Reads at most
-/// max_requests (0: all). Traces without ids share nothing.
+/// Reads Mooncake jsonl (timestamp in ms, input_length, output_length, hash_ids of 512-token blocks), Azure csv
+/// (TIMESTAMP, ContextTokens, GeneratedTokens) or BurstGPT csv (Timestamp in s, Request tokens, Response tokens; rows
+/// without a response are left out). The format is taken from the first line. InputError with file, line and reason for
+/// a malformed line. Reads at most max_requests (0: all). Traces without ids share nothing.
 Trace read_trace(const std::filesystem::path& file, int64_t max_requests = 0);
 Trace read_trace(std::istream& in, const std::string& name, int64_t max_requests = 0);
 
 struct Generated {
   int64_t requests = 24;
-  int64_t input = 192;    ///< mean prompt length
-  int64_t output = 12;    ///< mean generated length
-  double rate = 20;       ///< arrivals a second (Poisson); 0: all at once
+  int64_t input = 192;  ///< mean prompt length
+  int64_t output = 12;  ///< mean generated length
+  double rate = 20;     ///< arrivals a second (Poisson); 0: all at once
   uint64_t seed = 1;
 };
-/// Lengths from half to one and a half times the mean; a third of the prompts continue an earlier one, as conversations do.
+/// Lengths from half to one and a half times the mean; a third of the prompts continue an earlier one, as conversations
+/// do.
 Trace generate_trace(const Generated& options);
 
-/// Lengths times factor (at least 1), blocks scaled alike, so that reuse keeps its shape. InputError unless 0 < factor <= 1.
+/// Lengths times factor (at least 1), blocks scaled alike, so that reuse keeps its shape. InputError unless 0 < factor
+/// <= 1.
 Trace scale_lengths(Trace trace, double factor);
 
 }  // namespace mla::serve

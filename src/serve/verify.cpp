@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <numeric>
-#include <tuple>
 #include <string>
+#include <tuple>
 
 #include "layer/reference.hpp"
 #include "serve/hidden.hpp"
@@ -18,11 +18,14 @@ struct Judged {
 
 }  // namespace
 
-// Samples of one layer and request share everything up to the furthest of their positions, so they are recomputed together.
+// Samples of one layer and request share everything up to the furthest of their positions, so they are recomputed
+// together.
 Verification verify(const Trace& trace, const Options& o, std::span<const Sample> samples, ThreadPool& pool) {
   std::vector<size_t> order(samples.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  auto key = [&](size_t i) { return std::tuple(samples[i].layer, samples[i].request, samples[i].path, samples[i].position); };
+  auto key = [&](size_t i) {
+    return std::tuple(samples[i].layer, samples[i].request, samples[i].path, samples[i].position);
+  };
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
   std::vector<Judged> judged(samples.size());
 
@@ -35,7 +38,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
     size_t end = begin;
     while (end < order.size() && samples[order[end]].layer == layer) {
       const size_t first = end;
-      while (end < order.size() && samples[order[end]].layer == layer && samples[order[end]].request == samples[order[first]].request &&
+      while (end < order.size() && samples[order[end]].layer == layer &&
+             samples[order[end]].request == samples[order[first]].request &&
              samples[order[end]].path == samples[order[first]].path)
         ++end;
       groups.emplace_back(first, end);
@@ -51,22 +55,25 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
                    {hidden.data() + p * o.model.hidden, static_cast<size_t>(o.model.hidden)});
       std::vector<int64_t> rows;
       for (size_t i = first; i < last; ++i) rows.push_back(samples[order[i]].position);
-      const reference::Rounding rounding{.weights = o.weights,
-                                         .compute = o.plan.compute,
-                                         .cache = cache_spec(o.model, o.format),
-                                         .path = furthest.path,
-                                         .q_scale = o.plan.fp8_query && furthest.path == Path::latent ? o.plan.q_scale : 0.0f};
+      const reference::Rounding rounding{
+          .weights = o.weights,
+          .compute = o.plan.compute,
+          .cache = cache_spec(o.model, o.format),
+          .path = furthest.path,
+          .q_scale = o.plan.fp8_query && furthest.path == Path::latent ? o.plan.q_scale : 0.0f};
       const bool exact = task % 2 == 0;
-      results[static_cast<size_t>(task)] =
-          reference::output_rows(o.model, exact ? exact_weights : plain_weights, hidden, rows, exact ? nullptr : &rounding);
+      results[static_cast<size_t>(task)] = reference::output_rows(o.model, exact ? exact_weights : plain_weights,
+                                                                  hidden, rows, exact ? nullptr : &rounding);
     });
     for (size_t g = 0; g < groups.size(); ++g)
       for (size_t i = groups[g].first; i < groups[g].second; ++i) {
-        const size_t at = (i - groups[g].first) * static_cast<size_t>(o.model.hidden), width = static_cast<size_t>(o.model.hidden);
+        const size_t at = (i - groups[g].first) * static_cast<size_t>(o.model.hidden),
+                     width = static_cast<size_t>(o.model.hidden);
         const std::span exact = std::span<const double>(results[2 * g]).subspan(at, width);
         const std::span plain = std::span<const double>(results[2 * g + 1]).subspan(at, width);
-        judged[order[i]] = {reference::relative_error(samples[order[i]].row, exact),
-                            2 * reference::relative_error(std::vector<float>(plain.begin(), plain.end()), exact) + kFloor};
+        judged[order[i]] = {
+            reference::relative_error(samples[order[i]].row, exact),
+            2 * reference::relative_error(std::vector<float>(plain.begin(), plain.end()), exact) + kFloor};
       }
     begin = end;
   }
@@ -80,8 +87,9 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       worst = part;
       v.worst_error = judged[i].error;
       v.worst_bound = judged[i].bound;
-      v.worst = "layer " + std::to_string(samples[i].layer) + ", request " + std::to_string(samples[i].request) + ", position " +
-                std::to_string(samples[i].position) + ", " + std::string(to_string(samples[i].path)) + " path";
+      v.worst = "layer " + std::to_string(samples[i].layer) + ", request " + std::to_string(samples[i].request) +
+                ", position " + std::to_string(samples[i].position) + ", " + std::string(to_string(samples[i].path)) +
+                " path";
     }
   }
   return v;

@@ -36,13 +36,15 @@ struct Keys {
   void describe(ops::AttendExpandedArgs& a) const {
     const int64_t width = nope + value;
     a.k_nope = {dtype, kv.data(), {rows, heads, nope}, {heads * width, width, 1}};
-    a.v = {dtype, kv.data() + static_cast<size_t>(nope) * size_of(dtype), {rows, heads, value}, {heads * width, width, 1}};
+    a.v = {
+        dtype, kv.data() + static_cast<size_t>(nope) * size_of(dtype), {rows, heads, value}, {heads * width, width, 1}};
     a.k_pe = {dtype, k_pe.data(), {rows, rope}};
     a.items = items;
   }
 };
 
-/// The op with no thought for speed, in the precisions it may use: f32 sums; with bf16 keys, queries and probabilities in bf16.
+/// The op with no thought for speed, in the precisions it may use: f32 sums; with bf16 keys, queries and probabilities
+/// in bf16.
 void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out, View<float, Token, Head> lse) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
   auto rounded = [&](float x) { return a.k_nope.dtype() == Dtype::bf16 ? to_float(to_bf16(x)) : x; };
@@ -70,9 +72,9 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
       }
 }
 
-// New tokens among themselves (causal, or all of them); with a context, its keys are then merged in by a second, accumulating call.
-// Ragged: lengths vary, down to no queries, no keys and no context, and keys differ in number from queries (rows aligned at the end, so
-// that some see nothing). A row of NaN follows every item.
+// New tokens among themselves (causal, or all of them); with a context, its keys are then merged in by a second,
+// accumulating call. Ragged: lengths vary, down to no queries, no keys and no context, and keys differ in number from
+// queries (rows aligned at the end, so that some see nothing). A row of NaN follows every item.
 class AttendExpandedCase final : public Case {
  public:
   explicit AttendExpandedCase(const Params& p) : heads_(p.heads), value_(p.value) {
@@ -82,11 +84,18 @@ class AttendExpandedCase final : public Case {
     for (Keys* k : {&fresh_, &context_})
       *k = {.dtype = p.dtype, .heads = p.heads, .nope = p.nope, .rope = p.rope, .value = p.value};
     for (int64_t r = 0; r < p.requests; ++r) {
-      const int32_t queries = length(p.query_len), keys = p.ragged ? length(p.query_len) : queries, past = length(p.context);
-      fresh_.items.push_back({.q_begin = tokens, .q_count = queries, .k_begin = static_cast<int32_t>(fresh_.rows), .k_count = keys,
+      const int32_t queries = length(p.query_len), keys = p.ragged ? length(p.query_len) : queries,
+                    past = length(p.context);
+      fresh_.items.push_back({.q_begin = tokens,
+                              .q_count = queries,
+                              .k_begin = static_cast<int32_t>(fresh_.rows),
+                              .k_count = keys,
                               .visible = p.causal ? keys - queries : ExpandedItem::everything()});
       if (past > 0)
-        context_.items.push_back({.q_begin = tokens, .q_count = queries, .k_begin = static_cast<int32_t>(context_.rows), .k_count = past,
+        context_.items.push_back({.q_begin = tokens,
+                                  .q_count = queries,
+                                  .k_begin = static_cast<int32_t>(context_.rows),
+                                  .k_count = past,
                                   .visible = ExpandedItem::everything()});
       tokens += queries + 1;
       fresh_.rows += keys + 1;
@@ -102,12 +111,16 @@ class AttendExpandedCase final : public Case {
     for (const ExpandedItem& i : fresh_.items) std::fill_n(used_.begin() + i.q_begin, i.q_count, true);
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t h = 0; !used_[t] && h < heads_; ++h) std::fill_n(&q_.view()(t, h, 0), p.nope + p.rope, poison());
-    args_ = {.q = q_.view(), .scale = 1.0f / std::sqrt(static_cast<float>(p.nope + p.rope)), .out = out_.view(), .lse = lse_.view()};
+    args_ = {.q = q_.view(),
+             .scale = 1.0f / std::sqrt(static_cast<float>(p.nope + p.rope)),
+             .out = out_.view(),
+             .lse = lse_.view()};
     fresh_.describe(args_);
     context_args_ = args_;
     context_.describe(context_args_);
     context_args_.accumulate = true;
-    per_worker_ = backend::backend({}).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
+    per_worker_ =
+        backend::backend({}).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
   }
 
   void run(Stream& stream) override {
@@ -146,7 +159,8 @@ class AttendExpandedCase final : public Case {
         }
       }
     const double unit = fresh_.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
-    const Verdict out = compare(got_out, exact_out, plain_out, unit), lse = compare(got_lse, exact_lse, plain_lse, unit);
+    const Verdict out = compare(got_out, exact_out, plain_out, unit),
+                  lse = compare(got_lse, exact_lse, plain_lse, unit);
     return unless_touched(out.ok ? lse : out, intact, "out or lse");
   }
 
@@ -163,7 +177,10 @@ class AttendExpandedCase final : public Case {
     for (const ExpandedItem& item : items)
       for (int32_t i = 0; i < item.q_count; ++i)
         if (i % stride == 0 || i == item.q_count - 1)
-          rows.push_back({.q_begin = item.q_begin + i, .q_count = 1, .k_begin = item.k_begin, .k_count = item.k_count,
+          rows.push_back({.q_begin = item.q_begin + i,
+                          .q_count = 1,
+                          .k_begin = item.k_begin,
+                          .k_count = item.k_count,
                           .visible = item.visible + i});
     return rows;
   }
@@ -171,8 +188,8 @@ class AttendExpandedCase final : public Case {
   /// Both calls through `op`, joined; only the judged rows.
   template <class T>
   void judge(void (*op)(const ops::AttendExpandedArgs&, View<T, Token, Head, Value>, View<T, Token, Head>),
-             std::span<const ExpandedItem> fresh, std::span<const ExpandedItem> context, const std::vector<bool>& judged,
-             std::vector<T>& out, std::vector<T>& lse) const {
+             std::span<const ExpandedItem> fresh, std::span<const ExpandedItem> context,
+             const std::vector<bool>& judged, std::vector<T>& out, std::vector<T>& lse) const {
     const int64_t tokens = static_cast<int64_t>(judged.size());
     std::vector<T> o[2], l[2];
     for (int part : {0, 1}) {
@@ -214,24 +231,25 @@ std::vector<Params> sweep(uint64_t seed) {
       cases.push_back(p);
     };
     // Dimensions: the tuned ones, the golden ones, no rope, odd ones.
-    for (Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}, Dims{24, 8, 20}, Dims{40, 0, 33}, Dims{5, 2, 7}, Dims{1, 0, 1}})
+    for (Dims d :
+         {Dims{128, 64, 128}, Dims{192, 64, 256}, Dims{24, 8, 20}, Dims{40, 0, 33}, Dims{5, 2, 7}, Dims{1, 0, 1}})
       for (bool causal : {true, false})
         add(d, {.requests = 4, .query_len = 40, .context = 30, .ragged = true, .heads = 3, .causal = causal});
     // Lengths around register tiles, row tiles and key blocks.
     for (int64_t n : {1, 15, 16, 17, 32, 33, 95, 96, 97, 130})
-      for (bool causal : {true, false}) add({16, 8, 12}, {.requests = 2, .query_len = n, .context = n / 2, .heads = 2, .causal = causal});
+      for (bool causal : {true, false})
+        add({16, 8, 12}, {.requests = 2, .query_len = n, .context = n / 2, .heads = 2, .causal = causal});
     add({16, 8, 12}, {.requests = 1, .query_len = 600, .context = 0, .heads = 1});
     add({16, 8, 12}, {.requests = 3, .query_len = 1, .context = 400, .heads = 2});
     add({16, 8, 12}, {.requests = 0, .heads = 2});
     Random random(seed);
     for (int i = 0; i < 10; ++i)
-      add({random.integer(1, 70), random.integer(0, 40), random.integer(1, 70)},
-          {.requests = random.integer(1, 8),
-           .query_len = random.integer(1, 60),
-           .context = random.integer(0, 150),
-           .ragged = random.integer(0, 3) > 0,
-           .heads = random.integer(1, 4),
-           .causal = random.integer(0, 2) > 0});
+      add({random.integer(1, 70), random.integer(0, 40), random.integer(1, 70)}, {.requests = random.integer(1, 8),
+                                                                                  .query_len = random.integer(1, 60),
+                                                                                  .context = random.integer(0, 150),
+                                                                                  .ragged = random.integer(0, 3) > 0,
+                                                                                  .heads = random.integer(1, 4),
+                                                                                  .causal = random.integer(0, 2) > 0});
   }
   return cases;
 }
@@ -239,6 +257,7 @@ std::vector<Params> sweep(uint64_t seed) {
 }  // namespace
 
 const CaseType attend_expanded{
-    "attend_expanded", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendExpandedCase>(p); }, sweep};
+    "attend_expanded", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendExpandedCase>(p); },
+    sweep};
 
 }  // namespace mla::cases

@@ -14,16 +14,19 @@ CacheSpec spec_of(const Params& p) {
   return {.format = p.format, .latent = p.latent, .rope = p.rope, .page_size = p.page_size, .k_scale = 0.0625f};
 }
 
-// Requests of up to `context` cached and `query_len` new tokens on permuted pages; slots of no token are NaN and table entries past a
-// request's end absurd. With splits, each request's positions are cut into that many ranges whose partial rows the verdict joins in
-// float64. A request with nothing to see and one with no query are among the ragged ones.
+// Requests of up to `context` cached and `query_len` new tokens on permuted pages; slots of no token are NaN and table
+// entries past a request's end absurd. With splits, each request's positions are cut into that many ranges whose
+// partial rows the verdict joins in float64. A request with nothing to see and one with no query are among the ragged
+// ones.
 class AttendLatentCase final : public Case {
  public:
   explicit AttendLatentCase(const Params& p) : AttendLatentCase(p, Random(p.seed)) {}
 
   void run(Stream& stream) override {
-    const size_t per_worker = backend::backend(stream.device())
-                                  .scratch_per_worker({.heads = p_.heads, .latent = p_.latent, .rope = p_.rope, .nope = 1, .value = 1, .hidden = 1});
+    const size_t per_worker =
+        backend::backend(stream.device())
+            .scratch_per_worker(
+                {.heads = p_.heads, .latent = p_.latent, .rope = p_.rope, .nope = 1, .value = 1, .hidden = 1});
     if (scratch_.size() < per_worker * static_cast<size_t>(stream.pool().threads())) {
       scratch_.assign(per_worker * static_cast<size_t>(stream.pool().threads()) + 64, std::byte{0xff});
     }
@@ -43,8 +46,8 @@ class AttendLatentCase final : public Case {
     std::vector<float> got = out_.values(), plain(got.size());
     std::vector<float> got_lse = lse_.values(), plain_lse(got_lse.size());
     plain_result(plain, plain_lse);
-    // One rounding of a score moves its probability by the score's magnitude times that, whoever computes it; lse tells the magnitude.
-    // bf16 queries: their products may round probabilities and rows to bf16 too.
+    // One rounding of a score moves its probability by the score's magnitude times that, whoever computes it; lse tells
+    // the magnitude. bf16 queries: their products may round probabilities and rows to bf16 too.
     double magnitude = 1;
     for (double lse : exact_lse.values)
       if (std::isfinite(lse)) magnitude = std::max(magnitude, std::abs(lse));
@@ -57,7 +60,8 @@ class AttendLatentCase final : public Case {
         v.detail = "lse: " + v.detail;
       }
     }
-    return unless_touched(v, out_.intact() && lse_.intact() && partial_out_.intact() && partial_lse_.intact(), "an output");
+    return unless_touched(v, out_.intact() && lse_.intact() && partial_out_.intact() && partial_lse_.intact(),
+                          "an output");
   }
   ops::Cost cost() const override { return ops::cost(args_); }
 
@@ -73,16 +77,23 @@ class AttendLatentCase final : public Case {
     std::vector<float> row(spec.entry());
     for (int64_t r = 0; r < p.requests; ++r) {
       const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(r == 1 ? 0 : 1, p.query_len) : p.query_len);
-      const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context), length = context + count;
+      const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context),
+                    length = context + count;
       for (int64_t i = 0; i < length; ++i) {
         int32_t& id = table_[r * (pages_ + 2) + i / p.page_size];
         if (i % p.page_size == 0) id = cache_.page(page++);
         random.fill_normal(row);
-        cache::format(spec.format).encode(spec, cache_.view().page(id), i % p.page_size, row.data(), row.data() + spec.latent);
+        cache::format(spec.format)
+            .encode(spec, cache_.view().page(id), i % p.page_size, row.data(), row.data() + spec.latent);
       }
       // Every third ragged request's rows see nothing: visible lies before the first position.
       const int32_t visible = p.ragged && r % 3 == 2 ? -static_cast<int32_t>(count) : context;
-      LatentItem item{.request = static_cast<int32_t>(r), .q_begin = rows, .q_count = count, .kv_begin = 0, .kv_end = length, .visible = visible};
+      LatentItem item{.request = static_cast<int32_t>(r),
+                      .q_begin = rows,
+                      .q_count = count,
+                      .kv_begin = 0,
+                      .kv_end = length,
+                      .visible = visible};
       whole_.push_back(item);
       const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, (length + p.splits - 1) / p.splits));
       int32_t splits = 0;
@@ -141,15 +152,18 @@ class AttendLatentCase final : public Case {
       std::vector<float> rows(static_cast<size_t>(item.kv_end * entry));
       for (int64_t j = 0; j < item.kv_end; ++j)
         cache::format(spec.format)
-            .decode(spec, args_.cache.page(args_.block_table(item.request, j / p_.page_size)), j % p_.page_size, 1, rows.data() + j * entry, entry);
+            .decode(spec, args_.cache.page(args_.block_table(item.request, j / p_.page_size)), j % p_.page_size, 1,
+                    rows.data() + j * entry, entry);
       for (int64_t i = 0; i < item.q_count; ++i)
         for (int64_t h = 0; h < p_.heads; ++h) {
-          const int64_t at = (item.q_begin + i) * p_.heads + h, count = std::clamp<int64_t>(item.visible + i + 1, 0, item.kv_end);
+          const int64_t at = (item.q_begin + i) * p_.heads + h,
+                        count = std::clamp<int64_t>(item.visible + i + 1, 0, item.kv_end);
           std::vector<float> s(static_cast<size_t>(count));
           float m = -std::numeric_limits<float>::infinity(), sum = 0;
           for (int64_t j = 0; j < count; ++j) {
             float x = 0;
-            for (int64_t d = 0; d < entry; ++d) x += args_.q(item.q_begin + i, h, d) * args_.q_scale * operand(rows[j * entry + d]);
+            for (int64_t d = 0; d < entry; ++d)
+              x += args_.q(item.q_begin + i, h, d) * args_.q_scale * operand(rows[j * entry + d]);
             m = std::max(m, s[j] = x * args_.scale);
           }
           for (float& e : s) sum += (e = std::exp(e - m));
@@ -187,17 +201,51 @@ std::vector<Params> sweep(uint64_t seed) {
   for (CacheFormat format : cache_formats()) {
     const int64_t latent = format == CacheFormat::fp8_ds_v4 ? 448 : 512;
     for (Dtype q : {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3}) {
-      add({.requests = 4, .query_len = 3, .context = 130, .ragged = true, .heads = 5, .latent = latent, .format = format, .page_size = 16, .dtype = q, .splits = 2});
+      add({.requests = 4,
+           .query_len = 3,
+           .context = 130,
+           .ragged = true,
+           .heads = 5,
+           .latent = latent,
+           .format = format,
+           .page_size = 16,
+           .dtype = q,
+           .splits = 2});
       add({.requests = 1, .query_len = 1, .context = 200, .heads = 16, .latent = latent, .format = format, .dtype = q});
     }
-    add({.requests = 1, .query_len = 2, .context = 97, .heads = 64, .latent = latent, .format = format, .page_size = 100, .dtype = Dtype::bf16});
+    add({.requests = 1,
+         .query_len = 2,
+         .context = 97,
+         .heads = 64,
+         .latent = latent,
+         .format = format,
+         .page_size = 100,
+         .dtype = Dtype::bf16});
   }
   // Odd dimensions, no rope, tiny pages, more splits than blocks, long queries.
   for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8})
     for (Dtype q : {Dtype::f32, Dtype::bf16})
       for (int64_t page_size : {1, 3, 64}) {
-        add({.requests = 3, .query_len = 7, .context = 60, .ragged = true, .heads = 3, .latent = 40, .rope = 8, .format = format, .page_size = page_size, .dtype = q, .splits = 5});
-        add({.requests = 2, .query_len = 40, .context = 33, .heads = 1, .latent = 35, .rope = 0, .format = format, .page_size = page_size, .dtype = q});
+        add({.requests = 3,
+             .query_len = 7,
+             .context = 60,
+             .ragged = true,
+             .heads = 3,
+             .latent = 40,
+             .rope = 8,
+             .format = format,
+             .page_size = page_size,
+             .dtype = q,
+             .splits = 5});
+        add({.requests = 2,
+             .query_len = 40,
+             .context = 33,
+             .heads = 1,
+             .latent = 35,
+             .rope = 0,
+             .format = format,
+             .page_size = page_size,
+             .dtype = q});
       }
   add({.requests = 1, .query_len = 1, .context = 0, .heads = 2, .latent = 40, .rope = 8});
   return cases;
@@ -205,7 +253,8 @@ std::vector<Params> sweep(uint64_t seed) {
 
 }  // namespace
 
-const CaseType attend_latent{"attend_latent", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendLatentCase>(p); },
-                             sweep};
+const CaseType attend_latent{
+    "attend_latent", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<AttendLatentCase>(p); },
+    sweep};
 
 }  // namespace mla::cases

@@ -23,15 +23,15 @@ struct Params {
   int64_t context = 0;    ///< cached tokens a request before them
   bool ragged = false;    ///< lengths vary by request, up to the numbers above
   int64_t heads = 16, latent = 512, rope = 64, nope = 128, value = 128;
-  int64_t in = 512, out = 512;           ///< project
+  int64_t in = 512, out = 512;  ///< project
   CacheFormat format = CacheFormat::bf16;
   int64_t page_size = 64;
-  Dtype dtype = Dtype::f32;              ///< of the op's main operands
+  Dtype dtype = Dtype::f32;  ///< of the op's main operands
   bool neox = false;
-  double yarn_factor = 1;                ///< rope: above 1, YaRN with this factor
+  double yarn_factor = 1;  ///< rope: above 1, YaRN with this factor
   bool causal = true;
   bool batch_invariant = false;
-  int64_t splits = 1;                    ///< attend_latent
+  int64_t splits = 1;  ///< attend_latent
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);

@@ -56,6 +56,7 @@ std::vector<Params> sweep(uint64_t seed) {
 
 }  // namespace
 
-const CaseType cast{"cast", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<CastCase>(p); }, sweep};
+const CaseType cast{"cast", [](const Params& p) -> std::unique_ptr<Case> { return std::make_unique<CastCase>(p); },
+                    sweep};
 
 }  // namespace mla::cases

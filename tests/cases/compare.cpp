@@ -37,7 +37,8 @@ Verdict compare(std::span<const float> got, std::span<const double> exact, std::
       ++finite;
     } else if (std::isnan(exact[i]) ? !std::isnan(got[i]) : static_cast<double>(got[i]) != exact[i]) {
       v.error = INFINITY;
-      v.detail = "element " + std::to_string(i) + " is " + std::to_string(got[i]) + ", expected " + std::to_string(exact[i]);
+      v.detail =
+          "element " + std::to_string(i) + " is " + std::to_string(got[i]) + ", expected " + std::to_string(exact[i]);
       return v;
     }
   }
@@ -48,7 +49,8 @@ Verdict compare(std::span<const float> got, std::span<const double> exact, std::
   v.bound = 2 * largest(plain, exact, nullptr) / scale + 8 * unit;
   v.ok = v.error <= v.bound;
   if (!exact.empty())
-    v.detail = "element " + std::to_string(at) + " is " + std::to_string(got[at]) + ", exactly " + std::to_string(exact[at]);
+    v.detail =
+        "element " + std::to_string(at) + " is " + std::to_string(got[at]) + ", exactly " + std::to_string(exact[at]);
   return v;
 }
 

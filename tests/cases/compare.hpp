@@ -9,8 +9,10 @@
 
 namespace mla::cases {
 
-/// error = max |got - exact| / rms(exact). bound = 2 * (the same of `plain`, an unoptimised computation in the same precisions)
-/// + 8 * unit, the unit roundoff of the coarsest rounding that `got` went through. Non-finite values must agree exactly.
+/// error = max |got - exact| / rms(exact). bound = 2 * (the same of `plain`, an unoptimised computation in the same
+/// precisions)
+/// + 8 * unit, the unit roundoff of the coarsest rounding that `got` went through. Non-finite values must agree
+/// exactly.
 Verdict compare(std::span<const float> got, std::span<const double> exact, std::span<const float> plain, double unit);
 
 /// splitmix64 streams: the same numbers on every machine.
@@ -18,7 +20,7 @@ class Random {
  public:
   explicit Random(uint64_t seed) : state_(seed) {}
   uint64_t next();
-  double uniform();                      ///< [0, 1)
+  double uniform();                         ///< [0, 1)
   int64_t integer(int64_t lo, int64_t hi);  ///< [lo, hi], both included
   float normal();
   void fill_normal(std::span<float> x, float stddev = 1.0f);

@@ -1,11 +1,12 @@
 // Threads, buffers and errors.
+#include "mla/device.hpp"
+
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <stdexcept>
 #include <vector>
 
-#include "mla/device.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -38,7 +39,11 @@ TEST(ThreadPool, ManyShortRuns) {
 TEST(ThreadPool, ExceptionsReachTheCallerAndThePoolGoesOn) {
   ThreadPool pool(4);
   for (int i = 0; i < 50; ++i) {
-    EXPECT_THROW(pool.run(20, [](int64_t task, int) { if (task == 7) throw ShapeError("seven"); }), ShapeError);
+    EXPECT_THROW(pool.run(20,
+                          [](int64_t task, int) {
+                            if (task == 7) throw ShapeError("seven");
+                          }),
+                 ShapeError);
     std::atomic<int> runs{0};
     pool.run(20, [&](int64_t, int) { ++runs; });
     EXPECT_EQ(runs, 20);

@@ -1,10 +1,11 @@
 // Every code of every dtype, both ways, against an oracle that works in float64 from the formats' definitions.
+#include "mla/dtype.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <vector>
 
-#include "mla/dtype.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -83,7 +84,7 @@ TEST(Dtype, EndsOfTheRange) {
     EXPECT_EQ(to_fp8_e4m3(x).bits, 0x7e) << x;
     EXPECT_EQ(to_fp8_e4m3(-x).bits, 0xfe) << x;
   }
-  EXPECT_EQ(to_fp8_e4m3(0x1p-10f).bits, 0);       // a tie with zero
+  EXPECT_EQ(to_fp8_e4m3(0x1p-10f).bits, 0);  // a tie with zero
   EXPECT_EQ(to_fp8_e4m3(0x1.000002p-10f).bits, 1);
   EXPECT_EQ(to_f16(0x1p-25f).bits, 0);
   EXPECT_EQ(to_f16(-0.0f).bits, 0x8000);

@@ -1,7 +1,7 @@
 // Views: what compiles and what must not, addresses, slices, run-time dtypes.
-#include <gtest/gtest.h>
-
 #include "mla/view.hpp"
+
+#include <gtest/gtest.h>
 
 namespace mla {
 namespace {

@@ -1,5 +1,7 @@
-// The layer reproduces every golden file: by one prefill, by chunks, token by token, in mixed batches, on every path and through
-// every cache format that suits its dimensions. Two oracles: the file, and our own float64 reference.
+// The layer reproduces every golden file: by one prefill, by chunks, token by token, in mixed batches, on every path
+// and through every cache format that suits its dimensions. Two oracles: the file, and our own float64 reference.
+#include "support/golden.hpp"
+
 #include <gtest/gtest.h>
 
 #include <map>
@@ -7,12 +9,12 @@
 
 #include "layer/reference.hpp"
 #include "support/engine.hpp"
-#include "support/golden.hpp"
 
 namespace mla::test {
 namespace {
 
-// The files come from code that rotates and normalises in f32; their authors state 1e-6 and we have measured 5e-6 at most.
+// The files come from code that rotates and normalises in f32; their authors state 1e-6 and we have measured 5e-6 at
+// most.
 constexpr double kFileError = 5e-6;
 // What a different order of f32 sums may add beyond twice the plain computation's error.
 constexpr double kFloor = 2e-6;
@@ -39,11 +41,14 @@ struct Loaded {
   double plain(Dtype weights_dtype, Dtype compute, Path path, std::optional<CacheFormat> format, bool fp8_query) {
     auto [it, fresh] = plain_errors.try_emplace({weights_dtype, compute, path, format, fp8_query});
     if (fresh) {
-      reference::Rounding rounding{.weights = weights_dtype, .compute = compute, .cache = {}, .path = path,
+      reference::Rounding rounding{.weights = weights_dtype,
+                                   .compute = compute,
+                                   .cache = {},
+                                   .path = path,
                                    .q_scale = fp8_query ? kQueryScale : 0.0f};
       if (format) rounding.cache = cache_spec(golden.config, *format);
-      const auto y = reference::output_rows(golden.config, reference::plain_weights(golden.tensors, weights_dtype), golden.hidden,
-                                            rows(), &rounding);
+      const auto y = reference::output_rows(golden.config, reference::plain_weights(golden.tensors, weights_dtype),
+                                            golden.hidden, rows(), &rounding);
       it->second = reference::relative_error(std::vector<float>(y.begin(), y.end()), exact);
     }
     return it->second;
@@ -58,8 +63,8 @@ Loaded& loaded(const std::filesystem::path& path) {
   if (fresh) {
     Loaded& l = it->second;
     l.golden = read_golden(path);
-    l.exact = reference::output_rows(l.golden.config, reference::plain_weights(l.golden.tensors, Dtype::f32), l.golden.hidden,
-                                     l.rows());
+    l.exact = reference::output_rows(l.golden.config, reference::plain_weights(l.golden.tensors, Dtype::f32),
+                                     l.golden.hidden, l.rows());
   }
   return it->second;
 }
@@ -99,7 +104,8 @@ class GoldenFile : public testing::TestWithParam<std::filesystem::path> {
   }
 };
 
-constexpr PathPolicy kPolicies[] = {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length};
+constexpr PathPolicy kPolicies[] = {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded,
+                                    PathPolicy::by_length};
 
 std::string label(PathPolicy policy, CacheFormat format, Dtype compute, const std::string& how) {
   return how + " " + std::string(to_string(policy)) + " " + std::string(to_string(format)) + " compute " +
@@ -118,10 +124,12 @@ TEST_P(GoldenFile, CachedLatentsAgreeWithTheFile) {
   engine.run_alone(engine.add(g.hidden), g.length, 50);
   std::vector<float> rows;
   for (int64_t t = 0; t < g.length; ++t) {
-    const auto* row = reinterpret_cast<const float*>(engine.cache().view().page(engine.pages(0)[t / 16])) + t % 16 * g.config.entry();
+    const auto* row =
+        reinterpret_cast<const float*>(engine.cache().view().page(engine.pages(0)[t / 16])) + t % 16 * g.config.entry();
     rows.insert(rows.end(), row, row + g.config.latent);
   }
-  EXPECT_LE(reference::relative_error(rows, std::vector<double>(g.kv_c_normed.begin(), g.kv_c_normed.end())), 1e-6) << g.name;
+  EXPECT_LE(reference::relative_error(rows, std::vector<double>(g.kv_c_normed.begin(), g.kv_c_normed.end())), 1e-6)
+      << g.name;
 }
 
 TEST_P(GoldenFile, PrefillAndChunks) {
@@ -169,10 +177,13 @@ TEST_P(GoldenFile, MixedBatches) {
         std::vector<Engine::Piece> pieces;
         for (int64_t s = 0; s < 5; ++s) {
           const int64_t left = g.length - done[s];
-          const int64_t want = s < 2 ? random.integer(0, 40) : s == 2 ? random.integer(1, 3) * 13 : random.integer(20, 90);
+          const int64_t want = s < 2    ? random.integer(0, 40)
+                               : s == 2 ? random.integer(1, 3) * 13
+                                        : random.integer(20, 90);
           if (left > 0) pieces.push_back({s, std::min(left, want)});
         }
-        for (size_t i = pieces.size(); i > 1; --i) std::swap(pieces[i - 1], pieces[random.integer(0, static_cast<int64_t>(i) - 1)]);
+        for (size_t i = pieces.size(); i > 1; --i)
+          std::swap(pieces[i - 1], pieces[random.integer(0, static_cast<int64_t>(i) - 1)]);
         more = !pieces.empty();
         if (!more) break;
         const auto rows = engine.step(pieces);
@@ -191,8 +202,10 @@ TEST_P(GoldenFile, Bf16Weights) {
   const Golden& g = l().golden;
   for (PathPolicy policy : {PathPolicy::latent, PathPolicy::expanded})
     for (Dtype compute : {Dtype::f32, Dtype::bf16}) {
-      Engine engine(l().prepared(Dtype::bf16), cache_spec(g.config, CacheFormat::bf16), {.plan = {.path = policy, .compute = compute}});
-      judge(engine.run_alone(engine.add(g.hidden), g.length, 40), bound(Dtype::bf16, compute, policy, CacheFormat::bf16),
+      Engine engine(l().prepared(Dtype::bf16), cache_spec(g.config, CacheFormat::bf16),
+                    {.plan = {.path = policy, .compute = compute}});
+      judge(engine.run_alone(engine.add(g.hidden), g.length, 40),
+            bound(Dtype::bf16, compute, policy, CacheFormat::bf16),
             label(policy, CacheFormat::bf16, compute, "bf16 weights"));
     }
 }
@@ -201,8 +214,8 @@ TEST_P(GoldenFile, Fp8Query) {
   const Golden& g = l().golden;
   Engine engine(l().prepared(Dtype::f32), cache_spec(g.config, CacheFormat::fp8),
                 {.plan = {.path = PathPolicy::latent, .fp8_query = true, .q_scale = Loaded::kQueryScale}});
-  judge(engine.run_alone(engine.add(g.hidden), g.length, 40), bound(Dtype::f32, Dtype::f32, PathPolicy::latent, CacheFormat::fp8, true),
-        "fp8 query");
+  judge(engine.run_alone(engine.add(g.hidden), g.length, 40),
+        bound(Dtype::f32, Dtype::f32, PathPolicy::latent, CacheFormat::fp8, true), "fp8 query");
 }
 
 INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(golden_files()),

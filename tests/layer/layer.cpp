@@ -71,7 +71,8 @@ TEST(Layer, AttentionFormAgreesWithBlockForm) {
     const float* p = reinterpret_cast<const float*>(s.workspace.data() + s.plan.region(region).offset);
     return std::vector<float>(p, p + n);
   };
-  const auto q = copy("query", 4 * m.heads * m.query_key()), kv = copy("kv", 4 * m.entry()), heads = copy("heads", 4 * m.heads * m.value);
+  const auto q = copy("query", 4 * m.heads * m.query_key()), kv = copy("kv", 4 * m.entry()),
+             heads = copy("heads", 4 * m.heads * m.value);
   Cache other(s.cache.spec(), 2);
   LayerContext context = s.context();
   context.cache = other.view();
@@ -129,7 +130,8 @@ TEST(Layer, MismatchesAreNamed) {
   {
     LayerContext c = s.context();
     c.workspace = c.workspace.first(c.workspace.size() - 1);
-    EXPECT_NE(message_of([&] { run(c); }).find("workspace is " + std::to_string(s.workspace.size() - 1)), std::string::npos);
+    EXPECT_NE(message_of([&] { run(c); }).find("workspace is " + std::to_string(s.workspace.size() - 1)),
+              std::string::npos);
   }
   {
     Cache wrong(cache_spec(s.model, CacheFormat::bf16), 2);
@@ -145,7 +147,8 @@ TEST(Layer, MismatchesAreNamed) {
     EXPECT_EQ(message_of([&] { run(c); }), "layer: weights heads is 4, plan heads is 3");
   }
   EXPECT_EQ(message_of([&] {
-              forward(s.stream, s.context(), View<const float, Token, Hidden>(s.hidden.data(), {4, s.model.hidden - 1}), s.out_view());
+              forward(s.stream, s.context(), View<const float, Token, Hidden>(s.hidden.data(), {4, s.model.hidden - 1}),
+                      s.out_view());
             }),
             "layer: hidden Hidden is 95, model hidden is 96");
   {

@@ -18,8 +18,9 @@ struct Tensor {
   std::string role;
   std::vector<int64_t> shape;
 };
-const std::vector<Tensor> kTensors{{"q_a_proj.weight", {20, 48}},         {"q_a_layernorm.weight", {20}}, {"q_b_proj.weight", {96, 20}},
-                                   {"kv_a_proj_with_mqa.weight", {48, 48}}, {"kv_a_layernorm.weight", {40}}, {"kv_b_proj.weight", {132, 40}},
+const std::vector<Tensor> kTensors{{"q_a_proj.weight", {20, 48}},   {"q_a_layernorm.weight", {20}},
+                                   {"q_b_proj.weight", {96, 20}},   {"kv_a_proj_with_mqa.weight", {48, 48}},
+                                   {"kv_a_layernorm.weight", {40}}, {"kv_b_proj.weight", {132, 40}},
                                    {"o_proj.weight", {48, 60}}};
 
 void add(test::SafetensorsWriter& w, const std::string& prefix, const Tensor& t) {
@@ -35,7 +36,8 @@ std::string refusal(const std::filesystem::path& folder) {
     Checkpoint(folder).layer(1);
   } catch (const Error& e) {
     std::string text = e.what();
-    for (size_t at; (at = text.find(folder.string())) != std::string::npos;) text.replace(at, folder.string().size(), "F");
+    for (size_t at; (at = text.find(folder.string())) != std::string::npos;)
+      text.replace(at, folder.string().size(), "F");
     return text;
   }
   return "read";
@@ -44,7 +46,8 @@ std::string refusal(const std::filesystem::path& folder) {
 class CheckpointFolder : public testing::Test {
  protected:
   CheckpointFolder() { test::write_file(folder_ / "config.json", kConfig); }
-  void write_single(const std::string& prefix, const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {}) {
+  void write_single(
+      const std::string& prefix, const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {}) {
     test::SafetensorsWriter w;
     for (int layer = 0; layer < 2; ++layer) {
       std::vector<Tensor> tensors = kTensors;
@@ -79,7 +82,8 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
         if ((i + layer) % 2 == static_cast<size_t>(shard)) {
           const std::string prefix = "model.layers." + std::to_string(layer) + ".self_attn.";
           add(w, prefix, kTensors[i]);
-          map += (map.empty() ? "\"" : ",\"") + prefix + kTensors[i].role + "\":\"part-" + std::to_string(shard) + ".safetensors\"";
+          map += (map.empty() ? "\"" : ",\"") + prefix + kTensors[i].role + "\":\"part-" + std::to_string(shard) +
+                 ".safetensors\"";
         }
     w.write(folder_ / ("part-" + std::to_string(shard) + ".safetensors"));
   }
@@ -94,27 +98,33 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
   EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not a JSON object");
   EXPECT_EQ(with("{}"), "F/model.safetensors.index.json: weight_map is missing or not an object");
   EXPECT_EQ(with(R"({"weight_map":{"a":3}})"), "F/model.safetensors.index.json: weight_map of 'a' is not a string");
-  EXPECT_EQ(with(R"({"weight_map":{"a":"../x.safetensors"}})"), "F/model.safetensors.index.json: weight_map of 'a' is '../x.safetensors', which leaves the folder");
-  EXPECT_EQ(with(R"({"weight_map":{"a":"/etc/passwd"}})"), "F/model.safetensors.index.json: weight_map of 'a' is '/etc/passwd', which leaves the folder");
-  EXPECT_EQ(with(R"({"weight_map":{"a":"part-0.safetensors"}})"), "F/model.safetensors.index.json: tensor 'a' is not in its shard 'part-0.safetensors'");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"../x.safetensors"}})"),
+            "F/model.safetensors.index.json: weight_map of 'a' is '../x.safetensors', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"/etc/passwd"}})"),
+            "F/model.safetensors.index.json: weight_map of 'a' is '/etc/passwd', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"part-0.safetensors"}})"),
+            "F/model.safetensors.index.json: tensor 'a' is not in its shard 'part-0.safetensors'");
 }
 
 TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {
   EXPECT_EQ(refusal(folder_.path()), "F: neither model.safetensors nor model.safetensors.index.json is there");
   write_single("", [](auto& t) { t.pop_back(); });
-  EXPECT_EQ(refusal(folder_.path()), "F: tensor 'model.layers.1.self_attn.o_proj.weight' is missing, expected shape [48, 60]");
+  EXPECT_EQ(refusal(folder_.path()),
+            "F: tensor 'model.layers.1.self_attn.o_proj.weight' is missing, expected shape [48, 60]");
   write_single("", [](auto& t) { t[5].shape = {130, 40}; });
   EXPECT_EQ(refusal(folder_.path()),
-            "F/model.safetensors: tensor 'model.layers.1.self_attn.kv_b_proj.weight' has shape [130, 40], expected [132, 40]");
+            "F/model.safetensors: tensor 'model.layers.1.self_attn.kv_b_proj.weight' has shape [130, 40], expected "
+            "[132, 40]");
   EXPECT_EQ(refusal(folder_ / "nowhere"), "F: not a folder");
 }
 
 // 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.
 TEST(BlockScales, PartialEdges) {
   test::TempFolder folder;
-  test::write_file(folder / "config.json",
-                   R"({"model_type":"deepseek_v3","hidden_size":260,"num_hidden_layers":1,"num_attention_heads":1,"kv_lora_rank":512,)"
-                   R"("qk_nope_head_dim":8,"qk_rope_head_dim":64,"v_head_dim":8,"quantization_config":{"weight_block_size":[128,128]}})");
+  test::write_file(
+      folder / "config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":260,"num_hidden_layers":1,"num_attention_heads":1,"kv_lora_rank":512,)"
+      R"("qk_nope_head_dim":8,"qk_rope_head_dim":64,"v_head_dim":8,"quantization_config":{"weight_block_size":[128,128]}})");
   const std::string prefix = "model.layers.0.self_attn.";
   auto file = [&](std::vector<int64_t> scale_shape) {
     test::SafetensorsWriter w;
@@ -131,13 +141,15 @@ TEST(BlockScales, PartialEdges) {
   file({5, 3});
   const std::vector<float> w = Checkpoint(folder.path()).layer(0).kv_down.to_f32();
   for (int64_t r : {0, 127, 128, 511, 512, 575})
-    for (int64_t c : {0, 127, 128, 255, 256, 259}) EXPECT_EQ(w[r * 260 + c], 0.3f + static_cast<float>(r / 128 * 3 + c / 128)) << r << " " << c;
+    for (int64_t c : {0, 127, 128, 255, 256, 259})
+      EXPECT_EQ(w[r * 260 + c], 0.3f + static_cast<float>(r / 128 * 3 + c / 128)) << r << " " << c;
   file({4, 3});
   try {
     Checkpoint(folder.path()).layer(0);
     FAIL();
   } catch (const CheckpointError& e) {
-    EXPECT_NE(std::string(e.what()).find("weight_scale_inv' has shape [4, 3], expected [5, 3]"), std::string::npos) << e.what();
+    EXPECT_NE(std::string(e.what()).find("weight_scale_inv' has shape [4, 3], expected [5, 3]"), std::string::npos)
+        << e.what();
   }
 }
 

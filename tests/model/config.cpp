@@ -14,9 +14,11 @@ TEST(Presets, TrueDimensions) {
     const char* name;
     int64_t hidden, layers, heads, query_latent, latent, nope, rope, value;
   };
-  for (const Row& r : {Row{"deepseek-v2-lite", 2048, 27, 16, 0, 512, 128, 64, 128}, Row{"deepseek-v3", 7168, 61, 128, 1536, 512, 128, 64, 128},
-                       Row{"deepseek-v3.2", 7168, 61, 128, 1536, 512, 128, 64, 128}, Row{"kimi-k2", 7168, 61, 64, 1536, 512, 128, 64, 128},
-                       Row{"minicpm3", 2560, 62, 40, 768, 256, 64, 32, 64}}) {
+  for (const Row& r :
+       {Row{"deepseek-v2-lite", 2048, 27, 16, 0, 512, 128, 64, 128},
+        Row{"deepseek-v3", 7168, 61, 128, 1536, 512, 128, 64, 128},
+        Row{"deepseek-v3.2", 7168, 61, 128, 1536, 512, 128, 64, 128},
+        Row{"kimi-k2", 7168, 61, 64, 1536, 512, 128, 64, 128}, Row{"minicpm3", 2560, 62, 40, 768, 256, 64, 32, 64}}) {
     const ModelConfig m = preset(r.name);
     EXPECT_EQ(m.hidden, r.hidden);
     EXPECT_EQ(m.layers, r.layers);
@@ -84,10 +86,12 @@ std::string config(const std::string& more) {
 }
 
 TEST(Config, OldAndNewRopeKeys) {
-  const std::string yarn = R"("factor":40,"beta_fast":31,"beta_slow":2,"mscale":0.7,"mscale_all_dim":0.9,"original_max_position_embeddings":4096)";
-  for (const std::string& text : {config(R"(,"rope_theta":5000,"rope_scaling":{"type":"yarn",)" + yarn + "}"),
-                                  config(R"(,"rope_theta":5000,"rope_scaling":{"rope_type":"yarn",)" + yarn + "}"),
-                                  config(R"(,"rope_parameters":{"rope_theta":5000.0,"rope_type":"yarn",)" + yarn + "}")}) {
+  const std::string yarn =
+      R"("factor":40,"beta_fast":31,"beta_slow":2,"mscale":0.7,"mscale_all_dim":0.9,"original_max_position_embeddings":4096)";
+  for (const std::string& text :
+       {config(R"(,"rope_theta":5000,"rope_scaling":{"type":"yarn",)" + yarn + "}"),
+        config(R"(,"rope_theta":5000,"rope_scaling":{"rope_type":"yarn",)" + yarn + "}"),
+        config(R"(,"rope_parameters":{"rope_theta":5000.0,"rope_type":"yarn",)" + yarn + "}")}) {
     const RopeConfig r = parse_config(text).rotary;
     EXPECT_EQ(r.scaling, RopeConfig::Scaling::yarn);
     EXPECT_EQ(r.theta, 5000);
@@ -107,7 +111,8 @@ TEST(Config, OptionalParts) {
   EXPECT_EQ(parse_config(config(R"(,"q_lora_rank":20)")).query_latent, 20);
   EXPECT_TRUE(parse_config(config("")).rotary.interleaved);
   EXPECT_FALSE(parse_config(config(R"(,"rope_interleave":false)")).rotary.interleaved);
-  const ModelConfig fp8 = parse_config(config(R"(,"quantization_config":{"quant_method":"fp8","weight_block_size":[128,64]})"));
+  const ModelConfig fp8 =
+      parse_config(config(R"(,"quantization_config":{"quant_method":"fp8","weight_block_size":[128,64]})"));
   EXPECT_EQ(fp8.fp8_block_rows, 128);
   EXPECT_EQ(fp8.fp8_block_cols, 64);
   const ModelConfig sparse = parse_config(config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
@@ -131,12 +136,17 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message("{}"), "c.json: hidden_size is missing");
   EXPECT_EQ(message(config(R"(,"rope_theta":"x")")), "c.json: rope_theta is \"x\", a number is needed");
   EXPECT_EQ(message(config(R"(,"q_lora_rank":1.5)")), "c.json: q_lora_rank is 1.5, an integer is needed");
-  EXPECT_EQ(message(config(R"(,"q_lora_rank":-3)")), "c.json: model deepseek_v3: query latent is -3, allowed 0 to 1048576");
-  EXPECT_EQ(message(config(R"(,"rms_norm_eps":-1)")), "c.json: model deepseek_v3: rms_eps is -1.000000, must not be negative");
-  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")), "c.json: rope type 'longrope' is not supported (default and yarn are)");
-  EXPECT_EQ(message(config(R"(,"sliding_window":4096)")), "c.json: sliding_window is 4096: a sliding window is not supported");
+  EXPECT_EQ(message(config(R"(,"q_lora_rank":-3)")),
+            "c.json: model deepseek_v3: query latent is -3, allowed 0 to 1048576");
+  EXPECT_EQ(message(config(R"(,"rms_norm_eps":-1)")),
+            "c.json: model deepseek_v3: rms_eps is -1.000000, must not be negative");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")),
+            "c.json: rope type 'longrope' is not supported (default and yarn are)");
+  EXPECT_EQ(message(config(R"(,"sliding_window":4096)")),
+            "c.json: sliding_window is 4096: a sliding window is not supported");
   EXPECT_EQ(message(config(R"(,"use_sliding_window":false,"sliding_window":4096)")), "read");
-  EXPECT_EQ(message(config(R"(,"attn_logit_softcapping":30.0)")), "c.json: attn_logit_softcapping is 30.0: a logit soft cap is not supported");
+  EXPECT_EQ(message(config(R"(,"attn_logit_softcapping":30.0)")),
+            "c.json: attn_logit_softcapping is 30.0: a logit soft cap is not supported");
   EXPECT_EQ(message(config(R"(,"alibi":true)")), "c.json: alibi is true: ALiBi is not supported");
   EXPECT_EQ(message(config(R"(,"quantization_config":{"weight_block_size":[0,1]})")),
             "c.json: quantization_config: weight_block_size is [0,1], two positive integers are needed");

@@ -1,4 +1,5 @@
-// The safetensors reader: every malformation it must refuse, by name, and thousands of random ones that must not crash it.
+// The safetensors reader: every malformation it must refuse, by name, and thousands of random ones that must not crash
+// it.
 #include <gtest/gtest.h>
 
 #include "cases/compare.hpp"
@@ -46,52 +47,80 @@ TEST_F(SafetensorsFile, ReadsWhatIsWellFormed) {
   EXPECT_EQ(file.find("c"), nullptr);
   EXPECT_THROW(file.tensor("c"), CheckpointError);
   EXPECT_EQ(refusal(R"({})", 0), "read");
-  EXPECT_EQ(refusal(R"( { "__metadata__" : { "k" : "v\u00e9\ud83d\ude00\n" } , "t":{"shape":[1],"dtype":"U8","data_offsets":[0,1]} }   )", 1), "read");
+  EXPECT_EQ(
+      refusal(
+          R"( { "__metadata__" : { "k" : "v\u00e9\ud83d\ude00\n" } , "t":{"shape":[1],"dtype":"U8","data_offsets":[0,1]} }   )",
+          1),
+      "read");
 }
 
 TEST_F(SafetensorsFile, RefusesByName) {
   EXPECT_EQ(refusal("short"), "has 5 bytes, a header length alone takes 8");
-  EXPECT_EQ(refusal(std::string("\xff\xff\xff\xff\xff\xff\xff\x7f", 8) + "{}"), "header of 9223372036854775807 bytes, at most 100000000");
+  EXPECT_EQ(refusal(std::string("\xff\xff\xff\xff\xff\xff\xff\x7f", 8) + "{}"),
+            "header of 9223372036854775807 bytes, at most 100000000");
   EXPECT_EQ(refusal(std::string("\x20\0\0\0\0\0\0\0", 8) + "{}"), "header of 32 bytes ends past the file's 10");
   EXPECT_EQ(refusal("", 0), "'{' is needed in the header at byte 0");
   EXPECT_EQ(refusal("{}x", 0), "header has text after its object at byte 2");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2),
-            "key 't' occurs twice");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': key 'dtype' occurs twice");
+  EXPECT_EQ(
+      refusal(
+          R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})",
+          2),
+      "key 't' occurs twice");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 1),
+            "tensor 't': key 'dtype' occurs twice");
   EXPECT_EQ(refusal(R"({"__metadata__":{"a":"1","a":"2"}})", 0), "__metadata__ key 'a' occurs twice");
   EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1]}})", 0), "tensor 't': data_offsets is missing");
   EXPECT_EQ(refusal(R"({"t":{"shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': dtype is missing");
   EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","data_offsets":[0,1]}})", 1), "tensor 't': shape is missing");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"extra":1}})", 1), "tensor 't': unknown key 'extra'");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1],"extra":1}})", 1),
+            "tensor 't': unknown key 'extra'");
   EXPECT_EQ(refusal(R"({"t":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}})", 1), "tensor 't': unknown dtype 'Q7'");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4), "tensor 't': has 4 bytes, its shape needs 8");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9]}})", 1), "tensor 't': ends at 9, past the data's 1 bytes");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[2,1]}})", 2), "tensor 't': ends at 1 before it begins at 2");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2), "tensor 't': begins at 1, a gap after 0");
-  EXPECT_EQ(refusal(R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})", 3),
-            "tensor 'b': begins at 1, inside the tensor that ends at 2");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[2],"data_offsets":[0,4]}})", 4),
+            "tensor 't': has 4 bytes, its shape needs 8");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,9]}})", 1),
+            "tensor 't': ends at 9, past the data's 1 bytes");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[2,1]}})", 2),
+            "tensor 't': ends at 1 before it begins at 2");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[1,2]}})", 2),
+            "tensor 't': begins at 1, a gap after 0");
+  EXPECT_EQ(
+      refusal(
+          R"({"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"b":{"dtype":"U8","shape":[2],"data_offsets":[1,3]}})",
+          3),
+      "tensor 'b': begins at 1, inside the tensor that ends at 2");
   EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}})", 5), "tensors end at 1, the data at 5");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0), "tensor 't': shape passes 64 bits");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}})", 0), "number at byte 28 passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"F32","shape":[4294967296,4294967296],"data_offsets":[0,0]}})", 0),
+            "tensor 't': shape passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[18446744073709551616],"data_offsets":[0,0]}})", 0),
+            "number at byte 28 passes 64 bits");
   EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[9223372036854775808],"data_offsets":[0,0]}})", 0),
             "tensor 't': extent 9223372036854775808 is too large");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}})", 0), "a non-negative integer is needed at byte 28");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}})", 1), "']' is needed in the header at byte 29");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}})", 1), "number at byte 28 has a leading zero");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1), "tensor 't': data_offsets has 3 numbers, 2 are needed");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}})", 1), "tensor 't': more than 16 dimensions");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[-1],"data_offsets":[0,0]}})", 0),
+            "a non-negative integer is needed at byte 28");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1.5],"data_offsets":[0,1]}})", 1),
+            "']' is needed in the header at byte 29");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[01],"data_offsets":[0,1]}})", 1),
+            "number at byte 28 has a leading zero");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1,2]}})", 1),
+            "tensor 't': data_offsets has 3 numbers, 2 are needed");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"data_offsets":[0,1]}})", 1),
+            "tensor 't': more than 16 dimensions");
   EXPECT_EQ(refusal("{\"t\xc3(\":{}}", 0), "bad UTF-8 at byte 3");
   EXPECT_EQ(refusal(R"({"\x":{}})", 0), "unknown escape in a string at byte 3");
   EXPECT_EQ(refusal(R"({"\ud800":{}})", 0), "half a surrogate pair at byte 8");
   EXPECT_EQ(refusal("{\"a\nb\":{}}", 0), "control character in a string at byte 3");
   EXPECT_EQ(refusal(R"({"open)", 0), "string without end");
-  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},})", 1), "'\"' is needed in the header at byte 53");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[1],"data_offsets":[0,1]},})", 1),
+            "'\"' is needed in the header at byte 53");
   EXPECT_THROW(Safetensors(folder_ / "missing"), CheckpointError);
   EXPECT_THROW(Safetensors(folder_.path()), CheckpointError);
 }
 
 // Deep nesting must not recurse: the grammar has no value that nests.
-TEST_F(SafetensorsFile, DeepNestingIsRefused) { EXPECT_NE(refusal(raw_safetensors(std::string(R"({"t":)") + std::string(1 << 20, '['), 0)).find("is needed"), std::string::npos); }
+TEST_F(SafetensorsFile, DeepNestingIsRefused) {
+  EXPECT_NE(refusal(raw_safetensors(std::string(R"({"t":)") + std::string(1 << 20, '['), 0)).find("is needed"),
+            std::string::npos);
+}
 
 TEST_F(SafetensorsFile, RandomDamageNeverCrashes) {
   test::SafetensorsWriter w;
@@ -128,7 +157,8 @@ TEST(GoldenFiles, EveryLayerReads) {
   for (const auto& path : test::golden_files()) {
     const test::Golden g = test::read_golden(path);
     EXPECT_GT(g.length, 0) << path;
-    EXPECT_EQ(static_cast<int64_t>(g.tensors.kv_up.to_f32().size()), g.config.heads * (g.config.nope + g.config.value) * g.config.latent);
+    EXPECT_EQ(static_cast<int64_t>(g.tensors.kv_up.to_f32().size()),
+              g.config.heads * (g.config.nope + g.config.value) * g.config.latent);
   }
 }
 

@@ -1,11 +1,12 @@
 // Random weights and preparation.
+#include "mla/weights.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 #include <cstring>
 
 #include "mla/error.hpp"
-#include "mla/weights.hpp"
 #include "support/models.hpp"
 
 namespace mla {
@@ -56,7 +57,8 @@ TEST(Prepare, ShapesAndErrors) {
   missing.output = {};
   EXPECT_EQ(message(missing), "prepare: output is missing, expected shape [96, 384]");
   t.kv_norm.shape = {511};
-  EXPECT_EQ(message(t), "prepare: kv_norm (model.layers.0.self_attn.kv_a_layernorm.weight) has shape [511], expected [512]");
+  EXPECT_EQ(message(t),
+            "prepare: kv_norm (model.layers.0.self_attn.kv_a_layernorm.weight) has shape [511], expected [512]");
 }
 
 }  // namespace

@@ -24,7 +24,8 @@ TEST_P(EveryOp, AgreesWithFloat64) {
   }
 }
 
-// The attention kernels on every instruction set below the one that is taken by itself, each third case of their sweeps.
+// The attention kernels on every instruction set below the one that is taken by itself, each third case of their
+// sweeps.
 TEST(Conformance, AttentionOnEveryTarget) {
   struct Unrestricted {
     ~Unrestricted() { cpu::restrict_target(""); }
@@ -43,7 +44,8 @@ TEST(Conformance, AttentionOnEveryTarget) {
         auto c = type->make(sweep[i]);
         c->run(stream);
         const Verdict v = c->verify();
-        EXPECT_TRUE(v.ok) << target << " " << describe(sweep[i], type->op) << ": error " << v.error << " above bound " << v.bound << "; " << v.detail;
+        EXPECT_TRUE(v.ok) << target << " " << describe(sweep[i], type->op) << ": error " << v.error << " above bound "
+                          << v.bound << "; " << v.detail;
       }
     }
   }

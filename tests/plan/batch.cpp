@@ -1,11 +1,11 @@
 // Batch validation, the decode/prefill split and the reorder helper.
+#include "mla/batch.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <limits>
 #include <numeric>
-
-#include "mla/batch.hpp"
 
 namespace mla {
 namespace {
@@ -46,11 +46,13 @@ TEST(Batch, EachViolationIsNamed) {
   EXPECT_EQ(broken([](Arrays& a) { a.starts = {0, 4, 3}; }), "batch: request 1: query_start_loc falls from 4 to 3");
   EXPECT_EQ(broken([](Arrays& a) { a.lengths[1] = -1; }), "batch: request 1: seq_len is -1, must not be negative");
   EXPECT_EQ(broken([](Arrays& a) { a.lengths[0] = 1; }), "batch: request 0: seq_len is 1, below its 2 new tokens");
-  EXPECT_EQ(broken([](Arrays& a) { a.lengths[1] = 13; }), "batch: request 1: seq_len 13 needs 4 pages of 4, block table has 3");
+  EXPECT_EQ(broken([](Arrays& a) { a.lengths[1] = 13; }),
+            "batch: request 1: seq_len 13 needs 4 pages of 4, block table has 3");
   EXPECT_EQ(broken([](Arrays& a) { a.lengths[1] = std::numeric_limits<int32_t>::max(); }),
             "batch: request 1: seq_len 2147483647 needs 536870912 pages of 4, block table has 3");
   EXPECT_EQ(broken([](Arrays& a) { a.table[4] = 6; }), "batch: request 1: block_table[1] is 6, the cache has 6 pages");
-  EXPECT_EQ(broken([](Arrays& a) { a.table[1] = -1; }), "batch: request 0: block_table[1] is -1, the cache has 6 pages");
+  EXPECT_EQ(broken([](Arrays& a) { a.table[1] = -1; }),
+            "batch: request 0: block_table[1] is -1, the cache has 6 pages");
   EXPECT_EQ(broken([](Arrays& a) { a.slots.pop_back(); }), "batch: slot_mapping has 2 entries, the batch has 3 tokens");
   EXPECT_EQ(broken([](Arrays& a) { a.slots[1] = 24; }), "batch: slot_mapping[1] is 24, the cache has 24 slots");
 }
@@ -61,7 +63,8 @@ TEST(Batch, BlockTableWithTooFewRows) {
   EXPECT_THROW(validate(b, 6, 4), BatchError);
 }
 
-DecodePrefillSplit split(std::vector<int32_t> lens, int64_t threshold, bool uniform, std::vector<uint8_t> prefilling = {}) {
+DecodePrefillSplit split(std::vector<int32_t> lens, int64_t threshold, bool uniform,
+                         std::vector<uint8_t> prefilling = {}) {
   std::vector<int32_t> starts(lens.size() + 1);
   std::partial_sum(lens.begin(), lens.end(), starts.begin() + 1);
   return split_decodes_and_prefills(starts, {.threshold = threshold,
@@ -88,7 +91,8 @@ TEST(Split, BadArguments) {
   EXPECT_THROW(split_decodes_and_prefills(starts, {.treat_short_extends_as_decodes = false}), BatchError);
 }
 
-// Every arrangement of up to seven requests: the swaps do their work, and no fewer could: each swap brings at most one decode forward.
+// Every arrangement of up to seven requests: the swaps do their work, and no fewer could: each swap brings at most one
+// decode forward.
 TEST(Reorder, MinimalSwaps) {
   for (int n = 0; n <= 7; ++n)
     for (int mask = 0; mask < 1 << n; ++mask) {

@@ -9,8 +9,10 @@ namespace {
 
 using Chunks = std::vector<std::vector<GatherPiece>>;
 
-// Every context row exactly once and in order; nothing over the budget; only first pieces continue a request; cuts on pages.
-void check(const Chunks& chunks, const std::vector<int32_t>& contexts, int64_t rows, int64_t page_size, bool fixed = false) {
+// Every context row exactly once and in order; nothing over the budget; only first pieces continue a request; cuts on
+// pages.
+void check(const Chunks& chunks, const std::vector<int32_t>& contexts, int64_t rows, int64_t page_size,
+           bool fixed = false) {
   std::vector<int32_t> done(contexts.size());
   for (const auto& chunk : chunks) {
     ASSERT_FALSE(chunk.empty());

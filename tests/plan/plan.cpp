@@ -1,11 +1,12 @@
 // Whole plans: coverage of every visible (row, position) pair, workspace, purity, invariance, options.
+#include "mla/plan.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <map>
 
 #include "cases/compare.hpp"
-#include "mla/plan.hpp"
 #include "support/models.hpp"
 
 namespace mla {
@@ -25,7 +26,9 @@ struct Made {
       for (int64_t p = 0; p < width; ++p) table.push_back(static_cast<int32_t>(p));
     slots.assign(static_cast<size_t>(starts.back()), -1);
   }
-  Batch batch() const { return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots}; }
+  Batch batch() const {
+    return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots};
+  }
 };
 
 Plan make(const ModelConfig& m, const CacheSpec& spec, const Made& b, const PlanOptions& o = {}) {
@@ -37,7 +40,8 @@ std::map<std::pair<int64_t, int64_t>, int> coverage(const Plan& p) {
   std::map<std::pair<int64_t, int64_t>, int> seen;
   for (const LatentItem& i : p.latent_items)
     for (int64_t q = 0; q < i.q_count; ++q)
-      for (int64_t j = i.kv_begin; j < std::min<int64_t>(i.kv_end, i.visible + q + 1); ++j) ++seen[{p.latent_tokens[i.q_begin + q], j}];
+      for (int64_t j = i.kv_begin; j < std::min<int64_t>(i.kv_end, i.visible + q + 1); ++j)
+        ++seen[{p.latent_tokens[i.q_begin + q], j}];
   for (const ExpandedItem& i : p.suffix_items)
     for (int64_t q = 0; q < i.q_count; ++q)
       for (int64_t j = 0; j < std::min<int64_t>(i.k_count, q + i.visible + 1); ++j)
@@ -85,7 +89,9 @@ void check(const Plan& p) {
   EXPECT_EQ(written, joined);
 
   std::vector<Region> regions = p.regions;
-  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) { return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes); });
+  std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) {
+    return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes);
+  });
   size_t end = 0;
   for (const Region& r : regions) {
     EXPECT_EQ(r.offset % 64, 0u);
@@ -200,7 +206,8 @@ TEST(Plan, OptionsThatCannotBe) {
   };
   PlanOptions o;
   o.fp8_query = true;
-  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: fp8 queries need cache format fp8, this one is bf16");
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o),
+            "plan: fp8 queries need cache format fp8, this one is bf16");
   o = {};
   o.compute = Dtype::f16;
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: compute dtype is f16; f32 and bf16 are supported");
@@ -214,7 +221,8 @@ TEST(Plan, OptionsThatCannotBe) {
 TEST(Plan, NamesParse) {
   for (PathPolicy p : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length})
     EXPECT_EQ(parse_path_policy(to_string(p)), p);
-  for (SplitPolicy p : {SplitPolicy::fast, SplitPolicy::batch_invariant}) EXPECT_EQ(parse_split_policy(to_string(p)), p);
+  for (SplitPolicy p : {SplitPolicy::fast, SplitPolicy::batch_invariant})
+    EXPECT_EQ(parse_split_policy(to_string(p)), p);
   EXPECT_THROW(parse_path_policy("fastest"), InputError);
   EXPECT_THROW(parse_split_policy(""), InputError);
 }

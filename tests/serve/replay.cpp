@@ -1,11 +1,12 @@
-// The replay end to end on a small model: every row that is sampled is recomputed in float64, through every cache format and path,
-// with shared prefixes and with too few pages.
+// The replay end to end on a small model: every row that is sampled is recomputed in float64, through every cache
+// format and path, with shared prefixes and with too few pages.
+#include "serve/replay.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
 
 #include "mla/error.hpp"
-#include "serve/replay.hpp"
 #include "support/models.hpp"
 
 namespace mla::serve {
@@ -29,7 +30,8 @@ struct Replayed {
 };
 
 TEST(Replay, EveryFormatAndPathVerifies) {
-  for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
+  for (CacheFormat format :
+       {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
     for (PathPolicy path : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded}) {
       Replayed run;
       run.options.format = format;
@@ -41,7 +43,8 @@ TEST(Replay, EveryFormatAndPathVerifies) {
       ASSERT_EQ(r.samples.size(), 12u);
       const Verification v = verify(run.trace, run.options, r.samples, run.pool);
       EXPECT_EQ(v.rows, 12);
-      EXPECT_EQ(v.failed, 0) << to_string(format) << " " << to_string(path) << ": " << v.worst << " error " << v.worst_error << " bound " << v.worst_bound;
+      EXPECT_EQ(v.failed, 0) << to_string(format) << " " << to_string(path) << ": " << v.worst << " error "
+                             << v.worst_error << " bound " << v.worst_bound;
     }
 }
 

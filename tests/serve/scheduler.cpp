@@ -1,4 +1,6 @@
 // The scheduler: order, budgets, reuse, preemption; and random traces against its invariants.
+#include "serve/scheduler.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -7,7 +9,6 @@
 
 #include "cases/compare.hpp"
 #include "mla/error.hpp"
-#include "serve/scheduler.hpp"
 
 namespace mla::serve {
 namespace {
@@ -15,12 +16,14 @@ namespace {
 Trace trace_of(std::vector<TraceRequest> requests, int64_t block = 8) {
   Trace t{.source = "test", .format = "test", .block_tokens = block, .requests = std::move(requests)};
   for (size_t r = 0; r < t.requests.size(); ++r)
-    while (static_cast<int64_t>(t.requests[r].blocks.size()) * block < t.requests[r].input) t.requests[r].blocks.push_back(1000 * (r + 1) + t.requests[r].blocks.size());
+    while (static_cast<int64_t>(t.requests[r].blocks.size()) * block < t.requests[r].input)
+      t.requests[r].blocks.push_back(1000 * (r + 1) + t.requests[r].blocks.size());
   return t;
 }
 
 TEST(Scheduler, ChunksPrefillsAndDecodesFirst) {
-  const Trace t = trace_of({{.arrival = 0, .input = 10, .output = 3, .blocks = {}}, {.arrival = 0.5, .input = 6, .output = 1, .blocks = {}}});
+  const Trace t = trace_of({{.arrival = 0, .input = 10, .output = 3, .blocks = {}},
+                            {.arrival = 0.5, .input = 6, .output = 1, .blocks = {}}});
   Scheduler s(t, {.pages = 100, .page_size = 4, .token_budget = 7});
   const auto step = [&](double now) {
     const auto pieces = s.plan_step(now);
@@ -54,7 +57,8 @@ TEST(Scheduler, ChunksPrefillsAndDecodesFirst) {
 }
 
 TEST(Scheduler, SharesFullPagesOfEqualPrefixes) {
-  const Trace t = trace_of({{.arrival = 0, .input = 20, .output = 1, .blocks = {7, 8, 9}}, {.arrival = 5, .input = 20, .output = 1, .blocks = {7, 8, 10}},
+  const Trace t = trace_of({{.arrival = 0, .input = 20, .output = 1, .blocks = {7, 8, 9}},
+                            {.arrival = 5, .input = 20, .output = 1, .blocks = {7, 8, 10}},
                             {.arrival = 9, .input = 16, .output = 1, .blocks = {7, 8}}});
   Scheduler s(t, {.pages = 100, .page_size = 4, .token_budget = 64});
   s.plan_step(0);
@@ -71,7 +75,8 @@ TEST(Scheduler, SharesFullPagesOfEqualPrefixes) {
 }
 
 TEST(Scheduler, RefusesWhatCanNeverFit) {
-  const Trace t = trace_of({{.arrival = 0, .input = 30, .output = 3, .blocks = {}}, {.arrival = 0, .input = 4, .output = 1, .blocks = {}}});
+  const Trace t = trace_of(
+      {{.arrival = 0, .input = 30, .output = 3, .blocks = {}}, {.arrival = 0, .input = 4, .output = 1, .blocks = {}}});
   Scheduler s(t, {.pages = 8, .page_size = 4, .token_budget = 64});
   const auto p = s.plan_step(0);
   ASSERT_EQ(p.size(), 1u);
@@ -84,7 +89,8 @@ TEST(Scheduler, RefusesWhatCanNeverFit) {
 
 TEST(Scheduler, PreemptsTheLastAndStartsItOver) {
   // Both prompts fit; their outputs do not.
-  const Trace t = trace_of({{.arrival = 0, .input = 8, .output = 9, .blocks = {}}, {.arrival = 0, .input = 8, .output = 9, .blocks = {}}});
+  const Trace t = trace_of(
+      {{.arrival = 0, .input = 8, .output = 9, .blocks = {}}, {.arrival = 0, .input = 8, .output = 9, .blocks = {}}});
   Scheduler s(t, {.pages = 5, .page_size = 4, .token_budget = 64, .prefix_reuse = false});
   double now = 0;
   int64_t computed = 0;
@@ -108,8 +114,8 @@ TEST(Scheduler, BadLimits) {
   EXPECT_THROW(Scheduler(t, {.pages = 1, .token_budget = 0}), InputError);
 }
 
-// Whatever the trace: budgets hold, tokens run once each in order (but for preemption), pages belong to one sequence or to equal
-// prefixes, everything ends, and nothing leaks.
+// Whatever the trace: budgets hold, tokens run once each in order (but for preemption), pages belong to one sequence or
+// to equal prefixes, everything ends, and nothing leaks.
 TEST(Scheduler, RandomTraces) {
   cases::Random random(8);
   for (int round = 0; round < 150; ++round) {
@@ -118,10 +124,12 @@ TEST(Scheduler, RandomTraces) {
     for (TraceRequest& r : requests) {
       r = {.arrival = arrival, .input = random.integer(1, 60), .output = random.integer(1, 20), .blocks = {}};
       arrival += random.uniform() * 3;
-      for (int64_t b = random.integer(0, r.input / 8); b > 0; --b) r.blocks.push_back(r.blocks.size());  // a common prefix
+      for (int64_t b = random.integer(0, r.input / 8); b > 0; --b)
+        r.blocks.push_back(r.blocks.size());  // a common prefix
     }
     const Trace t = trace_of(std::move(requests));
-    const Limits limits{.pages = random.integer(6, 60), .page_size = random.integer(1, 9), .token_budget = random.integer(1, 50)};
+    const Limits limits{
+        .pages = random.integer(6, 60), .page_size = random.integer(1, 9), .token_budget = random.integer(1, 50)};
     Scheduler s(t, limits);
     std::vector<int64_t> computed(t.requests.size()), generated(t.requests.size());
     double now = 0;

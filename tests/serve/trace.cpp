@@ -1,4 +1,6 @@
 // Trace formats, what is wrong with a line, scaling, generation, hidden states.
+#include "serve/trace.hpp"
+
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -9,7 +11,6 @@
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
 #include "serve/hidden.hpp"
-#include "serve/trace.hpp"
 
 namespace mla::serve {
 namespace {
@@ -44,7 +45,9 @@ TEST(Trace, Mooncake) {
 }
 
 TEST(Trace, Azure) {
-  const Trace t = read("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-17 00:00:00.1805900,396,109\n");
+  const Trace t = read(
+      "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,374,44\n2023-11-17 "
+      "00:00:00.1805900,396,109\n");
   ASSERT_EQ(t.requests.size(), 2u);
   EXPECT_EQ(t.requests[0].arrival, 0);
   EXPECT_NEAR(t.requests[1].arrival, 5 * 3600 + 44 * 60 + 13.5, 1e-5);
@@ -56,7 +59,8 @@ TEST(Trace, Azure) {
 TEST(Trace, BurstGpt) {
   const Trace t = read(
       "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
-      "5,,1.5,ChatGPT,472,18,490,Conversation log\n45,,2.5,\"GPT,4\",1087,0,1087,API log\n118.5,x,,GPT-4,417,276,693,API log\n");
+      "5,,1.5,ChatGPT,472,18,490,Conversation log\n45,,2.5,\"GPT,4\",1087,0,1087,API "
+      "log\n118.5,x,,GPT-4,417,276,693,API log\n");
   ASSERT_EQ(t.requests.size(), 2u);  // no response: a failure
   EXPECT_EQ(t.requests[0].input, 472);
   EXPECT_EQ(t.requests[1].arrival, 113.5);
@@ -66,15 +70,20 @@ TEST(Trace, BurstGpt) {
 TEST(Trace, MalformedLinesAreNamed) {
   EXPECT_EQ(refusal(""), "t: empty, a trace is needed");
   EXPECT_EQ(refusal("TIMESTAMP,ContextTokens,GeneratedTokens\n"), "t: holds no request");
-  EXPECT_EQ(refusal("a,b,c\n1,2,3\n"), "t:1: column 'Timestamp' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
-  EXPECT_EQ(refusal("TIMESTAMP,ContextTokens\n"), "t:1: column 'GeneratedTokens' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
+  EXPECT_EQ(refusal("a,b,c\n1,2,3\n"),
+            "t:1: column 'Timestamp' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
+  EXPECT_EQ(refusal("TIMESTAMP,ContextTokens\n"),
+            "t:1: column 'GeneratedTokens' is missing; known traces: Mooncake jsonl, Azure csv, BurstGPT csv");
   const std::string azure = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n";
   EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,1\n"), "t:3: has 2 fields, the header has 3");
   EXPECT_EQ(refusal(azure + "yesterday,1,1\n"), "t:3: TIMESTAMP is 'yesterday', YYYY-MM-DD hh:mm:ss is needed");
-  EXPECT_EQ(refusal(azure + "2023-13-16 18:15:46,1,1\n"), "t:3: TIMESTAMP is '2023-13-16 18:15:46', YYYY-MM-DD hh:mm:ss is needed");
+  EXPECT_EQ(refusal(azure + "2023-13-16 18:15:46,1,1\n"),
+            "t:3: TIMESTAMP is '2023-13-16 18:15:46', YYYY-MM-DD hh:mm:ss is needed");
   EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,x,1\n"), "t:3: ContextTokens is 'x', a number is needed");
-  EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,-4,1\n"), "t:3: ContextTokens is -4, a whole number from 0 to 100000000 is needed");
-  EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,1,1e99\n"), "t:3: GeneratedTokens is 1e+99, a whole number from 0 to 100000000 is needed");
+  EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,-4,1\n"),
+            "t:3: ContextTokens is -4, a whole number from 0 to 100000000 is needed");
+  EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,1,1e99\n"),
+            "t:3: GeneratedTokens is 1e+99, a whole number from 0 to 100000000 is needed");
   const std::string good(kMooncake);
   EXPECT_EQ(refusal(good + "{\"timestamp\": 1\n"), "t:4: not a JSON object");
   EXPECT_EQ(refusal(good + "[1]\n"), "t:4: not a JSON object");
@@ -116,7 +125,8 @@ TEST(Trace, GeneratedOnesAreReproducible) {
     if (i > 0) {
       EXPECT_GE(a.requests[i].arrival, a.requests[i - 1].arrival);
     }
-    EXPECT_EQ(static_cast<int64_t>(a.requests[i].blocks.size()), (a.requests[i].input + a.block_tokens - 1) / a.block_tokens);
+    EXPECT_EQ(static_cast<int64_t>(a.requests[i].blocks.size()),
+              (a.requests[i].input + a.block_tokens - 1) / a.block_tokens);
     input += static_cast<double>(a.requests[i].input);
     ++first_blocks[a.requests[i].blocks[0]];
   }

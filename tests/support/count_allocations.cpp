@@ -1,5 +1,5 @@
-// Replaces operator new for the program it is linked into and counts what libmla itself allocates. oneDNN's own bookkeeping inside a call
-// is not counted: it is told apart by the library the call comes from.
+// Replaces operator new for the program it is linked into and counts what libmla itself allocates. oneDNN's own
+// bookkeeping inside a call is not counted: it is told apart by the library the call comes from.
 #include "support/count_allocations.hpp"
 
 #include <dlfcn.h>

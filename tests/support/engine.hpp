@@ -1,5 +1,6 @@
-// A miniature serving engine for tests: sequences that share one paged cache, stepped in batches. Everything the layer must
-// not read is poisoned: unused cache slots, unused block-table entries, the workspace before each step, padded rows.
+// A miniature serving engine for tests: sequences that share one paged cache, stepped in batches. Everything the layer
+// must not read is poisoned: unused cache slots, unused block-table entries, the workspace before each step, padded
+// rows.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +22,9 @@ class Engine {
     PlanOptions plan;
     int threads = 2;
     int64_t pages = 256;
-    uint64_t page_seed = 1;   ///< which pages sequences get
-    bool poison = true;       ///< false: zeros instead, to compare bits against
-    int64_t padding = 3;      ///< rows past the step's tokens in hidden and out
+    uint64_t page_seed = 1;  ///< which pages sequences get
+    bool poison = true;      ///< false: zeros instead, to compare bits against
+    int64_t padding = 3;     ///< rows past the step's tokens in hidden and out
   };
   struct Piece {
     int64_t sequence;
@@ -39,7 +40,8 @@ class Engine {
         free_(options.pages) {
     std::iota(free_.begin(), free_.end(), 0);
     cases::Random random(options.page_seed);
-    for (size_t i = free_.size(); i > 1; --i) std::swap(free_[i - 1], free_[random.integer(0, static_cast<int64_t>(i) - 1)]);
+    for (size_t i = free_.size(); i > 1; --i)
+      std::swap(free_[i - 1], free_[random.integer(0, static_cast<int64_t>(i) - 1)]);
     // All-ones bytes are NaN in every format, scales included.
     std::memset(cache_.view().data, options.poison ? 0xff : 0, spec.page_bytes() * options.pages);
   }
@@ -76,13 +78,16 @@ class Engine {
     }
 
     const int64_t tokens = starts.back(), rows = tokens + options_.padding;
-    std::vector<float> hidden(rows * m.hidden, options_.poison ? cases::poison() : 0.0f), out(rows * m.hidden, kSentinel);
+    std::vector<float> hidden(rows * m.hidden, options_.poison ? cases::poison() : 0.0f),
+        out(rows * m.hidden, kSentinel);
     for (size_t r = 0; r < pieces.size(); ++r) {
       const Sequence& s = sequences_[pieces[r].sequence];
-      std::copy_n(s.hidden.begin() + s.length * m.hidden, pieces[r].count * m.hidden, hidden.begin() + starts[r] * m.hidden);
+      std::copy_n(s.hidden.begin() + s.length * m.hidden, pieces[r].count * m.hidden,
+                  hidden.begin() + starts[r] * m.hidden);
     }
 
-    const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
+    const Batch batch{
+        starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
     const Stream stream(pool_);
     const Plan p = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream, m), options_.plan);
     Buffer workspace(p.workspace_bytes);
@@ -90,7 +95,8 @@ class Engine {
     last_plan = p;
     run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows);
 
-    padding_touched = padding_touched || !std::all_of(out.begin() + tokens * m.hidden, out.end(), [](float x) { return x == kSentinel; });
+    padding_touched = padding_touched ||
+                      !std::all_of(out.begin() + tokens * m.hidden, out.end(), [](float x) { return x == kSentinel; });
     std::vector<std::vector<float>> result;
     for (size_t r = 0; r < pieces.size(); ++r) {
       result.emplace_back(out.begin() + starts[r] * m.hidden, out.begin() + starts[r + 1] * m.hidden);

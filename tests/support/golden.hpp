@@ -16,7 +16,8 @@ struct Golden {
   std::string name;
   ModelConfig config;
   LayerTensors tensors;
-  int64_t length = 0;  ///< rows to check: up to the indexer's top-k where there is one, since those see the whole context
+  int64_t length =
+      0;  ///< rows to check: up to the indexer's top-k where there is one, since those see the whole context
   std::vector<float> hidden, kv_c_normed, output;  ///< [length, ...]
 };
 
@@ -39,7 +40,12 @@ inline Golden read_golden(const std::filesystem::path& path) {
   const Safetensors file(path);
   const std::string* config = file.metadata("config");
   if (!config) throw std::runtime_error(path.string() + " has no config");
-  Golden g{.name = path.stem().string(), .config = parse_config(*config, path.string()), .tensors = {}, .hidden = {}, .kv_c_normed = {}, .output = {}};
+  Golden g{.name = path.stem().string(),
+           .config = parse_config(*config, path.string()),
+           .tensors = {},
+           .hidden = {},
+           .kv_c_normed = {},
+           .output = {}};
   g.tensors = layer_tensors(file, "weights.", g.config);
   g.hidden = file.tensor("hidden_states").to_f32();
   g.kv_c_normed = file.tensor("kv_c_normed").to_f32();

@@ -45,15 +45,18 @@ inline std::string raw_safetensors(std::string_view header, size_t data_bytes) {
 
 class SafetensorsWriter {
  public:
-  void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, std::string_view bytes) {
+  void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape,
+           std::string_view bytes) {
     std::string extents;
     for (int64_t e : shape) extents += (extents.empty() ? "" : ",") + std::to_string(e);
-    header_ += (header_.empty() ? "{\"" : ",\"") + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + extents + "],\"data_offsets\":[" +
-               std::to_string(data_.size()) + "," + std::to_string(data_.size() + bytes.size()) + "]}";
+    header_ += (header_.empty() ? "{\"" : ",\"") + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + extents +
+               "],\"data_offsets\":[" + std::to_string(data_.size()) + "," +
+               std::to_string(data_.size() + bytes.size()) + "]}";
     data_ += bytes;
   }
   template <class T>
-  void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape, const std::vector<T>& values) {
+  void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape,
+           const std::vector<T>& values) {
     add(name, dtype, shape, std::string_view(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T)));
   }
   std::string bytes() const {

@@ -19,7 +19,8 @@ struct AppendArgs {
   CacheView cache;
 };
 
-/// rope and append in one pass: rotates q_pe and k_pe in place and writes [kv_c | k_pe]. Rows with a negative slot are rotated all the same.
+/// rope and append in one pass: rotates q_pe and k_pe in place and writes [kv_c | k_pe]. Rows with a negative slot are
+/// rotated all the same.
 struct RopeAppendArgs {
   View<float, Token, Head, Rope> q_pe;
   View<const float, Token, Latent> kv_c;

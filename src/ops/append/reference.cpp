@@ -14,7 +14,8 @@ void reference(const AppendArgs& a) {
     for (int64_t i = 0; i < spec.latent; ++i) latent[i] = a.kv_c(t, i);
     for (int64_t i = 0; i < spec.rope; ++i) rope[i] = a.k_pe(t, i);
     cache::format(spec.format)
-        .encode(spec, a.cache.page(a.slots[t] / spec.page_size), a.slots[t] % spec.page_size, latent.data(), rope.data());
+        .encode(spec, a.cache.page(a.slots[t] / spec.page_size), a.slots[t] % spec.page_size, latent.data(),
+                rope.data());
   }
 }
 

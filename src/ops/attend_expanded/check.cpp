@@ -14,7 +14,8 @@ void check(const AttendExpandedArgs& a) {
   require_same<Key>(op, "k_pe", a.k_pe, "k_nope", a.k_nope);
   require_same<Key>(op, "v", a.v, "k_nope", a.k_nope);
   require_same<Value>(op, "out", a.out, "v", a.v);
-  require_equal(op, "q QueryKey", a.q.extent<QueryKey>(), "k_nope Nope + k_pe Rope", a.k_nope.extent<Nope>() + a.k_pe.extent<Rope>());
+  require_equal(op, "q QueryKey", a.q.extent<QueryKey>(), "k_nope Nope + k_pe Rope",
+                a.k_nope.extent<Nope>() + a.k_pe.extent<Rope>());
   require_dense<QueryKey>(op, "q", a.q);
   require_dense<Nope>(op, "k_nope", a.k_nope);
   require_dense<Rope>(op, "k_pe", a.k_pe);

@@ -11,8 +11,10 @@ Cost cost(const AttendExpandedArgs& a) {
   Cost c;
   for (const ExpandedItem& i : a.items) {
     // Row r sees clamp(visible + r + 1, 0, k_count) keys: an arithmetic series between two clamped ends.
-    const int64_t first = std::clamp<int64_t>(-static_cast<int64_t>(i.visible), 0, i.q_count);  // rows before it see nothing
-    const int64_t full = std::clamp<int64_t>(static_cast<int64_t>(i.k_count) - i.visible - 1, first, i.q_count);  // and from here all
+    const int64_t first =
+        std::clamp<int64_t>(-static_cast<int64_t>(i.visible), 0, i.q_count);  // rows before it see nothing
+    const int64_t full =
+        std::clamp<int64_t>(static_cast<int64_t>(i.k_count) - i.visible - 1, first, i.q_count);  // and from here all
     const double growing = static_cast<double>(full - first),
                  pairs = growing * (static_cast<double>(i.visible) + 1) +
                          growing * (static_cast<double>(first) + static_cast<double>(full) - 1) / 2 +

@@ -20,7 +20,7 @@ struct AttendExpandedArgs {
   AnyView<Key, Head, Value> v;                 ///< dtype of k_nope, Value dense
   std::span<const ExpandedItem> items;
   float scale = 1.0f;
-  View<float, Token, Head, Value> out;         ///< rows of no item are left alone
+  View<float, Token, Head, Value> out;  ///< rows of no item are left alone
   View<float, Token, Head> lse;
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it.
   bool accumulate = false;

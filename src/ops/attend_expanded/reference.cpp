@@ -17,8 +17,10 @@ void reference(const AttendExpandedArgs& a, View<double, Token, Head, Value> out
         double m = -std::numeric_limits<double>::infinity(), sum = 0;
         for (int64_t j = 0; j < count; ++j) {
           double s = 0;
-          for (int64_t d = 0; d < nope; ++d) s += static_cast<double>(a.q(row, h, d)) * a.k_nope(item.k_begin + j, h, d);
-          for (int64_t d = 0; d < rope; ++d) s += static_cast<double>(a.q(row, h, nope + d)) * a.k_pe(item.k_begin + j, d);
+          for (int64_t d = 0; d < nope; ++d)
+            s += static_cast<double>(a.q(row, h, d)) * a.k_nope(item.k_begin + j, h, d);
+          for (int64_t d = 0; d < rope; ++d)
+            s += static_cast<double>(a.q(row, h, nope + d)) * a.k_pe(item.k_begin + j, d);
           p.push_back(s * a.scale);
           m = std::max(m, p.back());
         }

@@ -1,7 +1,7 @@
 // attend_latent: multi-query attention of latent queries over the paged cache (the data-movement-friendly form).
 // For item t, query row i < q_count, head h: cached positions j in [kv_begin, kv_end) with j <= visible + i are seen;
-// out = softmax(scale * q . row_j) . row_j[0 : value_width], row_j the dequantised cache row [latent | rope]; lse in nats.
-// A row that sees nothing: out 0, lse -inf. Splits of one request write partial rows, joined by merge_splits.
+// out = softmax(scale * q . row_j) . row_j[0 : value_width], row_j the dequantised cache row [latent | rope]; lse in
+// nats. A row that sees nothing: out 0, lse -inf. Splits of one request write partial rows, joined by merge_splits.
 #pragma once
 
 #include <span>

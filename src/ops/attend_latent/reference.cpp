@@ -22,7 +22,8 @@ void reference(const AttendLatentArgs& a, View<double, Token, Head, Value> out, 
     for (int64_t i = 0; i < item.q_count; ++i)
       for (int64_t h = 0; h < a.q.extent<Head>(); ++h) {
         const int64_t row = item.q_begin + i;
-        const int64_t count = std::clamp<int64_t>(static_cast<int64_t>(item.visible) + i + 1 - item.kv_begin, 0, item.kv_end - item.kv_begin);
+        const int64_t count = std::clamp<int64_t>(static_cast<int64_t>(item.visible) + i + 1 - item.kv_begin, 0,
+                                                  item.kv_end - item.kv_begin);
         std::vector<double> p;
         double m = -std::numeric_limits<double>::infinity(), sum = 0;
         for (int64_t j = 0; j < count; ++j) {

@@ -1,5 +1,5 @@
-// cast: copies rows to another dtype and layout, y = x / scale. Places the rotated part of latent queries, the shared rope
-// keys of the expanded path, and quantises static fp8 queries (saturating).
+// cast: copies rows to another dtype and layout, y = x / scale. Places the rotated part of latent queries, the shared
+// rope keys of the expanded path, and quantises static fp8 queries (saturating).
 #pragma once
 
 #include <span>

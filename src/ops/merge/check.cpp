@@ -12,7 +12,8 @@ void check(const MergeArgs& a) {
   require_same<Head>("merge", "other_lse", a.other_lse, "other", a.other);
   require_dense<Value>("merge", "out", a.out);
   require_dense<Value>("merge", "other", a.other);
-  if (a.rows.empty()) return require_range("merge", "other Token", a.other.extent<Token>(), 0, a.out.extent<Token>() + 1);
+  if (a.rows.empty())
+    return require_range("merge", "other Token", a.other.extent<Token>(), 0, a.out.extent<Token>() + 1);
   require_equal("merge", "rows length", static_cast<int64_t>(a.rows.size()), "other Token", a.other.extent<Token>());
   for (int32_t row : a.rows) require_range("merge", "rows entry", row, 0, a.out.extent<Token>());
 }

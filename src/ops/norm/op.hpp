@@ -12,7 +12,7 @@ struct NormArgs {
   View<const float, Token, In> x;
   std::span<const float> weight;  ///< [In]
   double eps = 1e-6;
-  View<float, Token, In> y;       ///< may be x itself
+  View<float, Token, In> y;  ///< may be x itself
 };
 
 void check(const NormArgs& a);

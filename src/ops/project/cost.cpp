@@ -6,7 +6,8 @@ Cost cost(const ProjectArgs& a) {
   const double rows = static_cast<double>(a.rows), heads = static_cast<double>(a.weights->heads),
                in = static_cast<double>(a.weights->in), out = static_cast<double>(a.weights->out);
   return {.bytes = heads * (in * out * static_cast<double>(size_of(a.weights->dtype)) +
-                            rows * (in * static_cast<double>(size_of(a.x.dtype())) + out * static_cast<double>(size_of(a.y.dtype())))),
+                            rows * (in * static_cast<double>(size_of(a.x.dtype())) +
+                                    out * static_cast<double>(size_of(a.y.dtype())))),
           .flops = 2 * rows * heads * in * out};
 }
 

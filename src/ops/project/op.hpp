@@ -1,7 +1,8 @@
 // project: y = x W^T, one matrix or one per head. Serves the model's projections, the absorption of W_UK into the query
 // (per head nope -> latent) and the projection of latent outputs by W_UV (per head latent -> value).
 //
-// Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Sums are f32; y is stored in its dtype.
+// Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Sums are f32; y is stored in
+// its dtype.
 #pragma once
 
 #include <span>
@@ -14,13 +15,13 @@
 namespace mla::ops {
 
 struct ProjectArgs {
-  AnyView<Token, Head, In> x;               ///< f32 or bf16, In dense; Head = weights->heads
-  std::span<const int32_t> x_rows;          ///< rows of x to read, in order; empty: row i for y's row i
+  AnyView<Token, Head, In> x;       ///< f32 or bf16, In dense; Head = weights->heads
+  std::span<const int32_t> x_rows;  ///< rows of x to read, in order; empty: row i for y's row i
   const Linear* weights = nullptr;
-  AnyMutableView<Token, Head, Out> y;       ///< f32 or bf16, Out dense
-  std::span<const int32_t> y_rows;          ///< rows of y to write; empty: 0, 1, ...
-  int64_t rows = 0;                         ///< how many; with index lists: their length
-  bool batch_invariant = false;             ///< a row's bits must not depend on the other rows
+  AnyMutableView<Token, Head, Out> y;  ///< f32 or bf16, Out dense
+  std::span<const int32_t> y_rows;     ///< rows of y to write; empty: 0, 1, ...
+  int64_t rows = 0;                    ///< how many; with index lists: their length
+  bool batch_invariant = false;        ///< a row's bits must not depend on the other rows
   Scratch scratch;
 };
 

@@ -1,6 +1,6 @@
 // rope: rotates the rope dims of queries and of the shared key, in place.
-// Pair i of position p turns by p * inv_freq[i]: (a, b) -> (a cos - b sin, b cos + a sin). Interleaved pairs are (2i, 2i+1),
-// NeoX pairs (i, i + R/2). A table that does not rotate (NoPE, or R = 0) leaves everything as it is.
+// Pair i of position p turns by p * inv_freq[i]: (a, b) -> (a cos - b sin, b cos + a sin). Interleaved pairs are (2i,
+// 2i+1), NeoX pairs (i, i + R/2). A table that does not rotate (NoPE, or R = 0) leaves everything as it is.
 #pragma once
 
 #include <span>
@@ -12,8 +12,8 @@
 namespace mla::ops {
 
 struct RopeArgs {
-  View<float, Token, Head, Rope> q;  ///< may be empty (null)
-  View<float, Token, Rope> k;        ///< may be empty (null)
+  View<float, Token, Head, Rope> q;    ///< may be empty (null)
+  View<float, Token, Rope> k;          ///< may be empty (null)
   std::span<const int32_t> positions;  ///< [Token], each in [0, table->positions())
   const RotaryTable* table = nullptr;
 };
@@ -21,6 +21,7 @@ struct RopeArgs {
 void check(const RopeArgs& a);
 Cost cost(const RopeArgs& a);
 /// float64 from the angles themselves (not from the f32 table): out-of-place results of q and k.
-void reference(const RopeArgs& a, const RopeConfig& config, View<double, Token, Head, Rope> q, View<double, Token, Rope> k);
+void reference(const RopeArgs& a, const RopeConfig& config, View<double, Token, Head, Rope> q,
+               View<double, Token, Rope> k);
 
 }  // namespace mla::ops

@@ -1,5 +1,6 @@
-// Tasks are (item, head, group of query rows). A task walks the keys its rows can see in blocks: keys and values are copied once into
-// dense tiles and meet all of the task's rows there (core/block_attention). Roofline and figures: README.md.
+// Tasks are (item, head, group of query rows). A task walks the keys its rows can see in blocks: keys and values are
+// copied once into dense tiles and meet all of the task's rows there (core/block_attention). Roofline and figures:
+// README.md.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -80,7 +81,8 @@ class Kernel {
     begin_tile(tile, width_);
   }
 
-  // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache sets.
+  // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache
+  // sets.
   void load_block(int64_t row, int64_t head, int64_t count, const Scratch& s, KeyBlock& block) const {
     Element* k = reinterpret_cast<Element*>(s.k);
     block.k = k;
@@ -96,7 +98,8 @@ class Kernel {
     block.v_stride = tile_stride(width_, sizeof(float));
     if constexpr (kDot) {
       uint32_t* v = reinterpret_cast<uint32_t*>(s.v);
-      for (int64_t j = 0; j < count; j += 2, v += block.v_stride)  // a missing last key has probability 0: any number will do
+      for (int64_t j = 0; j < count;
+           j += 2, v += block.v_stride)  // a missing last key has probability 0: any number will do
         interleave_bf16(&v_(row + j, head, 0), &v_(row + std::min(j + 1, count - 1), head, 0), v, width_);
     } else {
       for (int64_t j = 0; j < count; ++j) copy(&v_(row + j, head, 0), s.v + j * block.v_stride, width_);
@@ -139,12 +142,14 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   int64_t most = 0;
   for (const ExpandedItem& i : a.items) most = std::max(most, groups(i, group));
   const Kernel<Stored, Element> kernel(a);
-  // A head's groups follow one another, so that all but the first find its keys in the last-level cache; the last groups, which see the
-  // most keys under a causal mask, go first. Items with fewer groups than others leave some tasks empty.
+  // A head's groups follow one another, so that all but the first find its keys in the last-level cache; the last
+  // groups, which see the most keys under a causal mask, go first. Items with fewer groups than others leave some tasks
+  // empty.
   stream.pool().run(most * heads * items, [&](int64_t task, int worker) {
     const ExpandedItem& item = a.items[task / most / heads];
     const int64_t head = task / most % heads, first = (most - 1 - task % most) * group;
-    if (first < item.q_count) kernel.run(item, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
+    if (first < item.q_count)
+      kernel.run(item, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
   });
 }
 
@@ -159,8 +164,8 @@ size_t attend_expanded_scratch(const backend::ScratchShape& s) {
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   const size_t needed = attend_expanded_scratch({.nope = a.q.extent<QueryKey>(), .value = a.v.extent<Value>()});
   if (a.scratch.per_worker < needed)
-    throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " + std::to_string(needed) +
-                     " are needed");
+    throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
+                     std::to_string(needed) + " are needed");
   if (a.k_nope.dtype() == Dtype::f32) attend<float, float>(stream, a);
   else if (native_bf16_dot()) attend<bf16, bf16>(stream, a);
   else attend<bf16, float>(stream, a);

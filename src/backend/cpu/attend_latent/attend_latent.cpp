@@ -1,5 +1,5 @@
-// Tasks are (item, group of query rows). A task walks its item's positions in blocks: rows are dequantised once into a tile and meet all
-// of the task's rows there (core/block_attention). Roofline and figures: README.md.
+// Tasks are (item, group of query rows). A task walks its item's positions in blocks: rows are dequantised once into a
+// tile and meet all of the task's rows there (core/block_attention). Roofline and figures: README.md.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -29,7 +29,8 @@ struct Scratch {
 
 // Positions [first, first + count) of a request as rows, zero up to the padding.
 template <class Element>
-void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, const Scratch& s, KeyBlock& block) {
+void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, const Scratch& s,
+                KeyBlock& block) {
   const CacheSpec& spec = a.cache.spec;
   Element* rows = reinterpret_cast<Element*>(s.k);
   const int64_t stride = tile_stride(spec.entry(), sizeof(Element));
@@ -63,7 +64,8 @@ const float* query_row(const ops::AttendLatentArgs& a, int64_t token, int64_t he
 }
 
 template <class Element>
-void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t first_row, int64_t rows, std::byte* memory) {
+void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t first_row, int64_t rows,
+              std::byte* memory) {
   const int64_t heads = a.q.extent<Head>(), entry = a.q.extent<Entry>(), width = a.out.extent<Value>();
   Cutter cut(memory);
   Scratch scratch(cut, entry, width);
@@ -101,7 +103,8 @@ void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t fi
     if (item.partial < 0)
       a.lse(item.q_begin + token, head) = finish_row(tile, r % kTileRows, width, &a.out(item.q_begin + token, head, 0));
     else
-      a.partial_lse(item.partial + token, head) = finish_row(tile, r % kTileRows, width, &a.partial_out(item.partial + token, head, 0));
+      a.partial_lse(item.partial + token, head) =
+          finish_row(tile, r % kTileRows, width, &a.partial_out(item.partial + token, head, 0));
   }
 }
 
@@ -117,8 +120,8 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   const int64_t heads = a.q.extent<Head>();
   const size_t needed = attend_latent_scratch({.heads = heads, .latent = a.q.extent<Entry>()});
   if (a.scratch.per_worker < needed)
-    throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " + std::to_string(needed) +
-                     " are needed");
+    throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
+                     std::to_string(needed) + " are needed");
   const bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot() && loads_as_bf16(a.cache.spec.format);
   // Items have few distinct row counts, but tasks are counted exactly.
   int64_t tasks = 0;

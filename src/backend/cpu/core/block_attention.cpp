@@ -9,11 +9,11 @@
 HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
 
-// scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the registers; each
-// multiplication takes its key element as a broadcast from memory.
+// scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the
+// registers; each multiplication takes its key element as a broadcast from memory.
 template <int G, int N>
-HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride, int64_t dim,
-                          float* HWY_RESTRICT scores) {
+HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride,
+                            int64_t dim, float* HWY_RESTRICT scores) {
   const hn::ScalableTag<float> df;
   using V = hn::Vec<decltype(df)>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
@@ -22,7 +22,8 @@ HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const fl
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) acc[n][g] = hn::Zero(df);
-  // Rows are reached as a few base pointers plus small multiples of the stride: what x86 addressing and sixteen registers can hold.
+  // Rows are reached as a few base pointers plus small multiples of the stride: what x86 addressing and sixteen
+  // registers can hold.
   constexpr int kPerBase = 8;
   for (int64_t d = 0; d < dim; ++d) {
     V rows[G];
@@ -44,8 +45,8 @@ HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const fl
 
 // o[d][..] = o[d][..] * alpha + sum over keys of p[key][..] * v[key][d], for N dims.
 template <int G, int N>
-HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride, int64_t keys,
-                          const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
+HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride,
+                            int64_t keys, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
   const hn::ScalableTag<float> df;
   using V = hn::Vec<decltype(df)>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
@@ -53,7 +54,8 @@ HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const fl
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) acc[n][g] = hn::Mul(hn::LoadU(df, o + n * width + g * lanes), hn::LoadU(df, alpha + g * lanes));
+    for (int g = 0; g < G; ++g)
+      acc[n][g] = hn::Mul(hn::LoadU(df, o + n * width + g * lanes), hn::LoadU(df, alpha + g * lanes));
   for (int64_t t = 0; t < keys; ++t) {
     V rows[G];
 #pragma GCC unroll 4
@@ -86,12 +88,15 @@ void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
     int64_t d = 0;
     for (; d + kDims <= b.v_dim; d += kDims)
       ValueTile<G, kDims>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
-    for (; d + 4 <= b.v_dim; d += 4) ValueTile<G, 4>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
+    for (; d + 4 <= b.v_dim; d += 4)
+      ValueTile<G, 4>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
     for (; d < b.v_dim; ++d) ValueTile<G, 1>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
   }
 }
 
-void SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) { Softmax(tile, block, scores, alpha); }
+void SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) {
+  Softmax(tile, block, scores, alpha);
+}
 
 void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
   // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12.
@@ -114,7 +119,9 @@ namespace mla::cpu {
 HWY_EXPORT(Block);
 HWY_EXPORT(SoftmaxBlock);
 
-void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) { HWY_DYNAMIC_DISPATCH(Block)(tile, block, scores); }
+void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) {
+  HWY_DYNAMIC_DISPATCH(Block)(tile, block, scores);
+}
 
 void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) {
   HWY_DYNAMIC_DISPATCH(SoftmaxBlock)(tile, block, scores, alpha);

@@ -1,8 +1,9 @@
 // The inner step both attention ops share: a tile of query rows meets a block of keys and values (online softmax).
 //
-// Lanes are query rows. Queries are held transposed, [dim][row]; scores and probabilities are [key][row]; outputs are [dim][row].
-// Every multiplication is then a vector of rows times one broadcast number of a key or value, so nothing is reduced across lanes and a
-// row's sums run in the same order whatever tile it sits in: its bits depend on nothing else. Keys and values stay row-major.
+// Lanes are query rows. Queries are held transposed, [dim][row]; scores and probabilities are [key][row]; outputs are
+// [dim][row]. Every multiplication is then a vector of rows times one broadcast number of a key or value, so nothing is
+// reduced across lanes and a row's sums run in the same order whatever tile it sits in: its bits depend on nothing
+// else. Keys and values stay row-major.
 //
 // Two forms: f32 (Highway, every target), and bf16 pairs with AVX-512 BF16 dot products (twice the arithmetic rate).
 #pragma once
@@ -24,15 +25,15 @@ constexpr int64_t kKeyPad = 24;
 
 /// One tile of query rows and its running softmax. Memory is the caller's scratch.
 struct RowTile {
-  int64_t rows = 0;          ///< lanes in use
-  int64_t width = 0;         ///< lanes: kSmallTile or kTileRows
-  void* q = nullptr;         ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16
-  float* o = nullptr;        ///< [v_dim][width]
-  float* m = nullptr;        ///< [width] running maximum
-  float* l = nullptr;        ///< [width] running sum
-  int32_t* last = nullptr;   ///< [width] last key each row sees, counted as first_key is
-  int32_t first_last = 0;    ///< smallest `last` of the rows in use
-  int32_t last_last = 0;     ///< largest
+  int64_t rows = 0;         ///< lanes in use
+  int64_t width = 0;        ///< lanes: kSmallTile or kTileRows
+  void* q = nullptr;        ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16
+  float* o = nullptr;       ///< [v_dim][width]
+  float* m = nullptr;       ///< [width] running maximum
+  float* l = nullptr;       ///< [width] running sum
+  int32_t* last = nullptr;  ///< [width] last key each row sees, counted as first_key is
+  int32_t first_last = 0;   ///< smallest `last` of the rows in use
+  int32_t last_last = 0;    ///< largest
 
   static constexpr int64_t width_for(int64_t rows) { return rows <= kSmallTile ? kSmallTile : kTileRows; }
 };
@@ -54,7 +55,6 @@ constexpr int64_t tile_stride(int64_t elements, int64_t element_size) {
   return (lines | 1) * per_line;
 }
 
-
 /// Bytes of the scores that attend_block keeps in `scores`.
 constexpr size_t kScoreBytes = kBlockKeys * kTileRows * sizeof(float);
 
@@ -63,7 +63,8 @@ void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
-/// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for what it had summed.
+/// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for
+/// what it had summed.
 void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha);
 /// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf.
 float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out);

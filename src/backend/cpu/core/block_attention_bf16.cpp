@@ -1,6 +1,6 @@
-// block_attention with AVX-512 BF16 dot products: each multiplies two bf16 pairs a lane and adds them to an f32 sum, twice the rate of f32
-// multiplication. Query, key, value and probability operands are bf16; sums, maxima and the softmax are f32. Compiled for its target by
-// function attributes, and called only where native_bf16_dot() holds.
+// block_attention with AVX-512 BF16 dot products: each multiplies two bf16 pairs a lane and adds them to an f32 sum,
+// twice the rate of f32 multiplication. Query, key, value and probability operands are bf16; sums, maxima and the
+// softmax are f32. Compiled for its target by function attributes, and called only where native_bf16_dot() holds.
 #include "backend/cpu/core/block_attention.hpp"
 #include "backend/cpu/core/convert.hpp"
 
@@ -33,8 +33,8 @@ MLA_BF16_DOT inline uint32_t pair_at(const bf16* x) {
 
 // scores[n][..] = sum over pairs of q[pair][..] . k[n][pair]
 template <int G, int N>
-MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k, int64_t stride,
-                                               int64_t pairs, float* __restrict scores) {
+MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k,
+                                               int64_t stride, int64_t pairs, float* __restrict scores) {
   __m512 acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
@@ -61,8 +61,9 @@ MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int
 
 // o[d][..] = o[d][..] * alpha + sum over key pairs of p[pair][..] . v[pair][d]
 template <int G, int N>
-MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int64_t width, const uint32_t* __restrict v, int64_t stride,
-                                               int64_t pairs, const float* __restrict alpha, float* __restrict o) {
+MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int64_t width,
+                                               const uint32_t* __restrict v, int64_t stride, int64_t pairs,
+                                               const float* __restrict alpha, float* __restrict o) {
   __m512 acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
@@ -84,15 +85,16 @@ MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int
     for (int g = 0; g < G; ++g) _mm512_storeu_ps(o + n * width + g * kLanes, acc[n][g]);
 }
 
-// Probabilities of keys 2t and 2t + 1 as pairs, in place over row 2t of the scores' memory: pair row t is written after rows 2t and 2t + 1
-// were read. A missing last key counts 0.
+// Probabilities of keys 2t and 2t + 1 as pairs, in place over row 2t of the scores' memory: pair row t is written after
+// rows 2t and 2t + 1 were read. A missing last key counts 0.
 MLA_BF16_DOT void pair_probabilities(float* scores, int64_t width, int64_t count) {
   uint32_t* pairs = reinterpret_cast<uint32_t*>(scores);
   for (int64_t t = 0; t < count; t += 2)
     for (int64_t g = 0; g < width; g += kLanes) {
       const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + t * width + g)));
       __m512i high = _mm512_setzero_si512();
-      if (t + 1 < count) high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + (t + 1) * width + g)));
+      if (t + 1 < count)
+        high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + (t + 1) * width + g)));
       _mm512_storeu_si512(pairs + t / 2 * width + g, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
 }
@@ -134,8 +136,8 @@ MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs,
   for (; i < n; ++i) pairs[i] = a[i].bits | static_cast<uint32_t>(b ? b[i].bits : 0) << 16;
 }
 
-// All 128 magnitudes, already scaled, fit four registers: a conversion is two permutations and a blend for 32 codes. Making the table takes as
-// long as converting a group of 128, so it is kept while the scale stays the same.
+// All 128 magnitudes, already scaled, fit four registers: a conversion is two permutations and a blend for 32 codes.
+// Making the table takes as long as converting a group of 128, so it is kept while the scale stays the same.
 MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
   static constexpr auto kMagnitudes = [] {
     std::array<float, 128> m{};
@@ -150,8 +152,10 @@ MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float 
   alignas(64) thread_local Table table{};
   if (!table.made || table.scale != scale) {
     for (int i = 0; i < 4; ++i) {
-      const __m512 low = _mm512_loadu_ps(kMagnitudes.data() + 32 * i), high = _mm512_loadu_ps(kMagnitudes.data() + 32 * i + 16);
-      table.part[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, _mm512_set1_ps(scale)), _mm512_mul_ps(low, _mm512_set1_ps(scale)));
+      const __m512 low = _mm512_loadu_ps(kMagnitudes.data() + 32 * i),
+                   high = _mm512_loadu_ps(kMagnitudes.data() + 32 * i + 16);
+      table.part[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, _mm512_set1_ps(scale)),
+                                                   _mm512_mul_ps(low, _mm512_set1_ps(scale)));
     }
     table.scale = scale;
     table.made = true;
@@ -161,7 +165,8 @@ MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float 
     const __mmask32 lanes = n - i >= 32 ? 0xffffffffu : (1u << (n - i)) - 1;
     const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(lanes, x + i));
     const __m512i small = _mm512_permutex2var_epi16(t0, code, t1), large = _mm512_permutex2var_epi16(t2, code, t3);
-    const __m512i magnitude = _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), small, large);
+    const __m512i magnitude =
+        _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), small, large);
     const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
     _mm512_mask_storeu_epi16(y + i, lanes, _mm512_or_si512(magnitude, sign));
   }

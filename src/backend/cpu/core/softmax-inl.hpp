@@ -22,8 +22,8 @@ HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// In: scores [count][width], unscaled. Out: probabilities relative to the new maximum; alpha[width], the factor for what was summed
-// before. Updates the tile's maximum and sum.
+// In: scores [count][width], unscaled. Out: probabilities relative to the new maximum; alpha[width], the factor for
+// what was summed before. Updates the tile's maximum and sum.
 HWY_INLINE void Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores, float* HWY_RESTRICT alpha) {
   const hn::ScalableTag<float> df;
   const hn::RebindToSigned<decltype(df)> di;

@@ -12,8 +12,8 @@ namespace {
 
 bool cpu_has_bf16_dot() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512dq");
+  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
 #else
   return false;
 #endif
@@ -28,7 +28,9 @@ struct Named {
 // Best first. "portable" is the baseline every CPU of the architecture has.
 constexpr Named kTargets[] = {
 #if defined(__x86_64__)
-    {"avx512", HWY_AVX3}, {"avx2", HWY_AVX2}, {"sse4", HWY_SSE4},
+    {"avx512", HWY_AVX3},
+    {"avx2", HWY_AVX2},
+    {"sse4", HWY_SSE4},
 #elif defined(__aarch64__)
     {"neon", HWY_NEON},
 #endif
@@ -58,7 +60,8 @@ void restrict_target(std::string_view name) {
   const int64_t all = unrestricted();
   bf16_dot_allowed = true;
   if (!name.empty() && name != "avx512_bf16") {
-    const auto* t = std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
+    const auto* t =
+        std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
     if (t == std::end(kTargets)) {
       std::string known = "avx512_bf16";
       for (const Named& n : kTargets) known += " " + std::string(n.name);

@@ -16,12 +16,9 @@ void merge(Stream& stream, const ops::MergeArgs& a) {
       a.lse(row, h) = w.lse;
       float* out = &a.out(row, h, 0);
       const float* other = &a.other(t, h, 0);
-      if (w.a == 0 && w.b == 0)
-        std::fill_n(out, width, 0.0f);
-      else if (w.b == 0)
-        continue;
-      else if (w.a == 0)
-        std::copy_n(other, width, out);
+      if (w.a == 0 && w.b == 0) std::fill_n(out, width, 0.0f);
+      else if (w.b == 0) continue;
+      else if (w.a == 0) std::copy_n(other, width, out);
       else
         for (int64_t d = 0; d < width; ++d) out[d] = w.a * out[d] + w.b * other[d];
     }

@@ -15,7 +15,8 @@ void rope(Stream& stream, const ops::RopeArgs& a) {
       const float* cos = table.cos(a.positions[t]);
       const float* sin = table.sin(a.positions[t]);
       if (a.q)
-        for (int64_t h = 0; h < a.q.extent<Head>(); ++h) rotate_row(&a.q(t, h, 0), cos, sin, table.pairs(), table.interleaved());
+        for (int64_t h = 0; h < a.q.extent<Head>(); ++h)
+          rotate_row(&a.q(t, h, 0), cos, sin, table.pairs(), table.interleaved());
       if (a.k) rotate_row(&a.k(t, 0), cos, sin, table.pairs(), table.interleaved());
     }
   });
