@@ -20,9 +20,9 @@ struct RopeConfig {
   Scaling scaling = Scaling::none;
   double factor = 1.0;
   double beta_fast = 32.0, beta_slow = 1.0;
-  double mscale = 1.0;          ///< used on cos/sin as m(factor, mscale) / m(factor, mscale_all_dim)
-  double mscale_all_dim = 0.0;  ///< 0: the softmax scale takes no factor
-  double attention_factor = 1.0;
+  double mscale = 1.0;            ///< used on cos/sin as m(factor, mscale) / m(factor, mscale_all_dim)
+  double mscale_all_dim = 0.0;    ///< 0: the softmax scale takes no factor
+  double attention_factor = 1.0;  ///< one more factor of cos and sin
   int64_t original_max_position = 4096;
 };
 
@@ -51,7 +51,8 @@ struct ModelConfig {
   int64_t entry() const { return latent + rope; }
   /// (nope + rope)^-0.5, times m(factor, mscale_all_dim)^2 under YaRN. The same on both paths.
   double softmax_scale() const;
-  /// ShapeError naming the field when a dimension is impossible (negative, zero where it may not be, odd rope).
+  /// ShapeError naming the field when a dimension is impossible (negative, zero where it may not be, odd rope), or a
+  /// constant of the norms or of the rotary embedding is.
   void validate() const;
 };
 

@@ -1,22 +1,16 @@
 #include <algorithm>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <map>
-#include <nlohmann/json.hpp>
+#include <system_error>
 #include <unordered_map>
 
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
+#include "model/json.hpp"
+#include "model/text.hpp"
 
 namespace mla {
 namespace {
-
-std::string shape_text(const std::vector<int64_t>& shape) {
-  std::string s = "[";
-  for (size_t i = 0; i < shape.size(); ++i) s += (i ? ", " : "") + std::to_string(shape[i]);
-  return s + "]";
-}
 
 /// Where tensors are looked up by name: one file, or the shards of an index.
 using Find = std::function<const Safetensors*(const std::string&)>;
@@ -47,20 +41,18 @@ class LayerReader {
   HostTensor tensor(const std::string& role, const std::vector<int64_t>& shape) const {
     const std::string name = prefix_ + role;
     const Safetensors* file = find_(name);
-    if (!file)
-      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape));
+    if (!file) refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape));
     HostTensor t = file->tensor(name);
     if (t.shape != shape)
-      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(t.shape) +
-                            ", expected " + shape_text(shape));
+      refuse(file->file().string(),
+             "tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " + shape_text(shape));
     if (t.dtype == Dtype::fp8_e4m3) scales(t);
     return t;
   }
 
   void scales(HostTensor& t) const {
     if (t.shape.size() != 2)
-      throw CheckpointError(where_ + ": tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) +
-                            ", only matrices may be");
+      refuse(where_, "tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) + ", only matrices may be");
     t.block_rows = config_.fp8_block_rows > 0 ? config_.fp8_block_rows : 128;
     t.block_cols = config_.fp8_block_cols > 0 ? config_.fp8_block_cols : 128;
     const std::vector<int64_t> shape{(t.shape[0] + t.block_rows - 1) / t.block_rows,
@@ -68,14 +60,12 @@ class LayerReader {
     const std::string name = t.name + "_scale_inv";
     const Safetensors* file = find_(name);
     if (!file)
-      throw CheckpointError(where_ + ": tensor '" + name + "' is missing, expected shape " + shape_text(shape) +
-                            " for the fp8 weight");
+      refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape) + " for the fp8 weight");
     const HostTensor s = file->tensor(name);
     if (s.shape != shape)
-      throw CheckpointError(file->file().string() + ": tensor '" + name + "' has shape " + shape_text(s.shape) +
-                            ", expected " + shape_text(shape));
-    if (s.dtype == Dtype::fp8_e4m3)
-      throw CheckpointError(file->file().string() + ": tensor '" + name + "' is fp8, a float is needed");
+      refuse(file->file().string(),
+             "tensor '" + name + "' has shape " + shape_text(s.shape) + ", expected " + shape_text(shape));
+    if (s.dtype == Dtype::fp8_e4m3) refuse(file->file().string(), "tensor '" + name + "' is fp8, a float is needed");
     t.block_scales = s.to_f32();
   }
 
@@ -110,11 +100,8 @@ struct Checkpoint::State {
   void add(const std::filesystem::path& file) { files.emplace_back(file); }
 
   void read_index(const std::filesystem::path& index) {
-    std::ifstream in(index, std::ios::binary);
-    const std::string text{std::istreambuf_iterator<char>(in), {}};
-    const auto json = nlohmann::json::parse(text, nullptr, false);
-    auto fail = [&](const std::string& why) { throw CheckpointError(index.string() + ": " + why); };
-    if (json.is_discarded() || !json.is_object()) fail("not a JSON object");
+    const nlohmann::json json = parse_object(read_text(index), index.string());
+    auto fail = [&](const std::string& why) { refuse(index.string(), why); };
     const auto map = json.find("weight_map");
     if (map == json.end() || !map->is_object()) fail("weight_map is missing or not an object");
     std::map<std::string, size_t> shards;
@@ -136,16 +123,17 @@ struct Checkpoint::State {
 Checkpoint::Checkpoint(const std::filesystem::path& folder) {
   auto s = std::make_shared<State>();
   s->folder = folder;
-  if (!std::filesystem::is_directory(folder)) throw CheckpointError(folder.string() + ": not a folder");
+  std::error_code error;
+  if (!std::filesystem::is_directory(folder, error)) refuse(folder.string(), "not a folder");
   s->config = read_config(folder / "config.json");
   const auto index = folder / "model.safetensors.index.json", single = folder / "model.safetensors";
-  if (std::filesystem::exists(index)) {
+  if (std::filesystem::exists(index, error)) {
     s->read_index(index);
-  } else if (std::filesystem::exists(single)) {
+  } else if (std::filesystem::exists(single, error)) {
     s->add(single);
     for (const SafetensorsEntry& e : s->files[0].entries()) s->file_of.emplace(e.name, 0);
   } else {
-    throw CheckpointError(folder.string() + ": neither model.safetensors nor model.safetensors.index.json is there");
+    refuse(folder.string(), "neither model.safetensors nor model.safetensors.index.json is there");
   }
   state_ = std::move(s);
 }

@@ -1,12 +1,12 @@
 // Reads the attention part of a Hugging Face config.json. Two generations of rope keys exist: `rope_theta` with
 // `rope_scaling`, and `rope_parameters` that holds both; each names the kind `type` or `rope_type`.
 #include <cmath>
-#include <fstream>
-#include <iterator>
-#include <nlohmann/json.hpp>
 
 #include "mla/error.hpp"
 #include "mla/model.hpp"
+#include "mla/rotary.hpp"
+#include "model/json.hpp"
+#include "model/text.hpp"
 
 namespace mla {
 namespace {
@@ -18,7 +18,10 @@ class Reader {
   Reader(const Json& json, std::string where) : json_(json), where_(std::move(where)) {}
 
   [[noreturn]] void fail(std::string_view key, const std::string& why) const {
-    throw CheckpointError(where_ + ": " + std::string(key) + " " + why);
+    refuse(where_, std::string(key) + " " + why);
+  }
+  [[noreturn]] void unsupported(const std::string& what) const {
+    throw UnsupportedError(printable(where_) + ": " + printable(what));
   }
   /// Absent and null are the same.
   const Json* find(std::string_view key) const {
@@ -43,11 +46,6 @@ class Reader {
     if (!v->is_number() || !std::isfinite(v->get<double>())) fail(key, "is " + v->dump() + ", a number is needed");
     return v->get<double>();
   }
-  double positive(std::string_view key, double fallback) const {
-    const double x = number(key, fallback);
-    if (!(x > 0)) fail(key, "is " + std::to_string(x) + ", must be above 0");
-    return x;
-  }
   bool flag(std::string_view key, bool fallback) const {
     const Json* v = find(key);
     if (!v) return fallback;
@@ -70,37 +68,38 @@ class Reader {
 void read_rope(const Reader& config, const std::string& model_type, ModelConfig& m) {
   RopeConfig& r = m.rotary;
   r.interleaved = config.flag("rope_interleave", model_type != "minicpm3");
-  r.theta = config.positive("rope_theta", 10000.0);
+  r.theta = config.number("rope_theta", 10000.0);
   const Json* parameters = config.find("rope_parameters");
   if (!parameters) parameters = config.find("rope_scaling");
   if (!parameters) return;
   if (!parameters->is_object()) config.fail("rope_scaling", "is " + parameters->dump() + ", an object is needed");
   const Reader rope(*parameters, config.where() + ": rope");
-  r.theta = rope.positive("rope_theta", r.theta);
+  r.theta = rope.number("rope_theta", r.theta);
   const std::string kind = rope.text("rope_type", rope.text("type", "default"));
   if (kind == "default") return;
   if (kind != "yarn" && kind != "deepseek_yarn")
-    throw UnsupportedError(config.where() + ": rope type '" + kind + "' is not supported (default and yarn are)");
+    config.unsupported("rope type '" + kind + "' is not supported (default and yarn are)");
   r.scaling = RopeConfig::Scaling::yarn;
-  r.factor = rope.positive("factor", 1.0);
-  r.beta_fast = rope.positive("beta_fast", 32.0);
-  r.beta_slow = rope.positive("beta_slow", 1.0);
-  r.attention_factor = rope.positive("attention_factor", 1.0);
+  r.factor = rope.number("factor", 1.0);
+  r.beta_fast = rope.number("beta_fast", 32.0);
+  r.beta_slow = rope.number("beta_slow", 1.0);
   r.mscale = rope.number("mscale", 1.0);
   r.mscale_all_dim = rope.number("mscale_all_dim", 0.0);
   r.original_max_position =
       rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 4096));
-  if (r.original_max_position < 1)
-    rope.fail("original_max_position_embeddings",
-              "is " + std::to_string(r.original_max_position) + ", must be above 0");
+  // `attn_factor` multiplies the magnitude, `attention_factor` is all of it.
+  r.attention_factor = rope.number("attn_factor", 1.0);
+  if (rope.find("attention_factor")) {
+    r.attention_factor = 1.0;
+    r.attention_factor = rope.number("attention_factor", 1.0) / rotary_magnitude(r);
+  }
 }
 
 void reject_unsupported(const Reader& config) {
   auto reject = [&](std::string_view key, const std::string& what) {
     const Json* v = config.find(key);
     if (v && !(v->is_boolean() && !v->get<bool>()) && !(v->is_number() && v->get<double>() == 0))
-      throw UnsupportedError(config.where() + ": " + std::string(key) + " is " + v->dump() + ": " + what +
-                             " is not supported");
+      config.unsupported(std::string(key) + " is " + v->dump() + ": " + what + " is not supported");
   };
   const bool windowed = config.flag("use_sliding_window", true);
   if (windowed) reject("sliding_window", "a sliding window");
@@ -114,16 +113,14 @@ void reject_unsupported(const Reader& config) {
 }  // namespace
 
 ModelConfig parse_config(std::string_view text, std::string_view where) {
-  const Json root = Json::parse(text, nullptr, /*allow_exceptions=*/false);
-  if (root.is_discarded()) throw CheckpointError(std::string(where) + ": not valid JSON");
-  if (!root.is_object()) throw CheckpointError(std::string(where) + ": not a JSON object");
+  const Json root = parse_object(text, where);
   const bool nested = !root.contains("kv_lora_rank") && root.contains("text_config") && root["text_config"].is_object();
   const Reader config(nested ? root["text_config"] : root, std::string(where));
   reject_unsupported(config);
 
   const std::string type = config.text("model_type", "");
   ModelConfig m;
-  m.name = type.empty() ? "model" : type;
+  m.name = type.empty() ? "model" : printable(type);
   m.hidden = config.integer("hidden_size");
   m.layers = config.integer("num_hidden_layers");
   m.heads = config.integer("num_attention_heads");
@@ -143,9 +140,10 @@ ModelConfig parse_config(std::string_view text, std::string_view where) {
                               .interleaved = config.flag("indexer_rope_interleave", false)};
   }
   const Json* quantization = config.find("quantization_config");
-  if (!quantization && nested && root.contains("quantization_config") && root["quantization_config"].is_object())
-    quantization = &root["quantization_config"];
-  if (quantization && quantization->is_object()) {
+  if (!quantization) quantization = Reader(root, config.where()).find("quantization_config");
+  if (quantization) {
+    if (!quantization->is_object())
+      config.fail("quantization_config", "is " + quantization->dump() + ", an object is needed");
     const Reader q(*quantization, config.where() + ": quantization_config");
     if (const Json* block = q.find("weight_block_size")) {
       auto size = [&](size_t i) {
@@ -161,16 +159,11 @@ ModelConfig parse_config(std::string_view text, std::string_view where) {
   try {
     m.validate();
   } catch (const ShapeError& e) {
-    throw CheckpointError(std::string(where) + ": " + e.what());
+    refuse(where, e.what());
   }
   return m;
 }
 
-ModelConfig read_config(const std::filesystem::path& file) {
-  std::ifstream in(file, std::ios::binary);
-  if (!in) throw CheckpointError(file.string() + ": cannot be read");
-  const std::string text{std::istreambuf_iterator<char>(in), {}};
-  return parse_config(text, file.string());
-}
+ModelConfig read_config(const std::filesystem::path& file) { return parse_config(read_text(file), file.string()); }
 
 }  // namespace mla

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <string>
@@ -123,8 +124,29 @@ void ModelConfig::validate() const {
   require("rope", rope, 0);
   require("value", value, 1);
   if (rope % 2 != 0) throw ShapeError("model " + name + ": rope is " + std::to_string(rope) + ", must be even");
-  if (!(rms_eps >= 0))
-    throw ShapeError("model " + name + ": rms_eps is " + std::to_string(rms_eps) + ", must not be negative");
+  if (indexer) {
+    require("indexer heads", indexer->heads, 1);
+    require("indexer dim", indexer->dim, std::max<int64_t>(1, rope));
+    require("indexer topk", indexer->topk, 1);
+  }
+  auto require_number = [&](const char* what, double found, bool fits, const char* limit) {
+    if (!fits || !std::isfinite(found))
+      throw ShapeError("model " + name + ": " + what + " is " + std::to_string(found) + ", must " + limit);
+  };
+  require_number("rms_eps", rms_eps, rms_eps >= 0, "not be negative");
+  require_number("rope theta", rotary.theta, rotary.theta > 0, "be above 0");
+  if (rotary.scaling != RopeConfig::Scaling::yarn) return;
+  // YaRN divides by ln(theta), and by a temperature that is at least 1 for mscales of at least 0.
+  require_number("rope theta", rotary.theta, rotary.theta > 1, "be above 1");
+  require_number("rope factor", rotary.factor, rotary.factor > 0, "be above 0");
+  require_number("rope beta_fast", rotary.beta_fast, rotary.beta_fast > 0, "be above 0");
+  require_number("rope beta_slow", rotary.beta_slow, rotary.beta_slow > 0, "be above 0");
+  require_number("rope mscale", rotary.mscale, rotary.mscale >= 0, "not be negative");
+  require_number("rope mscale_all_dim", rotary.mscale_all_dim, rotary.mscale_all_dim >= 0, "not be negative");
+  require_number("rope attention factor", rotary.attention_factor, rotary.attention_factor > 0, "be above 0");
+  if (rotary.original_max_position < 1)
+    throw ShapeError("model " + name + ": rope original max position is " +
+                     std::to_string(rotary.original_max_position) + ", must be above 0");
 }
 
 }  // namespace mla

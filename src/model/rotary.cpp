@@ -41,8 +41,10 @@ RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positio
     : positions_(positions), pairs_(rope / 2), interleaved_(config.interleaved), rotates_(config.rotate && rope > 0) {
   if (rope < 0 || rope % 2 != 0)
     throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
-  if (positions < 0)
-    throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", must not be negative");
+  constexpr int64_t kMostPositions = int64_t{1} << 30;
+  if (positions < 0 || positions > kMostPositions)
+    throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", allowed 0 to " +
+                     std::to_string(kMostPositions));
   if (!rotates_) return;
   const std::vector<double> frequencies = inverse_frequencies(config, rope);
   const double magnitude = rotary_magnitude(config);

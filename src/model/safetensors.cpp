@@ -14,6 +14,7 @@
 #include <unordered_set>
 
 #include "mla/weights.hpp"
+#include "model/text.hpp"
 
 static_assert(std::endian::native == std::endian::little, "safetensors data is little-endian");
 
@@ -24,11 +25,13 @@ constexpr uint64_t kMostHeader = 100'000'000;
 
 struct DtypeSize {
   std::string_view name;
-  uint64_t bytes;
+  int64_t bits;
 };
-constexpr DtypeSize kDtypes[] = {{"F64", 8},  {"F32", 4},     {"F16", 2},     {"BF16", 2},   {"I64", 8}, {"I32", 4},
-                                 {"I16", 2},  {"I8", 1},      {"U64", 8},     {"U32", 4},    {"U16", 2}, {"U8", 1},
-                                 {"BOOL", 1}, {"F8_E4M3", 1}, {"F8_E5M2", 1}, {"F8_E8M0", 1}};
+constexpr DtypeSize kDtypes[] = {{"F64", 64},    {"F32", 32},    {"F16", 16},        {"BF16", 16},       {"C64", 64},
+                                 {"I64", 64},    {"I32", 32},    {"I16", 16},        {"I8", 8},          {"U64", 64},
+                                 {"U32", 32},    {"U16", 16},    {"U8", 8},          {"BOOL", 8},        {"F8_E4M3", 8},
+                                 {"F8_E5M2", 8}, {"F8_E8M0", 8}, {"F8_E4M3FNUZ", 8}, {"F8_E5M2FNUZ", 8}, {"F6_E2M3", 6},
+                                 {"F6_E3M2", 6}, {"F4", 4}};
 
 class HeaderParser {
  public:
@@ -52,7 +55,7 @@ class HeaderParser {
     if (at_ != text_.size()) fail("header has text after its object at byte " + std::to_string(at_));
   }
 
-  [[noreturn]] void fail(const std::string& why) const { throw CheckpointError(where_ + ": " + why); }
+  [[noreturn]] void fail(const std::string& why) const { refuse(where_, why); }
 
  private:
   SafetensorsEntry tensor(std::string name) {
@@ -272,7 +275,7 @@ struct Safetensors::File {
     if (map) munmap(const_cast<std::byte*>(map), size);
   }
 
-  [[noreturn]] void fail(const std::string& why) const { throw CheckpointError(path.string() + ": " + why); }
+  [[noreturn]] void fail(const std::string& why) const { refuse(path.string(), why); }
 
   void open() {
     const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
@@ -318,13 +321,14 @@ struct Safetensors::File {
     const auto* dtype =
         std::find_if(std::begin(kDtypes), std::end(kDtypes), [&](const DtypeSize& d) { return d.name == e.dtype; });
     if (dtype == std::end(kDtypes)) fail("tensor '" + e.name + "': unknown dtype '" + e.dtype + "'");
-    uint64_t bytes = dtype->bytes;
-    bool empty = false;
-    for (int64_t extent : e.shape) empty = empty || extent == 0;
+    // An empty tensor's other extents must multiply too: its size is asked for like any other's.
+    int64_t bits = dtype->bits;
     for (int64_t extent : e.shape)
-      if (!empty && __builtin_mul_overflow(bytes, static_cast<uint64_t>(extent), &bytes))
+      if (extent != 0 && __builtin_mul_overflow(bits, extent, &bits))
         fail("tensor '" + e.name + "': shape passes 64 bits");
-    if (empty) bytes = 0;
+    if (std::count(e.shape.begin(), e.shape.end(), 0)) bits = 0;
+    if (bits % 8 != 0) fail("tensor '" + e.name + "': has " + std::to_string(bits) + " bits, not whole bytes");
+    const uint64_t bytes = static_cast<uint64_t>(bits) / 8;
     if (e.end < e.begin)
       fail("tensor '" + e.name + "': ends at " + std::to_string(e.end) + " before it begins at " +
            std::to_string(e.begin));

@@ -5,6 +5,7 @@
 
 #include "backend/backend.hpp"
 #include "mla/error.hpp"
+#include "model/text.hpp"
 
 namespace mla {
 namespace {
@@ -19,17 +20,11 @@ void widen(const std::byte* data, std::vector<float>& out) {
   }
 }
 
-std::string text(const std::vector<int64_t>& shape) {
-  std::string s;
-  for (int64_t e : shape) s += (s.empty() ? "[" : ", ") + std::to_string(e);
-  return s + "]";
-}
-
 std::vector<float> values(const HostTensor& t, const char* role, const std::vector<int64_t>& shape) {
-  if (!t) throw ShapeError(std::string("prepare: ") + role + " is missing, expected shape " + text(shape));
+  if (!t) throw ShapeError(std::string("prepare: ") + role + " is missing, expected shape " + shape_text(shape));
   if (t.shape != shape)
-    throw ShapeError(std::string("prepare: ") + role + " (" + t.name + ") has shape " + text(t.shape) + ", expected " +
-                     text(shape));
+    throw ShapeError(std::string("prepare: ") + role + " (" + t.name + ") has shape " + shape_text(t.shape) +
+                     ", expected " + shape_text(shape));
   return t.to_f32();
 }
 

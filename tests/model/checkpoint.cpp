@@ -1,7 +1,9 @@
 // Checkpoint folders: single file, shards, prefixes, fp8 with block scales, and what is missing or misshaped.
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <functional>
+#include <thread>
 
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
@@ -95,7 +97,8 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
     test::write_file(index, text);
     return refusal(folder_.path());
   };
-  EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not a JSON object");
+  EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not valid JSON");
+  EXPECT_EQ(with("[]"), "F/model.safetensors.index.json: not a JSON object");
   EXPECT_EQ(with("{}"), "F/model.safetensors.index.json: weight_map is missing or not an object");
   EXPECT_EQ(with(R"({"weight_map":{"a":3}})"), "F/model.safetensors.index.json: weight_map of 'a' is not a string");
   EXPECT_EQ(with(R"({"weight_map":{"a":"../x.safetensors"}})"),
@@ -116,6 +119,29 @@ TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {
             "F/model.safetensors: tensor 'model.layers.1.self_attn.kv_b_proj.weight' has shape [130, 40], expected "
             "[132, 40]");
   EXPECT_EQ(refusal(folder_ / "nowhere"), "F: not a folder");
+}
+
+TEST_F(CheckpointFolder, WhatIsNotAFile) {
+  std::filesystem::create_directory(folder_ / "model.safetensors.index.json");
+  EXPECT_EQ(refusal(folder_.path()), "F/model.safetensors.index.json: cannot be read");
+  std::filesystem::remove(folder_ / "config.json");
+  std::filesystem::create_directory(folder_ / "config.json");
+  EXPECT_EQ(refusal(folder_.path()), "F/config.json: cannot be read");
+  EXPECT_THROW(Checkpoint(std::string(5000, 'a')), CheckpointError);
+}
+
+TEST_F(CheckpointFolder, ManyReadersAtOnce) {
+  write_single("");
+  const Checkpoint c(folder_.path());
+  const std::vector<float> expected = c.layer(0).kv_up.to_f32();
+  std::atomic<int> equal{0};
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 4; ++i)
+    readers.emplace_back([&] {
+      for (int n = 0; n < 50; ++n) equal += c.layer(n % 2).kv_up.to_f32() == expected;
+    });
+  for (std::thread& t : readers) t.join();
+  EXPECT_EQ(equal, 200);  // both layers hold the same values
 }
 
 // 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.

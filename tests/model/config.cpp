@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "cases/compare.hpp"
 #include "mla/error.hpp"
 #include "mla/rotary.hpp"
 
@@ -31,10 +32,49 @@ TEST(Presets, TrueDimensions) {
     EXPECT_NO_THROW(m.validate());
   }
   EXPECT_EQ(preset_names().size(), 5u);
-  EXPECT_FALSE(preset("minicpm3").rotary.interleaved);
-  EXPECT_EQ(preset("deepseek-v3.2").indexer->topk, 2048);
   EXPECT_THROW(preset("gpt-2"), InputError);
-  EXPECT_THROW(preset("glm-5"), InputError);  // needs its config.json
+  try {
+    preset("glm-5");
+    FAIL();
+  } catch (const InputError& e) {
+    EXPECT_STREQ(e.what(),
+                 "no preset for 'glm-5': its dimensions come from its config.json; pass that file or its folder");
+  }
+}
+
+TEST(Presets, TrueConstants) {
+  struct Row {
+    const char* name;
+    double theta, factor, mscale, beta_fast, eps;
+    int64_t block;
+  };
+  for (const Row& r :
+       {Row{"deepseek-v2-lite", 1e4, 40, 0.707, 32, 1e-6, 0}, Row{"deepseek-v3", 1e4, 40, 1, 32, 1e-6, 128},
+        Row{"deepseek-v3.2", 1e4, 40, 1, 32, 1e-6, 128}, Row{"kimi-k2", 5e4, 32, 1, 1, 1e-6, 128}}) {
+    const ModelConfig m = preset(r.name);
+    EXPECT_EQ(m.rotary.scaling, RopeConfig::Scaling::yarn) << r.name;
+    EXPECT_TRUE(m.rotary.interleaved) << r.name;
+    EXPECT_EQ(m.rotary.theta, r.theta) << r.name;
+    EXPECT_EQ(m.rotary.factor, r.factor) << r.name;
+    EXPECT_EQ(m.rotary.mscale, r.mscale) << r.name;
+    EXPECT_EQ(m.rotary.mscale_all_dim, r.mscale) << r.name;
+    EXPECT_EQ(m.rotary.beta_fast, r.beta_fast) << r.name;
+    EXPECT_EQ(m.rotary.beta_slow, 1) << r.name;
+    EXPECT_EQ(m.rotary.original_max_position, 4096) << r.name;
+    EXPECT_EQ(m.rms_eps, r.eps) << r.name;
+    EXPECT_EQ(m.fp8_block_rows, r.block) << r.name;
+    EXPECT_EQ(m.fp8_block_cols, r.block) << r.name;
+    EXPECT_EQ(m.indexer.has_value(), std::string_view(r.name) == "deepseek-v3.2") << r.name;
+  }
+  const ModelConfig mini = preset("minicpm3");
+  EXPECT_EQ(mini.rotary.scaling, RopeConfig::Scaling::none);
+  EXPECT_FALSE(mini.rotary.interleaved);
+  EXPECT_EQ(mini.rms_eps, 1e-5);
+  const IndexerConfig indexer = *preset("deepseek-v3.2").indexer;
+  EXPECT_EQ(indexer.heads, 64);
+  EXPECT_EQ(indexer.dim, 128);
+  EXPECT_EQ(indexer.topk, 2048);
+  EXPECT_FALSE(indexer.interleaved);
 }
 
 TEST(Scale, YarnSquaresItsTemperature) {
@@ -76,6 +116,7 @@ TEST(Rotary, TableHoldsCosAndSin) {
   EXPECT_FALSE(RotaryTable(RopeConfig{}, 0, 10).rotates());
   EXPECT_THROW(RotaryTable(RopeConfig{}, 7, 10), ShapeError);
   EXPECT_THROW(RotaryTable(RopeConfig{}, 8, -1), ShapeError);
+  EXPECT_THROW(RotaryTable(RopeConfig{}, 64, int64_t{1} << 62), ShapeError);
 }
 
 // Only what a test changes differs from this.
@@ -104,6 +145,18 @@ TEST(Config, OldAndNewRopeKeys) {
   }
   EXPECT_EQ(parse_config(config(R"(,"rope_scaling":null)")).rotary.scaling, RopeConfig::Scaling::none);
   EXPECT_EQ(parse_config(config(R"(,"rope_parameters":{"rope_theta":1e6,"rope_type":"default"})")).rotary.theta, 1e6);
+}
+
+// Magnitude of cos and sin: `attn_factor` multiplies the ratio of temperatures, `attention_factor` replaces it.
+TEST(Config, AttentionFactors) {
+  const std::string yarn = R"("type":"yarn","factor":40,"mscale":0.7,"mscale_all_dim":0.9)";
+  const auto magnitude = [&](const std::string& more) {
+    return rotary_magnitude(parse_config(config(R"(,"rope_scaling":{)" + yarn + more + "}")).rotary);
+  };
+  const double ratio = yarn_mscale(40, 0.7) / yarn_mscale(40, 0.9);
+  EXPECT_DOUBLE_EQ(magnitude(""), ratio);
+  EXPECT_DOUBLE_EQ(magnitude(R"(,"attn_factor":3)"), 3 * ratio);
+  EXPECT_DOUBLE_EQ(magnitude(R"(,"attention_factor":1.25)"), 1.25);
 }
 
 TEST(Config, OptionalParts) {
@@ -150,7 +203,69 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message(config(R"(,"alibi":true)")), "c.json: alibi is true: ALiBi is not supported");
   EXPECT_EQ(message(config(R"(,"quantization_config":{"weight_block_size":[0,1]})")),
             "c.json: quantization_config: weight_block_size is [0,1], two positive integers are needed");
+  EXPECT_EQ(message(config(R"(,"quantization_config":3)")), "c.json: quantization_config is 3, an object is needed");
+  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":-5)")),
+            "c.json: model deepseek_v3: indexer topk is -5, allowed 1 to 1048576");
+  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":4,"index_topk":5)")),
+            "c.json: model deepseek_v3: indexer dim is 4, allowed 8 to 1048576");
+  EXPECT_EQ(message(config(R"(,"index_topk":5)")), "c.json: index_n_heads is missing");
+  EXPECT_EQ(message(config(R"(,"rope_theta":0)")),
+            "c.json: model deepseek_v3: rope theta is 0.000000, must be above 0");
+  const auto yarn = [](const std::string& more) {
+    return message(config(R"(,"rope_scaling":{"type":"yarn")" + more + "}"));
+  };
+  const std::string where = "c.json: model deepseek_v3: rope ";
+  EXPECT_EQ(yarn(R"(,"rope_theta":1)"), where + "theta is 1.000000, must be above 1");
+  EXPECT_EQ(yarn(R"(,"factor":0)"), where + "factor is 0.000000, must be above 0");
+  EXPECT_EQ(yarn(R"(,"beta_fast":-1)"), where + "beta_fast is -1.000000, must be above 0");
+  EXPECT_EQ(yarn(R"(,"beta_slow":0)"), where + "beta_slow is 0.000000, must be above 0");
+  EXPECT_EQ(yarn(R"(,"mscale":-1)"), where + "mscale is -1.000000, must not be negative");
+  EXPECT_EQ(yarn(R"(,"mscale_all_dim":-1)"), where + "mscale_all_dim is -1.000000, must not be negative");
+  EXPECT_EQ(yarn(R"(,"attn_factor":0)"), where + "attention factor is 0.000000, must be above 0");
+  EXPECT_EQ(yarn(R"(,"original_max_position_embeddings":0)"), where + "original max position is 0, must be above 0");
   EXPECT_THROW(read_config("/nowhere/config.json"), CheckpointError);
+}
+
+TEST(Config, MessagesStayOnOneReadableLine) {
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"a\nb"})")),
+            "c.json: rope type 'a\\x0ab' is not supported (default and yarn are)");
+  const std::string deep = std::string(1 << 20, '[') + std::string(1 << 20, ']');
+  EXPECT_EQ(message(config(R"(,"rope_theta":)" + deep)), "c.json: nested deeper than 64");
+  const std::string wide = message(config(R"(,"rope_theta":")" + std::string(1 << 20, 'x') + "\""));
+  EXPECT_LT(wide.size(), 1100u);
+  EXPECT_TRUE(wide.ends_with("a number is needed")) << wide;
+}
+
+TEST(Config, RandomDamageNeverEscapes) {
+  const std::string whole = config(
+      R"(,"q_lora_rank":20,"rms_norm_eps":1e-6,"rope_interleave":true,"index_n_heads":4,"index_head_dim":128,"index_topk":64,)"
+      R"("rope_parameters":{"rope_theta":5e3,"rope_type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,"mscale":0.7,)"
+      R"("mscale_all_dim":0.9},"quantization_config":{"weight_block_size":[128,64]})");
+  cases::Random random(3);
+  int read = 0;
+  for (int i = 0; i < 20000; ++i) {
+    std::string damaged = whole;
+    for (int64_t n = random.integer(1, 3); n > 0; --n) {
+      const size_t at = static_cast<size_t>(random.integer(0, static_cast<int64_t>(damaged.size()) - 1));
+      const char one = R"(0123456789-.eE[]{},:"ntf)"[random.integer(0, 23)];
+      switch (random.integer(0, 3)) {
+        case 0: damaged[at] = one; break;
+        case 1: damaged[at] = static_cast<char>(random.next()); break;
+        case 2: damaged.insert(at, 1, one); break;
+        default: damaged.erase(at, static_cast<size_t>(random.integer(1, 4)));
+      }
+    }
+    try {
+      const ModelConfig m = parse_config(damaged);
+      for (double f : inverse_frequencies(m.rotary, std::min<int64_t>(m.rope, 64)))
+        EXPECT_TRUE(std::isfinite(f)) << damaged;
+      EXPECT_TRUE(std::isfinite(rotary_magnitude(m.rotary)) && std::isfinite(m.softmax_scale())) << damaged;
+      ++read;
+    } catch (const Error& e) {
+      EXPECT_EQ(std::string_view(e.what()).find('\n'), std::string_view::npos) << damaged;
+    }
+  }
+  EXPECT_GT(read, 0);
 }
 
 }  // namespace

@@ -116,6 +116,48 @@ TEST_F(SafetensorsFile, RefusesByName) {
   EXPECT_THROW(Safetensors(folder_.path()), CheckpointError);
 }
 
+TEST_F(SafetensorsFile, EveryPublishedDtypeIsKnown) {
+  struct Row {
+    const char* dtype;
+    int bits;
+  };
+  for (const Row& r :
+       {Row{"F64", 64},        Row{"F32", 32},       Row{"F16", 16},    Row{"BF16", 16},   Row{"C64", 64},
+        Row{"I64", 64},        Row{"I32", 32},       Row{"I16", 16},    Row{"I8", 8},      Row{"U64", 64},
+        Row{"U32", 32},        Row{"U16", 16},       Row{"U8", 8},      Row{"BOOL", 8},    Row{"F8_E4M3", 8},
+        Row{"F8_E5M2", 8},     Row{"F8_E8M0", 8},    Row{"F6_E2M3", 6}, Row{"F6_E3M2", 6}, Row{"F4", 4},
+        Row{"F8_E4M3FNUZ", 8}, Row{"F8_E5M2FNUZ", 8}}) {
+    const std::string bytes = std::to_string(r.bits / 2), header = std::string(R"({"t":{"dtype":")") + r.dtype +
+                                                                   R"(","shape":[2,2],"data_offsets":[0,)" + bytes +
+                                                                   "]}}";
+    EXPECT_EQ(refusal(header.c_str(), static_cast<size_t>(r.bits) / 2), "read") << r.dtype;
+    const Safetensors file(folder_ / "f");
+    const std::string_view name = r.dtype;
+    if (name == "F32" || name == "F16" || name == "BF16" || name == "F8_E4M3") EXPECT_EQ(file.tensor("t").size(), 4);
+    else EXPECT_THROW(file.tensor("t"), CheckpointError) << r.dtype;
+  }
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"F4","shape":[3],"data_offsets":[0,1]}})", 1),
+            "tensor 't': has 12 bits, not whole bytes");
+}
+
+// The extents of an empty tensor are multiplied by its readers, in whatever order they stand.
+TEST_F(SafetensorsFile, EmptyTensorsMayNotOverflow) {
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[4294967296,4294967296,0],"data_offsets":[0,0]}})", 0),
+            "tensor 't': shape passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[0,4294967296,4294967296],"data_offsets":[0,0]}})", 0),
+            "tensor 't': shape passes 64 bits");
+  EXPECT_EQ(refusal(R"({"t":{"dtype":"U8","shape":[4294967296,0],"data_offsets":[0,0]}})", 0), "read");
+}
+
+TEST_F(SafetensorsFile, NamesCannotBreakTheLine) {
+  EXPECT_EQ(refusal(R"({"a\nb\u0000":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}})", 1),
+            "tensor 'a\\x0ab\\x00': unknown dtype 'Q7'");
+  const std::string longest =
+      refusal(("{\"" + std::string(1 << 20, 'n') + R"(":{"dtype":"Q7","shape":[1],"data_offsets":[0,1]}})").c_str(), 1);
+  EXPECT_LT(longest.size(), 1100u);
+  EXPECT_TRUE(longest.ends_with("unknown dtype 'Q7'")) << longest;
+}
+
 // Deep nesting must not recurse: the grammar has no value that nests.
 TEST_F(SafetensorsFile, DeepNestingIsRefused) {
   EXPECT_NE(refusal(raw_safetensors(std::string(R"({"t":)") + std::string(1 << 20, '['), 0)).find("is needed"),
