@@ -36,7 +36,8 @@ void read_batch(Flags& f) {
     std::vector<int64_t> v;
     for (const auto& e : *it) {
       if (!e.is_number_integer())
-        throw InputError(f.batch + ": " + std::string(key) + " holds " + e.dump() + ", integers are needed");
+        throw InputError(f.batch + ": " + std::string(key) + " holds " + (e.is_structured() ? "an " + std::string(e.type_name()) : e.dump()) +  // dump recurses
+                         ", integers are needed");
       v.push_back(e.get<int64_t>());
     }
     return v;
