@@ -1,7 +1,6 @@
 // mla plan: what a batch would do, without a cache or weights.
 #include <cstdio>
 #include <filesystem>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -9,9 +8,12 @@
 #include "cli/commands.hpp"
 #include "cli/params.hpp"
 #include "mla/mla.hpp"
+#include "model/json.hpp"
 
 namespace mla::cli {
 namespace {
+
+constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's new tokens
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32", batch;
@@ -26,18 +28,15 @@ ModelConfig model_of(const std::string& name) {
 }
 
 void read_batch(Flags& f) {
-  std::ifstream in(f.batch);
-  if (!in) throw InputError(f.batch + ": cannot be read");
-  const auto json = nlohmann::json::parse(in, nullptr, false);
-  if (json.is_discarded() || !json.is_object()) throw InputError(f.batch + ": not a JSON object");
+  const nlohmann::json json = parse_object(read_text(f.batch), f.batch);
   auto lengths = [&](const char* key) {
     const auto it = json.find(key);
     if (it == json.end() || !it->is_array()) throw InputError(f.batch + ": " + key + " is missing or not an array");
     std::vector<int64_t> v;
     for (const auto& e : *it) {
-      if (!e.is_number_integer())
-        throw InputError(f.batch + ": " + std::string(key) + " holds " + (e.is_structured() ? "an " + std::string(e.type_name()) : e.dump()) +  // dump recurses
-                         ", integers are needed");
+      if (!e.is_number_integer() || (e.is_number_unsigned() && e.get<uint64_t>() > kMost))
+        throw InputError(f.batch + ": " + key + "[" + std::to_string(v.size()) + "] is not an integer up to " +
+                         std::to_string(kMost));
       v.push_back(e.get<int64_t>());
     }
     return v;
@@ -48,7 +47,7 @@ void read_batch(Flags& f) {
 
 void run(Flags f) {
   if (!f.batch.empty()) read_batch(f);
-  if (f.queries.empty()) f.queries = {1};
+  else if (f.queries.empty()) f.queries = {1};
   if (f.contexts.empty()) f.contexts.assign(f.queries.size(), 0);
   if (f.contexts.size() == 1) f.contexts.assign(f.queries.size(), f.contexts[0]);
   if (f.contexts.size() != f.queries.size())
@@ -58,11 +57,9 @@ void run(Flags f) {
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
   spec.validate();
 
-  // Sequences get pages one after another; which ones does not matter to a plan.
-  std::vector<int32_t> starts{0}, lengths, slots;
-  int64_t width = 1, pages = 0, tokens = 0;
+  std::vector<int32_t> starts{0}, lengths;
+  int64_t width = 1, tokens = 0;
   for (size_t r = 0; r < f.queries.size(); ++r) {
-    constexpr int64_t kMost = int64_t{1} << 28;
     for (int64_t n : {f.queries[r], f.contexts[r]})
       if (n < 0 || n > kMost)
         throw InputError("request " + std::to_string(r) + ": length is " + std::to_string(n) + ", allowed 0 to " +
@@ -73,14 +70,11 @@ void run(Flags f) {
     starts.push_back(static_cast<int32_t>(tokens));
     lengths.push_back(static_cast<int32_t>(length));
     width = std::max(width, needed);
-    pages += needed;
   }
-  std::vector<int32_t> table(f.queries.size() * static_cast<size_t>(width));
-  int32_t page = 0;
-  for (size_t r = 0; r < f.queries.size(); ++r)
-    for (int64_t p = 0; p * f.page_size < lengths[r]; ++p)
-      table[r * static_cast<size_t>(width) + static_cast<size_t>(p)] = page++;
-  slots.assign(static_cast<size_t>(tokens), -1);
+  // Which pages a sequence has does not matter to a plan: all rows of the block table are this one.
+  std::vector<int32_t> table(static_cast<size_t>(width));
+  std::iota(table.begin(), table.end(), 0);
+  const std::vector<int32_t> slots(static_cast<size_t>(tokens), -1);
 
   PlanOptions options;
   options.path = parse_path_policy(f.path);
@@ -90,8 +84,8 @@ void run(Flags f) {
   options.reorder_batch_threshold = f.reorder_threshold;
   ThreadPool pool(f.threads);
   const Stream stream(pool);
-  const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}}, slots};
-  std::fputs(plan(model, spec, pages, batch, device_info(stream, model), options).describe().c_str(), stdout);
+  const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}, {0, 1}}, slots};
+  std::fputs(plan(model, spec, width, batch, device_info(stream, model), options).describe().c_str(), stdout);
 }
 
 }  // namespace

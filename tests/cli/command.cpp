@@ -134,6 +134,23 @@ TEST_F(Command, ImpossibleNumbersNameFlagValueAndLimit) {
   expect_bad("bench norm --in 8 --json /no/such/folder/x.json", {"/no/such/folder/x.json"});
 }
 
+TEST_F(Command, PlanRefusesBadBatchFiles) {
+  auto refuse = [&](const std::string& text, const std::vector<std::string>& says) {
+    expect_bad("plan --batch " + write("batch.json", text).string(), says);
+  };
+  refuse("[1]", {"batch.json", "not a JSON object"});
+  refuse(R"({"query_lens":[1]})", {"batch.json", "contexts is missing"});
+  refuse(R"({"query_lens":[1,0.5],"contexts":[0,0]})", {"batch.json", "query_lens[1]", "integer"});
+  refuse(R"({"query_lens":[18446744073709551615],"contexts":[0]})", {"batch.json", "query_lens[0]", "268435456"});
+  refuse(R"({"query_lens":[],"contexts":[5,6]})", {"contexts has 2", "queries has 0"});
+  refuse(R"({"query_lens":[)" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + R"(],"contexts":[0]})",
+         {"batch.json", "nested deeper"});
+  expect_bad("plan --batch " + folder_.string(), {folder_.string(), "cannot be read"});
+  const Outcome none = mla("plan --batch " + write("batch.json", R"({"query_lens":[],"contexts":[]})").string());
+  EXPECT_EQ(none.status, 0);
+  EXPECT_NE(none.out.find("0 tokens in 0 requests"), std::string::npos) << none.out;
+}
+
 TEST_F(Command, CheckJudgesACase) {
   const Outcome o = mla("check norm merge --requests 5 --in 33 --threads 2");
   EXPECT_EQ(o.status, 0) << o.out << o.err;

@@ -94,6 +94,9 @@ TEST(Trace, MalformedLinesAreNamed) {
             "t:4: hash_ids has 1 blocks, input_length 513 needs 2");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[-7]})"),
             "t:4: hash_ids holds -7, non-negative integers are needed");
+  const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
+  EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[)" + deep + "]}"),
+            "t:4: hash_ids holds an array, non-negative integers are needed");
   EXPECT_EQ(refusal(good + R"({"timestamp":-1,"input_length":5,"output_length":1,"hash_ids":[7]})"),
             "t:4: timestamp is -1, milliseconds from 0 are needed");
   EXPECT_THROW(read_trace(std::filesystem::path("/nowhere/trace.csv")), InputError);
