@@ -1,6 +1,7 @@
 #include "mla/batch.hpp"
 
 #include <algorithm>
+#include <limits>
 #include <string>
 
 #include "mla/error.hpp"
@@ -16,6 +17,9 @@ std::string n(int64_t x) { return std::to_string(x); }
 
 void validate(const Batch& b, int64_t pages, int64_t page_size) {
   const int64_t requests = b.requests();
+  constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
+  if (page_size < 1 || pages < 0 || pages > kMostSlots / page_size)
+    fail("a cache of " + n(pages) + " pages of " + n(page_size) + " cannot be, slots go up to " + n(kMostSlots));
   if (static_cast<int64_t>(b.query_start_loc.size()) != requests + 1)
     fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) +
          " requests need " + n(requests + 1));

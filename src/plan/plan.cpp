@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <string>
 
 #include "backend/backend.hpp"
@@ -11,7 +12,7 @@
 namespace mla {
 namespace {
 
-void check_options(const ModelConfig& model, const CacheSpec& cache, const PlanOptions& o) {
+void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
   if (cache.latent != model.latent || cache.rope != model.rope)
     throw ShapeError("plan: cache holds latent " + std::to_string(cache.latent) + " and rope " +
                      std::to_string(cache.rope) + ", the model has " + std::to_string(model.latent) + " and " +
@@ -28,10 +29,16 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const PlanO
                            std::string(to_string(cache.format)));
   if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
     throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
-  for (int64_t rows : {o.context_rows, o.max_model_len, o.max_requests})
-    if (rows < 0)
-      throw ShapeError("plan: context_rows, max_model_len and max_requests must not be negative, one is " +
-                       std::to_string(rows));
+  auto require = [](const char* what, int64_t found, int64_t least) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (found < least || found > kMost)
+      throw ShapeError(std::string("plan: ") + what + " is " + std::to_string(found) + ", allowed " +
+                       std::to_string(least) + " to " + std::to_string(kMost));
+  };
+  require("context_rows", o.context_rows, 0);
+  require("max_model_len", o.max_model_len, 0);
+  require("max_requests", o.max_requests, 0);
+  require("device threads", device.threads, 1);
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
@@ -90,7 +97,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
           const PlanOptions& options) {
   model.validate();
   cache.validate();
-  check_options(model, cache, options);
+  check_options(model, cache, device, options);
   validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};

@@ -1,6 +1,9 @@
 // Split-KV: cached positions of a request cut into ranges that are attended independently and merged.
 #include <algorithm>
+#include <limits>
+#include <string>
 
+#include "mla/error.hpp"
 #include "plan/internal.hpp"
 
 namespace mla::planning {
@@ -27,12 +30,19 @@ int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 }  // namespace
 
 void split_kv(Plan& plan) {
-  int64_t total = 0, items = 0;
+  int64_t total = 0, items = 0, parts = 0;
   for (const RequestPlan& r : plan.requests)
     if (r.path == Path::latent)
-      for (int64_t q = 0; q < r.query_len; q += kTileTokens, ++items)
-        total += r.context + std::min<int64_t>(r.query_len, q + kTileTokens);
+      for (int64_t q = 0; q < r.query_len; q += kTileTokens, ++items) {
+        const int64_t end = std::min<int64_t>(r.query_len, q + kTileTokens), length = r.context + end;
+        total += length;
+        parts += (end - q) * ((length + kInvariant - 1) / kInvariant);
+      }
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  // fast splits at most kUnits tiles into at most kUnits ranges each.
+  if (constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); invariant && parts > kMost)
+    throw UnsupportedError("plan: the latent path needs " + std::to_string(parts) +
+                           " partial rows under batch_invariant, at most " + std::to_string(kMost) + " are possible");
   const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
   const int64_t longest = invariant ? kInvariant : std::max(shortest, round_up((total + kUnits - 1) / kUnits, kGrain));
 

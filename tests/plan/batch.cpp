@@ -57,6 +57,18 @@ TEST(Batch, EachViolationIsNamed) {
   EXPECT_EQ(broken([](Arrays& a) { a.slots[1] = 24; }), "batch: slot_mapping[1] is 24, the cache has 24 slots");
 }
 
+TEST(Batch, CachesThatCannotBe) {
+  const Arrays a;
+  for (const auto& [pages, page_size] :
+       std::vector<std::pair<int64_t, int64_t>>{{-1, 4},
+                                                {6, 0},
+                                                {6, -1},
+                                                {std::numeric_limits<int64_t>::max(), 64},
+                                                {6, std::numeric_limits<int64_t>::max()}})
+    EXPECT_EQ(violation(a, pages, page_size), "batch: a cache of " + std::to_string(pages) + " pages of " +
+                                                  std::to_string(page_size) + " cannot be, slots go up to 2147483647");
+}
+
 TEST(Batch, BlockTableWithTooFewRows) {
   Arrays a;
   const Batch b{a.starts, a.lengths, {a.table.data(), {1, 6}}, a.slots};

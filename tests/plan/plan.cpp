@@ -218,6 +218,29 @@ TEST(Plan, OptionsThatCannotBe) {
   EXPECT_THROW(make(m, cache_spec(m, CacheFormat::bf16), b).region("nothing"), Error);
 }
 
+TEST(Plan, NumbersOutOfRange) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const Made b({1}, {4}, 64);
+  auto message = [&](const DeviceInfo& device, const PlanOptions& o) -> std::string {
+    try {
+      plan(m, spec, b.pages, b.batch(), device, o);
+    } catch (const ShapeError& e) {
+      return e.what();
+    }
+    return "planned";
+  };
+  EXPECT_EQ(message({}, {.context_rows = -1}), "plan: context_rows is -1, allowed 0 to 2147483647");
+  EXPECT_EQ(message({}, {.max_model_len = int64_t{1} << 62}),
+            "plan: max_model_len is 4611686018427387904, allowed 0 to 2147483647");
+  EXPECT_EQ(message({}, {.max_requests = int64_t{1} << 60}),
+            "plan: max_requests is 1152921504606846976, allowed 0 to 2147483647");
+  EXPECT_EQ(message({.threads = -1}, {}), "plan: device threads is -1, allowed 1 to 2147483647");
+  // A prefill so long that its partial rows could not be numbered.
+  PlanOptions o{.path = PathPolicy::latent, .split = SplitPolicy::batch_invariant};
+  EXPECT_THROW(make(m, spec, Made({int64_t{3} << 19}, {int64_t{1} << 29}, 64), o), UnsupportedError);
+}
+
 TEST(Plan, NamesParse) {
   for (PathPolicy p : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length})
     EXPECT_EQ(parse_path_policy(to_string(p)), p);
