@@ -92,8 +92,9 @@ TraceRequest mooncake(const Lines& at) {
     at.fail("hash_ids has " + std::to_string(ids->size()) + " blocks, input_length " + std::to_string(r.input) +
             " needs " + std::to_string(needed));
   for (const auto& id : *ids) {
-    if (!id.is_number_integer() || (id.is_number_integer() && !id.is_number_unsigned() && id.get<int64_t>() < 0))
-      at.fail("hash_ids holds " + (id.is_structured() ? "an " + std::string(id.type_name()) : id.dump()) +  // dump recurses
+    if (!id.is_number_integer() || (!id.is_number_unsigned() && id.get<int64_t>() < 0))
+      at.fail("hash_ids holds " +
+              (id.is_structured() ? "an " + std::string(id.type_name()) : id.dump()) +  // dump recurses
               ", non-negative integers are needed");
     r.blocks.push_back(id.get<uint64_t>());
   }
