@@ -27,6 +27,10 @@ MLA_DIM(Partial);      // a row of split-KV partial results
 MLA_DIM(In);           // input features of a linear map
 MLA_DIM(Out);          // output features of a linear map
 MLA_DIM(HeadValue);    // all heads' values of a token, [Head * Value] flat
+MLA_DIM(IndexHead);    // heads of the sparse indexer
+MLA_DIM(IndexDim);     // width of an indexer query or key
+MLA_DIM(Topk);         // selected keys of a query row, unused ones -1
+MLA_DIM(Group);        // a group of output elements that share a quantisation scale
 
 #undef MLA_DIM
 
