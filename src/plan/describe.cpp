@@ -25,7 +25,7 @@ std::string bytes(size_t n) {
   return text;
 }
 
-struct Group {
+struct PathTotals {
   int64_t requests = 0, tokens = 0, shortest_query = 0, longest_query = 0, longest_context = 0;
 };
 
@@ -41,9 +41,9 @@ std::string Plan::describe() const {
        std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
        std::string(to_string(options.split)).c_str());
 
-  Group groups[2];
+  PathTotals groups[2];
   for (const RequestPlan& r : requests) {
-    Group& g = groups[r.path == Path::expanded];
+    PathTotals& g = groups[r.path == Path::expanded];
     g.shortest_query = g.requests ? std::min<int64_t>(g.shortest_query, r.query_len) : r.query_len;
     g.longest_query = std::max<int64_t>(g.longest_query, r.query_len);
     g.longest_context = std::max<int64_t>(g.longest_context, r.context);
@@ -52,7 +52,7 @@ std::string Plan::describe() const {
   }
   line(out, "  paths by policy %s:", std::string(to_string(options.path)).c_str());
   for (const Path path : {Path::latent, Path::expanded}) {
-    const Group& g = groups[path == Path::expanded];
+    const PathTotals& g = groups[path == Path::expanded];
     if (g.requests == 0) line(out, "    %-8s  none", std::string(to_string(path)).c_str());
     else
       line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld",
