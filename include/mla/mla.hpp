@@ -11,6 +11,7 @@
 #include "mla/model.hpp"
 #include "mla/pages.hpp"
 #include "mla/plan.hpp"
+#include "mla/quant.hpp"
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
