@@ -56,6 +56,7 @@ json params_json(const cases::Params& p) {
           {"causal", p.causal},
           {"batch_invariant", p.batch_invariant},
           {"splits", p.splits},
+          {"output", to_string(p.output)},
           {"seed", p.seed}};
 }
 
@@ -108,6 +109,12 @@ std::vector<Row> standing_rows() {
   rows.push_back({"rope 8192 tokens x 16 heads, cold", "rope", {.query_len = 8192}, true});
   rows.push_back(
       {"cast 8192 tokens x 16 heads to bf16, cold", "cast", {.query_len = 8192, .in = 64, .dtype = Dtype::bf16}, true});
+  for (const OutputSpec& spec : output_specs())
+    if (spec.kind != OutputKind::none)
+      rows.push_back({"quantize 8192 tokens x 16 heads to " + to_string(spec) + ", cold",
+                      "quantize",
+                      {.query_len = 8192, .output = spec},
+                      true});
   return rows;
 }
 

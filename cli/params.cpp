@@ -16,7 +16,8 @@ void require(const char* flag, int64_t value, int64_t least, int64_t most) {
 
 }  // namespace
 
-ShapeFlags::ShapeFlags(CLI::App& command) : format_(to_string(p_.format)), dtype_(to_string(p_.dtype)) {
+ShapeFlags::ShapeFlags(CLI::App& command)
+    : format_(to_string(p_.format)), dtype_(to_string(p_.dtype)), output_(to_string(p_.output)) {
   const std::string group = "Shape (an op reads those it knows)";
   auto number = [&](const char* flag, auto& value, const char* what) {
     CLI::Option* option = command.add_option(flag, value, what)->capture_default_str()->group(group);
@@ -45,6 +46,7 @@ ShapeFlags::ShapeFlags(CLI::App& command) : format_(to_string(p_.format)), dtype
   flag("--full", full_, "attend_expanded: not causal");
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
+  number("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
   command.add_option("--seed", p_.seed, "Seed of the random inputs")->capture_default_str()->group(group);
 }
 
@@ -59,6 +61,7 @@ cases::Params ShapeFlags::params() const {
   p.format = parse_cache_format(format_);
   p.dtype = parse_dtype(dtype_);
   p.causal = !full_;
+  p.output = parse_output_spec(output_);
   require("--requests", p.requests, 0, kMostTokens);
   require("--query-len", p.query_len, 0, kMostTokens);
   require("--context", p.context, 0, kMostTokens);

@@ -17,6 +17,7 @@
 #include "ops/merge/op.hpp"
 #include "ops/norm/op.hpp"
 #include "ops/project/op.hpp"
+#include "ops/quantize/op.hpp"
 #include "ops/rope/op.hpp"
 
 namespace mla::backend {
@@ -49,6 +50,8 @@ struct Backend {
   void (*attend_latent)(Stream&, const ops::AttendLatentArgs&);
   void (*merge)(Stream&, const ops::MergeArgs&);
   void (*merge_splits)(Stream&, const ops::MergeSplitsArgs&);
+  void (*quantize)(Stream&, const ops::QuantizeArgs&);
+  void (*quantize_padding)(Stream&, const ops::QuantizePaddingArgs&);
 };
 
 /// UnsupportedError when no backend serves the device.

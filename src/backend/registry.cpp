@@ -24,6 +24,8 @@ constexpr Backend kCpu{
     .attend_latent = cpu::attend_latent,
     .merge = cpu::merge,
     .merge_splits = cpu::merge_splits,
+    .quantize = cpu::quantize,
+    .quantize_padding = cpu::quantize_padding,
 };
 
 constexpr std::array<const Backend*, 1> kBackends{&kCpu};

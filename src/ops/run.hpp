@@ -22,6 +22,8 @@ MLA_RUN(AttendExpandedArgs, attend_expanded)
 MLA_RUN(AttendLatentArgs, attend_latent)
 MLA_RUN(MergeArgs, merge)
 MLA_RUN(MergeSplitsArgs, merge_splits)
+MLA_RUN(QuantizeArgs, quantize)
+MLA_RUN(QuantizePaddingArgs, quantize_padding)
 #undef MLA_RUN
 
 }  // namespace mla::ops

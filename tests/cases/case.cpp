@@ -14,11 +14,13 @@ std::string describe(const Params& p, std::string_view op) {
          " format=" + std::string(to_string(p.format)) + " page_size=" + n(p.page_size) +
          " dtype=" + std::string(to_string(p.dtype)) + (p.neox ? " neox" : "") +
          (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") + (p.causal ? " causal" : " full") +
-         (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " seed=" + std::to_string(p.seed);
+         (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
+         " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge};
+  static const std::array kAll{norm,          rope,  project, append, gather, cast, attend_expanded,
+                               attend_latent, merge, quantize};
   return kAll;
 }
 

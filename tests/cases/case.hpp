@@ -12,6 +12,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
+#include "mla/quant.hpp"
 #include "ops/cost.hpp"
 
 namespace mla::cases {
@@ -31,7 +32,8 @@ struct Params {
   double yarn_factor = 1;  ///< rope: above 1, YaRN with this factor
   bool causal = true;
   bool batch_invariant = false;
-  int64_t splits = 1;  ///< attend_latent
+  int64_t splits = 1;                                 ///< attend_latent
+  OutputSpec output{.kind = OutputKind::fp8_groups};  ///< quantize; its numbers scale and global_scale are the case's
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);
@@ -64,6 +66,6 @@ std::span<const CaseType> all();
 const CaseType& find(std::string_view op);
 
 // One per file in this folder.
-extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge;
+extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize;
 
 }  // namespace mla::cases

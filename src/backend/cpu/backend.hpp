@@ -21,6 +21,8 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
 void merge(Stream& stream, const ops::MergeArgs& a);
 void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a);
+void quantize(Stream& stream, const ops::QuantizeArgs& a);
+void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
 
 // Scratch each op wants at these dimensions; scratch_per_worker is the largest.
 size_t project_scratch(const backend::ScratchShape& shape);

@@ -3,11 +3,8 @@
 #include "hwy/foreach_target.h"  // before highway.h
 #include "hwy/highway.h"
 //
-#include <algorithm>
-#include <cfloat>
-#include <cmath>
-
 #include "backend/cpu/core/convert.hpp"
+#include "backend/cpu/core/narrow-inl.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
@@ -30,29 +27,6 @@ void ToBf16(const float* x, bf16* y, int64_t n) {
   for (; i < n; ++i) y[i] = to_bf16(x[i]);
 }
 
-// f16 and e4m3 from f32, both the same way: normal numbers round by an integer addition; below the smallest normal one,
-// adding a power of two whose last place is the subnormal step lets the FPU round; at `limit` and above comes
-// `overflow`.
-template <int kMantissa, int kBias, class DF, class V, class DU = hn::RebindToUnsigned<DF>, class U = hn::Vec<DU>>
-U Narrow(DF df, V x, uint32_t limit, uint32_t overflow, U nan) {
-  const DU du;
-  constexpr int kDropped = 23 - kMantissa;
-  constexpr uint32_t kSmallestNormal = static_cast<uint32_t>(128 - kBias) << 23;
-  constexpr uint32_t kMagic = static_cast<uint32_t>(128 - kBias + kDropped)
-                              << 23;  // its last place: 2^(1 - bias - mantissa)
-  const U a = hn::And(hn::BitCast(du, x), hn::Set(du, 0x7fffffff));
-  const U odd = hn::And(hn::ShiftRight<kDropped>(a), hn::Set(du, 1));
-  const U rounded = hn::Add(a, hn::Add(odd, hn::Set(du, (1u << (kDropped - 1)) - 1)));
-  const U normal = hn::ShiftRight<kDropped>(hn::Sub(rounded, hn::Set(du, static_cast<uint32_t>(127 - kBias) << 23)));
-  const U small =
-      hn::Sub(hn::BitCast(du, hn::Add(hn::BitCast(df, a), hn::BitCast(df, hn::Set(du, kMagic)))), hn::Set(du, kMagic));
-  U y = hn::IfThenElse(hn::Lt(a, hn::Set(du, kSmallestNormal)), small, normal);
-  y = hn::IfThenElse(hn::Gt(a, hn::Set(du, limit - 1)), hn::Set(du, overflow), y);
-  y = hn::IfThenElse(hn::Gt(a, hn::Set(du, 0x7f800000)), nan, y);
-  const U sign = hn::ShiftRight<31>(hn::BitCast(du, x));
-  return hn::Or(y, hn::ShiftLeft < kMantissa == 3 ? 7 : 15 > (sign));
-}
-
 void ToF16(const float* x, f16* y, int64_t n) {
   const hn::ScalableTag<float> df;
   const hn::RebindToUnsigned<decltype(df)> du;
@@ -70,34 +44,17 @@ void ToF16(const float* x, f16* y, int64_t n) {
 
 void ToFp8(const float* x, fp8_e4m3* y, int64_t n, float scale) {
   const hn::ScalableTag<float> df;
-  const hn::RebindToUnsigned<decltype(df)> du;
   const hn::Rebind<uint8_t, decltype(df)> d8;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   int64_t i = 0;
   for (; i + lanes <= n; i += lanes) {
     const auto v = hn::Div(hn::LoadU(df, x + i), hn::Set(df, scale));
-    const auto bits = Narrow<3, 7>(df, v, 0x43e00000, 0x7e, hn::Set(du, 0x7f));
-    hn::StoreU(hn::TruncateTo(d8, bits), d8, reinterpret_cast<uint8_t*>(y + i));
+    hn::StoreU(hn::TruncateTo(d8, NarrowE4m3(df, v)), d8, reinterpret_cast<uint8_t*>(y + i));
   }
   for (; i < n; ++i) y[i] = to_fp8_e4m3(x[i] / scale);
 }
 
-float LargestMagnitude(const float* x, int64_t n) {
-  const hn::ScalableTag<float> df;
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
-  auto largest = hn::Zero(df);
-  int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    const auto a = hn::Abs(hn::LoadU(df, x + i));
-    largest = hn::IfThenElse(hn::Gt(a, largest), a, largest);
-  }
-  float result = hn::GetLane(hn::MaxOfLanes(df, largest));
-  for (; i < n; ++i) {
-    const float a = std::fabs(x[i]);
-    if (a > result) result = a;
-  }
-  return std::min(result, FLT_MAX);
-}
+float LargestOf(const float* x, int64_t n) { return LargestMagnitude(x, n); }
 
 void FromBf16(const bf16* x, float* y, int64_t n) {
   const hn::ScalableTag<float> df;
@@ -162,7 +119,7 @@ HWY_EXPORT(ToFp8);
 HWY_EXPORT(FromBf16);
 HWY_EXPORT(FromF16);
 HWY_EXPORT(FromFp8);
-HWY_EXPORT(LargestMagnitude);
+HWY_EXPORT(LargestOf);
 
 void convert(const float* x, bf16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToBf16)(x, y, n); }
 void convert(const float* x, f16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToF16)(x, y, n); }
@@ -170,7 +127,7 @@ void convert(const float* x, fp8_e4m3* y, int64_t n, float scale) { HWY_DYNAMIC_
 void convert(const bf16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromBf16)(x, y, n); }
 void convert(const f16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromF16)(x, y, n); }
 void convert(const fp8_e4m3* x, float* y, int64_t n, float scale) { HWY_DYNAMIC_DISPATCH(FromFp8)(x, y, n, scale); }
-float largest_magnitude(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(LargestMagnitude)(x, n); }
+float largest_magnitude(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(LargestOf)(x, n); }
 
 }  // namespace mla::cpu
 #endif
