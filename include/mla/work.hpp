@@ -21,6 +21,7 @@ struct ExpandedItem {
   int32_t q_begin = 0, q_count = 0;
   int32_t k_begin = 0, k_count = 0;
   int32_t visible = 0;  ///< 0: causal over equal-length queries and keys; everything(): not causal
+  bool last = false;    ///< the rows' last part: what they hold after it is final
   static constexpr int32_t everything() { return std::numeric_limits<int32_t>::max() / 2; }
 };
 

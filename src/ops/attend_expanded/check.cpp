@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "ops/attend_expanded/op.hpp"
+#include "ops/quantize/op.hpp"
 #include "ops/require.hpp"
 
 namespace mla::ops {
@@ -24,8 +25,12 @@ void check(const AttendExpandedArgs& a) {
   require_dtype(op, "k_nope", a.k_nope.dtype(), {Dtype::f32, Dtype::bf16});
   require_dtype(op, "k_pe", a.k_pe.dtype(), {a.k_nope.dtype()});
   require_dtype(op, "v", a.v.dtype(), {a.k_nope.dtype()});
-  const int64_t rows = std::min({a.q.extent<Token>(), a.out.extent<Token>(), a.lse.extent<Token>()});
+  if (a.quantized) check_quantized_heads(op, a.quantized, 0, a.q.extent<Head>(), a.v.extent<Value>());
   for (const ExpandedItem& i : a.items) {
+    const bool quantised = a.quantized && i.last;
+    int64_t rows = std::min(a.q.extent<Token>(), a.lse.extent<Token>());
+    if (!quantised || a.accumulate) rows = std::min(rows, a.out.extent<Token>());
+    if (quantised) rows = std::min(rows, a.quantized.tokens);
     require_range(op, "item q_count", i.q_count, 0, rows + 1);
     require_range(op, "item q_begin", i.q_begin, 0, rows - i.q_count + 1);
     require_range(op, "item k_count", i.k_count, 0, a.k_nope.extent<Key>() + 1);

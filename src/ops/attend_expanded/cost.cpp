@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "ops/attend_expanded/op.hpp"
+#include "ops/quantize/op.hpp"
 
 namespace mla::ops {
 
@@ -19,8 +20,10 @@ Cost cost(const AttendExpandedArgs& a) {
                  pairs = growing * (static_cast<double>(i.visible) + 1) +
                          growing * (static_cast<double>(first) + static_cast<double>(full) - 1) / 2 +
                          static_cast<double>(i.q_count - full) * i.k_count;
-    c += {.bytes = heads * (i.q_count * (qk + v) * 4 + i.k_count * (qk - rope + v) * size) + i.k_count * rope * size,
-          .flops = 2 * pairs * heads * (qk + v)};
+    const double written = a.quantized && i.last ? quantized_bytes(a.quantized, i.q_count) : heads * i.q_count * v * 4;
+    c +=
+        {.bytes = heads * (i.q_count * qk * 4 + i.k_count * (qk - rope + v) * size) + written + i.k_count * rope * size,
+         .flops = 2 * pairs * heads * (qk + v)};
   }
   return c;
 }

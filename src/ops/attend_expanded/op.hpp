@@ -6,6 +6,7 @@
 
 #include <span>
 
+#include "mla/quant.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
@@ -24,6 +25,10 @@ struct AttendExpandedArgs {
   View<float, Token, Head> lse;
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it.
   bool accumulate = false;
+  /// With a spec other than none: rows of items that are the rows' `last` part are quantised as they are finished and
+  /// go here, to the same row, not to out (whose rows may then end before such items' unless accumulate reads them).
+  /// UnsupportedError when its groups span heads. Its scales' padding is left to quantize_padding.
+  QuantizedView quantized;
   Scratch scratch;
 };
 

@@ -1,13 +1,17 @@
 #include "ops/project/op.hpp"
+#include "ops/quantize/op.hpp"
 
 namespace mla::ops {
 
 Cost cost(const ProjectArgs& a) {
   const double rows = static_cast<double>(a.rows), heads = static_cast<double>(a.weights->heads),
                in = static_cast<double>(a.weights->in), out = static_cast<double>(a.weights->out);
-  return {.bytes = heads * (in * out * static_cast<double>(size_of(a.weights->dtype)) +
-                            rows * (in * static_cast<double>(size_of(a.x.dtype())) +
-                                    out * static_cast<double>(size_of(a.y.dtype())))),
+  const double written = a.quantized ? quantized_bytes(a.quantized, a.rows)
+                                     : rows * heads * out * static_cast<double>(size_of(a.y.dtype()));
+  return {.bytes = heads * in *
+                       (out * static_cast<double>(size_of(a.weights->dtype)) +
+                        rows * static_cast<double>(size_of(a.x.dtype()))) +
+                   written,
           .flops = 2 * rows * heads * in * out};
 }
 

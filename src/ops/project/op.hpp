@@ -2,11 +2,12 @@
 // (per head nope -> latent) and the projection of latent outputs by W_UV (per head latent -> value).
 //
 // Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Sums are f32; y is stored in
-// its dtype.
+// its dtype, or, given a quantised output, goes there from f32 while it is in cache: y is then not used.
 #pragma once
 
 #include <span>
 
+#include "mla/quant.hpp"
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
 #include "ops/cost.hpp"
@@ -22,6 +23,9 @@ struct ProjectArgs {
   std::span<const int32_t> y_rows;     ///< rows of y to write; empty: 0, 1, ...
   int64_t rows = 0;                    ///< how many; with index lists: their length
   bool batch_invariant = false;        ///< a row's bits must not depend on the other rows
+  /// With a spec other than none: takes y's place, one head after another in its rows. UnsupportedError when its groups
+  /// span heads. Its scales' padding is left to quantize_padding.
+  QuantizedView quantized;
   Scratch scratch;
 };
 

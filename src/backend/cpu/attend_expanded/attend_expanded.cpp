@@ -10,6 +10,7 @@
 #include "backend/cpu/core/merge_weights.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "backend/cpu/core/tiles.hpp"
+#include "backend/cpu/quantize/kernel.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
@@ -60,8 +61,12 @@ class Kernel {
         else attend_block_f32(tiles[i], block, scratch.tiles.scores);
       }
     }
-    for (int64_t r = 0; r < rows; ++r)
-      store_row(item.q_begin + first + r, head, tiles[r / kTileRows], r % kTileRows, scratch.tiles.row);
+    const bool quantise = a_.quantized && item.last;
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t token = item.q_begin + first + r;
+      const float* row = store_row(token, head, tiles[r / kTileRows], r % kTileRows, quantise, scratch.tiles.row);
+      if (quantise) quantize_part(a_.quantized, token, head * width_, row, width_);
+    }
   }
 
  private:
@@ -106,18 +111,23 @@ class Kernel {
     }
   }
 
-  void store_row(int64_t token, int64_t head, const RowTile& tile, int64_t lane, float* part) const {
-    float* out = &a_.out(token, head, 0);
+  // Where the row's result lies: in out, or, if it is to go on from there, in `part` when that spares out a write.
+  const float* store_row(int64_t token, int64_t head, const RowTile& tile, int64_t lane, bool goes_on,
+                         float* part) const {
     float& lse = a_.lse(token, head);
     if (!a_.accumulate) {
-      lse = finish_row(tile, lane, width_, out);
-      return;
+      float* to = goes_on ? part : &a_.out(token, head, 0);
+      lse = finish_row(tile, lane, width_, to);
+      return to;
     }
+    float* out = &a_.out(token, head, 0);
     const float part_lse = finish_row(tile, lane, width_, part);
-    if (part_lse == kEmptyLse) return;
+    if (part_lse == kEmptyLse) return out;
     const MergeWeights w = merge_weights(lse, part_lse);
-    for (int64_t d = 0; d < width_; ++d) out[d] = w.a == 0 ? w.b * part[d] : w.a * out[d] + w.b * part[d];
+    float* to = goes_on ? part : out;
+    for (int64_t d = 0; d < width_; ++d) to[d] = w.a == 0 ? w.b * part[d] : w.a * out[d] + w.b * part[d];
     lse = w.lse;
+    return to;
   }
 
   const ops::AttendExpandedArgs& a_;

@@ -9,12 +9,13 @@
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "backend/cpu/project/kernel.hpp"
+#include "backend/cpu/quantize/kernel.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
 namespace {
 
-constexpr int64_t kPanel = 256;  // output columns that share a pack
+constexpr int64_t kPanel = 256;  // output columns that share a pack; a multiple of every group of a quantised output
 constexpr int64_t kPanelsPerTask =
     4;  // at most, of one row block when there are several: their weights then serve the next one
 constexpr int64_t kMaxRows = kRowBlocks.back();
@@ -66,7 +67,12 @@ void stage(const ops::ProjectArgs& a, const PackedLinear& w, int64_t head, int64
 void store(const ops::ProjectArgs& a, const Panel& panel, int64_t head, int64_t first, int64_t rows,
            const float* from) {
   for (int64_t r = 0; r < rows; ++r) {
-    void* y = a.y.at(a.y_rows.empty() ? first + r : a.y_rows[first + r], head, panel.first);
+    const int64_t row = a.y_rows.empty() ? first + r : a.y_rows[first + r];
+    if (a.quantized) {
+      quantize_part(a.quantized, row, head * a.weights->out + panel.first, from + r * panel.width, panel.width);
+      continue;
+    }
+    void* y = a.y.at(row, head, panel.first);
     if (a.y.dtype() == Dtype::bf16) convert(from + r * panel.width, static_cast<bf16*>(y), panel.width);
     else std::memcpy(y, from + r * panel.width, static_cast<size_t>(panel.width) * sizeof(float));
   }
