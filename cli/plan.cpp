@@ -16,7 +16,8 @@ namespace {
 constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's new tokens
 
 struct Flags {
-  std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32", batch;
+  std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32",
+              output = "none", batch;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1;
   int threads = 1;
   std::vector<int64_t> queries, contexts;
@@ -80,6 +81,7 @@ void run(Flags f) {
   options.path = parse_path_policy(f.path);
   options.split = parse_split_policy(f.split);
   options.compute = parse_dtype(f.compute);
+  options.output = parse_output_spec(f.output);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
   ThreadPool pool(f.threads);
@@ -105,6 +107,8 @@ void add_plan(CLI::App& app, int&) {
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();
+  c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
+      ->capture_default_str();
   c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
       ->capture_default_str();
   add_threads(*c, f->threads);

@@ -11,6 +11,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/plan.hpp"
+#include "mla/quant.hpp"
 #include "mla/rotary.hpp"
 #include "mla/weights.hpp"
 
@@ -45,6 +46,7 @@ struct LayerContext {
 
 /// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or
 /// bf16; out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
+/// UnsupportedError when the plan was made for a quantised output: this one is hidden states.
 void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
              AnyMutableView<Token, Hidden> out);
 
@@ -53,5 +55,11 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
             View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
             View<float, Token, Head, Value> out);
+
+/// The same with a quantised output: out holds, bit for bit, what quantising the other form's f32 result would give.
+/// out.spec must be of the format that the plan was made for (PlanOptions::output); its scale or global_scale is this
+/// layer's. out.tokens >= plan.tokens; rows past plan.tokens are left alone.
+void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, const QuantizedView& out);
 
 }  // namespace mla

@@ -14,6 +14,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/model.hpp"
+#include "mla/quant.hpp"
 #include "mla/work.hpp"
 
 namespace mla {
@@ -59,6 +60,9 @@ struct PlanOptions {
   /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
   bool fp8_query = false;
   float q_scale = 1.0f;
+  /// What the attention form writes; none: f32 heads. Its scale and global_scale are not read: they come with the
+  /// output itself, for they differ from layer to layer. The block form has no quantised output.
+  OutputSpec output;
   /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests
   /// page_size ..).
   int64_t context_rows = 0;
@@ -114,6 +118,11 @@ struct Plan {
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
   int64_t context_rows = 0;  ///< rows of the context workspace
+
+  /// A quantised output: heads are quantised where they are finished. False when groups span heads (or there is nothing
+  /// to quantise): all heads are then written to the workspace in f32 and quantised by one call.
+  bool fused_output = false;
+  int64_t head_rows = 0;  ///< token rows of f32 heads in the workspace
 
   std::vector<Region> regions;
   size_t workspace_bytes = 0;

@@ -44,6 +44,9 @@ class Walk {
 
   void block(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
     const ModelConfig& m = plan_.model;
+    if (plan_.options.output.kind != OutputKind::none)
+      throw UnsupportedError("layer: plan was made for output " + to_string(plan_.options.output) +
+                             "; the block form's output is hidden states after W_O, never quantised");
     const int64_t t = plan_.tokens, n = m.heads;
     ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", m.hidden);
     ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", m.hidden);
@@ -88,19 +91,53 @@ class Walk {
                       View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
+    require_format({});
+    require_inputs(q, kv_c, k_pe);
+    ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", m.heads);
+    ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
+    ops::require_range("layer", "plan tokens", t, 0, out.extent<Token>() + 1);
+    append_and_attend(q, kv_c, k_pe, out.slice<Token>(0, t));
+  }
+
+  void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                      View<const float, Token, Rope> k_pe, const QuantizedView& out) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens, width = m.heads * m.value;
+    require_format(out.spec);
+    require_inputs(q, kv_c, k_pe);
+    ops::check_quantized("layer", out, t, width);
+    const View<float, Token, Head, Value> heads(at<float>("heads"), {plan_.head_rows, m.heads, m.value});
+    if (plan_.fused_output) quantized_ = out;
+    append_and_attend(q, kv_c, k_pe, heads);
+    if (plan_.fused_output) run("scale_padding", ops::QuantizePaddingArgs{out, t});
+    else run("quantize", ops::QuantizeArgs{.x = {Dtype::f32, heads.data(), {t, width}}, .y = out});
+  }
+
+ private:
+  void require_format(const OutputSpec& found) const {
+    auto name = [](const OutputSpec& s) { return s.kind == OutputKind::none ? "plain f32" : to_string(s); };
+    if (!found.same_format(plan_.options.output))
+      throw ShapeError("layer: output is " + name(found) + ", plan was made for " + name(plan_.options.output));
+  }
+
+  void require_inputs(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                      View<const float, Token, Rope> k_pe) const {
+    const ModelConfig& m = plan_.model;
     ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
     ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
     ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
     ops::require_equal("layer", "k_pe Rope", k_pe.extent<Rope>(), "model rope", m.rope);
-    ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", m.heads);
-    ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
-    for (int64_t rows : {q.extent<Token>(), kv_c.extent<Token>(), k_pe.extent<Token>(), out.extent<Token>()})
-      ops::require_range("layer", "plan tokens", t, 0, rows + 1);
-    run("append", ops::AppendArgs{kv_c, k_pe, c_.batch.slot_mapping, c_.cache});
-    attention(q.slice<Token>(0, t), kv_c.slice<Token>(0, t), k_pe.slice<Token>(0, t), out.slice<Token>(0, t));
+    for (int64_t rows : {q.extent<Token>(), kv_c.extent<Token>(), k_pe.extent<Token>()})
+      ops::require_range("layer", "plan tokens", plan_.tokens, 0, rows + 1);
   }
 
- private:
+  void append_and_attend(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                         View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+    const int64_t t = plan_.tokens;
+    run("append", ops::AppendArgs{kv_c, k_pe, c_.batch.slot_mapping, c_.cache});
+    attention(q.slice<Token>(0, t), kv_c.slice<Token>(0, t), k_pe.slice<Token>(0, t), out);
+  }
+
   // A flat [rows, 1, n] f32 array as a product's source or destination.
   struct Flat {
     AnyView<Token, Head, In> read;
@@ -132,7 +169,8 @@ class Walk {
   }
 
   void project(std::string_view name, AnyView<Token, Head, In> x, std::span<const int32_t> x_rows, const Linear& w,
-               AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows) {
+               AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows,
+               const QuantizedView& quantized = {}) {
     run(name, ops::ProjectArgs{.x = x,
                                .x_rows = x_rows,
                                .weights = &w,
@@ -140,6 +178,7 @@ class Walk {
                                .y_rows = y_rows,
                                .rows = rows,
                                .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
+                               .quantized = quantized,
                                .scratch = scratch_});
   }
 
@@ -192,7 +231,7 @@ class Walk {
       run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
     project("value_up", {Dtype::f32, latent_out.data(), {rows, n, width}, latent_out.strides()}, {},
             *c_.weights.value_up, {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
-            plan_.latent_tokens, rows);
+            plan_.latent_tokens, rows, quantized_);
   }
 
   // Keys and values of `rows` latent rows, in the compute dtype; the shared rope part keeps its own array.
@@ -235,6 +274,7 @@ class Walk {
                                   .out = out,
                                   .lse = lse,
                                   .accumulate = accumulate,
+                                  .quantized = quantized_,
                                   .scratch = scratch_});
     };
     attend(expand(kv_c, k_pe, plan_.expanded_tokens, static_cast<int64_t>(plan_.expanded_tokens.size())),
@@ -256,6 +296,7 @@ class Walk {
   const LayerContext& c_;
   const Plan& plan_;
   ops::Scratch scratch_;
+  QuantizedView quantized_;  // of a fused output: what finishes heads writes here
 };
 
 }  // namespace
@@ -268,6 +309,11 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
             View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
             View<float, Token, Head, Value> out) {
+  Walk(stream, context).attention_form(q, kv_c, k_pe, out);
+}
+
+void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
+            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, const QuantizedView& out) {
   Walk(stream, context).attention_form(q, kv_c, k_pe, out);
 }
 

@@ -77,6 +77,15 @@ std::string Plan::describe() const {
            chunks[c].pieces[0].start);
     if (chunks.size() > kShown) line(out, "    ... %zu more", chunks.size() - kShown);
   }
+  if (options.output.kind != OutputKind::none) {
+    const std::string name = to_string(options.output);
+    if (fused_output)
+      line(out, "  output: %s, fused: heads are quantised where they are finished; %lld f32 rows", name.c_str(),
+           static_cast<long long>(head_rows));
+    else
+      line(out, "  output: %s, not fused: groups of %lld span heads of %lld; f32 heads, then one quantize",
+           name.c_str(), static_cast<long long>(options.output.group_size()), static_cast<long long>(model.value));
+  }
   line(out, "  workspace: %s", bytes(workspace_bytes).c_str());
   for (const Region& r : regions)
     if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), bytes(r.bytes).c_str());

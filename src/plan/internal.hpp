@@ -9,6 +9,8 @@ namespace mla::planning {
 void split_kv(Plan& plan);
 /// chunks, context_rows: for cached context on the expanded path.
 void chunk_context(Plan& plan);
+/// fused_output, head_rows: where the attention's result is made.
+void place_output(Plan& plan);
 /// regions, workspace_bytes.
 void lay_out_workspace(Plan& plan);
 

@@ -29,6 +29,9 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
                            std::string(to_string(cache.format)));
   if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
     throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
+  OutputSpec format = o.output;
+  format.scale = format.global_scale = 1;  // not the plan's
+  format.validate();
   auto require = [](const char* what, int64_t found, int64_t least) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (found < least || found > kMost)
@@ -84,7 +87,8 @@ void chunk_context(Plan& plan) {
     chunk.items.reserve(chunk.pieces.size());
     for (const GatherPiece& piece : chunk.pieces) {
       const RequestPlan& r = plan.requests[piece.request];
-      chunk.items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything()});
+      chunk.items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything(),
+                             /*last=*/piece.start + piece.count == r.context});
       chunk.rows = std::max<int64_t>(chunk.rows, static_cast<int64_t>(piece.row) + piece.count);
     }
     plan.chunks.push_back(std::move(chunk));
@@ -112,8 +116,9 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     p.requests.push_back(request);
     const bool expanded = request.path == Path::expanded;
     if (expanded && request.query_len > 0)
-      p.suffix_items.push_back(
-          {request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()), request.query_len, 0});
+      p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
+                                request.query_len, 0,
+                                /*last=*/request.context == 0});
     std::vector<int32_t>& list = expanded ? p.expanded_tokens : p.latent_tokens;
     for (int32_t i = 0; i < request.query_len; ++i) {
       p.positions[request.q_begin + i] = request.context + i;
@@ -122,6 +127,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   }
   planning::split_kv(p);
   planning::chunk_context(p);
+  planning::place_output(p);
   planning::lay_out_workspace(p);
   return p;
 }

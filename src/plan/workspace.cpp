@@ -15,6 +15,18 @@ const Region& Plan::region(std::string_view name) const {
 
 namespace planning {
 
+void place_output(Plan& plan) {
+  const bool quantised = plan.options.output.kind != OutputKind::none;
+  plan.fused_output = quantised && plan.options.output.groups_within(plan.model.value);
+  plan.head_rows = plan.tokens;
+  if (!plan.fused_output) return;
+  // Only rows that context is merged into are still f32 between two calls.
+  plan.head_rows = 0;
+  for (const ContextChunk& c : plan.chunks)
+    for (const ExpandedItem& i : c.items)
+      plan.head_rows = std::max<int64_t>(plan.head_rows, static_cast<int64_t>(i.q_begin) + i.q_count);
+}
+
 void lay_out_workspace(Plan& plan) {
   constexpr size_t kAlign = 64;
   const ModelConfig& m = plan.model;
@@ -34,9 +46,11 @@ void lay_out_workspace(Plan& plan) {
                key_rows = std::max(plan.expanded_tokens.size(), context_rows);
   const size_t compute = size_of(o.compute);
 
-  add("query", t * n * static_cast<size_t>(m.query_key()) * f);
-  add("query_latent", t * static_cast<size_t>(m.query_latent) * f);
-  add("kv", t * entry * f);
+  // The block form's own: a quantised output belongs to the attention form.
+  const size_t block = o.output.kind == OutputKind::none ? t : 0;
+  add("query", block * n * static_cast<size_t>(m.query_key()) * f);
+  add("query_latent", block * static_cast<size_t>(m.query_latent) * f);
+  add("kv", block * entry * f);
   add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * f);
@@ -46,7 +60,7 @@ void lay_out_workspace(Plan& plan) {
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
   add("context", context_rows * entry * f);
-  add("heads", t * n * static_cast<size_t>(m.value) * f);
+  add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * f);
   add("heads_lse", t * n * f);
   add("scratch", static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
   plan.workspace_bytes = end;

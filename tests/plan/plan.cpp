@@ -88,6 +88,19 @@ void check(const Plan& p) {
   EXPECT_TRUE(std::all_of(written.begin(), written.end(), [](int n) { return n == 1; }));
   EXPECT_EQ(written, joined);
 
+  // A row on the expanded path has one last part, after all its others.
+  std::map<int64_t, int> lasts;
+  auto note = [&](const ExpandedItem& i) {
+    for (int64_t q = i.q_begin; q < i.q_begin + i.q_count; ++q) {
+      EXPECT_EQ(lasts[q], 0) << "token " << q << " goes on after its last part";
+      lasts[q] += i.last;
+    }
+  };
+  for (const ExpandedItem& i : p.suffix_items) note(i);
+  for (const ContextChunk& c : p.chunks)
+    for (const ExpandedItem& i : c.items) note(i);
+  for (int32_t t : p.expanded_tokens) EXPECT_EQ(lasts[t], 1) << "token " << t;
+
   std::vector<Region> regions = p.regions;
   std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) {
     return std::pair(a.offset, a.bytes) < std::pair(b.offset, b.bytes);
@@ -193,6 +206,49 @@ TEST(Plan, PureAndPrintable) {
   EXPECT_NE(make(m, spec, Made({}, {}, 64)).describe().find("0 tokens in 0 requests"), std::string::npos);
 }
 
+TEST(Plan, OutputsSayWhereTheyAreQuantised) {
+  ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const Made b({1, 30, 20, 7}, {900, 0, 500, 0}, 64);
+  auto planned = [&](const char* output) {
+    PlanOptions o{.path = PathPolicy::by_length};
+    o.output = parse_output_spec(output);
+    const Plan p = make(m, spec, b, o);
+    check(p);
+    return p;
+  };
+  auto heads_bytes = [&](int64_t rows) { return static_cast<size_t>(rows * m.heads * m.value) * sizeof(float); };
+  const Plan plain = planned("none");
+  EXPECT_FALSE(plain.fused_output);
+  EXPECT_EQ(plain.region("heads").bytes, heads_bytes(58));
+  EXPECT_EQ(plain.describe().find("output:"), std::string::npos);
+
+  // Rows up to the last one that context is merged into stay in f32 between two calls; none without context.
+  const Plan fused = planned("fp8_128_tma");
+  EXPECT_TRUE(fused.fused_output);
+  EXPECT_EQ(fused.region("heads").bytes, heads_bytes(51));
+  EXPECT_EQ(fused.region("query").bytes, 0u);  // the block form's
+  EXPECT_LT(fused.workspace_bytes, plain.workspace_bytes);
+  EXPECT_NE(
+      fused.describe().find("output: fp8_128_tma, fused: heads are quantised where they are finished; 51 f32 rows"),
+      std::string::npos);
+  PlanOptions latent{.path = PathPolicy::latent};
+  latent.output = parse_output_spec("nvfp4");
+  EXPECT_EQ(make(m, spec, b, latent).region("heads").bytes, 0u);
+
+  m.value = 64;
+  const Plan spans = planned("fp8_128");
+  EXPECT_FALSE(spans.fused_output);
+  EXPECT_EQ(spans.region("heads").bytes, heads_bytes(58));
+  EXPECT_NE(
+      spans.describe().find("output: fp8_128, not fused: groups of 128 span heads of 64; f32 heads, then one quantize"),
+      std::string::npos);
+  EXPECT_TRUE(planned("fp8_64_packed").fused_output);
+  m.value = 20;
+  EXPECT_FALSE(planned("nvfp4").fused_output);
+  EXPECT_TRUE(planned("fp8").fused_output);
+}
+
 TEST(Plan, OptionsThatCannotBe) {
   const ModelConfig m = test::small_deepseek();
   const Made b({1}, {4}, 64);
@@ -211,6 +267,11 @@ TEST(Plan, OptionsThatCannotBe) {
   o = {};
   o.compute = Dtype::f16;
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: compute dtype is f16; f32 and bf16 are supported");
+  o = {};
+  o.output = {.kind = OutputKind::fp8_groups, .group = 32};
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "output: group is 32; 64 and 128 are supported");
+  o.output = {.kind = OutputKind::fp8, .scale = 0};  // the scale comes with the output
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "planned");
   ModelConfig v4 = m;
   v4.latent = 448;
   EXPECT_NE(message(v4, cache_spec(v4, CacheFormat::fp8_ds_v4), {}).find("values of 512"), std::string::npos);
