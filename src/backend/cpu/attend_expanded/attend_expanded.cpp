@@ -61,11 +61,11 @@ class Kernel {
         else attend_block_f32(tiles[i], block, scratch.tiles.scores);
       }
     }
-    const bool quantise = a_.quantized && item.last;
+    const bool quantise = quantized_ && item.last;
     for (int64_t r = 0; r < rows; ++r) {
       const int64_t token = item.q_begin + first + r;
       const float* row = store_row(token, head, tiles[r / kTileRows], r % kTileRows, quantise, scratch.tiles.row);
-      if (quantise) quantize_part(a_.quantized, token, head * width_, row, width_);
+      if (quantise) quantized_.write(token, nullptr, 1, head * width_, row, 0, width_);
     }
   }
 
@@ -131,6 +131,7 @@ class Kernel {
   }
 
   const ops::AttendExpandedArgs& a_;
+  const QuantizedWriter quantized_{a_.quantized};
   const View<const Stored, Key, Head, Nope> k_nope_;
   const View<const Stored, Key, Rope> k_pe_;
   const View<const Stored, Key, Head, Value> v_;

@@ -67,12 +67,7 @@ void stage(const ops::ProjectArgs& a, const PackedLinear& w, int64_t head, int64
 void store(const ops::ProjectArgs& a, const Panel& panel, int64_t head, int64_t first, int64_t rows,
            const float* from) {
   for (int64_t r = 0; r < rows; ++r) {
-    const int64_t row = a.y_rows.empty() ? first + r : a.y_rows[first + r];
-    if (a.quantized) {
-      quantize_part(a.quantized, row, head * a.weights->out + panel.first, from + r * panel.width, panel.width);
-      continue;
-    }
-    void* y = a.y.at(row, head, panel.first);
+    void* y = a.y.at(a.y_rows.empty() ? first + r : a.y_rows[first + r], head, panel.first);
     if (a.y.dtype() == Dtype::bf16) convert(from + r * panel.width, static_cast<bf16*>(y), panel.width);
     else std::memcpy(y, from + r * panel.width, static_cast<size_t>(panel.width) * sizeof(float));
   }
@@ -148,6 +143,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const bool dense = a.x_rows.empty() && w.heads == 1 && a.x.stride<Token>() == w.in &&
                      a.x.dtype() == (w.native_bf16 ? Dtype::bf16 : Dtype::f32) &&
                      (w.native_bf16 || w.dtype == Dtype::f32);
+  const QuantizedWriter quantized(a.quantized);
   stream.pool().run(w.heads * groups * blocks, [&](int64_t task, int worker) {
     // Row blocks innermost: neighbours in time share weights.
     const int64_t first = task % blocks * largest, rows = std::min(largest, a.rows - first);
@@ -162,7 +158,10 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
     for (int64_t p = first_panel; p < std::min(first_panel + group, w.panels_per_head); ++p) {
       const Panel& panel = w.panels[head * w.panels_per_head + p];
       panel.kernel->run(block, x, panel.packed, y, worker);
-      store(a, panel, head, first, rows, y);
+      if (quantized)
+        quantized.write(first, a.y_rows.empty() ? nullptr : a.y_rows.data() + first, rows, head * w.out + panel.first,
+                        y, panel.width, panel.width);
+      else store(a, panel, head, first, rows, y);
     }
   });
 }

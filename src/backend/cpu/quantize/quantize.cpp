@@ -12,18 +12,19 @@ void quantize(Stream& stream, const ops::QuantizeArgs& a) {
   constexpr int64_t kElementsPerTask = 16384;
   constexpr int64_t kPart = 1024;  // of a bf16 row, as f32 on the stack: a multiple of every group
   const int64_t rows = a.x.extent<Token>(), width = a.x.extent<HeadValue>();
+  const QuantizedWriter y(a.y);
   const int64_t block = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
   stream.pool().run(width == 0 ? 0 : (rows + block - 1) / block, [&](int64_t task, int) {
     for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t) {
       if (a.x.dtype() == Dtype::f32) {
-        quantize_part(a.y, t, 0, static_cast<const float*>(a.x.at(t, 0)), width);
+        y.write(t, nullptr, 1, 0, static_cast<const float*>(a.x.at(t, 0)), 0, width);
         continue;
       }
       float part[kPart];
       for (int64_t i = 0; i < width; i += kPart) {
         const int64_t n = std::min(kPart, width - i);
         convert(static_cast<const bf16*>(a.x.at(t, i)), part, n);
-        quantize_part(a.y, t, i, part, n);
+        y.write(t, nullptr, 1, i, part, 0, n);
       }
     }
   });
@@ -37,14 +38,15 @@ void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a) {
   const int64_t groups = y.spec.groups(y.width), padded = ops::padded_groups(y);
   const int64_t first = y.tokens, rows = ops::padded_tokens(y) - first;
   if (groups == 0) return;
+  const QuantizedWriter places(y);
   const int64_t step = ops::scale_is_f32(y.spec) ? 1 : 4, words = padded / step;
   const int64_t block = rows == 0 ? words : std::max<int64_t>(1, kWordsPerTask / rows);
   stream.pool().run(rows == 0 ? 0 : (words + block - 1) / block, [&](int64_t task, int) {
     for (int64_t w = task * block; w < std::min(words, (task + 1) * block); ++w)
-      for (int64_t t = first; t < first + rows; ++t) cache::put(y.scale(t, w * step), 0, uint32_t{0});
+      for (int64_t t = first; t < first + rows; ++t) cache::put(places.scale(t, w * step), 0, uint32_t{0});
   });
   for (int64_t g = groups; g < padded; ++g)
-    for (int64_t t = 0; t < a.rows; ++t) *y.scale(t, g) = std::byte{0};
+    for (int64_t t = 0; t < a.rows; ++t) *places.scale(t, g) = std::byte{0};
 }
 
 }  // namespace mla::cpu
