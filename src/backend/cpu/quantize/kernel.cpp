@@ -13,9 +13,10 @@
 namespace mla::cpu {
 
 // Whole groups, wherever they lie. Their scales are computed together: one after another, each group would wait for its
-// own maximum, two divisions and a broadcast.
+// own maximum, two divisions and a broadcast. No more elements than that takes: with larger batches a core reads and
+// computes in turns instead of at once.
 struct GroupBatch {
-  static constexpr int64_t kMost = 16;
+  static constexpr int64_t kMost = 16, kElements = 512;
   int64_t count = 0;
   const float* x[kMost];
   std::byte *codes[kMost], *scales[kMost];
@@ -125,6 +126,7 @@ QuantizedWriter::QuantizedWriter(const QuantizedView& y)
 void QuantizedWriter::write(int64_t first, const int32_t* list, int64_t rows, int64_t column, const float* x,
                             int64_t stride, int64_t n) const {
   GroupBatch batch;
+  const int64_t most = size_ == 0 ? 0 : std::min(GroupBatch::kMost, GroupBatch::kElements / size_);
   auto flush = [&] {
     if (nvfp4_) HWY_DYNAMIC_DISPATCH(EncodeNvfp4)(y_.spec, batch);
     else HWY_DYNAMIC_DISPATCH(EncodeFp8)(y_.spec, batch);
@@ -148,7 +150,7 @@ void QuantizedWriter::write(int64_t first, const int32_t* list, int64_t rows, in
       batch.x[batch.count] = x + i;
       batch.codes[batch.count] = to;
       batch.scales[batch.count] = scale_in(scales, group);
-      if (++batch.count == GroupBatch::kMost) flush();
+      if (++batch.count == most) flush();
     }
   }
   if (batch.count > 0) flush();
