@@ -8,6 +8,9 @@
 // amax is a group's largest magnitude: NaN does not count, infinity counts as the largest finite number. e4m3 saturates
 // at 448 and keeps NaN; e2m1 saturates at 6 and, as it has no NaN, stores +6 for one, as GPUs do. An nvfp4 group whose
 // scale rounds to 0 has codes 0. A row's last group may be short.
+//
+// Sources: OCP 8-bit Floating Point (e4m3) and Microscaling Formats (e2m1, ue8m0 as its e8m0) specifications; the scale
+// layouts are those that block-scaled matrix products take: DeepGEMM's for fp8, cuBLAS's and CUTLASS's for NVFP4.
 #pragma once
 
 #include <bit>

@@ -5,22 +5,10 @@
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
 #include "ops/run.hpp"
+#include "support/quantised.hpp"
 
 namespace mla::cases {
 namespace {
-
-// A quantised output's memory: rows apart, bytes after the scales, everything filled with one byte.
-struct Memory {
-  static constexpr int64_t kGap = 5, kGuard = 64;
-  std::vector<std::byte> codes, scales;
-
-  QuantizedView view(const OutputSpec& spec, int64_t tokens, int64_t width) {
-    const int64_t stride = spec.row_bytes(width) + kGap;
-    codes.assign(static_cast<size_t>(tokens * stride), std::byte{0x5a});
-    scales.assign(static_cast<size_t>(spec.scale_bytes(tokens, width) + kGuard), std::byte{0x5a});
-    return {spec, tokens, width, codes.data(), stride, scales.data()};
-  }
-};
 
 // Ragged: the output has room for more rows than x; groups of zeros, of tiny, huge, infinite and NaN elements occur.
 class QuantizeCase final : public Case {
@@ -40,12 +28,13 @@ class QuantizeCase final : public Case {
     OutputSpec spec = p.output;
     spec.scale = 0.0625f;
     spec.global_scale = 448.0f * 6.0f / 100.0f;
-    args_ = {.x = x_.any(), .y = got_.view(spec, rows_ + (p.ragged ? 3 : 0), width_)};
+    got_ = {spec, rows_ + (p.ragged ? 3 : 0), width_};
+    args_ = {.x = x_.any(), .y = got_.view()};
   }
   void run(Stream& stream) override { ops::run(stream, args_); }
   Verdict verify() override {
-    Memory expected;
-    ops::reference(args_, expected.view(args_.y.spec, args_.y.tokens, width_));
+    test::QuantisedMemory expected(args_.y.spec, args_.y.tokens, width_);
+    ops::reference(args_, expected.view());
     Verdict v{.error = 0, .bound = 0, .ok = true, .detail = {}};
     auto same = [&](const std::vector<std::byte>& got, const std::vector<std::byte>& right, const char* what) {
       const auto at = std::mismatch(got.begin(), got.end(), right.begin()).first;
@@ -65,7 +54,7 @@ class QuantizeCase final : public Case {
  private:
   int64_t rows_, width_;
   Padded<Token, HeadValue> x_;
-  Memory got_;
+  test::QuantisedMemory got_;
   ops::QuantizeArgs args_;
 };
 

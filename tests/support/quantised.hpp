@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <span>
 #include <vector>
 
 #include "mla/dtype.hpp"
@@ -15,23 +16,21 @@ namespace mla::test {
 /// Memory of a quantised output: rows apart, bytes after the scales, every byte 0x5a.
 class QuantisedMemory {
  public:
+  QuantisedMemory() = default;
   QuantisedMemory(const OutputSpec& spec, int64_t tokens, int64_t width)
-      : spec_(spec),
-        tokens_(tokens),
-        width_(width),
-        codes(static_cast<size_t>(tokens * stride()), kSentinel),
-        scales(static_cast<size_t>(spec.scale_bytes(tokens, width) + kGuard), kSentinel) {}
-  QuantizedView view() { return {spec_, tokens_, width_, codes.data(), stride(), scales.data()}; }
+      : spec_(spec), tokens_(tokens), width_(width), stride_(spec.row_bytes(width) + kGap) {
+    codes.assign(static_cast<size_t>(tokens * stride_), kSentinel);
+    scales.assign(static_cast<size_t>(spec.scale_bytes(tokens, width) + kGuard), kSentinel);
+  }
+  QuantizedView view() { return {spec_, tokens_, width_, codes.data(), stride_, scales.data()}; }
+
+  std::vector<std::byte> codes, scales;
 
  private:
   static constexpr std::byte kSentinel{0x5a};
   static constexpr int64_t kGap = 7, kGuard = 64;
-  int64_t stride() const { return spec_.row_bytes(width_) + kGap; }
   OutputSpec spec_;
-  int64_t tokens_, width_;
-
- public:
-  std::vector<std::byte> codes, scales;
+  int64_t tokens_ = 0, width_ = 0, stride_ = 0;
 };
 
 /// The nearest of ascending magnitudes, ties to the even index, past the last one the last one; the index.
