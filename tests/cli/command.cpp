@@ -118,6 +118,8 @@ TEST_F(Command, BadUsageIsOneLineAndExitsWithTwo) {
 
 TEST_F(Command, UnknownNamesListTheKnownOnes) {
   expect_bad("check frobnicate", {"'frobnicate'", "norm", "attend_latent"});
+  expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4"});
+  expect_bad("check quantize --output none", {"output none is not a quantised one"});
   expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
   expect_bad("check gather --format q8", {"'q8'", "bf16", "fp8_ds_mla"});
   expect_bad("check norm --dtype int4", {"'int4'", "f32", "bf16"});
@@ -194,6 +196,16 @@ TEST_F(Command, BenchPlanIsVerified) {
   const Outcome o = mla("bench plan --rounds 4 --min-time 0.01");
   EXPECT_EQ(o.status, 0) << o.out << o.err;
   EXPECT_NE(o.out.find("256 requests, batch_invariant"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, PlanSaysWhetherAnOutputIsFused) {
+  const Outcome o = mla("plan --queries 1,100 --contexts 50,0 --output fp8_128_tma");
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find("output: fp8_128_tma, fused"), std::string::npos) << o.out;
+  const Outcome spans = mla("plan --model minicpm3 --output fp8_128");
+  EXPECT_EQ(spans.status, 0) << spans.err;
+  EXPECT_NE(spans.out.find("output: fp8_128, not fused: groups of 128 span heads of 64"), std::string::npos)
+      << spans.out;
 }
 
 TEST_F(Command, InfoShowsMachineModelsAndFormats) {

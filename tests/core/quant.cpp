@@ -25,10 +25,30 @@ TEST(E2m1, EveryCodeDecodesAndComesBack) {
   }
 }
 
-// Rounding borders have at most three significant bits. So, of the numbers that share their upper 20 bits, the first,
-// the second and the last stand for all others: 2^20 times three, both signs and every exponent, infinities and NaN
-// among them.
-TEST(E2m1, RoundsEveryFloatToTheNearest) {
+// All 2^32 floats, run by run: the last one of each run is a tie that goes to its even code, or the one before a tie
+// that does not; above infinity NaN, which has no sign.
+TEST(E2m1, EveryFloat) {
+  auto before = [](float x) { return std::bit_cast<uint32_t>(x) - 1; };
+  auto at = [](float x) { return std::bit_cast<uint32_t>(x); };
+  const uint32_t last[] = {at(0.25f), before(0.75f), at(1.25f), before(1.75f),
+                           at(2.5f),  before(3.5f),  at(5.0f),  0x7f800000};
+  uint32_t first = 0;
+  for (uint32_t code = 0; code < 8; first = last[code++] + 1) {
+    uint32_t wrong = 0;
+    for (uint32_t bits = first; bits <= last[code]; ++bits)
+      wrong |= (to_e2m1(std::bit_cast<float>(bits)) ^ code) |
+               (to_e2m1(std::bit_cast<float>(bits | 0x80000000u)) ^ (code | 8u));
+    EXPECT_EQ(wrong, 0u) << code;
+  }
+  uint32_t wrong = 0;
+  for (uint32_t bits = first; bits <= 0x7fffffffu; ++bits)
+    wrong |= (to_e2m1(std::bit_cast<float>(bits)) ^ 7u) | (to_e2m1(std::bit_cast<float>(bits | 0x80000000u)) ^ 7u);
+  EXPECT_EQ(wrong, 0u);
+}
+
+// Against a search for the nearest code: the first, the second and the last of the numbers that share upper 20 bits,
+// both signs and every exponent, infinities and NaN among them.
+TEST(E2m1, RoundsToTheNearest) {
   int64_t wrong = 0;
   for (uint64_t high = 0; high < uint64_t{1} << 20; ++high)
     for (uint32_t low : {0x000u, 0x001u, 0xfffu}) {
