@@ -14,6 +14,7 @@
 #include "ops/attend_latent/op.hpp"
 #include "ops/cast/op.hpp"
 #include "ops/gather/op.hpp"
+#include "ops/layer_norm/op.hpp"
 #include "ops/merge/op.hpp"
 #include "ops/norm/op.hpp"
 #include "ops/project/op.hpp"
@@ -39,6 +40,7 @@ struct Backend {
   std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
 
   void (*norm)(Stream&, const ops::NormArgs&);
+  void (*layer_norm)(Stream&, const ops::LayerNormArgs&);
   void (*rope)(Stream&, const ops::RopeArgs&);
   void (*project)(Stream&, const ops::ProjectArgs&);
   void (*append)(Stream&, const ops::AppendArgs&);

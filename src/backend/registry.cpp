@@ -13,6 +13,7 @@ constexpr Backend kCpu{
     .scratch_per_worker = cpu::scratch_per_worker,
     .pack = cpu::pack,
     .norm = cpu::norm,
+    .layer_norm = cpu::layer_norm,
     .rope = cpu::rope,
     .project = cpu::project,
     .append = cpu::append,

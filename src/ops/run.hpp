@@ -11,6 +11,7 @@ namespace mla::ops {
     backend::backend(stream.device()).entry(stream, args); \
   }
 MLA_RUN(NormArgs, norm)
+MLA_RUN(LayerNormArgs, layer_norm)
 MLA_RUN(RopeArgs, rope)
 MLA_RUN(ProjectArgs, project)
 MLA_RUN(AppendArgs, append)

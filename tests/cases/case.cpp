@@ -19,8 +19,8 @@ std::string describe(const Params& p, std::string_view op) {
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,          rope,  project, append, gather, cast, attend_expanded,
-                               attend_latent, merge, quantize};
+  static const std::array kAll{norm,          rope,  project,  append,    gather, cast, attend_expanded,
+                               attend_latent, merge, quantize, layer_norm};
   return kAll;
 }
 

@@ -66,6 +66,7 @@ std::span<const CaseType> all();
 const CaseType& find(std::string_view op);
 
 // One per file in this folder.
-extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize;
+extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
+    layer_norm;
 
 }  // namespace mla::cases

@@ -10,6 +10,7 @@ size_t scratch_per_worker(const backend::ScratchShape& shape);
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
 
 void norm(Stream& stream, const ops::NormArgs& a);
+void layer_norm(Stream& stream, const ops::LayerNormArgs& a);
 void rope(Stream& stream, const ops::RopeArgs& a);
 void project(Stream& stream, const ops::ProjectArgs& a);
 void append(Stream& stream, const ops::AppendArgs& a);
