@@ -7,6 +7,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 namespace mla {
 
@@ -29,7 +30,10 @@ struct RopeConfig {
 /// Sparse attention's indexer (DeepSeek V3.2, GLM-5).
 struct IndexerConfig {
   int64_t heads = 0, dim = 0, topk = 0;
-  bool interleaved = false;
+  bool interleaved = false;  ///< rotary pairs of the indexer; independent of the attention's
+  /// [layers], 1: the layer has an indexer of its own; 0: it takes the choice of the nearest layer before it that has
+  /// one. Empty: every layer has its own.
+  std::vector<uint8_t> full;
 };
 
 struct ModelConfig {
@@ -49,6 +53,8 @@ struct ModelConfig {
 
   int64_t query_key() const { return nope + rope; }
   int64_t entry() const { return latent + rope; }
+  /// Whether a layer has indexer weights of its own; false for every layer of a model without an indexer.
+  bool layer_has_indexer(int64_t layer) const;
   /// (nope + rope)^-0.5, times m(factor, mscale_all_dim)^2 under YaRN. The same on both paths.
   double softmax_scale() const;
   /// ShapeError naming the field when a dimension is impossible (negative, zero where it may not be, odd rope), or a

@@ -34,15 +34,25 @@ struct HostTensor {
   std::vector<float> to_f32() const;
 };
 
+/// The sparse indexer's tensors; linear maps are [out, in] row-major.
+struct IndexerTensors {
+  HostTensor query;          ///< indexer.wq_b [Ni*Di, Lq]
+  HostTensor key;            ///< indexer.wk [Di, H]
+  HostTensor key_norm;       ///< indexer.k_norm.weight [Di]
+  HostTensor key_norm_bias;  ///< indexer.k_norm.bias [Di]
+  HostTensor head_weights;   ///< indexer.weights_proj [Ni, H]
+};
+
 /// One layer's tensors by role, as a checkpoint stores them: linear maps are [out, in] row-major.
 struct LayerTensors {
-  HostTensor query;       ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
-  HostTensor query_down;  ///< q_a_proj [Lq, H]; empty without a query latent
-  HostTensor query_norm;  ///< q_a_layernorm [Lq]; empty without a query latent
-  HostTensor kv_down;     ///< kv_a_proj_with_mqa [L+R, H]
-  HostTensor kv_norm;     ///< kv_a_layernorm [L]
-  HostTensor kv_up;       ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
-  HostTensor output;      ///< o_proj [H, N*V]
+  HostTensor query;                       ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
+  HostTensor query_down;                  ///< q_a_proj [Lq, H]; empty without a query latent
+  HostTensor query_norm;                  ///< q_a_layernorm [Lq]; empty without a query latent
+  HostTensor kv_down;                     ///< kv_a_proj_with_mqa [L+R, H]
+  HostTensor kv_norm;                     ///< kv_a_layernorm [L]
+  HostTensor kv_up;                       ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
+  HostTensor output;                      ///< o_proj [H, N*V]
+  std::optional<IndexerTensors> indexer;  ///< of a layer that has its own
 };
 
 /// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3",
@@ -93,8 +103,9 @@ class Checkpoint {
 };
 
 /// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the
-/// config.
-LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config);
+/// config. `layer` says whether an indexer's are among them.
+LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config,
+                           int64_t layer = 0);
 
 /// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer,
 /// seed), stored in dtype.

@@ -17,8 +17,8 @@ using Find = std::function<const Safetensors*(const std::string&)>;
 
 class LayerReader {
  public:
-  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config)
-      : find_(find), prefix_(std::move(prefix)), where_(std::move(where)), config_(config) {}
+  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer)
+      : find_(find), prefix_(std::move(prefix)), where_(std::move(where)), config_(config), layer_(layer) {}
 
   LayerTensors read() const {
     const ModelConfig& m = config_;
@@ -34,6 +34,14 @@ class LayerReader {
     t.kv_norm = tensor("kv_a_layernorm.weight", {m.latent});
     t.kv_up = tensor("kv_b_proj.weight", {m.heads * (m.nope + m.value), m.latent});
     t.output = tensor("o_proj.weight", {m.hidden, m.heads * m.value});
+    if (m.layer_has_indexer(layer_)) {
+      const IndexerConfig& x = *m.indexer;
+      t.indexer = IndexerTensors{.query = tensor("indexer.wq_b.weight", {x.heads * x.dim, m.query_latent}),
+                                 .key = tensor("indexer.wk.weight", {x.dim, m.hidden}),
+                                 .key_norm = tensor("indexer.k_norm.weight", {x.dim}),
+                                 .key_norm_bias = tensor("indexer.k_norm.bias", {x.dim}),
+                                 .head_weights = tensor("indexer.weights_proj.weight", {x.heads, m.hidden})};
+    }
     return t;
   }
 
@@ -72,13 +80,14 @@ class LayerReader {
   const Find& find_;
   std::string prefix_, where_;
   const ModelConfig& config_;
+  int64_t layer_;
 };
 
 }  // namespace
 
-LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config) {
+LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config, int64_t layer) {
   const Find find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
-  return LayerReader(find, std::string(prefix), file.file().string(), config).read();
+  return LayerReader(find, std::string(prefix), file.file().string(), config, layer).read();
 }
 
 struct Checkpoint::State {
@@ -145,7 +154,7 @@ LayerTensors Checkpoint::layer(int64_t index) const {
     throw InputError(state_->folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
                      std::to_string(state_->config.layers - 1));
   const Find find = [&](const std::string& name) { return state_->find(name); };
-  return LayerReader(find, state_->prefix(index), state_->folder.string(), state_->config).read();
+  return LayerReader(find, state_->prefix(index), state_->folder.string(), state_->config, index).read();
 }
 
 std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {

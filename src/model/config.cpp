@@ -1,5 +1,6 @@
 // Reads the attention part of a Hugging Face config.json. Two generations of rope keys exist: `rope_theta` with
 // `rope_scaling`, and `rope_parameters` that holds both; each names the kind `type` or `rope_type`.
+#include <algorithm>
 #include <cmath>
 
 #include "mla/error.hpp"
@@ -12,6 +13,8 @@ namespace mla {
 namespace {
 
 using Json = nlohmann::json;
+
+constexpr int64_t kMostLayers = int64_t{1} << 20;  // as ModelConfig::validate
 
 class Reader {
  public:
@@ -95,6 +98,39 @@ void read_rope(const Reader& config, const std::string& model_type, ModelConfig&
   }
 }
 
+// Which layers have an indexer of their own, in the three forms of configs, the most explicit first: a list of "full"
+// and "shared", a pattern of F and S, or a period (with an offset) after the first layers.
+std::vector<uint8_t> indexer_layers(const Reader& config, int64_t layers) {
+  std::vector<uint8_t> full;
+  auto add = [&](std::string_view key, const std::string& kind) {
+    const bool own = kind == "full" || kind == "F";
+    if (!own && kind != "shared" && kind != "S")
+      config.fail(key, "holds '" + kind + "', full or shared (F or S) are known");
+    full.push_back(own);
+  };
+  for (const char* key : {"indexer_types", "index_topk_pattern"}) {
+    const Json* v = config.find(key);
+    if (!v) continue;
+    if (v->is_string()) {
+      for (char c : v->get<std::string>()) add(key, std::string(1, c));
+    } else {
+      if (!v->is_array()) config.fail(key, "is " + v->dump() + ", a list or a string is needed");
+      for (const Json& e : *v) add(key, e.is_string() ? e.get<std::string>() : e.dump());
+    }
+    // Lists may go on for layers past the model's own (speculative decoding's).
+    if (static_cast<int64_t>(full.size()) < layers)
+      config.fail(
+          key, "has " + std::to_string(full.size()) + " entries, the model has " + std::to_string(layers) + " layers");
+    full.resize(static_cast<size_t>(layers));
+    return full;
+  }
+  const int64_t period = config.integer("index_topk_freq", 1), offset = config.integer("index_skip_topk_offset", 2);
+  if (period < 1) config.fail("index_topk_freq", "is " + std::to_string(period) + ", at least 1 is needed");
+  if (period == 1) return {};
+  for (int64_t l = 0; l < layers; ++l) full.push_back(std::max<int64_t>(l - offset + 1, 0) % period == 0);
+  return full;
+}
+
 void reject_unsupported(const Reader& config) {
   auto reject = [&](std::string_view key, const std::string& what) {
     const Json* v = config.find(key);
@@ -134,10 +170,14 @@ ModelConfig parse_config(std::string_view text, std::string_view where) {
   read_rope(config, type, m);
 
   if (config.find("index_topk")) {
+    if (m.layers < 1 || m.layers > kMostLayers)
+      config.fail("num_hidden_layers", "is " + std::to_string(m.layers) + ", allowed 1 to " +
+                                           std::to_string(kMostLayers) + " with an indexer");
     m.indexer = IndexerConfig{.heads = config.integer("index_n_heads"),
                               .dim = config.integer("index_head_dim"),
                               .topk = config.integer("index_topk"),
-                              .interleaved = config.flag("indexer_rope_interleave", false)};
+                              .interleaved = config.flag("indexer_rope_interleave", false),
+                              .full = indexer_layers(config, m.layers)};
   }
   const Json* quantization = config.find("quantization_config");
   if (!quantization) quantization = Reader(root, config.where()).find("quantization_config");

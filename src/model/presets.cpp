@@ -108,6 +108,10 @@ double ModelConfig::softmax_scale() const {
   return scale;
 }
 
+bool ModelConfig::layer_has_indexer(int64_t layer) const {
+  return indexer && layer >= 0 && layer < layers && (indexer->full.empty() || indexer->full[layer] != 0);
+}
+
 void ModelConfig::validate() const {
   auto require = [&](const char* what, int64_t found, int64_t lo) {
     constexpr int64_t kMost = int64_t{1} << 20;
@@ -128,6 +132,15 @@ void ModelConfig::validate() const {
     require("indexer heads", indexer->heads, 1);
     require("indexer dim", indexer->dim, std::max<int64_t>(1, rope));
     require("indexer topk", indexer->topk, 1);
+    // Its queries are projected from the query latent.
+    require("query latent of a model with an indexer", query_latent, 1);
+    if (!indexer->full.empty()) {
+      if (static_cast<int64_t>(indexer->full.size()) != layers)
+        throw ShapeError("model " + name + ": indexer layers has " + std::to_string(indexer->full.size()) +
+                         " entries, the model has " + std::to_string(layers) + " layers");
+      if (indexer->full[0] == 0)
+        throw ShapeError("model " + name + ": indexer of layer 0 is shared, there is no layer before it");
+    }
   }
   auto require_number = [&](const char* what, double found, bool fits, const char* limit) {
     if (!fits || !std::isfinite(found))

@@ -67,6 +67,15 @@ LayerTensors random_layer(const ModelConfig& m, int64_t layer, uint64_t seed, Dt
   t.kv_norm = norm("kv_a_layernorm.weight", m.latent);
   t.kv_up = matrix("kv_b_proj.weight", m.heads * (m.nope + m.value), m.latent);
   t.output = matrix("o_proj.weight", m.hidden, m.heads * m.value);
+  if (m.layer_has_indexer(layer)) {
+    const IndexerConfig& x = *m.indexer;
+    t.indexer.emplace();
+    t.indexer->query = matrix("indexer.wq_b.weight", x.heads * x.dim, m.query_latent);
+    t.indexer->key = matrix("indexer.wk.weight", x.dim, m.hidden);
+    t.indexer->key_norm = norm("indexer.k_norm.weight", x.dim);
+    t.indexer->key_norm_bias = make("indexer.k_norm.bias", {x.dim}, 0.0f, 0.1f);
+    t.indexer->head_weights = matrix("indexer.weights_proj.weight", x.heads, m.hidden);
+  }
   return t;
 }
 

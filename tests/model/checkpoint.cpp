@@ -144,6 +144,73 @@ TEST_F(CheckpointFolder, ManyReadersAtOnce) {
   EXPECT_EQ(equal, 200);  // both layers hold the same values
 }
 
+// Two layers, the second of which shares the first one's indexer; the query projection in fp8 with block scales.
+class IndexerFolder : public testing::Test {
+ protected:
+  IndexerFolder() {
+    std::string config = kConfig;
+    config.pop_back();
+    test::write_file(folder_ / "config.json",
+                     config +
+                         R"(,"index_n_heads":9,"index_head_dim":16,"index_topk":64,"indexer_types":["full","shared"],)"
+                         R"("quantization_config":{"weight_block_size":[128,128]}})");
+  }
+  void write(const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {}) {
+    test::SafetensorsWriter w;
+    for (int layer = 0; layer < 2; ++layer) {
+      const std::string prefix = "model.layers." + std::to_string(layer) + ".self_attn.";
+      for (const Tensor& t : kTensors) add(w, prefix, t);
+      if (layer == 1) continue;
+      w.add(prefix + "indexer.wq_b.weight", "F8_E4M3", {144, 20}, std::vector<uint8_t>(144 * 20, 0x38));  // 1.0
+      w.add(prefix + "indexer.wq_b.weight_scale_inv", "F32", {2, 1}, std::vector<float>{0.5f, 3.0f});
+      std::vector<Tensor> tensors{{"indexer.wk.weight", {16, 48}},
+                                  {"indexer.k_norm.weight", {16}},
+                                  {"indexer.k_norm.bias", {16}},
+                                  {"indexer.weights_proj.weight", {9, 48}}};
+      change(tensors);
+      for (const Tensor& t : tensors) add(w, prefix, t);
+    }
+    w.write(folder_ / "model.safetensors");
+  }
+  std::string refusal_of_first() const {
+    try {
+      Checkpoint(folder_.path()).layer(0);
+    } catch (const CheckpointError& e) {
+      return std::string(e.what()).substr(folder_.path().string().size());
+    }
+    return "read";
+  }
+  test::TempFolder folder_;
+};
+
+TEST_F(IndexerFolder, ReadWhereALayerHasItsOwn) {
+  write();
+  const Checkpoint c(folder_.path());
+  const LayerTensors t = c.layer(0);
+  ASSERT_TRUE(t.indexer);
+  const std::vector<float> query = t.indexer->query.to_f32();
+  EXPECT_EQ(query[127 * 20 + 19], 0.5f);
+  EXPECT_EQ(query[128 * 20], 3.0f);
+  EXPECT_EQ(t.indexer->key.shape, (std::vector<int64_t>{16, 48}));
+  EXPECT_EQ(t.indexer->key_norm.to_f32()[3], 3);
+  EXPECT_EQ(t.indexer->key_norm_bias.to_f32()[15], 15);
+  EXPECT_EQ(t.indexer->head_weights.shape, (std::vector<int64_t>{9, 48}));
+  EXPECT_FALSE(c.layer(1).indexer);
+}
+
+TEST_F(IndexerFolder, MissingAndMisshapedTensorsAreNamed) {
+  write([](auto& t) { t.pop_back(); });
+  EXPECT_EQ(refusal_of_first(),
+            ": tensor 'model.layers.0.self_attn.indexer.weights_proj.weight' is missing, expected shape [9, 48]");
+  write([](auto& t) { t[0].shape = {16, 47}; });
+  EXPECT_EQ(refusal_of_first(),
+            "/model.safetensors: tensor 'model.layers.0.self_attn.indexer.wk.weight' has shape [16, 47], expected [16, "
+            "48]");
+  write([](auto& t) { t[2].shape = {15}; });
+  EXPECT_EQ(refusal_of_first(),
+            "/model.safetensors: tensor 'model.layers.0.self_attn.indexer.k_norm.bias' has shape [15], expected [16]");
+}
+
 // 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.
 TEST(BlockScales, PartialEdges) {
   test::TempFolder folder;

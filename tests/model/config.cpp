@@ -1,6 +1,7 @@
 // Presets, config.json in its generations, rotary frequencies and scales.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "cases/compare.hpp"
@@ -168,10 +169,46 @@ TEST(Config, OptionalParts) {
       parse_config(config(R"(,"quantization_config":{"quant_method":"fp8","weight_block_size":[128,64]})"));
   EXPECT_EQ(fp8.fp8_block_rows, 128);
   EXPECT_EQ(fp8.fp8_block_cols, 64);
-  const ModelConfig sparse = parse_config(config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
+  const ModelConfig sparse =
+      parse_config(config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
   EXPECT_EQ(sparse.indexer->heads, 4);
   EXPECT_FALSE(sparse.indexer->interleaved);
   EXPECT_EQ(parse_config(R"({"text_config":)" + config("") + "}").latent, 40);
+}
+
+// "1101" for layers with, with, without and with an indexer of their own.
+std::string own_indexers(const ModelConfig& m) {
+  std::string s;
+  for (int64_t l = 0; l < m.layers; ++l) s += m.layer_has_indexer(l) ? '1' : '0';
+  return s;
+}
+
+TEST(Config, LayersThatShareAnIndexer) {
+  auto with = [](int64_t layers, const std::string& more) {
+    return parse_config(R"({"model_type":"glm_moe_dsa","hidden_size":48,"num_hidden_layers":)" +
+                        std::to_string(layers) +
+                        R"(,"num_attention_heads":3,"kv_lora_rank":40,"qk_nope_head_dim":24,"qk_rope_head_dim":8,)"
+                        R"("v_head_dim":20,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":64)" +
+                        more + "}");
+  };
+  EXPECT_EQ(own_indexers(with(4, "")), "1111");
+  EXPECT_TRUE(with(4, "").indexer->full.empty());
+  EXPECT_EQ(own_indexers(with(4, R"(,"index_topk_freq":1,"index_topk_pattern":null)")), "1111");
+  // GLM-5.2: 0, 1, 2, then each fourth from 6 on.
+  EXPECT_EQ(own_indexers(with(12, R"(,"index_topk_freq":4,"index_skip_topk_offset":3)")), "111000100010");
+  const ModelConfig glm = with(78, R"(,"index_topk_freq":4,"index_skip_topk_offset":3)");
+  EXPECT_EQ(std::count(glm.indexer->full.begin(), glm.indexer->full.end(), 1), 21);
+  EXPECT_EQ(own_indexers(with(8, R"(,"index_topk_freq":3)")), "11001001");  // the offset is 2 unless given
+  EXPECT_EQ(own_indexers(with(4, R"(,"index_topk_pattern":"FSSF")")), "1001");
+  EXPECT_EQ(own_indexers(with(4, R"(,"index_topk_pattern":["F","S","F","S"],"index_topk_freq":4)")), "1010");
+  // The list of layers is the last word; it may go on past the model's layers.
+  EXPECT_EQ(own_indexers(with(3, R"(,"indexer_types":["full","shared","shared","full"],"index_topk_pattern":"FFF")")),
+            "100");
+  const ModelConfig m = with(2, R"(,"indexer_rope_interleave":true)");
+  EXPECT_TRUE(m.indexer->interleaved);
+  EXPECT_FALSE(m.layer_has_indexer(-1));
+  EXPECT_FALSE(m.layer_has_indexer(2));
+  EXPECT_EQ(own_indexers(parse_config(config(""))), "00");
 }
 
 std::string message(const std::string& text) {
@@ -209,6 +246,25 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":4,"index_topk":5)")),
             "c.json: model deepseek_v3: indexer dim is 4, allowed 8 to 1048576");
   EXPECT_EQ(message(config(R"(,"index_topk":5)")), "c.json: index_n_heads is missing");
+  const auto sparse = [](const std::string& more) {
+    return message(config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)" + more));
+  };
+  EXPECT_EQ(sparse(""), "read");
+  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":16,"index_topk":5)")),
+            "c.json: model deepseek_v3: query latent of a model with an indexer is 0, allowed 1 to 1048576");
+  EXPECT_EQ(sparse(R"(,"indexer_types":["full"])"), "c.json: indexer_types has 1 entries, the model has 2 layers");
+  EXPECT_EQ(sparse(R"(,"indexer_types":["full","half"])"),
+            "c.json: indexer_types holds 'half', full or shared (F or S) are known");
+  EXPECT_EQ(sparse(R"(,"indexer_types":["full",3])"),
+            "c.json: indexer_types holds '3', full or shared (F or S) are known");
+  EXPECT_EQ(sparse(R"(,"indexer_types":3)"), "c.json: indexer_types is 3, a list or a string is needed");
+  EXPECT_EQ(sparse(R"(,"index_topk_pattern":"SF")"),
+            "c.json: model deepseek_v3: indexer of layer 0 is shared, there is no layer before it");
+  EXPECT_EQ(sparse(R"(,"index_topk_freq":0)"), "c.json: index_topk_freq is 0, at least 1 is needed");
+  EXPECT_EQ(sparse(R"(,"index_topk_freq":2,"index_skip_topk_offset":0)"),
+            "c.json: model deepseek_v3: indexer of layer 0 is shared, there is no layer before it");
+  EXPECT_EQ(sparse(R"(,"num_hidden_layers":2000000)"),
+            "c.json: num_hidden_layers is 2000000, allowed 1 to 1048576 with an indexer");
   EXPECT_EQ(message(config(R"(,"rope_theta":0)")),
             "c.json: model deepseek_v3: rope theta is 0.000000, must be above 0");
   const auto yarn = [](const std::string& more) {
@@ -238,7 +294,7 @@ TEST(Config, MessagesStayOnOneReadableLine) {
 
 TEST(Config, RandomDamageNeverEscapes) {
   const std::string whole = config(
-      R"(,"q_lora_rank":20,"rms_norm_eps":1e-6,"rope_interleave":true,"index_n_heads":4,"index_head_dim":128,"index_topk":64,)"
+      R"(,"q_lora_rank":20,"rms_norm_eps":1e-6,"rope_interleave":true,"index_n_heads":4,"index_head_dim":128,"index_topk":64,"index_topk_freq":2,"index_topk_pattern":"FS",)"
       R"("rope_parameters":{"rope_theta":5e3,"rope_type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,"mscale":0.7,)"
       R"("mscale_all_dim":0.9},"quantization_config":{"weight_block_size":[128,64]})");
   cases::Random random(3);
