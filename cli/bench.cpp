@@ -57,6 +57,8 @@ json params_json(const cases::Params& p) {
           {"batch_invariant", p.batch_invariant},
           {"splits", p.splits},
           {"output", to_string(p.output)},
+          {"weights", to_string(p.weights)},
+          {"weight_block", p.weight_block},
           {"seed", p.seed}};
 }
 
@@ -99,6 +101,19 @@ std::vector<Row> standing_rows() {
       rows.push_back({"project query 2048 -> 3072" + with, "project", project(tokens, 1, 2048, 3072, t)});
       rows.push_back({"project absorb 16 x 128 -> 512" + with, "project", project(tokens, 16, 128, 512, t)});
     }
+  // The latent path's maps as they may be held; W_UV W_O of full absorption, a decode step's largest product.
+  for (int64_t tokens : {1, 32})
+    for (WeightFormat f : {WeightFormat::plain, WeightFormat::fp8, WeightFormat::mxfp4}) {
+      const std::string with = ", " + std::string(to_string(f)) + ", bf16, " + std::to_string(tokens) + " tokens, cold";
+      cases::Params absorb = project(tokens, 16, 128, 512, Dtype::bf16);
+      absorb.weights = f;
+      rows.push_back({"project absorb 16 x 128 -> 512" + with, "project", absorb, true});
+      cases::Params full = project(tokens, 1, 8192, 2048, Dtype::bf16);
+      full.weights = f;
+      full.weight_block = f == WeightFormat::fp8 ? 128 : 0;
+      if (f != WeightFormat::mxfp4)
+        rows.push_back({"project absorbed output 8192 -> 2048" + with, "project", full, true});
+    }
   for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla}) {
     const std::string name(to_string(f));
     rows.push_back({"append " + name + ", 4096 tokens, cold", "append", {.query_len = 4096, .format = f}, true});
@@ -106,6 +121,7 @@ std::vector<Row> standing_rows() {
   }
   rows.push_back({"merge 4096 tokens x 16 heads, cold", "merge", {.query_len = 4096}, true});
   rows.push_back({"norm 8192 x 2048, cold", "norm", {.query_len = 8192, .in = 2048}, true});
+  rows.push_back({"layer_norm 65536 x 128, cold", "layer_norm", {.query_len = 65536, .in = 128}, true});
   rows.push_back({"rope 8192 tokens x 16 heads, cold", "rope", {.query_len = 8192}, true});
   rows.push_back(
       {"cast 8192 tokens x 16 heads to bf16, cold", "cast", {.query_len = 8192, .in = 64, .dtype = Dtype::bf16}, true});

@@ -17,7 +17,10 @@ void require(const char* flag, int64_t value, int64_t least, int64_t most) {
 }  // namespace
 
 ShapeFlags::ShapeFlags(CLI::App& command)
-    : format_(to_string(p_.format)), dtype_(to_string(p_.dtype)), output_(to_string(p_.output)) {
+    : format_(to_string(p_.format)),
+      dtype_(to_string(p_.dtype)),
+      output_(to_string(p_.output)),
+      weights_(to_string(p_.weights)) {
   const std::string group = "Shape (an op reads those it knows)";
   auto number = [&](const char* flag, auto& value, const char* what) {
     CLI::Option* option = command.add_option(flag, value, what)->capture_default_str()->group(group);
@@ -36,10 +39,12 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   number("--rope", p_.rope, "Rotated width");
   number("--nope", p_.nope, "Unrotated width of a head's key");
   number("--value", p_.value, "Width of a head's value");
-  number("--in", p_.in, "project, norm: input features");
+  number("--in", p_.in, "project, norm, layer_norm: input features");
   number("--out", p_.out, "project: output features");
   number("--format", format_, "Cache format");
   number("--page-size", p_.page_size, "Tokens a page");
+  number("--weights", weights_, "project: how weights are held: plain fp8 mxfp4");
+  number("--weight-block", p_.weight_block, "project: side of the fp8 weights under one scale; 0: one scale for all");
   number("--dtype", dtype_, "Main operands: f32 bf16 f16 fp8_e4m3");
   flag("--neox", p_.neox, "rope: NeoX halves instead of interleaved pairs");
   number("--yarn-factor", p_.yarn_factor, "rope: above 1, YaRN with this factor");
@@ -60,6 +65,7 @@ cases::Params ShapeFlags::params() const {
   cases::Params p = p_;
   p.format = parse_cache_format(format_);
   p.dtype = parse_dtype(dtype_);
+  p.weights = parse_weight_format(weights_);
   p.causal = !full_;
   p.output = parse_output_spec(output_);
   require("--requests", p.requests, 0, kMostTokens);
@@ -72,6 +78,7 @@ cases::Params ShapeFlags::params() const {
   require("--value", p.value, 1, kMostOfADimension);
   require("--in", p.in, 1, kMostOfADimension);
   require("--out", p.out, 1, kMostOfADimension);
+  require("--weight-block", p.weight_block, 0, kMostOfADimension);
   require("--page-size", p.page_size, 1, kMostTokens);
   require("--splits", p.splits, 1, kMostTokens);
   if (p.rope % 2 != 0) throw InputError("--rope is " + std::to_string(p.rope) + ", it must be even");

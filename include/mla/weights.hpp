@@ -111,14 +111,29 @@ LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, con
 /// seed), stored in dtype.
 LayerTensors random_layer(const ModelConfig& config, int64_t layer, uint64_t seed, Dtype dtype);
 
+/// How a matrix's elements are held.
+enum class WeightFormat : uint8_t {
+  plain,  ///< in the dtype that products take
+  fp8,    ///< e4m3 codes and f32 scales, one for the tensor or one a block
+  mxfp4,  ///< e2m1 codes, two a byte, and a power-of-two scale for each 32 along the reduction (OCP MX 1.0)
+};
+std::string_view to_string(WeightFormat f);
+/// InputError listing the names when there is no such format.
+WeightFormat parse_weight_format(std::string_view name);
+/// Bytes of heads matrices [out, in] in a format, scales included; block_rows 0: one fp8 scale for the tensor.
+double weight_bytes(WeightFormat format, Dtype dtype, int64_t heads, int64_t out, int64_t in, int64_t block_rows = 0,
+                    int64_t block_cols = 0);
+
 /// y = x W^T for one matrix or one per head, in the backend's own layout. Made by prepare().
 class Linear {
  public:
   virtual ~Linear() = default;
   int64_t heads = 1;  ///< matrices in the batch
   int64_t in = 0, out = 0;
-  Dtype dtype = Dtype::f32;
-  size_t bytes = 0;  ///< memory held
+  Dtype dtype = Dtype::f32;  ///< of the product's operands: x and the (dequantised) weights are rounded to it
+  WeightFormat format = WeightFormat::plain;
+  int64_t block_rows = 0, block_cols = 0;  ///< fp8: outputs and inputs that share a scale; 0: one for the tensor
+  size_t bytes = 0;                        ///< memory held
 };
 
 /// What the paths need, on a device.

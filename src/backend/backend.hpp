@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "core/quantise.hpp"
 #include "mla/device.hpp"
 #include "mla/model.hpp"
 #include "mla/weights.hpp"
@@ -38,6 +39,9 @@ struct Backend {
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to
   /// it).
   std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
+  /// Lays out quantised weights, which stay quantised; products take their values, and x, rounded to dtype (f32 or
+  /// bf16). Null where a backend has no such products.
+  std::shared_ptr<const Linear> (*pack_quantised)(const QuantisedWeights& w, Dtype dtype);
 
   void (*norm)(Stream&, const ops::NormArgs&);
   void (*layer_norm)(Stream&, const ops::LayerNormArgs&);

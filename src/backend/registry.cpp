@@ -12,6 +12,7 @@ constexpr Backend kCpu{
     .target = cpu::target,
     .scratch_per_worker = cpu::scratch_per_worker,
     .pack = cpu::pack,
+    .pack_quantised = cpu::pack_quantised,
     .norm = cpu::norm,
     .layer_norm = cpu::layer_norm,
     .rope = cpu::rope,

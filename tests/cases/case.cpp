@@ -15,7 +15,8 @@ std::string describe(const Params& p, std::string_view op) {
          " dtype=" + std::string(to_string(p.dtype)) + (p.neox ? " neox" : "") +
          (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") + (p.causal ? " causal" : " full") +
          (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
-         " seed=" + std::to_string(p.seed);
+         (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
+         (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {

@@ -13,6 +13,7 @@
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
 #include "mla/quant.hpp"
+#include "mla/weights.hpp"
 #include "ops/cost.hpp"
 
 namespace mla::cases {
@@ -34,6 +35,8 @@ struct Params {
   bool batch_invariant = false;
   int64_t splits = 1;                                 ///< attend_latent
   OutputSpec output{.kind = OutputKind::fp8_groups};  ///< quantize; its numbers scale and global_scale are the case's
+  WeightFormat weights = WeightFormat::plain;         ///< project
+  int64_t weight_block = 0;  ///< project, fp8 weights: side of the square under a scale; 0: one scale
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);

@@ -30,7 +30,13 @@ class ProjectCase final : public Case {
       }
     }
     const backend::Backend& backend = backend::backend({});
-    linear_ = backend.pack(weights_, p.heads, p.out, p.in, p.dtype);
+    if (p.weights == WeightFormat::plain) {
+      linear_ = backend.pack(weights_, p.heads, p.out, p.in, p.dtype);
+    } else {
+      const QuantisedWeights q = quantise(weights_, p.heads, p.out, p.in, p.weights, p.weight_block, p.weight_block);
+      linear_ = backend.pack_quantised(q, p.dtype);
+      weights_ = dequantise(q, Dtype::f32);
+    }
     scratch_bytes_ = backend.scratch_per_worker({.heads = p.heads, .hidden = p.in});
     args_ = {.x = x_.any(),
              .x_rows = x_rows_,
@@ -117,10 +123,42 @@ std::vector<Params> sweep(uint64_t seed) {
       add(4, 16, 512, 128);
       add(3, 1, 2048, 576);
       add(2, 1, 7168, 300);
+      add(3, 1, 16500, 270);  // more inputs than are staged at once
       Random random(seed);
       for (int i = 0; i < 12; ++i)
         add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
     }
+  // Quantised weights: partial panels, parts, groups and blocks; one scale for all and one a block.
+  struct Held {
+    WeightFormat format;
+    int64_t block;
+  };
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (bool invariant : {false, true})
+      for (const Held& held : {Held{WeightFormat::fp8, 0}, Held{WeightFormat::fp8, 128}, Held{WeightFormat::fp8, 48},
+                               Held{WeightFormat::mxfp4, 0}}) {
+        auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
+          cases.push_back({.requests = rows,
+                           .ragged = seed % 2 == 1,
+                           .heads = heads,
+                           .in = in,
+                           .out = out,
+                           .dtype = dtype,
+                           .batch_invariant = invariant,
+                           .weights = held.format,
+                           .weight_block = held.block,
+                           .seed = seed + 1});
+          ++seed;
+        };
+        for (int64_t rows : {0, 1, 5, 64, 65, 150}) add(rows, 2, 40, 72);
+        for (int64_t in : {1, 31, 32, 33, 511, 512, 513, 1100}) add(6, 2, in, 33);
+        for (int64_t out : {1, 2, 15, 255, 256, 257, 300}) add(6, 1, 48, out);
+        add(4, 16, 128, 512);
+        add(4, 16, 512, 128);
+        Random random(seed);
+        for (int i = 0; i < 6; ++i)
+          add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 700), random.integer(1, 400));
+      }
   return cases;
 }
 

@@ -42,6 +42,34 @@ TEST_F(Arguments, Norm) {
   EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}, {1, 2}}, 8), "norm: y In has stride 2, 1 is needed");
 }
 
+TEST_F(Arguments, LayerNorm) {
+  const std::vector<float> weight(8, 1.0f), bias(8, 0.5f);
+  auto with = [&](View<const float, Token, In> x, View<float, Token, In> y, size_t weights, size_t biases) {
+    return refusal(ops::LayerNormArgs{
+        .x = x, .weight = std::span(weight).first(weights), .bias = std::span(bias).first(biases), .y = y});
+  };
+  float *x = data_.data(), *y = other_.data();
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 8, 8), "accepted");
+  EXPECT_EQ(with({x, {2, 8}}, {x, {2, 8}}, 8, 8), "accepted");  // in place
+  EXPECT_EQ(with({x, {2, 8}}, {y, {3, 8}}, 8, 8), "layer_norm: y Token is 3, x Token is 2");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 9}}, 8, 8), "layer_norm: y In is 9, x In is 8");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 7, 8), "layer_norm: weight length is 7, x In is 8");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 8, 7), "layer_norm: bias length is 7, x In is 8");
+  EXPECT_EQ(with({x, {2, 8}, {16, 2}}, {y, {2, 8}}, 8, 8), "layer_norm: x In has stride 2, 1 is needed");
+  EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}, {1, 2}}, 8, 8), "layer_norm: y In has stride 2, 1 is needed");
+}
+
+TEST_F(Arguments, LayerNormInPlaceGivesTheSameBits) {
+  const std::vector<float> weight(40, 0.5f), bias(40, 3.0f);
+  cases::Random(1).fill_normal(data_);
+  for (std::vector<float>* y : {&other_, &data_})
+    ops::run(stream_, ops::LayerNormArgs{.x = View<const float, Token, In>(data_.data(), {9, 40}),
+                                         .weight = weight,
+                                         .bias = bias,
+                                         .y = {y->data(), {9, 40}}});
+  EXPECT_TRUE(std::equal(data_.begin(), data_.begin() + 360, other_.begin()));
+}
+
 TEST_F(Arguments, NormInPlaceGivesTheSameBits) {
   const std::vector<float> weight(40, 0.5f);
   cases::Random(1).fill_normal(data_);

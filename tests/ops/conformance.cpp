@@ -24,9 +24,8 @@ TEST_P(EveryOp, AgreesWithFloat64) {
   }
 }
 
-// The attention kernels on every instruction set below the one that is taken by itself, each third case of their
-// sweeps.
-TEST(Conformance, AttentionOnEveryTarget) {
+// Each third case of some ops' sweeps on every instruction set below the one that is taken by itself.
+void on_every_target(std::initializer_list<const CaseType*> types) {
   struct Unrestricted {
     ~Unrestricted() { cpu::restrict_target(""); }
   } unrestricted;
@@ -38,7 +37,7 @@ TEST(Conformance, AttentionOnEveryTarget) {
     } catch (const Error&) {
       continue;  // not this CPU's
     }
-    for (const CaseType* type : {&attend_latent, &attend_expanded}) {
+    for (const CaseType* type : types) {
       const std::vector<Params> sweep = type->sweep(7);
       for (size_t i = 0; i < sweep.size(); i += 3) {
         auto c = type->make(sweep[i]);
@@ -50,6 +49,9 @@ TEST(Conformance, AttentionOnEveryTarget) {
     }
   }
 }
+
+TEST(Conformance, AttentionOnEveryTarget) { on_every_target({&attend_latent, &attend_expanded}); }
+TEST(Conformance, ProductsAndNormsOnEveryTarget) { on_every_target({&layer_norm, &project}); }
 
 INSTANTIATE_TEST_SUITE_P(Ops, EveryOp, testing::ValuesIn(all().begin(), all().end()),
                          [](const auto& i) { return std::string(i.param.op); });

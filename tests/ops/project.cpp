@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <thread>
 
@@ -20,14 +21,26 @@ struct Shape {
   int64_t heads, in, out;
 };
 
+// How weights are held: plain, one fp8 scale, fp8 blocks, mxfp4.
+struct Held {
+  WeightFormat format = WeightFormat::plain;
+  int64_t block = 0;
+};
+constexpr Held kHeld[] = {{}, {WeightFormat::fp8, 0}, {WeightFormat::fp8, 128}, {WeightFormat::mxfp4, 0}};
+std::string name(const Held& h) { return " " + std::string(to_string(h.format)) + " " + std::to_string(h.block); }
+
 class Product {
  public:
-  Product(const Shape& shape, Dtype dtype) : x(kRows * shape.heads * shape.in), shape_(shape) {
+  Product(const Shape& shape, Dtype dtype, const Held& held = {}) : x(kRows * shape.heads * shape.in), shape_(shape) {
     cases::Random random(7);
     std::vector<float> w(shape.heads * shape.out * shape.in);
     random.fill_normal(w);
     random.fill_normal(x);
-    weights = backend::backend({}).pack(w, shape.heads, shape.out, shape.in, dtype);
+    const backend::Backend& b = backend::backend({});
+    weights = held.format == WeightFormat::plain
+                  ? b.pack(w, shape.heads, shape.out, shape.in, dtype)
+                  : b.pack_quantised(quantise(w, shape.heads, shape.out, shape.in, held.format, held.block, held.block),
+                                     dtype);
   }
   /// Rows `list` of x, in that order.
   std::vector<float> run(ThreadPool& pool, std::span<const int32_t> list, bool invariant) const {
@@ -74,8 +87,10 @@ class OnTarget : public testing::TestWithParam<const char*> {
 TEST_P(OnTarget, InvariantRowsKeepTheirBitsInEveryBatchAndPosition) {
   ThreadPool pool(2);
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
-    for (const Shape& shape : {Shape{1, 300, 333}, Shape{3, 128, 65}}) {
-      const Product product(shape, dtype);
+    for (const auto& [shape, held] : {std::pair{Shape{1, 300, 333}, kHeld[0]}, std::pair{Shape{3, 128, 65}, kHeld[0]},
+                                      std::pair{Shape{1, 700, 300}, kHeld[1]}, std::pair{Shape{1, 300, 257}, kHeld[2]},
+                                      std::pair{Shape{2, 530, 65}, kHeld[3]}}) {
+      const Product product(shape, dtype, held);
       std::vector<std::vector<float>> alone;
       for (int32_t r = 0; r < kRows; ++r) alone.push_back(product.run(pool, {&r, 1}, true));
       cases::Random random(3);
@@ -85,7 +100,8 @@ TEST_P(OnTarget, InvariantRowsKeepTheirBitsInEveryBatchAndPosition) {
         const std::vector<float> y = product.run(pool, list, true);
         for (int64_t i = 0; i < batch; ++i)
           ASSERT_TRUE(same_bits({y.data() + i * product.width(), static_cast<size_t>(product.width())}, alone[list[i]]))
-              << to_string(dtype) << " heads " << shape.heads << ", batch " << batch << ", position " << i;
+              << to_string(dtype) << name(held) << " heads " << shape.heads << ", batch " << batch << ", position "
+              << i;
       }
     }
 }
@@ -93,33 +109,77 @@ TEST_P(OnTarget, InvariantRowsKeepTheirBitsInEveryBatchAndPosition) {
 TEST_P(OnTarget, BitsDoNotDependOnThreads) {
   ThreadPool one(1), three(3);
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
-    for (bool invariant : {false, true}) {
-      const Product product({2, 200, 700}, dtype);
-      for (int64_t rows : {1, 7, 64}) {
-        std::vector<int32_t> list(rows);
-        for (int64_t i = 0; i < rows; ++i) list[i] = static_cast<int32_t>(i);
-        EXPECT_TRUE(same_bits(product.run(one, list, invariant), product.run(three, list, invariant)))
-            << to_string(dtype) << " rows " << rows << (invariant ? " invariant" : "");
+    for (const Held& held : kHeld)
+      for (bool invariant : {false, true}) {
+        const Product product({2, held.format == WeightFormat::plain ? 200 : 600, 700}, dtype, held);
+        for (int64_t rows : {1, 7, 64}) {
+          std::vector<int32_t> list(rows);
+          for (int64_t i = 0; i < rows; ++i) list[i] = static_cast<int32_t>(i);
+          EXPECT_TRUE(same_bits(product.run(one, list, invariant), product.run(three, list, invariant)))
+              << to_string(dtype) << name(held) << " rows " << rows << (invariant ? " invariant" : "");
+        }
       }
-    }
 }
 
 TEST_P(OnTarget, EnginesShareWeights) {
-  const Product product({1, 256, 512}, Dtype::bf16);
-  std::vector<int32_t> list(kRows);
-  for (int64_t i = 0; i < kRows; ++i) list[i] = static_cast<int32_t>(i);
-  ThreadPool pool(1);
-  const std::vector<float> expected = product.run(pool, list, false);
-  std::vector<std::thread> engines;
-  std::array<bool, 4> right{};
-  for (bool& r : right)
-    engines.emplace_back([&] {
-      ThreadPool own(2);
-      r = true;
-      for (int i = 0; i < 20; ++i) r = r && same_bits(product.run(own, list, false), expected);
-    });
-  for (std::thread& t : engines) t.join();
-  for (bool r : right) EXPECT_TRUE(r);
+  for (const Held& held : kHeld) {
+    const Product product({1, 256, 512}, Dtype::bf16, held);
+    std::vector<int32_t> list(kRows);
+    for (int64_t i = 0; i < kRows; ++i) list[i] = static_cast<int32_t>(i);
+    ThreadPool pool(1);
+    const std::vector<float> expected = product.run(pool, list, false);
+    std::vector<std::thread> engines;
+    std::array<bool, 4> right{};
+    for (bool& r : right)
+      engines.emplace_back([&] {
+        ThreadPool own(2);
+        r = true;
+        for (int i = 0; i < 20; ++i) r = r && same_bits(product.run(own, list, false), expected);
+      });
+    for (std::thread& t : engines) t.join();
+    for (bool r : right) EXPECT_TRUE(r) << name(held);
+  }
+}
+
+// A product with a unit vector is the dequantised weight itself, on every instruction set: all e4m3 and e2m1 codes.
+TEST_P(OnTarget, QuantisedWeightsMultiplyAsTheirValues) {
+  ThreadPool pool(2);
+  Stream stream(pool);
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (WeightFormat format : {WeightFormat::fp8, WeightFormat::mxfp4}) {
+      const int64_t in = 33, out = 259, codes = format == WeightFormat::fp8 ? 256 : 16;
+      QuantisedWeights q{.format = format, .heads = 1, .out = out, .in = in};
+      for (int64_t i = 0; i < out * in; ++i) {
+        int64_t code = (i / in + i % in) % codes;
+        if (format == WeightFormat::fp8 && code % 128 == 127) code = 0;  // NaN
+        q.codes.push_back(static_cast<uint8_t>(code));
+      }
+      q.scales = {0.3f};
+      if (format == WeightFormat::mxfp4) {
+        q.block_rows = 1;
+        q.block_cols = kMxGroup;
+        q.scales.clear();
+        for (int64_t i = 0; i < out * 2; ++i) q.scales.push_back(static_cast<float>(std::exp2(i % 200 - 100)));
+      }
+      const auto weights = backend::backend({}).pack_quantised(q, dtype);
+      EXPECT_EQ(weights->format, format);
+      const std::vector<float> values = dequantise(q, dtype);
+      const size_t per_worker = backend::backend({}).scratch_per_worker({.hidden = in});
+      Buffer scratch(per_worker * 2);
+      for (int64_t at : {0, 1, 31, 32}) {
+        std::vector<float> x(in), y(out, cases::poison());
+        x[at] = 1;
+        ops::run(stream, ops::ProjectArgs{.x = View<const float, Token, Head, In>(x.data(), {1, 1, in}),
+                                          .x_rows = {},
+                                          .weights = weights.get(),
+                                          .y = View<float, Token, Head, Out>(y.data(), {1, 1, out}),
+                                          .y_rows = {},
+                                          .rows = 1,
+                                          .scratch = {scratch.data(), per_worker}});
+        for (int64_t o = 0; o < out; ++o)
+          ASSERT_EQ(y[o], values[o * in + at]) << to_string(dtype) << " " << to_string(format) << " " << o << " " << at;
+      }
+    }
 }
 
 INSTANTIATE_TEST_SUITE_P(Targets, OnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
@@ -132,6 +192,15 @@ TEST(Pack, RefusesWhatItCannotHold) {
   EXPECT_THROW(pack(w, 0, 3, 4, Dtype::f32), ShapeError);
   EXPECT_THROW(pack({}, 1, 0, 4, Dtype::f32), ShapeError);
   EXPECT_EQ(pack(w, 1, 3, 4, Dtype::f32)->out, 3);
+  const auto pack_quantised = backend::backend({}).pack_quantised;
+  QuantisedWeights q = quantise(w, 1, 3, 4, WeightFormat::mxfp4);
+  EXPECT_EQ(pack_quantised(q, Dtype::bf16)->out, 3);
+  EXPECT_THROW(pack_quantised(q, Dtype::f16), UnsupportedError);
+  q.scales.pop_back();
+  EXPECT_THROW(pack_quantised(q, Dtype::f32), ShapeError);
+  q = quantise(w, 1, 3, 4, WeightFormat::fp8);
+  q.codes.pop_back();
+  EXPECT_THROW(pack_quantised(q, Dtype::f32), ShapeError);
 }
 
 TEST(Target, NamesAreCheckedAndLimitsHold) {

@@ -8,6 +8,7 @@ namespace mla::cpu {
 std::string_view target();
 size_t scratch_per_worker(const backend::ScratchShape& shape);
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype);
 
 void norm(Stream& stream, const ops::NormArgs& a);
 void layer_norm(Stream& stream, const ops::LayerNormArgs& a);
@@ -27,6 +28,8 @@ void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
 
 // Scratch each op wants at these dimensions; scratch_per_worker is the largest.
 size_t project_scratch(const backend::ScratchShape& shape);
+size_t packed_scratch(const backend::ScratchShape& shape);
+size_t quantised_scratch();
 size_t attend_expanded_scratch(const backend::ScratchShape& shape);
 size_t attend_latent_scratch(const backend::ScratchShape& shape);
 

@@ -1,8 +1,9 @@
 // project: y = x W^T, one matrix or one per head. Serves the model's projections, the absorption of W_UK into the query
 // (per head nope -> latent) and the projection of latent outputs by W_UV (per head latent -> value).
 //
-// Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Sums are f32; y is stored in
-// its dtype, or, given a quantised output, goes there from f32 while it is in cache: y is then not used.
+// Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Quantised weights multiply
+// as code times scale, rounded to the same dtype as x. Sums are f32; y is stored in its dtype, or, given a quantised
+// output, goes there from f32 while it is in cache: y is then not used.
 #pragma once
 
 #include <span>

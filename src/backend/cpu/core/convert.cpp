@@ -5,6 +5,7 @@
 //
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/narrow-inl.hpp"
+#include "core/quantise.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
@@ -108,6 +109,30 @@ void FromFp8(const fp8_e4m3* x, float* y, int64_t n, float scale) {
   for (; i < n; ++i) y[i] = to_float(x[i]) * scale;
 }
 
+// As FromFp8: e2m1's three low bits, moved to f32's exponent and mantissa, are the value times 2^-126.
+void FromE2m1(const uint8_t* x, const float* scale, float* y, int64_t n) {
+  const hn::ScalableTag<float> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const hn::Rebind<uint8_t, decltype(df)> d8;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df)), half = (n + 1) / 2;
+  const auto value = [&](auto code, int64_t at) {
+    const auto magnitude = hn::ShiftLeft<22>(hn::And(code, hn::Set(du, 7)));
+    const auto sign = hn::ShiftLeft<28>(hn::And(code, hn::Set(du, 8)));
+    const auto v = hn::BitCast(du, hn::Mul(hn::BitCast(df, magnitude), hn::Set(df, 0x1p126f)));
+    return hn::Mul(hn::BitCast(df, hn::Or(v, sign)), hn::LoadU(df, scale + at));
+  };
+  int64_t i = 0;
+  for (; i + lanes <= n - half; i += lanes) {
+    const auto codes = hn::PromoteTo(du, hn::LoadU(d8, x + i));
+    hn::StoreU(value(codes, i), df, y + i);
+    hn::StoreU(value(hn::ShiftRight<4>(codes), half + i), df, y + half + i);
+  }
+  for (; i < half; ++i) {
+    y[i] = e2m1_value(x[i] & 15) * scale[i];
+    if (half + i < n) y[half + i] = e2m1_value(x[i] >> 4) * scale[half + i];
+  }
+}
+
 }  // namespace mla::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 
@@ -120,6 +145,7 @@ HWY_EXPORT(FromBf16);
 HWY_EXPORT(FromF16);
 HWY_EXPORT(FromFp8);
 HWY_EXPORT(LargestOf);
+HWY_EXPORT(FromE2m1);
 
 void convert(const float* x, bf16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToBf16)(x, y, n); }
 void convert(const float* x, f16* y, int64_t n) { HWY_DYNAMIC_DISPATCH(ToF16)(x, y, n); }
@@ -128,6 +154,9 @@ void convert(const bf16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromBf16
 void convert(const f16* x, float* y, int64_t n) { HWY_DYNAMIC_DISPATCH(FromF16)(x, y, n); }
 void convert(const fp8_e4m3* x, float* y, int64_t n, float scale) { HWY_DYNAMIC_DISPATCH(FromFp8)(x, y, n, scale); }
 float largest_magnitude(const float* x, int64_t n) { return HWY_DYNAMIC_DISPATCH(LargestOf)(x, n); }
+void convert_e2m1(const uint8_t* x, const float* scale, float* y, int64_t n) {
+  HWY_DYNAMIC_DISPATCH(FromE2m1)(x, scale, y, n);
+}
 
 }  // namespace mla::cpu
 #endif

@@ -37,6 +37,7 @@ struct PanelKernel::State {
   struct Set {
     dnnl::stream stream;
     Buffer scratch;
+    memory weights;  // PanelLayout::rows
     std::array<Operands, kRowBlocks.size()> blocks;
     std::atomic<bool> taken{false};
   };
@@ -64,7 +65,7 @@ PanelKernel::~PanelKernel() = default;
 
 // The order of a kernel's additions depends on its shape, never on its data; so one row of random numbers, put at every
 // position of every block, shows which of them add in the same order.
-void PanelKernel::find_uniform(Dtype operands) {
+void PanelKernel::find_uniform(Dtype operands, PanelLayout layout) {
   State& s = *state_;
   uint32_t state = 1;
   auto random = [&] {
@@ -74,7 +75,13 @@ void PanelKernel::find_uniform(Dtype operands) {
   std::vector<float> weights(static_cast<size_t>(s.in * s.out));
   for (float& w : weights) w = random();
   Buffer packed(packed_bytes());
-  const memory panel = pack(weights.data(), packed.data());
+  memory panel;
+  if (layout == PanelLayout::packed) panel = pack(weights.data(), packed.data());
+  else
+    for (int64_t i = 0; i < s.in * s.out; ++i) store_float(operands, packed.data(), i, weights[i]);
+  auto multiply = [&](size_t block, const void* x, float* y) {
+    layout == PanelLayout::packed ? run(block, x, panel, y, 0) : run(block, x, packed.data(), y, 0);
+  };
 
   const size_t most = static_cast<size_t>(kRowBlocks.back()), row_bytes = static_cast<size_t>(s.in) * size_of(operands);
   std::vector<std::byte> x(most * row_bytes);
@@ -83,10 +90,10 @@ void PanelKernel::find_uniform(Dtype operands) {
 
   const size_t out = static_cast<size_t>(s.out);
   std::vector<float> alone(out), y(most * out);
-  run(0, x.data(), panel, alone.data(), 0);
+  multiply(0, x.data(), alone.data());
   auto same = [&](const float* a, const float* b) { return std::memcmp(a, b, out * sizeof(float)) == 0; };
   for (size_t block = 0; block < kRowBlocks.size(); ++block) {
-    run(block, x.data(), panel, y.data(), 0);
+    multiply(block, x.data(), y.data());
     s.block_uniform[block] = true;
     for (size_t r = 1; r < static_cast<size_t>(kRowBlocks[block]); ++r)
       s.block_uniform[block] = s.block_uniform[block] && same(&y[r * out], y.data());
@@ -94,11 +101,11 @@ void PanelKernel::find_uniform(Dtype operands) {
   }
 }
 
-const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
+const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands, PanelLayout layout) {
   static std::mutex mutex;
-  static std::map<std::tuple<int64_t, int64_t, Dtype>, std::unique_ptr<const PanelKernel>> kernels;
+  static std::map<std::tuple<int64_t, int64_t, Dtype, PanelLayout>, std::unique_ptr<const PanelKernel>> kernels;
   std::lock_guard lock(mutex);
-  auto& slot = kernels[{in, out, operands}];
+  auto& slot = kernels[{in, out, operands, layout}];
   if (slot) return *slot;
 
   const SerialOpenMp serial;
@@ -111,7 +118,8 @@ const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
     const auto type = operands == Dtype::bf16 ? memory::data_type::bf16 : memory::data_type::f32;
     dnnl::primitive_attr attributes;
     attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
-    s->weights = memory::desc({in, out}, type, memory::format_tag::any);
+    s->weights =
+        memory::desc({in, out}, type, layout == PanelLayout::packed ? memory::format_tag::any : memory::format_tag::ab);
     // The largest block chooses the layout; the others take it as it is.
     for (size_t block = kRowBlocks.size(); block-- > 0;) {
       const memory::desc x({kRowBlocks[block], in}, type, memory::format_tag::ab);
@@ -127,10 +135,12 @@ const PanelKernel& PanelKernel::get(int64_t in, int64_t out, Dtype operands) {
                              memory(scratchpad, engine(), nullptr)};
       }
     }
+    if (layout == PanelLayout::rows)
+      for (State::Set& set : s->sets) set.weights = memory(s->weights, engine(), nullptr);
     for (State::Set& set : s->sets)
       for (State::Operands& o : set.blocks) o.scratchpad.set_data_handle(set.scratch.data());
     std::unique_ptr<PanelKernel> kernel(new PanelKernel(std::move(s)));
-    kernel->find_uniform(operands);
+    kernel->find_uniform(operands, layout);
     slot = std::move(kernel);
   } catch (const dnnl::error& e) {
     throw DeviceError("project: oneDNN refused a product of in " + std::to_string(in) + ", out " + std::to_string(out) +
@@ -156,16 +166,27 @@ dnnl::memory PanelKernel::pack(const float* weights, std::byte* packed) const {
 }
 
 void PanelKernel::run(size_t block, const void* x, const dnnl::memory& packed, float* y, int slot) const {
+  execute(block, x, packed.get(), nullptr, y, slot);
+}
+
+void PanelKernel::run(size_t block, const void* x, const void* weights, float* y, int slot) const {
+  execute(block, x, nullptr, weights, y, slot);
+}
+
+// Weights come packed, or as rows that are bound here: the plain layout has no padding that binding would clear.
+void PanelKernel::execute(size_t block, const void* x, dnnl_memory_t packed, const void* rows, float* y,
+                          int slot) const {
   const SerialOpenMp serial;
   State::Set& set = state_->claim(slot);
   State::Operands& o = set.blocks[block];
   // The C interface: the C++ one takes its arguments in a map.
   const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, o.x.get()},
-                                  {DNNL_ARG_WEIGHTS, packed.get()},
+                                  {DNNL_ARG_WEIGHTS, rows ? set.weights.get() : packed},
                                   {DNNL_ARG_DST, o.y.get()},
                                   {DNNL_ARG_SCRATCHPAD, o.scratchpad.get()}};
   dnnl_status_t status = dnnl_memory_set_data_handle(o.x.get(), const_cast<void*>(x));
   if (status == dnnl_success) status = dnnl_memory_set_data_handle(o.y.get(), y);
+  if (status == dnnl_success && rows) status = dnnl_memory_set_data_handle(set.weights.get(), const_cast<void*>(rows));
   if (status == dnnl_success) status = dnnl_primitive_execute(state_->products[block].get(), set.stream.get(), 4, args);
   set.taken.store(false, std::memory_order_release);
   if (status != dnnl_success)

@@ -1,0 +1,200 @@
+// Weights that stay quantised in memory: a panel is dequantised into scratch a part at a time, just before its product.
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <iterator>
+#include <string>
+
+#include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/convert.hpp"
+#include "backend/cpu/core/target.hpp"
+#include "backend/cpu/project/linear.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cpu {
+namespace {
+
+// Inputs that are dequantised together: a panel of 256 columns then takes 512 KB in f32 and stays in a core's L2. A
+// multiple of mxfp4's group. The parts' sums are added in order.
+constexpr int64_t kPart = 512;
+static_assert(kPart % kMxGroup == 0);
+
+class QuantisedLinear final : public CpuLinear {
+ public:
+  QuantisedLinear(const QuantisedWeights& w, Dtype operands) {
+    heads = w.heads;
+    in = w.in;
+    out = w.out;
+    dtype = operands;
+    format = w.format;
+    native_bf16 = dtype == Dtype::bf16 && native_bf16_dot() && bf16_products();
+    panels_per_head = (out + kPanel - 1) / kPanel;
+    if (format == WeightFormat::fp8) {
+      block_rows = w.block_rows;
+      block_cols = w.block_cols;
+      scales_ = w.scales;
+    }
+    for (int64_t width : {std::min(kPanel, out), out - (panels_per_head - 1) * kPanel})
+      for (int64_t inputs : {std::min(kPart, in), in - (in - 1) / kPart * kPart})
+        kernels_[kernel(inputs, width)] =
+            &PanelKernel::get(inputs, width, native_bf16 ? Dtype::bf16 : Dtype::f32, PanelLayout::rows);
+    std::vector<const PanelKernel*> kernels;
+    std::copy_if(kernels_.begin(), kernels_.end(), std::back_inserter(kernels), [](const auto* k) { return k; });
+    use(kernels);
+    row_blocks_ = w.row_blocks();
+    col_blocks_ = w.col_blocks();
+    codes_ = Buffer(static_cast<size_t>(heads * code_bytes(out) * in));
+    exponents_ = Buffer(format == WeightFormat::mxfp4 ? static_cast<size_t>(heads * out * groups()) : 0);
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t p = 0; p < panels_per_head; ++p) lay_out(w, h, p);
+    bytes = codes_.size() + exponents_.size() + scales_.size() * sizeof(float);
+  }
+
+  size_t scratch() const override { return staged() + panel_bytes() + 2 * kProduct; }
+
+  static size_t most_scratch() {
+    return round_up(static_cast<size_t>(kMaxRows * kPart) * sizeof(float)) +
+           round_up(static_cast<size_t>(kPart * kPanel) * sizeof(float)) + 2 * kProduct;
+  }
+
+  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
+                const QuantizedWriter& quantized, std::byte* scratch, int slot) const override {
+    std::byte* weights = scratch + staged();
+    float* y = reinterpret_cast<float*>(weights + panel_bytes());
+    float* more = y + kMaxRows * kPanel;  // of a later part
+    for (int64_t p = first_panel; p < last_panel; ++p) {
+      const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
+      for (int64_t begin = 0; begin < in; begin += kPart) {
+        const int64_t count = std::min(kPart, in - begin);
+        // One part serves every panel.
+        if (in > kPart || p == first_panel) stage(a, head, rows, begin, count, scratch);
+        dequantise_part(head, p, begin, count, weights);
+        kernels_[kernel(count, width)]->run(rows.block, scratch, static_cast<const void*>(weights),
+                                            begin == 0 ? y : more, slot);
+        if (begin > 0)
+          for (int64_t i = 0; i < rows.rows * width; ++i) y[i] += more[i];
+      }
+      store(a, head, rows, first, width, quantized, y);
+    }
+  }
+
+ private:
+  static constexpr size_t kProduct = static_cast<size_t>(kMaxRows * kPanel) * sizeof(float);
+
+  int64_t groups() const { return (in + kMxGroup - 1) / kMxGroup; }
+  size_t staged() const { return round_up(static_cast<size_t>(kMaxRows * std::min(in, kPart)) * operand_bytes()); }
+  size_t panel_bytes() const {
+    return round_up(static_cast<size_t>(std::min(in, kPart) * std::min(out, kPanel)) * operand_bytes());
+  }
+  // Index of a part's kernel: the last panel and the last part may be smaller than the others.
+  size_t kernel(int64_t inputs, int64_t width) const {
+    return (width == std::min(kPanel, out) ? 0 : 2) + (inputs == std::min(kPart, in) ? 0 : 1);
+  }
+
+  // A panel's codes are [in][width]. Two mxfp4 codes share a byte: column c of the first half in the low nibble, its
+  // counterpart of the second half in the high one, so that both unpack to runs of neighbours.
+  int64_t code_bytes(int64_t columns) const {
+    if (format == WeightFormat::fp8) return columns;
+    const int64_t last = columns % kPanel;
+    return columns / kPanel * (kPanel / 2) + (last + 1) / 2;
+  }
+  const std::byte* codes(int64_t head, int64_t panel) const {
+    return codes_.data() + (head * code_bytes(out) + code_bytes(panel * kPanel)) * in;
+  }
+  const uint8_t* exponents(int64_t head, int64_t panel) const {
+    return exponents_.as<uint8_t>() + (head * out + panel * kPanel) * groups();
+  }
+
+  void lay_out(const QuantisedWeights& w, int64_t head, int64_t panel) {
+    const int64_t first = panel * kPanel, width = std::min(kPanel, out - first), row = code_bytes(width);
+    uint8_t* to = reinterpret_cast<uint8_t*>(const_cast<std::byte*>(codes(head, panel)));
+    auto code = [&](int64_t c, int64_t i) { return w.codes[(head * out + first + c) * in + i]; };
+    constexpr int64_t kTile = 64;  // inputs at a time: a transposition
+    for (int64_t begin = 0; begin < in; begin += kTile)
+      for (int64_t c = 0; c < row; ++c) {
+        const bool second = format == WeightFormat::mxfp4 && row + c < width;
+        for (int64_t i = begin; i < std::min(in, begin + kTile); ++i)
+          to[i * row + c] = static_cast<uint8_t>(code(c, i) | (second ? code(row + c, i) << 4 : 0));
+      }
+    if (format != WeightFormat::mxfp4) return;
+    uint8_t* exponent = const_cast<uint8_t*>(exponents(head, panel));
+    for (int64_t g = 0; g < groups(); ++g)
+      for (int64_t c = 0; c < width; ++c)  // a power of two: its exponent bits are its e8m0 code
+        exponent[g * width + c] =
+            static_cast<uint8_t>(std::bit_cast<uint32_t>(w.scale(head, first + c, g * kMxGroup)) >> 23);
+  }
+
+  // Inputs [begin, begin + count) of a panel as [count, width] in the operand dtype.
+  void dequantise_part(int64_t head, int64_t panel, int64_t begin, int64_t count, std::byte* to) const {
+    const int64_t first = panel * kPanel, width = std::min(kPanel, out - first), row = code_bytes(width);
+    const std::byte* from = codes(head, panel) + begin * row;
+    if (format == WeightFormat::fp8) return fp8_part(from, head, first, width, begin, count, to);
+    alignas(64) float values[kPanel], scale[kPanel];
+    for (int64_t i = 0; i < count; ++i, from += row, to += static_cast<size_t>(width) * operand_bytes()) {
+      if ((begin + i) % kMxGroup == 0) {
+        const uint8_t* exponent = exponents(head, panel) + (begin + i) / kMxGroup * width;
+        for (int64_t c = 0; c < width; ++c) scale[c] = e8m0_value(exponent[c]);
+      }
+      float* x = native_bf16 ? values : reinterpret_cast<float*>(to);
+      convert_e2m1(reinterpret_cast<const uint8_t*>(from), scale, x, width);
+      narrow(x, width, to);
+    }
+  }
+
+  // Block by block, so that a conversion's scale changes as seldom as it can.
+  void fp8_part(const std::byte* from, int64_t head, int64_t first, int64_t width, int64_t begin, int64_t count,
+                std::byte* to) const {
+    if (block_rows == 0) return fp8_codes(from, count * width, scales_[0], to);
+    const float* scales = scales_.data() + head * row_blocks_ * col_blocks_;
+    for (int64_t i = begin; i < begin + count;) {
+      const int64_t next = std::min(begin + count, (i / block_cols + 1) * block_cols);
+      for (int64_t c = first; c < first + width;) {
+        const int64_t end = std::min(first + width, (c / block_rows + 1) * block_rows);
+        for (int64_t r = i; r < next; ++r) {
+          const int64_t at = (r - begin) * width + c - first;
+          fp8_codes(from + at, end - c, scales[c / block_rows * col_blocks_ + i / block_cols],
+                    to + at * static_cast<int64_t>(operand_bytes()));
+        }
+        c = end;
+      }
+      i = next;
+    }
+  }
+  void fp8_codes(const std::byte* from, int64_t n, float scale, std::byte* to) const {
+    const auto* code = reinterpret_cast<const fp8_e4m3*>(from);
+    if (native_bf16) return convert_fp8_bf16(code, reinterpret_cast<bf16*>(to), n, scale);
+    convert(code, reinterpret_cast<float*>(to), n, scale);
+    narrow(reinterpret_cast<float*>(to), n, to);
+  }
+
+  // Rounds f32 values to the operands' dtype, to bf16 proper or in place to what is exact in it.
+  void narrow(const float* x, int64_t n, std::byte* to) const {
+    if (native_bf16) return convert(x, reinterpret_cast<bf16*>(to), n);
+    if (dtype == Dtype::bf16)
+      for (int64_t i = 0; i < n; ++i) reinterpret_cast<float*>(to)[i] = to_float(to_bf16(x[i]));
+  }
+
+  std::array<const PanelKernel*, 4> kernels_{};  // by kernel(); null where there is no such part
+  int64_t row_blocks_ = 1, col_blocks_ = 1;
+  std::vector<float> scales_;  // fp8
+  Buffer codes_, exponents_;
+};
+
+}  // namespace
+
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype) {
+  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
+    throw UnsupportedError("pack: dtype is " + std::string(to_string(dtype)) + "; f32 and bf16 are supported");
+  const int64_t elements = w.heads * w.out * w.in;
+  const int64_t scales = w.block_rows == 0 ? 1 : w.heads * w.row_blocks() * w.col_blocks();
+  if (w.format == WeightFormat::plain || w.heads < 1 || w.out < 1 || w.in < 1 ||
+      static_cast<int64_t>(w.codes.size()) != elements || static_cast<int64_t>(w.scales.size()) != scales)
+    throw ShapeError("pack: " + std::to_string(w.codes.size()) + " codes and " + std::to_string(w.scales.size()) +
+                     " scales in format " + std::string(to_string(w.format)) + ", expected " + std::to_string(w.heads) +
+                     " x " + std::to_string(w.out) + " x " + std::to_string(w.in) + " and " + std::to_string(scales));
+  return std::make_shared<QuantisedLinear>(w, dtype);
+}
+
+size_t quantised_scratch() { return QuantisedLinear::most_scratch(); }
+
+}  // namespace mla::cpu
