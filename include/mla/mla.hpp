@@ -12,6 +12,7 @@
 #include "mla/pages.hpp"
 #include "mla/plan.hpp"
 #include "mla/quant.hpp"
+#include "mla/quant_scales.hpp"
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
