@@ -37,15 +37,45 @@ std::string rotary_text(const ModelConfig& m) {
   return all;
 }
 
+// What the attention weights of layer 0 and of all layers take, by each way of preparing them.
+void print_weights(const ModelConfig& m) {
+  struct Choice {
+    const char* name;
+    Absorption absorption;
+    WeightFormat up;
+  };
+  std::printf("%-34s %12s %12s %12s\n", "weights prepared", "f32, a layer", "bf16, a layer", "bf16, all");
+  for (const Choice& c : {Choice{"runtime absorption", Absorption::runtime, WeightFormat::plain},
+                          Choice{"  W_UK, W_UV of its latent path fp8", Absorption::runtime, WeightFormat::fp8},
+                          Choice{"  the same mxfp4", Absorption::runtime, WeightFormat::mxfp4},
+                          Choice{"full absorption, latent path alone", Absorption::full, WeightFormat::plain},
+                          Choice{"  its products fp8", Absorption::full_fp8, WeightFormat::plain}}) {
+    auto bytes = [&](int64_t layer, Dtype t) {
+      return prepared_bytes(m, layer, {.dtype = t, .absorption = c.absorption, .up = c.up});
+    };
+    double all = 0;
+    for (int64_t l = 0; l < m.layers; ++l) all += bytes(l, Dtype::bf16);
+    std::printf("%-34s %8.1f MiB %8.1f MiB %8.2f GiB\n", c.name, bytes(0, Dtype::f32) / 1048576,
+                bytes(0, Dtype::bf16) / 1048576, all / 1073741824);
+  }
+}
+
 void print_config(const ModelConfig& m) {
   std::printf("model %s: hidden %s, layers %s, heads %s, query latent %s, latent %s, nope %s, rope %s, value %s\n",
               m.name.empty() ? "(unnamed)" : m.name.c_str(), text(m.hidden).c_str(), text(m.layers).c_str(),
               text(m.heads).c_str(), m.query_latent ? text(m.query_latent).c_str() : "none", text(m.latent).c_str(),
               text(m.nope).c_str(), text(m.rope).c_str(), text(m.value).c_str());
   std::printf("rotary %s\nsoftmax scale %.9g, rms eps %g\n", rotary_text(m).c_str(), m.softmax_scale(), m.rms_eps);
-  if (m.indexer)
-    std::printf("indexer heads %s, dim %s, top %s\n", text(m.indexer->heads).c_str(), text(m.indexer->dim).c_str(),
-                text(m.indexer->topk).c_str());
+  if (m.indexer) {
+    int64_t own = 0;
+    for (int64_t l = 0; l < m.layers; ++l) own += m.layer_has_indexer(l);
+    std::printf("indexer heads %s, dim %s, top %s, %s; %s\n", text(m.indexer->heads).c_str(),
+                text(m.indexer->dim).c_str(), text(m.indexer->topk).c_str(),
+                m.indexer->interleaved ? "interleaved" : "NeoX halves",
+                own == m.layers
+                    ? "every layer has its own"
+                    : (text(own) + " of " + text(m.layers) + " layers have their own, the others share it").c_str());
+  }
   if (m.fp8_block_rows > 0)
     std::printf("fp8 weights with block scales of %s x %s\n", text(m.fp8_block_rows).c_str(),
                 text(m.fp8_block_cols).c_str());
@@ -59,6 +89,7 @@ void print_config(const ModelConfig& m) {
     std::printf("cache %-10s %8.1f bytes a token and layer, %10.1f a token\n", std::string(to_string(f)).c_str(),
                 spec.token_bytes(), spec.token_bytes() * static_cast<double>(m.layers));
   }
+  print_weights(m);
 }
 
 void print_machine(int threads) {

@@ -54,6 +54,9 @@ double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostMod
 struct PlanOptions {
   PathPolicy path = PathPolicy::automatic;
   int64_t reorder_batch_threshold = 1;
+  /// For weights with full absorption (LayerWeights::absorbed()), which serve the latent path alone: automatic then
+  /// means latent, and a request that the policy puts on the expanded path is an UnsupportedError.
+  bool absorbed = false;
   SplitPolicy split = SplitPolicy::fast;
   /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).
   Dtype compute = Dtype::f32;

@@ -136,23 +136,68 @@ class Linear {
   size_t bytes = 0;                        ///< memory held
 };
 
+/// Where W_UK and W_UV go on the latent path.
+enum class Absorption : uint8_t {
+  runtime,   ///< each step multiplies queries by W_UK^T and outputs by W_UV; both paths are served
+  full,      ///< W_Q W_UK^T and W_UV W_O are multiplied out once; only the latent path is served
+  full_fp8,  ///< full, both products held as fp8: a scale for each block of the checkpoint's size, else for the tensor
+};
+std::string_view to_string(Absorption a);
+/// InputError listing the names when there is no such absorption.
+Absorption parse_absorption(std::string_view name);
+
+struct PrepareOptions {
+  Dtype dtype = Dtype::f32;  ///< of products: f32 or bf16
+  Absorption absorption = Absorption::runtime;
+  /// W_UK^T and W_UV of the latent path under runtime absorption; fp8 takes one scale for each of the two. Other than
+  /// plain with full absorption: UnsupportedError.
+  WeightFormat up = WeightFormat::plain;
+};
+
+/// The sparse indexer's weights (DeepSeek V3.2, GLM-5).
+struct IndexerWeights {
+  std::shared_ptr<const Linear> query;         ///< query latent -> Ni*Di
+  std::shared_ptr<const Linear> key;           ///< hidden -> Di
+  std::shared_ptr<const Linear> head_weights;  ///< hidden -> Ni
+  std::vector<float> key_norm, key_norm_bias;  ///< LayerNorm of keys [Di], eps 1e-6
+};
+
 /// What the paths need, on a device.
 struct LayerWeights {
   ModelConfig config;
-  Dtype dtype = Dtype::f32;                  ///< bf16: activations round to bf16 before each product; sums are f32
+  Dtype dtype = Dtype::f32;  ///< bf16: activations round to bf16 before each product; sums are f32
+  Absorption absorption = Absorption::runtime;
   std::shared_ptr<const Linear> query_down;  ///< hidden -> query latent; null without one
-  std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)
   std::shared_ptr<const Linear> kv_down;     ///< hidden -> L+R
+  std::vector<float> query_norm, kv_norm;
+  std::optional<IndexerWeights> indexer;  ///< of a layer that has its own
+
+  // Runtime absorption; null otherwise.
+  std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)
   std::shared_ptr<const Linear> kv_up;       ///< latent -> N*(P+V): the expanded path's keys and values in one product
   std::shared_ptr<const Linear> absorb_key;  ///< per head nope -> latent: W_UK^T
   std::shared_ptr<const Linear> value_up;    ///< per head latent -> value: W_UV
   std::shared_ptr<const Linear> output;      ///< N*V -> hidden
-  std::vector<float> query_norm, kv_norm;
+
+  // Full absorption; null otherwise.
+  std::shared_ptr<const Linear> absorbed_query;   ///< per head query latent (or hidden) -> latent: W_Q W_UK^T
+  std::shared_ptr<const Linear> query_rope;       ///< query latent (or hidden) -> N*R: W_QR; null without rope
+  std::shared_ptr<const Linear> absorbed_output;  ///< N*L -> hidden: W_UV W_O
+
+  bool absorbed() const { return absorption != Absorption::runtime; }
   size_t bytes() const;
 };
 
 /// Converts and lays out a layer's tensors for a device. dtype: f32 or bf16 (f16 checkpoints prepare to either).
-/// ShapeError naming tensor, found and expected shape; UnsupportedError for another dtype.
-LayerWeights prepare(const ModelConfig& config, const LayerTensors& tensors, Dtype dtype, Device device = {});
+/// ShapeError naming tensor, found and expected shape; UnsupportedError for another dtype; InputError naming a tensor
+/// that is to be quantised and holds NaN or infinity.
+LayerWeights prepare(const ModelConfig& config, const LayerTensors& tensors, const PrepareOptions& options,
+                     Device device = {});
+inline LayerWeights prepare(const ModelConfig& config, const LayerTensors& tensors, Dtype dtype, Device device = {}) {
+  return prepare(config, tensors, PrepareOptions{.dtype = dtype}, device);
+}
+
+/// Bytes of a layer's weights under options, as LayerWeights::bytes() without the padding of a backend's layout.
+double prepared_bytes(const ModelConfig& config, int64_t layer, const PrepareOptions& options);
 
 }  // namespace mla

@@ -26,6 +26,11 @@ class Walk {
     same("nope", w.nope, m.nope);
     same("rope", w.rope, m.rope);
     same("value", w.value, m.value);
+    if (c_.weights.absorbed() != plan_.options.absorbed)
+      throw UnsupportedError("layer: weights are prepared with absorption " +
+                             std::string(to_string(c_.weights.absorption)) + ", the plan is for " +
+                             (plan_.options.absorbed ? "fully absorbed ones" : "runtime absorption") +
+                             " (PlanOptions::absorbed)");
     ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
     ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
                        static_cast<int64_t>(plan_.requests.size()));
@@ -54,37 +59,15 @@ class Walk {
     const AnyView<Token, Head, In> h{
         hidden.dtype(), hidden.data(), {t, 1, m.hidden}, {hidden.stride<Token>(), 0, hidden.stride<Hidden>()}};
 
+    if (c_.weights.absorbed()) return absorbed_block(h, out);
+
     const View<float, Token, Head, QueryKey> q(at<float>("query"), {t, n, m.query_key()});
-    const AnyMutableView<Token, Head, Out> q_flat = flat(q.data(), t, n * m.query_key());
-    if (m.query_latent > 0) {
-      float* q_latent = at<float>("query_latent");
-      project("query_down", h, {}, *c_.weights.query_down, flat(q_latent, t, m.query_latent), {}, t);
-      const View<float, Token, In> rows(q_latent, {t, m.query_latent});
-      run("norm", ops::NormArgs{rows, c_.weights.query_norm, m.rms_eps, rows});
-      project("query", flat(q_latent, t, m.query_latent).read, {}, *c_.weights.query, q_flat, {}, t);
-    } else {
-      project("query", h, {}, *c_.weights.query, q_flat, {}, t);
-    }
-
-    float* kv = at<float>("kv");
-    project("kv_down", h, {}, *c_.weights.kv_down, flat(kv, t, m.entry()), {}, t);
-    const View<float, Token, In> kv_rows(kv, {t, m.latent}, {m.entry(), 1});
-    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm, m.rms_eps, kv_rows});
-
-    const View<float, Token, Latent> kv_c(kv, {t, m.latent}, {m.entry(), 1});
-    const View<float, Token, Rope> k_pe(kv + m.latent, {t, m.rope}, {m.entry(), 1});
-    run("rope_append", ops::RopeAppendArgs{.q_pe = rope_part(q),
-                                           .kv_c = kv_c,
-                                           .k_pe = k_pe,
-                                           .positions = plan_.positions,
-                                           .table = &c_.rotary,
-                                           .slots = c_.batch.slot_mapping,
-                                           .cache = c_.cache});
+    project("query", query_source(h), {}, *c_.weights.query, flat(q.data(), t, n * m.query_key()), {}, t);
+    const Rows rows = new_rows(h, rope_part(q));
 
     const View<float, Token, Head, Value> heads(at<float>("heads"), {t, n, m.value});
-    attention(q, kv_c, k_pe, heads);
-    project("output", flat(heads.data(), t, n * m.value).read, {}, *c_.weights.output,
-            {out.dtype(), out.data(), {t, 1, m.hidden}, {out.stride<Token>(), 0, out.stride<Hidden>()}}, {}, t);
+    attention(q, rows.kv_c, rows.k_pe, heads);
+    project("output", flat(heads.data(), t, n * m.value).read, {}, *c_.weights.output, hidden_rows(out), {}, t);
   }
 
   void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
@@ -123,6 +106,10 @@ class Walk {
   void require_inputs(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
                       View<const float, Token, Rope> k_pe) const {
     const ModelConfig& m = plan_.model;
+    if (c_.weights.absorbed())
+      throw UnsupportedError(
+          "layer: the attention form takes queries and gives values per head, weights with absorption " +
+          std::string(to_string(c_.weights.absorption)) + " know neither");
     ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
     ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
     ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
@@ -158,6 +145,11 @@ class Walk {
     return {q.data() + m.nope, {q.extent<Token>(), m.heads, m.rope}, q.strides()};
   }
 
+  AnyMutableView<Token, Head, Out> hidden_rows(AnyMutableView<Token, Hidden> out) const {
+    return {
+        out.dtype(), out.data(), {plan_.tokens, 1, plan_.model.hidden}, {out.stride<Token>(), 0, out.stride<Hidden>()}};
+  }
+
   template <class Args>
   void run(std::string_view name, const Args& args) {
     if (!c_.profile) return ops::run(stream_, args);
@@ -182,6 +174,42 @@ class Walk {
                                .scratch = scratch_});
   }
 
+  // Normed query latents, where the model has them: what queries are projected from.
+  AnyView<Token, Head, In> query_source(AnyView<Token, Head, In> hidden) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens;
+    if (m.query_latent == 0) return hidden;
+    float* q_latent = at<float>("query_latent");
+    project("query_down", hidden, {}, *c_.weights.query_down, flat(q_latent, t, m.query_latent), {}, t);
+    const View<float, Token, In> rows(q_latent, {t, m.query_latent});
+    run("norm", ops::NormArgs{rows, c_.weights.query_norm, m.rms_eps, rows});
+    return flat(q_latent, t, m.query_latent).read;
+  }
+
+  // The new tokens' cache rows, rotated and appended; q_pe is rotated with them.
+  struct Rows {
+    View<const float, Token, Latent> kv_c;
+    View<const float, Token, Rope> k_pe;
+  };
+  Rows new_rows(AnyView<Token, Head, In> hidden, View<float, Token, Head, Rope> q_pe) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens;
+    float* kv = at<float>("kv");
+    project("kv_down", hidden, {}, *c_.weights.kv_down, flat(kv, t, m.entry()), {}, t);
+    const View<float, Token, In> kv_rows(kv, {t, m.latent}, {m.entry(), 1});
+    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm, m.rms_eps, kv_rows});
+    const View<float, Token, Latent> kv_c(kv, {t, m.latent}, {m.entry(), 1});
+    const View<float, Token, Rope> k_pe(kv + m.latent, {t, m.rope}, {m.entry(), 1});
+    run("rope_append", ops::RopeAppendArgs{.q_pe = q_pe,
+                                           .kv_c = kv_c,
+                                           .k_pe = k_pe,
+                                           .positions = plan_.positions,
+                                           .table = &c_.rotary,
+                                           .slots = c_.batch.slot_mapping,
+                                           .cache = c_.cache});
+    return {kv_c, k_pe};
+  }
+
   void attention(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
                  View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
     if (!plan_.latent_tokens.empty()) latent_path(q, out);
@@ -191,22 +219,71 @@ class Walk {
   // Absorbed queries over the cache itself, then W_UV.
   void latent_path(View<const float, Token, Head, QueryKey> q, View<float, Token, Head, Value> out) {
     const ModelConfig& m = plan_.model;
-    const int64_t rows = static_cast<int64_t>(plan_.latent_tokens.size()), n = m.heads,
-                  width = plan_.cache.value_width();
-    const bool fp8 = plan_.options.fp8_query;
-    const Dtype staged = fp8 ? Dtype::f32 : plan_.options.compute;  // before quantisation
-    std::byte* query = at<std::byte>(fp8 ? "latent_query_f32" : "latent_query");
-    const AnyMutableView<Token, Head, Entry> entry(staged, query, {rows, n, m.entry()});
+    const int64_t rows = latent_rows(), n = m.heads;
+    const AnyMutableView<Token, Head, Entry> entry = staged_queries();
     project("absorb", {Dtype::f32, q.data(), {q.extent<Token>(), n, m.nope}, q.strides()}, plan_.latent_tokens,
-            *c_.weights.absorb_key, {staged, query, {rows, n, m.latent}, entry.strides()}, {}, rows);
-    if (m.rope > 0)
-      run("query_rope", ops::CastArgs{.x = {q.data() + m.nope, {q.extent<Token>(), n, m.rope}, q.strides()},
-                                      .x_rows = plan_.latent_tokens,
-                                      .y = {staged, entry.at(0, 0, m.latent), {rows, n, m.rope}, entry.strides()}});
+            *c_.weights.absorb_key, latent_part(entry), {}, rows);
+    place_rope({q.data() + m.nope, {q.extent<Token>(), n, m.rope}, q.strides()}, entry);
+    const View<float, Token, Head, Value> latent_out = attend_latent(entry);
+    project("value_up", {Dtype::f32, latent_out.data(), latent_out.extents(), latent_out.strides()}, {},
+            *c_.weights.value_up, {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
+            plan_.latent_tokens, rows, quantized_);
+  }
+
+  // The block form with W_Q W_UK^T and W_UV W_O: latent queries straight from the query source, hidden straight from
+  // latent outputs.
+  void absorbed_block(AnyView<Token, Head, In> hidden, AnyMutableView<Token, Hidden> out) {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens, n = m.heads, rows = latent_rows();
+    const AnyView<Token, Head, In> source = query_source(hidden);
+    const View<float, Token, Head, Rope> q_pe(at<float>("query"), {t, n, m.rope});
+    if (m.rope > 0) project("query_rope", source, {}, *c_.weights.query_rope, flat(q_pe.data(), t, n * m.rope), {}, t);
+    new_rows(hidden, q_pe);
+    if (rows == 0) return;
+
+    const AnyMutableView<Token, Head, Entry> entry = staged_queries();
+    const AnyView<Token, Head, In> shared{source.dtype(),
+                                          source.data(),
+                                          {source.extent<Token>(), n, source.extent<In>()},
+                                          {source.stride<Token>(), 0, source.stride<In>()}};
+    project("absorbed_query", shared, plan_.latent_tokens, *c_.weights.absorbed_query, latent_part(entry), {}, rows);
+    place_rope(q_pe, entry);
+    const View<float, Token, Head, Value> latent_out = attend_latent(entry);
+    project("absorbed_output", flat(latent_out.data(), rows, n * m.latent).read, {}, *c_.weights.absorbed_output,
+            hidden_rows(out), plan_.latent_tokens, rows);
+  }
+
+  int64_t latent_rows() const { return static_cast<int64_t>(plan_.latent_tokens.size()); }
+
+  // Latent queries before their quantisation: [latent | rope] per head.
+  AnyMutableView<Token, Head, Entry> staged_queries() const {
+    const bool fp8 = plan_.options.fp8_query;
+    return {fp8 ? Dtype::f32 : plan_.options.compute,
+            at<std::byte>(fp8 ? "latent_query_f32" : "latent_query"),
+            {latent_rows(), plan_.model.heads, plan_.model.entry()}};
+  }
+  AnyMutableView<Token, Head, Out> latent_part(AnyMutableView<Token, Head, Entry> entry) const {
+    return {entry.dtype(), entry.data(), {latent_rows(), plan_.model.heads, plan_.model.latent}, entry.strides()};
+  }
+  void place_rope(View<const float, Token, Head, Rope> q_pe, AnyMutableView<Token, Head, Entry> entry) {
+    const ModelConfig& m = plan_.model;
+    if (m.rope == 0) return;
+    run("query_rope",
+        ops::CastArgs{
+            .x = {q_pe.data(), q_pe.extents(), q_pe.strides()},
+            .x_rows = plan_.latent_tokens,
+            .y = {entry.dtype(), entry.at(0, 0, m.latent), {latent_rows(), m.heads, m.rope}, entry.strides()}});
+  }
+
+  // Staged queries over the cached rows; their quantisation first, where the plan asks for it. Splits are merged.
+  View<float, Token, Head, Value> attend_latent(AnyMutableView<Token, Head, Entry> entry) {
+    const ModelConfig& m = plan_.model;
+    const int64_t rows = latent_rows(), n = m.heads, width = plan_.cache.value_width();
+    const bool fp8 = plan_.options.fp8_query;
     AnyMutableView<Token, Head, Entry> latent_query = entry;
     if (fp8) {
       latent_query = {Dtype::fp8_e4m3, at<std::byte>("latent_query"), {rows, n, m.entry()}};
-      run("quantise_query", ops::CastArgs{.x = {reinterpret_cast<const float*>(query), {rows, n, m.entry()}},
+      run("quantise_query", ops::CastArgs{.x = {static_cast<const float*>(entry.data()), {rows, n, m.entry()}},
                                           .x_rows = {},
                                           .y = {Dtype::fp8_e4m3, latent_query.data(), {rows, n, m.entry()}},
                                           .scale = plan_.options.q_scale});
@@ -229,9 +306,7 @@ class Walk {
                                                .scratch = scratch_});
     if (!plan_.splits.empty())
       run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
-    project("value_up", {Dtype::f32, latent_out.data(), {rows, n, width}, latent_out.strides()}, {},
-            *c_.weights.value_up, {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
-            plan_.latent_tokens, rows, quantized_);
+    return latent_out;
   }
 
   // Keys and values of `rows` latent rows, in the compute dtype; the shared rope part keeps its own array.

@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "cache/format.hpp"
+#include "core/quantise.hpp"
 #include "mla/rotary.hpp"
 
 namespace mla::reference {
@@ -55,6 +56,7 @@ class Sequence {
   }
 
   void output(int64_t position, std::span<double> y) const {
+    if (!w_.absorbed_query.empty()) return absorbed_output(position, y);
     std::vector<T> q = query(position), heads(m_.heads * m_.value);
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::span<const T> q_h(q.data() + h * m_.query_key(), m_.query_key());
@@ -135,13 +137,17 @@ class Sequence {
       round_to<T>(r_.compute, std::span<T>(cached_.data() + t * m_.entry() + m_.latent, m_.rope));
   }
 
-  std::vector<T> query(int64_t position) const {
+  std::vector<T> query_source(int64_t position) const {
     std::vector<T> x = hidden_row(position);
     if (m_.query_latent > 0) {
       x = product(x, w_.query_down);
       norm(x, w_.query_norm);
     }
-    std::vector<T> q = product(x, w_.query);
+    return x;
+  }
+
+  std::vector<T> query(int64_t position) const {
+    std::vector<T> q = product(query_source(position), w_.query);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
     return q;
@@ -164,22 +170,43 @@ class Sequence {
     for (T& e : out) e /= sum;
   }
 
+  // Both projections as one map each, over the heads' outputs in the latent space.
+  void absorbed_output(int64_t position, std::span<double> y) const {
+    const int64_t latent = m_.heads * m_.latent;
+    const std::vector<T> q = query(position), latent_q = product(query_source(position), w_.absorbed_query);
+    std::vector<T> latents(latent), entry(m_.entry());
+    for (int64_t h = 0; h < m_.heads; ++h) {
+      std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());
+      std::copy_n(q.begin() + h * m_.query_key() + m_.nope, m_.rope, entry.begin() + m_.latent);
+      attend_latents(position, entry, std::span<T>(latents).subspan(h * m_.latent, m_.latent));
+    }
+    round_to<T>(r_.weights, latents);
+    for (int64_t o = 0; o < m_.hidden; ++o)
+      y[o] = static_cast<double>(dot<T>(latents.data(), w_.absorbed_output.data() + o * latent, latent));
+  }
+
   void latent_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
-    const float* w = w_.kv_up.data() + h * (m_.nope + m_.value) * m_.latent;  // P rows of W_UK, then V rows of W_UV
+    // P rows of W_UK, then V rows of W_UV
+    const float* w = (w_.latent_up.empty() ? w_.kv_up : w_.latent_up).data() + h * (m_.nope + m_.value) * m_.latent;
     std::vector<T> nope(q.begin(), q.begin() + m_.nope), entry(m_.entry()), latent(m_.latent);
     round_to<T>(r_.weights, nope);
     for (int64_t p = 0; p < m_.nope; ++p)
       for (int64_t l = 0; l < m_.latent; ++l) entry[l] += nope[p] * static_cast<T>(w[p * m_.latent + l]);
     std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
+    attend_latents(position, entry, latent);
+    round_to<T>(r_.weights, latent);
+    for (int64_t v = 0; v < m_.value; ++v) out[v] = dot<T>(latent.data(), w + (m_.nope + v) * m_.latent, m_.latent);
+  }
+
+  // One head's latent query [latent | rope] over the cached rows; latent becomes the weighted sum of their latents.
+  void attend_latents(int64_t position, std::span<T> entry, std::span<T> latent) const {
     if (r_.q_scale > 0)
       for (T& e : entry) e = to_float(to_fp8_e4m3(static_cast<float>(e) / r_.q_scale)) * r_.q_scale;
     else round_to<T>(r_.compute, entry);
     const T scale = static_cast<T>(m_.softmax_scale());
     softmax_sum(
         position + 1, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },
-        [&](int64_t j) { return &cached_[j * m_.entry()]; }, std::span<T>(latent));
-    round_to<T>(r_.weights, latent);
-    for (int64_t v = 0; v < m_.value; ++v) out[v] = dot<T>(latent.data(), w + (m_.nope + v) * m_.latent, m_.latent);
+        [&](int64_t j) { return &cached_[j * m_.entry()]; }, latent);
   }
 
   void expanded_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
@@ -208,6 +235,16 @@ class Sequence {
   std::vector<T> entries_, cached_, expanded_;
 };
 
+// Weights as a format holds them; rows and columns as in the matrix that is multiplied.
+std::vector<float> held(std::span<const float> w, int64_t heads, int64_t out, int64_t in, WeightFormat format,
+                        int64_t block_rows, int64_t block_cols, Dtype dtype) {
+  std::vector<float> x(w.begin(), w.end());
+  if (format != WeightFormat::plain)
+    x = dequantise(quantise(x, heads, out, in, format, block_rows, block_cols), Dtype::f32);
+  round_to<float>(dtype, x);
+  return x;
+}
+
 template <class T>
 std::vector<double> rows_of(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                             std::span<const int64_t> rows, const Rounding& rounding) {
@@ -234,6 +271,50 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
           .kv_norm = plain(tensors.kv_norm, false),
           .kv_up = plain(tensors.kv_up, true),
           .output = plain(tensors.output, true)};
+}
+
+Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o) {
+  Weights w = plain_weights(tensors, o.dtype);
+  const int64_t per_head = m.nope + m.value, l = m.latent, n = m.heads;
+  const std::vector<float> up = tensors.kv_up.to_f32();
+  if (o.absorption == Absorption::runtime && o.up != WeightFormat::plain) {
+    // W_UK^T [head, latent, nope] and W_UV [head, value, latent], each quantised by itself, and back to kv_up's rows.
+    std::vector<float> key, value;
+    for (int64_t h = 0; h < n; ++h) {
+      for (int64_t i = 0; i < l; ++i)
+        for (int64_t p = 0; p < m.nope; ++p) key.push_back(up[(h * per_head + p) * l + i]);
+      value.insert(value.end(), up.begin() + (h * per_head + m.nope) * l, up.begin() + (h + 1) * per_head * l);
+    }
+    key = held(key, n, l, m.nope, o.up, 0, 0, o.dtype);
+    value = held(value, n, m.value, l, o.up, 0, 0, o.dtype);
+    w.latent_up.resize(up.size());
+    for (int64_t h = 0; h < n; ++h) {
+      for (int64_t p = 0; p < m.nope; ++p)
+        for (int64_t i = 0; i < l; ++i) w.latent_up[(h * per_head + p) * l + i] = key[(h * l + i) * m.nope + p];
+      std::copy_n(value.begin() + h * m.value * l, m.value * l, w.latent_up.begin() + (h * per_head + m.nope) * l);
+    }
+  }
+  if (o.absorption == Absorption::runtime) return w;
+  const std::vector<float> query = tensors.query.to_f32(), output = tensors.output.to_f32();
+  const int64_t in = m.query_latent > 0 ? m.query_latent : m.hidden;
+  std::vector<float> q(static_cast<size_t>(n * l * in)), out(static_cast<size_t>(m.hidden * n * l));
+  for (int64_t h = 0; h < n; ++h)
+    for (int64_t i = 0; i < l; ++i)
+      for (int64_t p = 0; p < m.nope; ++p) {
+        const float key = up[(h * per_head + p) * l + i];
+        for (int64_t j = 0; j < in; ++j) q[(h * l + i) * in + j] += key * query[(h * m.query_key() + p) * in + j];
+      }
+  for (int64_t row = 0; row < m.hidden; ++row)
+    for (int64_t h = 0; h < n; ++h)
+      for (int64_t v = 0; v < m.value; ++v) {
+        const float weight = output[(row * n + h) * m.value + v];
+        const float* value = &up[(h * per_head + m.nope + v) * l];
+        for (int64_t i = 0; i < l; ++i) out[(row * n + h) * l + i] += weight * value[i];
+      }
+  const WeightFormat format = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
+  w.absorbed_query = held(q, n, l, in, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
+  w.absorbed_output = held(out, 1, m.hidden, n * l, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
+  return w;
 }
 
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,

@@ -18,8 +18,14 @@ namespace mla::reference {
 /// A layer's tensors as f32, rounded to the dtype they are prepared in.
 struct Weights {
   std::vector<float> query_down, query_norm, query, kv_down, kv_norm, kv_up, output;
+  std::vector<float> latent_up;  ///< kv_up as the latent path holds it, when that is quantised; else empty
+  /// W_Q W_UK^T [N*L, Lq or H] and W_UV W_O [H, N*L] of full absorption, which then take the place of their factors on
+  /// the latent path; else empty.
+  std::vector<float> absorbed_query, absorbed_output;
 };
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
+/// What prepare() makes of the tensors under these options, by plain loops.
+Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, const PrepareOptions& options);
 
 /// What a plain computation rounds.
 struct Rounding {

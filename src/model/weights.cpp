@@ -1,11 +1,14 @@
 #include "mla/weights.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "core/quantise.hpp"
 #include "mla/error.hpp"
 #include "model/text.hpp"
+#include "ops/run.hpp"
 
 namespace mla {
 namespace {
@@ -52,48 +55,209 @@ std::vector<float> HostTensor::to_f32() const {
   return out;
 }
 
+std::string_view to_string(Absorption a) {
+  return a == Absorption::runtime ? "runtime" : a == Absorption::full ? "full" : "full_fp8";
+}
+
+Absorption parse_absorption(std::string_view name) {
+  for (Absorption a : {Absorption::runtime, Absorption::full, Absorption::full_fp8})
+    if (name == to_string(a)) return a;
+  throw InputError("unknown absorption '" + std::string(name) + "'; known: runtime full full_fp8");
+}
+
 size_t LayerWeights::bytes() const {
   size_t total = (query_norm.size() + kv_norm.size()) * sizeof(float);
-  for (const auto* w : {&query_down, &query, &kv_down, &kv_up, &absorb_key, &value_up, &output})
-    if (*w) total += (*w)->bytes;
+  auto add = [&](const std::shared_ptr<const Linear>& w) { total += w ? w->bytes : 0; };
+  for (const auto* w : {&query_down, &query, &kv_down, &kv_up, &absorb_key, &value_up, &output, &absorbed_query,
+                        &query_rope, &absorbed_output})
+    add(*w);
+  if (indexer) {
+    for (const auto* w : {&indexer->query, &indexer->key, &indexer->head_weights}) add(*w);
+    total += (indexer->key_norm.size() + indexer->key_norm_bias.size()) * sizeof(float);
+  }
   return total;
 }
 
-LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, Dtype dtype, Device device) {
-  m.validate();
-  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
-    throw UnsupportedError("weights prepared in " + std::string(to_string(dtype)) + "; f32 and bf16 are supported");
-  const auto& backend = backend::backend(device);
-  auto linear = [&](const HostTensor& tensor, const char* role, int64_t out, int64_t in) {
-    return backend.pack(values(tensor, role, {out, in}), 1, out, in, dtype);
-  };
-  LayerWeights w;
-  w.config = m;
-  w.dtype = dtype;
-  if (m.query_latent > 0) {
-    w.query_down = linear(t.query_down, "query_down", m.query_latent, m.hidden);
-    w.query_norm = values(t.query_norm, "query_norm", {m.query_latent});
+namespace {
+
+class Preparation {
+ public:
+  Preparation(const ModelConfig& m, const LayerTensors& t, const PrepareOptions& o, Device device)
+      : m_(m), t_(t), o_(o), backend_(backend::backend(device)), stream_(pool_) {}
+
+  LayerWeights run() {
+    const int64_t query_in = m_.query_latent > 0 ? m_.query_latent : m_.hidden;
+    LayerWeights w;
+    w.config = m_;
+    w.dtype = o_.dtype;
+    w.absorption = o_.absorption;
+    if (m_.query_latent > 0) {
+      w.query_down = linear(t_.query_down, "query_down", m_.query_latent, m_.hidden);
+      w.query_norm = values(t_.query_norm, "query_norm", {m_.query_latent});
+    }
+    w.kv_down = linear(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
+    w.kv_norm = values(t_.kv_norm, "kv_norm", {m_.latent});
+    if (t_.indexer) w.indexer = indexer(*t_.indexer);
+
+    const std::vector<float> query = values(t_.query, "query", {m_.heads * m_.query_key(), query_in}),
+                             up = values(t_.kv_up, "kv_up", {m_.heads * (m_.nope + m_.value), m_.latent}),
+                             output = values(t_.output, "output", {m_.hidden, m_.heads * m_.value});
+    split(up);
+    if (w.absorbed()) {
+      absorbed(w, query, query_in, up, output);
+      return w;
+    }
+    w.query = backend_.pack(query, 1, m_.heads * m_.query_key(), query_in, o_.dtype);
+    w.output = backend_.pack(output, 1, m_.hidden, m_.heads * m_.value, o_.dtype);
+    w.kv_up = backend_.pack(up, 1, m_.heads * (m_.nope + m_.value), m_.latent, o_.dtype);
+    if (o_.up != WeightFormat::plain) finite(up, "kv_up", t_.kv_up.name);
+    w.absorb_key = pack(key_, m_.heads, m_.latent, m_.nope, o_.up, 0, 0);
+    w.value_up = pack(value_, m_.heads, m_.value, m_.latent, o_.up, 0, 0);
+    return w;
   }
-  w.query = linear(t.query, "query", m.heads * m.query_key(), m.query_latent > 0 ? m.query_latent : m.hidden);
-  w.kv_down = linear(t.kv_down, "kv_down", m.entry(), m.hidden);
-  w.kv_norm = values(t.kv_norm, "kv_norm", {m.latent});
-  w.output = linear(t.output, "output", m.hidden, m.heads * m.value);
+
+ private:
+  std::shared_ptr<const Linear> linear(const HostTensor& tensor, const char* role, int64_t out, int64_t in) const {
+    return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype);
+  }
+
+  std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in,
+                                     WeightFormat format, int64_t block_rows, int64_t block_cols) const {
+    if (format == WeightFormat::plain) return backend_.pack(w, heads, out, in, o_.dtype);
+    if (!backend_.pack_quantised)
+      throw UnsupportedError("prepare: backend " + std::string(backend_.name) + " holds no weights in " +
+                             std::string(to_string(format)));
+    return backend_.pack_quantised(quantise(w, heads, out, in, format, block_rows, block_cols), o_.dtype);
+  }
+
+  static void finite(std::span<const float> w, const std::string& role, const std::string& tensor) {
+    for (size_t i = 0; i < w.size(); ++i)
+      if (!std::isfinite(w[i]))
+        throw InputError("prepare: " + role + (tensor.empty() ? "" : " (" + printable(tensor) + ")") + " is " +
+                         std::to_string(w[i]) + " at element " + std::to_string(i) +
+                         ", weights to be quantised must be finite");
+  }
+
+  IndexerWeights indexer(const IndexerTensors& t) const {
+    if (!m_.indexer) throw ShapeError("prepare: tensors of an indexer are there, model " + m_.name + " has none");
+    const IndexerConfig& x = *m_.indexer;
+    return {.query = linear(t.query, "indexer query", x.heads * x.dim, m_.query_latent),
+            .key = linear(t.key, "indexer key", x.dim, m_.hidden),
+            .head_weights = linear(t.head_weights, "indexer head_weights", x.heads, m_.hidden),
+            .key_norm = values(t.key_norm, "indexer key_norm", {x.dim}),
+            .key_norm_bias = values(t.key_norm_bias, "indexer key_norm_bias", {x.dim})};
+  }
 
   // kv_up's rows are, per head, P rows of W_UK (a [P, L] block: the absorbed map's transpose) and V rows of W_UV ([V,
   // L]).
-  const std::vector<float> up = values(t.kv_up, "kv_up", {m.heads * (m.nope + m.value), m.latent});
-  w.kv_up = backend.pack(up, 1, m.heads * (m.nope + m.value), m.latent, dtype);
-  std::vector<float> key(static_cast<size_t>(m.heads * m.latent * m.nope)),
-      value(static_cast<size_t>(m.heads * m.value * m.latent));
-  for (int64_t h = 0; h < m.heads; ++h) {
-    const float* head = up.data() + h * (m.nope + m.value) * m.latent;
-    for (int64_t p = 0; p < m.nope; ++p)
-      for (int64_t l = 0; l < m.latent; ++l) key[(h * m.latent + l) * m.nope + p] = head[p * m.latent + l];
-    std::copy_n(head + m.nope * m.latent, m.value * m.latent, value.begin() + h * m.value * m.latent);
+  void split(std::span<const float> up) {
+    key_.resize(static_cast<size_t>(m_.heads * m_.latent * m_.nope));
+    value_.resize(static_cast<size_t>(m_.heads * m_.value * m_.latent));
+    for (int64_t h = 0; h < m_.heads; ++h) {
+      const float* head = up.data() + h * (m_.nope + m_.value) * m_.latent;
+      for (int64_t p = 0; p < m_.nope; ++p)
+        for (int64_t l = 0; l < m_.latent; ++l) key_[(h * m_.latent + l) * m_.nope + p] = head[p * m_.latent + l];
+      std::copy_n(head + m_.nope * m_.latent, m_.value * m_.latent, value_.begin() + h * m_.value * m_.latent);
+    }
   }
-  w.absorb_key = backend.pack(key, m.heads, m.latent, m.nope, dtype);
-  w.value_up = backend.pack(value, m.heads, m.value, m.latent, dtype);
-  return w;
+
+  // Both products of weights are products like any other: rows of one matrix as x, the other one packed. In f32.
+  void absorbed(LayerWeights& w, std::span<const float> query, int64_t query_in, std::span<const float> up,
+                std::span<const float> output) {
+    const bool fp8 = o_.absorption == Absorption::full_fp8;
+    if (fp8) {
+      finite(query, "query", t_.query.name);
+      finite(up, "kv_up", t_.kv_up.name);
+      finite(output, "output", t_.output.name);
+    }
+    const int64_t n = m_.heads, l = m_.latent, rows = m_.query_key();
+    // W_Q's unrotated rows of a head, transposed; its rotated rows of all heads.
+    std::vector<float> nope(static_cast<size_t>(n * query_in * m_.nope)), rope;
+    rope.reserve(static_cast<size_t>(n * m_.rope * query_in));
+    for (int64_t h = 0; h < n; ++h) {
+      const float* head = query.data() + h * rows * query_in;
+      for (int64_t p = 0; p < m_.nope; ++p)
+        for (int64_t q = 0; q < query_in; ++q) nope[(h * query_in + q) * m_.nope + p] = head[p * query_in + q];
+      rope.insert(rope.end(), head + m_.nope * query_in, head + rows * query_in);
+    }
+    if (m_.rope > 0) w.query_rope = backend_.pack(rope, 1, n * m_.rope, query_in, o_.dtype);
+
+    const WeightFormat format = fp8 ? WeightFormat::fp8 : WeightFormat::plain;
+    std::vector<float> product(static_cast<size_t>(n * l * query_in));  // [head, latent, query in]
+    multiply({key_.data(), {l, n, m_.nope}, {m_.nope, l * m_.nope, 1}}, nope, query_in,
+             {product.data(), {l, n, query_in}, {query_in, l * query_in, 1}});
+    if (fp8) finite(product, "W_Q W_UK^T", "");
+    w.absorbed_query = pack(product, n, l, query_in, format, m_.fp8_block_rows, m_.fp8_block_cols);
+
+    std::vector<float> value(value_.size());  // [head, latent, value]
+    for (int64_t h = 0; h < n; ++h)
+      for (int64_t v = 0; v < m_.value; ++v)
+        for (int64_t i = 0; i < l; ++i) value[(h * l + i) * m_.value + v] = value_[(h * m_.value + v) * l + i];
+    product.assign(static_cast<size_t>(m_.hidden * n * l), 0.0f);  // [hidden, head, latent]
+    multiply({output.data(), {m_.hidden, n, m_.value}}, value, l, {product.data(), {m_.hidden, n, l}});
+    if (fp8) finite(product, "W_UV W_O", "");
+    w.absorbed_output = pack(product, 1, m_.hidden, n * l, format, m_.fp8_block_rows, m_.fp8_block_cols);
+  }
+
+  void multiply(View<const float, Token, Head, In> x, std::span<const float> w, int64_t out,
+                View<float, Token, Head, Out> y) {
+    const auto packed = backend_.pack(w, x.extent<Head>(), out, x.extent<In>(), Dtype::f32);
+    const size_t scratch = backend_.scratch_per_worker({.heads = m_.heads, .hidden = x.extent<In>()});
+    const Buffer memory(scratch);
+    ops::run(stream_, ops::ProjectArgs{.x = x,
+                                       .x_rows = {},
+                                       .weights = packed.get(),
+                                       .y = y,
+                                       .y_rows = {},
+                                       .rows = x.extent<Token>(),
+                                       .scratch = {memory.data(), scratch}});
+  }
+
+  const ModelConfig& m_;
+  const LayerTensors& t_;
+  PrepareOptions o_;
+  const backend::Backend& backend_;
+  ThreadPool pool_{1};
+  Stream stream_;
+  std::vector<float> key_, value_;  // W_UK^T [head, latent, nope], W_UV [head, value, latent]
+};
+
+}  // namespace
+
+LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, const PrepareOptions& o, Device device) {
+  m.validate();
+  if (o.dtype != Dtype::f32 && o.dtype != Dtype::bf16)
+    throw UnsupportedError("weights prepared in " + std::string(to_string(o.dtype)) + "; f32 and bf16 are supported");
+  if (o.absorption != Absorption::runtime && o.up != WeightFormat::plain)
+    throw UnsupportedError("prepare: W_UK and W_UV in " + std::string(to_string(o.up)) + " with absorption " +
+                           std::string(to_string(o.absorption)) + ", which holds neither");
+  return Preparation(m, t, o, device).run();
+}
+
+double prepared_bytes(const ModelConfig& m, int64_t layer, const PrepareOptions& o) {
+  const int64_t query_in = m.query_latent > 0 ? m.query_latent : m.hidden;
+  double total = 4.0 * static_cast<double>(m.query_latent + m.latent);
+  auto plain = [&](int64_t out, int64_t in) { total += weight_bytes(WeightFormat::plain, o.dtype, 1, out, in); };
+  if (m.query_latent > 0) plain(m.query_latent, m.hidden);
+  plain(m.entry(), m.hidden);
+  if (m.layer_has_indexer(layer)) {
+    const IndexerConfig& x = *m.indexer;
+    plain(x.heads * x.dim, m.query_latent);
+    plain(x.dim, m.hidden);
+    plain(x.heads, m.hidden);
+    total += 8.0 * static_cast<double>(x.dim);
+  }
+  if (o.absorption == Absorption::runtime) {
+    plain(m.heads * m.query_key(), query_in);
+    plain(m.heads * (m.nope + m.value), m.latent);
+    plain(m.hidden, m.heads * m.value);
+    return total + weight_bytes(o.up, o.dtype, m.heads, m.latent, m.nope) +
+           weight_bytes(o.up, o.dtype, m.heads, m.value, m.latent);
+  }
+  plain(m.heads * m.rope, query_in);
+  const WeightFormat f = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
+  return total + weight_bytes(f, o.dtype, m.heads, m.latent, query_in, m.fp8_block_rows, m.fp8_block_cols) +
+         weight_bytes(f, o.dtype, 1, m.hidden, m.heads * m.latent, m.fp8_block_rows, m.fp8_block_cols);
 }
 
 }  // namespace mla

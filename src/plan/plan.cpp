@@ -32,6 +32,9 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   OutputSpec format = o.output;
   format.scale = format.global_scale = 1;  // not the plan's
   format.validate();
+  if (o.absorbed && o.output.kind != OutputKind::none)
+    throw UnsupportedError("plan: output " + to_string(o.output) +
+                           " is the attention form's, fully absorbed weights serve the block form alone");
   auto require = [](const char* what, int64_t found, int64_t least) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (found < least || found > kMost)
@@ -51,6 +54,7 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
     case PathPolicy::by_length: return new_tokens <= p.options.reorder_batch_threshold ? Path::latent : Path::expanded;
     case PathPolicy::automatic: break;
   }
+  if (p.options.absorbed) return Path::latent;
   auto cost = [&](Path path) { return path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context); };
   return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
 }
@@ -115,6 +119,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
                               .context = static_cast<int32_t>(batch.context_len(r))};
     p.requests.push_back(request);
     const bool expanded = request.path == Path::expanded;
+    if (expanded && options.absorbed)
+      throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
+                             " new tokens takes the expanded path by policy " + std::string(to_string(options.path)) +
+                             ", fully absorbed weights serve the latent path alone");
     if (expanded && request.query_len > 0)
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,

@@ -18,7 +18,7 @@ namespace planning {
 void place_output(Plan& plan) {
   const bool quantised = plan.options.output.kind != OutputKind::none;
   plan.fused_output = quantised && plan.options.output.groups_within(plan.model.value);
-  plan.head_rows = plan.tokens;
+  plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
   if (!plan.fused_output) return;
   // Only rows that context is merged into are still f32 between two calls.
   plan.head_rows = 0;
@@ -46,9 +46,10 @@ void lay_out_workspace(Plan& plan) {
                key_rows = std::max(plan.expanded_tokens.size(), context_rows);
   const size_t compute = size_of(o.compute);
 
-  // The block form's own: a quantised output belongs to the attention form.
+  // The block form's own: a quantised output belongs to the attention form. Fully absorbed weights give latent queries:
+  // of a head's query only the rotated part is its own.
   const size_t block = o.output.kind == OutputKind::none ? t : 0;
-  add("query", block * n * static_cast<size_t>(m.query_key()) * f);
+  add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * f);
   add("query_latent", block * static_cast<size_t>(m.query_latent) * f);
   add("kv", block * entry * f);
   add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
@@ -61,7 +62,7 @@ void lay_out_workspace(Plan& plan) {
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
   add("context", context_rows * entry * f);
   add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * f);
-  add("heads_lse", t * n * f);
+  add("heads_lse", o.absorbed ? 0 : t * n * f);
   add("scratch", static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
   plan.workspace_bytes = end;
 }

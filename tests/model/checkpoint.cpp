@@ -196,6 +196,9 @@ TEST_F(IndexerFolder, ReadWhereALayerHasItsOwn) {
   EXPECT_EQ(t.indexer->key_norm_bias.to_f32()[15], 15);
   EXPECT_EQ(t.indexer->head_weights.shape, (std::vector<int64_t>{9, 48}));
   EXPECT_FALSE(c.layer(1).indexer);
+  const LayerWeights w = prepare(c.config(), t, Dtype::f32);
+  EXPECT_EQ(w.indexer->query->out, 144);
+  EXPECT_FALSE(prepare(c.config(), c.layer(1), Dtype::f32).indexer);
 }
 
 TEST_F(IndexerFolder, MissingAndMisshapedTensorsAreNamed) {
