@@ -216,6 +216,31 @@ TEST_F(Command, InfoShowsMachineModelsAndFormats) {
     EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
 }
 
+TEST_F(Command, InfoShowsWhatEachWayOfPreparingTakes) {
+  const Outcome o = mla("info deepseek-v3.2");
+  EXPECT_EQ(o.status, 0) << o.err;
+  for (const char* s : {"indexer heads 64, dim 128, top 2048, NeoX halves; every layer has its own",
+                        "runtime absorption", "fp8", "mxfp4", "full absorption", "GiB"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+  const fs::path shared = write(
+      "config.json",
+      R"({"model_type":"glm_moe_dsa","hidden_size":8,"num_hidden_layers":4,"num_attention_heads":2,"q_lora_rank":6,)"
+      R"("kv_lora_rank":6,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":3,"index_n_heads":2,"index_head_dim":4,)"
+      R"("index_topk":5,"indexer_rope_interleave":true,"indexer_types":["full","shared","shared","full"]})");
+  const Outcome s = mla("info " + shared.string());
+  EXPECT_EQ(s.status, 0) << s.err;
+  EXPECT_NE(s.out.find("interleaved; 2 of 4 layers have their own, the others share it"), std::string::npos) << s.out;
+}
+
+TEST_F(Command, BenchMeasuresQuantisedWeights) {
+  for (const char* weights : {"fp8 --weight-block 16", "mxfp4"}) {
+    const Outcome o =
+        mla("bench project --requests 4 --in 64 --out 48 --rounds 4 --min-time 0.01 --weights " + std::string(weights));
+    EXPECT_EQ(o.status, 0) << o.out << o.err;
+  }
+  expect_bad("bench project --in 64 --weights int3", {"'int3'", "plain", "mxfp4"});
+}
+
 TEST_F(Command, InfoShowsACheckpoint) {
   Outcome o = mla("info " + checkpoint(true).string());
   EXPECT_EQ(o.status, 0) << o.out << o.err;

@@ -39,11 +39,13 @@ class CpuLinear : public Linear {
  protected:
   /// Sets what depends on the kernels that the products will run.
   void use(std::span<const PanelKernel* const> kernels);
-  /// Columns [begin, begin + count) of x's rows, dense, in the operand dtype; missing rows are zero.
-  void stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t begin, int64_t count,
+  /// Columns [begin, begin + count) of x's rows, in the operand dtype, `pitch` elements apart; the rest is zero,
+  /// missing rows too.
+  void stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t begin, int64_t count, int64_t pitch,
              std::byte* to) const;
-  /// Stores a dense [rows, width] product as columns [first, first + width) of y, or of the quantised output.
-  void store(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t first, int64_t width,
+  /// Stores a product's rows, `pitch` elements apart, as columns [first, first + width) of y, or of the quantised
+  /// output.
+  void store(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t first, int64_t width, int64_t pitch,
              const QuantizedWriter& quantized, const float* from) const;
 };
 

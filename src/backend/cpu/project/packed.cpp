@@ -43,17 +43,17 @@ struct PackedLinear final : CpuLinear {
                        a.x.dtype() == (native_bf16 ? Dtype::bf16 : Dtype::f32) && (native_bf16 || dtype == Dtype::f32);
     const void* x = scratch;
     if (dense && rows.rows == rows.padded()) x = a.x.at(rows.first, head, 0);
-    else if (parts == 1) stage(a, head, rows, 0, in, scratch);
+    else if (parts == 1) stage(a, head, rows, 0, in, in, scratch);
     for (int64_t p = first_panel; p < last_panel; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
       for (int64_t part = 0; part < parts; ++part) {
-        if (parts > 1) stage(a, head, rows, part * kMostInputs, part_inputs(part), scratch);
+        if (parts > 1) stage(a, head, rows, part * kMostInputs, part_inputs(part), part_inputs(part), scratch);
         const Panel& panel = panels[(head * panels_per_head + p) * parts + part];
         panel.kernel->run(rows.block, x, panel.packed, part == 0 ? y : more, slot);
         if (part > 0)
           for (int64_t i = 0; i < rows.rows * width; ++i) y[i] += more[i];
       }
-      store(a, head, rows, first, width, quantized, y);
+      store(a, head, rows, first, width, width, quantized, y);
     }
   }
 };

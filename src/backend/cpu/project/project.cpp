@@ -28,14 +28,15 @@ void CpuLinear::use(std::span<const PanelKernel* const> kernels) {
 }
 
 void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t begin, int64_t count,
-                      std::byte* to) const {
-  const size_t row_bytes = static_cast<size_t>(count) * operand_bytes();
+                      int64_t pitch, std::byte* to) const {
+  const size_t used = static_cast<size_t>(count) * operand_bytes(),
+               row_bytes = static_cast<size_t>(pitch) * operand_bytes();
   for (int64_t r = 0; r < rows.rows; ++r) {
     const int64_t row = a.x_rows.empty() ? rows.first + r : a.x_rows[rows.first + r];
     const void* x = a.x.at(row, head, begin);
     std::byte* y = to + static_cast<size_t>(r) * row_bytes;
     if (native_bf16) {
-      if (a.x.dtype() == Dtype::bf16) std::memcpy(y, x, row_bytes);
+      if (a.x.dtype() == Dtype::bf16) std::memcpy(y, x, used);
       else convert(static_cast<const float*>(x), reinterpret_cast<bf16*>(y), count);
     } else if (a.x.dtype() == Dtype::bf16) {
       convert(static_cast<const bf16*>(x), reinterpret_cast<float*>(y), count);
@@ -43,22 +44,23 @@ void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& r
       for (int64_t i = 0; i < count; ++i)
         reinterpret_cast<float*>(y)[i] = to_float(to_bf16(static_cast<const float*>(x)[i]));
     } else {
-      std::memcpy(y, x, row_bytes);
+      std::memcpy(y, x, used);
     }
+    std::memset(y + used, 0, row_bytes - used);
   }
   std::memset(to + static_cast<size_t>(rows.rows) * row_bytes, 0,
               static_cast<size_t>(rows.padded() - rows.rows) * row_bytes);
 }
 
 void CpuLinear::store(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t first, int64_t width,
-                      const QuantizedWriter& quantized, const float* from) const {
+                      int64_t pitch, const QuantizedWriter& quantized, const float* from) const {
   if (quantized)
     return quantized.write(rows.first, a.y_rows.empty() ? nullptr : a.y_rows.data() + rows.first, rows.rows,
-                           head * out + first, from, width, width);
+                           head * out + first, from, pitch, width);
   for (int64_t r = 0; r < rows.rows; ++r) {
     void* y = a.y.at(a.y_rows.empty() ? rows.first + r : a.y_rows[rows.first + r], head, first);
-    if (a.y.dtype() == Dtype::bf16) convert(from + r * width, static_cast<bf16*>(y), width);
-    else std::memcpy(y, from + r * width, static_cast<size_t>(width) * sizeof(float));
+    if (a.y.dtype() == Dtype::bf16) convert(from + r * pitch, static_cast<bf16*>(y), width);
+    else std::memcpy(y, from + r * pitch, static_cast<size_t>(width) * sizeof(float));
   }
 }
 

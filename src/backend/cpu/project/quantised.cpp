@@ -1,4 +1,5 @@
-// Weights that stay quantised in memory: a panel is dequantised into scratch a part at a time, just before its product.
+// Weights that stay quantised in memory and are dequantised into scratch a part at a time, just before its product:
+// by oneDNN in f32, or by the dot products of tile_bf16.
 #include <algorithm>
 #include <bit>
 #include <cstring>
@@ -9,6 +10,7 @@
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "backend/cpu/project/linear.hpp"
+#include "backend/cpu/project/tile_bf16.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
@@ -27,7 +29,6 @@ class QuantisedLinear final : public CpuLinear {
     out = w.out;
     dtype = operands;
     format = w.format;
-    native_bf16 = dtype == Dtype::bf16 && native_bf16_dot() && bf16_products();
     panels_per_head = (out + kPanel - 1) / kPanel;
     if (format == WeightFormat::fp8) {
       block_rows = w.block_rows;
@@ -36,8 +37,7 @@ class QuantisedLinear final : public CpuLinear {
     }
     for (int64_t width : {std::min(kPanel, out), out - (panels_per_head - 1) * kPanel})
       for (int64_t inputs : {std::min(kPart, in), in - (in - 1) / kPart * kPart})
-        kernels_[kernel(inputs, width)] =
-            &PanelKernel::get(inputs, width, native_bf16 ? Dtype::bf16 : Dtype::f32, PanelLayout::rows);
+        kernels_[kernel(inputs, width)] = &PanelKernel::get(inputs, width, Dtype::f32, PanelLayout::rows);
     std::vector<const PanelKernel*> kernels;
     std::copy_if(kernels_.begin(), kernels_.end(), std::back_inserter(kernels), [](const auto* k) { return k; });
     use(kernels);
@@ -67,14 +67,14 @@ class QuantisedLinear final : public CpuLinear {
       for (int64_t begin = 0; begin < in; begin += kPart) {
         const int64_t count = std::min(kPart, in - begin);
         // One part serves every panel.
-        if (in > kPart || p == first_panel) stage(a, head, rows, begin, count, scratch);
+        if (in > kPart || p == first_panel) stage(a, head, rows, begin, count, count, scratch);
         dequantise_part(head, p, begin, count, weights);
         kernels_[kernel(count, width)]->run(rows.block, scratch, static_cast<const void*>(weights),
                                             begin == 0 ? y : more, slot);
         if (begin > 0)
           for (int64_t i = 0; i < rows.rows * width; ++i) y[i] += more[i];
       }
-      store(a, head, rows, first, width, quantized, y);
+      store(a, head, rows, first, width, width, quantized, y);
     }
   }
 
@@ -129,15 +129,15 @@ class QuantisedLinear final : public CpuLinear {
     const int64_t first = panel * kPanel, width = std::min(kPanel, out - first), row = code_bytes(width);
     const std::byte* from = codes(head, panel) + begin * row;
     if (format == WeightFormat::fp8) return fp8_part(from, head, first, width, begin, count, to);
-    alignas(64) float values[kPanel], scale[kPanel];
+    alignas(64) float scale[kPanel];
     for (int64_t i = 0; i < count; ++i, from += row, to += static_cast<size_t>(width) * operand_bytes()) {
       if ((begin + i) % kMxGroup == 0) {
         const uint8_t* exponent = exponents(head, panel) + (begin + i) / kMxGroup * width;
         for (int64_t c = 0; c < width; ++c) scale[c] = e8m0_value(exponent[c]);
       }
-      float* x = native_bf16 ? values : reinterpret_cast<float*>(to);
-      convert_e2m1(reinterpret_cast<const uint8_t*>(from), scale, x, width);
-      narrow(x, width, to);
+      float* values = reinterpret_cast<float*>(to);
+      convert_e2m1(reinterpret_cast<const uint8_t*>(from), scale, values, width);
+      narrow(values, width);
     }
   }
 
@@ -161,20 +161,139 @@ class QuantisedLinear final : public CpuLinear {
     }
   }
   void fp8_codes(const std::byte* from, int64_t n, float scale, std::byte* to) const {
-    const auto* code = reinterpret_cast<const fp8_e4m3*>(from);
-    if (native_bf16) return convert_fp8_bf16(code, reinterpret_cast<bf16*>(to), n, scale);
-    convert(code, reinterpret_cast<float*>(to), n, scale);
-    narrow(reinterpret_cast<float*>(to), n, to);
+    float* values = reinterpret_cast<float*>(to);
+    convert(reinterpret_cast<const fp8_e4m3*>(from), values, n, scale);
+    narrow(values, n);
   }
 
-  // Rounds f32 values to the operands' dtype, to bf16 proper or in place to what is exact in it.
-  void narrow(const float* x, int64_t n, std::byte* to) const {
-    if (native_bf16) return convert(x, reinterpret_cast<bf16*>(to), n);
+  // Rounds values to what is exact in the operands' dtype.
+  void narrow(float* x, int64_t n) const {
     if (dtype == Dtype::bf16)
-      for (int64_t i = 0; i < n; ++i) reinterpret_cast<float*>(to)[i] = to_float(to_bf16(x[i]));
+      for (int64_t i = 0; i < n; ++i) x[i] = to_float(to_bf16(x[i]));
   }
 
   std::array<const PanelKernel*, 4> kernels_{};  // by kernel(); null where there is no such part
+  int64_t row_blocks_ = 1, col_blocks_ = 1;
+  std::vector<float> scales_;  // fp8
+  Buffer codes_, exponents_;
+};
+
+// With AVX-512 BF16: codes are turned into dot products' operands 64 columns at a time and used at once, from L1.
+class NativeQuantisedLinear final : public CpuLinear {
+ public:
+  explicit NativeQuantisedLinear(const QuantisedWeights& w) {
+    heads = w.heads;
+    in = w.in;
+    out = w.out;
+    dtype = Dtype::bf16;
+    format = w.format;
+    native_bf16 = true;
+    panels_per_head = (out + kPanel - 1) / kPanel;
+    if (format == WeightFormat::fp8) {
+      block_rows = w.block_rows;
+      block_cols = w.block_cols;
+      scales_ = w.scales;
+    }
+    row_blocks_ = w.row_blocks();
+    col_blocks_ = w.col_blocks();
+    codes_ = Buffer(static_cast<size_t>(heads * tiles() * tile_bytes()));
+    exponents_ =
+        Buffer(format == WeightFormat::mxfp4 ? static_cast<size_t>(heads * tiles() * groups() * kTileColumns) : 0);
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t t = 0; t < tiles(); ++t) lay_out(w, h, t);
+    bytes = codes_.size() + exponents_.size() + scales_.size() * sizeof(float);
+  }
+
+  size_t scratch() const override { return kStaged + kTile + kSums; }
+
+  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
+                const QuantizedWriter& quantized, std::byte* scratch, int) const override {
+    const bf16* x = reinterpret_cast<const bf16*>(scratch);
+    bf16* tile = reinterpret_cast<bf16*>(scratch + kStaged);
+    float* sums = reinterpret_cast<float*>(scratch + kStaged + kTile);
+    const RowBlock exact{rows.first, rows.rows, rows.block};
+    for (int64_t p = first_panel; p < last_panel; ++p) {
+      const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
+      for (int64_t begin = 0; begin < in; begin += kPart) {
+        const int64_t end = std::min(in, begin + kPart), pitch = (end - begin + 1) / 2 * 2;
+        // One part serves every panel.
+        if (in > kPart || p == first_panel) stage(a, head, exact, begin, end - begin, pitch, scratch);
+        for (int64_t c = 0; c < width; c += kTileColumns)
+          for (int64_t i = begin; i < end;) {
+            const int64_t next = std::min(end, next_input(i));
+            const int64_t pairs = (next - i + 1) / 2;
+            alignas(64) float scale[kTileColumns];
+            dequantise_tile(head, first + c, i, pairs, tile, scale);
+            tile_product(x + i - begin, pitch, rows.rows, tile, pairs, format == WeightFormat::mxfp4 ? scale : nullptr,
+                         sums + c, kPanel, i > 0);
+            i = next;
+          }
+      }
+      store(a, head, rows, first, width, kPanel, quantized, sums);
+    }
+  }
+
+ private:
+  static constexpr int64_t kInputs = 128;  // of a tile: 16 KB
+  static constexpr size_t kStaged = static_cast<size_t>(kMaxRows * kPart) * sizeof(bf16),
+                          kTile = static_cast<size_t>(kInputs * kTileColumns) * sizeof(bf16),
+                          kSums = static_cast<size_t>(kMaxRows * kPanel) * sizeof(float);
+
+  int64_t tiles() const { return (out + kTileColumns - 1) / kTileColumns; }
+  int64_t pairs() const { return (in + 1) / 2; }
+  int64_t groups() const { return (in + kMxGroup - 1) / kMxGroup; }
+  int64_t pair_bytes() const { return format == WeightFormat::fp8 ? 2 * kTileColumns : kTileColumns; }
+  int64_t tile_bytes() const { return pairs() * pair_bytes(); }
+  // A tile's columns have one fp8 scale.
+  bool one_scale() const { return block_rows == 0 || (block_rows % kTileColumns == 0 && block_cols % 2 == 0); }
+
+  // Where the inputs of the tile that begins at i end: with their scales.
+  int64_t next_input(int64_t i) const {
+    if (format == WeightFormat::mxfp4) return (i / kMxGroup + 1) * kMxGroup;
+    const int64_t next = (i / kInputs + 1) * kInputs;
+    return block_rows > 0 && one_scale() ? std::min(next, (i / block_cols + 1) * block_cols) : next;
+  }
+
+  void lay_out(const QuantisedWeights& w, int64_t head, int64_t tile) {
+    const int64_t first = tile * kTileColumns, width = std::min(kTileColumns, out - first);
+    uint8_t* to = codes_.as<uint8_t>() + (head * tiles() + tile) * tile_bytes();
+    for (int64_t c = 0; c < width; ++c) {
+      const uint8_t* from = w.codes.data() + (head * out + first + c) * in;
+      for (int64_t i = 0; i < in; ++i) {
+        if (format == WeightFormat::fp8) to[(i / 2 * kTileColumns + c) * 2 + i % 2] = from[i];
+        else to[i / 2 * kTileColumns + c] |= static_cast<uint8_t>(from[i] << (i % 2 * 4));
+      }
+      if (format != WeightFormat::mxfp4) continue;
+      uint8_t* exponent = exponents_.as<uint8_t>() + (head * tiles() + tile) * groups() * kTileColumns;
+      for (int64_t g = 0; g < groups(); ++g)  // a power of two: its exponent bits are its e8m0 code
+        exponent[g * kTileColumns + c] =
+            static_cast<uint8_t>(std::bit_cast<uint32_t>(w.scale(head, first + c, g * kMxGroup)) >> 23);
+    }
+  }
+
+  // Pairs of inputs from `input` on, of 64 columns from `column` on.
+  void dequantise_tile(int64_t head, int64_t column, int64_t input, int64_t count, bf16* tile, float* scale) const {
+    const int64_t t = head * tiles() + column / kTileColumns;
+    const uint8_t* codes = codes_.as<uint8_t>() + t * tile_bytes() + input / 2 * pair_bytes();
+    if (format == WeightFormat::mxfp4) {
+      const uint8_t* exponent = exponents_.as<uint8_t>() + (t * groups() + input / kMxGroup) * kTileColumns;
+      for (int64_t c = 0; c < kTileColumns; ++c) scale[c] = e8m0_value(exponent[c]);
+      return e2m1_tile(codes, count, tile);
+    }
+    const float* scales = scales_.data() + (block_rows == 0 ? 0 : head * row_blocks_ * col_blocks_);
+    auto at = [&](int64_t c, int64_t i) {
+      return block_rows == 0 ? scales[0] : scales[c / block_rows * col_blocks_ + i / block_cols];
+    };
+    if (one_scale()) return fp8_tile(codes, at(column, input), count, tile);
+    for (int64_t p = 0; p < count; ++p)
+      for (int64_t c = 0; c < kTileColumns; ++c)
+        for (int64_t k = 0; k < 2; ++k) {
+          const int64_t n = (p * kTileColumns + c) * 2 + k;
+          tile[n] = to_bf16(to_float(fp8_e4m3{codes[n]}) *
+                            at(std::min(out - 1, column + c), std::min(in - 1, input + 2 * p + k)));
+        }
+  }
+
   int64_t row_blocks_ = 1, col_blocks_ = 1;
   std::vector<float> scales_;  // fp8
   Buffer codes_, exponents_;
@@ -192,6 +311,7 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
     throw ShapeError("pack: " + std::to_string(w.codes.size()) + " codes and " + std::to_string(w.scales.size()) +
                      " scales in format " + std::string(to_string(w.format)) + ", expected " + std::to_string(w.heads) +
                      " x " + std::to_string(w.out) + " x " + std::to_string(w.in) + " and " + std::to_string(scales));
+  if (dtype == Dtype::bf16 && native_bf16_dot()) return std::make_shared<NativeQuantisedLinear>(w);
   return std::make_shared<QuantisedLinear>(w, dtype);
 }
 
