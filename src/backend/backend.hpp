@@ -6,7 +6,7 @@
 #include <span>
 #include <string_view>
 
-#include "core/quantise.hpp"
+#include "core/quantised_weights.hpp"
 #include "mla/device.hpp"
 #include "mla/model.hpp"
 #include "mla/weights.hpp"

@@ -6,7 +6,7 @@
 #include <limits>
 
 #include "cache/format.hpp"
-#include "core/quantise.hpp"
+#include "core/quantised_weights.hpp"
 #include "mla/rotary.hpp"
 
 namespace mla::reference {

@@ -5,7 +5,7 @@
 #include <cstring>
 
 #include "backend/backend.hpp"
-#include "core/quantise.hpp"
+#include "core/quantised_weights.hpp"
 #include "mla/error.hpp"
 #include "model/text.hpp"
 #include "ops/run.hpp"

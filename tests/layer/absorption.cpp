@@ -290,9 +290,10 @@ TEST(Absorption, AttentionFormIsRefused) {
   EXPECT_EQ(p.region("query").bytes, static_cast<size_t>(m.heads * m.rope) * sizeof(float));
   const Buffer workspace(p.workspace_bytes);
   const LayerContext context{p, batch, weights, rotary, cache.view(), {workspace.data(), workspace.size()}};
-  EXPECT_EQ(message_of<UnsupportedError>([&] { attend(stream, context, {}, {}, {}, {}); }),
-            "layer: the attention form takes queries and gives values per head, weights with absorption full know "
-            "neither");
+  EXPECT_EQ(
+      message_of<UnsupportedError>([&] { attend(stream, context, {}, {}, {}, View<float, Token, Head, Value>()); }),
+      "layer: the attention form takes queries and gives values per head, weights with absorption full know "
+      "neither");
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 //
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/narrow-inl.hpp"
-#include "core/quantise.hpp"
+#include "mla/quant.hpp"
 
 HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
@@ -128,8 +128,8 @@ void FromE2m1(const uint8_t* x, const float* scale, float* y, int64_t n) {
     hn::StoreU(value(hn::ShiftRight<4>(codes), half + i), df, y + half + i);
   }
   for (; i < half; ++i) {
-    y[i] = e2m1_value(x[i] & 15) * scale[i];
-    if (half + i < n) y[half + i] = e2m1_value(x[i] >> 4) * scale[half + i];
+    y[i] = from_e2m1(x[i] & 15) * scale[i];
+    if (half + i < n) y[half + i] = from_e2m1(x[i] >> 4) * scale[half + i];
   }
 }
 

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <array>
 
-#include "core/quantise.hpp"
+#include "mla/quant.hpp"
 
 #define MLA_BF16_DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
 
@@ -31,7 +31,7 @@ constexpr auto kMagnitudes = [] {
 // e2m1's 16 values, twice.
 constexpr auto kE2m1 = [] {
   std::array<bf16, 32> values{};
-  for (size_t i = 0; i < values.size(); ++i) values[i] = to_bf16(e2m1_value(static_cast<uint8_t>(i % 16)));
+  for (size_t i = 0; i < values.size(); ++i) values[i] = to_bf16(from_e2m1(static_cast<uint8_t>(i % 16)));
   return values;
 }();
 

@@ -1,4 +1,4 @@
-#include "core/quantise.hpp"
+#include "core/quantised_weights.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -73,7 +73,7 @@ QuantisedWeights quantise(std::span<const float> w, int64_t heads, int64_t out, 
         for (int64_t o = row; o < std::min(out, row + q.block_rows); ++o)
           for (int64_t i = col; i < std::min(in, col + q.block_cols); ++i) {
             const int64_t at = (h * out + o) * in + i;
-            q.codes[at] = mx ? e2m1_code(w[at] / power) : to_fp8_e4m3(w[at] * s).bits;
+            q.codes[at] = mx ? to_e2m1(w[at] / power) : to_fp8_e4m3(w[at] * s).bits;
           }
       }
   return q;

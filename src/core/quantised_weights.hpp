@@ -11,25 +11,13 @@
 #include <span>
 #include <vector>
 
+#include "mla/quant.hpp"
 #include "mla/weights.hpp"
 
 namespace mla {
 
 constexpr int64_t kMxGroup = 32;
 
-/// e2m1's 16 codes: 0 0.5 1 1.5 2 3 4 6, then the same negative.
-constexpr float e2m1_value(uint8_t code) {
-  constexpr float kMagnitude[] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  return code & 8 ? -kMagnitude[code & 7] : kMagnitude[code & 7];
-}
-/// Nearest, ties to the even code, saturating at 6; the sign of zero is kept. NaN has no code and must not come here.
-constexpr uint8_t e2m1_code(float x) {
-  const bool negative = std::bit_cast<uint32_t>(x) >> 31;
-  const float a = negative ? -x : x;
-  // Midpoints between neighbours; one that belongs to the lower, even code is not passed by equality.
-  const int code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
-  return static_cast<uint8_t>(code | (negative ? 8 : 0));
-}
 /// 2^(code - 127); 255 is NaN.
 constexpr float e8m0_value(uint8_t code) {
   return std::bit_cast<float>(code == 255 ? 0x7fc00000u : code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23);
@@ -51,7 +39,7 @@ struct QuantisedWeights {
   }
   float value(int64_t head, int64_t o, int64_t i) const {
     const uint8_t code = codes[(head * out + o) * in + i];
-    return (format == WeightFormat::fp8 ? to_float(fp8_e4m3{code}) : e2m1_value(code)) * scale(head, o, i);
+    return (format == WeightFormat::fp8 ? to_float(fp8_e4m3{code}) : from_e2m1(code)) * scale(head, o, i);
   }
 };
 
