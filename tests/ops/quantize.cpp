@@ -9,6 +9,7 @@
 #include "backend/cpu/core/target.hpp"
 #include "cases/case.hpp"
 #include "cases/compare.hpp"
+#include "core/quantised_weights.hpp"
 #include "ops/run.hpp"
 #include "support/quantised.hpp"
 
@@ -205,14 +206,24 @@ TEST_F(Quantize, ArgumentsThatDoNotFit) {
 struct Product {
   int64_t heads, in, out, rows;
 };
+struct Kind {
+  WeightFormat format;
+  Dtype dtype;
+};
 
 TEST_F(Quantize, ProjectQuantisesWhatItFinishes) {
   for (const Product& p : {Product{3, 40, 128, 70}, Product{2, 33, 256, 5}, Product{5, 24, 20, 9},
                            Product{2, 48, 640, 3}, Product{4, 16, 64, 130}, Product{1, 30, 48, 2}})
-    for (Dtype dtype : {Dtype::f32, Dtype::bf16}) {
+    for (const Kind& kind : {Kind{WeightFormat::plain, Dtype::f32}, Kind{WeightFormat::plain, Dtype::bf16},
+                             Kind{WeightFormat::fp8, Dtype::bf16}, Kind{WeightFormat::mxfp4, Dtype::f32}}) {
       const int64_t width = p.heads * p.out, tokens = p.rows + 4;
-      const auto weights = backend::backend({}).pack(random_values(width * p.in, 1), p.heads, p.out, p.in, dtype);
-      const size_t per_worker = backend::backend({}).scratch_per_worker({.heads = p.heads, .hidden = p.in});
+      const std::vector<float> values = random_values(width * p.in, 1);
+      const backend::Backend& backend = backend::backend({});
+      const auto weights =
+          kind.format == WeightFormat::plain
+              ? backend.pack(values, p.heads, p.out, p.in, kind.dtype)
+              : backend.pack_quantised(quantise(values, p.heads, p.out, p.in, kind.format), kind.dtype);
+      const size_t per_worker = backend.scratch_per_worker({.heads = p.heads, .hidden = p.in});
       Buffer scratch(per_worker * static_cast<size_t>(pool_.threads()));
       const std::vector<float> x = random_values(p.rows * p.heads * p.in, 2);
       std::vector<float> y(tokens * width, cases::poison());
