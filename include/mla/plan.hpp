@@ -150,4 +150,31 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
                                                           int64_t page_size, int64_t fixed_rows = 0);
 
+/// Sparse attention of a step: the arguments of attend_sparse and merge_sparse that are decided before it runs.
+struct SparseWork {
+  std::vector<SparseItem> items;
+  std::vector<SplitRows> splits;  ///< empty: nothing to merge
+  int64_t partial_rows = 0;
+  int32_t part_keys = 0;  ///< batch_invariant: keys of a part; 0: an item is one part
+};
+
+/// Cuts `rows` query rows with lists of `keys` slots each (all sources together) into items that keep about `units`
+/// workers busy. fast: a row's parts follow from all numbers given. batch_invariant: parts of a fixed length, whether
+/// they are attended one by one in one item or each in an item of its own, so that a row's bits depend on `keys` alone;
+/// at most about `units` rows' worth of partial rows in either mode. ShapeError for a number below 0, no units, or more
+/// partial rows than 32 bits number.
+SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units = 64);
+
+/// Requests [begin, end) of a batch.
+struct RequestRange {
+  int32_t begin = 0, end = 0;
+  friend bool operator==(const RequestRange&, const RequestRange&) = default;
+};
+
+/// Prefills whose whole sequences are gathered into a workspace of `rows` rows before they are attended sparsely: runs
+/// of neighbours that fit it together, greedily. [2, 3, 4, 2] in 5 rows: (0, 2), (2, 3), (3, 4). A selected token may
+/// lie anywhere in its sequence, so a sequence is never cut: one longer than the workspace is a ShapeError, and an
+/// engine gives the workspace its longest sequence's rows.
+std::vector<RequestRange> split_prefill_chunks(std::span<const int32_t> lengths, int64_t rows);
+
 }  // namespace mla

@@ -34,6 +34,14 @@ struct LatentItem {
   int32_t partial = -1;  ///< first partial row to write; -1: straight to the output rows
 };
 
+/// Query rows [q_begin, q_begin + q_count), each over keys [k_begin, k_end) of its own list: the slots selected from
+/// the first source, then those from the second.
+struct SparseItem {
+  int32_t q_begin = 0, q_count = 0;
+  int32_t k_begin = 0, k_end = 0;
+  int32_t partial = -1;  ///< first partial row to write; -1: straight to the output rows
+};
+
 /// Partial rows of a split request: split s of query row i lies at partial + s * rows + i; joined into output row `row`
 /// + i.
 struct SplitRows {

@@ -1,0 +1,87 @@
+// Sparse attention: items of rows and key ranges, and prefills packed into a gathering workspace.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "mla/error.hpp"
+#include "mla/plan.hpp"
+
+namespace mla {
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+// The same lengths as split-KV of the dense path (split.cpp), where they were measured: what an item pays for its
+// queries and outputs does not depend on where its keys come from.
+constexpr int64_t kGrain = 64, kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8, kInvariant = 1024;
+// Heads that share a gathered block in a task; a row of more heads is several units of work.
+constexpr int64_t kHeadsOfUnit = 64;
+
+int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
+
+void require(const char* what, int64_t found, int64_t least) {
+  if (found < least || found > kMost)
+    throw ShapeError(std::string(what) + " is " + std::to_string(found) + ", allowed " + std::to_string(least) +
+                     " to " + std::to_string(kMost));
+}
+
+// Keys of an item.
+int64_t item_keys(int64_t rows, int64_t keys, int64_t heads, bool invariant, int64_t units) {
+  const int64_t tasks = rows * ceil_div(heads, kHeadsOfUnit);
+  if (tasks >= units) return keys;
+  if (invariant) return std::min(keys, kInvariant);
+  const int64_t total = tasks * keys;
+  const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
+  const int64_t longest = std::max(shortest, round_up(ceil_div(total, units), kGrain));
+  return keys <= longest ? keys : round_up(ceil_div(keys, ceil_div(keys, longest)), kGrain);
+}
+
+}  // namespace
+
+SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units) {
+  require("sparse rows", rows, 0);
+  require("sparse keys", keys, 0);
+  require("sparse heads", heads, 0);
+  require("sparse units", units, 1);
+  const bool invariant = split == SplitPolicy::batch_invariant;
+  SparseWork work{.items = {}, .splits = {}, .part_keys = invariant ? static_cast<int32_t>(kInvariant) : 0};
+  if (rows == 0 || heads == 0) return work;
+  const int64_t step = item_keys(rows, keys, heads, invariant, units), splits = step > 0 ? ceil_div(keys, step) : 1;
+  if (splits > 1) {
+    if (rows * splits > kMost)
+      throw ShapeError("sparse partial rows is " + std::to_string(rows * splits) + ", allowed 0 to " +
+                       std::to_string(kMost));
+    work.splits.push_back({0, static_cast<int32_t>(rows), 0, static_cast<int32_t>(splits)});
+    work.partial_rows = rows * splits;
+  }
+  for (int64_t s = 0; s < splits; ++s)
+    work.items.push_back({.q_begin = 0,
+                          .q_count = static_cast<int32_t>(rows),
+                          .k_begin = static_cast<int32_t>(s * step),
+                          .k_end = static_cast<int32_t>(std::min(keys, (s + 1) * step)),
+                          .partial = splits > 1 ? static_cast<int32_t>(s * rows) : -1});
+  return work;
+}
+
+std::vector<RequestRange> split_prefill_chunks(std::span<const int32_t> lengths, int64_t rows) {
+  require("prefill workspace rows", rows, 1);
+  std::vector<RequestRange> chunks;
+  int64_t used = 0;
+  for (size_t r = 0; r < lengths.size(); ++r) {
+    const int64_t length = lengths[r];
+    if (length < 0 || length > rows)
+      throw ShapeError("prefill length of request " + std::to_string(r) + " is " + std::to_string(length) +
+                       ", allowed 0 to the workspace's " + std::to_string(rows) + " rows");
+    const int32_t index = static_cast<int32_t>(r);
+    if (chunks.empty() || used + length > rows) {
+      chunks.push_back({index, index});
+      used = 0;
+    }
+    used += length;
+    chunks.back().end = index + 1;
+  }
+  return chunks;
+}
+
+}  // namespace mla
