@@ -13,9 +13,11 @@
 #include "ops/append/op.hpp"
 #include "ops/attend_expanded/op.hpp"
 #include "ops/attend_latent/op.hpp"
+#include "ops/attend_sparse/op.hpp"
 #include "ops/cast/op.hpp"
 #include "ops/gather/op.hpp"
 #include "ops/layer_norm/op.hpp"
+#include "ops/map_indices/op.hpp"
 #include "ops/merge/op.hpp"
 #include "ops/norm/op.hpp"
 #include "ops/project/op.hpp"
@@ -58,6 +60,10 @@ struct Backend {
   void (*merge_splits)(Stream&, const ops::MergeSplitsArgs&);
   void (*quantize)(Stream&, const ops::QuantizeArgs&);
   void (*quantize_padding)(Stream&, const ops::QuantizePaddingArgs&);
+  void (*map_to_slots)(Stream&, const ops::MapToSlotsArgs&);
+  void (*map_to_workspace)(Stream&, const ops::MapToWorkspaceArgs&);
+  void (*attend_sparse)(Stream&, const ops::AttendSparseArgs&);
+  void (*merge_sparse)(Stream&, const ops::MergeSparseArgs&);
 };
 
 /// UnsupportedError when no backend serves the device.

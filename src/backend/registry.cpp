@@ -28,6 +28,10 @@ constexpr Backend kCpu{
     .merge_splits = cpu::merge_splits,
     .quantize = cpu::quantize,
     .quantize_padding = cpu::quantize_padding,
+    .map_to_slots = cpu::map_to_slots,
+    .map_to_workspace = cpu::map_to_workspace,
+    .attend_sparse = cpu::attend_sparse,
+    .merge_sparse = cpu::merge_sparse,
 };
 
 constexpr std::array<const Backend*, 1> kBackends{&kCpu};

@@ -25,6 +25,10 @@ MLA_RUN(MergeArgs, merge)
 MLA_RUN(MergeSplitsArgs, merge_splits)
 MLA_RUN(QuantizeArgs, quantize)
 MLA_RUN(QuantizePaddingArgs, quantize_padding)
+MLA_RUN(MapToSlotsArgs, map_to_slots)
+MLA_RUN(MapToWorkspaceArgs, map_to_workspace)
+MLA_RUN(AttendSparseArgs, attend_sparse)
+MLA_RUN(MergeSparseArgs, merge_sparse)
 #undef MLA_RUN
 
 }  // namespace mla::ops

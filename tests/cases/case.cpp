@@ -16,12 +16,13 @@ std::string describe(const Params& p, std::string_view op) {
          (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") + (p.causal ? " causal" : " full") +
          (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
          (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
-         (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " seed=" + std::to_string(p.seed);
+         (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
+         " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,          rope,  project,  append,    gather, cast, attend_expanded,
-                               attend_latent, merge, quantize, layer_norm};
+  static const std::array kAll{norm,          rope,  project,  append,     gather,      cast,         attend_expanded,
+                               attend_latent, merge, quantize, layer_norm, map_indices, attend_sparse};
   return kAll;
 }
 

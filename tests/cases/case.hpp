@@ -33,10 +33,13 @@ struct Params {
   double yarn_factor = 1;  ///< rope: above 1, YaRN with this factor
   bool causal = true;
   bool batch_invariant = false;
-  int64_t splits = 1;                                 ///< attend_latent
+  int64_t splits = 1;                                 ///< attend_latent, attend_sparse
   OutputSpec output{.kind = OutputKind::fp8_groups};  ///< quantize; its numbers scale and global_scale are the case's
   WeightFormat weights = WeightFormat::plain;         ///< project
   int64_t weight_block = 0;  ///< project, fp8 weights: side of the square under a scale; 0: one scale
+  int64_t topk = 2048;       ///< selected positions of a query row
+  int64_t sources = 1;       ///< attend_sparse: caches
+  bool sinks = false;        ///< attend_sparse
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);
@@ -70,6 +73,6 @@ const CaseType& find(std::string_view op);
 
 // One per file in this folder.
 extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
-    layer_norm;
+    layer_norm, map_indices, attend_sparse;
 
 }  // namespace mla::cases

@@ -25,6 +25,10 @@ void merge(Stream& stream, const ops::MergeArgs& a);
 void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a);
 void quantize(Stream& stream, const ops::QuantizeArgs& a);
 void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
+void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a);
+void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a);
+void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a);
+void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a);
 
 // Scratch each op wants at these dimensions; scratch_per_worker is the largest.
 size_t project_scratch(const backend::ScratchShape& shape);
@@ -32,5 +36,6 @@ size_t packed_scratch(const backend::ScratchShape& shape);
 size_t quantised_scratch();
 size_t attend_expanded_scratch(const backend::ScratchShape& shape);
 size_t attend_latent_scratch(const backend::ScratchShape& shape);
+size_t attend_sparse_scratch(const backend::ScratchShape& shape);
 
 }  // namespace mla::cpu

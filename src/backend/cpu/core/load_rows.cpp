@@ -65,6 +65,24 @@ void load_rows(const CacheSpec& spec, const std::byte* page, int64_t first, int6
   }
 }
 
+void prefetch_row(const CacheSpec& spec, const std::byte* page, int64_t offset) {
+  constexpr int64_t kLine = 64;
+  auto lines = [](const std::byte* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i);
+    __builtin_prefetch(from + bytes - 1);
+  };
+  switch (spec.format) {
+    case CacheFormat::f32: return lines(page + offset * spec.entry() * 4, spec.entry() * 4);
+    case CacheFormat::bf16:
+    case CacheFormat::f16: return lines(page + offset * spec.entry() * 2, spec.entry() * 2);
+    case CacheFormat::fp8: return lines(page + offset * spec.entry(), spec.entry());
+    case CacheFormat::fp8_ds_mla: return lines(page + offset * cache::fp8_ds_mla::kToken, cache::fp8_ds_mla::kToken);
+    case CacheFormat::fp8_ds_v4:
+      lines(page + cache::fp8_ds_v4::row_at(offset), cache::fp8_ds_v4::row_at(1));
+      return lines(page + cache::fp8_ds_v4::scales_at(spec, offset), 1);
+  }
+}
+
 bool loads_as_bf16(CacheFormat format) {
   return format == CacheFormat::bf16 || format == CacheFormat::fp8 || format == CacheFormat::fp8_ds_mla ||
          format == CacheFormat::fp8_ds_v4;

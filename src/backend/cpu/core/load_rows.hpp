@@ -20,4 +20,8 @@ bool loads_as_bf16(CacheFormat format);
 void load_rows_bf16(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, bf16* rows,
                     int64_t row_stride);
 
+/// Asks for the bytes of one token, which will be loaded soon: rows that do not follow one another are not foreseen by
+/// the hardware.
+void prefetch_row(const CacheSpec& spec, const std::byte* page, int64_t offset);
+
 }  // namespace mla::cpu

@@ -1,8 +1,9 @@
-// The weights of two partial softmaxes in their join (docs/math.md, "Merging partial softmaxes").
+// Two partial softmaxes of a row and their join (docs/math.md, "Merging partial softmaxes").
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
 #include <limits>
 
 namespace mla::cpu {
@@ -22,6 +23,25 @@ inline MergeWeights merge_weights(float lse_a, float lse_b) {
   if (m == kEmptyLse) return {};
   const float wa = std::exp(a - m), wb = std::exp(b - m), sum = wa + wb;
   return {wa / sum, wb / sum, m + std::log(sum)};
+}
+
+/// Joins the part (other, other_lse) of a row into (out, lse).
+inline void join_part(float* out, float& lse, const float* other, float other_lse, int64_t width) {
+  const MergeWeights w = merge_weights(lse, other_lse);
+  lse = w.lse;
+  if (w.a == 0 && w.b == 0) std::fill_n(out, width, 0.0f);
+  else if (w.b == 0) return;
+  else if (w.a == 0) std::copy_n(other, width, out);
+  else
+    for (int64_t d = 0; d < width; ++d) out[d] = w.a * out[d] + w.b * other[d];
+}
+
+/// A sink's share leaves a finished row: out *= e^lse / (e^lse + e^sink).
+inline void apply_sink(float* out, int64_t width, float lse, float sink) {
+  const float kept = lse == kEmptyLse ? 1.0f : 1.0f / (1.0f + std::exp(sink - lse));
+  if (kept == 0.0f) std::fill_n(out, width, 0.0f);
+  else if (kept != 1.0f)
+    for (int64_t d = 0; d < width; ++d) out[d] *= kept;
 }
 
 }  // namespace mla::cpu

@@ -12,15 +12,7 @@ void merge(Stream& stream, const ops::MergeArgs& a) {
   stream.pool().run(a.other.extent<Token>(), [&](int64_t t, int) {
     const int64_t row = a.rows.empty() ? t : a.rows[t];
     for (int64_t h = 0; h < heads; ++h) {
-      const MergeWeights w = merge_weights(a.lse(row, h), a.other_lse(t, h));
-      a.lse(row, h) = w.lse;
-      float* out = &a.out(row, h, 0);
-      const float* other = &a.other(t, h, 0);
-      if (w.a == 0 && w.b == 0) std::fill_n(out, width, 0.0f);
-      else if (w.b == 0) continue;
-      else if (w.a == 0) std::copy_n(other, width, out);
-      else
-        for (int64_t d = 0; d < width; ++d) out[d] = w.a * out[d] + w.b * other[d];
+      join_part(&a.out(row, h, 0), a.lse(row, h), &a.other(t, h, 0), a.other_lse(t, h), width);
     }
   });
 }

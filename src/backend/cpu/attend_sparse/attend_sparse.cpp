@@ -1,0 +1,193 @@
+// Tasks are (item, query row, group of heads). A task walks its row's list: slots that exist are collected until they
+// fill a block, their rows are dequantised into a tile and meet all of the task's heads there (core/block_attention).
+// Roofline and figures: README.md.
+#include <algorithm>
+#include <span>
+#include <string>
+
+#include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/latent_task.hpp"
+#include "backend/cpu/core/merge_weights.hpp"
+#include "backend/cpu/core/target.hpp"
+#include "mla/error.hpp"
+#include "ops/attend_sparse/selected.hpp"
+
+namespace mla::cpu {
+namespace {
+
+// Rows asked for ahead of the one that is loaded.
+constexpr int64_t kAhead = 8;
+
+// A block's keys, compacted: slots that do not exist take no place.
+struct Selected {
+  const CacheSpec* spec[kBlockKeys];
+  const std::byte* page[kBlockKeys];
+  int32_t offset[kBlockKeys];
+  int64_t count = 0;
+};
+
+// Reads a row's list from key `begin` on, a block at a time.
+class ListReader {
+ public:
+  ListReader(std::span<const ops::SparseSource> sources, int64_t row, int64_t begin, int64_t end)
+      : sources_(sources), row_(row), begin_(begin), end_(end) {
+    enter();
+  }
+  void next(Selected& block) {
+    block.count = 0;
+    for (; source_ < sources_.size(); first_ += sources_[source_].slots.extent<Topk>(), ++source_, enter()) {
+      const ops::SparseSource& s = sources_[source_];
+      const CacheSpec& spec = s.cache.spec;
+      const uint32_t page_size = static_cast<uint32_t>(spec.page_size);
+      for (; key_ < stop_; ++key_) {
+        const int32_t slot = s.slots(row_, key_);
+        if (!ops::exists(s, slot)) continue;
+        if (block.count == kBlockKeys) return;
+        block.spec[block.count] = &spec;
+        block.page[block.count] = s.cache.page(static_cast<uint32_t>(slot) / page_size);
+        block.offset[block.count++] = static_cast<int32_t>(static_cast<uint32_t>(slot) % page_size);
+      }
+    }
+  }
+
+ private:
+  // Places key_ and stop_ in the current source.
+  void enter() {
+    if (source_ == sources_.size()) return;
+    key_ = std::max<int64_t>(0, begin_ - first_);
+    stop_ = std::min(end_ - first_, ops::list_length(sources_[source_], row_));
+  }
+
+  std::span<const ops::SparseSource> sources_;
+  int64_t row_, begin_, end_;
+  size_t source_ = 0;
+  int64_t first_ = 0;           // the list's number of the source's first slot
+  int64_t key_ = 0, stop_ = 0;  // in the source
+};
+
+// Keys [begin, end) of a row's list into emptied tiles.
+template <class Element>
+void attend_keys(const ops::AttendSparseArgs& a, int64_t row, int64_t begin, int64_t end, std::span<RowTile> tiles,
+                 const LatentScratch& scratch) {
+  const int64_t width = a.out.extent<Value>();
+  for (RowTile& tile : tiles) {
+    std::fill_n(tile.last, tile.rows, static_cast<int32_t>(kBlockKeys));  // heads see every key of a block
+    begin_tile(tile, width);
+  }
+  ListReader list(a.sources, row, begin, end);
+  Selected keys;
+  for (;;) {
+    list.next(keys);
+    if (keys.count == 0) return;
+    for (int64_t i = 0; i < std::min(kAhead, keys.count); ++i)
+      prefetch_row(*keys.spec[i], keys.page[i], keys.offset[i]);
+    for (int64_t i = 0; i < keys.count; ++i) {
+      if (i + kAhead < keys.count) prefetch_row(*keys.spec[i + kAhead], keys.page[i + kAhead], keys.offset[i + kAhead]);
+      load_block_rows<Element>(*keys.spec[i], keys.page[i], keys.offset[i], 1, scratch, i);
+    }
+    KeyBlock block{.qk_dim = a.q.extent<Entry>(), .v_dim = width, .scale = a.scale};
+    finish_block<Element>(keys.count, scratch, block);
+    for (const RowTile& tile : tiles) attend_block<Element>(tile, block, scratch);
+  }
+}
+
+// Where a head's result goes; max is null when it is not wanted.
+struct Target {
+  float *out, *lse, *max;
+};
+
+Target target_of(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t index, int64_t head) {
+  if (const int64_t p = item.partial + index; item.partial >= 0)
+    return {&a.partial_out(p, head, 0), &a.partial_lse(p, head), a.partial_max ? &a.partial_max(p, head) : nullptr};
+  const int64_t row = item.q_begin + index;
+  return {&a.out(row, head, 0), &a.lse(row, head), a.max_logits ? &a.max_logits(row, head) : nullptr};
+}
+
+template <class Element>
+void run_task(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t index, int64_t first_head, int64_t heads,
+              std::byte* memory) {
+  const int64_t entry = a.q.extent<Entry>(), width = a.out.extent<Value>(), row = item.q_begin + index;
+  Cutter cut(memory);
+  LatentScratch scratch(cut, entry, width);
+  float* const spare = scratch.tiles.row;
+  int count = 0;
+  for (int64_t h = 0; h < heads; h += kTileRows, ++count) {
+    RowTile& tile = scratch.tiles.tiles[count];
+    clear_queries(tile, std::min(heads - h, kTileRows), entry);
+    for (int64_t lane = 0; lane < tile.rows; ++lane)
+      set_query<Element>(tile, lane, query_row(a.q, a.q_scale, row, first_head + h + lane, spare), entry);
+  }
+  const std::span<RowTile> tiles(scratch.tiles.tiles, static_cast<size_t>(count));
+  const int64_t part = a.part_keys > 0 ? a.part_keys : std::max(1, item.k_end - item.k_begin);
+  for (int64_t begin = item.k_begin; begin == item.k_begin || begin < item.k_end; begin += part) {
+    attend_keys<Element>(a, row, begin, std::min<int64_t>(item.k_end, begin + part), tiles, scratch);
+    for (int64_t i = 0; i < heads; ++i) {
+      const RowTile& tile = tiles[i / kTileRows];
+      const int64_t lane = i % kTileRows;
+      const Target to = target_of(a, item, index, first_head + i);
+      const float largest = tile.l[lane] == 0 ? kEmptyLse : tile.m[lane];
+      if (begin == item.k_begin) {
+        *to.lse = finish_row(tile, lane, width, to.out);
+        if (to.max) *to.max = largest;
+      } else {
+        const float lse = finish_row(tile, lane, width, spare);
+        join_part(to.out, *to.lse, spare, lse, width);
+        if (to.max) *to.max = std::max(*to.max, largest);
+      }
+    }
+  }
+  if (item.partial >= 0 || a.sinks.empty()) return;
+  for (int64_t h = first_head; h < first_head + heads; ++h)
+    apply_sink(&a.out(row, h, 0), width, a.lse(row, h), a.sinks[h]);
+}
+
+}  // namespace
+
+size_t attend_sparse_scratch(const backend::ScratchShape& s) {
+  Cutter cut(nullptr);
+  const LatentScratch scratch(cut, s.latent + s.rope, s.latent + s.rope);  // fp8_ds_v4's values are the whole row
+  return cut.used();
+}
+
+void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
+  const int64_t heads = a.q.extent<Head>();
+  const size_t needed = attend_sparse_scratch({.heads = heads, .latent = a.q.extent<Entry>()});
+  if (!a.items.empty() && a.scratch.per_worker < needed)
+    throw ShapeError("attend_sparse: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
+                     std::to_string(needed) + " are needed");
+  bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot();
+  for (const ops::SparseSource& s : a.sources) dot = dot && loads_as_bf16(s.cache.spec.format);
+  const int64_t groups = (heads + LatentTiles::kRows - 1) / LatentTiles::kRows;
+  int64_t tasks = 0;
+  for (const SparseItem& i : a.items) tasks += i.q_count * groups;
+  stream.pool().run(tasks, [&](int64_t task, int worker) {
+    const SparseItem* item = a.items.data();
+    for (int64_t n; task >= (n = item->q_count * groups); ++item) task -= n;
+    const int64_t first = task % groups * LatentTiles::kRows;
+    const auto run = dot ? run_task<bf16> : run_task<float>;
+    run(a, *item, task / groups, first, std::min(LatentTiles::kRows, heads - first), a.scratch.worker(worker));
+  });
+}
+
+// One task a row and head: rows of one split lie together, whatever their number.
+void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
+  const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
+  int64_t rows = 0;
+  for (const SplitRows& s : a.items) rows += s.rows;
+  stream.pool().run(rows * heads, [&](int64_t task, int) {
+    const int64_t h = task % heads;
+    int64_t r = task / heads;
+    const SplitRows* s = a.items.data();
+    for (; r >= s->rows; ++s) r -= s->rows;
+    float *out = &a.out(s->row + r, h, 0), lse = kEmptyLse, largest = kEmptyLse;
+    for (int64_t p = s->partial + r; p < s->partial + int64_t{s->splits} * s->rows; p += s->rows) {
+      join_part(out, lse, &a.partial_out(p, h, 0), a.partial_lse(p, h), width);
+      if (a.max_logits) largest = std::max(largest, a.partial_max(p, h));
+    }
+    a.lse(s->row + r, h) = lse;
+    if (a.max_logits) a.max_logits(s->row + r, h) = largest;
+    if (!a.sinks.empty()) apply_sink(out, width, lse, a.sinks[h]);
+  });
+}
+
+}  // namespace mla::cpu

@@ -1,0 +1,16 @@
+#include "ops/map_indices/op.hpp"
+
+namespace mla::ops {
+namespace {
+
+Cost entries(size_t rows, int64_t topk) {
+  return {.bytes = 8.0 * static_cast<double>(rows) * static_cast<double>(topk), .flops = 0};
+}
+
+}  // namespace
+
+// The block table and the starts are small beside the entries.
+Cost cost(const MapToSlotsArgs& a) { return entries(a.requests.size(), a.positions.extent<Topk>()); }
+Cost cost(const MapToWorkspaceArgs& a) { return entries(a.requests.size(), a.positions.extent<Topk>()); }
+
+}  // namespace mla::ops

@@ -1,0 +1,41 @@
+// map_indices: selected positions, counted from their request's first token, to rows of the memory that holds them. An
+// unused entry (a position below 0) stays unused, and so does one whose row does not exist: -1. Done once a step and
+// group of layers that share a selection; attend_sparse reads the result.
+#pragma once
+
+#include <span>
+
+#include "mla/view.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::ops {
+
+/// To cache slots: position t of request r -> block_table(r, t / page_size) * page_size + t % page_size. -1 for t past
+/// the table's columns or the request's length, and for a page outside [0, pages).
+struct MapToSlotsArgs {
+  View<const int32_t, Token, Topk> positions;  ///< Topk dense; any numbers
+  std::span<const int32_t> requests;           ///< of each row; its length is the number of rows mapped
+  View<const int32_t, Request, Page> block_table;
+  int64_t page_size = 0, pages = 0;  ///< of the cache; their product numbers its slots in 32 bits
+  std::span<const int32_t> lengths;  ///< tokens a request has; empty: no bound but the table's
+  View<int32_t, Token, Topk> slots;  ///< may be `positions`
+};
+
+/// To rows of a workspace where whole requests lie gathered: position t of request r -> starts[r] + t, -1 for t not
+/// below counts[r].
+struct MapToWorkspaceArgs {
+  View<const int32_t, Token, Topk> positions;
+  std::span<const int32_t> requests;
+  std::span<const int32_t> starts, counts;  ///< first row and number of rows of each request
+  View<int32_t, Token, Topk> rows;          ///< may be `positions`
+};
+
+void check(const MapToSlotsArgs& a);
+void check(const MapToWorkspaceArgs& a);
+Cost cost(const MapToSlotsArgs& a);
+Cost cost(const MapToWorkspaceArgs& a);
+/// Exact in integers, so there is nothing in float64 here: what the op must write.
+void reference(const MapToSlotsArgs& a, View<int32_t, Token, Topk> slots);
+void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows);
+
+}  // namespace mla::ops
