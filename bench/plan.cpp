@@ -99,4 +99,11 @@ int64_t planned_splits(const cases::Params& p) {
   return most;
 }
 
+int64_t planned_sparse_splits(const cases::Params& p, int64_t keys) {
+  const SplitPolicy policy = p.batch_invariant ? SplitPolicy::batch_invariant : SplitPolicy::fast;
+  const SparseWork work = plan_sparse(p.requests * p.query_len, keys, p.heads, policy);
+  if (work.part_keys > 0) return std::max<int64_t>(1, (keys + work.part_keys - 1) / work.part_keys);
+  return work.splits.empty() ? 1 : work.splits[0].splits;
+}
+
 }  // namespace mla::bench

@@ -13,5 +13,7 @@ std::unique_ptr<cases::Case> make_plan_case(const DeviceInfo& device, SplitPolic
 
 /// How many splits a plan gives each of these requests on the latent path.
 int64_t planned_splits(const cases::Params& p);
+/// How many parts it gives each of their rows when they attend to `keys` selected rows.
+int64_t planned_sparse_splits(const cases::Params& p, int64_t keys);
 
 }  // namespace mla::bench

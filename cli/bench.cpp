@@ -59,6 +59,9 @@ json params_json(const cases::Params& p) {
           {"output", to_string(p.output)},
           {"weights", to_string(p.weights)},
           {"weight_block", p.weight_block},
+          {"topk", p.topk},
+          {"sources", p.sources},
+          {"sinks", p.sinks},
           {"seed", p.seed}};
 }
 
@@ -67,6 +70,19 @@ cases::Params decode(int64_t heads, int64_t tokens, CacheFormat format, Dtype dt
   cases::Params p{
       .query_len = query_len, .context = tokens - query_len, .heads = heads, .format = format, .dtype = dtype};
   p.splits = bench::planned_splits(p);
+  return p;
+}
+
+// The same over `topk` positions selected from them.
+cases::Params sparse(int64_t heads, int64_t tokens, int64_t topk, CacheFormat format, Dtype dtype,
+                     int64_t query_len = 1) {
+  cases::Params p{.query_len = query_len,
+                  .context = tokens - query_len,
+                  .heads = heads,
+                  .format = format,
+                  .dtype = dtype,
+                  .topk = topk};
+  p.splits = bench::planned_sparse_splits(p, topk);
   return p;
 }
 
@@ -131,6 +147,10 @@ std::vector<Row> standing_rows() {
                       "quantize",
                       {.query_len = 8192, .output = spec},
                       true});
+  rows.push_back({"map_indices 512 rows x 2048 of 32K", "map_indices", {.query_len = 512, .context = 32768}});
+  for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
+    each("sparse prefill " + std::string(to_string(f)) + ", 512 rows, 16 heads, 2048 of 32K", "attend_sparse",
+         [&](Dtype t) { return sparse(16, 32768, 2048, f, t, 512); });
   return rows;
 }
 
@@ -186,6 +206,7 @@ class Bench {
       for (const std::string& op : ops_) one_shape(stream, probe, op, params);
     } else {
       standing(stream, probe);
+      if (wanted("attend_sparse")) sparse_decode(stream, probe);
       if (wanted(kPlan)) plan(stream, probe);
       if (wanted(kLayer)) layer(stream, probe);
     }
@@ -238,7 +259,7 @@ class Bench {
     rows_.push_back(std::move(row));
   }
 
-  void measure_rows(Stream& stream, const bench::Probe& probe, std::span<const Row> rows) {
+  std::vector<bench::Measurement> measure_rows(Stream& stream, const bench::Probe& probe, std::span<const Row> rows) {
     std::vector<std::unique_ptr<cases::Case>> made;
     std::vector<bench::Entry> entries;
     for (const Row& r : rows) {
@@ -247,13 +268,16 @@ class Bench {
     }
     bench::Options options = options_;
     options.cold = options.cold || rows[0].cold;
-    const auto measured = bench::measure(stream, probe, entries, options);
+    auto measured = bench::measure(stream, probe, entries, options);
     for (size_t i = 0; i < rows.size(); ++i) add(rows[i].name, rows[i].op, measured[i], &rows[i].params, options.cold);
+    return measured;
   }
 
   void one_shape(Stream& stream, const bench::Probe& probe, const std::string& op, cases::Params p) {
     if (op == kPlan || op == kLayer) throw InputError("shape flags do not apply to '" + op + "'");
     if (op == "attend_latent" && !shape_.splits()) p.splits = bench::planned_splits(p);
+    if (op == "attend_sparse" && !shape_.splits())
+      p.splits = bench::planned_sparse_splits(p, p.topk + (p.sources - 1) * (p.topk / 2 + 1));
     const Row row{cases::describe(p, op), op, p};
     measure_rows(stream, probe, {&row, 1});
   }
@@ -261,6 +285,28 @@ class Bench {
   void standing(Stream& stream, const bench::Probe& probe) {
     for (const Row& row : standing_rows())
       if (wanted(row.op)) measure_rows(stream, probe, {&row, 1});
+  }
+
+  // Beside dense attention over a context as long as the selection, in the same rounds: what selecting costs.
+  void sparse_decode(Stream& stream, const bench::Probe& probe) {
+    constexpr int64_t kSelected = 2048, kContext = 32768;
+    for (int64_t heads : {16, 128})
+      for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
+        for (Dtype t : {Dtype::f32, Dtype::bf16}) {
+          if (t == Dtype::bf16 && !cpu::native_bf16_dot()) continue;
+          const std::string what = std::string(to_string(f)) + ", " + std::to_string(heads) + " heads, 2048",
+                            with = ", " + std::string(to_string(t)) + " arithmetic";
+          const Row rows[] = {
+              {"dense decode " + what + with, "attend_latent", decode(heads, kSelected, f, t)},
+              {"sparse decode " + what + " of 32K" + with, "attend_sparse", sparse(heads, kContext, kSelected, f, t)}};
+          const auto m = measure_rows(stream, probe, rows);
+          std::vector<double> ratios;
+          for (size_t r = 0; r < m[0].round_medians.size(); ++r)
+            ratios.push_back(m[1].round_medians[r] / m[0].round_medians[r]);
+          const double cost = bench::quantile(ratios, 0.5) - 1;
+          std::printf("  selecting costs %+.1f%%\n", 100 * cost);
+          rows_.back()["selecting_cost"] = cost;
+        }
   }
 
   void plan(Stream& stream, const bench::Probe& probe) {
