@@ -51,6 +51,7 @@ void on_every_target(std::initializer_list<const CaseType*> types) {
 }
 
 TEST(Conformance, AttentionOnEveryTarget) { on_every_target({&attend_latent, &attend_expanded}); }
+TEST(Conformance, SparseOnEveryTarget) { on_every_target({&attend_sparse, &map_indices}); }
 TEST(Conformance, ProductsAndNormsOnEveryTarget) { on_every_target({&layer_norm, &project}); }
 
 INSTANTIATE_TEST_SUITE_P(Ops, EveryOp, testing::ValuesIn(all().begin(), all().end()),

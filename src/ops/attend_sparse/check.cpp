@@ -10,7 +10,7 @@ namespace {
 
 void check_sinks(std::string_view op, std::span<const float> sinks, int64_t heads) {
   if (sinks.empty()) return;
-  require_equal(op, "sinks length", static_cast<int64_t>(sinks.size()), "q Head", heads);
+  require_equal(op, "sinks length", static_cast<int64_t>(sinks.size()), "out Head", heads);
   for (size_t h = 0; h < sinks.size(); ++h)
     if (std::isnan(sinks[h]))
       throw ShapeError(std::string(op) + ": sink of head " + std::to_string(h) + " is nan, allowed -inf to inf");
@@ -28,7 +28,7 @@ void check(const AttendSparseArgs& a) {
     s.cache.spec.validate();
     require_equal(op, "q Entry", a.q.extent<Entry>(), "cache latent + rope", s.cache.spec.entry());
     require_equal(op, "out Value", a.out.extent<Value>(), "cache value width", s.cache.spec.value_width());
-    require_range(op, "cache pages", s.cache.pages, 0, kMost / s.cache.spec.page_size + 1);
+    require_range(op, "cache pages", s.cache.pages, 0, (kMost + 1) / s.cache.spec.page_size + 1);
     require_dense<Topk>(op, "slots", s.slots);
     keys += s.slots.extent<Topk>();
     require_range(op, "slots Topk of all sources", keys, 0, kMost + 1);
