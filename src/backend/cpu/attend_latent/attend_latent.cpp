@@ -11,16 +11,16 @@
 namespace mla::cpu {
 namespace {
 
-// Positions [first, first + count) of a request as a block.
+// Positions [first, first + count) of a request as a block; those below `end` will be loaded after it.
 template <class Element>
-void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, const LatentScratch& s,
-                KeyBlock& block) {
+void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, int64_t end,
+                const LatentScratch& s, KeyBlock& block) {
   const CacheSpec& spec = a.cache.spec;
-  for (int64_t i = 0; i < count;) {
-    const int64_t offset = (first + i) % spec.page_size, n = std::min(count - i, spec.page_size - offset);
-    load_block_rows<Element>(spec, a.cache.page(a.block_table(request, (first + i) / spec.page_size)), offset, n, s, i);
-    i += n;
-  }
+  const uint32_t page_size = static_cast<uint32_t>(spec.page_size);
+  load_block_rows<Element>(count, end - first, s, [&](int64_t i) -> CachedRow {
+    const uint32_t position = static_cast<uint32_t>(first + i), page = position / page_size;
+    return {&spec, a.cache.page(a.block_table(request, page)), position - page * page_size};
+  });
   finish_block<Element>(count, s, block);
 }
 
@@ -46,7 +46,7 @@ void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t fi
   }
   for (int64_t first = item.kv_begin; first < end; first += kBlockKeys) {
     KeyBlock block{.qk_dim = entry, .v_dim = width, .first_key = first, .scale = a.scale};
-    load_block<Element>(a, item.request, first, std::min<int64_t>(kBlockKeys, end - first), scratch, block);
+    load_block<Element>(a, item.request, first, std::min<int64_t>(kBlockKeys, end - first), end, scratch, block);
     for (int i = 0; i < tiles; ++i) {
       const RowTile& tile = scratch.tiles.tiles[i];
       block.count = std::min<int64_t>(kBlockKeys, tile.last_last + 1 - first);

@@ -15,26 +15,26 @@
 namespace mla::cpu {
 namespace {
 
-// Rows asked for ahead of the one that is loaded.
-constexpr int64_t kAhead = 8;
-
-// A block's keys, compacted: slots that do not exist take no place.
+// The next keys of a list, compacted: slots that do not exist take no place. A block, and what is asked for meanwhile.
 struct Selected {
-  const CacheSpec* spec[kBlockKeys];
-  const std::byte* page[kBlockKeys];
-  int32_t offset[kBlockKeys];
+  static constexpr int64_t kMost = kBlockKeys + kRowsAhead;
+  CachedRow rows[kMost];
   int64_t count = 0;
+
+  void drop(int64_t n) {
+    std::copy(rows + n, rows + count, rows);
+    count -= n;
+  }
 };
 
-// Reads a row's list from key `begin` on, a block at a time.
+// Reads a row's list from key `begin` on.
 class ListReader {
  public:
   ListReader(std::span<const ops::SparseSource> sources, int64_t row, int64_t begin, int64_t end)
       : sources_(sources), row_(row), begin_(begin), end_(end) {
     enter();
   }
-  void next(Selected& block) {
-    block.count = 0;
+  void fill(Selected& next) {
     for (; source_ < sources_.size(); first_ += sources_[source_].slots.extent<Topk>(), ++source_, enter()) {
       const ops::SparseSource& s = sources_[source_];
       const CacheSpec& spec = s.cache.spec;
@@ -42,10 +42,9 @@ class ListReader {
       for (; key_ < stop_; ++key_) {
         const int32_t slot = s.slots(row_, key_);
         if (!ops::exists(s, slot)) continue;
-        if (block.count == kBlockKeys) return;
-        block.spec[block.count] = &spec;
-        block.page[block.count] = s.cache.page(static_cast<uint32_t>(slot) / page_size);
-        block.offset[block.count++] = static_cast<int32_t>(static_cast<uint32_t>(slot) % page_size);
+        if (next.count == Selected::kMost) return;
+        const uint32_t at = static_cast<uint32_t>(slot), page = at / page_size;
+        next.rows[next.count++] = {&spec, s.cache.page(page), at - page * page_size};
       }
     }
   }
@@ -77,16 +76,13 @@ void attend_keys(const ops::AttendSparseArgs& a, int64_t row, int64_t begin, int
   ListReader list(a.sources, row, begin, end);
   Selected keys;
   for (;;) {
-    list.next(keys);
+    list.fill(keys);
     if (keys.count == 0) return;
-    for (int64_t i = 0; i < std::min(kAhead, keys.count); ++i)
-      prefetch_row(*keys.spec[i], keys.page[i], keys.offset[i]);
-    for (int64_t i = 0; i < keys.count; ++i) {
-      if (i + kAhead < keys.count) prefetch_row(*keys.spec[i + kAhead], keys.page[i + kAhead], keys.offset[i + kAhead]);
-      load_block_rows<Element>(*keys.spec[i], keys.page[i], keys.offset[i], 1, scratch, i);
-    }
+    const int64_t count = std::min(keys.count, kBlockKeys);
+    load_block_rows<Element>(count, keys.count, scratch, [&](int64_t i) { return keys.rows[i]; });
+    keys.drop(count);
     KeyBlock block{.qk_dim = a.q.extent<Entry>(), .v_dim = width, .scale = a.scale};
-    finish_block<Element>(keys.count, scratch, block);
+    finish_block<Element>(count, scratch, block);
     for (const RowTile& tile : tiles) attend_block<Element>(tile, block, scratch);
   }
 }

@@ -53,14 +53,33 @@ Element* block_row(const LatentScratch& s, int64_t entry, int64_t i) {
   return reinterpret_cast<Element*>(s.k) + i * tile_stride(entry, sizeof(Element));
 }
 
-/// Tokens [first, first + count) of a page to rows i and on of the block.
-template <class Element>
-void load_block_rows(const CacheSpec& spec, const std::byte* page, int64_t first, int64_t count, const LatentScratch& s,
-                     int64_t i) {
-  const int64_t entry = spec.entry(), stride = tile_stride(entry, sizeof(Element));
-  if constexpr (std::is_same_v<Element, bf16>)
-    load_rows_bf16(spec, page, first, count, block_row<bf16>(s, entry, i), stride);
-  else load_rows(spec, page, first, count, block_row<float>(s, entry, i), stride);
+/// Rows asked for ahead of the one that is loaded. 8 to 32 serve alike.
+constexpr int64_t kRowsAhead = 16;
+
+/// Where a cached row lies.
+struct CachedRow {
+  const CacheSpec* spec;
+  const std::byte* page;
+  int64_t offset;
+};
+
+/// Loads the block's rows 0 to count - 1 from at(i), a CachedRow, which is known for i below `known`. Each row is asked
+/// for some rows before its turn: the hardware foresees neither the next page nor, often, the next row.
+template <class Element, class At>
+void load_block_rows(int64_t count, int64_t known, const LatentScratch& s, At&& at) {
+  auto ask = [&](int64_t i) {
+    const CachedRow row = at(i);
+    prefetch_row(*row.spec, row.page, row.offset);
+  };
+  for (int64_t i = 0; i < std::min(kRowsAhead, known); ++i) ask(i);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kRowsAhead < known) ask(i + kRowsAhead);
+    const CachedRow row = at(i);
+    const int64_t entry = row.spec->entry(), stride = tile_stride(entry, sizeof(Element));
+    Element* to = block_row<Element>(s, entry, i);
+    if constexpr (std::is_same_v<Element, bf16>) load_rows_bf16(*row.spec, row.page, row.offset, 1, to, stride);
+    else load_rows(*row.spec, row.page, row.offset, 1, to, stride);
+  }
 }
 
 /// Makes a block of the `count` rows that were loaded: zero up to the padding, and in bf16 the values as pairs.
