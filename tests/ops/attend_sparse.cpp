@@ -518,6 +518,76 @@ TEST_F(AttendSparse, RefusesWhatDoesNotFit) {
             "attend_sparse: item q_begin + q_count is 3, allowed 0 to 2");
 }
 
+// Parts of all kinds, empty ones full of NaN, two items of other numbers of splits, against float64.
+TEST(MergeSparse, AgreesWithFloat64) {
+  constexpr int64_t kRows = 7, kWidth = 37, kParts = 3 * 4 + 2 * 2 + 1;
+  Random random(21);
+  std::vector<float> part(kParts * kHeads * kWidth), part_lse(kParts * kHeads), part_max(part_lse.size()),
+      sinks(kHeads), out(kRows * kHeads * kWidth, cases::poison()), lse(kRows * kHeads, cases::poison()), max = lse;
+  random.fill_normal(part);
+  random.fill_normal(sinks, 5.0f);
+  sinks[3] = kInf;
+  sinks[4] = -kInf;
+  const float empties[] = {-kInf, kInf, std::nanf("")};
+  for (size_t i = 0; i < part_lse.size(); ++i) {
+    const int64_t kind = random.integer(0, 7);
+    part_lse[i] = kind < 3 ? empties[kind] : (kind == 3 ? 200.0f : 3.0f) * random.normal();
+    part_max[i] = kind < 3 ? -kInf : part_lse[i] - 1.0f;
+    if (kind < 3) std::fill_n(part.begin() + static_cast<int64_t>(i) * kWidth, kWidth, cases::poison());
+  }
+  for (int64_t h = 0; h < kHeads; h += 5)  // a row whose parts are all empty
+    for (int64_t s = 0; s < 4; ++s) part_lse[(1 + s * 3) * kHeads + h] = part_max[(1 + s * 3) * kHeads + h] = -kInf;
+  const std::vector<SplitRows> items{{.row = 0, .rows = 3, .partial = 0, .splits = 4},
+                                     {.row = 4, .rows = 2, .partial = 13, .splits = 2}};  // row 3 and 6: nobody's
+  const ops::MergeSparseArgs a{
+      .partial_out = View<const float, Partial, Head, Value>(part.data(), {kParts, kHeads, kWidth}),
+      .partial_lse = View<const float, Partial, Head>(part_lse.data(), {kParts, kHeads}),
+      .partial_max = View<const float, Partial, Head>(part_max.data(), {kParts, kHeads}),
+      .items = items,
+      .sinks = sinks,
+      .out = {out.data(), {kRows, kHeads, kWidth}},
+      .lse = {lse.data(), {kRows, kHeads}},
+      .max_logits = {max.data(), {kRows, kHeads}}};
+  std::vector<double> exact(out.size()), exact_lse(lse.size()), exact_max(lse.size());
+  ops::reference(a, {exact.data(), {kRows, kHeads, kWidth}}, {exact_lse.data(), {kRows, kHeads}},
+                 {exact_max.data(), {kRows, kHeads}});
+  ThreadPool pool(3);
+  Stream stream(pool);
+  ops::run(stream, a);
+  for (int64_t row : {3, 6}) {
+    for (int64_t i = row * kHeads; i < (row + 1) * kHeads; ++i) {
+      EXPECT_TRUE(std::isnan(lse[i]) && std::isnan(max[i]) && std::isnan(out[i * kWidth]));
+      lse[i] = max[i] = 0.0f;
+      std::fill_n(out.begin() + i * kWidth, kWidth, 0.0f);
+    }
+  }
+  // Term by term in f32, one part after another as the contract has it.
+  std::vector<float> plain(out.size()), plain_lse(lse.size()), plain_max(exact_max.begin(), exact_max.end());
+  for (const SplitRows& s : items)
+    for (int64_t i = 0; i < s.rows * kHeads; ++i) {
+      const int64_t to = s.row * kHeads + i;
+      float& l = plain_lse[to] = -kInf;
+      for (int64_t p = s.partial * kHeads + i; p < (s.partial + s.splits * s.rows) * kHeads; p += s.rows * kHeads) {
+        if (!(part_lse[p] < kInf) || part_lse[p] == -kInf) continue;
+        const float m = std::max(l, part_lse[p]), wa = std::exp(l - m), wb = std::exp(part_lse[p] - m);
+        for (int64_t d = 0; d < kWidth; ++d) {
+          float& x = plain[to * kWidth + d];
+          x = (wa * x + wb * part[p * kWidth + d]) / (wa + wb);
+        }
+        l = m + std::log(wa + wb);
+      }
+      const float kept = 1.0f / (1.0f + std::exp(sinks[i % kHeads] - l));
+      for (int64_t d = 0; d < kWidth && l > -kInf; ++d) plain[to * kWidth + d] *= kept;
+    }
+  auto judge = [](const std::vector<float>& got, const std::vector<double>& e, const std::vector<float>& p) {
+    const cases::Verdict v = cases::compare(got, e, p, 0x1p-24);
+    EXPECT_TRUE(v.ok) << v.error << " above " << v.bound << "; " << v.detail;
+  };
+  judge(out, exact, plain);
+  judge(lse, exact_lse, plain_lse);
+  judge(max, exact_max, plain_max);
+}
+
 TEST_F(AttendSparse, MergeOfSplitsRefusesWhatDoesNotFit) {
   std::vector<float> part(6 * 2 * 8, 1.0f), out(4 * 2 * 8), lse(16);
   const std::vector<float> sinks(2);
