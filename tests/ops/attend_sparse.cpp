@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <numeric>
+#include <ostream>
 
 #include "backend/backend.hpp"
 #include "backend/cpu/core/target.hpp"
@@ -243,6 +244,10 @@ struct Mode {
   CacheFormat format;
   Dtype q;
 };
+std::string name_of(const Mode& m) {
+  return std::string(m.target) + "_" + std::string(to_string(m.format)) + "_" + std::string(to_string(m.q));
+}
+void PrintTo(const Mode& m, std::ostream* out) { *out << name_of(m); }
 
 class SparseOnTarget : public Fixture, public testing::WithParamInterface<Mode> {
  protected:
@@ -433,10 +438,8 @@ std::vector<Mode> modes() {
       for (Dtype q : {Dtype::f32, Dtype::bf16}) m.push_back({target, f, q});
   return m;
 }
-INSTANTIATE_TEST_SUITE_P(Targets, SparseOnTarget, testing::ValuesIn(modes()), [](const auto& i) {
-  return std::string(i.param.target) + "_" + std::string(to_string(i.param.format)) + "_" +
-         std::string(to_string(i.param.q));
-});
+INSTANTIATE_TEST_SUITE_P(Targets, SparseOnTarget, testing::ValuesIn(modes()),
+                         [](const auto& i) { return name_of(i.param); });
 
 TEST_F(AttendSparse, RefusesWhatDoesNotFit) {
   PoisonedCache c = cache(16), other = cache(8);
