@@ -52,7 +52,7 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
   number("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
-  number("--topk", p_.topk, "Selected positions of a query row");
+  topk_ = number("--topk", p_.topk, "Selected positions of a query row");
   number("--sources", p_.sources, "attend_sparse: caches");
   flag("--sinks", p_.sinks, "attend_sparse: a sink a head");
   command.add_option("--seed", p_.seed, "Seed of the random inputs")->capture_default_str()->group(group);
@@ -85,7 +85,7 @@ cases::Params ShapeFlags::params() const {
   require("--page-size", p.page_size, 1, kMostTokens);
   require("--splits", p.splits, 1, kMostTokens);
   require("--topk", p.topk, 0, kMostTokens);
-  require("--sources", p.sources, 1, kMostOfADimension);
+  require("--sources", p.sources, 1, 64);
   if (p.rope % 2 != 0) throw InputError("--rope is " + std::to_string(p.rope) + ", it must be even");
   if (!(p.yarn_factor >= 1))
     throw InputError("--yarn-factor is " + std::to_string(p.yarn_factor) + ", at least 1 is needed");
@@ -93,6 +93,8 @@ cases::Params ShapeFlags::params() const {
   const int64_t widest = std::max({p.latent + p.rope, p.nope + p.rope, p.value, p.in, p.out});
   require("new tokens times heads times the widest dimension", p.requests * p.query_len * p.heads * widest, 0,
           kMostElements);
+  if (topk_->count() > 0)
+    require("new tokens times --sources times --topk", p.requests * p.query_len * p.sources * p.topk, 0, kMostElements);
   return p;
 }
 

@@ -25,7 +25,7 @@ class ShapeFlags {
   std::string format_, dtype_, output_, weights_;
   bool full_ = false;
   std::vector<CLI::Option*> options_;
-  CLI::Option* splits_ = nullptr;
+  CLI::Option *splits_ = nullptr, *topk_ = nullptr;
 };
 
 /// --threads: at least 1, by default all of the machine's.

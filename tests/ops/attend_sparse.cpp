@@ -249,9 +249,9 @@ std::string name_of(const Mode& m) {
 }
 void PrintTo(const Mode& m, std::ostream* out) { *out << name_of(m); }
 
-class SparseOnTarget : public Fixture, public testing::WithParamInterface<Mode> {
+class SparseByTarget : public Fixture, public testing::WithParamInterface<Mode> {
  protected:
-  SparseOnTarget() : Fixture(GetParam().format, GetParam().q) {}
+  SparseByTarget() : Fixture(GetParam().format, GetParam().q) {}
   void SetUp() override {
     try {
       cpu::restrict_target(GetParam().target);
@@ -275,7 +275,7 @@ class SparseOnTarget : public Fixture, public testing::WithParamInterface<Mode> 
 
 // What does not exist takes no place, so the bits are those of the list without it; nor do pages and what lies in other
 // slots make a difference.
-TEST_P(SparseOnTarget, OnlyWhatIsSelectedCounts) {
+TEST_P(SparseByTarget, OnlyWhatIsSelectedCounts) {
   const auto lists = random_rows(1, 9, 400);
   PoisonedCache full = cache(16);
   const Result expected = run({Lists(in_slots(full, lists)).of(full.view())});
@@ -304,7 +304,7 @@ TEST_P(SparseOnTarget, OnlyWhatIsSelectedCounts) {
   EXPECT_TRUE(same_bits(run({s}), expected));
 }
 
-TEST_P(SparseOnTarget, SourcesJoinAsOneList) {
+TEST_P(SparseByTarget, SourcesJoinAsOneList) {
   const auto first = random_rows(3, 9, 300), second = random_rows(4, 9, 200);
   auto joined = first;
   for (size_t r = 0; r < joined.size(); ++r) joined[r].insert(joined[r].end(), second[r].begin(), second[r].end());
@@ -314,7 +314,7 @@ TEST_P(SparseOnTarget, SourcesJoinAsOneList) {
   EXPECT_TRUE(same_bits(run({la.of(a.view()), lb.of(b.view())}), expected));
 }
 
-TEST_P(SparseOnTarget, EverythingInOrderGivesDenseBits) {
+TEST_P(SparseByTarget, EverythingInOrderGivesDenseBits) {
   PoisonedCache c = cache(16);
   std::vector<int32_t> all(kTokens);
   std::iota(all.begin(), all.end(), 0);
@@ -339,7 +339,7 @@ TEST_P(SparseOnTarget, EverythingInOrderGivesDenseBits) {
   EXPECT_TRUE(same_bits(sparse, dense));
 }
 
-TEST_P(SparseOnTarget, BitsDoNotDependOnThreads) {
+TEST_P(SparseByTarget, BitsDoNotDependOnThreads) {
   const auto lists = random_rows(5, 13, 500);
   PoisonedCache c = cache(16);
   const Lists l(in_slots(c, lists));
@@ -351,7 +351,7 @@ TEST_P(SparseOnTarget, BitsDoNotDependOnThreads) {
 }
 
 // Constant parts: the same bits whether a row stands alone or among others, and whether its parts are items or not.
-TEST_P(SparseOnTarget, PartsMakeRowsIndependentOfTheBatchAndOfSplits) {
+TEST_P(SparseByTarget, PartsMakeRowsIndependentOfTheBatchAndOfSplits) {
   constexpr int64_t kRows = 6, kKeys = 2500;
   PoisonedCache c = cache(16);
   Random random(7);
@@ -379,7 +379,7 @@ TEST_P(SparseOnTarget, PartsMakeRowsIndependentOfTheBatchAndOfSplits) {
 }
 
 // The whole way of a separate prefill: sequences gathered to a workspace, positions mapped to its rows.
-TEST_P(SparseOnTarget, WorkspaceGivesTheCachesBits) {
+TEST_P(SparseByTarget, WorkspaceGivesTheCachesBits) {
   const Dtype dtype = GetParam().format == CacheFormat::bf16 ? Dtype::bf16 : Dtype::f32;
   PoisonedCache c = cache(16);
   std::vector<int32_t> table(2 * 44);  // two requests of half the tokens
@@ -438,7 +438,7 @@ std::vector<Mode> modes() {
       for (Dtype q : {Dtype::f32, Dtype::bf16}) m.push_back({target, f, q});
   return m;
 }
-INSTANTIATE_TEST_SUITE_P(Targets, SparseOnTarget, testing::ValuesIn(modes()),
+INSTANTIATE_TEST_SUITE_P(Targets, SparseByTarget, testing::ValuesIn(modes()),
                          [](const auto& i) { return name_of(i.param); });
 
 TEST_F(AttendSparse, RefusesWhatDoesNotFit) {
