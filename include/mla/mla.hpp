@@ -7,6 +7,7 @@
 #include "mla/dim.hpp"
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/layer.hpp"
 #include "mla/model.hpp"
 #include "mla/pages.hpp"
