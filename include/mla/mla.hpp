@@ -8,6 +8,7 @@
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
 #include "mla/index_cache.hpp"
+#include "mla/index_plan.hpp"
 #include "mla/layer.hpp"
 #include "mla/model.hpp"
 #include "mla/pages.hpp"
