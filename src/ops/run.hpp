@@ -25,6 +25,14 @@ MLA_RUN(MergeArgs, merge)
 MLA_RUN(MergeSplitsArgs, merge_splits)
 MLA_RUN(QuantizeArgs, quantize)
 MLA_RUN(QuantizePaddingArgs, quantize_padding)
+MLA_RUN(IndexAppendArgs, index_append)
+MLA_RUN(IndexGatherArgs, index_gather)
+MLA_RUN(IndexQueryArgs, index_query)
+MLA_RUN(IndexScoreArgs, index_score)
+MLA_RUN(SelectTopkArgs, select_topk)
+MLA_RUN(FinishTopkArgs, finish_topk)
+MLA_RUN(FillTopkArgs, fill_topk)
+MLA_RUN(HadamardArgs, hadamard)
 #undef MLA_RUN
 
 }  // namespace mla::ops

@@ -16,12 +16,15 @@ std::string describe(const Params& p, std::string_view op) {
          (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") + (p.causal ? " causal" : " full") +
          (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
          (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
-         (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " seed=" + std::to_string(p.seed);
+         (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " index_dim=" + n(p.index_dim) +
+         " topk=" + n(p.topk) + " index_format=" + std::string(to_string(p.index_format)) +
+         " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,          rope,  project,  append,    gather, cast, attend_expanded,
-                               attend_latent, merge, quantize, layer_norm};
+  static const std::array kAll{
+      norm,     rope,       project,      append,       gather,      cast,        attend_expanded, attend_latent, merge,
+      quantize, layer_norm, index_append, index_gather, index_query, index_score, select_topk,     hadamard};
   return kAll;
 }
 

@@ -12,6 +12,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/quant.hpp"
 #include "mla/weights.hpp"
 #include "ops/cost.hpp"
@@ -37,6 +38,9 @@ struct Params {
   OutputSpec output{.kind = OutputKind::fp8_groups};  ///< quantize; its numbers scale and global_scale are the case's
   WeightFormat weights = WeightFormat::plain;         ///< project
   int64_t weight_block = 0;  ///< project, fp8 weights: side of the square under a scale; 0: one scale
+  // The sparse indexer; its heads are `heads`.
+  int64_t index_dim = 128, topk = 2048;
+  IndexCacheFormat index_format = IndexCacheFormat::fp8;
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);
@@ -71,5 +75,6 @@ const CaseType& find(std::string_view op);
 // One per file in this folder.
 extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
     layer_norm;
+extern const CaseType index_append, index_gather, index_query, index_score, select_topk, hadamard;
 
 }  // namespace mla::cases

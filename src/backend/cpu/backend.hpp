@@ -25,6 +25,14 @@ void merge(Stream& stream, const ops::MergeArgs& a);
 void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a);
 void quantize(Stream& stream, const ops::QuantizeArgs& a);
 void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
+void index_append(Stream& stream, const ops::IndexAppendArgs& a);
+void index_gather(Stream& stream, const ops::IndexGatherArgs& a);
+void index_query(Stream& stream, const ops::IndexQueryArgs& a);
+void index_score(Stream& stream, const ops::IndexScoreArgs& a);
+void select_topk(Stream& stream, const ops::SelectTopkArgs& a);
+void finish_topk(Stream& stream, const ops::FinishTopkArgs& a);
+void fill_topk(Stream& stream, const ops::FillTopkArgs& a);
+void hadamard(Stream& stream, const ops::HadamardArgs& a);
 
 // Scratch each op wants at these dimensions; scratch_per_worker is the largest.
 size_t project_scratch(const backend::ScratchShape& shape);
@@ -32,5 +40,6 @@ size_t packed_scratch(const backend::ScratchShape& shape);
 size_t quantised_scratch();
 size_t attend_expanded_scratch(const backend::ScratchShape& shape);
 size_t attend_latent_scratch(const backend::ScratchShape& shape);
+size_t index_score_scratch(const backend::ScratchShape& shape);
 
 }  // namespace mla::cpu
