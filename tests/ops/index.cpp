@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 
@@ -254,6 +255,35 @@ TEST_P(IndexOnTarget, SelectionsMergeExactly) {
     EXPECT_EQ(indices, expected) << shards;
     EXPECT_EQ(best, expected_scores) << shards;
   }
+}
+
+// Three neighbouring scores, so that the search for the threshold ends on the middle one, with exactly topk at or above
+// it. An equal score at a lower position must still get in.
+TEST_P(IndexOnTarget, EqualScoresAtLowerPositionsStillEnter) {
+  constexpr int32_t kFirst = 5000, kColumns = 1500;
+  constexpr int64_t kTopk = 4;
+  const float low = 1.0f, middle = std::nextafter(low, 2.0f), high = std::nextafter(middle, 2.0f);
+  std::vector<float> late(kColumns, low), early(10, low);
+  late[7] = late[20] = high;
+  late[3] = late[30] = middle;
+  early[4] = early[9] = middle;
+  std::vector<std::byte> memory(topk_state_bytes(kTopk) + 64);
+  const ops::TopkState state{reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64),
+                             1, kTopk};
+  ThreadPool pool(1);
+  Stream stream(pool);
+  const IndexItem last{.q_count = 1, .kv_begin = kFirst, .kv_end = kFirst + kColumns, .visible = 9999},
+      first{.q_count = 1, .kv_begin = 0, .kv_end = 10, .visible = 9999};
+  ops::run(
+      stream,
+      ops::SelectTopkArgs{
+          .scores = {late.data(), {1, kColumns}}, .items = {&last, 1}, .positions = {}, .first = true, .state = state});
+  ops::run(stream, ops::SelectTopkArgs{
+                       .scores = {early.data(), {1, 10}}, .items = {&first, 1}, .positions = {}, .state = state});
+  std::vector<int32_t> indices(kTopk);
+  ops::run(stream, ops::FinishTopkArgs{
+                       .state = state, .items = {&last, 1}, .indices = {indices.data(), {1, kTopk}}, .scores = {}});
+  EXPECT_EQ(indices, (std::vector<int32_t>{4, 9, kFirst + 7, kFirst + 20}));
 }
 
 INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));

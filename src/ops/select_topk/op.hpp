@@ -19,8 +19,7 @@ namespace mla::ops {
 
 /// Running selection of some rows, in the caller's memory.
 ///
-///   row, topk_state_bytes(topk) | count, threshold key, threshold position, .. 64 | capacity + 16 keys | as many
-///   positions |
+///   row   | Row, 64 bytes | capacity + 16 keys | capacity + 16 positions |   topk_state_bytes(topk)
 ///
 /// A key is a score's bits as an integer of the same order. The 16 to spare take a whole vector's store.
 struct TopkState {

@@ -1,6 +1,6 @@
 // The inner step of index_score: one token's heads meet a block of keys.
 //
-// Lanes are heads. A token's queries lie in chunks of kChunk heads, [chunk][dim][head]; keys stay row-major and are
+// Lanes are heads. A token's queries lie in chunks of kHeadChunk heads, [chunk][dim][head]; keys stay row-major and are
 // taken one number at a time as a broadcast, so a key's dot products with all heads run in the order of dim. A key's
 // score is then the weighted sum over the vector's lanes of what relu leaves. Nothing depends on which keys share a
 // block: a score's bits are those of its query and key.
@@ -15,10 +15,11 @@ namespace mla::cpu {
 
 /// Heads of a chunk: two vectors of 16. A last chunk of at most half as many is half as wide.
 constexpr int64_t kHeadChunk = 32, kHalfChunk = 16;
-/// Keys a block holds at most: a multiple of every register tile. Rows past the last key, up to a multiple of kKeyTile,
-/// are read, whatever they hold.
+/// Keys a block holds at most: a multiple of every register tile. Rows past the last key, up to a multiple of
+/// kIndexKeyTile, are read, whatever they hold.
 constexpr int64_t kIndexKeys = 96, kIndexKeyTile = 24;
 
+/// Keys whose cached bytes one address of IndexBlock::ahead leads to.
 constexpr int64_t kAheadKeys = 12;
 
 /// Heads with their padding.
