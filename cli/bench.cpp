@@ -62,6 +62,8 @@ json params_json(const cases::Params& p) {
           {"topk", p.topk},
           {"sources", p.sources},
           {"sinks", p.sinks},
+          {"index_dim", p.index_dim},
+          {"index_format", to_string(p.index_format)},
           {"seed", p.seed}};
 }
 
@@ -135,6 +137,29 @@ std::vector<Row> standing_rows() {
     rows.push_back({"append " + name + ", 4096 tokens, cold", "append", {.query_len = 4096, .format = f}, true});
     rows.push_back({"gather " + name + ", 8192 tokens, cold", "gather", {.context = 8192, .format = f}, true});
   }
+  // The sparse indexer at deepseek-v3.2's 64 heads of 128. bf16 queries and fp8 codes meet in bf16 dot products.
+  auto index_row = [&](const std::string& what, int64_t query_len, int64_t tokens) {
+    for (auto [format, dtype] : {std::pair{IndexCacheFormat::f32, Dtype::f32},
+                                 {IndexCacheFormat::bf16, Dtype::bf16},
+                                 {IndexCacheFormat::fp8, Dtype::fp8_e4m3}})
+      rows.push_back({"index_score " + what + ", " + std::string(to_string(format)),
+                      "index_score",
+                      {.query_len = query_len,
+                       .context = tokens - query_len,
+                       .heads = 64,
+                       .dtype = dtype,
+                       .index_format = format}});
+    rows.push_back({"select_topk " + what + ", best 2048",
+                    "select_topk",
+                    {.query_len = query_len, .context = tokens - query_len, .topk = 2048}});
+  };
+  index_row("1 query x 64K", 1, 65536);
+  index_row("64 queries x 16K", 64, 16384);
+  index_row("128 queries x 16K", 128, 16384);
+  rows.push_back({"index_append fp8, 16384 tokens, cold", "index_append", {.query_len = 16384}, true});
+  rows.push_back({"index_gather fp8 to f32, 16384 tokens, cold", "index_gather", {.context = 16384}, true});
+  rows.push_back({"index_query 512 tokens x 64 heads, cold", "index_query", {.query_len = 512, .heads = 64}, true});
+  rows.push_back({"hadamard 512 tokens x 64 heads, cold", "hadamard", {.query_len = 512, .heads = 64}, true});
   rows.push_back({"merge 4096 tokens x 16 heads, cold", "merge", {.query_len = 4096}, true});
   rows.push_back({"norm 8192 x 2048, cold", "norm", {.query_len = 8192, .in = 2048}, true});
   rows.push_back({"layer_norm 65536 x 128, cold", "layer_norm", {.query_len = 65536, .in = 128}, true});
@@ -264,7 +289,9 @@ class Bench {
     std::vector<bench::Entry> entries;
     for (const Row& r : rows) {
       made.push_back(cases::find(r.op).make(r.params));
-      entries.push_back({r.name, made.back().get(), r.params.dtype});
+      // Index scores of e4m3 codes are bf16 dot products, where the CPU has them.
+      const bool codes = r.params.dtype == Dtype::fp8_e4m3 && r.op == "index_score";
+      entries.push_back({r.name, made.back().get(), codes ? Dtype::bf16 : r.params.dtype});
     }
     bench::Options options = options_;
     options.cold = options.cold || rows[0].cold;

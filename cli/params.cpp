@@ -2,6 +2,7 @@
 
 #include "bench/machine.hpp"
 #include "mla/error.hpp"
+#include "mla/index_plan.hpp"
 
 namespace mla::cli {
 namespace {
@@ -20,7 +21,8 @@ ShapeFlags::ShapeFlags(CLI::App& command)
     : format_(to_string(p_.format)),
       dtype_(to_string(p_.dtype)),
       output_(to_string(p_.output)),
-      weights_(to_string(p_.weights)) {
+      weights_(to_string(p_.weights)),
+      index_format_(to_string(p_.index_format)) {
   const std::string group = "Shape (an op reads those it knows)";
   auto number = [&](const char* flag, auto& value, const char* what) {
     CLI::Option* option = command.add_option(flag, value, what)->capture_default_str()->group(group);
@@ -52,9 +54,11 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
   number("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
-  topk_ = number("--topk", p_.topk, "Selected positions of a query row");
+  topk_ = number("--topk", p_.topk, "Positions a query row selects");
   number("--sources", p_.sources, "attend_sparse: caches");
   flag("--sinks", p_.sinks, "attend_sparse: a sink a head");
+  number("--index-dim", p_.index_dim, "Sparse indexer: width of a key");
+  number("--index-format", index_format_, "Sparse indexer: f32 bf16 fp8");
   command.add_option("--seed", p_.seed, "Seed of the random inputs")->capture_default_str()->group(group);
 }
 
@@ -69,6 +73,7 @@ cases::Params ShapeFlags::params() const {
   p.format = parse_cache_format(format_);
   p.dtype = parse_dtype(dtype_);
   p.weights = parse_weight_format(weights_);
+  p.index_format = parse_index_cache_format(index_format_);
   p.causal = !full_;
   p.output = parse_output_spec(output_);
   require("--requests", p.requests, 0, kMostTokens);
@@ -86,11 +91,12 @@ cases::Params ShapeFlags::params() const {
   require("--splits", p.splits, 1, kMostTokens);
   require("--topk", p.topk, 0, kMostTokens);
   require("--sources", p.sources, 1, 64);
+  require("--index-dim", p.index_dim, 1, kMostOfADimension);
   if (p.rope % 2 != 0) throw InputError("--rope is " + std::to_string(p.rope) + ", it must be even");
   if (!(p.yarn_factor >= 1))
     throw InputError("--yarn-factor is " + std::to_string(p.yarn_factor) + ", at least 1 is needed");
   require("--requests times (--query-len + --context)", p.requests * (p.query_len + p.context), 0, kMostTokens);
-  const int64_t widest = std::max({p.latent + p.rope, p.nope + p.rope, p.value, p.in, p.out});
+  const int64_t widest = std::max({p.latent + p.rope, p.nope + p.rope, p.value, p.in, p.out, p.index_dim});
   require("new tokens times heads times the widest dimension", p.requests * p.query_len * p.heads * widest, 0,
           kMostElements);
   if (topk_->count() > 0)

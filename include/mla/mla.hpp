@@ -7,6 +7,8 @@
 #include "mla/dim.hpp"
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
+#include "mla/index_cache.hpp"
+#include "mla/index_plan.hpp"
 #include "mla/layer.hpp"
 #include "mla/model.hpp"
 #include "mla/pages.hpp"

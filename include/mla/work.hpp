@@ -34,6 +34,22 @@ struct LatentItem {
   int32_t partial = -1;  ///< first partial row to write; -1: straight to the output rows
 };
 
+/// Query rows of a request over its cached positions [kv_begin, kv_end) in the sparse indexer: query i sees positions
+/// j <= visible + i. Its scores lie at rows [row, row + q_count) of a tile whose column 0 is position kv_begin.
+struct IndexItem {
+  int32_t request = 0;  ///< row of the block table
+  int32_t q_begin = 0, q_count = 0;
+  int32_t kv_begin = 0, kv_end = 0;
+  int32_t visible = 0;
+  int32_t row = 0;
+
+  /// Columns that query i sees.
+  int32_t columns(int64_t i) const {
+    const int64_t seen = int64_t{visible} + i + 1 - kv_begin, most = int64_t{kv_end} - kv_begin;
+    return static_cast<int32_t>(seen < 0 ? 0 : seen < most ? seen : most);
+  }
+};
+
 /// Query rows [q_begin, q_begin + q_count), each over keys [k_begin, k_end) of its own list: the slots selected from
 /// the first source, then those from the second.
 struct SparseItem {

@@ -16,6 +16,11 @@
 #include "ops/attend_sparse/op.hpp"
 #include "ops/cast/op.hpp"
 #include "ops/gather/op.hpp"
+#include "ops/hadamard/op.hpp"
+#include "ops/index_append/op.hpp"
+#include "ops/index_gather/op.hpp"
+#include "ops/index_query/op.hpp"
+#include "ops/index_score/op.hpp"
 #include "ops/layer_norm/op.hpp"
 #include "ops/map_indices/op.hpp"
 #include "ops/merge/op.hpp"
@@ -23,12 +28,14 @@
 #include "ops/project/op.hpp"
 #include "ops/quantize/op.hpp"
 #include "ops/rope/op.hpp"
+#include "ops/select_topk/op.hpp"
 
 namespace mla::backend {
 
 /// Largest dimensions a plan will ask of an op: what its scratch is sized by.
 struct ScratchShape {
   int64_t heads = 0, latent = 0, rope = 0, nope = 0, value = 0, hidden = 0, query_latent = 0;
+  int64_t index_heads = 0, index_dim = 0;
 };
 
 struct Backend {
@@ -64,6 +71,14 @@ struct Backend {
   void (*map_to_workspace)(Stream&, const ops::MapToWorkspaceArgs&);
   void (*attend_sparse)(Stream&, const ops::AttendSparseArgs&);
   void (*merge_sparse)(Stream&, const ops::MergeSparseArgs&);
+  void (*index_append)(Stream&, const ops::IndexAppendArgs&);
+  void (*index_gather)(Stream&, const ops::IndexGatherArgs&);
+  void (*index_query)(Stream&, const ops::IndexQueryArgs&);
+  void (*index_score)(Stream&, const ops::IndexScoreArgs&);
+  void (*select_topk)(Stream&, const ops::SelectTopkArgs&);
+  void (*finish_topk)(Stream&, const ops::FinishTopkArgs&);
+  void (*fill_topk)(Stream&, const ops::FillTopkArgs&);
+  void (*hadamard)(Stream&, const ops::HadamardArgs&);
 };
 
 /// UnsupportedError when no backend serves the device.

@@ -32,6 +32,14 @@ constexpr Backend kCpu{
     .map_to_workspace = cpu::map_to_workspace,
     .attend_sparse = cpu::attend_sparse,
     .merge_sparse = cpu::merge_sparse,
+    .index_append = cpu::index_append,
+    .index_gather = cpu::index_gather,
+    .index_query = cpu::index_query,
+    .index_score = cpu::index_score,
+    .select_topk = cpu::select_topk,
+    .finish_topk = cpu::finish_topk,
+    .fill_topk = cpu::fill_topk,
+    .hadamard = cpu::hadamard,
 };
 
 constexpr std::array<const Backend*, 1> kBackends{&kCpu};

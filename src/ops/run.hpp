@@ -29,6 +29,14 @@ MLA_RUN(MapToSlotsArgs, map_to_slots)
 MLA_RUN(MapToWorkspaceArgs, map_to_workspace)
 MLA_RUN(AttendSparseArgs, attend_sparse)
 MLA_RUN(MergeSparseArgs, merge_sparse)
+MLA_RUN(IndexAppendArgs, index_append)
+MLA_RUN(IndexGatherArgs, index_gather)
+MLA_RUN(IndexQueryArgs, index_query)
+MLA_RUN(IndexScoreArgs, index_score)
+MLA_RUN(SelectTopkArgs, select_topk)
+MLA_RUN(FinishTopkArgs, finish_topk)
+MLA_RUN(FillTopkArgs, fill_topk)
+MLA_RUN(HadamardArgs, hadamard)
 #undef MLA_RUN
 
 }  // namespace mla::ops

@@ -17,12 +17,15 @@ std::string describe(const Params& p, std::string_view op) {
          (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
          (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
          (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
-         " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + " seed=" + std::to_string(p.seed);
+         " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + " index_dim=" + n(p.index_dim) +
+         " index_format=" + std::string(to_string(p.index_format)) + " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,          rope,  project,  append,     gather,      cast,         attend_expanded,
-                               attend_latent, merge, quantize, layer_norm, map_indices, attend_sparse};
+  static const std::array kAll{norm,         layer_norm,   rope,         project,     append,      gather,
+                               cast,         attend_latent, attend_expanded, attend_sparse, merge,   map_indices,
+                               quantize,     index_append, index_gather, index_query, index_score, select_topk,
+                               hadamard};
   return kAll;
 }
 

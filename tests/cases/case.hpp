@@ -12,6 +12,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/quant.hpp"
 #include "mla/weights.hpp"
 #include "ops/cost.hpp"
@@ -40,6 +41,9 @@ struct Params {
   int64_t topk = 2048;       ///< selected positions of a query row
   int64_t sources = 1;       ///< attend_sparse: caches
   bool sinks = false;        ///< attend_sparse
+  // The sparse indexer; its heads are `heads`.
+  int64_t index_dim = 128;
+  IndexCacheFormat index_format = IndexCacheFormat::fp8;
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);
@@ -74,5 +78,7 @@ const CaseType& find(std::string_view op);
 // One per file in this folder.
 extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
     layer_norm, map_indices, attend_sparse;
+    layer_norm;
+extern const CaseType index_append, index_gather, index_query, index_score, select_topk, hadamard;
 
 }  // namespace mla::cases

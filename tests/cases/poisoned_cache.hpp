@@ -13,12 +13,14 @@
 
 #include "cases/compare.hpp"
 #include "mla/cache.hpp"
+#include "mla/index_cache.hpp"
 
 namespace mla::cases {
 
-class PoisonedCache {
+template <class Spec, class View>
+class Poisoned {
  public:
-  PoisonedCache(const CacheSpec& spec, int64_t pages, Random& random) : spec_(spec), order_(pages) {
+  Poisoned(const Spec& spec, int64_t pages, Random& random) : spec_(spec), order_(pages) {
     spec.validate();
     const size_t size = static_cast<size_t>(pages) * stride();
     bytes_.reserve(size);
@@ -28,9 +30,9 @@ class PoisonedCache {
     for (int64_t i = pages - 1; i > 0; --i) std::swap(order_[i], order_[random.integer(0, i)]);
   }
 
-  CacheView view() { return view(bytes_); }
+  View view() { return view(bytes_); }
   /// The same cache on a copy of its bytes.
-  CacheView view(std::vector<std::byte>& bytes) const {
+  View view(std::vector<std::byte>& bytes) const {
     return {spec_, bytes.data(), static_cast<int64_t>(order_.size()), stride()};
   }
   const std::vector<std::byte>& bytes() const { return bytes_; }
@@ -50,9 +52,12 @@ class PoisonedCache {
   }
   size_t stride() const { return spec_.page_bytes() + 24; }
 
-  CacheSpec spec_;
+  Spec spec_;
   std::vector<int32_t> order_;
   std::vector<std::byte> bytes_;
 };
+
+using PoisonedCache = Poisoned<CacheSpec, CacheView>;
+using PoisonedIndexCache = Poisoned<IndexCacheSpec, IndexCacheView>;
 
 }  // namespace mla::cases

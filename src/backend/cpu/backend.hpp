@@ -29,6 +29,14 @@ void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a);
 void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a);
 void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a);
 void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a);
+void index_append(Stream& stream, const ops::IndexAppendArgs& a);
+void index_gather(Stream& stream, const ops::IndexGatherArgs& a);
+void index_query(Stream& stream, const ops::IndexQueryArgs& a);
+void index_score(Stream& stream, const ops::IndexScoreArgs& a);
+void select_topk(Stream& stream, const ops::SelectTopkArgs& a);
+void finish_topk(Stream& stream, const ops::FinishTopkArgs& a);
+void fill_topk(Stream& stream, const ops::FillTopkArgs& a);
+void hadamard(Stream& stream, const ops::HadamardArgs& a);
 
 // Scratch each op wants at these dimensions; scratch_per_worker is the largest.
 size_t project_scratch(const backend::ScratchShape& shape);
@@ -37,5 +45,6 @@ size_t quantised_scratch();
 size_t attend_expanded_scratch(const backend::ScratchShape& shape);
 size_t attend_latent_scratch(const backend::ScratchShape& shape);
 size_t attend_sparse_scratch(const backend::ScratchShape& shape);
+size_t index_score_scratch(const backend::ScratchShape& shape);
 
 }  // namespace mla::cpu

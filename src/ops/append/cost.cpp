@@ -20,8 +20,7 @@ Cost cost(const RopeAppendArgs& a) {
 }
 
 Cost cost(const CopyPagesArgs& a) {
-  return {.bytes = 2 * static_cast<double>(a.copies.size()) * static_cast<double>(a.cache.spec.page_bytes()),
-          .flops = 0};
+  return {.bytes = 2 * static_cast<double>(a.copies.size()) * static_cast<double>(a.cache.page_bytes), .flops = 0};
 }
 
 }  // namespace mla::ops

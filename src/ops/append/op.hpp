@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "mla/cache.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
@@ -34,9 +35,24 @@ struct RopeAppendArgs {
 struct PageCopy {
   int32_t from = 0, to = 0;
 };
-/// Copies whole pages within a cache (copy on write).
+/// Any cache's pages as bytes.
+struct PageBytes {
+  std::byte* data = nullptr;
+  int64_t pages = 0;
+  size_t page_stride = 0, page_bytes = 0;
+
+  PageBytes() = default;
+  PageBytes(const CacheView& c) : PageBytes{c.data, c.pages, c.page_stride, c.spec.page_bytes()} {}
+  PageBytes(const IndexCacheView& c) : PageBytes{c.data, c.pages, c.page_stride, c.spec.page_bytes()} {}
+  std::byte* page(int64_t index) const { return data + static_cast<size_t>(index) * page_stride; }
+
+ private:
+  PageBytes(std::byte* d, int64_t n, size_t stride, size_t bytes)
+      : data(d), pages(n), page_stride(stride), page_bytes(bytes) {}
+};
+/// Copies whole pages within a cache, of latent rows or of index keys (copy on write).
 struct CopyPagesArgs {
-  CacheView cache;
+  PageBytes cache;
   std::span<const PageCopy> copies;
 };
 

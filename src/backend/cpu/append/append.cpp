@@ -93,7 +93,7 @@ void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
 
 void copy_pages(Stream& stream, const ops::CopyPagesArgs& a) {
   stream.pool().run(static_cast<int64_t>(a.copies.size()), [&](int64_t task, int) {
-    std::memmove(a.cache.page(a.copies[task].to), a.cache.page(a.copies[task].from), a.cache.spec.page_bytes());
+    std::memmove(a.cache.page(a.copies[task].to), a.cache.page(a.copies[task].from), a.cache.page_bytes);
   });
 }
 

@@ -1,0 +1,54 @@
+// How a step's sparse indexer walks queries x context: tiles of scores, the running selection, and work items, all of
+// bounded size. A pure function of the requests; results do not depend on the tiles.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "mla/plan.hpp"
+#include "mla/work.hpp"
+
+namespace mla {
+
+constexpr int64_t kMostTopk = 8192;
+/// Bytes that a tile of scores and its selection state take together, unless the caller says otherwise. The last-level
+/// caches of servers hold it.
+constexpr size_t kIndexTileBytes = size_t{8} << 20;
+
+/// Candidates that a row's selection keeps at most before it drops all but the best topk.
+constexpr int64_t topk_capacity(int64_t topk) {
+  const int64_t most = topk + (topk > 1024 ? topk : 1024);
+  return (most + 15) / 16 * 16;
+}
+/// Bytes of one row's running selection: a multiple of 64.
+constexpr size_t topk_state_bytes(int64_t topk) {
+  return 64 + 2 * sizeof(int32_t) * static_cast<size_t>(topk_capacity(topk) + 16);
+}
+
+struct IndexTiles {
+  int64_t rows = 0;        ///< query rows a tile
+  int64_t keys = 0;        ///< positions a tile
+  size_t score_bytes = 0;  ///< rows x keys f32
+  size_t state_bytes = 0;  ///< rows x topk_state_bytes(topk)
+};
+/// Tiles for a step of `rows` query rows over at most `longest` positions; score_bytes + state_bytes <= most_bytes.
+/// ShapeError when topk is outside 1..kMostTopk, when rows or longest is negative, or when most_bytes does not hold one
+/// row and 1024 positions.
+IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_bytes = kIndexTileBytes);
+
+/// One tile of query rows: score and select each round in turn (the first with `first`), then finish.
+struct IndexTile {
+  std::vector<std::vector<IndexItem>> rounds;  ///< round r: positions from r * tiles.keys on
+  std::vector<IndexItem> rows;                 ///< every row of the tile with all of its positions: for finish_topk
+};
+struct IndexSchedule {
+  IndexTiles tiles;
+  std::vector<IndexItem> all;  ///< rows whose positions fit topk: fill_topk, no scoring
+  std::vector<IndexTile> selected;
+};
+/// q_begin of the items counts rows as the requests do.
+IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes = kIndexTileBytes);
+
+}  // namespace mla

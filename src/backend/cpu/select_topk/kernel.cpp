@@ -1,0 +1,186 @@
+#undef HWY_TARGET_INCLUDE
+#define HWY_TARGET_INCLUDE "backend/cpu/select_topk/kernel.cpp"
+#include "hwy/foreach_target.h"  // before highway.h
+#include "hwy/highway.h"
+//
+#include <algorithm>
+#include <limits>
+
+#include "backend/cpu/select_topk/kernel.hpp"
+
+HWY_BEFORE_NAMESPACE();
+namespace mla::cpu::HWY_NAMESPACE {
+namespace hn = hwy::HWY_NAMESPACE;
+
+using DF = hn::ScalableTag<float>;
+using DI = hn::RebindToSigned<DF>;
+using VI = hn::Vec<DI>;
+using MI = hn::Mask<DI>;
+
+HWY_INLINE int64_t Width() { return static_cast<int64_t>(hn::Lanes(DI())); }
+
+HWY_INLINE VI Keys(const float* scores) {
+  const DF df;
+  const DI di;
+  const auto s = hn::Add(hn::LoadU(df, scores), hn::Zero(df));  // -0 becomes 0
+  const auto lowest = hn::Set(df, -std::numeric_limits<float>::infinity());
+  const VI bits = hn::BitCast(di, hn::IfThenElse(hn::Eq(s, s), s, lowest));
+  return hn::Xor(bits, hn::And(hn::ShiftRight<31>(bits), hn::Set(di, 0x7fffffff)));
+}
+
+// How many of n numbers hold; `holds` maps the index of a whole vector of them to a mask.
+template <class Holds>
+HWY_INLINE int64_t Count(int64_t n, Holds&& holds) {
+  const DI di;
+  const int64_t lanes = Width();
+  // Sums of -1 for each that holds: cheaper than counting a mask's bits each time. 2^31 are never reached.
+  VI s0 = hn::Zero(di), s1 = s0, s2 = s0, s3 = s0;
+  int64_t i = 0;
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    s0 = hn::Add(s0, hn::VecFromMask(di, holds(i)));
+    s1 = hn::Add(s1, hn::VecFromMask(di, holds(i + lanes)));
+    s2 = hn::Add(s2, hn::VecFromMask(di, holds(i + 2 * lanes)));
+    s3 = hn::Add(s3, hn::VecFromMask(di, holds(i + 3 * lanes)));
+  }
+  for (; i < n; i += lanes) {
+    const MI there = hn::FirstN(di, static_cast<size_t>(std::min(n - i, lanes)));
+    s0 = hn::Add(s0, hn::VecFromMask(di, hn::And(there, holds(i))));
+  }
+  const VI sum = hn::Add(hn::Add(s0, s1), hn::Add(s2, s3));
+  return -static_cast<int64_t>(hn::GetLane(hn::SumOfLanes(di, sum)));
+}
+
+// Largest x in [low, high] with count(x) >= wanted, where count falls with x and count(low) >= wanted; stops early at
+// an x with exactly as many.
+template <class CountFrom>
+HWY_INLINE int32_t Bisect(int32_t low, int32_t high, int64_t wanted, bool& exact, CountFrom&& count) {
+  exact = false;
+  while (low < high && !exact) {
+    const int32_t middle = static_cast<int32_t>(int64_t{low} + (int64_t{high} - low + 1) / 2);
+    const int64_t n = count(middle);
+    if (n >= wanted) low = middle;
+    else high = middle - 1;
+    exact = n == wanted;
+  }
+  return low;
+}
+
+// Keeps, in place and in order, candidates above key, and those at key up to a position.
+HWY_INLINE int64_t Keep(const Selection& s, int32_t key, int32_t position) {
+  const DI di;
+  const VI k = hn::Set(di, key), p = hn::Set(di, position);
+  int64_t kept = 0;
+  for (int64_t i = 0; i < s.row->count; i += Width()) {
+    const VI keys = hn::LoadU(di, s.keys + i), positions = hn::LoadU(di, s.positions + i);
+    const MI good = hn::Or(hn::Gt(keys, k), hn::And(hn::Eq(keys, k), hn::Not(hn::Gt(positions, p))));
+    const MI there = hn::FirstN(di, static_cast<size_t>(std::min<int64_t>(s.row->count - i, Width())));
+    const MI mask = hn::And(there, good);
+    hn::StoreU(hn::Compress(keys, mask), di, s.keys + kept);
+    hn::StoreU(hn::Compress(positions, mask), di, s.positions + kept);
+    kept += static_cast<int64_t>(hn::CountTrue(di, mask));
+  }
+  return kept;
+}
+
+void Reduce(const Selection& s) {
+  const DI di;
+  const int64_t n = s.row->count;
+  if (n <= s.topk) return;
+  VI least = hn::Set(di, s.keys[0]), most = least;
+  int64_t whole = 0;
+  for (; whole + Width() <= n; whole += Width()) {
+    const VI k = hn::LoadU(di, s.keys + whole);
+    least = hn::Min(least, k);
+    most = hn::Max(most, k);
+  }
+  int32_t low = hn::GetLane(hn::MinOfLanes(di, least)), high = hn::GetLane(hn::MaxOfLanes(di, most));
+  for (; whole < n; ++whole) {
+    low = std::min(low, s.keys[whole]);
+    high = std::max(high, s.keys[whole]);
+  }
+  bool exact;
+  const int32_t key = Bisect(low, high, s.topk, exact, [&](int32_t x) {
+    const VI v = hn::Set(di, x);
+    return Count(n, [&](int64_t i) { return hn::Not(hn::Gt(v, hn::LoadU(di, s.keys + i))); });
+  });
+  if (exact) {  // the best topk are those from key on; an equal one that comes later may still be better
+    s.row->count = static_cast<int32_t>(Keep(s, key, std::numeric_limits<int32_t>::max()));
+    s.row->key = key;
+    s.row->position = std::numeric_limits<int32_t>::max();
+    return;
+  }
+  // key is the topk-th best; of those equal to it the lowest positions complete the rest.
+  const VI v = hn::Set(di, key);
+  const int64_t above = Count(n, [&](int64_t i) { return hn::Gt(hn::LoadU(di, s.keys + i), v); });
+  const int64_t equal = Count(n, [&](int64_t i) { return hn::Eq(hn::LoadU(di, s.keys + i), v); });
+  const int64_t dropped = equal - (s.topk - above);
+  int32_t position = std::numeric_limits<int32_t>::max();
+  if (dropped > 0) {
+    // The first position to drop is the largest x with `dropped` of the equal ones at x or behind.
+    const int32_t first = Bisect(0, position, dropped, exact, [&](int32_t x) {
+      const VI p = hn::Set(di, x);
+      return Count(n, [&](int64_t i) {
+        return hn::And(hn::Eq(hn::LoadU(di, s.keys + i), v), hn::Not(hn::Gt(p, hn::LoadU(di, s.positions + i))));
+      });
+    });
+    position = first - 1;
+  }
+  s.row->count = static_cast<int32_t>(Keep(s, key, position));
+  s.row->key = key;
+  s.row->position = position;
+}
+
+void Feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  const DI di;
+  const int64_t lanes = Width();
+  ops::TopkState::Row& row = *s.row;
+  VI key = hn::Set(di, row.key), position = hn::Set(di, row.position);
+  auto offer = [&](const float* from, VI at, MI there) {
+    const VI keys = Keys(from);
+    const MI enters = hn::And(there, hn::Or(hn::Gt(keys, key), hn::And(hn::Eq(keys, key), hn::Gt(position, at))));
+    if (hn::AllFalse(di, enters)) return;
+    hn::StoreU(hn::Compress(keys, enters), di, s.keys + row.count);
+    hn::StoreU(hn::Compress(at, enters), di, s.positions + row.count);
+    row.count += static_cast<int32_t>(hn::CountTrue(di, enters));
+    if (row.count <= s.capacity) return;
+    Reduce(s);
+    key = hn::Set(di, row.key);
+    position = hn::Set(di, row.position);
+  };
+  const MI all = hn::FirstN(di, static_cast<size_t>(lanes));
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) {
+    if (positions) {
+      const VI at = hn::LoadU(di, positions + i);
+      offer(scores + i, at, hn::Not(hn::Lt(at, hn::Zero(di))));
+    } else {
+      offer(scores + i, hn::Iota(di, static_cast<int32_t>(first + i)), all);
+    }
+  }
+  if (i == n) return;
+  // What lies behind the last column is not this row's to read.
+  float last[64 / sizeof(float)] = {};
+  int32_t at[64 / sizeof(int32_t)] = {};
+  for (int64_t c = 0; i + c < n; ++c) {
+    last[c] = scores[i + c];
+    at[c] = positions ? positions[i + c] : static_cast<int32_t>(first + i + c);
+  }
+  const VI v = hn::LoadU(di, at);
+  offer(last, v, hn::And(hn::FirstN(di, static_cast<size_t>(n - i)), hn::Not(hn::Lt(v, hn::Zero(di)))));
+}
+
+}  // namespace mla::cpu::HWY_NAMESPACE
+HWY_AFTER_NAMESPACE();
+
+#if HWY_ONCE
+namespace mla::cpu {
+HWY_EXPORT(Feed);
+HWY_EXPORT(Reduce);
+
+void select_feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  HWY_DYNAMIC_DISPATCH(Feed)(s, scores, n, positions, first);
+}
+void select_reduce(const Selection& s) { HWY_DYNAMIC_DISPATCH(Reduce)(s); }
+
+}  // namespace mla::cpu
+#endif

@@ -1,0 +1,31 @@
+// One row of a running selection.
+//
+// A score becomes an integer key of the same order (NaN as -inf, -0 as 0). Candidates that the row's threshold lets
+// through are appended to its buffer; when that is full, all but the best topk are dropped and the threshold rises.
+// What is kept stays in the order it came in.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "ops/select_topk/op.hpp"
+
+namespace mla::cpu {
+
+struct Selection {
+  ops::TopkState::Row* row = nullptr;
+  int32_t *keys = nullptr, *positions = nullptr;  ///< capacity, and 16 to spare
+  int64_t topk = 0, capacity = 0;
+};
+
+/// Offers n scores at positions[0..n), or from `first` on when positions is null.
+void select_feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first);
+/// Drops all but the best topk.
+void select_reduce(const Selection& s);
+
+/// The score that a key stands for.
+inline float key_score(int32_t key) {
+  return std::bit_cast<float>(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+}
+
+}  // namespace mla::cpu

@@ -1,0 +1,18 @@
+#include "ops/hadamard/op.hpp"
+#include "ops/require.hpp"
+
+namespace mla::ops {
+
+void check(const HadamardArgs& a) {
+  auto dims = [](const char* name, const auto& x) {
+    require_dense<IndexDim>("hadamard", name, x);
+    const int64_t n = x.template extent<IndexDim>();
+    if (n < 1 || (n & (n - 1)) != 0)
+      throw ShapeError("hadamard: " + std::string(name) + " IndexDim is " + std::to_string(n) +
+                       ", must be a power of two");
+  };
+  if (a.q) dims("q", a.q);
+  if (a.k) dims("k", a.k);
+}
+
+}  // namespace mla::ops

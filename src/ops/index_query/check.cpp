@@ -1,0 +1,19 @@
+#include "ops/index_query/op.hpp"
+#include "ops/require.hpp"
+
+namespace mla::ops {
+
+void check(const IndexQueryArgs& a) {
+  constexpr std::string_view op = "index_query";
+  require_same<Token>(op, "weights", a.weights, "q", a.q);
+  require_same<IndexHead>(op, "weights", a.weights, "q", a.q);
+  require_same<Token>(op, "codes", a.codes, "q", a.q);
+  require_same<IndexHead>(op, "codes", a.codes, "q", a.q);
+  require_same<IndexDim>(op, "codes", a.codes, "q", a.q);
+  require_same<Token>(op, "scaled_weights", a.scaled_weights, "q", a.q);
+  require_same<IndexHead>(op, "scaled_weights", a.scaled_weights, "q", a.q);
+  require_dense<IndexDim>(op, "q", a.q);
+  require_dense<IndexDim>(op, "codes", a.codes);
+}
+
+}  // namespace mla::ops

@@ -1,0 +1,20 @@
+#include <vector>
+
+#include "cache/index/codec.hpp"
+#include "ops/index_query/op.hpp"
+
+namespace mla::ops {
+
+void reference(const IndexQueryArgs& a) {
+  std::vector<float> row(static_cast<size_t>(a.q.extent<IndexDim>()));
+  for (int64_t t = 0; t < a.q.extent<Token>(); ++t)
+    for (int64_t h = 0; h < a.q.extent<IndexHead>(); ++h) {
+      for (size_t d = 0; d < row.size(); ++d) row[d] = a.q(t, h, d);
+      const float scale = cache::index::writer_scale(
+          cache::largest_magnitude(row.data(), static_cast<int64_t>(row.size())), /*powers_of_two=*/true);
+      for (size_t d = 0; d < row.size(); ++d) a.codes(t, h, d) = to_fp8_e4m3(row[d] / scale);
+      a.scaled_weights(t, h) = a.weights(t, h) * scale;
+    }
+}
+
+}  // namespace mla::ops

@@ -1,0 +1,36 @@
+// index_score: the sparse indexer's scores of cached positions. For item t, query i < q_count and position j in
+// [kv_begin, kv_end) with j <= visible + i:
+//   scores[row + i, j - kv_begin] = sum over heads h of scale * weights[q_begin + i, h] * relu(q[q_begin + i, h] . k_j)
+// with k_j the dequantised key; fp8_e4m3 queries count as their codes, their scales lie in weights (index_query).
+// Columns that a row does not see, and those past kv_end, keep what they held. NaN inputs give NaN scores.
+// The caller walks a long context in tiles of positions, so that scores never take queries x context; a score's bits
+// depend on its query, its key and the kind of both alone, whatever the tile.
+#pragma once
+
+#include <span>
+
+#include "mla/index_cache.hpp"
+#include "mla/view.hpp"
+#include "mla/work.hpp"
+#include "ops/cost.hpp"
+#include "ops/scratch.hpp"
+
+namespace mla::ops {
+
+struct IndexScoreArgs {
+  AnyView<Token, IndexHead, IndexDim> q;  ///< f32, bf16 or fp8_e4m3, IndexDim dense
+  View<const float, Token, IndexHead> weights;
+  float scale = 1.0f;  ///< Ni^-0.5 Di^-0.5, or 1 where weights hold it
+  IndexCacheView cache;
+  View<const int32_t, Request, Page> block_table;
+  std::span<const IndexItem> items;  ///< their rows ascending and disjoint
+  View<float, Token, Key> scores;    ///< Key dense
+  Scratch scratch;
+};
+
+void check(const IndexScoreArgs& a);
+Cost cost(const IndexScoreArgs& a);
+/// Writes the columns that each row sees.
+void reference(const IndexScoreArgs& a, View<double, Token, Key> scores);
+
+}  // namespace mla::ops

@@ -1,0 +1,60 @@
+#include <algorithm>
+
+#include "ops/index_item.hpp"
+#include "ops/select_topk/op.hpp"
+
+namespace mla::ops {
+namespace {
+
+void check_state(std::string_view op, const TopkState& s, std::span<const IndexItem> items) {
+  require_range(op, "topk", s.topk, 1, kMostTopk + 1);
+  if (!s.data && !items.empty()) throw ShapeError(std::string(op) + ": no state");
+}
+
+void check_output(std::string_view op, std::span<const IndexItem> items, int64_t tokens) {
+  for (const IndexItem& i : items) require_range(op, "item q_begin", i.q_begin, 0, tokens - i.q_count + 1);
+}
+
+constexpr int64_t kAnyColumns = int64_t{1} << 31;
+
+}  // namespace
+
+void check(const SelectTopkArgs& a) {
+  constexpr std::string_view op = "select_topk";
+  check_state(op, a.state, a.items);
+  require_dense<Key>(op, "scores", a.scores);
+  if (a.positions) {
+    require_dense<Key>(op, "positions", a.positions);
+    require_same<Token>(op, "positions", a.positions, "scores", a.scores);
+    require_same<Key>(op, "positions", a.positions, "scores", a.scores);
+  }
+  require_items(op, a.items, std::min(a.scores.extent<Token>(), a.state.rows), a.scores.extent<Key>());
+}
+
+void check(const FinishTopkArgs& a) {
+  constexpr std::string_view op = "finish_topk";
+  check_state(op, a.state, a.items);
+  require_equal(op, "indices Topk", a.indices.extent<Topk>(), "topk", a.state.topk);
+  require_dense<Topk>(op, "indices", a.indices);
+  require_items(op, a.items, a.state.rows, kAnyColumns);
+  check_output(op, a.items, a.indices.extent<Token>());
+  if (!a.scores) return;
+  require_same<Topk>(op, "scores", a.scores, "indices", a.indices);
+  require_same<Token>(op, "scores", a.scores, "indices", a.indices);
+  require_dense<Topk>(op, "scores", a.scores);
+}
+
+void check(const FillTopkArgs& a) {
+  constexpr std::string_view op = "fill_topk";
+  require_dense<Topk>(op, "indices", a.indices);
+  for (const IndexItem& i : a.items) {
+    require_range(op, "item q_count", i.q_count, 0, a.indices.extent<Token>() + 1);
+    require_range(op, "item kv_begin", i.kv_begin, 0, kAnyColumns);
+    require_range(op, "item kv_end", i.kv_end, i.kv_begin, kAnyColumns);
+    if (i.q_count > 0)
+      require_range(op, "item's visible positions", i.columns(i.q_count - 1), 0, a.indices.extent<Topk>() + 1);
+  }
+  check_output(op, a.items, a.indices.extent<Token>());
+}
+
+}  // namespace mla::ops

@@ -1,0 +1,76 @@
+// select_topk: the best `topk` of the positions that each row sees, fed tile by tile: a running selection in the
+// caller's memory. Better is: higher score, then lower position. NaN counts as -inf, -0 as 0. The result is a set that
+// depends on nothing but scores and positions: not on the tiles, their order, or threads.
+//
+//   select_topk(first = true)  one call a tile of columns; each position of a row once, in any order
+//   select_topk                ...
+//   finish_topk                ascending positions, then -1
+//   fill_topk                  instead, where everything a row sees fits topk: no scores needed
+#pragma once
+
+#include <span>
+
+#include "mla/index_plan.hpp"
+#include "mla/view.hpp"
+#include "mla/work.hpp"
+#include "ops/cost.hpp"
+
+namespace mla::ops {
+
+/// Running selection of some rows, in the caller's memory.
+///
+///   row   | Row, 64 bytes | capacity + 16 keys | capacity + 16 positions |   topk_state_bytes(topk)
+///
+/// A key is a score's bits as an integer of the same order. The 16 to spare take a whole vector's store.
+struct TopkState {
+  std::byte* data = nullptr;  ///< 64-byte aligned
+  int64_t rows = 0;
+  int64_t topk = 0;  ///< 1..kMostTopk
+
+  struct Row {
+    int32_t count;
+    int32_t key, position;  ///< what may still enter: a higher key, or this key at a lower position
+  };
+  Row& row(int64_t r) const { return *reinterpret_cast<Row*>(data + static_cast<size_t>(r) * topk_state_bytes(topk)); }
+  int32_t* keys(int64_t r) const {
+    return reinterpret_cast<int32_t*>(data + static_cast<size_t>(r) * topk_state_bytes(topk) + 64);
+  }
+  int32_t* positions(int64_t r) const { return keys(r) + topk_capacity(topk) + 16; }
+};
+
+struct SelectTopkArgs {
+  View<const float, Token, Key> scores;  ///< Key dense; columns past a row's last visible one are not read
+  /// Row item.row + i sees columns [0, item.columns(i)). Rows ascending and disjoint.
+  std::span<const IndexItem> items;
+  /// Position of each column, the same extents as scores; a negative one is skipped. Empty (null): column c is position
+  /// item.kv_begin + c.
+  View<const int32_t, Token, Key> positions;
+  bool first = false;  ///< these rows' selections begin here: what their state held is dropped
+  TopkState state;     ///< row item.row + i of the items
+};
+
+/// Row item.q_begin + i of the output from state row item.row + i. The state is spent afterwards.
+struct FinishTopkArgs {
+  TopkState state;
+  std::span<const IndexItem> items;
+  View<int32_t, Token, Topk> indices;  ///< Topk dense, state.topk wide
+  View<float, Token, Topk> scores;     ///< of the indices, -inf behind them; may be empty (null)
+};
+
+/// Row item.q_begin + i: positions kv_begin .. kv_begin + item.columns(i) - 1, then -1.
+struct FillTopkArgs {
+  std::span<const IndexItem> items;
+  View<int32_t, Token, Topk> indices;  ///< Topk dense
+};
+
+void check(const SelectTopkArgs& a);
+void check(const FinishTopkArgs& a);
+void check(const FillTopkArgs& a);
+Cost cost(const SelectTopkArgs& a);
+Cost cost(const FinishTopkArgs& a);
+Cost cost(const FillTopkArgs& a);
+/// The whole selection of one call that sees every position: sorted by the definition. Row item.q_begin + i of indices
+/// and, unless empty, of scores.
+void reference(const SelectTopkArgs& a, View<int32_t, Token, Topk> indices, View<float, Token, Topk> scores);
+
+}  // namespace mla::ops

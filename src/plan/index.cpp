@@ -1,0 +1,95 @@
+// The sparse indexer's tiles and work items.
+#include <algorithm>
+#include <string>
+
+#include "mla/error.hpp"
+#include "mla/index_plan.hpp"
+
+namespace mla {
+namespace {
+
+// Rows that share a read of each key: beyond a few dozen scoring is bound by arithmetic alone.
+constexpr int64_t kMostRows = 64;
+// Positions a tile are a multiple of what one task of index_score takes.
+constexpr int64_t kGrain = 1024;
+
+int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+}  // namespace
+
+IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_bytes) {
+  if (topk < 1 || topk > kMostTopk)
+    throw ShapeError("index topk is " + std::to_string(topk) + ", allowed 1 to " + std::to_string(kMostTopk));
+  if (rows < 0) throw ShapeError("index rows is " + std::to_string(rows) + ", must not be negative");
+  if (longest < 0) throw ShapeError("index longest is " + std::to_string(longest) + ", must not be negative");
+  const size_t state = topk_state_bytes(topk), least = state + kGrain * sizeof(float);
+  if (most_bytes < least)
+    throw ShapeError("index tile is " + std::to_string(most_bytes) + " bytes, at least " + std::to_string(least) +
+                     " are needed at topk " + std::to_string(topk));
+  if (rows == 0 || longest == 0) return {};
+  // Half for the selections, unless one row needs more; what they leave is for scores.
+  IndexTiles t;
+  t.rows = std::clamp<int64_t>(static_cast<int64_t>(most_bytes / 2 / least), 1, std::min(rows, kMostRows));
+  t.state_bytes = static_cast<size_t>(t.rows) * state;
+  const int64_t room = static_cast<int64_t>((most_bytes - t.state_bytes) / sizeof(float)) / t.rows;
+  t.keys = std::min(room / kGrain * kGrain, round_up(longest, kGrain));
+  t.score_bytes = static_cast<size_t>(t.rows * t.keys) * sizeof(float);
+  return t;
+}
+
+IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes) {
+  IndexSchedule s;
+  int64_t rows = 0, longest = 0;
+  std::vector<IndexItem> scored;
+  for (size_t r = 0; r < requests.size(); ++r) {
+    const RequestPlan& q = requests[r];
+    IndexItem item{.request = static_cast<int32_t>(r),
+                   .q_begin = q.q_begin,
+                   .q_count = static_cast<int32_t>(std::clamp<int64_t>(topk - q.context, 0, q.query_len)),
+                   .kv_end = q.context + q.query_len,
+                   .visible = q.context};
+    if (item.q_count > 0) s.all.push_back(item);
+    item.q_begin += item.q_count;
+    item.visible += item.q_count;
+    item.q_count = q.query_len - item.q_count;
+    if (item.q_count == 0) continue;
+    scored.push_back(item);
+    rows += item.q_count;
+    longest = std::max<int64_t>(longest, item.kv_end);
+  }
+  s.tiles = index_tiles(rows, longest, topk, most_bytes);
+  if (rows == 0) return s;
+
+  int64_t used = s.tiles.rows;  // no tile is open
+  for (IndexItem item : scored)
+    for (int32_t left = item.q_count; left > 0;) {
+      if (used == s.tiles.rows) {
+        s.selected.emplace_back();
+        used = 0;
+      }
+      item.q_count = static_cast<int32_t>(std::min<int64_t>(left, s.tiles.rows - used));
+      item.kv_end = item.visible + item.q_count;
+      item.row = static_cast<int32_t>(used);
+      s.selected.back().rows.push_back(item);
+      used += item.q_count;
+      item.q_begin += item.q_count;
+      item.visible += item.q_count;
+      left -= item.q_count;
+    }
+  for (IndexTile& tile : s.selected) {
+    int64_t end = 0;
+    for (const IndexItem& row : tile.rows) end = std::max<int64_t>(end, row.kv_end);
+    for (int64_t begin = 0; begin < end; begin += s.tiles.keys) {
+      std::vector<IndexItem>& round = tile.rounds.emplace_back();
+      for (IndexItem item : tile.rows) {
+        if (item.kv_end <= begin) continue;
+        item.kv_begin = static_cast<int32_t>(begin);
+        item.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, begin + s.tiles.keys));
+        round.push_back(item);
+      }
+    }
+  }
+  return s;
+}
+
+}  // namespace mla
