@@ -17,8 +17,8 @@ constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's ne
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32",
-              output = "none", batch;
-  int64_t page_size = 64, context_rows = 0, reorder_threshold = 1;
+              output = "none", sparse = "automatic", index_cache = "fp8", batch;
+  int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1;
   std::vector<int64_t> queries, contexts;
 };
@@ -54,7 +54,11 @@ void run(Flags f) {
   if (f.contexts.size() != f.queries.size())
     throw InputError("contexts has " + std::to_string(f.contexts.size()) + " entries, queries has " +
                      std::to_string(f.queries.size()));
-  const ModelConfig model = model_of(f.model);
+  ModelConfig model = model_of(f.model);
+  if (f.topk != 0) {
+    if (!model.indexer) throw InputError("--topk needs a model with an indexer, " + model.name + " has none");
+    model.indexer->topk = f.topk;
+  }
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
   spec.validate();
 
@@ -84,6 +88,8 @@ void run(Flags f) {
   options.output = parse_output_spec(f.output);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
+  options.sparse = parse_sparse_policy(f.sparse);
+  options.index_format = parse_index_cache_format(f.index_cache);
   ThreadPool pool(f.threads);
   const Stream stream(pool);
   const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}, {0, 1}}, slots};
@@ -108,6 +114,10 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
+      ->capture_default_str();
+  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
+  c->add_option("--topk", f->topk, "positions the indexer selects; 0: the model's number")->capture_default_str();
+  c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
       ->capture_default_str();
   c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
       ->capture_default_str();

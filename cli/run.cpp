@@ -23,13 +23,13 @@ constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT e
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", json;
+              weights = "bf16", sparse = "automatic", index_cache = "fp8", json;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
-  int64_t reorder_threshold = 1;
+  int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
   int threads = 1;
-  bool no_prefix_reuse = false;
+  bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
 };
 
@@ -78,6 +78,22 @@ class ProgressPrinter {
   double last_ = 0;
 };
 
+// Fewer heads, or another topk, than the model has.
+void reduce(const Flags& f, serve::Options& o) {
+  if (f.heads != 0) {
+    if (o.checkpoint) throw InputError("--heads is " + std::to_string(f.heads) + ", a checkpoint has its own heads");
+    if (f.heads < 1 || f.heads > o.model.heads)
+      throw InputError("--heads is " + std::to_string(f.heads) + ", " + o.model.name + " has 1 to " +
+                       std::to_string(o.model.heads));
+    o.model.heads = f.heads;
+  }
+  const bool sparse_flags = f.topk != 0 || f.hadamard;
+  if (sparse_flags && !o.model.indexer)
+    throw InputError(std::string(f.topk != 0 ? "--topk" : "--hadamard") + " needs a model with an indexer, " +
+                     o.model.name + " has none");
+  if (f.topk != 0) o.model.indexer->topk = f.topk;  // checked with the model
+}
+
 serve::Options options_of(const Flags& f) {
   serve::Options o;
   if (std::filesystem::is_directory(f.model)) {
@@ -88,6 +104,7 @@ serve::Options options_of(const Flags& f) {
   } else {
     o.model = preset(f.model);
   }
+  reduce(f, o);
   o.layers = f.layers;
   o.weights = parse_dtype(f.weights);
   o.format = parse_cache_format(f.cache);
@@ -96,6 +113,9 @@ serve::Options options_of(const Flags& f) {
   o.plan.reorder_batch_threshold = f.reorder_threshold;
   o.plan.compute = f.compute.empty() ? o.weights : parse_dtype(f.compute);
   o.plan.context_rows = f.context_rows;
+  o.plan.sparse = parse_sparse_policy(f.sparse);
+  o.plan.index_format = parse_index_cache_format(f.index_cache);
+  o.plan.index_hadamard = f.hadamard;
   // Pages shrink with the lengths: a page stays as large a part of a prefix block as it would be, so that reuse keeps
   // its shape.
   const int64_t page_size = f.page_size != 0 ? f.page_size : std::max<int64_t>(1, std::llround(64 * f.scale_lengths));
@@ -130,7 +150,7 @@ double gib(size_t bytes) { return static_cast<double>(bytes) / 1073741824.0; }
 
 /// The rate that bounds an op: products run in the weights' dtype, attention in the compute dtype.
 double peak_of(std::string_view op, const serve::Options& o, const bench::Roof& roof) {
-  const bool attention = op.starts_with("attend");
+  const bool attention = op.starts_with("attend") || op == "index_score";
   const bool bf16_operands = (attention ? o.plan.compute : o.weights) == Dtype::bf16;
   return bf16_operands && roof.bf16_gflops > 0 ? roof.bf16_gflops : roof.fma_gflops;
 }
@@ -146,17 +166,51 @@ std::vector<Profile::Row> by_time(const Profile& profile) {
   return rows;
 }
 
+// Where a sparse model's time goes.
+enum class Part { indexer, sparse, dense, products };
+Part part_of(std::string_view op) {
+  if (op.starts_with("index_") || op == "hadamard" || op == "select_topk" || op == "map_indices") return Part::indexer;
+  if (op == "attend_sparse" || op == "merge_sparse" || op == "gather_sparse") return Part::sparse;
+  if (op.starts_with("attend") || op.starts_with("merge") || op == "gather" || op == "kv_up") return Part::dense;
+  return Part::products;
+}
+
+void print_sparse(const serve::Options& o, const serve::Result& r) {
+  double seconds[4] = {};
+  for (const Profile::Row& row : r.profile.rows()) seconds[static_cast<int>(part_of(row.op))] += row.seconds;
+  auto share = [&](Part p) { return 100 * seconds[static_cast<int>(p)] / std::max(r.step_seconds, 1e-9); };
+  auto of = [](int64_t part, int64_t whole) {
+    return 100.0 * static_cast<double>(part) / static_cast<double>(std::max<int64_t>(whole, 1));
+  };
+  const int64_t rows = r.sparse_rows + r.unscored_rows;
+  if (o.plan.sparse == SparsePolicy::dense) std::printf("sparse     off: every row attends to all it sees\n");
+  else
+    std::printf(
+        "sparse     topk %lld, %s, index cache %s%s; %lld rows selected (%.1f%%), %lld skipped scoring: all they see "
+        "fits\n"
+        "           selected rows attend to %lld of the %lld keys they see (%.1f%%)\n",
+        static_cast<long long>(o.model.indexer->topk), std::string(to_string(o.plan.sparse)).c_str(),
+        std::string(to_string(o.plan.index_format)).c_str(), o.plan.index_hadamard ? " rotated" : "",
+        static_cast<long long>(r.sparse_rows), of(r.sparse_rows, rows), static_cast<long long>(r.unscored_rows),
+        static_cast<long long>(r.selected_keys), static_cast<long long>(r.seen_keys), of(r.selected_keys, r.seen_keys));
+  std::printf(
+      "time split indexer %.1f%%, sparse attention %.1f%%, dense attention %.1f%%, projections and rest %.1f%%\n",
+      share(Part::indexer), share(Part::sparse), share(Part::dense),
+      100 - share(Part::indexer) - share(Part::sparse) - share(Part::dense));
+}
+
 double rate(double amount, double seconds) { return seconds > 0 ? amount / seconds : 0; }
 
 double percent(double part, double whole) { return whole > 0 ? 100 * part / whole : 0; }
 
-void print_report(const serve::Trace& t, const serve::Options& o, const serve::Result& r, const bench::Machine& machine,
-                  const bench::Roof& roof) {
+void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o, const serve::Result& r,
+                  const bench::Machine& machine, const bench::Roof& roof) {
   auto ms = [](const std::vector<double>& v, double p) { return 1e3 * serve::percentile(v, p); };
   auto n = [](int64_t x) { return static_cast<long long>(x); };
+  const std::string heads = std::to_string(o.model.heads) + (f.heads != 0 ? " (--heads)" : "");
   if (r.interrupted) std::printf("interrupted: what follows covers the run so far\n");
-  std::printf("model      %s, %lld of %lld layers, %lld heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(),
-              n(r.layers), n(o.model.layers), n(o.model.heads), std::string(to_string(o.weights)).c_str(),
+  std::printf("model      %s, %lld of %lld layers, %s heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(),
+              n(r.layers), n(o.model.layers), heads.c_str(), std::string(to_string(o.weights)).c_str(),
               o.checkpoint ? "" : " random", gib(r.weight_bytes));
   std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", machine.cpu.c_str(),
               n(r.threads), roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
@@ -173,6 +227,7 @@ void print_report(const serve::Trace& t, const serve::Options& o, const serve::R
   std::printf("plan       path %s, split %s, compute %s, at most %lld tokens a step\n",
               std::string(to_string(o.plan.path)).c_str(), std::string(to_string(o.plan.split)).c_str(),
               std::string(to_string(o.plan.compute)).c_str(), n(o.limits.token_budget));
+  if (o.model.indexer) print_sparse(o, r);
   std::printf("throughput prefill %.1f tokens/s (%lld), decode %.1f tokens/s (%lld), together %.1f tokens/s\n",
               rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds), n(r.prefill_tokens),
               rate(static_cast<double>(r.decode_tokens), r.decode_seconds), n(r.decode_tokens),
@@ -230,6 +285,9 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"path", to_string(o.plan.path)},
         {"split", to_string(o.plan.split)},
         {"compute", to_string(o.plan.compute)},
+        {"sparse", to_string(o.plan.sparse)},
+        {"topk", o.model.indexer ? o.model.indexer->topk : 0},
+        {"index_cache", o.model.indexer ? std::string(to_string(o.plan.index_format)) : "none"},
         {"token_budget", o.limits.token_budget},
         {"max_requests", f.max_requests},
         {"scale_lengths", f.scale_lengths},
@@ -246,6 +304,7 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"pages", r.pages},
         {"page_size", r.page_size},
         {"bytes", r.cache_bytes},
+        {"index_bytes", r.index_cache_bytes},
         {"mean_pages", r.mean_pages},
         {"peak_pages", r.peak_pages},
         {"evictions", r.evictions}}},
@@ -254,6 +313,11 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"hit_tokens", r.hit_tokens},
         {"hit_rate", percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)) / 100}}},
       {"preemptions", r.preemptions},
+      {"sparse",
+       {{"selected_rows", r.sparse_rows},
+        {"unscored_rows", r.unscored_rows},
+        {"seen_keys", r.seen_keys},
+        {"selected_keys", r.selected_keys}}},
       {"throughput",
        {{"prefill_tokens", r.prefill_tokens},
         {"decode_tokens", r.decode_tokens},
@@ -295,7 +359,7 @@ void run(const Flags& f, int& status) {
   const serve::Result r = serve::replay(t, o, pool, stop, [&](const serve::Progress& p) { progress(p); });
   progress.end();
   const bench::Machine machine = bench::this_machine();
-  print_report(t, o, r, machine, roof);
+  print_report(f, t, o, r, machine, roof);
   std::fflush(stdout);
 
   serve::Verification v;
@@ -305,6 +369,8 @@ void run(const Flags& f, int& status) {
     std::printf("verified   %lld rows against float64, %lld failed; nearest its bound: error %.3g of %.3g at %s\n",
                 static_cast<long long>(v.rows), static_cast<long long>(v.failed), v.worst_error, v.worst_bound,
                 v.rows ? v.worst.c_str() : "no row");
+    if (v.selections > 0)
+      std::printf("           %lld of them with their selection of keys\n", static_cast<long long>(v.selections));
     if (v.failed > 0 || v.rows == 0) status = 1;
   }
   if (json.is_open()) {
@@ -347,6 +413,13 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
+  c->add_option("--heads", f->heads, "run with fewer heads than the model has, when memory is short; 0: all of them")
+      ->capture_default_str();
+  c->add_option("--topk", f->topk, "positions the indexer selects; 0: the model's number")->capture_default_str();
+  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
+  c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
+      ->capture_default_str();
+  c->add_flag("--hadamard", f->hadamard, "rotate the indexer's queries and keys");
   c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
       ->capture_default_str();
   c->add_flag("--no-prefix-reuse", f->no_prefix_reuse, "compute every prompt from its start");

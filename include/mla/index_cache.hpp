@@ -6,6 +6,7 @@
 #include <span>
 #include <string_view>
 
+#include "mla/cache.hpp"
 #include "mla/device.hpp"
 
 namespace mla {
@@ -31,6 +32,9 @@ struct IndexCacheSpec {
   /// ShapeError for an impossible number.
   void validate() const;
 };
+
+/// For a model with an indexer, page for page beside a cache of this spec. UnsupportedError for a model without one.
+IndexCacheSpec index_cache_spec(const ModelConfig& model, const CacheSpec& cache, IndexCacheFormat format);
 
 /// An index cache's memory, not owned. Pages follow one another at page_stride bytes.
 struct IndexCacheView {

@@ -7,10 +7,11 @@
 #include <span>
 #include <vector>
 
-#include "mla/plan.hpp"
 #include "mla/work.hpp"
 
 namespace mla {
+
+struct RequestPlan;
 
 constexpr int64_t kMostTopk = 8192;
 /// Bytes that a tile of scores and its selection state take together, unless the caller says otherwise. The last-level

@@ -42,6 +42,12 @@ struct LayerContext {
   CacheView cache;
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
   Profile* profile = nullptr;
+  // Of models with an indexer.
+  IndexCacheView index_cache;                 ///< of a layer with indexer weights: page for page beside the cache
+  const RotaryTable* index_rotary = nullptr;  ///< made of ModelConfig::index_rotary(); likewise
+  /// At least plan.selection_bytes, 64-byte aligned. A layer with an indexer writes it; layers that share its choice,
+  /// later in the step, read it.
+  std::span<std::byte> selection = {};
 };
 
 /// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or
@@ -50,8 +56,13 @@ struct LayerContext {
 void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
              AnyMutableView<Token, Hidden> out);
 
+/// Puts the caller's own choice into context.selection, for layers without an indexer and for the attention form:
+/// positions [Token >= plan.tokens, topk], counted from each token's request's start, unused entries negative. Rows of
+/// tokens that the plan attends densely are not read.
+void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions);
+
 /// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated; out [Token, Head, Value].
-/// Appends [kv_c | k_pe] first.
+/// Appends [kv_c | k_pe] first. Sparse rows attend to what context.selection holds: see select().
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
             View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
             View<float, Token, Head, Value> out);

@@ -53,6 +53,8 @@ struct ModelConfig {
 
   int64_t query_key() const { return nope + rope; }
   int64_t entry() const { return latent + rope; }
+  /// The indexer's rotary embedding: the model's, with the indexer's own pairs.
+  RopeConfig index_rotary() const;
   /// Whether a layer has indexer weights of its own; false for every layer of a model without an indexer.
   bool layer_has_indexer(int64_t layer) const;
   /// (nope + rope)^-0.5, times m(factor, mscale_all_dim)^2 under YaRN. The same on both paths.

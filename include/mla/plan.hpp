@@ -13,13 +13,16 @@
 #include "mla/batch.hpp"
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
+#include "mla/index_cache.hpp"
+#include "mla/index_plan.hpp"
 #include "mla/model.hpp"
 #include "mla/quant.hpp"
 #include "mla/work.hpp"
 
 namespace mla {
 
-enum class Path : uint8_t { latent, expanded };
+/// sparse: the latent form over the keys that the indexer selects.
+enum class Path : uint8_t { latent, expanded, sparse };
 enum class PathPolicy : uint8_t {
   automatic,  ///< per request, by the cost model
   latent,
@@ -30,11 +33,23 @@ enum class SplitPolicy : uint8_t {
   fast,             ///< splits from the whole batch
   batch_invariant,  ///< splits, chunks and sums from the row alone: a request's bits do not depend on its neighbours
 };
+/// How sparse attention reads the cache rows that the indexer selected. Requests whose whole sequence fits the
+/// indexer's topk are attended densely, without scoring.
+enum class SparsePolicy : uint8_t {
+  automatic,  ///< prefills by the cost model through a workspace or in place; all rows in place share a launch
+  mixed,      ///< every row in one launch, cache rows read in place
+  direct,     ///< decodes and prefills in launches of their own, cache rows read in place
+  upconvert,  ///< prefills gather their whole sequences into a workspace in the compute dtype, in chunks; decodes in
+              ///< place
+  dense,      ///< no selection: everything is attended; the index cache is still filled
+};
 std::string_view to_string(Path p);
 std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
+std::string_view to_string(SparsePolicy p);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
+SparsePolicy parse_sparse_policy(std::string_view name);
 
 /// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count
 /// arithmetic alone.
@@ -43,6 +58,8 @@ struct CostModel {
   double expanded_flops = 1.0;    ///< attention over flat keys
   double projection_flops = 1.0;  ///< matrix products
   double bytes = 0.0;             ///< memory traffic, bytes a second; 0: not counted
+  double plain_elements = 0.0;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
+  double fp8_elements = 0.0;      ///< the same for fp8 formats; 0: not counted
 };
 /// Rates fitted to measurements on a device (docs/performance.md).
 CostModel default_cost_model(Device device);
@@ -50,6 +67,11 @@ CostModel default_cost_model(Device device);
 /// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
 double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path,
                  int64_t new_tokens, int64_t context);
+
+/// Seconds of bringing a sparse request's selected rows to its queries, in place or through a workspace that holds the
+/// whole sequence in 16 or 32 bits; what both have in common is left out.
+double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, bool upconvert,
+                   int64_t new_tokens, int64_t context);
 
 struct PlanOptions {
   PathPolicy path = PathPolicy::automatic;
@@ -66,6 +88,11 @@ struct PlanOptions {
   /// What the attention form writes; none: f32 heads. Its scale and global_scale are not read: they come with the
   /// output itself, for they differ from layer to layer. The block form has no quantised output.
   OutputSpec output;
+  SparsePolicy sparse = SparsePolicy::automatic;
+  /// Of the index cache. fp8 also quantises the indexer's queries; otherwise they take the compute dtype.
+  IndexCacheFormat index_format = IndexCacheFormat::fp8;
+  /// Rotates the indexer's queries and keys before they are stored or scored. One choice for the life of a cache.
+  bool index_hadamard = false;
   /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests
   /// page_size ..).
   int64_t context_rows = 0;
@@ -93,6 +120,24 @@ struct ContextChunk {
   std::vector<GatherPiece> pieces;
   std::vector<ExpandedItem> items;  ///< not causal; accumulated into the tokens' rows
   int64_t rows = 0;
+};
+
+/// Sparse attention of a step: the arguments of attend_sparse and merge_sparse that are decided before it runs.
+struct SparseWork {
+  std::vector<SparseItem> items;
+  std::vector<SplitRows> splits;  ///< empty: nothing to merge
+  int64_t partial_rows = 0;
+  int32_t part_keys = 0;  ///< batch_invariant: keys of a part; 0: an item is one part
+};
+
+/// Sparse rows attended in one launch: [begin, begin + count) of the sparse rows.
+struct SparseGroup {
+  int32_t begin = 0, count = 0;
+  SparseWork work;  ///< q_begin counts the group's rows
+  // Through a workspace; empty when cache rows are read in place.
+  std::vector<GatherPiece> pieces;      ///< whole sequences
+  std::vector<int32_t> starts, counts;  ///< [requests]: rows of the workspace
+  int64_t rows = 0;                     ///< of the workspace; 0: in place
 };
 
 /// A named part of the workspace.
@@ -127,8 +172,24 @@ struct Plan {
   bool fused_output = false;
   int64_t head_rows = 0;  ///< token rows of f32 heads in the workspace
 
+  // Sparse path: its rows are those of latent_tokens from sparse_begin on, group by group.
+  int64_t topk = 0;  ///< positions selected for a row; 0: nothing is selected in this step
+  int64_t sparse_begin = 0;
+  std::vector<int32_t> sparse_requests;   ///< request of each sparse row
+  std::vector<int32_t> sparse_positions;  ///< position of each sparse row in its sequence
+  std::vector<SparseGroup> sparse_groups;
+  IndexCacheSpec index_cache;    ///< what the layer's index cache must be; of models with an indexer
+  IndexSchedule index_schedule;  ///< q_begin of its items counts sparse rows
+  size_t selection_bytes = 0;    ///< what layers that share a selection pass on; 0: nothing is selected
+
   std::vector<Region> regions;
   size_t workspace_bytes = 0;
+
+  int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
+  /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
+  View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;
+  /// The same as rows of the cache or of the workspace, as the row's group reads them.
+  View<int32_t, Token, Topk> selected_slots(std::span<std::byte> selection) const;
 
   /// Region by name; Error when there is none.
   const Region& region(std::string_view name) const;
@@ -149,14 +210,6 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 /// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
                                                           int64_t page_size, int64_t fixed_rows = 0);
-
-/// Sparse attention of a step: the arguments of attend_sparse and merge_sparse that are decided before it runs.
-struct SparseWork {
-  std::vector<SparseItem> items;
-  std::vector<SplitRows> splits;  ///< empty: nothing to merge
-  int64_t partial_rows = 0;
-  int32_t part_keys = 0;  ///< batch_invariant: keys of a part; 0: an item is one part
-};
 
 /// Cuts `rows` query rows with lists of `keys` slots each (all sources together) into items that keep about `units`
 /// workers busy. fast: a row's parts follow from all numbers given. batch_invariant: parts of a fixed length, whether

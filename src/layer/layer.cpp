@@ -2,17 +2,17 @@
 #include "mla/layer.hpp"
 
 #include <algorithm>
-#include <chrono>
 
+#include "layer/sparse.hpp"
 #include "ops/require.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
+namespace layer {
 namespace {
 
-class Walk {
+class Walk : Runner {
  public:
-  Walk(Stream& stream, const LayerContext& context) : stream_(stream), c_(context), plan_(context.plan) {
+  Walk(Stream& stream, const LayerContext& context) : Runner(stream, context) {
     const ModelConfig& m = plan_.model;
     const ModelConfig& w = c_.weights.config;
     auto same = [](const char* what, int64_t weights, int64_t plan) {
@@ -45,6 +45,7 @@ class Walk {
       throw ShapeError("layer: stream has " + std::to_string(stream.pool().threads()) + " threads, plan was made for " +
                        std::to_string(plan_.device.threads));
     scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
+    sparse().check();
   }
 
   void block(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
@@ -62,13 +63,17 @@ class Walk {
     if (c_.weights.absorbed()) return absorbed_block(h, out);
 
     const View<float, Token, Head, QueryKey> q(at<float>("query"), {t, n, m.query_key()});
-    project("query", query_source(h), {}, *c_.weights.query, flat(q.data(), t, n * m.query_key()), {}, t);
+    const AnyView<Token, Head, In> source = query_source(h);
+    project("query", source, {}, *c_.weights.query, flat(q.data(), t, n * m.query_key()), {}, t);
     const Rows rows = new_rows(h, rope_part(q));
+    if (c_.weights.indexer) sparse().index(h, source);
 
     const View<float, Token, Head, Value> heads(at<float>("heads"), {t, n, m.value});
     attention(q, rows.kv_c, rows.k_pe, heads);
     project("output", flat(heads.data(), t, n * m.value).read, {}, *c_.weights.output, hidden_rows(out), {}, t);
   }
+
+  void choose(View<const int32_t, Token, Topk> positions) { sparse().choose(positions); }
 
   void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
                       View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
@@ -125,21 +130,6 @@ class Walk {
     attention(q.slice<Token>(0, t), kv_c.slice<Token>(0, t), k_pe.slice<Token>(0, t), out);
   }
 
-  // A flat [rows, 1, n] f32 array as a product's source or destination.
-  struct Flat {
-    AnyView<Token, Head, In> read;
-    AnyMutableView<Token, Head, Out> write;
-    operator AnyMutableView<Token, Head, Out>() const { return write; }
-  };
-  static Flat flat(float* data, int64_t rows, int64_t n) {
-    return {{Dtype::f32, data, {rows, 1, n}}, {Dtype::f32, data, {rows, 1, n}}};
-  }
-
-  template <class T>
-  T* at(std::string_view region) const {
-    return reinterpret_cast<T*>(c_.workspace.data() + plan_.region(region).offset);
-  }
-
   View<float, Token, Head, Rope> rope_part(View<float, Token, Head, QueryKey> q) const {
     const ModelConfig& m = plan_.model;
     return {q.data() + m.nope, {q.extent<Token>(), m.heads, m.rope}, q.strides()};
@@ -148,30 +138,6 @@ class Walk {
   AnyMutableView<Token, Head, Out> hidden_rows(AnyMutableView<Token, Hidden> out) const {
     return {
         out.dtype(), out.data(), {plan_.tokens, 1, plan_.model.hidden}, {out.stride<Token>(), 0, out.stride<Hidden>()}};
-  }
-
-  template <class Args>
-  void run(std::string_view name, const Args& args) {
-    if (!c_.profile) return ops::run(stream_, args);
-    const auto start = std::chrono::steady_clock::now();
-    ops::run(stream_, args);
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    const ops::Cost cost = ops::cost(args);
-    c_.profile->add(name, seconds, cost.bytes, cost.flops);
-  }
-
-  void project(std::string_view name, AnyView<Token, Head, In> x, std::span<const int32_t> x_rows, const Linear& w,
-               AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows,
-               const QuantizedView& quantized = {}) {
-    run(name, ops::ProjectArgs{.x = x,
-                               .x_rows = x_rows,
-                               .weights = &w,
-                               .y = y,
-                               .y_rows = y_rows,
-                               .rows = rows,
-                               .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
-                               .quantized = quantized,
-                               .scratch = scratch_});
   }
 
   // Normed query latents, where the model has them: what queries are projected from.
@@ -239,6 +205,7 @@ class Walk {
     const View<float, Token, Head, Rope> q_pe(at<float>("query"), {t, n, m.rope});
     if (m.rope > 0) project("query_rope", source, {}, *c_.weights.query_rope, flat(q_pe.data(), t, n * m.rope), {}, t);
     new_rows(hidden, q_pe);
+    if (c_.weights.indexer) sparse().index(hidden, source);
     if (rows == 0) return;
 
     const AnyMutableView<Token, Head, Entry> entry = staged_queries();
@@ -252,6 +219,8 @@ class Walk {
     project("absorbed_output", flat(latent_out.data(), rows, n * m.latent).read, {}, *c_.weights.absorbed_output,
             hidden_rows(out), plan_.latent_tokens, rows);
   }
+
+  Sparse sparse() const { return Sparse(*this); }
 
   int64_t latent_rows() const { return static_cast<int64_t>(plan_.latent_tokens.size()); }
 
@@ -293,19 +262,23 @@ class Walk {
     const View<float, Token, Head> lse(at<float>("latent_lse"), {rows, n});
     const View<float, Partial, Head, Value> partial_out(at<float>("partial_out"), {plan_.partial_rows, n, width});
     const View<float, Partial, Head> partial_lse(at<float>("partial_lse"), {plan_.partial_rows, n});
-    run("attend_latent", ops::AttendLatentArgs{.q = latent_query,
-                                               .q_scale = fp8 ? plan_.options.q_scale : 1.0f,
-                                               .cache = c_.cache,
-                                               .block_table = c_.batch.block_table,
-                                               .items = plan_.latent_items,
-                                               .scale = static_cast<float>(m.softmax_scale()),
-                                               .out = latent_out,
-                                               .lse = lse,
-                                               .partial_out = partial_out,
-                                               .partial_lse = partial_lse,
-                                               .scratch = scratch_});
+    if (!plan_.latent_items.empty())
+      run("attend_latent", ops::AttendLatentArgs{.q = latent_query,
+                                                 .q_scale = fp8 ? plan_.options.q_scale : 1.0f,
+                                                 .cache = c_.cache,
+                                                 .block_table = c_.batch.block_table,
+                                                 .items = plan_.latent_items,
+                                                 .scale = static_cast<float>(m.softmax_scale()),
+                                                 .out = latent_out,
+                                                 .lse = lse,
+                                                 .partial_out = partial_out,
+                                                 .partial_lse = partial_lse,
+                                                 .scratch = scratch_});
     if (!plan_.splits.empty())
       run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
+    if (const int64_t first = plan_.sparse_begin; first < rows)
+      sparse().attend(latent_query.slice<Token>(first, rows - first), fp8 ? plan_.options.q_scale : 1.0f,
+                      latent_out.slice<Token>(first, rows - first), lse.slice<Token>(first, rows - first));
     return latent_out;
   }
 
@@ -367,14 +340,13 @@ class Walk {
     }
   }
 
-  Stream& stream_;
-  const LayerContext& c_;
-  const Plan& plan_;
-  ops::Scratch scratch_;
   QuantizedView quantized_;  // of a fused output: what finishes heads writes here
 };
 
 }  // namespace
+}  // namespace layer
+
+using layer::Walk;
 
 void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
              AnyMutableView<Token, Hidden> out) {
@@ -390,6 +362,10 @@ void attend(Stream& stream, const LayerContext& context, View<const float, Token
 void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
             View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, const QuantizedView& out) {
   Walk(stream, context).attention_form(q, kv_c, k_pe, out);
+}
+
+void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions) {
+  Walk(stream, context).choose(positions);
 }
 
 }  // namespace mla

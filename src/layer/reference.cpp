@@ -1,11 +1,14 @@
 #include "layer/reference.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "cache/format.hpp"
+#include "cache/index/codec.hpp"
 #include "core/quantised_weights.hpp"
 #include "mla/rotary.hpp"
 
@@ -55,17 +58,59 @@ class Sequence {
     if (r_.path == Path::expanded) expand();
   }
 
-  void output(int64_t position, std::span<double> y) const {
-    if (!w_.absorbed_query.empty()) return absorbed_output(position, y);
+  /// Attends to `keys`, ascending positions; to 0..position when it is empty.
+  void output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
+    std::vector<int32_t> all;
+    if (keys.empty()) {
+      all.resize(position + 1);
+      std::iota(all.begin(), all.end(), 0);
+      keys = all;
+    }
+    if (!w_.absorbed_query.empty()) return absorbed_output(position, keys, y);
     std::vector<T> q = query(position), heads(m_.heads * m_.value);
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::span<const T> q_h(q.data() + h * m_.query_key(), m_.query_key());
       std::span<T> out(heads.data() + h * m_.value, m_.value);
-      r_.path == Path::latent ? latent_head(h, position, q_h, out) : expanded_head(h, position, q_h, out);
+      r_.path == Path::expanded ? expanded_head(h, keys, q_h, out) : latent_head(h, keys, q_h, out);
     }
     round_to<T>(r_.weights, heads);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(heads.data(), w_.output.data() + o * m_.heads * m_.value, m_.heads * m_.value));
+  }
+
+  /// Scores of positions 0..position; keys as index_keys() gives them.
+  std::vector<double> index_scores(int64_t position, std::span<const std::vector<T>> keys) const {
+    const IndexerConfig& c = *m_.indexer;
+    std::vector<T> q = product(query_source(position), w_.index_query),
+                   weights = product(hidden_row(position), w_.index_head_weights);
+    for (int64_t h = 0; h < c.heads; ++h) {
+      const std::span<T> q_h = std::span(q).subspan(h * c.dim, c.dim);
+      rotate(q_h.first(m_.rope), position, c.interleaved);
+      hadamard(q_h);
+      if (r_.index_cache && r_.index_cache->format == IndexCacheFormat::fp8) {
+        T amax = 0;
+        for (T e : q_h) amax = std::max(amax, std::abs(e));
+        const T scale = static_cast<T>(cache::index::writer_scale(static_cast<float>(amax), true));
+        for (T& e : q_h) e = to_float(to_fp8_e4m3(static_cast<float>(e / scale))) * scale;
+      } else {
+        round_to<T>(r_.compute, q_h);
+      }
+    }
+    const T scale = T(1) / std::sqrt(static_cast<T>(c.heads * c.dim));
+    std::vector<double> scores(position + 1);
+    for (int64_t j = 0; j <= position; ++j) {
+      T sum = 0;
+      for (int64_t h = 0; h < c.heads; ++h)
+        sum += scale * weights[h] * std::max(T(0), dot<T>(q.data() + h * c.dim, keys[j].data(), c.dim));
+      scores[j] = static_cast<double>(sum);
+    }
+    return scores;
+  }
+
+  std::vector<std::vector<T>> index_keys() const {
+    std::vector<std::vector<T>> keys(length_);
+    for (int64_t t = 0; t < length_; ++t) keys[t] = index_key(t);
+    return keys;
   }
 
  private:
@@ -88,14 +133,15 @@ class Sequence {
     for (size_t i = 0; i < x.size(); ++i) x[i] = x[i] * inverse * static_cast<T>(weight[i]);
   }
 
-  void rotate(std::span<T> x, int64_t position) const {
+  void rotate(std::span<T> x, int64_t position) const { rotate(x, position, m_.rotary.interleaved); }
+  void rotate(std::span<T> x, int64_t position, bool interleaved) const {
     if (!m_.rotary.rotate) return;
     const int64_t pairs = m_.rope / 2;
     for (int64_t i = 0; i < pairs; ++i) {
       const double angle = static_cast<double>(position) * frequencies_[i];
       const T c = static_cast<T>(std::cos(angle) * magnitude_), s = static_cast<T>(std::sin(angle) * magnitude_);
-      T& a = x[m_.rotary.interleaved ? 2 * i : i];
-      T& b = x[m_.rotary.interleaved ? 2 * i + 1 : i + pairs];
+      T& a = x[interleaved ? 2 * i : i];
+      T& b = x[interleaved ? 2 * i + 1 : i + pairs];
       const T rotated = a * c - b * s;
       b = b * c + a * s;
       a = rotated;
@@ -155,37 +201,37 @@ class Sequence {
 
   // Softmax over scores, then the weighted sum of value rows; both products' operands round as asked.
   template <class Score, class ValueRow>
-  void softmax_sum(int64_t count, Score&& score, ValueRow&& value, std::span<T> out) const {
-    std::vector<T> p(count);
+  void softmax_sum(std::span<const int32_t> keys, Score&& score, ValueRow&& value, std::span<T> out) const {
+    std::vector<T> p(keys.size());
     T largest = -std::numeric_limits<T>::infinity();
-    for (int64_t j = 0; j < count; ++j) largest = std::max(largest, p[j] = score(j));
+    for (size_t j = 0; j < keys.size(); ++j) largest = std::max(largest, p[j] = score(keys[j]));
     T sum = 0;
     for (T& e : p) sum += (e = std::exp(e - largest));
     round_to<T>(r_.compute, p);
     std::fill(out.begin(), out.end(), T(0));
-    for (int64_t j = 0; j < count; ++j) {
-      const T* v = value(j);
+    for (size_t j = 0; j < keys.size(); ++j) {
+      const T* v = value(keys[j]);
       for (size_t d = 0; d < out.size(); ++d) out[d] += p[j] * v[d];
     }
     for (T& e : out) e /= sum;
   }
 
   // Both projections as one map each, over the heads' outputs in the latent space.
-  void absorbed_output(int64_t position, std::span<double> y) const {
+  void absorbed_output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
     const int64_t latent = m_.heads * m_.latent;
     const std::vector<T> q = query(position), latent_q = product(query_source(position), w_.absorbed_query);
     std::vector<T> latents(latent), entry(m_.entry());
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());
       std::copy_n(q.begin() + h * m_.query_key() + m_.nope, m_.rope, entry.begin() + m_.latent);
-      attend_latents(position, entry, std::span<T>(latents).subspan(h * m_.latent, m_.latent));
+      attend_latents(keys, entry, std::span<T>(latents).subspan(h * m_.latent, m_.latent));
     }
     round_to<T>(r_.weights, latents);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(latents.data(), w_.absorbed_output.data() + o * latent, latent));
   }
 
-  void latent_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
+  void latent_head(int64_t h, std::span<const int32_t> keys, std::span<const T> q, std::span<T> out) const {
     // P rows of W_UK, then V rows of W_UV
     const float* w = (w_.latent_up.empty() ? w_.kv_up : w_.latent_up).data() + h * (m_.nope + m_.value) * m_.latent;
     std::vector<T> nope(q.begin(), q.begin() + m_.nope), entry(m_.entry()), latent(m_.latent);
@@ -193,36 +239,68 @@ class Sequence {
     for (int64_t p = 0; p < m_.nope; ++p)
       for (int64_t l = 0; l < m_.latent; ++l) entry[l] += nope[p] * static_cast<T>(w[p * m_.latent + l]);
     std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
-    attend_latents(position, entry, latent);
+    attend_latents(keys, entry, latent);
     round_to<T>(r_.weights, latent);
     for (int64_t v = 0; v < m_.value; ++v) out[v] = dot<T>(latent.data(), w + (m_.nope + v) * m_.latent, m_.latent);
   }
 
   // One head's latent query [latent | rope] over the cached rows; latent becomes the weighted sum of their latents.
-  void attend_latents(int64_t position, std::span<T> entry, std::span<T> latent) const {
+  void attend_latents(std::span<const int32_t> keys, std::span<T> entry, std::span<T> latent) const {
     if (r_.q_scale > 0)
       for (T& e : entry) e = to_float(to_fp8_e4m3(static_cast<float>(e) / r_.q_scale)) * r_.q_scale;
     else round_to<T>(r_.compute, entry);
     const T scale = static_cast<T>(m_.softmax_scale());
     softmax_sum(
-        position + 1, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },
+        keys, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },
         [&](int64_t j) { return &cached_[j * m_.entry()]; }, latent);
   }
 
-  void expanded_head(int64_t h, int64_t position, std::span<const T> q, std::span<T> out) const {
+  void expanded_head(int64_t h, std::span<const int32_t> keys, std::span<const T> q, std::span<T> out) const {
     std::vector<T> rounded(q.begin(), q.end());
     round_to<T>(r_.compute, rounded);
     const int64_t per_head = m_.nope + m_.value, row = m_.heads * per_head;
     const T scale = static_cast<T>(m_.softmax_scale());
     auto key = [&](int64_t j) { return &expanded_[j * row + h * per_head]; };
     softmax_sum(
-        position + 1,
+        keys,
         [&](int64_t j) {
           return (dot<T>(rounded.data(), key(j), m_.nope) +
                   dot<T>(rounded.data() + m_.nope, &cached_[j * m_.entry() + m_.latent], m_.rope)) *
                  scale;
         },
         [&](int64_t j) { return key(j) + m_.nope; }, out);
+  }
+
+  // y_i = n^-0.5 sum over j of (-1)^popcount(i & j) x_j
+  void hadamard(std::span<T> x) const {
+    if (!r_.index_hadamard) return;
+    std::vector<T> y(x.size());
+    for (size_t i = 0; i < x.size(); ++i)
+      for (size_t j = 0; j < x.size(); ++j) y[i] += std::popcount(i & j) % 2 ? -x[j] : x[j];
+    const T factor = T(1) / std::sqrt(static_cast<T>(x.size()));
+    for (size_t i = 0; i < x.size(); ++i) x[i] = y[i] * factor;
+  }
+
+  std::vector<T> index_key(int64_t t) const {
+    const IndexerConfig& c = *m_.indexer;
+    std::vector<T> k = product(hidden_row(t), w_.index_key);
+    T mean = 0, square = 0;
+    for (T e : k) mean += e;
+    mean /= static_cast<T>(c.dim);
+    for (T e : k) square += (e - mean) * (e - mean);
+    const T inverse = T(1) / std::sqrt(square / static_cast<T>(c.dim) + static_cast<T>(1e-6));
+    for (int64_t i = 0; i < c.dim; ++i)
+      k[i] = (k[i] - mean) * inverse * static_cast<T>(w_.index_key_norm[i]) + static_cast<T>(w_.index_key_norm_bias[i]);
+    rotate(std::span(k).first(m_.rope), t, c.interleaved);
+    hadamard(k);
+    if (!r_.index_cache) return k;
+    IndexCacheSpec spec = *r_.index_cache;
+    spec.page_size = 1;
+    std::vector<std::byte> page(spec.page_bytes());
+    std::vector<float> row(k.begin(), k.end());
+    cache::index::encode(spec, page.data(), 0, row.data());
+    cache::index::decode(spec, page.data(), 0, row.data());
+    return {row.begin(), row.end()};
   }
 
   const ModelConfig& m_;
@@ -247,12 +325,25 @@ std::vector<float> held(std::span<const float> w, int64_t heads, int64_t out, in
 
 template <class T>
 std::vector<double> rows_of(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
-                            std::span<const int64_t> rows, const Rounding& rounding) {
+                            std::span<const int64_t> rows, const Rounding& rounding,
+                            std::span<const std::vector<int32_t>> selections) {
   const Sequence<T> sequence(config, weights, hidden, rounding);
   std::vector<double> out(rows.size() * config.hidden);
   for (size_t i = 0; i < rows.size(); ++i)
-    sequence.output(rows[i], std::span(out).subspan(i * config.hidden, config.hidden));
+    sequence.output(rows[i], selections.empty() ? std::span<const int32_t>() : selections[i],
+                    std::span(out).subspan(i * config.hidden, config.hidden));
   return out;
+}
+
+template <class T>
+std::vector<std::vector<double>> scores_of(const ModelConfig& config, const Weights& weights,
+                                           std::span<const float> hidden, std::span<const int64_t> rows,
+                                           const Rounding& rounding) {
+  const Sequence<T> sequence(config, weights, hidden, rounding);
+  const std::vector<std::vector<T>> keys = sequence.index_keys();
+  std::vector<std::vector<double>> scores;
+  for (int64_t row : rows) scores.push_back(sequence.index_scores(row, keys));
+  return scores;
 }
 
 }  // namespace
@@ -264,13 +355,19 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
     if (rounds) round_to<float>(dtype, x);
     return x;
   };
+  const IndexerTensors none, &index = tensors.indexer ? *tensors.indexer : none;
   return {.query_down = plain(tensors.query_down, true),
           .query_norm = plain(tensors.query_norm, false),
           .query = plain(tensors.query, true),
           .kv_down = plain(tensors.kv_down, true),
           .kv_norm = plain(tensors.kv_norm, false),
           .kv_up = plain(tensors.kv_up, true),
-          .output = plain(tensors.output, true)};
+          .output = plain(tensors.output, true),
+          .index_query = plain(index.query, true),
+          .index_key = plain(index.key, true),
+          .index_key_norm = plain(index.key_norm, false),
+          .index_key_norm_bias = plain(index.key_norm_bias, false),
+          .index_head_weights = plain(index.head_weights, true)};
 }
 
 Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o) {
@@ -318,9 +415,48 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
 }
 
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
-                                std::span<const int64_t> rows, const Rounding* rounding) {
-  return rounding ? rows_of<float>(config, weights, hidden, rows, *rounding)
-                  : rows_of<double>(config, weights, hidden, rows, Rounding{});
+                                std::span<const int64_t> rows, const Rounding* rounding,
+                                std::span<const std::vector<int32_t>> selections) {
+  return rounding ? rows_of<float>(config, weights, hidden, rows, *rounding, selections)
+                  : rows_of<double>(config, weights, hidden, rows, Rounding{}, selections);
+}
+
+std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,
+                                              std::span<const float> hidden, std::span<const int64_t> rows,
+                                              const Rounding* rounding) {
+  return rounding ? scores_of<float>(config, weights, hidden, rows, *rounding)
+                  : scores_of<double>(config, weights, hidden, rows, Rounding{});
+}
+
+std::vector<int32_t> best(std::span<const double> scores, int64_t k) {
+  std::vector<int32_t> order(scores.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](int32_t a, int32_t b) { return scores[a] > scores[b]; });
+  order.resize(std::min<size_t>(order.size(), static_cast<size_t>(k)));
+  std::sort(order.begin(), order.end());
+  return order;
+}
+
+double selection_error(std::span<const int32_t> chosen, std::span<const double> exact, std::span<const double> plain,
+                       int64_t k) {
+  constexpr double kNever = std::numeric_limits<double>::infinity();
+  if (chosen.size() != std::min<size_t>(exact.size(), static_cast<size_t>(k))) return kNever;
+  std::vector<bool> in(exact.size());
+  double lowest = kNever, highest = -kNever, error = 0, largest = 0;
+  for (int32_t j : chosen) {
+    if (j < 0 || static_cast<size_t>(j) >= exact.size() || in[j]) return kNever;
+    in[j] = true;
+    lowest = std::min(lowest, exact[j]);
+  }
+  for (size_t j = 0; j < exact.size(); ++j) {
+    if (!in[j]) highest = std::max(highest, exact[j]);
+    error = std::max(error, std::abs(exact[j] - plain[j]));
+    largest = std::max(largest, std::abs(exact[j]));
+  }
+  // Two scores that each err by twice the plain error may stand in the wrong order while four errors apart.
+  const double excused = 4 * error + 2e-6 * largest;
+  if (highest <= lowest) return 0;
+  return excused > 0 ? (highest - lowest) / excused : kNever;
 }
 
 double relative_error(std::span<const float> got, std::span<const double> exact) {

@@ -22,6 +22,7 @@ struct Weights {
   /// W_Q W_UK^T [N*L, Lq or H] and W_UV W_O [H, N*L] of full absorption, which then take the place of their factors on
   /// the latent path; else empty.
   std::vector<float> absorbed_query, absorbed_output;
+  std::vector<float> index_query, index_key, index_key_norm, index_key_norm_bias, index_head_weights;  ///< or empty
 };
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
 /// What prepare() makes of the tensors under these options, by plain loops.
@@ -34,12 +35,31 @@ struct Rounding {
   std::optional<CacheSpec> cache;  ///< keys go through this format's codec
   Path path = Path::latent;
   float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale
+  /// Indexer keys go through this format's codec; with fp8, queries do too. Otherwise queries round as compute says.
+  std::optional<IndexCacheSpec> index_cache;
+  bool index_hadamard = false;
 };
 
 /// Output rows [rows.size(), hidden] of one sequence with hidden states [S, hidden], positions 0..S-1, each row
-/// attending to itself and all before it. Without `rounding` everything is float64; with it, sums are f32.
+/// attending to itself and all before it, or to the positions that selections[i] lists for rows[i] unless that is
+/// empty. Without `rounding` everything is float64; with it, sums are f32.
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
-                                std::span<const int64_t> rows, const Rounding* rounding = nullptr);
+                                std::span<const int64_t> rows, const Rounding* rounding = nullptr,
+                                std::span<const std::vector<int32_t>> selections = {});
+
+/// The indexer's scores of positions 0..row for each of `rows`.
+std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,
+                                              std::span<const float> hidden, std::span<const int64_t> rows,
+                                              const Rounding* rounding = nullptr);
+
+/// The best k positions, ascending; the lower of equal scores wins. All of them when there are no more than k.
+std::vector<int32_t> best(std::span<const double> scores, int64_t k);
+
+/// How far a choice of k positions is from one that the exact scores allow, as a part of what the error of the plain
+/// scores excuses: at most 1 for a choice made from scores whose error is no more than twice theirs. Infinity for a
+/// choice of another size, with repeats, or of positions that do not exist.
+double selection_error(std::span<const int32_t> chosen, std::span<const double> exact, std::span<const double> plain,
+                       int64_t k);
 
 /// Root mean square of got - exact over that of exact.
 double relative_error(std::span<const float> got, std::span<const double> exact);

@@ -108,6 +108,12 @@ double ModelConfig::softmax_scale() const {
   return scale;
 }
 
+RopeConfig ModelConfig::index_rotary() const {
+  RopeConfig r = rotary;
+  r.interleaved = indexer && indexer->interleaved;
+  return r;
+}
+
 bool ModelConfig::layer_has_indexer(int64_t layer) const {
   return indexer && layer >= 0 && layer < layers && (indexer->full.empty() || indexer->full[layer] != 0);
 }

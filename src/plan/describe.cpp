@@ -41,9 +41,9 @@ std::string Plan::describe() const {
        std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
        options.absorbed ? ", fully absorbed weights" : "", std::string(to_string(options.split)).c_str());
 
-  PathTotals groups[2];
+  PathTotals groups[3];
   for (const RequestPlan& r : requests) {
-    PathTotals& g = groups[r.path == Path::expanded];
+    PathTotals& g = groups[static_cast<size_t>(r.path)];
     g.shortest_query = g.requests ? std::min<int64_t>(g.shortest_query, r.query_len) : r.query_len;
     g.longest_query = std::max<int64_t>(g.longest_query, r.query_len);
     g.longest_context = std::max<int64_t>(g.longest_context, r.context);
@@ -51,8 +51,9 @@ std::string Plan::describe() const {
     g.tokens += r.query_len;
   }
   line(out, "  paths by policy %s:", std::string(to_string(options.path)).c_str());
-  for (const Path path : {Path::latent, Path::expanded}) {
-    const PathTotals& g = groups[path == Path::expanded];
+  for (const Path path : {Path::latent, Path::expanded, Path::sparse}) {
+    const PathTotals& g = groups[static_cast<size_t>(path)];
+    if (path == Path::sparse && !model.indexer) continue;
     if (g.requests == 0) line(out, "    %-8s  none", std::string(to_string(path)).c_str());
     else
       line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld",
@@ -85,6 +86,28 @@ std::string Plan::describe() const {
     else
       line(out, "  output: %s, not fused: groups of %lld span heads of %lld; f32 heads, then one quantize",
            name.c_str(), static_cast<long long>(options.output.group_size()), static_cast<long long>(model.value));
+  }
+  if (topk > 0) {
+    line(out, "  sparse by policy %s: topk %lld; index cache %s, %.0f B a token%s",
+         std::string(to_string(options.sparse)).c_str(), static_cast<long long>(topk),
+         std::string(to_string(index_cache.format)).c_str(), index_cache.token_bytes(),
+         options.index_hadamard ? ", rotated" : "");
+    if (sparse_rows() > 0)
+      line(out, "    scored in %zu tiles of at most %lld rows x %lld positions (%s of scores, %s of candidates)",
+           index_schedule.selected.size(), static_cast<long long>(index_schedule.tiles.rows),
+           static_cast<long long>(index_schedule.tiles.keys), bytes(index_schedule.tiles.score_bytes).c_str(),
+           bytes(index_schedule.tiles.state_bytes).c_str());
+    for (const SparseGroup& g : sparse_groups)
+      line(out, "    launch: %d rows %s; %zu items, %lld partial rows", g.count,
+           g.rows == 0 ? "read in place"
+                       : ("through a workspace of " + std::to_string(g.rows) + " rows, " +
+                          std::to_string(g.pieces.size()) + " sequences")
+                             .c_str(),
+           g.work.items.size(), static_cast<long long>(g.work.partial_rows));
+    line(out, "    selection, kept by layers that share it: %s", bytes(selection_bytes).c_str());
+  } else if (model.indexer) {
+    line(out, "  sparse: off, everything is attended; index cache %s is filled",
+         std::string(to_string(index_cache.format)).c_str());
   }
   line(out, "  workspace: %s", bytes(workspace_bytes).c_str());
   for (const Region& r : regions)

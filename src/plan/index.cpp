@@ -4,6 +4,7 @@
 
 #include "mla/error.hpp"
 #include "mla/index_plan.hpp"
+#include "mla/plan.hpp"
 
 namespace mla {
 namespace {

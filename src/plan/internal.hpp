@@ -7,6 +7,8 @@ namespace mla::planning {
 
 /// latent_items, splits, partial_rows: for requests on the latent path.
 void split_kv(Plan& plan);
+/// sparse_groups and the rows they stand for: for requests on the sparse path.
+void plan_selection(Plan& plan);
 /// chunks, context_rows: for cached context on the expanded path.
 void chunk_context(Plan& plan);
 /// fused_output, head_rows: where the attention's result is made.

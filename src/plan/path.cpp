@@ -1,4 +1,5 @@
 // Which path a request takes: counted work over measured rates.
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -21,7 +22,14 @@ E parse(std::string_view what, std::string_view name, const std::array<E, N>& al
 
 }  // namespace
 
-std::string_view to_string(Path p) { return p == Path::latent ? "latent" : "expanded"; }
+std::string_view to_string(Path p) {
+  switch (p) {
+    case Path::latent: return "latent";
+    case Path::expanded: return "expanded";
+    case Path::sparse: return "sparse";
+  }
+  return "?";
+}
 
 std::string_view to_string(PathPolicy p) {
   switch (p) {
@@ -35,6 +43,17 @@ std::string_view to_string(PathPolicy p) {
 
 std::string_view to_string(SplitPolicy p) { return p == SplitPolicy::fast ? "fast" : "batch_invariant"; }
 
+std::string_view to_string(SparsePolicy p) {
+  switch (p) {
+    case SparsePolicy::automatic: return "automatic";
+    case SparsePolicy::mixed: return "mixed";
+    case SparsePolicy::direct: return "direct";
+    case SparsePolicy::upconvert: return "upconvert";
+    case SparsePolicy::dense: return "dense";
+  }
+  return "?";
+}
+
 PathPolicy parse_path_policy(std::string_view name) {
   return parse("path policy", name,
                std::array{PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length});
@@ -42,6 +61,12 @@ PathPolicy parse_path_policy(std::string_view name) {
 
 SplitPolicy parse_split_policy(std::string_view name) {
   return parse("split policy", name, std::array{SplitPolicy::fast, SplitPolicy::batch_invariant});
+}
+
+SparsePolicy parse_sparse_policy(std::string_view name) {
+  return parse("sparse policy", name,
+               std::array{SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert,
+                          SparsePolicy::dense});
 }
 
 // A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210,
@@ -71,6 +96,19 @@ double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
   }
   const double attention = attended / (path == Path::latent ? rates.latent_flops : rates.expanded_flops);
   return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);
+}
+
+double sparse_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, bool upconvert,
+                   int64_t new_tokens, int64_t context) {
+  auto over = [](double amount, double rate) { return rate > 0 ? amount / rate : 0.0; };
+  const bool plain =
+      cache.format == CacheFormat::f32 || cache.format == CacheFormat::bf16 || cache.format == CacheFormat::f16;
+  const double entry = static_cast<double>(m.entry()), length = static_cast<double>(context + new_tokens),
+               topk = static_cast<double>(m.indexer ? m.indexer->topk : 0);
+  const double loaded = static_cast<double>(new_tokens) * std::min(topk, length) * entry,
+               load = plain ? rates.plain_elements : rates.fp8_elements;
+  if (!upconvert) return over(loaded, load);
+  return over(length * entry, load) + over(length * entry * 2 * 2, rates.bytes) + over(loaded, rates.plain_elements);
 }
 
 }  // namespace mla

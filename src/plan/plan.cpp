@@ -45,9 +45,13 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   require("max_model_len", o.max_model_len, 0);
   require("max_requests", o.max_requests, 0);
   require("device threads", device.threads, 1);
+  if (model.indexer && model.indexer->topk > kMostTopk)
+    throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
+                     ", at most " + std::to_string(kMostTopk) + " are selected");
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+  if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   switch (p.options.path) {
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;
@@ -110,6 +114,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
+  if (model.indexer) {
+    p.index_cache = index_cache_spec(model, cache, options.index_format);
+    if (options.sparse != SparsePolicy::dense) p.topk = model.indexer->topk;
+  }
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
@@ -127,13 +135,14 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,
                                 /*last=*/request.context == 0});
-    std::vector<int32_t>& list = expanded ? p.expanded_tokens : p.latent_tokens;
     for (int32_t i = 0; i < request.query_len; ++i) {
       p.positions[request.q_begin + i] = request.context + i;
-      list.push_back(request.q_begin + i);
+      if (request.path != Path::sparse)  // those follow the latent ones, group by group
+        (expanded ? p.expanded_tokens : p.latent_tokens).push_back(request.q_begin + i);
     }
   }
   planning::split_kv(p);
+  planning::plan_selection(p);
   planning::chunk_context(p);
   planning::place_output(p);
   planning::lay_out_workspace(p);

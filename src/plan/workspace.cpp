@@ -13,6 +13,13 @@ const Region& Plan::region(std::string_view name) const {
   throw Error("plan: no workspace region is called '" + std::string(name) + "'");
 }
 
+View<int32_t, Token, Topk> Plan::selected(std::span<std::byte> selection) const {
+  return {reinterpret_cast<int32_t*>(selection.data()), {sparse_rows(), topk}};
+}
+View<int32_t, Token, Topk> Plan::selected_slots(std::span<std::byte> selection) const {
+  return {reinterpret_cast<int32_t*>(selection.data() + selection_bytes / 2), {sparse_rows(), topk}};
+}
+
 namespace planning {
 
 void place_output(Plan& plan) {
@@ -32,7 +39,7 @@ void lay_out_workspace(Plan& plan) {
   const ModelConfig& m = plan.model;
   const PlanOptions& o = plan.options;
   size_t end = 0;
-  plan.regions.reserve(16);
+  plan.regions.reserve(24);
   auto add = [&](std::string_view name, size_t bytes) {
     plan.regions.push_back({name, end, bytes});
     end += (bytes + kAlign - 1) / kAlign * kAlign;
@@ -58,6 +65,24 @@ void lay_out_workspace(Plan& plan) {
   add("latent_lse", latent_rows * n * f);
   add("partial_out", partial_rows * n * width * f);
   add("partial_lse", partial_rows * n * f);
+  // The indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse rows.
+  if (m.indexer) {
+    const IndexerConfig& x = *m.indexer;
+    const size_t heads = static_cast<size_t>(x.heads), dim = static_cast<size_t>(x.dim),
+                 rows = static_cast<size_t>(plan.sparse_rows());
+    const size_t narrow = o.index_format == IndexCacheFormat::fp8 ? 1 : o.compute == Dtype::bf16 ? 2 : 0;
+    size_t gathered = 0;
+    for (const SparseGroup& g : plan.sparse_groups) gathered = std::max(gathered, static_cast<size_t>(g.rows));
+    add("index_key", t * dim * f);
+    add("index_query", rows * heads * dim * f);
+    add("index_codes", rows * heads * dim * narrow);
+    add("index_weights", rows * heads * f);
+    add("index_scores", plan.index_schedule.tiles.score_bytes);
+    add("index_topk", plan.index_schedule.tiles.state_bytes);
+    add("sparse_context", gathered * entry * compute);
+    plan.selection_bytes =
+        2 * ((rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign);
+  }
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
   add("context", context_rows * entry * f);

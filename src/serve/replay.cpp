@@ -25,14 +25,14 @@ int64_t longest_sequence(const Trace& trace) {
 }
 
 // Enough for all of the trace if memory allows, for the longest sequence at least.
-int64_t page_budget(const Trace& trace, const CacheSpec& spec, int64_t layers, size_t bytes) {
+int64_t page_budget(const Trace& trace, int64_t page_size, size_t page_bytes, size_t bytes) {
   int64_t all = 0, longest = 0;
   for (const TraceRequest& r : trace.requests) {
-    const int64_t pages = (r.input + r.output + spec.page_size - 1) / spec.page_size;
+    const int64_t pages = (r.input + r.output + page_size - 1) / page_size;
     all += pages;
     longest = std::max(longest, pages);
   }
-  const int64_t affordable = static_cast<int64_t>(bytes / (spec.page_bytes() * static_cast<size_t>(layers)));
+  const int64_t affordable = static_cast<int64_t>(bytes / page_bytes);
   return std::max(std::min(all, affordable), longest);
 }
 
@@ -103,6 +103,28 @@ struct StepInput {
   }
 };
 
+void count_sparse(const Plan& p, Result& r) {
+  if (p.topk == 0) return;
+  r.sparse_rows += p.sparse_rows();
+  r.unscored_rows += p.tokens - p.sparse_rows();
+  for (int32_t position : p.sparse_positions) {
+    r.seen_keys += position + 1;
+    r.selected_keys += std::min<int64_t>(position + 1, p.topk);
+  }
+}
+
+// What a token attended to; empty when that was everything.
+std::vector<int32_t> selection_of(const Plan& p, std::span<std::byte> selection, int64_t token) {
+  std::vector<int32_t> positions;
+  const auto first = p.latent_tokens.begin() + p.sparse_begin,
+             at = std::find(first, p.latent_tokens.end(), static_cast<int32_t>(token));
+  if (at == p.latent_tokens.end()) return positions;
+  const View<int32_t, Token, Topk> selected = p.selected(selection);
+  for (int64_t k = 0; k < p.topk; ++k)
+    if (const int32_t position = selected(at - first, k); position >= 0) positions.push_back(position);
+  return positions;
+}
+
 }  // namespace
 
 LayerTensors tensors_of(const Options& o, int64_t layer) {
@@ -128,7 +150,14 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                      std::to_string(o.model.layers));
   CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
-  if (o.limits.pages == 0) o.limits.pages = page_budget(trace, spec, o.layers, o.cache_bytes);
+  IndexCacheSpec index_spec;
+  size_t page_bytes = spec.page_bytes() * static_cast<size_t>(o.layers);  // of all layers
+  if (o.model.indexer) {
+    index_spec = index_cache_spec(o.model, spec, o.plan.index_format);
+    index_spec.validate();
+    for (int64_t l = 0; l < o.layers; ++l) page_bytes += o.model.layer_has_indexer(l) ? index_spec.page_bytes() : 0;
+  }
+  if (o.limits.pages == 0) o.limits.pages = page_budget(trace, o.limits.page_size, page_bytes, o.cache_bytes);
   Scheduler scheduler(trace, o.limits);
 
   Result r;
@@ -139,6 +168,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.page_size = o.limits.page_size;
   std::vector<LayerWeights> weights;
   std::vector<Cache> caches;
+  std::vector<IndexCache> index_caches(static_cast<size_t>(o.layers));  // empty where a layer has no indexer
   for (int64_t l = 0; l < o.layers && !stop; ++l) {
     weights.push_back(prepare(o.model, tensors_of(o, l), o.weights));
     caches.emplace_back(spec, o.limits.pages);
@@ -148,11 +178,17 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec.page_bytes()); });
     r.weight_bytes += weights.back().bytes();
     r.cache_bytes += spec.page_bytes() * static_cast<size_t>(o.limits.pages);
+    if (!o.model.layer_has_indexer(l)) continue;
+    IndexCache& index = index_caches[static_cast<size_t>(l)] = IndexCache(index_spec, o.limits.pages);
+    pool.run(index.pages(),
+             [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec.page_bytes()); });
+    r.index_cache_bytes += index_spec.page_bytes() * static_cast<size_t>(o.limits.pages);
   }
-  const RotaryTable rotary(o.model.rotary, o.model.rope, longest_sequence(trace));
+  const RotaryTable rotary(o.model.rotary, o.model.rope, longest_sequence(trace)),
+      index_rotary(o.model.index_rotary(), o.model.rope, o.model.indexer ? longest_sequence(trace) : 0);
   Stream stream(pool);
   const DeviceInfo device = device_info(stream, o.model);
-  Buffer workspace;
+  Buffer workspace, selection;
   StepInput input;
   Reservoir reservoir(o.verify, o.layers, o.seed);
   r.samples.reserve(static_cast<size_t>(o.verify));
@@ -180,16 +216,22 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
       workspace = Buffer(p.workspace_bytes + p.workspace_bytes / 4);
       std::memset(workspace.data(), 0, workspace.size());
     }
+    if (selection.size() < p.selection_bytes) selection = Buffer(p.selection_bytes + p.selection_bytes / 4);
+    count_sparse(p, r);
     const auto step = Clock::now();
     for (int64_t l = 0; l < o.layers; ++l) {
+      const size_t layer = static_cast<size_t>(l);
       forward(stream,
-              {p,
-               input.batch,
-               weights[static_cast<size_t>(l)],
-               rotary,
-               caches[static_cast<size_t>(l)].view(),
-               {workspace.data(), workspace.size()},
-               &r.profile},
+              {.plan = p,
+               .batch = input.batch,
+               .weights = weights[layer],
+               .rotary = rotary,
+               .cache = caches[layer].view(),
+               .workspace = {workspace.data(), workspace.size()},
+               .profile = &r.profile,
+               .index_cache = index_caches[layer].view(),
+               .index_rotary = &index_rotary,
+               .selection = {selection.data(), selection.size()}},
               View<const float, Token, Hidden>(input.hidden.data(), {tokens, width}),
               View<float, Token, Hidden>(input.out.data(), {tokens, width}));
       for (const Reservoir::Pick& pick : picks) {
@@ -200,7 +242,8 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                       .request = pieces[piece].request,
                       .position = pieces[piece].start + pick.row - input.starts[piece],
                       .path = p.requests[piece].path,
-                      .row = {input.out.begin() + pick.row * width, input.out.begin() + (pick.row + 1) * width}};
+                      .row = {input.out.begin() + pick.row * width, input.out.begin() + (pick.row + 1) * width},
+                      .selected = selection_of(p, {selection.data(), selection.size()}, pick.row)};
         if (r.samples.size() <= static_cast<size_t>(pick.slot)) r.samples.resize(static_cast<size_t>(pick.slot) + 1);
         r.samples[static_cast<size_t>(pick.slot)] = std::move(sample);
       }

@@ -35,6 +35,7 @@ struct Sample {
   int64_t layer = 0, request = 0, position = 0;
   Path path = Path::latent;
   std::vector<float> row;
+  std::vector<int32_t> selected;  ///< sparse path: the positions it attended to, ascending
 };
 
 struct Progress {
@@ -59,7 +60,10 @@ struct Result {
   int64_t pages = 0, page_size = 0, peak_pages = 0;
   double mean_pages = 0;
   int64_t prompt_tokens = 0, hit_tokens = 0, evictions = 0;
-  size_t weight_bytes = 0, cache_bytes = 0, workspace_bytes = 0, peak_memory = 0;
+  size_t weight_bytes = 0, cache_bytes = 0, index_cache_bytes = 0, workspace_bytes = 0, peak_memory = 0;
+  /// Over all steps of one layer: rows that attended to a selection, keys those rows saw, and keys they attended to;
+  /// rows of requests that fit the indexer's topk.
+  int64_t sparse_rows = 0, seen_keys = 0, selected_keys = 0, unscored_rows = 0;
   Profile profile;
   std::vector<Sample> samples;
   bool interrupted = false;
@@ -72,11 +76,13 @@ Result replay(const Trace& trace, const Options& options, ThreadPool& pool, cons
 
 struct Verification {
   int64_t rows = 0, failed = 0;
+  int64_t selections = 0;                   ///< rows whose selection was judged too
   double worst_error = 0, worst_bound = 0;  ///< of the row whose error is the largest part of its bound
   std::string worst;                        ///< which row that is
 };
 /// Recomputes samples from the trace in float64, and as a plain computation with the layer's roundings; a row fails
-/// when its relative error is above twice the plain one's plus a floor of 2e-6.
+/// when its relative error is above twice the plain one's plus a floor of 2e-6. A sparse row is judged on the positions
+/// that it attended to, and fails also when the exact scores do not allow that choice.
 Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool);
 
 /// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.

@@ -22,10 +22,10 @@ std::string describe(const Params& p, std::string_view op) {
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,         layer_norm,   rope,         project,     append,      gather,
-                               cast,         attend_latent, attend_expanded, attend_sparse, merge,   map_indices,
-                               quantize,     index_append, index_gather, index_query, index_score, select_topk,
-                               hadamard};
+  static const std::array kAll{norm,        layer_norm,  rope,          project,         append,
+                               gather,      cast,        attend_latent, attend_expanded, attend_sparse,
+                               merge,       map_indices, quantize,      index_append,    index_gather,
+                               index_query, index_score, select_topk,   hadamard};
   return kAll;
 }
 

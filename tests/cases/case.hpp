@@ -78,7 +78,6 @@ const CaseType& find(std::string_view op);
 // One per file in this folder.
 extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
     layer_norm, map_indices, attend_sparse;
-    layer_norm;
 extern const CaseType index_append, index_gather, index_query, index_score, select_topk, hadamard;
 
 }  // namespace mla::cases

@@ -14,6 +14,7 @@
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "mla/plan.hpp"
 #include "ops/run.hpp"
 
 namespace mla {

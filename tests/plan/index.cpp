@@ -5,6 +5,7 @@
 
 #include "cases/compare.hpp"
 #include "mla/index_plan.hpp"
+#include "mla/plan.hpp"
 
 namespace mla {
 namespace {

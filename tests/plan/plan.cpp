@@ -7,29 +7,13 @@
 #include <map>
 
 #include "cases/compare.hpp"
+#include "support/batches.hpp"
 #include "support/models.hpp"
 
 namespace mla {
 namespace {
 
-struct Made {
-  std::vector<int32_t> starts{0}, lengths, table, slots;
-  int64_t pages = 0, width = 1;
-  Made(const std::vector<int64_t>& queries, const std::vector<int64_t>& contexts, int64_t page_size) {
-    for (size_t r = 0; r < queries.size(); ++r) {
-      starts.push_back(starts.back() + static_cast<int32_t>(queries[r]));
-      lengths.push_back(static_cast<int32_t>(queries[r] + contexts[r]));
-      width = std::max(width, (queries[r] + contexts[r] + page_size - 1) / page_size);
-    }
-    pages = width;
-    for (size_t r = 0; r < queries.size(); ++r)
-      for (int64_t p = 0; p < width; ++p) table.push_back(static_cast<int32_t>(p));
-    slots.assign(static_cast<size_t>(starts.back()), -1);
-  }
-  Batch batch() const {
-    return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots};
-  }
-};
+using test::Made;
 
 Plan make(const ModelConfig& m, const CacheSpec& spec, const Made& b, const PlanOptions& o = {}) {
   return plan(m, spec, b.pages, b.batch(), {.threads = 2, .scratch_per_worker = 4096}, o);

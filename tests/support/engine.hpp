@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <numeric>
 #include <span>
@@ -37,6 +38,7 @@ class Engine {
         cache_(spec, options.pages),
         pool_(options.threads),
         rotary_(weights.config.rotary, weights.config.rope, 4096),
+        index_rotary_(weights.config.index_rotary(), weights.config.rope, weights.config.indexer ? 4096 : 0),
         free_(options.pages) {
     std::iota(free_.begin(), free_.end(), 0);
     cases::Random random(options.page_seed);
@@ -44,6 +46,10 @@ class Engine {
       std::swap(free_[i - 1], free_[random.integer(0, static_cast<int64_t>(i) - 1)]);
     // All-ones bytes are NaN in every format, scales included.
     std::memset(cache_.view().data, options.poison ? 0xff : 0, spec.page_bytes() * options.pages);
+    if (!weights.indexer) return;
+    const IndexCacheSpec index = index_cache_spec(weights.config, spec, options.plan.index_format);
+    index_cache_ = IndexCache(index, options.pages);
+    std::memset(index_cache_.view().data, options.poison ? 0xff : 0, index.page_bytes() * options.pages);
   }
 
   /// Adds a sequence whose hidden states are rows of `hidden` [any, H] from its start; returns its id.
@@ -93,7 +99,9 @@ class Engine {
     Buffer workspace(p.workspace_bytes);
     std::memset(workspace.data(), options_.poison ? 0xff : 0, p.workspace_bytes);
     last_plan = p;
-    run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows);
+    selection_ = Buffer(p.selection_bytes);
+    std::memset(selection_.data(), options_.poison ? 0xff : 0, p.selection_bytes);
+    run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows, pieces);
 
     padding_touched = padding_touched ||
                       !std::all_of(out.begin() + tokens * m.hidden, out.end(), [](float x) { return x == kSentinel; });
@@ -116,6 +124,19 @@ class Engine {
     return out;
   }
 
+  /// Positions that each row of the last step attended to, by token; empty where that was everything.
+  std::vector<std::vector<int32_t>> selected() const {
+    std::vector<std::vector<int32_t>> rows(last_plan.tokens);
+    const View<int32_t, Token, Topk> all = last_plan.selected({selection_.data(), selection_.size()});
+    for (int64_t row = 0; row < last_plan.sparse_rows(); ++row)
+      for (int64_t k = 0; k < last_plan.topk; ++k)
+        if (all(row, k) >= 0) rows[last_plan.latent_tokens[last_plan.sparse_begin + row]].push_back(all(row, k));
+    return rows;
+  }
+
+  /// Chosen by the test for weights without an indexer: positions of `sequence` at a position.
+  std::function<std::vector<int32_t>(int64_t sequence, int64_t position)> chooser;
+
   const Cache& cache() const { return cache_; }
   std::span<const int32_t> pages(int64_t sequence) const { return sequences_[sequence].pages; }
 
@@ -133,21 +154,43 @@ class Engine {
   };
 
   void run(const Plan& p, const Batch& batch, std::span<std::byte> workspace, std::span<const float> hidden,
-           std::span<float> out, int64_t rows) {
+           std::span<float> out, int64_t rows, std::span<const Piece> pieces) {
     const int64_t h = weights_.config.hidden;
     Stream stream(pool_);
-    const LayerContext context{p, batch, weights_, rotary_, cache_.view(), workspace};
+    const LayerContext context{.plan = p,
+                               .batch = batch,
+                               .weights = weights_,
+                               .rotary = rotary_,
+                               .cache = cache_.view(),
+                               .workspace = workspace,
+                               .index_cache = index_cache_.view(),
+                               .index_rotary = &index_rotary_,
+                               .selection = {selection_.data(), selection_.size()}};
+    if (chooser && p.topk > 0) choose(stream, context, pieces);
     const int64_t before = counter ? counter() : 0;
     forward(stream, context, View<const float, Token, Hidden>(hidden.data(), {rows, h}),
             View<float, Token, Hidden>(out.data(), {rows, h}));
     allocations += counter ? counter() - before : 0;
   }
 
+  void choose(Stream& stream, const LayerContext& context, std::span<const Piece> pieces) {
+    std::vector<int32_t> positions(context.plan.tokens * context.plan.topk, -1);
+    int64_t token = 0;
+    for (const Piece& p : pieces)
+      for (int64_t i = 0; i < p.count; ++i, ++token) {
+        const std::vector<int32_t> row = chooser(p.sequence, sequences_[p.sequence].length + i);
+        std::copy(row.begin(), row.end(), positions.begin() + token * context.plan.topk);
+      }
+    select(stream, context, View<const int32_t, Token, Topk>(positions.data(), {token, context.plan.topk}));
+  }
+
   const LayerWeights& weights_;
   Options options_;
   Cache cache_;
+  IndexCache index_cache_;
+  Buffer selection_;
   ThreadPool pool_;
-  RotaryTable rotary_;
+  RotaryTable rotary_, index_rotary_;
   std::vector<int32_t> free_;
   std::vector<Sequence> sequences_;
 };

@@ -35,6 +35,11 @@ IndexCacheFormat parse_index_cache_format(std::string_view name) {
   throw InputError("unknown index cache format '" + std::string(name) + "'; known:" + known);
 }
 
+IndexCacheSpec index_cache_spec(const ModelConfig& model, const CacheSpec& cache, IndexCacheFormat format) {
+  if (!model.indexer) throw UnsupportedError("model " + model.name + " has no indexer, so no index cache");
+  return {.format = format, .dim = model.indexer->dim, .page_size = cache.page_size};
+}
+
 size_t IndexCacheSpec::page_bytes() const {
   const int64_t scales = format == IndexCacheFormat::fp8 ? 4 * page_size : 0;
   return static_cast<size_t>(cache::index::row_at(*this, page_size) + scales);

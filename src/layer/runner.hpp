@@ -1,0 +1,63 @@
+// What walks over a plan share: the workspace's regions, and running ops under a profile.
+#pragma once
+
+#include <chrono>
+#include <span>
+#include <string_view>
+
+#include "mla/layer.hpp"
+#include "ops/run.hpp"
+
+namespace mla::layer {
+
+class Runner {
+ public:
+  Runner(Stream& stream, const LayerContext& context) : stream_(stream), c_(context), plan_(context.plan) {}
+
+ protected:
+  // A flat [rows, 1, n] f32 array as a product's source or destination.
+  struct Flat {
+    AnyView<Token, Head, In> read;
+    AnyMutableView<Token, Head, Out> write;
+    operator AnyMutableView<Token, Head, Out>() const { return write; }
+  };
+  static Flat flat(float* data, int64_t rows, int64_t n) {
+    return {{Dtype::f32, data, {rows, 1, n}}, {Dtype::f32, data, {rows, 1, n}}};
+  }
+
+  template <class T>
+  T* at(std::string_view region) const {
+    return reinterpret_cast<T*>(c_.workspace.data() + plan_.region(region).offset);
+  }
+
+  template <class Args>
+  void run(std::string_view name, const Args& args) const {
+    if (!c_.profile) return ops::run(stream_, args);
+    const auto start = std::chrono::steady_clock::now();
+    ops::run(stream_, args);
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    const ops::Cost cost = ops::cost(args);
+    c_.profile->add(name, seconds, cost.bytes, cost.flops);
+  }
+
+  void project(std::string_view name, AnyView<Token, Head, In> x, std::span<const int32_t> x_rows, const Linear& w,
+               AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows,
+               const QuantizedView& quantized = {}) const {
+    run(name, ops::ProjectArgs{.x = x,
+                               .x_rows = x_rows,
+                               .weights = &w,
+                               .y = y,
+                               .y_rows = y_rows,
+                               .rows = rows,
+                               .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
+                               .quantized = quantized,
+                               .scratch = scratch_});
+  }
+
+  Stream& stream_;
+  const LayerContext& c_;
+  const Plan& plan_;
+  ops::Scratch scratch_;
+};
+
+}  // namespace mla::layer

@@ -1,0 +1,108 @@
+// The sparse path: which rows are selected for, in which tiles they are scored, and in which launches they attend.
+#include <algorithm>
+#include <limits>
+#include <string>
+
+#include "mla/error.hpp"
+#include "plan/internal.hpp"
+
+namespace mla::planning {
+namespace {
+
+bool is_decode(const Plan& plan, const RequestPlan& r) { return r.query_len <= plan.options.reorder_batch_threshold; }
+
+// A row is attended where it lies: whether its request's whole sequence is first gathered in 16 or 32 bits follows from
+// the request alone, never from its neighbours.
+bool upconverts(const Plan& plan, const RequestPlan& r) {
+  switch (plan.options.sparse) {
+    case SparsePolicy::upconvert: return !is_decode(plan, r);
+    case SparsePolicy::automatic:
+      return !is_decode(plan, r) &&
+             sparse_cost(plan.model, plan.cache, *plan.options.rates, true, r.query_len, r.context) <
+                 sparse_cost(plan.model, plan.cache, *plan.options.rates, false, r.query_len, r.context);
+    default: return false;
+  }
+}
+
+// Rows of `requests` follow those there already; they attend in one launch.
+SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
+  SparseGroup group{.begin = static_cast<int32_t>(plan.sparse_requests.size())};
+  for (const int32_t index : requests) {
+    const RequestPlan& r = plan.requests[static_cast<size_t>(index)];
+    for (int32_t i = 0; i < r.query_len; ++i) {
+      plan.latent_tokens.push_back(r.q_begin + i);
+      plan.sparse_requests.push_back(index);
+      plan.sparse_positions.push_back(r.context + i);
+    }
+    group.count += r.query_len;
+  }
+  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split);
+  plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
+  plan.sparse_groups.push_back(std::move(group));
+  return plan.sparse_groups.back();
+}
+
+void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
+  if (requests.empty()) return;
+  std::vector<int32_t> lengths;
+  int64_t longest = 0;
+  for (const int32_t index : requests) {
+    const RequestPlan& r = plan.requests[static_cast<size_t>(index)];
+    lengths.push_back(r.context + r.query_len);
+    longest = std::max<int64_t>(longest, lengths.back());
+  }
+  const PlanOptions& o = plan.options;
+  int64_t rows = o.context_rows;
+  if (rows == 0)
+    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
+                                o.max_requests > 0 ? o.max_requests : static_cast<int64_t>(requests.size()),
+                                plan.cache.page_size);
+  rows = std::max(rows, longest);  // a sequence is never cut
+  for (const RequestRange& range : split_prefill_chunks(lengths, rows)) {
+    SparseGroup& group = add_group(plan, {requests.begin() + range.begin, requests.begin() + range.end});
+    group.starts.resize(plan.requests.size());
+    group.counts.resize(plan.requests.size());
+    for (int32_t i = range.begin; i < range.end; ++i) {
+      const size_t index = static_cast<size_t>(requests[static_cast<size_t>(i)]);
+      const int32_t length = lengths[static_cast<size_t>(i)];
+      group.pieces.push_back({.request = static_cast<int32_t>(index),
+                              .start = 0,
+                              .count = length,
+                              .row = static_cast<int32_t>(group.rows)});
+      group.starts[index] = static_cast<int32_t>(group.rows);
+      group.counts[index] = length;
+      group.rows += length;
+    }
+  }
+}
+
+}  // namespace
+
+void plan_selection(Plan& plan) {
+  std::vector<int32_t> in_place, prefills, gathered;
+  for (size_t index = 0; index < plan.requests.size(); ++index) {
+    const RequestPlan& r = plan.requests[index];
+    if (r.path != Path::sparse) continue;
+    if (upconverts(plan, r)) gathered.push_back(static_cast<int32_t>(index));
+    else if (plan.options.sparse == SparsePolicy::direct && !is_decode(plan, r))
+      prefills.push_back(static_cast<int32_t>(index));
+    else in_place.push_back(static_cast<int32_t>(index));
+  }
+  plan.sparse_begin = static_cast<int64_t>(plan.latent_tokens.size());
+  if (!in_place.empty()) add_group(plan, in_place);
+  if (!prefills.empty()) add_group(plan, prefills);
+  add_upconverted(plan, gathered);
+  if (plan.sparse_groups.empty()) return;
+
+  // The same requests with their rows counted as sparse rows are; all others have none.
+  std::vector<RequestPlan> rows = plan.requests;
+  for (RequestPlan& r : rows) r.query_len = 0;
+  for (size_t i = plan.sparse_requests.size(); i-- > 0;) {
+    RequestPlan& r = rows[static_cast<size_t>(plan.sparse_requests[i])];
+    r.q_begin = static_cast<int32_t>(i);
+    ++r.query_len;
+  }
+  plan.index_schedule = schedule_index(rows, plan.topk);
+}
+
+}  // namespace mla::planning
