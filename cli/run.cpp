@@ -23,7 +23,7 @@ constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT e
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", sparse = "automatic", index_cache = "fp8", json;
+              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain", json;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
@@ -107,6 +107,8 @@ serve::Options options_of(const Flags& f) {
   reduce(f, o);
   o.layers = f.layers;
   o.weights = parse_dtype(f.weights);
+  o.absorption = parse_absorption(f.absorption);
+  o.up = parse_weight_format(f.up);
   o.format = parse_cache_format(f.cache);
   o.plan.path = parse_path_policy(f.path);
   o.plan.split = parse_split_policy(f.split);
@@ -224,9 +226,10 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
       "prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %lld evictions, %lld preemptions\n",
       percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens),
       n(r.prompt_tokens), n(r.evictions), n(r.preemptions));
-  std::printf("plan       path %s, split %s, compute %s, at most %lld tokens a step\n",
+  std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s, at most %lld tokens a step\n",
               std::string(to_string(o.plan.path)).c_str(), std::string(to_string(o.plan.split)).c_str(),
-              std::string(to_string(o.plan.compute)).c_str(), n(o.limits.token_budget));
+              std::string(to_string(o.plan.compute)).c_str(), std::string(to_string(o.absorption)).c_str(),
+              std::string(to_string(o.up)).c_str(), n(o.limits.token_budget));
   if (o.model.indexer) print_sparse(o, r);
   std::printf("throughput prefill %.1f tokens/s (%lld), decode %.1f tokens/s (%lld), together %.1f tokens/s\n",
               rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds), n(r.prefill_tokens),
@@ -273,6 +276,8 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"layers", r.layers},
         {"heads", o.model.heads},
         {"weights", to_string(o.weights)},
+        {"absorption", to_string(o.absorption)},
+        {"up_weights", to_string(o.up)},
         {"weight_bytes", r.weight_bytes}}},
       {"machine",
        {{"cpu", machine.cpu},
@@ -399,6 +404,10 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   c->add_option("--layers", f->layers, "layers to run; 0: all")->capture_default_str();
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
+  c->add_option("--absorption", f->absorption,
+                "runtime; full or full_fp8: W_Q W_UK^T and W_UV W_O multiplied out, latent path alone")
+      ->capture_default_str();
+  c->add_option("--up-weights", f->up, "W_UK and W_UV of the latent path: plain, fp8 or mxfp4")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--page-size", f->page_size, "tokens a page; 0: 64, scaled with --scale-lengths")

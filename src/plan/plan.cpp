@@ -159,7 +159,9 @@ DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {
                                                          .nope = m.nope,
                                                          .value = m.value,
                                                          .hidden = m.hidden,
-                                                         .query_latent = m.query_latent})};
+                                                         .query_latent = m.query_latent,
+                                                         .index_heads = m.indexer ? m.indexer->heads : 0,
+                                                         .index_dim = m.indexer ? m.indexer->dim : 0})};
 }
 
 }  // namespace mla

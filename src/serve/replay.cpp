@@ -144,6 +144,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   const auto setup = Clock::now();
   Options o = given;
   o.model.validate();
+  o.plan.absorbed = o.absorption != Absorption::runtime;
   if (o.layers == 0) o.layers = o.model.layers;
   if (o.layers < 1 || o.layers > o.model.layers)
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
@@ -170,7 +171,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   std::vector<Cache> caches;
   std::vector<IndexCache> index_caches(static_cast<size_t>(o.layers));  // empty where a layer has no indexer
   for (int64_t l = 0; l < o.layers && !stop; ++l) {
-    weights.push_back(prepare(o.model, tensors_of(o, l), o.weights));
+    weights.push_back(prepare(o.model, tensors_of(o, l), prepare_options(o)));
     caches.emplace_back(spec, o.limits.pages);
     // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
     // memory.

@@ -21,6 +21,8 @@ struct Options {
   std::optional<Checkpoint> checkpoint;  ///< its weights; random ones otherwise
   int64_t layers = 0;                    ///< 0: all
   Dtype weights = Dtype::bf16;
+  Absorption absorption = Absorption::runtime;  ///< full forms run on the latent path alone
+  WeightFormat up = WeightFormat::plain;        ///< of W_UK and W_UV on the latent path
   CacheFormat format = CacheFormat::bf16;
   PlanOptions plan;
   Limits limits;                         ///< pages 0: from the trace, within cache_bytes
@@ -87,6 +89,11 @@ Verification verify(const Trace& trace, const Options& options, std::span<const 
 
 /// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.
 double percentile(std::vector<double> values, double p);
+
+/// How the options ask for weights to be prepared.
+inline PrepareOptions prepare_options(const Options& o) {
+  return {.dtype = o.weights, .absorption = o.absorption, .up = o.up};
+}
 
 /// A layer's tensors, from the checkpoint or by seed.
 LayerTensors tensors_of(const Options& options, int64_t layer);

@@ -14,6 +14,7 @@ constexpr double kFloor = 2e-6;
 
 struct Judged {
   double error = 0, bound = 0;
+  bool chose = false;    ///< its selection was judged
   double selection = 0;  ///< as a part of what is excused
 };
 
@@ -38,7 +39,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
     const int64_t layer = samples[order[begin]].layer;
     const LayerTensors tensors = tensors_of(o, layer);
     const reference::Weights exact_weights = reference::plain_weights(tensors, Dtype::f32);
-    const reference::Weights plain_weights = reference::plain_weights(tensors, o.weights);
+    const reference::Weights plain_weights = reference::plain_weights(o.model, tensors, prepare_options(o));
     std::vector<std::pair<size_t, size_t>> groups;  // ranges of `order`
     size_t end = begin;
     while (end < order.size() && samples[order[end]].layer == layer) {
@@ -90,7 +91,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
         Judged& j = judged[order[i]];
         j = {reference::relative_error(samples[order[i]].row, exact),
              2 * reference::relative_error(std::vector<float>(plain.begin(), plain.end()), exact) + kFloor};
-        if (!scores[2 * g].empty())
+        j.chose = !scores[2 * g].empty();
+        if (j.chose)
           j.selection = reference::selection_error(samples[order[i]].selected, scores[2 * g][i - groups[g].first],
                                                    scores[2 * g + 1][i - groups[g].first], o.model.indexer->topk);
       }
@@ -102,7 +104,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
   for (size_t i = 0; i < samples.size(); ++i) {
     const double part = std::max(judged[i].error / judged[i].bound, judged[i].selection);
     if (!holds(judged[i])) ++v.failed;
-    v.selections += !samples[i].selected.empty();
+    v.selections += judged[i].chose;
     if (part > worst || part != part) {
       worst = part;
       v.worst_error = judged[i].error;

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 
 #include "mla/error.hpp"
@@ -44,6 +45,77 @@ TEST(Replay, EveryFormatAndPathVerifies) {
       const Verification v = verify(run.trace, run.options, r.samples, run.pool);
       EXPECT_EQ(v.rows, 12);
       EXPECT_EQ(v.failed, 0) << to_string(format) << " " << to_string(path) << ": " << v.worst << " error "
+                             << v.worst_error << " bound " << v.worst_bound;
+    }
+}
+
+TEST(Replay, SparseModelsVerifyOnEveryModeAndFormat) {
+  for (SparsePolicy policy : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
+                              SparsePolicy::upconvert, SparsePolicy::dense})
+    for (IndexCacheFormat index : index_cache_formats()) {
+      Replayed run;
+      run.options.model = test::small_sparse();
+      run.options.format = CacheFormat::fp8_ds_mla;
+      run.options.plan.sparse = policy;
+      run.options.plan.index_format = index;
+      run.options.plan.index_hadamard = policy == SparsePolicy::mixed;
+      const Result r = run.go();
+      EXPECT_EQ(r.finished, 8);
+      EXPECT_GT(r.hit_tokens, 0);
+      const Verification v = verify(run.trace, run.options, r.samples, run.pool);
+      EXPECT_EQ(v.failed, 0) << to_string(policy) << " " << to_string(index) << ": " << v.worst << " error "
+                             << v.worst_error << " bound " << v.worst_bound;
+      if (policy == SparsePolicy::dense) {
+        EXPECT_EQ(r.sparse_rows, 0);
+        EXPECT_EQ(v.selections, 0);
+        continue;
+      }
+      EXPECT_GT(v.selections, 0);
+      EXPECT_GT(r.sparse_rows, 0);
+      EXPECT_GT(r.unscored_rows, 0);
+      EXPECT_EQ(r.sparse_rows + r.unscored_rows, r.prefill_tokens + r.decode_tokens);
+      EXPECT_LT(r.selected_keys, r.seen_keys);
+      EXPECT_LE(r.selected_keys, r.sparse_rows * 24);
+    }
+}
+
+TEST(Replay, VerificationCatchesAWrongSelection) {
+  Replayed run;
+  run.options.model = test::small_sparse();
+  run.options.layers = 1;  // the one with an indexer
+  Result r = run.go();
+  const auto sparse = std::find_if(r.samples.begin(), r.samples.end(), [](const Sample& s) {
+    return static_cast<int64_t>(s.selected.size()) == 24 && s.position > 40;
+  });
+  ASSERT_NE(sparse, r.samples.end());
+  EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool).failed, 0);
+  const std::vector<int32_t> chosen = sparse->selected;
+  sparse->selected.pop_back();
+  EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool).failed, 1);
+  sparse->selected = chosen;
+  // The worst of the positions that were left out takes the place of the first.
+  for (int32_t j = 0; j <= sparse->position; ++j)
+    if (std::find(chosen.begin(), chosen.end(), j) == chosen.end()) {
+      sparse->selected[0] = j;
+      if (verify(run.trace, run.options, r.samples, run.pool).failed == 1) return;
+    }
+  FAIL() << "no other choice is refused";
+}
+
+TEST(Replay, WeightsHeldOtherwiseVerify) {
+  for (bool sparse : {false, true})
+    for (const auto& [absorption, up] : {std::pair{Absorption::full, WeightFormat::plain},
+                                         {Absorption::full_fp8, WeightFormat::plain},
+                                         {Absorption::runtime, WeightFormat::fp8},
+                                         {Absorption::runtime, WeightFormat::mxfp4}}) {
+      Replayed run;
+      if (sparse) run.options.model = test::small_sparse();
+      run.options.absorption = absorption;
+      run.options.up = up;
+      const Result r = run.go();
+      EXPECT_EQ(r.finished, 8);
+      const Verification v = verify(run.trace, run.options, r.samples, run.pool);
+      EXPECT_EQ(v.failed, 0) << to_string(absorption) << " " << to_string(up) << ": " << v.worst << " error "
                              << v.worst_error << " bound " << v.worst_bound;
     }
 }

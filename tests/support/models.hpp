@@ -23,6 +23,14 @@ inline ModelConfig small_deepseek() {
   return m;
 }
 
+/// The same with an indexer in its first layer, whose choice the second shares.
+inline ModelConfig small_sparse() {
+  ModelConfig m = small_deepseek();
+  m.name = "small-sparse";
+  m.indexer = IndexerConfig{.heads = 4, .dim = 128, .topk = 24, .full = {1, 0}};
+  return m;
+}
+
 /// No rope at all, no query latent, odd dims.
 inline ModelConfig odd_nope() {
   ModelConfig m;
