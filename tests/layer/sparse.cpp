@@ -6,10 +6,12 @@
 
 #include "layer/reference.hpp"
 #include "mla/error.hpp"
+#include "ops/run.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/golden.hpp"
 #include "support/models.hpp"
+#include "support/quantised.hpp"
 
 namespace mla::test {
 namespace {
@@ -290,6 +292,67 @@ TEST(SparseLayer, SharedSelection) {
                  }),
             "ran");
   EXPECT_EQ(s.out, own);
+}
+
+// The attention form on a choice of the caller's own gives the block form's heads, and quantised ones their bits.
+TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
+  Step s;
+  const ModelConfig& m = s.model;
+  ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
+  const Plan block = s.planned();
+  auto region = [&](const char* name, int64_t n) {
+    const float* p = reinterpret_cast<const float*>(s.workspace.data() + block.region(name).offset);
+    return std::vector<float>(p, p + n);
+  };
+  const int64_t width = m.heads * m.value;
+  const auto q = region("query", 200 * m.heads * m.query_key()), kv = region("kv", 200 * m.entry()),
+             heads = region("heads", 200 * width);
+  std::vector<int32_t> choice(200 * static_cast<size_t>(block.topk), -7);
+  const View<int32_t, Token, Topk> selected = block.selected({s.selection.data(), s.selection.size()});
+  for (int64_t row = 0; row < block.sparse_rows(); ++row)
+    for (int64_t k = 0; k < block.topk; ++k)
+      choice[block.latent_tokens[block.sparse_begin + row] * block.topk + k] = selected(row, k);
+
+  for (const char* name : {"none", "fp8_128_tma", "nvfp4"}) {
+    const OutputSpec spec = parse_output_spec(name);
+    const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec});
+    const Batch b = s.batch();
+    Cache cache(s.spec, 4);
+    const Buffer workspace(p.workspace_bytes), selection(p.selection_bytes);
+    const LayerContext c{.plan = p,
+                         .batch = b,
+                         .weights = s.v.without_indexer,
+                         .rotary = s.rotary,
+                         .cache = cache.view(),
+                         .workspace = {workspace.data(), workspace.size()},
+                         .selection = {selection.data(), selection.size()}};
+    select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk}));
+    const View<const float, Token, Head, QueryKey> queries(q.data(), {200, m.heads, m.query_key()});
+    const View<const float, Token, Latent> kv_c(kv.data(), {200, m.latent}, {m.entry(), 1});
+    const View<const float, Token, Rope> k_pe(kv.data() + m.latent, {200, m.rope}, {m.entry(), 1});
+    if (spec.kind == OutputKind::none) {
+      std::vector<float> out(heads.size());
+      attend(s.stream, c, queries, kv_c, k_pe, View<float, Token, Head, Value>(out.data(), {200, m.heads, m.value}));
+      EXPECT_EQ(out, heads);
+      continue;
+    }
+    QuantisedMemory got(spec, 200, width), right(spec, 200, width);
+    attend(s.stream, c, queries, kv_c, k_pe, got.view());
+    ops::run(s.stream, ops::QuantizeArgs{.x = {Dtype::f32, heads.data(), {200, width}}, .y = right.view()});
+    EXPECT_EQ(got.codes, right.codes) << name;
+    EXPECT_EQ(got.scales, right.scales) << name;
+  }
+  const Plan p = s.planned();
+  const Batch b = s.batch();
+  const LayerContext c{.plan = p,
+                       .batch = b,
+                       .weights = s.v.without_indexer,
+                       .rotary = s.rotary,
+                       .cache = s.cache.view(),
+                       .workspace = {s.workspace.data(), s.workspace.size()},
+                       .selection = {s.selection.data(), s.selection.size()}};
+  EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk - 1})), ShapeError);
+  EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {199, p.topk})), ShapeError);
 }
 
 }  // namespace
