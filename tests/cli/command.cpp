@@ -87,6 +87,16 @@ class Command : public testing::Test {
     return folder_ / "model";
   }
 
+  // A config of a small sparse model: two layers, the second shares the first one's choice.
+  std::string sparse_config() const {
+    return write("sparse/config.json",
+                 R"({"model_type":"deepseek_v32","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":4,)"
+                 R"("q_lora_rank":32,"kv_lora_rank":64,"qk_nope_head_dim":16,"qk_rope_head_dim":8,"v_head_dim":16,)"
+                 R"("rms_norm_eps":1e-6,"rope_theta":10000,"index_n_heads":3,"index_head_dim":32,"index_topk":20,)"
+                 R"("indexer_types":["full","shared"]})")
+        .string();
+  }
+
   fs::path folder_;
 };
 
@@ -151,6 +161,53 @@ TEST_F(Command, PlanRefusesBadBatchFiles) {
   const Outcome none = mla("plan --batch " + write("batch.json", R"({"query_lens":[],"contexts":[]})").string());
   EXPECT_EQ(none.status, 0);
   EXPECT_NE(none.out.find("0 tokens in 0 requests"), std::string::npos) << none.out;
+}
+
+TEST_F(Command, SparseModelsRunAndSayWhereTimeGoes) {
+  const std::string trace = " --requests 4 --input-len 70 --output-len 5 --threads 2 --verify 8";
+  const fs::path file = folder_ / "run.json";
+  const Outcome o = mla("run --model " + sparse_config() + trace + " --json " + file.string());
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  for (const char* s : {"sparse     topk 20, automatic, index cache fp8", "skipped scoring", "time split indexer",
+                        "with their selection of keys", "0 failed"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+  const json j = json::parse(contents(file));
+  EXPECT_GT(j["sparse"]["selected_rows"].get<int64_t>(), 0);
+  EXPECT_LT(j["sparse"]["selected_keys"].get<int64_t>(), j["sparse"]["seen_keys"].get<int64_t>());
+  EXPECT_GT(j["cache"]["index_bytes"].get<int64_t>(), 0);
+
+  const Outcome fewer = mla("run --model " + sparse_config() + trace +
+                            " --heads 2 --topk 9 --sparse upconvert --index-cache bf16 --hadamard --absorption full");
+  EXPECT_EQ(fewer.status, 0) << fewer.out << fewer.err;
+  for (const char* s : {"2 (--heads) heads", "topk 9, upconvert, index cache bf16 rotated", "absorption full"})
+    EXPECT_NE(fewer.out.find(s), std::string::npos) << s << "\n" << fewer.out;
+  const Outcome dense = mla("run --model " + sparse_config() + trace + " --sparse dense --up-weights mxfp4");
+  EXPECT_EQ(dense.status, 0) << dense.out << dense.err;
+  EXPECT_NE(dense.out.find("sparse     off"), std::string::npos) << dense.out;
+
+  const Outcome plan =
+      mla("plan --model " + sparse_config() + " --queries 1,60,3 --contexts 40,0,4 --sparse upconvert");
+  EXPECT_EQ(plan.status, 0) << plan.err;
+  for (const char* s : {"sparse by policy upconvert: topk 20", "launch: 1 rows read in place",
+                        "launch: 60 rows through a workspace of 60 rows, 1 sequences"})
+    EXPECT_NE(plan.out.find(s), std::string::npos) << s << "\n" << plan.out;
+}
+
+TEST_F(Command, SparseFlagsThatCannotBe) {
+  expect_bad("run --topk 4", {"--topk", "deepseek-v2-lite", "none"});
+  expect_bad("run --hadamard", {"--hadamard", "deepseek-v2-lite"});
+  expect_bad("plan --topk 4", {"--topk", "none"});
+  expect_bad("run --heads 17", {"--heads", "17", "1 to 16"});
+  expect_bad("run --heads -1", {"--heads", "-1", "1 to 16"});
+  expect_bad("run --heads 1 --model " + checkpoint(true).string(), {"--heads", "checkpoint"});
+  expect_bad("run --model " + sparse_config() + " --topk 8193 --requests 1", {"8193", "8192"});
+  expect_bad("run --model " + sparse_config() + " --topk -1 --requests 1", {"topk", "-1"});
+  expect_bad("plan --model " + sparse_config() + " --sparse most", {"'most'", "upconvert"});
+  expect_bad("run --index-cache int8", {"'int8'", "fp8"});
+  expect_bad("run --absorption half", {"'half'", "full_fp8"});
+  expect_bad("run --model " + sparse_config() + " --absorption full --up-weights fp8 --requests 1", {"fp8", "full"});
+  expect_bad("run --model " + sparse_config() + " --absorption full --path expanded --requests 1 --input-len 15",
+             {"expanded", "absorbed"});
 }
 
 TEST_F(Command, CheckJudgesACase) {
