@@ -70,10 +70,10 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
 }
 
 // A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210,
-// attend_expanded 280, products 450 GFLOP/s and 20 GB/s a core. Dequantising fp8 rows on the way into a tile costs nothing
-// that can be measured beside the arithmetic (sparse prefill at 16 heads: 98 ms from bf16, 100 from fp8_ds_mla, 96 from
-// fp8), so its rates are left out and sparse rows are read in place. f32 operands and AVX2 keep nearly the same ratios
-// between the paths.
+// attend_expanded 280, products 450 GFLOP/s and 20 GB/s a core. Dequantising fp8 rows on the way into a tile costs
+// nothing that can be measured beside the arithmetic (sparse prefill at 16 heads: 98 ms from bf16, 100 from fp8_ds_mla,
+// 96 from fp8), so its rates are left out and sparse rows are read in place. f32 operands and AVX2 keep nearly the same
+// ratios between the paths.
 CostModel default_cost_model(Device) {
   return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9};
 }
