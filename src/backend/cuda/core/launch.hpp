@@ -1,0 +1,66 @@
+// Kernel launches with the attributes that kernels here use, and what a launch needs to know of the device.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <mutex>
+#include <string_view>
+#include <unordered_map>
+
+#include "backend/cuda/core/check.hpp"
+
+namespace mla::cuda {
+
+struct LaunchConfig {
+  dim3 grid, block;
+  size_t shared_bytes = 0;
+  int cluster = 1;           ///< CTAs of a cluster, along x
+  bool cooperative = false;  ///< all CTAs resident together: kernels whose CTAs wait for each other
+};
+
+/// Launches kernel(args...) on stream; raises the kernel's limit of dynamic shared memory when first needed. Does not
+/// synchronise. DeviceError names op, kernel and shape.
+template <class... Params, class... Args>
+void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t stream, std::string_view op,
+            std::string_view name, std::string_view shape, Args&&... args) {
+  if (config.shared_bytes > 48 * 1024) {
+    static std::mutex mutex;
+    static std::unordered_map<const void*, size_t> raised[64];  // per device
+    int device = 0;
+    check(cudaGetDevice(&device), op, "current device", shape);
+    const std::lock_guard lock(mutex);
+    size_t& limit = raised[device & 63][reinterpret_cast<const void*>(kernel)];
+    if (limit < config.shared_bytes) {
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                 static_cast<int>(config.shared_bytes)),
+            op, name, shape);
+      limit = config.shared_bytes;
+    }
+  }
+  cudaLaunchAttribute attributes[2];
+  cudaLaunchConfig_t launch{};
+  launch.gridDim = config.grid;
+  launch.blockDim = config.block;
+  launch.dynamicSmemBytes = config.shared_bytes;
+  launch.stream = stream;
+  launch.attrs = attributes;
+  if (config.cluster > 1) {
+    attributes[launch.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[launch.numAttrs++].val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
+  }
+  if (config.cooperative) {
+    attributes[launch.numAttrs].id = cudaLaunchAttributeCooperative;
+    attributes[launch.numAttrs++].val.cooperative = 1;
+  }
+  check(cudaLaunchKernelEx(&launch, kernel, static_cast<Params>(args)...), op, name, shape);
+}
+
+/// Multiprocessors of the current device.
+inline int multiprocessors(std::string_view op) {
+  int device = 0, count = 0;
+  check(cudaGetDevice(&device), op, "current device");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), op, "multiprocessor count");
+  return count;
+}
+
+}  // namespace mla::cuda
