@@ -1,0 +1,703 @@
+// Multi-head attention with k_nope and k_pe as two operands. README.md has the roofline, the schedule and the budgets.
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <string>
+
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/mbarrier.cuh"
+#include "backend/cuda/core/tensor_map.hpp"
+#include "backend/cuda/core/tma.cuh"
+#include "backend/cuda/core/warpgroup.cuh"
+#include "backend/cuda/core/wgmma.cuh"
+
+namespace mla::cuda::sm90 {
+namespace {
+
+// ---- config ---------------------------------------------------------------------------------------------------------------------
+
+struct TileConfig {
+  int nope, rope, value;  ///< head dimensions
+  int keys;               ///< keys of a block
+  int stages;             ///< blocks of keys, and of values, in flight
+  bool f32_out;
+  constexpr int dim() const { return nope + rope; }
+};
+
+// The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is a TileConfig itself.
+template <bool f32_out>
+struct Deepseek {
+  static constexpr TileConfig tile{.nope = 128, .rope = 64, .value = 128, .keys = 128, .stages = 2, .f32_out = f32_out};
+};
+template <bool f32_out>
+struct Glm {
+  static constexpr TileConfig tile{.nope = 192, .rope = 64, .value = 256, .keys = 80, .stages = 2, .f32_out = f32_out};
+};
+
+constexpr int group_rows = 64;       // query rows of a math warpgroup: the height of wgmma
+constexpr int math_groups = 2;
+constexpr int tile_rows = group_rows * math_groups;
+constexpr int panel = 64;            // elements of a 128-byte row of shared memory
+constexpr int threads = 128 * (1 + math_groups);
+constexpr int tile_ring = 4;         // tiles announced ahead of the math warpgroups
+constexpr uint32_t producer_registers = 32, math_registers = 240;
+constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
+constexpr int64_t section_bytes = 16 << 20;  // keys and values that neighbouring tiles share: a part of L2
+
+struct Params {
+  CUtensorMap q, k_nope, k_pe, v;
+  const int32_t *query_start, *key_start;
+  void* out;
+  float* lse;
+  int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
+  int32_t requests, heads;
+  float scale, scale_log2;
+  bool causal;
+  int32_t* counters;  // [0] tiles handed out beyond the first of each block, [1] blocks that are done
+};
+
+/// What a math warpgroup needs to know of a tile: 128 query rows of one head of one request.
+struct TileWork {
+  int32_t blocks;     // of keys, walked from the last to the first; 0: no more tiles
+  int32_t row, rows;  // first query row in q, rows of this request
+  int32_t key, keys;  // first key row, keys of this request
+  int32_t diagonal;   // tile row r sees min(keys, diagonal + r) keys
+  int32_t head;
+  int32_t unused;
+};
+
+// ---- shared memory --------------------------------------------------------------------------------------------------------------
+
+template <TileConfig tile, class Element>
+struct alignas(1024) Shared {
+  Element q[math_groups][tile.dim() / panel][group_rows][panel];
+  Element k[tile.stages][tile.dim() / panel][tile.keys][panel];
+  Element v[tile.stages][tile.value / panel][tile.keys][panel];
+  TileWork work[tile_ring];
+  uint64_t work_full[tile_ring], work_empty[tile_ring];
+  uint64_t q_full[math_groups], q_empty[math_groups];
+  uint64_t k_full[tile.stages], k_empty[tile.stages];
+  uint64_t v_full[tile.stages], v_empty[tile.stages];
+  uint64_t v_tail;  // a block of values that holds rows past the request's end has landed
+};
+
+/// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full` barrier is waited for
+/// with this parity, its `empty` barrier with the other.
+template <uint32_t depth>
+struct Slot {
+  uint32_t index, parity;
+  __device__ explicit Slot(uint32_t count) : index(count % depth), parity(count / depth & 1) {}
+};
+
+// ---- the order of tiles ---------------------------------------------------------------------------------------------------------
+
+/// Turns ascending tile numbers into tiles, a warp at a time. Requests in their order; within one, sections of heads whose keys and
+/// values fit a part of L2; within a section, the longest tiles first and the heads side by side.
+struct TileOrder {
+  int32_t group = 0;         // first of the 32 requests held by the lanes
+  int32_t before = 0;        // tiles of the requests before the group
+  int32_t begin = 0, end = 0, tiles = 0, until = 0;  // this lane's request: query rows, tiles over all heads, their running sum
+
+  __device__ void load(const Params& p, int lane) {
+    const int r = group + lane;
+    begin = end = 0;
+    if (r < p.requests) {
+      begin = p.query_start[r];
+      end = p.query_start[r + 1];
+    }
+    tiles = (max(end - begin, 0) + tile_rows - 1) / tile_rows * p.heads;
+    until = tiles;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int32_t other = __shfl_up_sync(~0u, until, d);
+      if (lane >= d) until += other;
+    }
+  }
+
+  template <TileConfig tile>
+  __device__ TileWork at(const Params& p, int32_t number, int lane) {
+    for (;;) {
+      const int32_t total = __shfl_sync(~0u, until, 31);
+      if (number < before + total) break;
+      before += total;
+      group += 32;
+      if (group >= p.requests) return {};
+      load(p, lane);
+    }
+    const int owner = __ffs(__ballot_sync(~0u, number < before + until)) - 1;
+    const int32_t r = group + owner;
+    const int32_t first = __shfl_sync(~0u, begin, owner), last = __shfl_sync(~0u, end, owner);
+    const int32_t local = number - before - __shfl_sync(~0u, until - tiles, owner);
+    const int32_t key = p.key_start[r], keys = max(p.key_start[r + 1] - key, 0), queries = last - first;
+    const int32_t height = (queries + tile_rows - 1) / tile_rows;
+    constexpr int key_bytes = 2 * (tile.dim() + tile.value);
+    const int32_t section = min(max(static_cast<int32_t>(section_bytes / key_bytes / max(keys, 1)), 1), p.heads);
+    const int32_t s = local / (height * section), in_section = local - s * height * section;
+    const int32_t width = min(section, p.heads - s * section);
+    const int32_t m = height - 1 - in_section / width;
+    TileWork w;
+    w.head = s * section + in_section % width;
+    w.row = first + m * tile_rows;
+    w.rows = min(tile_rows, last - w.row);
+    w.key = key;
+    w.keys = keys;
+    w.diagonal = p.causal ? m * tile_rows + 1 + keys - queries : keys;
+    const int32_t seen = min(keys, w.diagonal + w.rows - 1);
+    w.blocks = max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
+    w.unused = 0;
+    return w;
+  }
+};
+
+// ---- roles ----------------------------------------------------------------------------------------------------------------------
+
+/// Warp 0 of the producer: hands out tiles, loads queries and keys.
+template <TileConfig tile, class Element>
+__device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
+  const int lane = threadIdx.x % 32;
+  uint32_t blocks = 0;  // of keys loaded so far
+  TileOrder order;
+  order.load(p, lane);
+  int32_t number = blockIdx.x;
+  for (uint32_t t = 0;; ++t) {
+    const TileWork work = order.template at<tile>(p, number, lane);
+    if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);
+    const Slot<tile_ring> slot(t);
+    mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
+    if (lane == 0) {
+      shared.work[slot.index] = work;
+      mbarrier_arrive(smem_address(&shared.work_full[slot.index]));
+    }
+    if (work.blocks == 0) break;
+    if (lane == 0) {
+      for (int n = work.blocks - 1; n >= 0; --n, ++blocks) {
+        const Slot<tile.stages> k(blocks);
+        const uint32_t full = smem_address(&shared.k_full[k.index]);
+        mbarrier_wait(smem_address(&shared.k_empty[k.index]), k.parity ^ 1);
+        mbarrier_arrive_expect(full, sizeof(shared.k[0]));
+        const int32_t row = work.key + n * tile.keys;
+#pragma unroll
+        for (int d = 0; d < tile.nope / panel; ++d)
+          tma_load(smem_address(shared.k[k.index][d]), p.k_nope, full, d * panel, work.head, row);
+#pragma unroll
+        for (int d = 0; d < tile.rope / panel; ++d)
+          tma_load(smem_address(shared.k[k.index][tile.nope / panel + d]), p.k_pe, full, d * panel, row);
+        if (n != work.blocks - 1) continue;
+        // After the first block of keys, whose stage is free sooner than the queries' space.
+        for (int g = 0; g < math_groups; ++g) {
+          const uint32_t landed = smem_address(&shared.q_full[g]);
+          mbarrier_wait(smem_address(&shared.q_empty[g]), (t & 1) ^ 1);
+          mbarrier_arrive_expect(landed, sizeof(shared.q[0]));
+#pragma unroll
+          for (int d = 0; d < tile.dim() / panel; ++d)
+            tma_load(smem_address(shared.q[g][d]), p.q, landed, d * panel, work.head, work.row + g * group_rows);
+        }
+      }
+    }
+    number = __shfl_sync(~0u, number, 0);
+  }
+  // Every block has drawn its last number before it reports, so the last one to report may rewind the counters for the next launch.
+  if (lane == 0) {
+    __threadfence();
+    if (atomicAdd(&p.counters[1], 1) == static_cast<int32_t>(gridDim.x) - 1) {
+      p.counters[0] = 0;
+      p.counters[1] = 0;
+    }
+  }
+}
+
+/// Warp 1 of the producer: loads values; rows past the request's end become zeros, for 0 times NaN would reach the sums.
+template <TileConfig tile, class Element>
+__device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
+  const int lane = threadIdx.x % 32;
+  uint32_t blocks = 0, tails = 0;
+  for (uint32_t t = 0;; ++t) {
+    const Slot<tile_ring> slot(t);
+    mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
+    const TileWork work = shared.work[slot.index];
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.work_empty[slot.index]));
+    if (work.blocks == 0) return;
+    for (int n = work.blocks - 1; n >= 0; --n, ++blocks) {
+      const Slot<tile.stages> v(blocks);
+      mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
+      const int32_t valid = max(work.keys - n * tile.keys, 0);
+      const bool tail = valid < tile.keys;
+      const uint32_t landed = smem_address(tail ? &shared.v_tail : &shared.v_full[v.index]);
+      if (lane == 0) {
+        mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
+#pragma unroll
+        for (int d = 0; d < tile.value / panel; ++d)
+          tma_load(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head, work.key + n * tile.keys);
+      }
+      if (!tail) continue;
+      mbarrier_wait(landed, tails++ & 1);
+      constexpr int row_chunks = panel * sizeof(Element) / 16;
+      for (int d = 0; d < tile.value / panel; ++d) {
+        uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
+        for (int i = valid * row_chunks + lane; i < tile.keys * row_chunks; i += 32) rows[i] = uint4{};
+      }
+      fence_async_proxy();
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
+    }
+  }
+}
+
+template <class Element>
+__device__ __forceinline__ uint32_t packed(float low, float high) {
+  uint32_t r;
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+  return r;
+}
+
+/// Softmax state of a thread's two rows: r / 4 and r / 4 + 8 of its warp's 16.
+struct RowState {
+  float reference[2] = {-INFINITY, -INFINITY};  // what the scores are measured from; at most 2^lazy_rescale below the true maximum
+  float sum[2] = {0.0f, 0.0f};                  // of this thread's columns
+};
+
+/// Scores to exponentials; `factor` is what sums and outputs so far must be multiplied by.
+template <int n>
+__device__ __forceinline__ void exponentiate(float (&s)[n], RowState& state, float (&factor)[2], float scale_log2) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float high = fmaxf(s[2 * h], s[2 * h + 1]);
+#pragma unroll
+    for (int j = 1; j < n / 4; ++j) high = fmaxf(high, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
+    high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+    const float before = state.reference[h];
+    // Decided by the row alone; where the warp skips the multiplication, the factor is exactly 1.
+    const bool raise = (high - before) * scale_log2 > lazy_rescale;
+    const float reference = raise ? high : before;
+    const float offset = reference == -INFINITY ? 0.0f : reference * scale_log2;
+    factor[h] = raise ? exp2_approx(before * scale_log2 - offset) : 1.0f;
+    state.reference[h] = reference;
+    float even = 0.0f, odd = 0.0f;
+#pragma unroll
+    for (int j = 0; j < n / 4; ++j) {
+      float& a = s[4 * j + 2 * h];
+      float& b = s[4 * j + 2 * h + 1];
+      a = exp2_approx(fmaf(a, scale_log2, -offset));
+      b = exp2_approx(fmaf(b, scale_log2, -offset));
+      even += a;
+      odd += b;
+    }
+    state.sum[h] = state.sum[h] * factor[h] + (even + odd);
+  }
+}
+
+/// Columns that a row does not see: -inf.
+template <int n>
+__device__ __forceinline__ void mask(float (&s)[n], int32_t column, int32_t seen_low, int32_t seen_high) {
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (column + 8 * j + e >= seen_low) s[4 * j + e] = -INFINITY;
+      if (column + 8 * j + e >= seen_high) s[4 * j + 2 + e] = -INFINITY;
+    }
+}
+
+/// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring ones.
+template <class Element, int n>
+__device__ __forceinline__ void store_row(Element* row, const float (&o)[n], int h, float factor, bool valid) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < n / 4; j += 4) {
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) w[i] = packed<Element>(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor);
+    // Transpose of the 4 x 4 words (thread, i): first the words that differ in bit 0 of both, then in bit 1.
+#pragma unroll
+    for (int bit = 1; bit < 4; bit *= 2) {
+      const bool upper = quad & bit;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i & bit) continue;
+        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i | bit], bit);
+        (upper ? w[i] : w[i | bit]) = got;
+      }
+    }
+    if (valid) *reinterpret_cast<uint4*>(row + 8 * (j + quad)) = uint4{w[0], w[1], w[2], w[3]};
+  }
+}
+template <int n>
+__device__ __forceinline__ void store_row(float* row, const float (&o)[n], int h, float factor, bool valid) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < n / 4; ++j)
+    if (valid) *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) = float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
+}
+
+/// A math warpgroup: 64 query rows of every tile. The products of the next block's scores and of this block's values are issued together;
+/// the softmax runs while the values' product and the other warpgroup's products keep the tensor cores busy. Tiles follow one another
+/// without a gap: the next tile's first scores are issued with this tile's last values.
+template <TileConfig tile, class Element>
+__device__ void attend(const Params& p, Shared<tile, Element>& shared, int group) {
+  using Out = std::conditional_t<tile.f32_out, float, Element>;
+  const int thread = threadIdx.x % 128, lane = thread % 32;
+  /// First of this thread's two rows, as a row of the tile; the other is 8 below.
+  const auto tile_row = [&] { return group * group_rows + thread / 32 * 16 + lane / 4; };
+
+  float o[tile.value / 2], s[tile.keys / 2];
+  uint32_t weights[tile.keys / 4];
+  RowState state;
+  float factor[2];
+  uint32_t t = 0;       // tiles whose scores are begun
+  uint32_t blocks = 0;  // blocks whose scores are in registers; their values' count lags by one
+  int32_t n = 0;        // block of keys whose exponentials are in `weights`
+  int32_t clear = 0;    // blocks below this number are seen whole by all of this warpgroup's rows
+  bool first = true;    // of its tile
+
+  const auto my_turn = [&] { barrier_sync(1 + group, 256); };
+  const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
+  /// Waits for the next tile and gives its last block; -1: no more tiles.
+  const auto begin_tile = [&] {
+    const Slot<tile_ring> slot(t++);
+    mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
+    const TileWork& w = shared.work[slot.index];
+    clear = min(w.keys, w.diagonal + group * group_rows) / tile.keys;
+    return w.blocks - 1;
+  };
+  const auto issue_scores = [&] {
+    using Product = Wgmma<tile.keys, Element>;
+    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[blocks % tile.stages]));
+#pragma unroll
+    for (int d = 0; d < tile.dim() / panel; ++d)
+#pragma unroll
+      for (int i = 0; i < panel / 16; ++i)
+        Product::template ss<>(s, operand_advance(a, d * sizeof(shared.q[0][0]) + 32 * i),
+                               operand_advance(b, d * sizeof(shared.k[0][0]) + 32 * i), d + i > 0);
+    wgmma_commit();
+  };
+  const auto issue_values = [&] {
+    using Product = Wgmma<tile.value, Element>;
+    const uint64_t b = operand_128b(smem_address(shared.v[(blocks - 1) % tile.stages]), 1024, sizeof(shared.v[0][0]));
+#pragma unroll
+    for (int i = 0; i < tile.keys / 16; ++i)
+      Product::template rs<Major::mn>(o, weights + 4 * i, operand_advance(b, 2048 * i), i > 0 || !first);
+    wgmma_commit();
+  };
+  const auto wait_scores = [&] {
+    const Slot<tile.stages> k(blocks);
+    mbarrier_wait(smem_address(&shared.k_full[k.index]), k.parity);
+  };
+  const auto wait_values = [&] {
+    const Slot<tile.stages> v(blocks - 1);
+    mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
+  };
+  /// Block n's scores are in registers: its keys' space is free, after a tile's last block (number 0) the queries' too.
+  const auto release_scores = [&] {
+    if (thread == 0) {
+      mbarrier_arrive(smem_address(&shared.k_empty[blocks % tile.stages]));
+      if (n == 0) mbarrier_arrive(smem_address(&shared.q_empty[group]));
+    }
+    ++blocks;
+  };
+  const auto mask_block = [&] {
+    if (n < clear) return;
+    const TileWork& w = shared.work[(t - 1) % tile_ring];
+    const int row_low = tile_row(), column = lane % 4 * 2;
+    mask(s, n * tile.keys + column, min(w.keys, w.diagonal + row_low), min(w.keys, w.diagonal + row_low + 8));
+  };
+  const auto pack_weights = [&] {
+#pragma unroll
+    for (int j = 0; j < tile.keys / 8; ++j) {
+      // Accumulators 8 j .. 8 j + 7 are rows (low, low, high, high) of columns 16 j and 16 j + 8: the order of A's registers.
+      weights[2 * j] = packed<Element>(s[4 * j], s[4 * j + 1]);
+      weights[2 * j + 1] = packed<Element>(s[4 * j + 2], s[4 * j + 3]);
+    }
+  };
+  /// Stores tile number `of` and lets go of its description.
+  const auto finish = [&](uint32_t of, const RowState& done) {
+    const TileWork& w = shared.work[of % tile_ring];
+    const int32_t rows = w.rows, head = w.head, begin = w.row;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = done.sum[h];
+      sum += __shfl_xor_sync(~0u, sum, 1);
+      sum += __shfl_xor_sync(~0u, sum, 2);
+      const int row = tile_row() + 8 * h;
+      const bool valid = row < rows;
+      const int64_t token = begin + row;
+      store_row(static_cast<Out*>(p.out) + token * p.out_token + head * p.out_head, o, h, sum > 0.0f ? 1.0f / sum : 0.0f, valid);
+      if (valid && lane % 4 == 0)
+        p.lse[token * p.lse_token + head * p.lse_head] = sum > 0.0f ? done.reference[h] * p.scale + logf(sum) : -INFINITY;
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
+  };
+
+  if (group == 1) your_turn();  // the first turn is warpgroup 0's
+  n = begin_tile();
+  if (n < 0) return;
+
+  // The very first scores.
+  mbarrier_wait(smem_address(&shared.q_full[group]), 0);
+  wait_scores();
+  my_turn();
+  wgmma_fence();
+  issue_scores();
+  your_turn();
+  wgmma_wait<0>();
+  wgmma_pin(s);
+  release_scores();
+  mask_block();
+  exponentiate(s, state, factor, p.scale_log2);
+  pack_weights();
+
+  for (;;) {
+    const bool last = n == 0;
+    if (last) {
+      n = begin_tile();
+      if (n < 0) break;
+      mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1);
+    } else --n;
+    wait_scores();
+    wait_values();
+    my_turn();
+    wgmma_pin(o);
+    wgmma_pin(weights);
+    wgmma_fence();
+    issue_scores();
+    issue_values();
+    your_turn();
+    wgmma_wait<1>();
+    wgmma_pin(s);
+    release_scores();
+    const RowState done = state;
+    if (last) state = RowState{};
+    mask_block();
+    exponentiate(s, state, factor, p.scale_log2);
+    wgmma_wait<0>();
+    wgmma_pin(o);
+    wgmma_pin(weights);
+    if (thread == 0) mbarrier_arrive(smem_address(&shared.v_empty[(blocks - 2) % tile.stages]));
+    if (last) finish(t - 2, done);
+    else if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
+#pragma unroll
+      for (int j = 0; j < tile.value / 8; ++j) {
+        o[4 * j] *= factor[0];
+        o[4 * j + 1] *= factor[0];
+        o[4 * j + 2] *= factor[1];
+        o[4 * j + 3] *= factor[1];
+      }
+    }
+    pack_weights();
+    first = last;
+  }
+
+  // The last values.
+  wait_values();
+  my_turn();
+  wgmma_pin(o);
+  wgmma_pin(weights);
+  wgmma_fence();
+  issue_values();
+  if (group == 0) your_turn();
+  wgmma_wait<0>();
+  wgmma_pin(o);
+  finish(t - 2, state);
+}
+
+template <class Config, class Element>
+__global__ void __launch_bounds__(threads, 1) attend_expanded_kernel(const __grid_constant__ Params p) {
+  constexpr TileConfig tile = Config::tile;
+  extern __shared__ char storage[];
+  using Storage = Shared<tile, Element>;
+  Storage& shared = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(storage) + 1023) / 1024 * 1024);
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < tile_ring; ++i) {
+      mbarrier_init(smem_address(&shared.work_full[i]), 1);
+      mbarrier_init(smem_address(&shared.work_empty[i]), 4 * math_groups + 1);  // every math warp, and the warp that loads values
+    }
+    for (int i = 0; i < math_groups; ++i) {
+      mbarrier_init(smem_address(&shared.q_full[i]), 1);
+      mbarrier_init(smem_address(&shared.q_empty[i]), 1);
+    }
+    for (int i = 0; i < tile.stages; ++i) {
+      mbarrier_init(smem_address(&shared.k_full[i]), 1);
+      mbarrier_init(smem_address(&shared.k_empty[i]), math_groups);
+      mbarrier_init(smem_address(&shared.v_full[i]), 1);
+      mbarrier_init(smem_address(&shared.v_empty[i]), math_groups);
+    }
+    mbarrier_init(smem_address(&shared.v_tail), 1);
+    mbarrier_init_fence();
+    tma_prefetch_map(p.q);
+    tma_prefetch_map(p.k_nope);
+    tma_prefetch_map(p.k_pe);
+    tma_prefetch_map(p.v);
+  }
+  __syncthreads();
+  const int warpgroup = warp_uniform(threadIdx.x / 128);
+  if (warpgroup == math_groups) {
+    give_registers<producer_registers>();
+    const int warp = warp_uniform(threadIdx.x / 32) % 4;
+    if (warp == 0) produce_keys<tile, Element>(p, shared);
+    else if (warp == 1) produce_values<tile, Element>(p, shared);
+  } else {
+    take_registers<math_registers>();
+    attend<tile, Element>(p, shared, warpgroup);
+  }
+}
+
+// ---- launch ---------------------------------------------------------------------------------------------------------------------
+
+constexpr const char* op = "attend_expanded (sm90)";
+
+template <class D, class V>
+void require(const char* name, const V& view, int64_t expected, const char* as) {
+  const int64_t got = view.template extent<D>();
+  if (got != expected)
+    throw ShapeError(std::string(op) + ": " + name + " " + std::string(D::name) + " is " + std::to_string(got) + ", " + as +
+                     " has " + std::to_string(expected));
+}
+
+template <class D, class V>
+void require_dense(const char* name, const V& view) {
+  if (view.template stride<D>() != 1)
+    throw ShapeError(std::string(op) + ": " + name + " " + std::string(D::name) + " has stride " +
+                     std::to_string(view.template stride<D>()) + ", it must be dense");
+}
+
+void check_args(const AttendExpandedArgs& a) {
+  const int64_t heads = a.q.extent<Head>(), keys = a.k_nope.extent<Key>(), tokens = a.q.extent<Token>();
+  require<Head>("k_nope", a.k_nope, heads, "q");
+  require<Head>("v", a.v, heads, "q");
+  require<Head>("out", a.out, heads, "q");
+  require<Head>("lse", a.lse, heads, "q");
+  require<Token>("out", a.out, tokens, "q");
+  require<Token>("lse", a.lse, tokens, "q");
+  require<Key>("k_pe", a.k_pe, keys, "k_nope");
+  require<Key>("v", a.v, keys, "k_nope");
+  require<Value>("out", a.out, a.v.extent<Value>(), "v");
+  require<QueryKey>("q", a.q, a.k_nope.extent<Nope>() + a.k_pe.extent<Rope>(), "[k_nope | k_pe]");
+  require_dense<QueryKey>("q", a.q);
+  require_dense<Nope>("k_nope", a.k_nope);
+  require_dense<Rope>("k_pe", a.k_pe);
+  require_dense<Value>("v", a.v);
+  require_dense<Value>("out", a.out);
+  const Dtype dtype = a.q.dtype();
+  if (dtype != Dtype::bf16 && dtype != Dtype::f16)
+    throw UnsupportedError(std::string(op) + ": q is " + std::string(to_string(dtype)) + "; this kernel takes bf16 and f16");
+  for (const auto& [name, got] : {std::pair{"k_nope", a.k_nope.dtype()}, {"k_pe", a.k_pe.dtype()}, {"v", a.v.dtype()}})
+    if (got != dtype)
+      throw ShapeError(std::string(op) + ": " + name + " is " + std::string(to_string(got)) + ", q is " +
+                       std::string(to_string(dtype)));
+  if (a.out.dtype() != dtype && a.out.dtype() != Dtype::f32)
+    throw ShapeError(std::string(op) + ": out is " + std::string(to_string(a.out.dtype())) + ", it may be f32 or q's " +
+                     std::string(to_string(dtype)));
+  const int64_t size = static_cast<int64_t>(size_of(a.out.dtype()));
+  if (reinterpret_cast<uintptr_t>(a.out.data()) % 16 != 0 || a.out.stride<Token>() * size % 16 != 0 ||
+      a.out.stride<Head>() * size % 16 != 0)
+    throw ShapeError(std::string(op) + ": out rows are not aligned to 16 bytes");
+  if (!(a.scale > 0.0f) || !std::isfinite(a.scale))
+    throw ShapeError(std::string(op) + ": scale is " + std::to_string(a.scale) + ", it must be finite and above 0");
+  if (a.requests < 0 || a.requests > std::numeric_limits<int32_t>::max() / 2)
+    throw ShapeError(std::string(op) + ": requests is " + std::to_string(a.requests));
+  if (tokens > std::numeric_limits<int32_t>::max() / 4 || keys > std::numeric_limits<int32_t>::max() / 4 ||
+      (tokens / tile_rows + a.requests) * heads > std::numeric_limits<int32_t>::max() / 2)
+    throw ShapeError(std::string(op) + ": " + std::to_string(tokens) + " tokens, " + std::to_string(keys) + " keys, " +
+                     std::to_string(heads) + " heads are more than one launch can number");
+  if (keys == 0) throw ShapeError(std::string(op) + ": k_nope has no rows; a batch without keys still gives one (nothing of it is used)");
+  if (!a.query_start || !a.key_start || !a.workspace) throw ShapeError(std::string(op) + ": query_start, key_start or workspace is null");
+}
+
+void require_hopper() {
+  int device = 0, major = 0, minor = 0;
+  check(cudaGetDevice(&device), op, "current device");
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op, "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), op, "compute capability");
+  if (major == 9 && minor == 0) return;
+  throw DeviceError(std::string(op) + ": the device has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
+                    ", this kernel needs 9.0");
+}
+
+/// Map of a tensor [rows, heads, width], or [rows, width] when heads is 0, in boxes of box_rows x 1 x 64 elements.
+CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t width, int64_t heads, int64_t rows, int64_t head_stride,
+                     int64_t row_stride, int box_rows) {
+  const int64_t size = static_cast<int64_t>(size_of(dtype));
+  const auto aligned = [&](int64_t bytes, const char* what) {
+    if (bytes <= 0 || bytes % 16 != 0)
+      throw ShapeError(std::string(op) + ": " + name + " " + what + " is " + std::to_string(bytes) +
+                       " bytes, the copy engine needs a positive multiple of 16");
+  };
+  aligned(static_cast<int64_t>(reinterpret_cast<uintptr_t>(base)), "address");
+  aligned(row_stride * size, "row stride");
+  const MapType type = dtype == Dtype::bf16 ? MapType::bf16 : MapType::f16;
+  const auto u64 = [](int64_t x) { return static_cast<uint64_t>(x); };
+  if (heads == 0) {
+    const std::array<uint64_t, 2> extents{u64(width), u64(rows)};
+    const std::array<uint64_t, 1> strides{u64(row_stride * size)};
+    const std::array<uint32_t, 2> box{panel, static_cast<uint32_t>(box_rows)};
+    return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128);
+  }
+  aligned(head_stride * size, "head stride");
+  const std::array<uint64_t, 3> extents{u64(width), u64(heads), u64(rows)};
+  const std::array<uint64_t, 2> strides{u64(head_stride * size), u64(row_stride * size)};
+  const std::array<uint32_t, 3> box{panel, 1, static_cast<uint32_t>(box_rows)};
+  return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128);
+}
+
+template <class Config, class Element>
+void run(cudaStream_t stream, const AttendExpandedArgs& a) {
+  constexpr TileConfig tile = Config::tile;
+  const int64_t heads = a.q.extent<Head>(), tokens = a.q.extent<Token>();
+  const int64_t keys = a.k_nope.extent<Key>();
+  const Dtype dtype = a.q.dtype();
+  Params p;
+  p.q = rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
+  p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(), a.k_nope.stride<Key>(), tile.keys);
+  p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
+  p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.keys);
+  p.query_start = a.query_start;
+  p.key_start = a.key_start;
+  p.out = a.out.data();
+  p.lse = a.lse.data();
+  p.out_token = a.out.stride<Token>();
+  p.out_head = a.out.stride<Head>();
+  p.lse_token = a.lse.stride<Token>();
+  p.lse_head = a.lse.stride<Head>();
+  p.requests = static_cast<int32_t>(a.requests);
+  p.heads = static_cast<int32_t>(heads);
+  p.scale = a.scale;
+  p.scale_log2 = a.scale * 1.4426950408889634f;
+  p.causal = a.causal;
+  p.counters = static_cast<int32_t*>(a.workspace);
+
+  constexpr size_t shared_bytes = sizeof(Shared<tile, Element>) + 1024;  // and what aligning it takes
+  static_assert(shared_bytes <= 227 * 1024);
+  const int64_t most_tiles = (tokens / tile_rows + a.requests) * heads;
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(op), most_tiles));
+  cuda::launch(&attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = threads, .shared_bytes = shared_bytes}, stream, op,
+               "launch", "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
+}
+
+template <class Element, bool f32_out>
+void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
+  const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
+  if (nope == 128 && rope == 64 && value == 128) return run<Deepseek<f32_out>, Element>(stream, a);
+  if (nope == 192 && rope == 64 && value == 256) return run<Glm<f32_out>, Element>(stream, a);
+  throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) + "/" +
+                         std::to_string(value) + "; this kernel has 128/64/128 and 192/64/256");
+}
+
+}  // namespace
+
+void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
+  check_args(args);
+  require_hopper();
+  if (args.requests == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
+  const bool f32_out = args.out.dtype() == Dtype::f32;
+  if (args.q.dtype() == Dtype::bf16) return f32_out ? dispatch<__nv_bfloat16, true>(stream, args) : dispatch<__nv_bfloat16, false>(stream, args);
+  return f32_out ? dispatch<__half, true>(stream, args) : dispatch<__half, false>(stream, args);
+}
+
+}  // namespace mla::cuda::sm90
