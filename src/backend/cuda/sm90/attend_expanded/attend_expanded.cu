@@ -43,7 +43,8 @@ constexpr int tile_rows = group_rows * math_groups;
 constexpr int panel = 64;            // elements of a 128-byte row of shared memory
 constexpr int threads = 128 * (1 + math_groups);
 constexpr int tile_ring = 4;         // tiles announced ahead of the math warpgroups
-constexpr uint32_t producer_registers = 32, math_registers = 240;
+// A block of 384 threads starts with 168 registers a thread; what one warpgroup gains another must have given, or it waits forever.
+constexpr int producer_registers = 40, math_registers = 232;
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
 constexpr int64_t section_bytes = 16 << 20;  // keys and values that neighbouring tiles share: a part of L2
 

@@ -1,0 +1,398 @@
+// attend_expanded on Hopper against float64: ragged batches, poison, bits.
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <thread>
+
+#include "cuda/device_array.hpp"
+
+namespace mla::cuda {
+namespace {
+
+using sm90::AttendExpandedArgs;
+
+struct Dims {
+  int nope = 128, rope = 64, value = 128;
+};
+
+struct Batch {
+  std::vector<int32_t> queries, keys;  // lengths per request
+  int heads = 2;
+  bool causal = true;
+  Dims dims{};
+  Dtype dtype = Dtype::bf16;
+  bool f32_out = false;
+  int before = 0, after = 0;  // rows of no request around the batch's rows, poisoned
+
+  std::vector<int32_t> starts(const std::vector<int32_t>& lengths) const {
+    std::vector<int32_t> s{before};
+    for (int32_t n : lengths) s.push_back(s.back() + n);
+    return s;
+  }
+};
+
+constexpr uint16_t nan16 = 0x7fff;  // NaN in bf16 and f16
+constexpr uint32_t sentinel = 0x7fc0dead;
+
+uint16_t rounded(Dtype t, float x) { return t == Dtype::bf16 ? to_bf16(x).bits : to_f16(x).bits; }
+double value_of(Dtype t, uint16_t bits) { return t == Dtype::bf16 ? to_float(bf16{bits}) : to_float(f16{bits}); }
+
+/// A batch on the device: q [tokens, heads, P + R], one array [keys, heads, P + V] that k_nope and v are slices of, k_pe [keys, R].
+struct Problem {
+  Batch batch;
+  std::vector<int32_t> q_start, k_start;
+  int64_t tokens, keys, qk, kv;
+  float scale;
+  std::vector<uint16_t> q, k_v, k_pe;
+  DeviceArray<uint16_t> q_dev, k_v_dev, k_pe_dev;
+  DeviceArray<uint32_t> out_dev;  // bits; two 16-bit outputs share a word
+  DeviceArray<float> lse_dev;
+  DeviceArray<int32_t> q_start_dev, k_start_dev, workspace;
+
+  explicit Problem(const Batch& b, uint32_t seed) : batch(b), q_start(b.starts(b.queries)), k_start(b.starts(b.keys)) {
+    const Dims d = b.dims;
+    tokens = q_start.back() + b.after;
+    keys = std::max(k_start.back() + b.after, 1);
+    qk = d.nope + d.rope;
+    kv = d.nope + d.value;
+    scale = 1.0f / std::sqrt(static_cast<float>(qk));
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    const auto fill = [&](std::vector<uint16_t>& a, int64_t rows, int64_t width, int64_t begin, int64_t end, float size) {
+      a.assign(static_cast<size_t>(rows * width), nan16);
+      for (int64_t i = begin * width; i < end * width; ++i) a[static_cast<size_t>(i)] = rounded(b.dtype, size * normal(random));
+    };
+    fill(q, tokens, b.heads * qk, q_start.front(), q_start.back(), 2.0f);
+    fill(k_v, keys, b.heads * kv, k_start.front(), k_start.back(), 1.0f);
+    fill(k_pe, keys, d.rope, k_start.front(), k_start.back(), 1.0f);
+    upload();
+    lse_dev = DeviceArray<float>(tokens * b.heads);
+    out_dev = DeviceArray<uint32_t>(tokens * b.heads * d.value / (b.f32_out ? 1 : 2));
+    q_start_dev = DeviceArray<int32_t>(q_start);
+    k_start_dev = DeviceArray<int32_t>(k_start);
+    workspace = DeviceArray<int32_t>(std::vector<int32_t>(4, 0));
+  }
+
+  void upload() {
+    q_dev = DeviceArray<uint16_t>(q);
+    k_v_dev = DeviceArray<uint16_t>(k_v);
+    k_pe_dev = DeviceArray<uint16_t>(k_pe);
+  }
+
+  AttendExpandedArgs args() const {
+    const Dims d = batch.dims;
+    const int64_t h = batch.heads;
+    AttendExpandedArgs a;
+    a.q = {batch.dtype, q_dev.data(), {tokens, h, qk}};
+    a.k_nope = {batch.dtype, k_v_dev.data(), {keys, h, d.nope}, {h * kv, kv, 1}};
+    a.k_pe = {batch.dtype, k_pe_dev.data(), {keys, d.rope}};
+    a.v = {batch.dtype, k_v_dev.data() + d.nope, {keys, h, d.value}, {h * kv, kv, 1}};
+    a.query_start = q_start_dev.data();
+    a.key_start = k_start_dev.data();
+    a.requests = static_cast<int64_t>(batch.queries.size());
+    a.causal = batch.causal;
+    a.scale = scale;
+    a.out = {batch.f32_out ? Dtype::f32 : batch.dtype, out_dev.data(), {tokens, h, d.value}};
+    a.lse = {lse_dev.data(), {tokens, h}};
+    a.workspace = workspace.data();
+    return a;
+  }
+
+  void poison_outputs() {
+    out_dev.set(std::vector<uint32_t>(static_cast<size_t>(out_dev.size()), sentinel));
+    lse_dev.set(std::vector<float>(static_cast<size_t>(lse_dev.size()), std::bit_cast<float>(sentinel)));
+  }
+  void run() {
+    poison_outputs();
+    sm90::attend_expanded(nullptr, args());
+    check(cudaDeviceSynchronize(), "test", "attend_expanded");
+  }
+  std::vector<uint32_t> out_bits() const { return out_dev.get(); }
+  std::vector<uint32_t> lse_bits() const {
+    const std::vector<float> lse = lse_dev.get();
+    std::vector<uint32_t> bits;
+    for (float x : lse) bits.push_back(std::bit_cast<uint32_t>(x));
+    return bits;
+  }
+};
+
+double out_value(const Problem& p, const std::vector<uint32_t>& bits, int64_t i) {
+  if (p.batch.f32_out) return std::bit_cast<float>(bits[static_cast<size_t>(i)]);
+  return value_of(p.batch.dtype, static_cast<uint16_t>(bits[static_cast<size_t>(i / 2)] >> (16 * (i % 2))));
+}
+
+/// Compares every row with float64. The bound of an output: each probability rounds to the operands' type (relative u), the output too;
+/// f32 sums and the exponential's approximation add 2e-5 of the summed magnitudes.
+std::string compare(const Problem& p) {
+  const Batch& b = p.batch;
+  const Dims d = b.dims;
+  const std::vector<uint32_t> out = p.out_bits();
+  const std::vector<float> lse = p.lse_dev.get();
+  const double u = b.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-12;
+  std::vector<int> request_of(static_cast<size_t>(p.tokens), -1);
+  for (size_t r = 0; r < b.queries.size(); ++r)
+    for (int32_t t = p.q_start[r]; t < p.q_start[r + 1]; ++t) request_of[static_cast<size_t>(t)] = static_cast<int>(r);
+  std::vector<float> kv(p.k_v.size()), pe(p.k_pe.size()), q(p.q.size());
+  std::ranges::transform(p.k_v, kv.begin(), [&](uint16_t x) { return static_cast<float>(value_of(b.dtype, x)); });
+  std::ranges::transform(p.k_pe, pe.begin(), [&](uint16_t x) { return static_cast<float>(value_of(b.dtype, x)); });
+  std::ranges::transform(p.q, q.begin(), [&](uint16_t x) { return static_cast<float>(value_of(b.dtype, x)); });
+
+  const unsigned workers = std::max(1u, std::thread::hardware_concurrency());
+  std::vector<std::string> failures(workers);
+  const auto work = [&](unsigned worker) {
+    std::string& failure = failures[worker];
+    std::vector<double> s, o(static_cast<size_t>(d.value)), magnitude(static_cast<size_t>(d.value));
+    for (int64_t row = worker; row < p.tokens * b.heads && failure.empty(); row += workers) {
+      const int64_t token = row / b.heads, head = row % b.heads;
+      const int r = request_of[static_cast<size_t>(token)];
+      const auto fail = [&](const std::string& what, double got, double want, double bound) {
+        failure = what + " token " + std::to_string(token) + " (request " + std::to_string(r) + ") head " + std::to_string(head) + ": " +
+                  std::to_string(got) + ", expected " + std::to_string(want) + " within " + std::to_string(bound);
+      };
+      if (r < 0) {  // untouched
+        if (std::bit_cast<uint32_t>(lse[static_cast<size_t>(row)]) != sentinel) fail("lse of no request", lse[static_cast<size_t>(row)], 0, 0);
+        const int64_t words = d.value / (b.f32_out ? 1 : 2);
+        for (int64_t i = row * words; i < (row + 1) * words; ++i)
+          if (out[static_cast<size_t>(i)] != sentinel) fail("out of no request", 0, 0, 0);
+        continue;
+      }
+      const auto request = static_cast<size_t>(r);
+      const int64_t i = token - p.q_start[request], nq = b.queries[request], nk = b.keys[request], first = p.k_start[request];
+      const int64_t seen = b.causal ? std::clamp<int64_t>(i + 1 + nk - nq, 0, nk) : nk;
+      s.assign(static_cast<size_t>(seen), 0.0);
+      double high = -std::numeric_limits<double>::infinity();
+      for (int64_t j = 0; j < seen; ++j) {
+        const float* qr = &q[static_cast<size_t>(row * p.qk)];
+        const float* kr = &kv[static_cast<size_t>(((first + j) * b.heads + head) * p.kv)];
+        const float* er = &pe[static_cast<size_t>((first + j) * d.rope)];
+        double dot = 0;
+        for (int e = 0; e < d.nope; ++e) dot += static_cast<double>(qr[e]) * kr[e];
+        for (int e = 0; e < d.rope; ++e) dot += static_cast<double>(qr[d.nope + e]) * er[e];
+        s[static_cast<size_t>(j)] = dot * static_cast<double>(p.scale);
+        high = std::max(high, s[static_cast<size_t>(j)]);
+      }
+      double sum = 0;
+      std::ranges::fill(o, 0.0);
+      std::ranges::fill(magnitude, 0.0);
+      for (int64_t j = 0; j < seen; ++j) {
+        const double w = std::exp(s[static_cast<size_t>(j)] - high);
+        const float* vr = &kv[static_cast<size_t>(((first + j) * b.heads + head) * p.kv + d.nope)];
+        sum += w;
+        for (int e = 0; e < d.value; ++e) {
+          o[static_cast<size_t>(e)] += w * vr[e];
+          magnitude[static_cast<size_t>(e)] += w * std::abs(vr[e]);
+        }
+      }
+      const double want_lse = seen ? high + std::log(sum) : -std::numeric_limits<double>::infinity();
+      const double got_lse = lse[static_cast<size_t>(row)];
+      if (seen ? !(std::abs(got_lse - want_lse) <= 2e-5 * (1 + std::abs(want_lse))) : got_lse != want_lse)
+        fail("lse", got_lse, want_lse, 2e-5 * (1 + std::abs(want_lse)));
+      for (int e = 0; e < d.value && failure.empty(); ++e) {
+        const double got = out_value(p, out, row * d.value + e);
+        const double want = seen ? o[static_cast<size_t>(e)] / sum : 0.0;
+        const double bound = seen ? (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum * 1.01 + (b.f32_out ? 0 : u * std::abs(want)) + 1e-7 : 0;
+        if (!(std::abs(got - want) <= bound)) fail("out[" + std::to_string(e) + "]", got, want, bound);
+      }
+    }
+  };
+  std::vector<std::thread> threads;
+  for (unsigned w = 0; w < workers; ++w) threads.emplace_back(work, w);
+  for (std::thread& t : threads) t.join();
+  for (const std::string& f : failures)
+    if (!f.empty()) return f;
+  return "";
+}
+
+class AttendExpanded : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!have_hopper()) GTEST_SKIP() << "no CUDA device of compute capability 9.0";
+  }
+};
+
+std::vector<Batch> kinds() {
+  std::vector<Batch> all;
+  for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}})
+    for (const Dtype t : {Dtype::bf16, Dtype::f16})
+      for (const bool f32_out : {false, true}) all.push_back({.dims = d, .dtype = t, .f32_out = f32_out});
+  return all;
+}
+
+std::string name(const Batch& b) {
+  std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) + (b.dtype == Dtype::bf16 ? " bf16" : " f16") +
+                     (b.f32_out ? " to f32" : "") + (b.causal ? " causal" : "") + ", heads " + std::to_string(b.heads) + ", q";
+  for (int32_t n : b.queries) text += " " + std::to_string(n);
+  text += ", k";
+  for (int32_t n : b.keys) text += " " + std::to_string(n);
+  return text;
+}
+
+TEST_F(AttendExpanded, SingleRequestsOfEverySize) {
+  for (Batch b : kinds()) {
+    for (const int n : {1, 63, 64, 65, 127, 128, 129, 200, 256, 640}) {
+      b.queries = b.keys = {n};
+      Problem p(b, static_cast<uint32_t>(n));
+      p.run();
+      ASSERT_EQ(compare(p), "") << name(b);
+    }
+  }
+}
+
+TEST_F(AttendExpanded, RaggedBatches) {
+  std::mt19937 random(7);
+  const auto upto = [&](int n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n + 1)); };
+  for (Batch b : kinds()) {
+    for (int round = 0; round < 12; ++round) {
+      b.causal = round % 3 != 2;
+      b.heads = 1 + upto(6);
+      b.before = upto(3);
+      b.after = 1 + upto(200);
+      b.queries.clear();
+      b.keys.clear();
+      const int requests = 1 + upto(round % 4 == 3 ? 70 : 8);
+      for (int r = 0; r < requests; ++r) {
+        const int32_t most = requests > 20 ? 40 : 330;
+        b.queries.push_back(upto(4) == 0 ? 0 : upto(most));
+        // Equal, with context, fewer keys than queries (rows that see nothing), none.
+        const int kind = upto(3);
+        b.keys.push_back(kind == 0 ? b.queries.back() : kind == 1 ? b.queries.back() + upto(most) : kind == 2 ? upto(b.queries.back()) : upto(1) * upto(most));
+      }
+      Problem p(b, static_cast<uint32_t>(round));
+      p.run();
+      ASSERT_EQ(compare(p), "") << name(b);
+      const std::vector<uint32_t> out = p.out_bits(), lse = p.lse_bits();
+      for (int again = 0; again < 3; ++again) {
+        p.run();
+        ASSERT_EQ(p.out_bits(), out) << name(b);
+        ASSERT_EQ(p.lse_bits(), lse) << name(b);
+      }
+      ASSERT_EQ(p.workspace.get(), std::vector<int32_t>(4, 0));
+    }
+  }
+}
+
+TEST_F(AttendExpanded, LongRequests) {
+  for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}}) {
+    Batch b{.queries = {2100, 5, 1000}, .keys = {2100, 3000, 1111}, .heads = 20, .dims = d};
+    Problem p(b, 3);
+    p.run();
+    ASSERT_EQ(compare(p), "") << name(b);
+    b.causal = false;
+    Problem whole(b, 4);
+    whole.run();
+    ASSERT_EQ(compare(whole), "") << name(b);
+  }
+}
+
+/// Scores that grow along the keys, steeply and by less than the lazy rescale waits for.
+TEST_F(AttendExpanded, RisingScores) {
+  for (const float slope : {0.002f, 0.05f, 0.5f}) {
+    Batch b{.queries = {600}, .keys = {600}, .heads = 3, .causal = false};
+    Problem p(b, 5);
+    for (int64_t t = 0; t < p.tokens; ++t)
+      for (int h = 0; h < b.heads; ++h) p.q[static_cast<size_t>((t * b.heads + h) * p.qk + 128)] = rounded(b.dtype, 14.0f);
+    // The kernel walks the keys from the last to the first.
+    for (int64_t j = 0; j < p.keys; ++j) p.k_pe[static_cast<size_t>(j * 64)] = rounded(b.dtype, -slope * static_cast<float>(j));
+    p.upload();
+    p.run();
+    ASSERT_EQ(compare(p), "") << "slope " << slope;
+  }
+}
+
+TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
+  for (Batch b : kinds()) {
+    b.queries = {100, 0, 250, 129, 64, 1};
+    b.keys = {300, 20, 250, 0, 64, 77};
+    b.heads = 3;
+    b.after = 100;
+    Problem together(b, 11);
+    together.run();
+    const std::vector<uint32_t> out = together.out_bits(), lse = together.lse_bits();
+    const int64_t words = b.heads * b.dims.value / (b.f32_out ? 1 : 2);
+    for (size_t r = 0; r < b.queries.size(); ++r) {
+      // Alone: the same rows of the same arrays, every other row NaN.
+      Problem alone(b, 11);
+      const auto keep = [](std::vector<uint16_t>& a, int64_t width, int64_t begin, int64_t end) {
+        for (int64_t i = 0; i < static_cast<int64_t>(a.size()); ++i)
+          if (i / width < begin || i / width >= end) a[static_cast<size_t>(i)] = nan16;
+      };
+      keep(alone.q, b.heads * alone.qk, together.q_start[r], together.q_start[r + 1]);
+      keep(alone.k_v, b.heads * alone.kv, together.k_start[r], together.k_start[r + 1]);
+      keep(alone.k_pe, b.dims.rope, together.k_start[r], together.k_start[r + 1]);
+      alone.upload();
+      alone.batch.queries = {b.queries[r]};
+      alone.q_start_dev.set({together.q_start[r], together.q_start[r + 1]});
+      alone.k_start_dev.set({together.k_start[r], together.k_start[r + 1]});
+      alone.run();
+      const std::vector<uint32_t> out1 = alone.out_bits(), lse1 = alone.lse_bits();
+      for (int64_t t = 0; t < together.tokens; ++t) {
+        const bool mine = t >= together.q_start[r] && t < together.q_start[r + 1];
+        for (int64_t i = t * words; i < (t + 1) * words; ++i)
+          ASSERT_EQ(out1[static_cast<size_t>(i)], mine ? out[static_cast<size_t>(i)] : sentinel) << name(b) << " request " << r << " token " << t;
+        for (int64_t i = t * b.heads; i < (t + 1) * b.heads; ++i)
+          ASSERT_EQ(lse1[static_cast<size_t>(i)], mine ? lse[static_cast<size_t>(i)] : sentinel) << name(b) << " request " << r;
+      }
+    }
+  }
+}
+
+TEST_F(AttendExpanded, ACapturedLaunchServesOtherLengths) {
+  Batch b{.queries = {300, 300, 300}, .keys = {400, 400, 400}, .heads = 4};
+  Problem p(b, 21);
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  check(cudaStreamCreate(&stream), "test", "stream");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "test", "capture");
+  sm90::attend_expanded(stream, p.args());
+  check(cudaStreamEndCapture(stream, &graph), "test", "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "test", "instantiate");
+  for (const auto& [queries, keys] : std::vector<std::pair<std::vector<int32_t>, std::vector<int32_t>>>{
+           {{300, 300, 300}, {400, 400, 400}}, {{1, 700, 0}, {500, 700, 0}}, {{0, 0, 0}, {0, 0, 0}}, {{899, 1, 0}, {1000, 200, 0}}}) {
+    p.batch.queries = queries;
+    p.batch.keys = keys;
+    p.q_start = p.batch.starts(queries);
+    p.k_start = p.batch.starts(keys);
+    p.q_start_dev.set(p.q_start);
+    p.k_start_dev.set(p.k_start);
+    p.poison_outputs();
+    check(cudaGraphLaunch(exec, stream), "test", "replay");
+    check(cudaStreamSynchronize(stream), "test", "replay");
+    ASSERT_EQ(compare(p), "") << name(p.batch);
+  }
+  cudaGraphExecDestroy(exec);
+  cudaGraphDestroy(graph);
+  cudaStreamDestroy(stream);
+}
+
+TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
+  Batch b{.queries = {10}, .keys = {10}};
+  Problem p(b, 1);
+  const auto with = [&](auto change) {
+    AttendExpandedArgs a = p.args();
+    change(a);
+    sm90::attend_expanded(nullptr, a);
+  };
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.k_pe = {Dtype::bf16, p.k_pe_dev.data(), {9, 64}}; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.v = {Dtype::f16, p.k_v_dev.data(), {10, 2, 128}}; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.k_nope = {Dtype::bf16, p.k_v_dev.data() + 1, {10, 2, 128}, {512, 256, 1}}; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.scale = 0.0f; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.workspace = nullptr; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.q = {Dtype::bf16, p.q_dev.data(), {10, 2, 128}};
+                 a.k_nope = {Dtype::bf16, p.k_v_dev.data(), {10, 2, 64}, {512, 256, 1}};
+               }),
+               UnsupportedError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.q = {Dtype::f32, p.q_dev.data(), {10, 2, 192}}; }), UnsupportedError);
+}
+
+}  // namespace
+}  // namespace mla::cuda
