@@ -46,7 +46,7 @@ constexpr int tile_ring = 4;         // tiles announced ahead of the math warpgr
 // A block of 384 threads starts with 168 registers a thread; what one warpgroup gains another must have given, or it waits forever.
 constexpr int producer_registers = 40, math_registers = 232;
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
-constexpr int64_t section_bytes = 16 << 20;  // keys and values that neighbouring tiles share: a part of L2
+constexpr int section_heads = 16;     // heads whose tiles run side by side
 
 struct Params {
   CUtensorMap q, k_nope, k_pe, v;
@@ -95,8 +95,9 @@ struct Slot {
 
 // ---- the order of tiles ---------------------------------------------------------------------------------------------------------
 
-/// Turns ascending tile numbers into tiles, a warp at a time. Requests in their order; within one, sections of heads whose keys and
-/// values fit a part of L2; within a section, the longest tiles first and the heads side by side.
+/// Turns ascending tile numbers into tiles, a warp at a time. Requests in their order; within one, sections of heads; within a section, the
+/// longest tiles first and the heads side by side. A section is narrow enough for several blocks to walk the same head's keys a few blocks
+/// apart, so that L2 serves all but one of them, and wide enough for the last one to end with many short tiles.
 struct TileOrder {
   int32_t group = 0;         // first of the 32 requests held by the lanes
   int32_t before = 0;        // tiles of the requests before the group
@@ -134,8 +135,7 @@ struct TileOrder {
     const int32_t local = number - before - __shfl_sync(~0u, until - tiles, owner);
     const int32_t key = p.key_start[r], keys = max(p.key_start[r + 1] - key, 0), queries = last - first;
     const int32_t height = (queries + tile_rows - 1) / tile_rows;
-    constexpr int key_bytes = 2 * (tile.dim() + tile.value);
-    const int32_t section = min(max(static_cast<int32_t>(section_bytes / key_bytes / max(keys, 1)), 1), p.heads);
+    const int32_t sections = (p.heads + section_heads - 1) / section_heads, section = (p.heads + sections - 1) / sections;
     const int32_t s = local / (height * section), in_section = local - s * height * section;
     const int32_t width = min(section, p.heads - s * section);
     const int32_t m = height - 1 - in_section / width;
