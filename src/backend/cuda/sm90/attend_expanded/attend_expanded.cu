@@ -20,31 +20,33 @@ namespace {
 // ---- config ---------------------------------------------------------------------------------------------------------------------
 
 struct TileConfig {
-  int nope, rope, value;  ///< head dimensions
-  int keys;               ///< keys of a block
-  int stages;             ///< blocks of keys, and of values, in flight
+  int nope, rope, value;           ///< head dimensions
+  int groups;                      ///< math warpgroups, of 64 query rows each
+  int keys, key_stages;            ///< keys of a block; blocks of keys in flight
+  int value_keys, value_stages;    ///< values arrive in parts of a block
+  int math_registers, producer_registers;  ///< a thread; together what the block starts with, or a warpgroup waits forever for its share
   bool f32_out;
   constexpr int dim() const { return nope + rope; }
+  constexpr int rows() const { return 64 * groups; }
+  constexpr int threads() const { return 128 * (1 + groups); }
+  constexpr int value_parts() const { return keys / value_keys; }
 };
 
 // The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is a TileConfig itself.
-template <bool f32_out>
+template <bool out_f32>
 struct Deepseek {
-  static constexpr TileConfig tile{.nope = 128, .rope = 64, .value = 128, .keys = 128, .stages = 2, .f32_out = f32_out};
+  static constexpr TileConfig tile{.nope = 128, .rope = 64, .value = 128, .groups = 3, .keys = 128, .key_stages = 2, .value_keys = 64,
+                                   .value_stages = 3, .math_registers = 160, .producer_registers = 32, .f32_out = out_f32};
 };
-template <bool f32_out>
+template <bool out_f32>
 struct Glm {
-  static constexpr TileConfig tile{.nope = 192, .rope = 64, .value = 256, .keys = 80, .stages = 2, .f32_out = f32_out};
+  static constexpr TileConfig tile{.nope = 192, .rope = 64, .value = 256, .groups = 2, .keys = 80, .key_stages = 2, .value_keys = 80,
+                                   .value_stages = 2, .math_registers = 232, .producer_registers = 40, .f32_out = out_f32};
 };
 
-constexpr int group_rows = 64;       // query rows of a math warpgroup: the height of wgmma
-constexpr int math_groups = 2;
-constexpr int tile_rows = group_rows * math_groups;
-constexpr int panel = 64;            // elements of a 128-byte row of shared memory
-constexpr int threads = 128 * (1 + math_groups);
-constexpr int tile_ring = 4;         // tiles announced ahead of the math warpgroups
-// A block of 384 threads starts with 168 registers a thread; what one warpgroup gains another must have given, or it waits forever.
-constexpr int producer_registers = 40, math_registers = 232;
+constexpr int group_rows = 64;        // query rows of a math warpgroup: the height of wgmma
+constexpr int panel = 64;             // elements of a 128-byte row of shared memory
+constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
 constexpr int section_heads = 16;     // heads whose tiles run side by side
 
@@ -60,7 +62,7 @@ struct Params {
   int32_t* counters;  // [0] tiles handed out beyond the first of each block, [1] blocks that are done
 };
 
-/// What a math warpgroup needs to know of a tile: 128 query rows of one head of one request.
+/// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one request.
 struct TileWork {
   int32_t blocks;     // of keys, walked from the last to the first; 0: no more tiles
   int32_t row, rows;  // first query row in q, rows of this request
@@ -74,15 +76,15 @@ struct TileWork {
 
 template <TileConfig tile, class Element>
 struct alignas(1024) Shared {
-  Element q[math_groups][tile.dim() / panel][group_rows][panel];
-  Element k[tile.stages][tile.dim() / panel][tile.keys][panel];
-  Element v[tile.stages][tile.value / panel][tile.keys][panel];
+  Element q[tile.groups][tile.dim() / panel][group_rows][panel];
+  Element k[tile.key_stages][tile.dim() / panel][tile.keys][panel];
+  Element v[tile.value_stages][tile.value / panel][tile.value_keys][panel];
   TileWork work[tile_ring];
   uint64_t work_full[tile_ring], work_empty[tile_ring];
-  uint64_t q_full[math_groups], q_empty[math_groups];
-  uint64_t k_full[tile.stages], k_empty[tile.stages];
-  uint64_t v_full[tile.stages], v_empty[tile.stages];
-  uint64_t v_tail;  // a block of values that holds rows past the request's end has landed
+  uint64_t q_full[tile.groups], q_empty[tile.groups];
+  uint64_t k_full[tile.key_stages], k_empty[tile.key_stages];
+  uint64_t v_full[tile.value_stages], v_empty[tile.value_stages];
+  uint64_t v_tail;  // a part of values that holds rows past the request's end has landed
 };
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full` barrier is waited for
@@ -98,6 +100,7 @@ struct Slot {
 /// Turns ascending tile numbers into tiles, a warp at a time. Requests in their order; within one, sections of heads; within a section, the
 /// longest tiles first and the heads side by side. A section is narrow enough for several blocks to walk the same head's keys a few blocks
 /// apart, so that L2 serves all but one of them, and wide enough for the last one to end with many short tiles.
+template <TileConfig tile>
 struct TileOrder {
   int32_t group = 0;         // first of the 32 requests held by the lanes
   int32_t before = 0;        // tiles of the requests before the group
@@ -110,7 +113,7 @@ struct TileOrder {
       begin = p.query_start[r];
       end = p.query_start[r + 1];
     }
-    tiles = (max(end - begin, 0) + tile_rows - 1) / tile_rows * p.heads;
+    tiles = (max(end - begin, 0) + tile.rows() - 1) / tile.rows() * p.heads;
     until = tiles;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -119,7 +122,6 @@ struct TileOrder {
     }
   }
 
-  template <TileConfig tile>
   __device__ TileWork at(const Params& p, int32_t number, int lane) {
     for (;;) {
       const int32_t total = __shfl_sync(~0u, until, 31);
@@ -134,18 +136,18 @@ struct TileOrder {
     const int32_t first = __shfl_sync(~0u, begin, owner), last = __shfl_sync(~0u, end, owner);
     const int32_t local = number - before - __shfl_sync(~0u, until - tiles, owner);
     const int32_t key = p.key_start[r], keys = max(p.key_start[r + 1] - key, 0), queries = last - first;
-    const int32_t height = (queries + tile_rows - 1) / tile_rows;
+    const int32_t height = (queries + tile.rows() - 1) / tile.rows();
     const int32_t sections = (p.heads + section_heads - 1) / section_heads, section = (p.heads + sections - 1) / sections;
     const int32_t s = local / (height * section), in_section = local - s * height * section;
     const int32_t width = min(section, p.heads - s * section);
     const int32_t m = height - 1 - in_section / width;
     TileWork w;
     w.head = s * section + in_section % width;
-    w.row = first + m * tile_rows;
-    w.rows = min(tile_rows, last - w.row);
+    w.row = first + m * tile.rows();
+    w.rows = min(tile.rows(), last - w.row);
     w.key = key;
     w.keys = keys;
-    w.diagonal = p.causal ? m * tile_rows + 1 + keys - queries : keys;
+    w.diagonal = p.causal ? m * tile.rows() + 1 + keys - queries : keys;
     const int32_t seen = min(keys, w.diagonal + w.rows - 1);
     w.blocks = max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
     w.unused = 0;
@@ -160,11 +162,11 @@ template <TileConfig tile, class Element>
 __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   const int lane = threadIdx.x % 32;
   uint32_t blocks = 0;  // of keys loaded so far
-  TileOrder order;
+  TileOrder<tile> order;
   order.load(p, lane);
   int32_t number = blockIdx.x;
   for (uint32_t t = 0;; ++t) {
-    const TileWork work = order.template at<tile>(p, number, lane);
+    const TileWork work = order.at(p, number, lane);
     if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
@@ -175,7 +177,7 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
     if (work.blocks == 0) break;
     if (lane == 0) {
       for (int n = work.blocks - 1; n >= 0; --n, ++blocks) {
-        const Slot<tile.stages> k(blocks);
+        const Slot<tile.key_stages> k(blocks);
         const uint32_t full = smem_address(&shared.k_full[k.index]);
         mbarrier_wait(smem_address(&shared.k_empty[k.index]), k.parity ^ 1);
         mbarrier_arrive_expect(full, sizeof(shared.k[0]));
@@ -188,7 +190,7 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
           tma_load(smem_address(shared.k[k.index][tile.nope / panel + d]), p.k_pe, full, d * panel, row);
         if (n != work.blocks - 1) continue;
         // After the first block of keys, whose stage is free sooner than the queries' space.
-        for (int g = 0; g < math_groups; ++g) {
+        for (int g = 0; g < tile.groups; ++g) {
           const uint32_t landed = smem_address(&shared.q_full[g]);
           mbarrier_wait(smem_address(&shared.q_empty[g]), (t & 1) ^ 1);
           mbarrier_arrive_expect(landed, sizeof(shared.q[0]));
@@ -214,7 +216,7 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
 template <TileConfig tile, class Element>
 __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
   const int lane = threadIdx.x % 32;
-  uint32_t blocks = 0, tails = 0;
+  uint32_t parts = 0, tails = 0;
   for (uint32_t t = 0;; ++t) {
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
@@ -222,29 +224,31 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(smem_address(&shared.work_empty[slot.index]));
     if (work.blocks == 0) return;
-    for (int n = work.blocks - 1; n >= 0; --n, ++blocks) {
-      const Slot<tile.stages> v(blocks);
-      mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
-      const int32_t valid = max(work.keys - n * tile.keys, 0);
-      const bool tail = valid < tile.keys;
-      const uint32_t landed = smem_address(tail ? &shared.v_tail : &shared.v_full[v.index]);
-      if (lane == 0) {
-        mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
+    for (int n = work.blocks - 1; n >= 0; --n)
+      for (int part = 0; part < tile.value_parts(); ++part, ++parts) {
+        const Slot<tile.value_stages> v(parts);
+        const int32_t first = n * tile.keys + part * tile.value_keys;
+        const int32_t valid = max(work.keys - first, 0);
+        const bool tail = valid < tile.value_keys;
+        const uint32_t landed = smem_address(tail ? &shared.v_tail : &shared.v_full[v.index]);
+        mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
+        if (lane == 0) {
+          mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
 #pragma unroll
-        for (int d = 0; d < tile.value / panel; ++d)
-          tma_load(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head, work.key + n * tile.keys);
+          for (int d = 0; d < tile.value / panel; ++d)
+            tma_load(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head, work.key + first);
+        }
+        if (!tail) continue;
+        mbarrier_wait(landed, tails++ & 1);
+        constexpr int row_chunks = panel * sizeof(Element) / 16;
+        for (int d = 0; d < tile.value / panel; ++d) {
+          uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
+          for (int i = valid * row_chunks + lane; i < tile.value_keys * row_chunks; i += 32) rows[i] = uint4{};
+        }
+        fence_async_proxy();
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
       }
-      if (!tail) continue;
-      mbarrier_wait(landed, tails++ & 1);
-      constexpr int row_chunks = panel * sizeof(Element) / 16;
-      for (int d = 0; d < tile.value / panel; ++d) {
-        uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
-        for (int i = valid * row_chunks + lane; i < tile.keys * row_chunks; i += 32) rows[i] = uint4{};
-      }
-      fence_async_proxy();
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
-    }
   }
 }
 
@@ -337,87 +341,108 @@ __device__ __forceinline__ void store_row(float* row, const float (&o)[n], int h
     if (valid) *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) = float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
 }
 
-/// A math warpgroup: 64 query rows of every tile. The products of the next block's scores and of this block's values are issued together;
-/// the softmax runs while the values' product and the other warpgroup's products keep the tensor cores busy. Tiles follow one another
-/// without a gap: the next tile's first scores are issued with this tile's last values.
+/// A math warpgroup: 64 query rows of every tile.
 template <TileConfig tile, class Element>
-__device__ void attend(const Params& p, Shared<tile, Element>& shared, int group) {
+struct Math {
   using Out = std::conditional_t<tile.f32_out, float, Element>;
-  const int thread = threadIdx.x % 128, lane = thread % 32;
-  /// First of this thread's two rows, as a row of the tile; the other is 8 below.
-  const auto tile_row = [&] { return group * group_rows + thread / 32 * 16 + lane / 4; };
 
+  const Params& p;
+  Shared<tile, Element>& shared;
+  const int group, thread;
   float o[tile.value / 2], s[tile.keys / 2];
   uint32_t weights[tile.keys / 4];
   RowState state;
   float factor[2];
-  uint32_t t = 0;       // tiles whose scores are begun
-  uint32_t blocks = 0;  // blocks whose scores are in registers; their values' count lags by one
-  int32_t n = 0;        // block of keys whose exponentials are in `weights`
-  int32_t clear = 0;    // blocks below this number are seen whole by all of this warpgroup's rows
-  bool first = true;    // of its tile
+  uint32_t t = 0;       // tiles begun
+  uint32_t blocks = 0;  // blocks of keys let go of
+  uint32_t parts = 0;   // parts of values let go of
+  int32_t n = 0;        // block at hand: of its scores, later of its weights
 
-  const auto my_turn = [&] { barrier_sync(1 + group, 256); };
-  const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
-  /// Waits for the next tile and gives its last block; -1: no more tiles.
-  const auto begin_tile = [&] {
+  __device__ __forceinline__ Math(const Params& params, Shared<tile, Element>& memory, int warpgroup)
+      : p(params), shared(memory), group(warpgroup), thread(threadIdx.x % 128) {}
+
+  /// First of this thread's two rows, as a row of the tile; the other is 8 below.
+  __device__ __forceinline__ int tile_row() const { return group * group_rows + thread / 32 * 16 + thread % 32 / 4; }
+
+  /// Waits for the next tile.
+  __device__ __forceinline__ const TileWork& begin_tile() {
     const Slot<tile_ring> slot(t++);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
-    const TileWork& w = shared.work[slot.index];
-    clear = min(w.keys, w.diagonal + group * group_rows) / tile.keys;
-    return w.blocks - 1;
-  };
-  const auto issue_scores = [&] {
-    using Product = Wgmma<tile.keys, Element>;
-    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[blocks % tile.stages]));
-#pragma unroll
-    for (int d = 0; d < tile.dim() / panel; ++d)
-#pragma unroll
-      for (int i = 0; i < panel / 16; ++i)
-        Product::template ss<>(s, operand_advance(a, d * sizeof(shared.q[0][0]) + 32 * i),
-                               operand_advance(b, d * sizeof(shared.k[0][0]) + 32 * i), d + i > 0);
-    wgmma_commit();
-  };
-  const auto issue_values = [&] {
-    using Product = Wgmma<tile.value, Element>;
-    const uint64_t b = operand_128b(smem_address(shared.v[(blocks - 1) % tile.stages]), 1024, sizeof(shared.v[0][0]));
-#pragma unroll
-    for (int i = 0; i < tile.keys / 16; ++i)
-      Product::template rs<Major::mn>(o, weights + 4 * i, operand_advance(b, 2048 * i), i > 0 || !first);
-    wgmma_commit();
-  };
-  const auto wait_scores = [&] {
-    const Slot<tile.stages> k(blocks);
+    return shared.work[slot.index];
+  }
+  __device__ __forceinline__ const TileWork& work() const { return shared.work[(t - 1) % tile_ring]; }
+
+  __device__ __forceinline__ void wait_queries() { mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1); }
+  __device__ __forceinline__ void wait_keys() {
+    const Slot<tile.key_stages> k(blocks);
     mbarrier_wait(smem_address(&shared.k_full[k.index]), k.parity);
-  };
-  const auto wait_values = [&] {
-    const Slot<tile.stages> v(blocks - 1);
+  }
+  __device__ __forceinline__ void wait_values(int part) {
+    const Slot<tile.value_stages> v(parts + part);
     mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
-  };
-  /// Block n's scores are in registers: its keys' space is free, after a tile's last block (number 0) the queries' too.
-  const auto release_scores = [&] {
+  }
+  /// Block n's scores are in registers, or not wanted: its keys' space is free, after a tile's last block (number 0) the queries' too.
+  __device__ __forceinline__ void release_keys() {
     if (thread == 0) {
-      mbarrier_arrive(smem_address(&shared.k_empty[blocks % tile.stages]));
+      mbarrier_arrive(smem_address(&shared.k_empty[blocks % tile.key_stages]));
       if (n == 0) mbarrier_arrive(smem_address(&shared.q_empty[group]));
     }
     ++blocks;
-  };
-  const auto mask_block = [&] {
-    if (n < clear) return;
-    const TileWork& w = shared.work[(t - 1) % tile_ring];
-    const int row_low = tile_row(), column = lane % 4 * 2;
-    mask(s, n * tile.keys + column, min(w.keys, w.diagonal + row_low), min(w.keys, w.diagonal + row_low + 8));
-  };
-  const auto pack_weights = [&] {
+  }
+  __device__ __forceinline__ void release_values() {
+    if (thread == 0) mbarrier_arrive(smem_address(&shared.v_empty[parts % tile.value_stages]));
+    ++parts;
+  }
+
+  /// Scores of `columns` keys of the block from its first.
+  template <int columns>
+  __device__ __forceinline__ void issue_scores() {
+    using Product = Wgmma<columns, Element>;
+    auto& d = reinterpret_cast<float(&)[columns / 2]>(s);
+    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[blocks % tile.key_stages]));
+#pragma unroll
+    for (int i = 0; i < tile.dim() / panel; ++i)
+#pragma unroll
+      for (int j = 0; j < panel / 16; ++j)
+        Product::template ss<>(d, operand_advance(a, i * sizeof(shared.q[0][0]) + 32 * j),
+                               operand_advance(b, i * sizeof(shared.k[0][0]) + 32 * j), i + j > 0);
+    wgmma_commit();
+  }
+  /// o (+)= weights times one part of the block's values.
+  __device__ __forceinline__ void issue_values(int part, bool add) {
+    using Product = Wgmma<tile.value, Element>;
+    const uint64_t b = operand_128b(smem_address(shared.v[(parts + part) % tile.value_stages]), 1024, sizeof(shared.v[0][0]));
+#pragma unroll
+    for (int i = 0; i < tile.value_keys / 16; ++i)
+      Product::template rs<Major::mn>(o, weights + 4 * (part * tile.value_keys / 16 + i), operand_advance(b, 2048 * i), i > 0 || add);
+    wgmma_commit();
+  }
+
+  __device__ __forceinline__ void mask_block() {
+    const TileWork& w = work();
+    mask(s, n * tile.keys + thread % 4 * 2, min(w.keys, w.diagonal + tile_row()), min(w.keys, w.diagonal + tile_row() + 8));
+  }
+  /// What the softmax did to the references, done to the outputs so far.
+  __device__ __forceinline__ void rescale() {
+    if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int j = 0; j < tile.value / 8; ++j) {
+      o[4 * j] *= factor[0];
+      o[4 * j + 1] *= factor[0];
+      o[4 * j + 2] *= factor[1];
+      o[4 * j + 3] *= factor[1];
+    }
+  }
+  __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int j = 0; j < tile.keys / 8; ++j) {
       // Accumulators 8 j .. 8 j + 7 are rows (low, low, high, high) of columns 16 j and 16 j + 8: the order of A's registers.
       weights[2 * j] = packed<Element>(s[4 * j], s[4 * j + 1]);
       weights[2 * j + 1] = packed<Element>(s[4 * j + 2], s[4 * j + 3]);
     }
-  };
+  }
   /// Stores tile number `of` and lets go of its description.
-  const auto finish = [&](uint32_t of, const RowState& done) {
+  __device__ __forceinline__ void finish(uint32_t of, const RowState& done) {
     const TileWork& w = shared.work[of % tile_ring];
     const int32_t rows = w.rows, head = w.head, begin = w.row;
 #pragma unroll
@@ -429,106 +454,204 @@ __device__ void attend(const Params& p, Shared<tile, Element>& shared, int group
       const bool valid = row < rows;
       const int64_t token = begin + row;
       store_row(static_cast<Out*>(p.out) + token * p.out_token + head * p.out_head, o, h, sum > 0.0f ? 1.0f / sum : 0.0f, valid);
-      if (valid && lane % 4 == 0)
+      if (valid && thread % 4 == 0)
         p.lse[token * p.lse_token + head * p.lse_head] = sum > 0.0f ? done.reference[h] * p.scale + logf(sum) : -INFINITY;
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
-  };
-
-  if (group == 1) your_turn();  // the first turn is warpgroup 0's
-  n = begin_tile();
-  if (n < 0) return;
-
-  // The very first scores.
-  mbarrier_wait(smem_address(&shared.q_full[group]), 0);
-  wait_scores();
-  my_turn();
-  wgmma_fence();
-  issue_scores();
-  your_turn();
-  wgmma_wait<0>();
-  wgmma_pin(s);
-  release_scores();
-  mask_block();
-  exponentiate(s, state, factor, p.scale_log2);
-  pack_weights();
-
-  for (;;) {
-    const bool last = n == 0;
-    if (last) {
-      n = begin_tile();
-      if (n < 0) break;
-      mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1);
-    } else --n;
-    wait_scores();
-    wait_values();
-    my_turn();
-    wgmma_pin(o);
-    wgmma_pin(weights);
-    wgmma_fence();
-    issue_scores();
-    issue_values();
-    your_turn();
-    wgmma_wait<1>();
-    wgmma_pin(s);
-    release_scores();
-    const RowState done = state;
-    if (last) state = RowState{};
-    mask_block();
-    exponentiate(s, state, factor, p.scale_log2);
-    wgmma_wait<0>();
-    wgmma_pin(o);
-    wgmma_pin(weights);
-    if (thread == 0) mbarrier_arrive(smem_address(&shared.v_empty[(blocks - 2) % tile.stages]));
-    if (last) finish(t - 2, done);
-    else if (__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) {
-#pragma unroll
-      for (int j = 0; j < tile.value / 8; ++j) {
-        o[4 * j] *= factor[0];
-        o[4 * j + 1] *= factor[0];
-        o[4 * j + 2] *= factor[1];
-        o[4 * j + 3] *= factor[1];
-      }
-    }
-    pack_weights();
-    first = last;
+    if (thread % 32 == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
   }
 
-  // The last values.
-  wait_values();
-  my_turn();
-  wgmma_pin(o);
-  wgmma_pin(weights);
-  wgmma_fence();
-  issue_values();
-  if (group == 0) your_turn();
-  wgmma_wait<0>();
-  wgmma_pin(o);
-  finish(t - 2, state);
-}
+  /// Two warpgroups. The products of the next block's scores and of this block's values are issued together, in turns; the softmax runs
+  /// while the values' product and the other warpgroup's products keep the tensor cores busy. Tiles follow one another without a gap: the
+  /// next tile's first scores are issued with this tile's last values.
+  __device__ __forceinline__ void run_overlapped() {
+    static_assert(tile.groups == 2 && tile.value_parts() == 1);
+    const auto my_turn = [&] { barrier_sync(1 + group, 256); };
+    const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
+    int32_t clear;  // blocks below this number are seen whole by all rows
+    const auto next_tile = [&] {
+      const TileWork& w = begin_tile();
+      clear = min(w.keys, w.diagonal + group * group_rows) / tile.keys;
+      n = w.blocks - 1;
+    };
+    if (group == 1) your_turn();  // the first turn is warpgroup 0's
+    next_tile();
+    if (n < 0) return;
+
+    // The very first scores.
+    wait_queries();
+    wait_keys();
+    my_turn();
+    wgmma_fence();
+    issue_scores<tile.keys>();
+    your_turn();
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    release_keys();
+    if (n >= clear) mask_block();
+    exponentiate(s, state, factor, p.scale_log2);
+    pack_weights();
+
+    for (bool first = true;;) {
+      const bool last = n == 0;
+      if (last) {
+        next_tile();
+        if (n < 0) {  // the last values
+          wait_values(0);
+          my_turn();
+          wgmma_pin(o);
+          wgmma_pin(weights);
+          wgmma_fence();
+          issue_values(0, !first);
+          if (group == 0) your_turn();
+          wgmma_wait<0>();
+          wgmma_pin(o);
+          finish(t - 2, state);
+          return;
+        }
+        wait_queries();
+      } else --n;
+      wait_keys();
+      wait_values(0);
+      my_turn();
+      wgmma_pin(o);
+      wgmma_pin(weights);
+      wgmma_fence();
+      issue_scores<tile.keys>();
+      issue_values(0, !first);
+      your_turn();
+      wgmma_wait<1>();
+      wgmma_pin(s);
+      release_keys();
+      const RowState done = state;
+      if (last) state = RowState{};
+      if (n >= clear) mask_block();
+      exponentiate(s, state, factor, p.scale_log2);
+      wgmma_wait<0>();
+      wgmma_pin(o);
+      wgmma_pin(weights);
+      release_values();
+      if (last) finish(t - 2, done);
+      else rescale();
+      pack_weights();
+      first = last;
+    }
+  }
+
+  /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores, softmax and values, and
+  /// the right to issue goes round in a fixed order: scores 0, values 2, scores 1, values 0, scores 2, values 1. So a warpgroup's softmax,
+  /// and a tile's end, have the time of the others' products. A warpgroup whose rows see nothing of a block passes its turns on.
+  __device__ __forceinline__ void run_rotating() {
+    static_assert(tile.groups == 3 && tile.value_parts() == 2 && tile.keys == 128);
+    const int before = group == 0 ? 2 : group - 1;  // who issues after this warpgroup
+    const auto score_turn = [&] { barrier_sync(1 + group, 256); };
+    const auto value_turn = [&] { barrier_sync(4 + group, 256); };
+    const auto pass_to_values = [&] { barrier_arrive(4 + before, 256); };
+    const auto pass_to_scores = [&] { barrier_arrive(1 + before, 256); };
+
+    bool begun = false;
+    for (;;) {
+      const TileWork& w = begin_tile();
+      n = w.blocks - 1;
+      if (n < 0) break;
+      if (!begun) {
+        if (group == 1) pass_to_scores();  // the first turn is warpgroup 0's
+        if (group == 2) {                  // and values 2 come before scores 1, though there are none yet
+          value_turn();
+          pass_to_scores();
+        }
+        begun = true;
+      }
+      // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
+      const int32_t low = group * group_rows, high = min(low + group_rows, w.rows) - 1;
+      const int32_t seen = high < low ? 0 : min(w.keys, w.diagonal + high), clear = min(w.keys, w.diagonal + low);
+      bool add = false;
+      state = RowState{};
+      wait_queries();
+      for (; n >= 0; --n) {
+        const int32_t columns = seen - n * tile.keys;  // of the block, that any row sees
+        wait_keys();
+        if (columns <= 0) {
+          score_turn();
+          pass_to_values();
+          release_keys();
+          wait_values(0);
+          release_values();
+          wait_values(0);
+          release_values();
+          value_turn();
+          pass_to_scores();
+          continue;
+        }
+        const bool half = columns <= tile.value_keys;
+        score_turn();
+        wgmma_pin(s);
+        wgmma_fence();
+        issue_scores<tile.keys>();
+        pass_to_values();
+        wgmma_wait<0>();
+        wgmma_pin(s);
+        release_keys();
+        if (clear < (n + 1) * tile.keys) mask_block();
+        exponentiate(s, state, factor, p.scale_log2);
+        if (add) rescale();
+        pack_weights();
+        wait_values(0);
+        wait_values(1);
+        value_turn();
+        wgmma_pin(o);
+        wgmma_pin(weights);
+        if (half) {
+          wgmma_fence();
+          issue_values(0, add);
+          pass_to_scores();
+          wgmma_wait<0>();
+          release_values();
+        } else {
+          wgmma_fence();
+          issue_values(0, add);
+          issue_values(1, true);
+          pass_to_scores();
+          wgmma_wait<1>();
+          release_values();
+          wgmma_wait<0>();
+        }
+        wgmma_pin(o);
+        wgmma_pin(weights);
+        release_values();
+        add = true;
+      }
+      if (!add) {
+#pragma unroll
+        for (float& x : o) x = 0.0f;
+      }
+      finish(t - 1, state);
+    }
+    if (begun && group == 0) {  // for the last values of warpgroup 2
+      score_turn();
+      pass_to_values();
+    }
+  }
+};
 
 template <class Config, class Element>
-__global__ void __launch_bounds__(threads, 1) attend_expanded_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_kernel(const __grid_constant__ Params p) {
   constexpr TileConfig tile = Config::tile;
   extern __shared__ char storage[];
   using Storage = Shared<tile, Element>;
   Storage& shared = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(storage) + 1023) / 1024 * 1024);
   if (threadIdx.x == 0) {
-    for (int i = 0; i < tile_ring; ++i) {
-      mbarrier_init(smem_address(&shared.work_full[i]), 1);
-      mbarrier_init(smem_address(&shared.work_empty[i]), 4 * math_groups + 1);  // every math warp, and the warp that loads values
-    }
-    for (int i = 0; i < math_groups; ++i) {
-      mbarrier_init(smem_address(&shared.q_full[i]), 1);
-      mbarrier_init(smem_address(&shared.q_empty[i]), 1);
-    }
-    for (int i = 0; i < tile.stages; ++i) {
-      mbarrier_init(smem_address(&shared.k_full[i]), 1);
-      mbarrier_init(smem_address(&shared.k_empty[i]), math_groups);
-      mbarrier_init(smem_address(&shared.v_full[i]), 1);
-      mbarrier_init(smem_address(&shared.v_empty[i]), math_groups);
-    }
+    const auto init = [](auto& barriers, uint32_t arrivals) {
+      for (uint64_t& b : barriers) mbarrier_init(smem_address(&b), arrivals);
+    };
+    init(shared.work_full, 1);
+    init(shared.work_empty, 4 * tile.groups + 1);  // every math warp, and the warp that loads values
+    init(shared.q_full, 1);
+    init(shared.q_empty, 1);
+    init(shared.k_full, 1);
+    init(shared.k_empty, tile.groups);
+    init(shared.v_full, 1);
+    init(shared.v_empty, tile.groups);
     mbarrier_init(smem_address(&shared.v_tail), 1);
     mbarrier_init_fence();
     tma_prefetch_map(p.q);
@@ -538,14 +661,16 @@ __global__ void __launch_bounds__(threads, 1) attend_expanded_kernel(const __gri
   }
   __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
-  if (warpgroup == math_groups) {
-    give_registers<producer_registers>();
+  if (warpgroup == tile.groups) {
+    give_registers<tile.producer_registers>();
     const int warp = warp_uniform(threadIdx.x / 32) % 4;
     if (warp == 0) produce_keys<tile, Element>(p, shared);
     else if (warp == 1) produce_values<tile, Element>(p, shared);
   } else {
-    take_registers<math_registers>();
-    attend<tile, Element>(p, shared, warpgroup);
+    take_registers<tile.math_registers>();
+    Math<tile, Element> math(p, shared, warpgroup);
+    if constexpr (tile.groups == 3) math.run_rotating();
+    else math.run_overlapped();
   }
 }
 
@@ -604,7 +729,7 @@ void check_args(const AttendExpandedArgs& a) {
   if (a.requests < 0 || a.requests > std::numeric_limits<int32_t>::max() / 2)
     throw ShapeError(std::string(op) + ": requests is " + std::to_string(a.requests));
   if (tokens > std::numeric_limits<int32_t>::max() / 4 || keys > std::numeric_limits<int32_t>::max() / 4 ||
-      (tokens / tile_rows + a.requests) * heads > std::numeric_limits<int32_t>::max() / 2)
+      (tokens / 64 + a.requests) * heads > std::numeric_limits<int32_t>::max() / 2)
     throw ShapeError(std::string(op) + ": " + std::to_string(tokens) + " tokens, " + std::to_string(keys) + " keys, " +
                      std::to_string(heads) + " heads are more than one launch can number");
   if (keys == 0) throw ShapeError(std::string(op) + ": k_nope has no rows; a batch without keys still gives one (nothing of it is used)");
@@ -657,7 +782,7 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.q = rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
   p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(), a.k_nope.stride<Key>(), tile.keys);
   p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
-  p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.keys);
+  p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.value_keys);
   p.query_start = a.query_start;
   p.key_start = a.key_start;
   p.out = a.out.data();
@@ -675,9 +800,9 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
 
   constexpr size_t shared_bytes = sizeof(Shared<tile, Element>) + 1024;  // and what aligning it takes
   static_assert(shared_bytes <= 227 * 1024);
-  const int64_t most_tiles = (tokens / tile_rows + a.requests) * heads;
+  const int64_t most_tiles = (tokens / tile.rows() + a.requests) * heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(op), most_tiles));
-  cuda::launch(&attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = threads, .shared_bytes = shared_bytes}, stream, op,
+  cuda::launch(&attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes}, stream, op,
                "launch", "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
 }
 
