@@ -394,12 +394,16 @@ struct Math {
     ++parts;
   }
 
+  /// Descriptors live in uniform registers. The compiler does not see that the counts are uniform, and would otherwise move every
+  /// descriptor over, two instructions and their latency in front of each product.
+  static __device__ __forceinline__ uint32_t uniform(uint32_t x) { return static_cast<uint32_t>(warp_uniform(static_cast<int>(x))); }
+
   /// Scores of `columns` keys of the block from its first.
   template <int columns>
   __device__ __forceinline__ void issue_scores() {
     using Product = Wgmma<columns, Element>;
     auto& d = reinterpret_cast<float(&)[columns / 2]>(s);
-    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[blocks % tile.key_stages]));
+    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
 #pragma unroll
     for (int i = 0; i < tile.dim() / panel; ++i)
 #pragma unroll
@@ -411,7 +415,7 @@ struct Math {
   /// o (+)= weights times one part of the block's values.
   __device__ __forceinline__ void issue_values(int part, bool add) {
     using Product = Wgmma<tile.value, Element>;
-    const uint64_t b = operand_128b(smem_address(shared.v[(parts + part) % tile.value_stages]), 1024, sizeof(shared.v[0][0]));
+    const uint64_t b = operand_128b(smem_address(shared.v[uniform((parts + part) % tile.value_stages)]), 1024, sizeof(shared.v[0][0]));
 #pragma unroll
     for (int i = 0; i < tile.value_keys / 16; ++i)
       Product::template rs<Major::mn>(o, weights + 4 * (part * tile.value_keys / 16 + i), operand_advance(b, 2048 * i), i > 0 || add);
@@ -471,8 +475,8 @@ struct Math {
     int32_t clear;  // blocks below this number are seen whole by all rows
     const auto next_tile = [&] {
       const TileWork& w = begin_tile();
-      clear = min(w.keys, w.diagonal + group * group_rows) / tile.keys;
-      n = w.blocks - 1;
+      clear = warp_uniform(min(w.keys, w.diagonal + group * group_rows) / tile.keys);
+      n = warp_uniform(w.blocks - 1);
     };
     if (group == 1) your_turn();  // the first turn is warpgroup 0's
     next_tile();
@@ -538,33 +542,17 @@ struct Math {
     }
   }
 
-  /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores, softmax and values, and
-  /// the right to issue goes round in a fixed order: scores 0, values 2, scores 1, values 0, scores 2, values 1. So a warpgroup's softmax,
-  /// and a tile's end, have the time of the others' products. A warpgroup whose rows see nothing of a block passes its turns on.
-  __device__ __forceinline__ void run_rotating() {
-    static_assert(tile.groups == 3 && tile.value_parts() == 2 && tile.keys == 128);
-    const int before = group == 0 ? 2 : group - 1;  // who issues after this warpgroup
-    const auto score_turn = [&] { barrier_sync(1 + group, 256); };
-    const auto value_turn = [&] { barrier_sync(4 + group, 256); };
-    const auto pass_to_values = [&] { barrier_arrive(4 + before, 256); };
-    const auto pass_to_scores = [&] { barrier_arrive(1 + before, 256); };
-
-    bool begun = false;
+  /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores, softmax and values on
+  /// its own, and at most times some other one keeps the tensor cores busy. A warpgroup passes over blocks that its rows do not see.
+  __device__ __forceinline__ void run_alternating() {
+    static_assert(tile.groups == 3 && tile.value_parts() == 2 && tile.keys == 2 * tile.value_keys);
     for (;;) {
       const TileWork& w = begin_tile();
-      n = w.blocks - 1;
+      n = warp_uniform(w.blocks - 1);
       if (n < 0) break;
-      if (!begun) {
-        if (group == 1) pass_to_scores();  // the first turn is warpgroup 0's
-        if (group == 2) {                  // and values 2 come before scores 1, though there are none yet
-          value_turn();
-          pass_to_scores();
-        }
-        begun = true;
-      }
       // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
       const int32_t low = group * group_rows, high = min(low + group_rows, w.rows) - 1;
-      const int32_t seen = high < low ? 0 : min(w.keys, w.diagonal + high), clear = min(w.keys, w.diagonal + low);
+      const int32_t seen = warp_uniform(high < low ? 0 : min(w.keys, w.diagonal + high)), clear = warp_uniform(min(w.keys, w.diagonal + low));
       bool add = false;
       state = RowState{};
       wait_queries();
@@ -572,23 +560,19 @@ struct Math {
         const int32_t columns = seen - n * tile.keys;  // of the block, that any row sees
         wait_keys();
         if (columns <= 0) {
-          score_turn();
-          pass_to_values();
+          wait_values(0);
+          wait_values(1);
+          // Thread 0 speaks for the warpgroup; where products are issued, they keep its warps together.
+          barrier_sync(1 + group, 128);
           release_keys();
-          wait_values(0);
           release_values();
-          wait_values(0);
           release_values();
-          value_turn();
-          pass_to_scores();
           continue;
         }
         const bool half = columns <= tile.value_keys;
-        score_turn();
         wgmma_pin(s);
         wgmma_fence();
         issue_scores<tile.keys>();
-        pass_to_values();
         wgmma_wait<0>();
         wgmma_pin(s);
         release_keys();
@@ -598,20 +582,17 @@ struct Math {
         pack_weights();
         wait_values(0);
         wait_values(1);
-        value_turn();
         wgmma_pin(o);
         wgmma_pin(weights);
         if (half) {
           wgmma_fence();
           issue_values(0, add);
-          pass_to_scores();
           wgmma_wait<0>();
           release_values();
         } else {
           wgmma_fence();
           issue_values(0, add);
           issue_values(1, true);
-          pass_to_scores();
           wgmma_wait<1>();
           release_values();
           wgmma_wait<0>();
@@ -626,10 +607,6 @@ struct Math {
         for (float& x : o) x = 0.0f;
       }
       finish(t - 1, state);
-    }
-    if (begun && group == 0) {  // for the last values of warpgroup 2
-      score_turn();
-      pass_to_values();
     }
   }
 };
@@ -669,7 +646,7 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
   } else {
     take_registers<tile.math_registers>();
     Math<tile, Element> math(p, shared, warpgroup);
-    if constexpr (tile.groups == 3) math.run_rotating();
+    if constexpr (tile.groups == 3) math.run_alternating();
     else math.run_overlapped();
   }
 }
