@@ -349,14 +349,12 @@ struct Math {
   const Params& p;
   Shared<tile, Element>& shared;
   const int group, thread;
-  float o[tile.value / 2], s[tile.keys / 2];
-  uint32_t weights[tile.keys / 4];
+  float o[tile.value / 2];
   RowState state;
-  float factor[2];
   uint32_t t = 0;       // tiles begun
   uint32_t blocks = 0;  // blocks of keys let go of
   uint32_t parts = 0;   // parts of values let go of
-  int32_t n = 0;        // block at hand: of its scores, later of its weights
+  int32_t n = 0;        // block at hand
 
   __device__ __forceinline__ Math(const Params& params, Shared<tile, Element>& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), thread(threadIdx.x % 128) {}
@@ -398,22 +396,22 @@ struct Math {
   /// descriptor over, two instructions and their latency in front of each product.
   static __device__ __forceinline__ uint32_t uniform(uint32_t x) { return static_cast<uint32_t>(warp_uniform(static_cast<int>(x))); }
 
-  /// Scores of `columns` keys of the block from its first.
-  template <int columns>
-  __device__ __forceinline__ void issue_scores() {
-    using Product = Wgmma<columns, Element>;
-    auto& d = reinterpret_cast<float(&)[columns / 2]>(s);
+  /// Scores of the block's first 2 n keys.
+  template <int n>
+  __device__ __forceinline__ void issue_scores(float (&s)[n]) {
+    using Product = Wgmma<2 * n, Element>;
     const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
 #pragma unroll
     for (int i = 0; i < tile.dim() / panel; ++i)
 #pragma unroll
       for (int j = 0; j < panel / 16; ++j)
-        Product::template ss<>(d, operand_advance(a, i * sizeof(shared.q[0][0]) + 32 * j),
+        Product::template ss<>(s, operand_advance(a, i * sizeof(shared.q[0][0]) + 32 * j),
                                operand_advance(b, i * sizeof(shared.k[0][0]) + 32 * j), i + j > 0);
     wgmma_commit();
   }
   /// o (+)= weights times one part of the block's values.
-  __device__ __forceinline__ void issue_values(int part, bool add) {
+  template <int n>
+  __device__ __forceinline__ void issue_values(const uint32_t (&weights)[n], int part, bool add) {
     using Product = Wgmma<tile.value, Element>;
     const uint64_t b = operand_128b(smem_address(shared.v[uniform((parts + part) % tile.value_stages)]), 1024, sizeof(shared.v[0][0]));
 #pragma unroll
@@ -422,12 +420,13 @@ struct Math {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void mask_block() {
+  template <int columns>
+  __device__ __forceinline__ void mask_block(float (&s)[columns]) {
     const TileWork& w = work();
     mask(s, n * tile.keys + thread % 4 * 2, min(w.keys, w.diagonal + tile_row()), min(w.keys, w.diagonal + tile_row() + 8));
   }
   /// What the softmax did to the references, done to the outputs so far.
-  __device__ __forceinline__ void rescale() {
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
     if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
     for (int j = 0; j < tile.value / 8; ++j) {
@@ -437,9 +436,10 @@ struct Math {
       o[4 * j + 3] *= factor[1];
     }
   }
-  __device__ __forceinline__ void pack_weights() {
+  template <int n>
+  static __device__ __forceinline__ void pack(const float (&s)[2 * n], uint32_t (&weights)[n]) {
 #pragma unroll
-    for (int j = 0; j < tile.keys / 8; ++j) {
+    for (int j = 0; j < n / 2; ++j) {
       // Accumulators 8 j .. 8 j + 7 are rows (low, low, high, high) of columns 16 j and 16 j + 8: the order of A's registers.
       weights[2 * j] = packed<Element>(s[4 * j], s[4 * j + 1]);
       weights[2 * j + 1] = packed<Element>(s[4 * j + 2], s[4 * j + 3]);
@@ -470,6 +470,9 @@ struct Math {
   /// next tile's first scores are issued with this tile's last values.
   __device__ __forceinline__ void run_overlapped() {
     static_assert(tile.groups == 2 && tile.value_parts() == 1);
+    float s[tile.keys / 2];
+    uint32_t weights[tile.keys / 4];
+    float factor[2];
     const auto my_turn = [&] { barrier_sync(1 + group, 256); };
     const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
     int32_t clear;  // blocks below this number are seen whole by all rows
@@ -487,14 +490,14 @@ struct Math {
     wait_keys();
     my_turn();
     wgmma_fence();
-    issue_scores<tile.keys>();
+    issue_scores(s);
     your_turn();
     wgmma_wait<0>();
     wgmma_pin(s);
     release_keys();
-    if (n >= clear) mask_block();
+    if (n >= clear) mask_block(s);
     exponentiate(s, state, factor, p.scale_log2);
-    pack_weights();
+    pack(s, weights);
 
     for (bool first = true;;) {
       const bool last = n == 0;
@@ -506,7 +509,7 @@ struct Math {
           wgmma_pin(o);
           wgmma_pin(weights);
           wgmma_fence();
-          issue_values(0, !first);
+          issue_values(weights, 0, !first);
           if (group == 0) your_turn();
           wgmma_wait<0>();
           wgmma_pin(o);
@@ -521,35 +524,67 @@ struct Math {
       wgmma_pin(o);
       wgmma_pin(weights);
       wgmma_fence();
-      issue_scores<tile.keys>();
-      issue_values(0, !first);
+      issue_scores(s);
+      issue_values(weights, 0, !first);
       your_turn();
       wgmma_wait<1>();
       wgmma_pin(s);
       release_keys();
       const RowState done = state;
       if (last) state = RowState{};
-      if (n >= clear) mask_block();
+      if (n >= clear) mask_block(s);
       exponentiate(s, state, factor, p.scale_log2);
       wgmma_wait<0>();
       wgmma_pin(o);
       wgmma_pin(weights);
       release_values();
       if (last) finish(t - 2, done);
-      else rescale();
-      pack_weights();
+      else rescale(factor);
+      pack(s, weights);
       first = last;
     }
+  }
+
+  /// Scores, softmax and values of block n, or of its first `columns` keys where no row of this warpgroup sees more.
+  template <int columns>
+  __device__ __forceinline__ void attend_block(bool add, bool masked) {
+    constexpr int parts_seen = columns / tile.value_keys;
+    float s[columns / 2], factor[2];
+    uint32_t weights[columns / 4];
+    wgmma_pin(s);
+    wgmma_fence();
+    issue_scores(s);
+    wgmma_wait<0>();
+    wgmma_pin(s);
+    release_keys();
+    if (masked) mask_block(s);
+    exponentiate(s, state, factor, p.scale_log2);
+    if (add) rescale(factor);
+    pack(s, weights);
+    for (int part = 0; part < tile.value_parts(); ++part) wait_values(part);
+    wgmma_pin(o);
+    wgmma_pin(weights);
+    wgmma_fence();
+#pragma unroll
+    for (int part = 0; part < parts_seen; ++part) issue_values(weights, part, part > 0 || add);
+    if constexpr (parts_seen > 1) {
+      wgmma_wait<1>();
+      release_values();
+    }
+    wgmma_wait<0>();
+    wgmma_pin(o);
+    wgmma_pin(weights);
+    for (int part = parts_seen > 1; part < tile.value_parts(); ++part) release_values();
   }
 
   /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores, softmax and values on
   /// its own, and at most times some other one keeps the tensor cores busy. A warpgroup passes over blocks that its rows do not see.
   __device__ __forceinline__ void run_alternating() {
-    static_assert(tile.groups == 3 && tile.value_parts() == 2 && tile.keys == 2 * tile.value_keys);
+    static_assert(tile.value_parts() == 2);
     for (;;) {
       const TileWork& w = begin_tile();
       n = warp_uniform(w.blocks - 1);
-      if (n < 0) break;
+      if (n < 0) return;
       // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
       const int32_t low = group * group_rows, high = min(low + group_rows, w.rows) - 1;
       const int32_t seen = warp_uniform(high < low ? 0 : min(w.keys, w.diagonal + high)), clear = warp_uniform(min(w.keys, w.diagonal + low));
@@ -557,49 +592,19 @@ struct Math {
       state = RowState{};
       wait_queries();
       for (; n >= 0; --n) {
-        const int32_t columns = seen - n * tile.keys;  // of the block, that any row sees
+        const int32_t columns = seen - n * tile.keys;
         wait_keys();
         if (columns <= 0) {
-          wait_values(0);
-          wait_values(1);
+          for (int part = 0; part < tile.value_parts(); ++part) wait_values(part);
           // Thread 0 speaks for the warpgroup; where products are issued, they keep its warps together.
           barrier_sync(1 + group, 128);
           release_keys();
-          release_values();
-          release_values();
+          for (int part = 0; part < tile.value_parts(); ++part) release_values();
           continue;
         }
-        const bool half = columns <= tile.value_keys;
-        wgmma_pin(s);
-        wgmma_fence();
-        issue_scores<tile.keys>();
-        wgmma_wait<0>();
-        wgmma_pin(s);
-        release_keys();
-        if (clear < (n + 1) * tile.keys) mask_block();
-        exponentiate(s, state, factor, p.scale_log2);
-        if (add) rescale();
-        pack_weights();
-        wait_values(0);
-        wait_values(1);
-        wgmma_pin(o);
-        wgmma_pin(weights);
-        if (half) {
-          wgmma_fence();
-          issue_values(0, add);
-          wgmma_wait<0>();
-          release_values();
-        } else {
-          wgmma_fence();
-          issue_values(0, add);
-          issue_values(1, true);
-          wgmma_wait<1>();
-          release_values();
-          wgmma_wait<0>();
-        }
-        wgmma_pin(o);
-        wgmma_pin(weights);
-        release_values();
+        const bool masked = clear < (n + 1) * tile.keys;
+        if (columns <= tile.value_keys) attend_block<tile.value_keys>(add, masked);
+        else attend_block<tile.keys>(add, masked);
         add = true;
       }
       if (!add) {
