@@ -49,6 +49,7 @@ constexpr int panel = 64;             // elements of a 128-byte row of shared me
 constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
 constexpr int section_heads = 16;     // heads whose tiles run side by side
+constexpr int run_keys = 2048;        // a run's tiles times its request's keys
 
 struct Params {
   CUtensorMap q, k_nope, k_pe, v;
@@ -59,7 +60,8 @@ struct Params {
   int32_t requests, heads;
   float scale, scale_log2;
   bool causal;
-  int32_t* counters;  // [0] tiles handed out beyond the first of each block, [1] blocks that are done
+  int32_t run_keys;   // keys a run of tiles may walk, about; 0: every run is one tile
+  int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done
 };
 
 /// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one request.
@@ -97,24 +99,38 @@ struct Slot {
 
 // ---- the order of tiles ---------------------------------------------------------------------------------------------------------
 
-/// Turns ascending tile numbers into tiles, a warp at a time. Requests in their order; within one, sections of heads; within a section, the
-/// longest tiles first and the heads side by side. A section is narrow enough for several blocks to walk the same head's keys a few blocks
-/// apart, so that L2 serves all but one of them, and wide enough for the last one to end with many short tiles.
+/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long request, or several neighbouring tiles of one
+/// head of a short one: taken by one block, they read the keys and values after the first time from the half of L2 that is near it, where
+/// several blocks would draw them across to both halves. Requests in their order; within one, sections of heads; within a section, the longest
+/// runs first and the heads side by side. A section is narrow enough for several blocks to walk the same head's keys a few blocks apart, so
+/// that memory serves only one of them, and wide enough for the last one to end with many short tiles.
 template <TileConfig tile>
 struct TileOrder {
-  int32_t group = 0;         // first of the 32 requests held by the lanes
-  int32_t before = 0;        // tiles of the requests before the group
-  int32_t begin = 0, end = 0, tiles = 0, until = 0;  // this lane's request: query rows, tiles over all heads, their running sum
+  int32_t group = 0;   // first of the 32 requests held by the lanes
+  int32_t before = 0;  // runs of the requests before the group
+  int32_t until = 0;   // runs of the group's requests up to this lane's
+
+  struct Request {
+    int32_t row, queries, key, keys;
+    int32_t height, run;  // tiles of a head, and of a run
+  };
+  static __device__ Request request(const Params& p, int r) {
+    Request q;
+    q.row = p.query_start[r];
+    q.queries = max(p.query_start[r + 1] - q.row, 0);
+    q.key = p.key_start[r];
+    q.keys = max(p.key_start[r + 1] - q.key, 0);
+    q.height = (q.queries + tile.rows() - 1) / tile.rows();
+    q.run = max(p.run_keys / max(q.keys, 1), 1);
+    return q;
+  }
 
   __device__ void load(const Params& p, int lane) {
-    const int r = group + lane;
-    begin = end = 0;
-    if (r < p.requests) {
-      begin = p.query_start[r];
-      end = p.query_start[r + 1];
+    until = 0;
+    if (group + lane < p.requests) {
+      const Request q = request(p, group + lane);
+      until = (q.height + q.run - 1) / q.run * p.heads;
     }
-    tiles = (max(end - begin, 0) + tile.rows() - 1) / tile.rows() * p.heads;
-    until = tiles;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const int32_t other = __shfl_up_sync(~0u, until, d);
@@ -122,7 +138,8 @@ struct TileOrder {
     }
   }
 
-  __device__ TileWork at(const Params& p, int32_t number, int lane) {
+  /// First tile of a run; `more` tiles follow it.
+  __device__ TileWork at(const Params& p, int32_t number, int lane, int32_t& more) {
     for (;;) {
       const int32_t total = __shfl_sync(~0u, until, 31);
       if (number < before + total) break;
@@ -132,26 +149,35 @@ struct TileOrder {
       load(p, lane);
     }
     const int owner = __ffs(__ballot_sync(~0u, number < before + until)) - 1;
-    const int32_t r = group + owner;
-    const int32_t first = __shfl_sync(~0u, begin, owner), last = __shfl_sync(~0u, end, owner);
-    const int32_t local = number - before - __shfl_sync(~0u, until - tiles, owner);
-    const int32_t key = p.key_start[r], keys = max(p.key_start[r + 1] - key, 0), queries = last - first;
-    const int32_t height = (queries + tile.rows() - 1) / tile.rows();
+    const int32_t skipped = __shfl_sync(~0u, until, max(owner - 1, 0));
+    const Request q = request(p, group + owner);
+    const int32_t local = number - before - (owner > 0 ? skipped : 0);
     const int32_t sections = (p.heads + section_heads - 1) / section_heads, section = (p.heads + sections - 1) / sections;
-    const int32_t s = local / (height * section), in_section = local - s * height * section;
-    const int32_t width = min(section, p.heads - s * section);
-    const int32_t m = height - 1 - in_section / width;
+    const int32_t runs = (q.height + q.run - 1) / q.run * section;
+    const int32_t s = local / runs, in_section = local - s * runs, width = min(section, p.heads - s * section);
+    const int32_t m = q.height - 1 - in_section / width * q.run;
+    more = min(q.run - 1, m);
     TileWork w;
     w.head = s * section + in_section % width;
-    w.row = first + m * tile.rows();
-    w.rows = min(tile.rows(), last - w.row);
-    w.key = key;
-    w.keys = keys;
-    w.diagonal = p.causal ? m * tile.rows() + 1 + keys - queries : keys;
-    const int32_t seen = min(keys, w.diagonal + w.rows - 1);
-    w.blocks = max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
+    w.row = q.row + m * tile.rows();
+    w.rows = min(tile.rows(), q.queries - m * tile.rows());
+    w.key = q.key;
+    w.keys = q.keys;
+    w.diagonal = p.causal ? m * tile.rows() + 1 + q.keys - q.queries : q.keys;
     w.unused = 0;
+    count_blocks(w);
     return w;
+  }
+  /// The run's next tile: the rows above.
+  static __device__ void step(const Params& p, TileWork& w) {
+    w.row -= tile.rows();
+    w.rows = tile.rows();
+    if (p.causal) w.diagonal -= tile.rows();
+    count_blocks(w);
+  }
+  static __device__ void count_blocks(TileWork& w) {
+    const int32_t seen = min(w.keys, w.diagonal + w.rows - 1);
+    w.blocks = max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
   }
 };
 
@@ -164,10 +190,17 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   uint32_t blocks = 0;  // of keys loaded so far
   TileOrder<tile> order;
   order.load(p, lane);
-  int32_t number = blockIdx.x;
+  int32_t number = blockIdx.x, more = 0;
+  TileWork work;
   for (uint32_t t = 0;; ++t) {
-    const TileWork work = order.at(p, number, lane);
-    if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);
+    if (more > 0) {
+      order.step(p, work);
+      --more;
+    } else {
+      work = order.at(p, number, lane, more);
+      if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);
+      number = __shfl_sync(~0u, number, 0);
+    }
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
     if (lane == 0) {
@@ -200,7 +233,6 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
         }
       }
     }
-    number = __shfl_sync(~0u, number, 0);
   }
   // Every block has drawn its last number before it reports, so the last one to report may rewind the counters for the next launch.
   if (lane == 0) {
@@ -745,13 +777,13 @@ CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t wi
     const std::array<uint64_t, 2> extents{u64(width), u64(rows)};
     const std::array<uint64_t, 1> strides{u64(row_stride * size)};
     const std::array<uint32_t, 2> box{panel, static_cast<uint32_t>(box_rows)};
-    return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128);
+    return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128, 128);
   }
   aligned(head_stride * size, "head stride");
   const std::array<uint64_t, 3> extents{u64(width), u64(heads), u64(rows)};
   const std::array<uint64_t, 2> strides{u64(head_stride * size), u64(row_stride * size)};
   const std::array<uint32_t, 3> box{panel, 1, static_cast<uint32_t>(box_rows)};
-  return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128);
+  return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128, 128);
 }
 
 template <class Config, class Element>
@@ -778,12 +810,15 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.causal = a.causal;
+  // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so the extents decide.
+  const int multiprocessors = cuda::multiprocessors(op);
+  p.run_keys = tokens * heads >= int64_t{multiprocessors} * 16 * tile.rows() ? run_keys : 0;
   p.counters = static_cast<int32_t*>(a.workspace);
 
   constexpr size_t shared_bytes = sizeof(Shared<tile, Element>) + 1024;  // and what aligning it takes
   static_assert(shared_bytes <= 227 * 1024);
   const int64_t most_tiles = (tokens / tile.rows() + a.requests) * heads;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors(op), most_tiles));
+  const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles));
   cuda::launch(&attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes}, stream, op,
                "launch", "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
 }
