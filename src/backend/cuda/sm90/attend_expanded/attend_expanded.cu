@@ -197,9 +197,8 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
       order.step(p, work);
       --more;
     } else {
-      work = order.at(p, number, lane, more);
-      if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);
-      number = __shfl_sync(~0u, number, 0);
+      work = order.at(p, __shfl_sync(~0u, number, 0), lane, more);
+      if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);  // not waited for until the run is over
     }
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
