@@ -431,7 +431,7 @@ struct Math {
   template <int n>
   __device__ __forceinline__ void issue_scores(float (&s)[n]) {
     using Product = Wgmma<2 * n, Element>;
-    const uint64_t a = operand_128b(smem_address(shared.q[group])), b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
+    const uint64_t a = operand_128b(smem_address(shared.q[uniform(group)])), b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
 #pragma unroll
     for (int i = 0; i < tile.dim() / panel; ++i)
 #pragma unroll
