@@ -1,18 +1,17 @@
 // Times attend_expanded on Hopper: graph replays over rotating inputs, the answer checked in the same program.
 //   attend_expanded_bench [file.json [name]]     name: only shapes whose name contains it
-#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
-#include <cuda_fp16.h>
-
 #include <cstring>
 #include <numeric>
 #include <random>
 #include <string>
 #include <utility>
 
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/device_array.hpp"
 
 namespace mla::cuda {
@@ -29,28 +28,52 @@ struct Shape {
   int nope = 128, rope = 64, value = 128;
   bool causal = true;
   Dtype dtype = Dtype::bf16;
-  double peer_tflops = 0;  // FlashAttention-3 on an H200
+  double peer_tflops =
+      0;  // FlashAttention-3 (commit 0251105, keys concatenated beforehand) on another H200, measured the same way
 };
 
-std::vector<int32_t> repeat(int count, int32_t length) { return std::vector<int32_t>(static_cast<size_t>(count), length); }
+std::vector<int32_t> repeat(int count, int32_t length) {
+  return std::vector<int32_t>(static_cast<size_t>(count), length);
+}
 
 std::vector<Shape> shapes() {
+  const std::vector<int32_t> uneven{100, 3000, 777, 4096, 64, 1500};
   std::vector<int32_t> mixed;
   std::mt19937 random(1);
-  for (int i = 0; i < 24; ++i) mixed.push_back(static_cast<int32_t>(32 * std::exp2(static_cast<double>(random() % 1000) / 1000 * 6)));
+  for (int i = 0; i < 24; ++i)
+    mixed.push_back(static_cast<int32_t>(32 * std::exp2(static_cast<double>(random() % 1000) / 1000 * 6)));
   return {
+      {.name = "h16 2K causal", .queries = {2048}, .keys = {2048}, .heads = 16, .peer_tflops = 405},
       {.name = "h16 8K causal", .queries = {8192}, .keys = {8192}, .heads = 16, .peer_tflops = 688},
+      {.name = "h16 32K causal", .queries = {32768}, .keys = {32768}, .heads = 16, .peer_tflops = 697},
+      {.name = "h16 16 x 512 causal",
+       .queries = repeat(16, 512),
+       .keys = repeat(16, 512),
+       .heads = 16,
+       .peer_tflops = 241},
+      {.name = "h16 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 16, .peer_tflops = 510},
+      {.name = "h128 2K causal", .queries = {2048}, .keys = {2048}, .heads = 128, .peer_tflops = 516},
       {.name = "h128 8K causal", .queries = {8192}, .keys = {8192}, .heads = 128, .peer_tflops = 609},
-      {.name = "h128 16 x 512 causal", .queries = repeat(16, 512), .keys = repeat(16, 512), .heads = 128, .peer_tflops = 301},
+      {.name = "h128 16K causal", .queries = {16384}, .keys = {16384}, .heads = 128, .peer_tflops = 669},
+      {.name = "h128 16 x 512 causal",
+       .queries = repeat(16, 512),
+       .keys = repeat(16, 512),
+       .heads = 128,
+       .peer_tflops = 301},
+      {.name = "h128 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 128, .peer_tflops = 554},
       {.name = "h128 64 x 128 causal", .queries = repeat(64, 128), .keys = repeat(64, 128), .heads = 128},
-      {.name = "h128 4 x 2048 causal", .queries = repeat(4, 2048), .keys = repeat(4, 2048), .heads = 128},
-      {.name = "h128 24 mixed 32 to 2048 causal", .queries = mixed, .keys = mixed, .heads = 128},
-      {.name = "h16 16 x 512 causal", .queries = repeat(16, 512), .keys = repeat(16, 512), .heads = 16},
+      {.name = "h128 4 x 2K causal", .queries = repeat(4, 2048), .keys = repeat(4, 2048), .heads = 128},
+      {.name = "h128 24 mixed, 32 to 2K causal", .queries = mixed, .keys = mixed, .heads = 128},
       {.name = "h128 512 over 8K context", .queries = {512}, .keys = {8192}, .heads = 128, .causal = false},
       {.name = "h128 2K causal after 6K", .queries = {2048}, .keys = {8192}, .heads = 128},
       {.name = "h16 8K causal f16", .queries = {8192}, .keys = {8192}, .heads = 16, .dtype = Dtype::f16},
       {.name = "192/64/256 h64 8K causal", .queries = {8192}, .keys = {8192}, .heads = 64, .nope = 192, .value = 256},
-      {.name = "192/64/256 h64 16 x 512 causal", .queries = repeat(16, 512), .keys = repeat(16, 512), .heads = 64, .nope = 192, .value = 256},
+      {.name = "192/64/256 h64 16 x 512 causal",
+       .queries = repeat(16, 512),
+       .keys = repeat(16, 512),
+       .heads = 64,
+       .nope = 192,
+       .value = 256},
   };
 }
 
@@ -60,7 +83,8 @@ __global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed, bool b
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     z ^= z >> 31;
-    const float a = (static_cast<float>(z & 0xffffff) + 1.0f) / 16777217.0f, b = static_cast<float>((z >> 24) & 0xffffff) / 16777216.0f;
+    const float a = (static_cast<float>(z & 0xffffff) + 1.0f) / 16777217.0f,
+                b = static_cast<float>((z >> 24) & 0xffffff) / 16777216.0f;
     const float x = sqrtf(-2.0f * logf(a)) * cospif(2.0f * b);
     const uint32_t u = __float_as_uint(x);
     data[i] = bf16 ? static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16) : __half_as_ushort(__float2half(x));
@@ -84,26 +108,35 @@ double to_double(Dtype t, uint16_t x) { return t == Dtype::bf16 ? to_float(bf16{
 double worst(const Shape& s, const Input& in) {
   const std::vector<int32_t> qs = starts(s.queries), ks = starts(s.keys);
   const int64_t h = s.heads, qk = s.nope + s.rope, kv = s.nope + s.value;
-  const double u = s.dtype == Dtype::bf16 ? 0x1p-8 : 0x1p-11, scale = static_cast<float>(1 / std::sqrt(static_cast<double>(qk)));
+  const double u = s.dtype == Dtype::bf16 ? 0x1p-8 : 0x1p-11,
+               scale = static_cast<float>(1 / std::sqrt(static_cast<double>(qk)));
   std::mt19937 random(9);
   double most = 0;
   std::vector<uint16_t> rows;
   for (int sample = 0; sample < 24; ++sample) {
     const auto r = static_cast<size_t>(random() % s.queries.size());
     const int64_t nq = s.queries[r], nk = s.keys[r];
-    const int64_t i = sample == 0 ? nq - 1 : static_cast<int64_t>(random() % static_cast<uint32_t>(nq)), head = random() % static_cast<uint32_t>(h);
+    const int64_t i = sample == 0 ? nq - 1 : static_cast<int64_t>(random() % static_cast<uint32_t>(nq)),
+                  head = random() % static_cast<uint32_t>(h);
     const int64_t seen = s.causal ? i + 1 + nk - nq : nk, row = (qs[r] + i) * h + head;
     rows.resize(static_cast<size_t>(seen * kv));
-    check(cudaMemcpy2D(rows.data(), static_cast<size_t>(kv) * 2, in.k_v.data() + (ks[r] * h + head) * kv, static_cast<size_t>(h * kv) * 2,
-                       static_cast<size_t>(kv) * 2, static_cast<size_t>(seen), cudaMemcpyDeviceToHost),
+    check(cudaMemcpy2D(rows.data(), static_cast<size_t>(kv) * 2, in.k_v.data() + (ks[r] * h + head) * kv,
+                       static_cast<size_t>(h * kv) * 2, static_cast<size_t>(kv) * 2, static_cast<size_t>(seen),
+                       cudaMemcpyDeviceToHost),
           "bench", "copy");
-    const std::vector<uint16_t> pe = in.k_pe.get(ks[r] * s.rope, seen * s.rope), q = in.q.get(row * qk, qk), got = in.out.get(row * s.value, s.value);
-    std::vector<double> score(static_cast<size_t>(seen)), o(static_cast<size_t>(s.value)), magnitude(static_cast<size_t>(s.value));
+    const std::vector<uint16_t> pe = in.k_pe.get(ks[r] * s.rope, seen * s.rope), q = in.q.get(row * qk, qk),
+                                got = in.out.get(row * s.value, s.value);
+    std::vector<double> score(static_cast<size_t>(seen)), o(static_cast<size_t>(s.value)),
+        magnitude(static_cast<size_t>(s.value));
     double high = -1e300, sum = 0;
     for (int64_t j = 0; j < seen; ++j) {
       double dot = 0;
-      for (int e = 0; e < s.nope; ++e) dot += to_double(s.dtype, q[static_cast<size_t>(e)]) * to_double(s.dtype, rows[static_cast<size_t>(j * kv + e)]);
-      for (int e = 0; e < s.rope; ++e) dot += to_double(s.dtype, q[static_cast<size_t>(s.nope + e)]) * to_double(s.dtype, pe[static_cast<size_t>(j * s.rope + e)]);
+      for (int e = 0; e < s.nope; ++e)
+        dot +=
+            to_double(s.dtype, q[static_cast<size_t>(e)]) * to_double(s.dtype, rows[static_cast<size_t>(j * kv + e)]);
+      for (int e = 0; e < s.rope; ++e)
+        dot += to_double(s.dtype, q[static_cast<size_t>(s.nope + e)]) *
+               to_double(s.dtype, pe[static_cast<size_t>(j * s.rope + e)]);
       score[static_cast<size_t>(j)] = dot * scale;
       high = std::max(high, dot * scale);
     }
@@ -117,7 +150,8 @@ double worst(const Shape& s, const Input& in) {
       }
     }
     for (int e = 0; e < s.value; ++e) {
-      const double want = o[static_cast<size_t>(e)] / sum, bound = (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum + u * std::abs(want) + 1e-7;
+      const double want = o[static_cast<size_t>(e)] / sum,
+                   bound = (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum + u * std::abs(want) + 1e-7;
       const double error = std::abs(to_double(s.dtype, got[static_cast<size_t>(e)]) - want) / bound;
       most = std::isfinite(error) ? std::max(most, error) : 1e9;
     }
@@ -133,14 +167,16 @@ struct Result {
 };
 
 Result measure(const Shape& s, cudaStream_t stream) {
-  const int64_t tokens = starts(s.queries).back(), keys = starts(s.keys).back(), h = s.heads, qk = s.nope + s.rope, kv = s.nope + s.value;
+  const int64_t tokens = starts(s.queries).back(), keys = starts(s.keys).back(), h = s.heads, qk = s.nope + s.rope,
+                kv = s.nope + s.value;
   double pairs = 0;
   for (size_t r = 0; r < s.queries.size(); ++r) {
     const double nq = s.queries[r], nk = s.keys[r];
     pairs += s.causal ? nq * (nk - nq) + nq * (nq + 1) / 2 : nq * nk;
   }
   const double flops = 2 * pairs * static_cast<double>(h * (qk + s.value));
-  const double bytes = 2.0 * static_cast<double>(tokens * h * (qk + s.value) + keys * (h * kv + s.rope)) + 4.0 * static_cast<double>(tokens * h);
+  const double bytes = 2.0 * static_cast<double>(tokens * h * (qk + s.value) + keys * (h * kv + s.rope)) +
+                       4.0 * static_cast<double>(tokens * h);
 
   const int sets = std::max(1, static_cast<int>(std::ceil(rotation_bytes / bytes)));
   std::vector<Input> inputs;
@@ -152,8 +188,8 @@ Result measure(const Shape& s, cudaStream_t stream) {
   };
   for (int i = 0; i < sets; ++i) {
     const auto seed = static_cast<uint32_t>(i * 8);
-    Input in{array(tokens * h * qk, seed), array(keys * h * kv, seed + 1), array(keys * s.rope, seed + 2), DeviceArray<uint16_t>(tokens * h * s.value),
-             DeviceArray<float>(tokens * h)};
+    Input in{array(tokens * h * qk, seed), array(keys * h * kv, seed + 1), array(keys * s.rope, seed + 2),
+             DeviceArray<uint16_t>(tokens * h * s.value), DeviceArray<float>(tokens * h)};
     check(cudaMemsetAsync(in.out.data(), 0xff, static_cast<size_t>(in.out.size()) * 2, stream), "bench", "poison");
     inputs.push_back(std::move(in));
   }
@@ -200,7 +236,11 @@ Result measure(const Shape& s, cudaStream_t stream) {
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   const double median = us[us.size() / 2];
-  return {median, us[us.size() * 9 / 10], flops / median * 1e-6, bytes / median * 1e-3, std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
+  return {median,
+          us[us.size() * 9 / 10],
+          flops / median * 1e-6,
+          bytes / median * 1e-3,
+          std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
           std::max(worst(s, inputs.front()), worst(s, inputs.back()))};
 }
 
@@ -213,25 +253,32 @@ int main(int argc, char** argv) {
   check(cudaGetDeviceProperties(&device, 0), "bench", "device");
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  std::string json = std::string("{\n  \"device\": \"") + device.name + "\",\n  \"command\": \"attend_expanded_bench FILE\",\n  \"roof\": {\"read_gbps\": " +
-                     std::to_string(read_gbps) + ", \"tflops\": " + std::to_string(peak_tflops) + "},\n  \"rows\": [";
+  std::string json =
+      std::string("{\n  \"device\": \"") + device.name +
+      "\",\n  \"command\": \"attend_expanded_bench FILE\",\n  \"roof\": {\"read_gbps\": " + std::to_string(read_gbps) +
+      ", \"tflops\": " + std::to_string(peak_tflops) + "},\n  \"rows\": [";
   bool good = true, comma = false;
-  std::printf("%-34s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "median us", "p90 us", "TFLOP/s", "GB/s", "% floor", "x peer", "error");
+  std::printf("%-34s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "median us", "p90 us", "TFLOP/s", "GB/s", "% floor",
+              "x peer", "error");
   for (const Shape& s : shapes()) {
     if (argc > 2 && s.name.find(argv[2]) == std::string::npos) continue;
     const Result r = measure(s, stream);
     const bool ok = r.error <= 1.01;
     good &= ok;
-    std::printf("%-34s %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.median_us, r.p90_us, r.tflops, r.gbps, 100 * r.floor_us / r.median_us,
-                s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0, r.error, ok ? "" : " WRONG");
+    std::printf("%-34s %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.median_us, r.p90_us,
+                r.tflops, r.gbps, 100 * r.floor_us / r.median_us, s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0,
+                r.error, ok ? "" : " WRONG");
     std::fflush(stdout);
     char row[600];
     std::snprintf(row, sizeof row,
-                  "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"requests\": %zu, \"tokens\": %d, \"keys\": %d, "
-                  "\"median_us\": %.2f, \"p90_us\": %.2f, \"tflops\": %.1f, \"gbps\": %.0f, \"of_floor\": %.3f, \"peer_tflops\": %.0f, \"error_of_bound\": %.3f, "
+                  "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"requests\": "
+                  "%zu, \"tokens\": %d, \"keys\": %d, "
+                  "\"median_us\": %.2f, \"p90_us\": %.2f, \"tflops\": %.1f, \"gbps\": %.0f, \"of_floor\": %.3f, "
+                  "\"peer_tflops\": %.0f, \"error_of_bound\": %.3f, "
                   "\"ok\": %s}",
-                  comma ? "," : "", s.name.c_str(), s.heads, s.nope, s.rope, s.value, s.causal ? "true" : "false", s.queries.size(), starts(s.queries).back(),
-                  starts(s.keys).back(), r.median_us, r.p90_us, r.tflops, r.gbps, r.floor_us / r.median_us, s.peer_tflops, r.error, ok ? "true" : "false");
+                  comma ? "," : "", s.name.c_str(), s.heads, s.nope, s.rope, s.value, s.causal ? "true" : "false",
+                  s.queries.size(), starts(s.queries).back(), starts(s.keys).back(), r.median_us, r.p90_us, r.tflops,
+                  r.gbps, r.floor_us / r.median_us, s.peer_tflops, r.error, ok ? "true" : "false");
     json += row;
     comma = true;
   }
@@ -251,9 +298,7 @@ int main(int argc, char** argv) {
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try {
-  return mla::cuda::main(argc, argv);
-} catch (const std::exception& e) {
+int main(int argc, char** argv) try { return mla::cuda::main(argc, argv); } catch (const std::exception& e) {
   std::fprintf(stderr, "attend_expanded_bench: %s\n", e.what());
   return 1;
 }

@@ -1,6 +1,4 @@
 // attend_expanded on Hopper against float64: ragged batches, poison, bits.
-#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,6 +10,7 @@
 #include <string>
 #include <thread>
 
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/device_array.hpp"
 
 namespace mla::cuda {
@@ -45,7 +44,8 @@ constexpr uint32_t sentinel = 0x7fc0dead;
 uint16_t rounded(Dtype t, float x) { return t == Dtype::bf16 ? to_bf16(x).bits : to_f16(x).bits; }
 double value_of(Dtype t, uint16_t bits) { return t == Dtype::bf16 ? to_float(bf16{bits}) : to_float(f16{bits}); }
 
-/// A batch on the device: q [tokens, heads, P + R], one array [keys, heads, P + V] that k_nope and v are slices of, k_pe [keys, R].
+/// A batch on the device: q [tokens, heads, P + R], one array [keys, heads, P + V] that k_nope and v are slices of,
+/// k_pe [keys, R].
 struct Problem {
   Batch batch;
   std::vector<int32_t> q_start, k_start;
@@ -66,9 +66,11 @@ struct Problem {
     scale = 1.0f / std::sqrt(static_cast<float>(qk));
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    const auto fill = [&](std::vector<uint16_t>& a, int64_t rows, int64_t width, int64_t begin, int64_t end, float size) {
+    const auto fill = [&](std::vector<uint16_t>& a, int64_t rows, int64_t width, int64_t begin, int64_t end,
+                          float size) {
       a.assign(static_cast<size_t>(rows * width), nan16);
-      for (int64_t i = begin * width; i < end * width; ++i) a[static_cast<size_t>(i)] = rounded(b.dtype, size * normal(random));
+      for (int64_t i = begin * width; i < end * width; ++i)
+        a[static_cast<size_t>(i)] = rounded(b.dtype, size * normal(random));
     };
     fill(q, tokens, b.heads * qk, q_start.front(), q_start.back(), 2.0f);
     fill(k_v, keys, b.heads * kv, k_start.front(), k_start.back(), 1.0f);
@@ -129,8 +131,8 @@ double out_value(const Problem& p, const std::vector<uint32_t>& bits, int64_t i)
   return value_of(p.batch.dtype, static_cast<uint16_t>(bits[static_cast<size_t>(i / 2)] >> (16 * (i % 2))));
 }
 
-/// Compares every row with float64. The bound of an output: each probability rounds to the operands' type (relative u), the output too;
-/// f32 sums and the exponential's approximation add 2e-5 of the summed magnitudes.
+/// Compares every row with float64. The bound of an output: each probability rounds to the operands' type (relative u),
+/// the output too; f32 sums and the exponential's approximation add 2e-5 of the summed magnitudes.
 std::string compare(const Problem& p) {
   const Batch& b = p.batch;
   const Dims d = b.dims;
@@ -154,18 +156,21 @@ std::string compare(const Problem& p) {
       const int64_t token = row / b.heads, head = row % b.heads;
       const int r = request_of[static_cast<size_t>(token)];
       const auto fail = [&](const std::string& what, double got, double want, double bound) {
-        failure = what + " token " + std::to_string(token) + " (request " + std::to_string(r) + ") head " + std::to_string(head) + ": " +
-                  std::to_string(got) + ", expected " + std::to_string(want) + " within " + std::to_string(bound);
+        failure = what + " token " + std::to_string(token) + " (request " + std::to_string(r) + ") head " +
+                  std::to_string(head) + ": " + std::to_string(got) + ", expected " + std::to_string(want) +
+                  " within " + std::to_string(bound);
       };
       if (r < 0) {  // untouched
-        if (std::bit_cast<uint32_t>(lse[static_cast<size_t>(row)]) != sentinel) fail("lse of no request", lse[static_cast<size_t>(row)], 0, 0);
+        if (std::bit_cast<uint32_t>(lse[static_cast<size_t>(row)]) != sentinel)
+          fail("lse of no request", lse[static_cast<size_t>(row)], 0, 0);
         const int64_t words = d.value / (b.f32_out ? 1 : 2);
         for (int64_t i = row * words; i < (row + 1) * words; ++i)
           if (out[static_cast<size_t>(i)] != sentinel) fail("out of no request", 0, 0, 0);
         continue;
       }
       const auto request = static_cast<size_t>(r);
-      const int64_t i = token - p.q_start[request], nq = b.queries[request], nk = b.keys[request], first = p.k_start[request];
+      const int64_t i = token - p.q_start[request], nq = b.queries[request], nk = b.keys[request],
+                    first = p.k_start[request];
       const int64_t seen = b.causal ? std::clamp<int64_t>(i + 1 + nk - nq, 0, nk) : nk;
       s.assign(static_cast<size_t>(seen), 0.0);
       double high = -std::numeric_limits<double>::infinity();
@@ -198,7 +203,9 @@ std::string compare(const Problem& p) {
       for (int e = 0; e < d.value && failure.empty(); ++e) {
         const double got = out_value(p, out, row * d.value + e);
         const double want = seen ? o[static_cast<size_t>(e)] / sum : 0.0;
-        const double bound = seen ? (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum * 1.01 + (b.f32_out ? 0 : u * std::abs(want)) + 1e-7 : 0;
+        const double bound = seen ? (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum * 1.01 +
+                                        (b.f32_out ? 0 : u * std::abs(want)) + 1e-7
+                                  : 0;
         if (!(std::abs(got - want) <= bound)) fail("out[" + std::to_string(e) + "]", got, want, bound);
       }
     }
@@ -227,8 +234,9 @@ std::vector<Batch> kinds() {
 }
 
 std::string name(const Batch& b) {
-  std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) + (b.dtype == Dtype::bf16 ? " bf16" : " f16") +
-                     (b.f32_out ? " to f32" : "") + (b.causal ? " causal" : "") + ", heads " + std::to_string(b.heads) + ", q";
+  std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) +
+                     (b.dtype == Dtype::bf16 ? " bf16" : " f16") + (b.f32_out ? " to f32" : "") +
+                     (b.causal ? " causal" : "") + ", heads " + std::to_string(b.heads) + ", q";
   for (int32_t n : b.queries) text += " " + std::to_string(n);
   text += ", k";
   for (int32_t n : b.keys) text += " " + std::to_string(n);
@@ -263,7 +271,10 @@ TEST_F(AttendExpanded, RaggedBatches) {
         b.queries.push_back(upto(4) == 0 ? 0 : upto(most));
         // Equal, with context, fewer keys than queries (rows that see nothing), none.
         const int kind = upto(3);
-        b.keys.push_back(kind == 0 ? b.queries.back() : kind == 1 ? b.queries.back() + upto(most) : kind == 2 ? upto(b.queries.back()) : upto(1) * upto(most));
+        b.keys.push_back(kind == 0   ? b.queries.back()
+                         : kind == 1 ? b.queries.back() + upto(most)
+                         : kind == 2 ? upto(b.queries.back())
+                                     : upto(1) * upto(most));
       }
       Problem p(b, static_cast<uint32_t>(round));
       p.run();
@@ -298,9 +309,11 @@ TEST_F(AttendExpanded, RisingScores) {
     Batch b{.queries = {600}, .keys = {600}, .heads = 3, .causal = false};
     Problem p(b, 5);
     for (int64_t t = 0; t < p.tokens; ++t)
-      for (int h = 0; h < b.heads; ++h) p.q[static_cast<size_t>((t * b.heads + h) * p.qk + 128)] = rounded(b.dtype, 14.0f);
+      for (int h = 0; h < b.heads; ++h)
+        p.q[static_cast<size_t>((t * b.heads + h) * p.qk + 128)] = rounded(b.dtype, 14.0f);
     // The kernel walks the keys from the last to the first.
-    for (int64_t j = 0; j < p.keys; ++j) p.k_pe[static_cast<size_t>(j * 64)] = rounded(b.dtype, -slope * static_cast<float>(j));
+    for (int64_t j = 0; j < p.keys; ++j)
+      p.k_pe[static_cast<size_t>(j * 64)] = rounded(b.dtype, -slope * static_cast<float>(j));
     p.upload();
     p.run();
     ASSERT_EQ(compare(p), "") << "slope " << slope;
@@ -336,9 +349,11 @@ TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
       for (int64_t t = 0; t < together.tokens; ++t) {
         const bool mine = t >= together.q_start[r] && t < together.q_start[r + 1];
         for (int64_t i = t * words; i < (t + 1) * words; ++i)
-          ASSERT_EQ(out1[static_cast<size_t>(i)], mine ? out[static_cast<size_t>(i)] : sentinel) << name(b) << " request " << r << " token " << t;
+          ASSERT_EQ(out1[static_cast<size_t>(i)], mine ? out[static_cast<size_t>(i)] : sentinel)
+              << name(b) << " request " << r << " token " << t;
         for (int64_t i = t * b.heads; i < (t + 1) * b.heads; ++i)
-          ASSERT_EQ(lse1[static_cast<size_t>(i)], mine ? lse[static_cast<size_t>(i)] : sentinel) << name(b) << " request " << r;
+          ASSERT_EQ(lse1[static_cast<size_t>(i)], mine ? lse[static_cast<size_t>(i)] : sentinel)
+              << name(b) << " request " << r;
       }
     }
   }
@@ -355,8 +370,11 @@ TEST_F(AttendExpanded, ACapturedLaunchServesOtherLengths) {
   sm90::attend_expanded(stream, p.args());
   check(cudaStreamEndCapture(stream, &graph), "test", "capture");
   check(cudaGraphInstantiate(&exec, graph, 0), "test", "instantiate");
-  for (const auto& [queries, keys] : std::vector<std::pair<std::vector<int32_t>, std::vector<int32_t>>>{
-           {{300, 300, 300}, {400, 400, 400}}, {{1, 700, 0}, {500, 700, 0}}, {{0, 0, 0}, {0, 0, 0}}, {{899, 1, 0}, {1000, 200, 0}}}) {
+  for (const auto& [queries, keys] :
+       std::vector<std::pair<std::vector<int32_t>, std::vector<int32_t>>>{{{300, 300, 300}, {400, 400, 400}},
+                                                                          {{1, 700, 0}, {500, 700, 0}},
+                                                                          {{0, 0, 0}, {0, 0, 0}},
+                                                                          {{899, 1, 0}, {1000, 200, 0}}}) {
     p.batch.queries = queries;
     p.batch.keys = keys;
     p.q_start = p.batch.starts(queries);
@@ -383,7 +401,10 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
   };
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.k_pe = {Dtype::bf16, p.k_pe_dev.data(), {9, 64}}; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.v = {Dtype::f16, p.k_v_dev.data(), {10, 2, 128}}; }), ShapeError);
-  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.k_nope = {Dtype::bf16, p.k_v_dev.data() + 1, {10, 2, 128}, {512, 256, 1}}; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.k_nope = {Dtype::bf16, p.k_v_dev.data() + 1, {10, 2, 128}, {512, 256, 1}};
+               }),
+               ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.scale = 0.0f; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.workspace = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) {
@@ -391,7 +412,10 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
                  a.k_nope = {Dtype::bf16, p.k_v_dev.data(), {10, 2, 64}, {512, 256, 1}};
                }),
                UnsupportedError);
-  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.q = {Dtype::f32, p.q_dev.data(), {10, 2, 192}}; }), UnsupportedError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.q = {Dtype::f32, p.q_dev.data(), {10, 2, 192}};
+               }),
+               UnsupportedError);
 }
 
 }  // namespace

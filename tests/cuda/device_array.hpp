@@ -16,10 +16,12 @@ class DeviceArray {
  public:
   DeviceArray() = default;
   explicit DeviceArray(int64_t count) : count_(count) {
-    check(cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<size_t>(count > 0 ? count : 1) * sizeof(T)), "test", "cudaMalloc");
+    check(cudaMalloc(reinterpret_cast<void**>(&data_), static_cast<size_t>(count > 0 ? count : 1) * sizeof(T)), "test",
+          "cudaMalloc");
   }
   explicit DeviceArray(const std::vector<T>& host) : DeviceArray(static_cast<int64_t>(host.size())) { set(host); }
-  DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
+  DeviceArray(DeviceArray&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), count_(std::exchange(other.count_, 0)) {}
   DeviceArray& operator=(DeviceArray&& other) noexcept {
     std::swap(data_, other.data_);
     std::swap(count_, other.count_);
@@ -30,11 +32,13 @@ class DeviceArray {
   T* data() const { return data_; }
   int64_t size() const { return count_; }
   void set(const std::vector<T>& host) {
-    check(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "test", "copy to the device");
+    check(cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "test",
+          "copy to the device");
   }
   std::vector<T> get(int64_t begin, int64_t count) const {
     std::vector<T> host(static_cast<size_t>(count));
-    check(cudaMemcpy(host.data(), data_ + begin, host.size() * sizeof(T), cudaMemcpyDeviceToHost), "test", "copy from the device");
+    check(cudaMemcpy(host.data(), data_ + begin, host.size() * sizeof(T), cudaMemcpyDeviceToHost), "test",
+          "copy from the device");
     return host;
   }
   std::vector<T> get() const { return get(0, count_); }

@@ -1,6 +1,4 @@
 // Multi-head attention with k_nope and k_pe as two operands. README.md has the roofline, the schedule and the budgets.
-#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
-
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -13,18 +11,21 @@
 #include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/core/wgmma.cuh"
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {
 
-// ---- config ---------------------------------------------------------------------------------------------------------------------
+// ---- config
+// ---------------------------------------------------------------------------------------------------------------------
 
 struct TileConfig {
-  int nope, rope, value;           ///< head dimensions
-  int groups;                      ///< math warpgroups, of 64 query rows each
-  int keys, key_stages;            ///< keys of a block; blocks of keys in flight
-  int value_keys, value_stages;    ///< values arrive in parts of a block
-  int math_registers, producer_registers;  ///< a thread; together what the block starts with, or a warpgroup waits forever for its share
+  int nope, rope, value;                   ///< head dimensions
+  int groups;                              ///< math warpgroups, of 64 query rows each
+  int keys, key_stages;                    ///< keys of a block; blocks of keys in flight
+  int value_keys, value_stages;            ///< values arrive in parts of a block
+  int math_registers, producer_registers;  ///< a thread; together what the block starts with, or a warpgroup waits
+                                           ///< forever for its share
   bool f32_out;
   constexpr int dim() const { return nope + rope; }
   constexpr int rows() const { return 64 * groups; }
@@ -32,16 +33,35 @@ struct TileConfig {
   constexpr int value_parts() const { return keys / value_keys; }
 };
 
-// The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is a TileConfig itself.
+// The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is
+// a TileConfig itself.
 template <bool out_f32>
 struct Deepseek {
-  static constexpr TileConfig tile{.nope = 128, .rope = 64, .value = 128, .groups = 3, .keys = 128, .key_stages = 2, .value_keys = 64,
-                                   .value_stages = 3, .math_registers = 160, .producer_registers = 32, .f32_out = out_f32};
+  static constexpr TileConfig tile{.nope = 128,
+                                   .rope = 64,
+                                   .value = 128,
+                                   .groups = 3,
+                                   .keys = 128,
+                                   .key_stages = 2,
+                                   .value_keys = 64,
+                                   .value_stages = 3,
+                                   .math_registers = 160,
+                                   .producer_registers = 32,
+                                   .f32_out = out_f32};
 };
 template <bool out_f32>
 struct Glm {
-  static constexpr TileConfig tile{.nope = 192, .rope = 64, .value = 256, .groups = 2, .keys = 80, .key_stages = 2, .value_keys = 80,
-                                   .value_stages = 2, .math_registers = 232, .producer_registers = 40, .f32_out = out_f32};
+  static constexpr TileConfig tile{.nope = 192,
+                                   .rope = 64,
+                                   .value = 256,
+                                   .groups = 2,
+                                   .keys = 80,
+                                   .key_stages = 2,
+                                   .value_keys = 80,
+                                   .value_stages = 2,
+                                   .math_registers = 232,
+                                   .producer_registers = 40,
+                                   .f32_out = out_f32};
 };
 
 constexpr int group_rows = 64;        // query rows of a math warpgroup: the height of wgmma
@@ -74,7 +94,8 @@ struct TileWork {
   int32_t unused;
 };
 
-// ---- shared memory --------------------------------------------------------------------------------------------------------------
+// ---- shared memory
+// --------------------------------------------------------------------------------------------------------------
 
 template <TileConfig tile, class Element>
 struct alignas(1024) Shared {
@@ -89,21 +110,23 @@ struct alignas(1024) Shared {
   uint64_t v_tail;  // a part of values that holds rows past the request's end has landed
 };
 
-/// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full` barrier is waited for
-/// with this parity, its `empty` barrier with the other.
+/// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
+/// barrier is waited for with this parity, its `empty` barrier with the other.
 template <uint32_t depth>
 struct Slot {
   uint32_t index, parity;
   __device__ explicit Slot(uint32_t count) : index(count % depth), parity(count / depth & 1) {}
 };
 
-// ---- the order of tiles ---------------------------------------------------------------------------------------------------------
+// ---- the order of tiles
+// ---------------------------------------------------------------------------------------------------------
 
-/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long request, or several neighbouring tiles of one
-/// head of a short one: taken by one block, they read the keys and values after the first time from the half of L2 that is near it, where
-/// several blocks would draw them across to both halves. Requests in their order; within one, sections of heads; within a section, the longest
-/// runs first and the heads side by side. A section is narrow enough for several blocks to walk the same head's keys a few blocks apart, so
-/// that memory serves only one of them, and wide enough for the last one to end with many short tiles.
+/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long request, or several
+/// neighbouring tiles of one head of a short one: taken by one block, they read the keys and values after the first
+/// time from the half of L2 that is near it, where several blocks would draw them across to both halves. Requests in
+/// their order; within one, sections of heads; within a section, the longest runs first and the heads side by side. A
+/// section is narrow enough for several blocks to walk the same head's keys a few blocks apart, so that memory serves
+/// only one of them, and wide enough for the last one to end with many short tiles.
 template <TileConfig tile>
 struct TileOrder {
   int32_t group = 0;   // first of the 32 requests held by the lanes
@@ -152,7 +175,8 @@ struct TileOrder {
     const int32_t skipped = __shfl_sync(~0u, until, max(owner - 1, 0));
     const Request q = request(p, group + owner);
     const int32_t local = number - before - (owner > 0 ? skipped : 0);
-    const int32_t sections = (p.heads + section_heads - 1) / section_heads, section = (p.heads + sections - 1) / sections;
+    const int32_t sections = (p.heads + section_heads - 1) / section_heads,
+                  section = (p.heads + sections - 1) / sections;
     const int32_t runs = (q.height + q.run - 1) / q.run * section;
     const int32_t s = local / runs, in_section = local - s * runs, width = min(section, p.heads - s * section);
     const int32_t m = q.height - 1 - in_section / width * q.run;
@@ -177,11 +201,13 @@ struct TileOrder {
   }
   static __device__ void count_blocks(TileWork& w) {
     const int32_t seen = min(w.keys, w.diagonal + w.rows - 1);
-    w.blocks = max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
+    w.blocks =
+        max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
   }
 };
 
-// ---- roles ----------------------------------------------------------------------------------------------------------------------
+// ---- roles
+// ----------------------------------------------------------------------------------------------------------------------
 
 /// Warp 0 of the producer: hands out tiles, loads queries and keys.
 template <TileConfig tile, class Element>
@@ -233,7 +259,8 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
       }
     }
   }
-  // Every block has drawn its last number before it reports, so the last one to report may rewind the counters for the next launch.
+  // Every block has drawn its last number before it reports, so the last one to report may rewind the counters for the
+  // next launch.
   if (lane == 0) {
     __threadfence();
     if (atomicAdd(&p.counters[1], 1) == static_cast<int32_t>(gridDim.x) - 1) {
@@ -243,7 +270,8 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   }
 }
 
-/// Warp 1 of the producer: loads values; rows past the request's end become zeros, for 0 times NaN would reach the sums.
+/// Warp 1 of the producer: loads values; rows past the request's end become zeros, for 0 times NaN would reach the
+/// sums.
 template <TileConfig tile, class Element>
 __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
   const int lane = threadIdx.x % 32;
@@ -294,8 +322,9 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
 
 /// Softmax state of a thread's two rows: r / 4 and r / 4 + 8 of its warp's 16.
 struct RowState {
-  float reference[2] = {-INFINITY, -INFINITY};  // what the scores are measured from; at most 2^lazy_rescale below the true maximum
-  float sum[2] = {0.0f, 0.0f};                  // of this thread's columns
+  float reference[2] = {-INFINITY,
+                        -INFINITY};  // what the scores are measured from; at most 2^lazy_rescale below the true maximum
+  float sum[2] = {0.0f, 0.0f};       // of this thread's columns
 };
 
 /// Scores to exponentials; `factor` is what sums and outputs so far must be multiplied by.
@@ -341,7 +370,8 @@ __device__ __forceinline__ void mask(float (&s)[n], int32_t column, int32_t seen
     }
 }
 
-/// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring ones.
+/// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring
+/// ones.
 template <class Element, int n>
 __device__ __forceinline__ void store_row(Element* row, const float (&o)[n], int h, float factor, bool valid) {
   const int quad = threadIdx.x % 4;
@@ -349,8 +379,9 @@ __device__ __forceinline__ void store_row(Element* row, const float (&o)[n], int
   for (int j = 0; j < n / 4; j += 4) {
     uint32_t w[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) w[i] = packed<Element>(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor);
-    // Transpose of the 4 x 4 words (thread, i): first the words that differ in bit 0 of both, then in bit 1.
+    for (int i = 0; i < 4; ++i)
+      w[i] = packed<Element>(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor);
+      // Transpose of the 4 x 4 words (thread, i): first the words that differ in bit 0 of both, then in bit 1.
 #pragma unroll
     for (int bit = 1; bit < 4; bit *= 2) {
       const bool upper = quad & bit;
@@ -369,7 +400,9 @@ __device__ __forceinline__ void store_row(float* row, const float (&o)[n], int h
   const int quad = threadIdx.x % 4;
 #pragma unroll
   for (int j = 0; j < n / 4; ++j)
-    if (valid) *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) = float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
+    if (valid)
+      *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) =
+          float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
 }
 
 /// A math warpgroup: 64 query rows of every tile.
@@ -410,7 +443,8 @@ struct Math {
     const Slot<tile.value_stages> v(parts + part);
     mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
   }
-  /// Block n's scores are in registers, or not wanted: its keys' space is free, after a tile's last block (number 0) the queries' too.
+  /// Block n's scores are in registers, or not wanted: its keys' space is free, after a tile's last block (number 0)
+  /// the queries' too.
   __device__ __forceinline__ void release_keys() {
     if (thread == 0) {
       mbarrier_arrive(smem_address(&shared.k_empty[blocks % tile.key_stages]));
@@ -423,15 +457,18 @@ struct Math {
     ++parts;
   }
 
-  /// Descriptors live in uniform registers. The compiler does not see that the counts are uniform, and would otherwise move every
-  /// descriptor over, two instructions and their latency in front of each product.
-  static __device__ __forceinline__ uint32_t uniform(uint32_t x) { return static_cast<uint32_t>(warp_uniform(static_cast<int>(x))); }
+  /// Descriptors live in uniform registers. The compiler does not see that the counts are uniform, and would otherwise
+  /// move every descriptor over, two instructions and their latency in front of each product.
+  static __device__ __forceinline__ uint32_t uniform(uint32_t x) {
+    return static_cast<uint32_t>(warp_uniform(static_cast<int>(x)));
+  }
 
   /// Scores of the block's first 2 n keys.
   template <int n>
   __device__ __forceinline__ void issue_scores(float (&s)[n]) {
     using Product = Wgmma<2 * n, Element>;
-    const uint64_t a = operand_128b(smem_address(shared.q[uniform(group)])), b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
+    const uint64_t a = operand_128b(smem_address(shared.q[uniform(group)])),
+                   b = operand_128b(smem_address(shared.k[uniform(blocks % tile.key_stages)]));
 #pragma unroll
     for (int i = 0; i < tile.dim() / panel; ++i)
 #pragma unroll
@@ -444,17 +481,20 @@ struct Math {
   template <int n>
   __device__ __forceinline__ void issue_values(const uint32_t (&weights)[n], int part, bool add) {
     using Product = Wgmma<tile.value, Element>;
-    const uint64_t b = operand_128b(smem_address(shared.v[uniform((parts + part) % tile.value_stages)]), 1024, sizeof(shared.v[0][0]));
+    const uint64_t b =
+        operand_128b(smem_address(shared.v[uniform((parts + part) % tile.value_stages)]), 1024, sizeof(shared.v[0][0]));
 #pragma unroll
     for (int i = 0; i < tile.value_keys / 16; ++i)
-      Product::template rs<Major::mn>(o, weights + 4 * (part * tile.value_keys / 16 + i), operand_advance(b, 2048 * i), i > 0 || add);
+      Product::template rs<Major::mn>(o, weights + 4 * (part * tile.value_keys / 16 + i), operand_advance(b, 2048 * i),
+                                      i > 0 || add);
     wgmma_commit();
   }
 
   template <int columns>
   __device__ __forceinline__ void mask_block(float (&s)[columns]) {
     const TileWork& w = work();
-    mask(s, n * tile.keys + thread % 4 * 2, min(w.keys, w.diagonal + tile_row()), min(w.keys, w.diagonal + tile_row() + 8));
+    mask(s, n * tile.keys + thread % 4 * 2, min(w.keys, w.diagonal + tile_row()),
+         min(w.keys, w.diagonal + tile_row() + 8));
   }
   /// What the softmax did to the references, done to the outputs so far.
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
@@ -471,7 +511,8 @@ struct Math {
   static __device__ __forceinline__ void pack(const float (&s)[2 * n], uint32_t (&weights)[n]) {
 #pragma unroll
     for (int j = 0; j < n / 2; ++j) {
-      // Accumulators 8 j .. 8 j + 7 are rows (low, low, high, high) of columns 16 j and 16 j + 8: the order of A's registers.
+      // Accumulators 8 j .. 8 j + 7 are rows (low, low, high, high) of columns 16 j and 16 j + 8: the order of A's
+      // registers.
       weights[2 * j] = packed<Element>(s[4 * j], s[4 * j + 1]);
       weights[2 * j + 1] = packed<Element>(s[4 * j + 2], s[4 * j + 3]);
     }
@@ -488,17 +529,19 @@ struct Math {
       const int row = tile_row() + 8 * h;
       const bool valid = row < rows;
       const int64_t token = begin + row;
-      store_row(static_cast<Out*>(p.out) + token * p.out_token + head * p.out_head, o, h, sum > 0.0f ? 1.0f / sum : 0.0f, valid);
+      store_row(static_cast<Out*>(p.out) + token * p.out_token + head * p.out_head, o, h,
+                sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, valid);
       if (valid && thread % 4 == 0)
-        p.lse[token * p.lse_token + head * p.lse_head] = sum > 0.0f ? done.reference[h] * p.scale + logf(sum) : -INFINITY;
+        p.lse[token * p.lse_token + head * p.lse_head] =
+            sum > 0.0f ? done.reference[h] * p.scale + __logf(sum) : -INFINITY;
     }
     __syncwarp();
     if (thread % 32 == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
   }
 
-  /// Two warpgroups. The products of the next block's scores and of this block's values are issued together, in turns; the softmax runs
-  /// while the values' product and the other warpgroup's products keep the tensor cores busy. Tiles follow one another without a gap: the
-  /// next tile's first scores are issued with this tile's last values.
+  /// Two warpgroups. The products of the next block's scores and of this block's values are issued together, in turns;
+  /// the softmax runs while the values' product and the other warpgroup's products keep the tensor cores busy. Tiles
+  /// follow one another without a gap: the next tile's first scores are issued with this tile's last values.
   __device__ __forceinline__ void run_overlapped() {
     static_assert(tile.groups == 2 && tile.value_parts() == 1);
     float s[tile.keys / 2];
@@ -608,8 +651,9 @@ struct Math {
     for (int part = parts_seen > 1; part < tile.value_parts(); ++part) release_values();
   }
 
-  /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores, softmax and values on
-  /// its own, and at most times some other one keeps the tensor cores busy. A warpgroup passes over blocks that its rows do not see.
+  /// Three warpgroups, for which scores and weights do not both fit the registers: each alternates between scores,
+  /// softmax and values on its own, and at most times some other one keeps the tensor cores busy. A warpgroup passes
+  /// over blocks that its rows do not see.
   __device__ __forceinline__ void run_alternating() {
     static_assert(tile.value_parts() == 2);
     for (;;) {
@@ -618,7 +662,8 @@ struct Math {
       if (n < 0) return;
       // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
       const int32_t low = group * group_rows, high = min(low + group_rows, w.rows) - 1;
-      const int32_t seen = warp_uniform(high < low ? 0 : min(w.keys, w.diagonal + high)), clear = warp_uniform(min(w.keys, w.diagonal + low));
+      const int32_t seen = warp_uniform(high < low ? 0 : min(w.keys, w.diagonal + high)),
+                    clear = warp_uniform(min(w.keys, w.diagonal + low));
       bool add = false;
       state = RowState{};
       wait_queries();
@@ -687,7 +732,8 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
   }
 }
 
-// ---- launch ---------------------------------------------------------------------------------------------------------------------
+// ---- launch
+// ---------------------------------------------------------------------------------------------------------------------
 
 constexpr const char* op = "attend_expanded (sm90)";
 
@@ -695,8 +741,8 @@ template <class D, class V>
 void require(const char* name, const V& view, int64_t expected, const char* as) {
   const int64_t got = view.template extent<D>();
   if (got != expected)
-    throw ShapeError(std::string(op) + ": " + name + " " + std::string(D::name) + " is " + std::to_string(got) + ", " + as +
-                     " has " + std::to_string(expected));
+    throw ShapeError(std::string(op) + ": " + name + " " + std::string(D::name) + " is " + std::to_string(got) + ", " +
+                     as + " has " + std::to_string(expected));
 }
 
 template <class D, class V>
@@ -725,7 +771,8 @@ void check_args(const AttendExpandedArgs& a) {
   require_dense<Value>("out", a.out);
   const Dtype dtype = a.q.dtype();
   if (dtype != Dtype::bf16 && dtype != Dtype::f16)
-    throw UnsupportedError(std::string(op) + ": q is " + std::string(to_string(dtype)) + "; this kernel takes bf16 and f16");
+    throw UnsupportedError(std::string(op) + ": q is " + std::string(to_string(dtype)) +
+                           "; this kernel takes bf16 and f16");
   for (const auto& [name, got] : {std::pair{"k_nope", a.k_nope.dtype()}, {"k_pe", a.k_pe.dtype()}, {"v", a.v.dtype()}})
     if (got != dtype)
       throw ShapeError(std::string(op) + ": " + name + " is " + std::string(to_string(got)) + ", q is " +
@@ -745,8 +792,11 @@ void check_args(const AttendExpandedArgs& a) {
       (tokens / 64 + a.requests) * heads > std::numeric_limits<int32_t>::max() / 2)
     throw ShapeError(std::string(op) + ": " + std::to_string(tokens) + " tokens, " + std::to_string(keys) + " keys, " +
                      std::to_string(heads) + " heads are more than one launch can number");
-  if (keys == 0) throw ShapeError(std::string(op) + ": k_nope has no rows; a batch without keys still gives one (nothing of it is used)");
-  if (!a.query_start || !a.key_start || !a.workspace) throw ShapeError(std::string(op) + ": query_start, key_start or workspace is null");
+  if (keys == 0)
+    throw ShapeError(std::string(op) +
+                     ": k_nope has no rows; a batch without keys still gives one (nothing of it is used)");
+  if (!a.query_start || !a.key_start || !a.workspace)
+    throw ShapeError(std::string(op) + ": query_start, key_start or workspace is null");
 }
 
 void require_hopper() {
@@ -755,13 +805,13 @@ void require_hopper() {
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op, "compute capability");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), op, "compute capability");
   if (major == 9 && minor == 0) return;
-  throw DeviceError(std::string(op) + ": the device has compute capability " + std::to_string(major) + "." + std::to_string(minor) +
-                    ", this kernel needs 9.0");
+  throw DeviceError(std::string(op) + ": the device has compute capability " + std::to_string(major) + "." +
+                    std::to_string(minor) + ", this kernel needs 9.0");
 }
 
 /// Map of a tensor [rows, heads, width], or [rows, width] when heads is 0, in boxes of box_rows x 1 x 64 elements.
-CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t width, int64_t heads, int64_t rows, int64_t head_stride,
-                     int64_t row_stride, int box_rows) {
+CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t width, int64_t heads, int64_t rows,
+                     int64_t head_stride, int64_t row_stride, int box_rows) {
   const int64_t size = static_cast<int64_t>(size_of(dtype));
   const auto aligned = [&](int64_t bytes, const char* what) {
     if (bytes <= 0 || bytes % 16 != 0)
@@ -792,10 +842,13 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   const int64_t keys = a.k_nope.extent<Key>();
   const Dtype dtype = a.q.dtype();
   Params p;
-  p.q = rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
-  p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(), a.k_nope.stride<Key>(), tile.keys);
+  p.q =
+      rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
+  p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(),
+                      a.k_nope.stride<Key>(), tile.keys);
   p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
-  p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.value_keys);
+  p.v =
+      rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.value_keys);
   p.query_start = a.query_start;
   p.key_start = a.key_start;
   p.out = a.out.data();
@@ -809,7 +862,8 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.causal = a.causal;
-  // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so the extents decide.
+  // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so
+  // the extents decide.
   const int multiprocessors = cuda::multiprocessors(op);
   p.run_keys = tokens * heads >= int64_t{multiprocessors} * 16 * tile.rows() ? run_keys : 0;
   p.counters = static_cast<int32_t*>(a.workspace);
@@ -818,8 +872,10 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   static_assert(shared_bytes <= 227 * 1024);
   const int64_t most_tiles = (tokens / tile.rows() + a.requests) * heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles));
-  cuda::launch(&attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes}, stream, op,
-               "launch", "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
+  cuda::launch(
+      &attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes},
+      stream, op, "launch",
+      "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
 }
 
 template <class Element, bool f32_out>
@@ -827,8 +883,8 @@ void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
   if (nope == 128 && rope == 64 && value == 128) return run<Deepseek<f32_out>, Element>(stream, a);
   if (nope == 192 && rope == 64 && value == 256) return run<Glm<f32_out>, Element>(stream, a);
-  throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) + "/" +
-                         std::to_string(value) + "; this kernel has 128/64/128 and 192/64/256");
+  throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) +
+                         "/" + std::to_string(value) + "; this kernel has 128/64/128 and 192/64/256");
 }
 
 }  // namespace
@@ -838,7 +894,8 @@ void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   require_hopper();
   if (args.requests == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
   const bool f32_out = args.out.dtype() == Dtype::f32;
-  if (args.q.dtype() == Dtype::bf16) return f32_out ? dispatch<__nv_bfloat16, true>(stream, args) : dispatch<__nv_bfloat16, false>(stream, args);
+  if (args.q.dtype() == Dtype::bf16)
+    return f32_out ? dispatch<__nv_bfloat16, true>(stream, args) : dispatch<__nv_bfloat16, false>(stream, args);
   return f32_out ? dispatch<__half, true>(stream, args) : dispatch<__half, false>(stream, args);
 }
 
