@@ -68,8 +68,8 @@ constexpr int group_rows = 64;        // query rows of a math warpgroup: the hei
 constexpr int panel = 64;             // elements of a 128-byte row of shared memory
 constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
-constexpr int section_heads = 16;     // heads whose tiles run side by side
-constexpr int run_keys = 2048;        // a run's tiles times its request's keys
+constexpr int section_heads(int heads) { return heads >= 64 ? 8 : 16; }  // heads whose tiles run side by side
+constexpr int run_keys = 2048;                                           // a run's tiles times its request's keys
 
 struct Params {
   CUtensorMap q, k_nope, k_pe, v;
@@ -175,7 +175,7 @@ struct TileOrder {
     const int32_t skipped = __shfl_sync(~0u, until, max(owner - 1, 0));
     const Request q = request(p, group + owner);
     const int32_t local = number - before - (owner > 0 ? skipped : 0);
-    const int32_t sections = (p.heads + section_heads - 1) / section_heads,
+    const int32_t sections = (p.heads + section_heads(p.heads) - 1) / section_heads(p.heads),
                   section = (p.heads + sections - 1) / sections;
     const int32_t runs = (q.height + q.run - 1) / q.run * section;
     const int32_t s = local / runs, in_section = local - s * runs, width = min(section, p.heads - s * section);
@@ -251,6 +251,10 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
         for (int g = 0; g < tile.groups; ++g) {
           const uint32_t landed = smem_address(&shared.q_full[g]);
           mbarrier_wait(smem_address(&shared.q_empty[g]), (t & 1) ^ 1);
+          if (g * group_rows >= work.rows) {  // no rows: whatever lies there makes rows that are not stored
+            mbarrier_arrive(landed);
+            continue;
+          }
           mbarrier_arrive_expect(landed, sizeof(shared.q[0]));
 #pragma unroll
           for (int d = 0; d < tile.dim() / panel; ++d)
