@@ -16,8 +16,7 @@
 namespace mla::cuda::sm90 {
 namespace {
 
-// ---- config
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- config --------------------------------------------------------------------------------------------------------
 
 struct TileConfig {
   int nope, rope, value;                   ///< head dimensions
@@ -94,8 +93,7 @@ struct TileWork {
   int32_t unused;
 };
 
-// ---- shared memory
-// --------------------------------------------------------------------------------------------------------------
+// ---- shared memory -------------------------------------------------------------------------------------------------
 
 template <TileConfig tile, class Element>
 struct alignas(1024) Shared {
@@ -118,8 +116,7 @@ struct Slot {
   __device__ explicit Slot(uint32_t count) : index(count % depth), parity(count / depth & 1) {}
 };
 
-// ---- the order of tiles
-// ---------------------------------------------------------------------------------------------------------
+// ---- the order of tiles --------------------------------------------------------------------------------------------
 
 /// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long request, or several
 /// neighbouring tiles of one head of a short one: taken by one block, they read the keys and values after the first
@@ -206,8 +203,7 @@ struct TileOrder {
   }
 };
 
-// ---- roles
-// ----------------------------------------------------------------------------------------------------------------------
+// ---- roles ---------------------------------------------------------------------------------------------------------
 
 /// Warp 0 of the producer: hands out tiles, loads queries and keys.
 template <TileConfig tile, class Element>
@@ -736,8 +732,7 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
   }
 }
 
-// ---- launch
-// ---------------------------------------------------------------------------------------------------------------------
+// ---- launch --------------------------------------------------------------------------------------------------------
 
 constexpr const char* op = "attend_expanded (sm90)";
 
