@@ -1,6 +1,6 @@
 # CUDA: found, never required. MLA_HAVE_CUDA says whether the CUDA targets are built.
 set(MLA_HAVE_CUDA OFF)
-if(MLA_CUDA)
+if(MLA_CUDA AND NOT MLA_SANITIZE)  # compute-sanitizer looks after kernels
   include(CheckLanguage)
   set(CMAKE_CUDA_ARCHITECTURES 90a)
   check_language(CUDA)
