@@ -17,9 +17,10 @@ constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's ne
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32",
-              output = "none", sparse = "automatic", index_cache = "fp8", batch;
+              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", batch;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1;
+  bool absorbed = false;
   std::vector<int64_t> queries, contexts;
 };
 
@@ -89,6 +90,8 @@ void run(Flags f) {
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
   options.sparse = parse_sparse_policy(f.sparse);
+  options.absorbed = f.absorbed;
+  options.up = parse_weight_format(f.up);
   options.index_format = parse_index_cache_format(f.index_cache);
   ThreadPool pool(f.threads);
   const Stream stream(pool);
@@ -113,6 +116,9 @@ void add_plan(CLI::App& app, int&) {
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();
+  c->add_flag("--absorbed", f->absorbed, "for fully absorbed weights, which serve the latent path alone");
+  c->add_option("--up-weights", f->up, "how W_UK and W_UV of the latent path are held: plain, fp8 or mxfp4")
+      ->capture_default_str();
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
       ->capture_default_str();
   c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();

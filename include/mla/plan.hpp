@@ -17,6 +17,7 @@
 #include "mla/index_plan.hpp"
 #include "mla/model.hpp"
 #include "mla/quant.hpp"
+#include "mla/weights.hpp"
 #include "mla/work.hpp"
 
 namespace mla {
@@ -79,6 +80,8 @@ struct PlanOptions {
   /// For weights with full absorption (LayerWeights::absorbed()), which serve the latent path alone: automatic then
   /// means latent, and a request that the policy puts on the expanded path is an UnsupportedError.
   bool absorbed = false;
+  /// How the weights hold W_UK and W_UV of the latent path (LayerWeights::up()).
+  WeightFormat up = WeightFormat::plain;
   SplitPolicy split = SplitPolicy::fast;
   /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).
   Dtype compute = Dtype::f32;

@@ -185,6 +185,8 @@ struct LayerWeights {
   std::shared_ptr<const Linear> absorbed_output;  ///< N*L -> hidden: W_UV W_O
 
   bool absorbed() const { return absorption != Absorption::runtime; }
+  /// How W_UK and W_UV of the latent path are held under runtime absorption.
+  WeightFormat up() const { return absorb_key ? absorb_key->format : WeightFormat::plain; }
   size_t bytes() const;
 };
 

@@ -31,6 +31,9 @@ class Walk : Runner {
                              std::string(to_string(c_.weights.absorption)) + ", the plan is for " +
                              (plan_.options.absorbed ? "fully absorbed ones" : "runtime absorption") +
                              " (PlanOptions::absorbed)");
+    if (c_.weights.up() != plan_.options.up)
+      throw UnsupportedError("layer: weights hold W_UK and W_UV as " + std::string(to_string(c_.weights.up())) +
+                             ", the plan is for " + std::string(to_string(plan_.options.up)) + " (PlanOptions::up)");
     ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
     ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
                        static_cast<int64_t>(plan_.requests.size()));

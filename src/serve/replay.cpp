@@ -145,6 +145,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   Options o = given;
   o.model.validate();
   o.plan.absorbed = o.absorption != Absorption::runtime;
+  o.plan.up = o.up;
   if (o.layers == 0) o.layers = o.model.layers;
   if (o.layers < 1 || o.layers > o.model.layers)
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +

@@ -188,6 +188,8 @@ TEST_F(Command, SparseModelsRunAndSayWhereTimeGoes) {
   const Outcome plan =
       mla("plan --model " + sparse_config() + " --queries 1,60,3 --contexts 40,0,4 --sparse upconvert");
   EXPECT_EQ(plan.status, 0) << plan.err;
+  EXPECT_NE(mla("plan --absorbed").out.find("fully absorbed weights"), std::string::npos);
+  EXPECT_NE(mla("plan --up-weights mxfp4").out.find("W_UK and W_UV in mxfp4"), std::string::npos);
   for (const char* s : {"sparse by policy upconvert: topk 20", "launch: 1 rows read in place",
                         "launch: 60 rows through a workspace of 60 rows, 1 sequences"})
     EXPECT_NE(plan.out.find(s), std::string::npos) << s << "\n" << plan.out;
