@@ -16,6 +16,9 @@ struct LaunchConfig {
   size_t shared_bytes = 0;
   int cluster = 1;           ///< CTAs of a cluster, along x
   bool cooperative = false;  ///< all CTAs resident together: kernels whose CTAs wait for each other
+  /// May start while earlier kernels of the stream end: the kernel calls wait_for_previous_grids() before it touches
+  /// memory.
+  bool overlap = false;
 };
 
 /// Launches kernel(args...) on stream; raises the kernel's limit of dynamic shared memory when first needed. Does not
@@ -37,7 +40,7 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t 
       limit = config.shared_bytes;
     }
   }
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   cudaLaunchConfig_t launch{};
   launch.gridDim = config.grid;
   launch.blockDim = config.block;
@@ -51,6 +54,10 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t 
   if (config.cooperative) {
     attributes[launch.numAttrs].id = cudaLaunchAttributeCooperative;
     attributes[launch.numAttrs++].val.cooperative = 1;
+  }
+  if (config.overlap) {
+    attributes[launch.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[launch.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
   check(cudaLaunchKernelEx(&launch, kernel, static_cast<Params>(args)...), op, name, shape);
 }

@@ -24,13 +24,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-/// Arrives at the barrier of the same address in CTA `rank` of the cluster.
+/// Arrives at the barrier of the same address in CTA `rank` of the cluster. Orders the thread's earlier accesses for
+/// its own CTA only: enough to say that shared memory is no longer read (release at cluster scope costs over 1000
+/// cycles).
 __device__ __forceinline__ void mbarrier_arrive_remote(uint32_t bar, uint32_t rank) {
   asm volatile(
       "{\n.reg .b32 remote;\n"
       "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}"
-      ::"r"(bar), "r"(rank)
+      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(bar),
+      "r"(rank)
       : "memory");
 }
 
