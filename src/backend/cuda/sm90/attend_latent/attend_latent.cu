@@ -1,0 +1,150 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "backend/cuda/core/check.hpp"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/tensor_map.hpp"
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attend_latent/kernels.hpp"
+#include "backend/cuda/sm90/attend_latent/schedule.cuh"
+#include "mla/error.hpp"
+
+namespace mla::cuda {
+namespace {
+
+constexpr int invariant_blocks = 16;  // 1024 positions
+
+int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+/// Pieces that may have partials at a time.
+int64_t partial_slots(const AttendLatentLimits& l, const AttendLatentChoice& c) {
+  if (!c.split_blocks) return 2 * static_cast<int64_t>(c.workers);
+  const int64_t per_request = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows;
+  const int64_t tiles =
+      std::min(per_request * l.requests, static_cast<int64_t>(l.tokens) * l.heads / c.tile_rows + l.requests);
+  const int64_t piece = static_cast<int64_t>(c.split_blocks) * latent::block_tokens;
+  const int64_t most = tiles * (up(l.seq_len, piece) / piece);
+  return l.positions ? std::min(most, per_request * l.positions / piece + tiles) : most;
+}
+
+std::string shape_of(const AttendLatent& a) {
+  return "tokens " + std::to_string(a.limits.tokens) + ", requests " + std::to_string(a.limits.requests) + ", heads " +
+         std::to_string(a.limits.heads) + ", pages " + std::to_string(a.pages) + " of " + std::to_string(a.page_size);
+}
+
+void require(bool holds, const std::string& text) {
+  if (!holds) throw ShapeError("attend_latent: " + text);
+}
+
+void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
+  const AttendLatentLimits& l = a.limits;
+  require(l.heads >= 1 && l.heads <= 128, "heads is " + std::to_string(l.heads) + ", allowed 1 to 128");
+  require(l.tokens >= 0 && l.requests >= 0 && l.query_tokens >= 0 && l.seq_len >= 0,
+          "limits are negative: tokens " + std::to_string(l.tokens) + ", requests " + std::to_string(l.requests) +
+              ", query tokens " + std::to_string(l.query_tokens) + ", seq_len " + std::to_string(l.seq_len));
+  require(static_cast<int64_t>(l.tokens) * l.heads < int64_t{1} << 31,
+          "tokens " + std::to_string(l.tokens) + " x heads " + std::to_string(l.heads) + " is not below 2^31");
+  require(a.page_size >= 1, "page size is " + std::to_string(a.page_size) + ", at least 1 is needed");
+  require(a.pages >= 1 && a.pages * a.page_size < int64_t{1} << 31, "cache has " + std::to_string(a.pages) +
+                                                                        " pages of " + std::to_string(a.page_size) +
+                                                                        ", 1 to 2^31 - 1 slots are allowed");
+  const int64_t needed = (static_cast<int64_t>(l.seq_len) + a.page_size - 1) / a.page_size;
+  require(a.table_stride >= needed, "block_table Page is " + std::to_string(a.table_stride) + ", seq_len " +
+                                        std::to_string(l.seq_len) + " needs " + std::to_string(needed));
+  require(a.scale > 0 && std::isfinite(a.scale),
+          "scale is " + std::to_string(a.scale) + ", a positive number is needed");
+  if (a.cache_dtype != Dtype::bf16 && a.cache_dtype != Dtype::f16)
+    throw UnsupportedError("attend_latent: a cache of bf16 or f16 is needed on sm90");
+  if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32)
+    throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
+  const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
+  require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
+  require(aligned(a.lse, 4) && a.query_start_loc && a.seq_lens && a.block_table,
+          "lse, query_start_loc, seq_lens and block_table are needed");
+  require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
+                                                                std::to_string(c.box_rows) + ", page size is " +
+                                                                std::to_string(a.page_size));
+  require(c.workers >= 1 && c.workers <= latent::most_pieces,
+          "workers is " + std::to_string(c.workers) + ", allowed 1 to " + std::to_string(latent::most_pieces));
+  require(aligned(a.workspace, 256), "workspace must be 256-byte aligned");
+  const size_t bytes = attend_latent_workspace(l, c);
+  require(a.workspace_bytes >= bytes,
+          "workspace is " + std::to_string(a.workspace_bytes) + " bytes, " + std::to_string(bytes) + " are needed");
+}
+
+}  // namespace
+
+AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_size, int multiprocessors) {
+  AttendLatentChoice c;
+  const int64_t rows = static_cast<int64_t>(l.heads) * l.query_tokens;
+  const int fit = std::gcd(page_size, latent::block_tokens);
+  c.box_rows = fit >= 8 ? fit : 0;
+  c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
+  c.workers = multiprocessors / c.ctas();
+  c.min_blocks = c.tile_rows <= 32 ? 1 : 2;
+  if (l.batch_invariant) {
+    const int blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
+    c.split_blocks = std::max(invariant_blocks, (blocks + latent::most_pieces - 1) / latent::most_pieces);
+  }
+  return c;
+}
+
+size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentChoice& c) {
+  return static_cast<size_t>(up(partial_slots(l, c) * c.ctas() * static_cast<int64_t>(sizeof(unsigned)), 256));
+}
+
+size_t attend_latent_workspace(const AttendLatentLimits& l, const AttendLatentChoice& c) {
+  const int64_t rows = partial_slots(l, c) * c.tile_rows;
+  return attend_latent_counters(l, c) + static_cast<size_t>(rows * latent::width * 4 + up(rows * 4, 256));
+}
+
+void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
+  check_args(a, c);
+  const AttendLatentLimits& l = a.limits;
+  if (l.tokens == 0 || l.requests == 0) return;
+  const std::string shape = shape_of(a);
+
+  latent::Params p{};
+  p.query_start_loc = a.query_start_loc;
+  p.seq_lens = a.seq_lens;
+  p.block_table = a.block_table;
+  p.table_stride = a.table_stride;
+  p.cache = a.cache;
+  p.requests = l.requests;
+  p.heads = l.heads;
+  p.page_size = a.page_size;
+  p.by_heads = latent::Divisor(l.heads);
+  p.by_page = latent::Divisor(a.page_size);
+  p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
+  p.scale_log2 = a.scale * 1.4426950408889634f;
+  p.out = a.out;
+  p.out_f32 = a.out_dtype == Dtype::f32;
+  p.lse = a.lse;
+  const int64_t rows = partial_slots(l, c) * c.tile_rows;
+  char* at = static_cast<char*>(a.workspace);
+  p.counters = reinterpret_cast<unsigned*>(at);
+  p.partial_out = reinterpret_cast<float*>(at + attend_latent_counters(l, c));
+  p.partial_lse = p.partial_out + rows * latent::width;
+  p.workers = c.workers;
+  p.split_blocks = c.split_blocks;
+  p.min_blocks = c.min_blocks;
+
+  constexpr uint64_t row_bytes = latent::entry * 2;
+  const uint64_t q_extents[2] = {latent::entry, static_cast<uint64_t>(l.tokens) * l.heads};
+  const uint32_t q_box[2] = {64, static_cast<uint32_t>(std::min(c.tile_rows, 64))};
+  const CUtensorMap q_map =
+      tensor_map("attend_latent", "q", MapType::bf16, a.q, q_extents, {&row_bytes, 1}, q_box, Swizzle::b128);
+  const uint64_t extents[2] = {latent::entry, static_cast<uint64_t>(a.pages) * a.page_size};
+  const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
+  const MapType type = a.cache_dtype == Dtype::bf16 ? MapType::bf16 : MapType::f16;
+  const CUtensorMap cache_map =
+      tensor_map("attend_latent", "cache", type, a.cache, extents, {&row_bytes, 1}, box, Swizzle::b128);
+
+  if (a.cache_dtype == Dtype::bf16) latent::launch_kernel<__nv_bfloat16>(c, p, q_map, cache_map, shape, stream);
+  else latent::launch_kernel<__half>(c, p, q_map, cache_map, shape, stream);
+}
+
+}  // namespace mla::cuda

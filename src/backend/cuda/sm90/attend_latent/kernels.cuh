@@ -1,0 +1,34 @@
+// Definition behind kernels.hpp.
+#pragma once
+
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/sm90/attend_latent/kernels.hpp"
+#include "backend/cuda/sm90/attend_latent/narrow.cuh"
+#include "backend/cuda/sm90/attend_latent/wide.cuh"
+
+namespace mla::cuda::latent {
+
+template <class T>
+void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+                   const CUtensorMap& cache_map, std::string_view shape, cudaStream_t stream) {
+  LaunchConfig config{.grid = dim3(choice.workers * choice.ctas()),
+                      .block = dim3(threads),
+                      .shared_bytes = 0,
+                      .cluster = choice.ctas(),
+                      .cooperative = choice.cooperative,
+                      .overlap = choice.overlap};
+  const auto go = [&](auto kernel, size_t shared, std::string_view name) {
+    config.shared_bytes = shared;
+    launch(kernel, config, stream, "attend_latent", name, shape, p, q_map, cache_map);
+  };
+  static_assert(sizeof(NarrowShared<Narrow16>) <= 232448 && sizeof(NarrowShared<Narrow32>) <= 232448);
+  static_assert(sizeof(WideShared) <= 232448);
+  switch (choice.tile_rows) {
+    case 16: return go(narrow_kernel<Narrow16, T>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows");
+    case 32: return go(narrow_kernel<Narrow32, T>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows");
+    case 64: return go(wide_kernel<Wide64, T>, sizeof(WideShared), "wide kernel, 64 rows");
+    default: return go(wide_kernel<Wide128, T>, sizeof(WideShared), "wide kernel, 128 rows");
+  }
+}
+
+}  // namespace mla::cuda::latent

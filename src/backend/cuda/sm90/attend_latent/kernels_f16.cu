@@ -1,0 +1,6 @@
+#include "backend/cuda/sm90/attend_latent/kernels.cuh"
+
+namespace mla::cuda::latent {
+template void launch_kernel<__half>(const AttendLatentChoice&, const Params&, const CUtensorMap&, const CUtensorMap&,
+                                    std::string_view, cudaStream_t);
+}

@@ -1,0 +1,44 @@
+// Arithmetic that both kernels of attend_latent share.
+#pragma once
+
+#include "backend/cuda/core/wgmma.cuh"
+#include "backend/cuda/sm90/attend_latent/schedule.cuh"
+
+namespace mla::cuda::latent {
+
+template <class T>
+struct Pack;
+template <>
+struct Pack<__nv_bfloat16> {
+  static __device__ uint32_t two(float a, float b) {
+    const __nv_bfloat162 v = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+};
+template <>
+struct Pack<__half> {
+  static __device__ uint32_t two(float a, float b) {
+    const __half2 v = __floats2half2_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(v);
+  }
+};
+
+/// Rounds bf16 queries in shared memory to f16, saturating; by all math threads.
+template <class T>
+__device__ void convert_queries(char* q, int bytes) {
+  if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
+    for (int at = threadIdx.x * 4; at < bytes; at += math_threads * 4) {
+      auto& two = *reinterpret_cast<__nv_bfloat162*>(q + at);
+      float2 v = __bfloat1622float2(two);
+      const auto clamp = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
+      *reinterpret_cast<uint32_t*>(q + at) = Pack<T>::two(clamp(v.x), clamp(v.y));
+    }
+    fence_async_proxy();
+    barrier_sync(math_barrier, math_threads);
+  }
+}
+
+/// Maxima move only when a row's maximum grew by more than this (log2): probabilities stay below 2^8.
+constexpr float lazy_growth = 8.0f;
+
+}  // namespace mla::cuda::latent
