@@ -1,0 +1,364 @@
+// attend_latent on Hopper against float64: fresh random inputs, NaN in every unused slot and in the outputs before a
+// run.
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <numeric>
+#include <optional>
+
+#include "cuda/device.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cuda {
+namespace {
+
+using namespace test;
+
+struct Case {
+  const char* name;
+  int heads;
+  int page_size;
+  std::vector<int> q_lens, seq_lens;
+  Dtype cache = Dtype::bf16, out = Dtype::f32;
+  bool invariant = false;
+  float spread = 1.0f;     // of scores: large makes maxima move
+  int64_t first_page = 0;  // pages before it are unused
+  int tile_rows = 0;       // forced
+};
+
+int multiprocessor_count() {
+  int n = 0;
+  check(cudaDeviceGetAttribute(&n, cudaDevAttrMultiProcessorCount, 0), "test", "device");
+  return n;
+}
+
+/// Inputs on the device, the same on the host, and a call's arguments.
+class Inputs {
+ public:
+  explicit Inputs(const Case& c, uint64_t seed = 1) : c_(c), random_(seed) {
+    const int requests = static_cast<int>(c.q_lens.size());
+    std::vector<int32_t> starts(requests + 1, 0);
+    std::partial_sum(c.q_lens.begin(), c.q_lens.end(), starts.begin() + 1);
+    tokens_ = starts.back();
+    const int longest = *std::max_element(c.seq_lens.begin(), c.seq_lens.end());
+    stride_ = (longest + c.page_size - 1) / c.page_size + 3;
+
+    std::vector<int32_t> order;
+    for (const int n : c.seq_lens) order.resize(order.size() + (n + c.page_size - 1) / c.page_size);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+    pages_ = c.first_page + static_cast<int64_t>(order.size()) + 2;
+    std::vector<int32_t> table(requests * stride_, 0x7ffffff0);
+    cache_.emplace(static_cast<size_t>(pages_) * c.page_size * 576);
+    std::normal_distribution<float> normal;
+    const int64_t page_elements = static_cast<int64_t>(c.page_size) * 576;
+    rows_.resize(requests);
+    size_t used = 0;
+    std::vector<uint16_t> all(order.size() * page_elements, 0xffff);
+    for (int r = 0; r < requests; ++r) {
+      rows_[r].resize(static_cast<size_t>(c.seq_lens[r]) * 576);
+      for (int at = 0; at < c.seq_lens[r]; at += c.page_size) {
+        const int32_t page = order[used++];
+        table[r * stride_ + at / c.page_size] = static_cast<int32_t>(c.first_page + page);
+        for (int64_t i = 0; i < std::min<int64_t>(c.page_size, c.seq_lens[r] - at) * 576; ++i) {
+          const float x = normal(random_);
+          uint16_t bits;
+          float value;
+          if (c.cache == Dtype::bf16) {
+            const bf16 b = to_bf16(x);
+            bits = b.bits, value = to_float(b);
+          } else {
+            const f16 b = to_f16(x);
+            bits = b.bits, value = to_float(b);
+          }
+          all[page * page_elements + i] = bits;
+          rows_[r][static_cast<int64_t>(at) * 576 + i] = value;
+        }
+      }
+    }
+    cache_->upload(all, c.first_page * page_elements);
+    std::vector<uint16_t> q(static_cast<size_t>(tokens_) * c.heads * 576);
+    q_.resize(q.size());
+    for (size_t i = 0; i < q.size(); ++i) {
+      const bf16 b = to_bf16(c.spread * normal(random_));
+      q[i] = b.bits, q_[i] = to_float(b);
+    }
+    d_q_.emplace(q), d_starts_.emplace(starts), d_lens_.emplace(c.seq_lens), d_table_.emplace(table);
+    starts_ = starts;
+
+    AttendLatentLimits& l = args.limits;
+    l = {.tokens = tokens_,
+         .requests = requests,
+         .heads = c.heads,
+         .query_tokens = *std::max_element(c.q_lens.begin(), c.q_lens.end()),
+         .seq_len = longest,
+         .batch_invariant = c.invariant};
+    choice = attend_latent_choice(l, c.page_size, multiprocessor_count());
+    if (c.tile_rows) {
+      choice.tile_rows = c.tile_rows;
+      choice.workers = multiprocessor_count() / choice.ctas();
+    }
+    const size_t bytes = attend_latent_workspace(l, choice);
+    workspace_.emplace(bytes);
+    check(cudaMemset(workspace_->data(), 0, attend_latent_counters(l, choice)), "test", "counters");
+    out_bytes_ = static_cast<size_t>(tokens_) * c.heads * 512 * size_of(c.out);
+    out_.emplace(out_bytes_ + 256), lse_.emplace(static_cast<size_t>(tokens_) * c.heads + 64);
+    args.q = d_q_->data(), args.cache = cache_->data(), args.cache_dtype = c.cache, args.pages = pages_;
+    args.page_size = c.page_size, args.query_start_loc = d_starts_->data(), args.seq_lens = d_lens_->data();
+    args.block_table = d_table_->data(), args.table_stride = stride_, args.scale = 0.0721688f;
+    args.out = out_->data(), args.out_dtype = c.out, args.lse = lse_->data();
+    args.workspace = workspace_->data(), args.workspace_bytes = bytes;
+  }
+
+  void set_lengths(const std::vector<int>& q_lens, const std::vector<int>& seq_lens) {
+    starts_.assign(1, 0);
+    for (const int n : q_lens) starts_.push_back(starts_.back() + n);
+    c_.q_lens = q_lens, c_.seq_lens = seq_lens;
+    tokens_ = starts_.back();
+    d_starts_->upload(starts_), d_lens_->upload(seq_lens);
+  }
+
+  void poison() { out_->poison(), lse_->poison(); }
+  std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
+  std::vector<float> lse() const { return lse_->download(0, static_cast<size_t>(tokens_) * c_.heads); }
+
+  /// Every row, or a sample of them when there are many, against float64.
+  void verify() {
+    const auto bytes = out_->download();
+    const auto lse = lse_->download();
+    const size_t count = static_cast<size_t>(tokens_) * c_.heads;
+    for (size_t i = out_bytes_; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], std::byte{0xff}) << "written past out";
+    for (size_t i = count; i < lse.size(); ++i) ASSERT_TRUE(std::isnan(lse[i])) << "written past lse";
+    struct Row {
+      int request, token;
+      int64_t row;
+    };
+    std::vector<Row> rows;
+    double work = 0;
+    for (size_t r = 0; r < c_.q_lens.size(); ++r)
+      for (int t = 0; t < c_.q_lens[r]; ++t)
+        for (int h = 0; h < c_.heads; ++h)
+          rows.push_back({static_cast<int>(r), t, (starts_[r] + int64_t{t}) * c_.heads + h}), work += c_.seq_lens[r];
+    std::shuffle(rows.begin(), rows.end(), random_);
+    if (work > 4e5) rows.resize(std::max<size_t>(24, static_cast<size_t>(rows.size() * (4e5 / work))));
+    struct Error {
+      double out = 0, plain = 0, lse = 0;
+      double square = 0, scale = 0;
+      bool finite = true, empty = true;
+    };
+    std::vector<Error> errors(rows.size());
+    parallel(static_cast<int64_t>(rows.size()), [&](int64_t i) {
+      const Row& at = rows[i];
+      Error& e = errors[i];
+      const int visible = c_.seq_lens[at.request] - c_.q_lens[at.request] + at.token + 1;
+      const LatentRow want = attend_row(&q_[at.row * 576], visible, args.scale, c_.cache,
+                                        [&](int j) { return &rows_[at.request][static_cast<int64_t>(j) * 576]; });
+      for (int k = 0; k < 512; ++k) {
+        float got, plain = want.plain[k];
+        if (c_.out == Dtype::f32) {
+          std::memcpy(&got, &bytes[(at.row * 512 + k) * 4], 4);
+        } else {
+          bf16 b;
+          std::memcpy(&b, &bytes[(at.row * 512 + k) * 2], 2);
+          got = to_float(b), plain = to_float(to_bf16(plain));
+        }
+        if (!std::isfinite(got)) e.finite = false;
+        if (visible <= 0 && got != 0) e.empty = false;
+        e.out = std::max(e.out, std::abs(got - want.out[k]));
+        e.plain = std::max(e.plain, std::abs(plain - want.out[k]));
+        e.square += want.out[k] * want.out[k];
+      }
+      const float l = lse[at.row];
+      if (visible <= 0) {
+        if (!(l == -std::numeric_limits<float>::infinity())) e.empty = false;
+      } else {
+        e.lse = std::isfinite(l) ? std::abs(l - want.lse) / (1 + std::abs(want.lse)) : 1e30;
+      }
+    });
+    double out = 0, plain = 0, worst_lse = 0, square = 0;
+    for (size_t i = 0; i < rows.size(); ++i) {
+      const Error& e = errors[i];
+      ASSERT_TRUE(e.finite) << "request " << rows[i].request << " token " << rows[i].token << " row " << rows[i].row;
+      ASSERT_TRUE(e.empty) << "a row that sees nothing: request " << rows[i].request << " token " << rows[i].token;
+      out = std::max(out, e.out), plain = std::max(plain, e.plain), worst_lse = std::max(worst_lse, e.lse);
+      square += e.square;
+    }
+    const double rms = std::sqrt(square / (512.0 * std::max<size_t>(rows.size(), 1)));
+    EXPECT_LE(out, 2 * plain + 0x1p-9 * rms) << "rms " << rms << ", rows " << rows.size();
+    EXPECT_LE(worst_lse, 3e-5);
+  }
+
+  AttendLatent args;
+  AttendLatentChoice choice;
+
+ private:
+  Case c_;
+  std::mt19937_64 random_;
+  int tokens_ = 0;
+  int64_t stride_ = 0, pages_ = 0;
+  size_t out_bytes_ = 0;
+  std::vector<int32_t> starts_;
+  std::vector<std::vector<float>> rows_;
+  std::vector<float> q_;
+  std::optional<DeviceArray<uint16_t>> cache_, d_q_;
+  std::optional<DeviceArray<int32_t>> d_starts_, d_lens_, d_table_;
+  std::optional<DeviceArray<std::byte>> workspace_, out_;
+  std::optional<DeviceArray<float>> lse_;
+};
+
+void synchronize() { check(cudaDeviceSynchronize(), "attend_latent", "run"); }
+
+class OnDevice : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (!have_device()) GTEST_SKIP() << "no CUDA device: skipped";
+  }
+};
+
+class AttendLatentCases : public testing::TestWithParam<Case> {};
+
+TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
+  if (!have_device()) GTEST_SKIP() << "no CUDA device: skipped";
+  Inputs s(GetParam(), testing::UnitTest::GetInstance()->random_seed() + 17);
+  s.poison();
+  attend_latent(s.args, s.choice, nullptr);
+  synchronize();
+  s.verify();
+  const auto out = s.out();
+  const auto lse = s.lse();
+  for (int i = 0; i < 3; ++i) {
+    s.poison();
+    attend_latent(s.args, s.choice, nullptr);
+    synchronize();
+    EXPECT_EQ(out, s.out());
+    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4));
+  }
+}
+
+std::vector<int> fill(int n, int value) { return std::vector<int>(n, value); }
+
+INSTANTIATE_TEST_SUITE_P(
+    Shapes, AttendLatentCases,
+    testing::Values(Case{"one_block", 16, 64, {1}, {64}}, Case{"one_position", 16, 64, {1}, {1}},
+                    Case{"h16_4k", 16, 64, {1}, {4096}},
+                    Case{"h16_ragged", 16, 64, {1, 1, 1, 1, 1, 1}, {1, 63, 64, 65, 1000, 4097}},
+                    Case{"h16_none", 16, 64, {1, 0, 1, 1}, {0, 5, 100, 0}}, Case{"h1", 1, 64, {1, 1, 1}, {700, 3, 129}},
+                    Case{"h5_q3", 5, 64, {3, 1, 2}, {700, 3, 129}}, Case{"h20", 20, 64, {1, 1}, {300, 1025}},
+                    Case{"h16_q2", 16, 64, {2, 2, 1, 2}, {300, 2, 1, 1025}}, Case{"h32", 32, 64, {1, 1}, {300, 2025}},
+                    Case{"h16_bf16_out", 16, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::bf16, Dtype::bf16},
+                    Case{"h16_f16", 16, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
+                    Case{"h16_invariant", 16, 64, {1, 1, 1}, {5000, 333, 2049}, Dtype::bf16, Dtype::f32, true},
+                    Case{"h16_many", 16, 64, fill(300, 1), fill(300, 150)},
+                    Case{"h16_line", 16, 64, fill(140, 1), fill(140, 700)},
+                    Case{"h16_spread", 16, 64, {1, 1}, {3000, 700}, Dtype::bf16, Dtype::f32, false, 12.0f},
+                    Case{"h16_spread_f16", 16, 64, {1, 1}, {3000, 700}, Dtype::f16, Dtype::f32, false, 12.0f},
+                    Case{"h16_page16", 16, 16, {1, 1, 1}, {1000, 17, 333}},
+                    Case{"h16_page48", 16, 48, {1, 1}, {1000, 333}}, Case{"h16_page8", 16, 8, {1, 1}, {1000, 333}},
+                    Case{"h16_page128", 16, 128, {1, 1}, {1000, 333}}, Case{"h16_page1", 16, 1, {1, 1}, {1000, 333}},
+                    Case{"h16_page17", 16, 17, {1, 1, 1}, {5000, 333, 64}},
+                    Case{"h16_high", 16, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000}));
+
+INSTANTIATE_TEST_SUITE_P(
+    WideShapes, AttendLatentCases,
+    testing::Values(Case{"h64_one_block", 64, 64, {1}, {64}}, Case{"h64_two_blocks", 64, 64, {1}, {128}},
+                    Case{"h64_three_blocks", 64, 64, {1}, {170}}, Case{"h64_4k", 64, 64, {1}, {4096}},
+                    Case{"h64_ragged", 64, 64, {1, 1, 1, 1, 1, 1}, {1, 63, 64, 65, 1000, 4097}},
+                    Case{"h40", 40, 64, {1, 1}, {300, 1025}}, Case{"h20_q3", 20, 64, {3, 1, 0, 2}, {300, 1025, 7, 1}},
+                    Case{"h64_none", 64, 64, {1, 0, 1, 1}, {0, 5, 100, 0}},
+                    Case{"h64_f16", 64, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
+                    Case{"h64_bf16_out", 64, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::bf16, Dtype::bf16},
+                    Case{"h64_spread", 64, 64, {1, 1}, {3000, 700}, Dtype::bf16, Dtype::f32, false, 12.0f},
+                    Case{"h64_invariant", 64, 64, {1, 1, 1}, {5000, 333, 2049}, Dtype::bf16, Dtype::f32, true},
+                    Case{"h64_page16", 64, 16, {1, 1, 1}, {1000, 17, 333}},
+                    Case{"h64_page17", 64, 17, {1, 1, 1}, {5000, 333, 64}},
+                    Case{"h64_many", 64, 64, fill(150, 1), fill(150, 450)}, Case{"h128_one_block", 128, 64, {1}, {64}},
+                    Case{"h128_4k", 128, 64, {1}, {4096}},
+                    Case{"h128_ragged", 128, 64, {1, 1, 1, 1, 1, 1}, {1, 63, 64, 65, 1000, 4097}},
+                    Case{"h128_none", 128, 64, {1, 0, 1, 1}, {0, 5, 100, 0}},
+                    Case{"h128_q2", 128, 64, {2, 1, 2}, {1000, 77, 1}},
+                    Case{"h40_q2", 40, 64, {2, 1, 2}, {1000, 77, 1}},
+                    Case{"h20_q4_ragged", 20, 64, {4, 1, 9, 2}, {300, 1025, 2000, 1}},
+                    Case{"h128_bf16_out", 128, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::bf16, Dtype::bf16},
+                    Case{"h128_f16", 128, 64, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
+                    Case{"h128_spread", 128, 64, {1, 1}, {3000, 700}, Dtype::bf16, Dtype::f32, false, 12.0f},
+                    Case{"h128_invariant", 128, 64, {1, 1, 1}, {5000, 333, 2049}, Dtype::bf16, Dtype::f32, true},
+                    Case{"h128_page16", 128, 16, {1, 1, 1}, {1000, 17, 333}},
+                    Case{"h128_page17", 128, 17, {1, 1, 1}, {1000, 17, 333}},
+                    Case{"h128_line", 128, 64, fill(70, 1), fill(70, 700)},
+                    Case{"h128_high", 128, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000}));
+
+/// One captured call serves other lengths: they are read on device.
+TEST_F(OnDevice, AGraphServesOtherLengths) {
+  for (const int heads : {16, 128}) {
+    Inputs s({"graph", heads, 64, {1, 2, 1, 1}, {900, 1500, 70, 2000}, Dtype::bf16, Dtype::f32});
+    cudaStream_t stream;
+    check(cudaStreamCreate(&stream), "test", "stream");
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "test", "capture");
+    attend_latent(s.args, s.choice, stream);
+    check(cudaStreamEndCapture(stream, &graph), "test", "capture");
+    check(cudaGraphInstantiate(&exec, graph, 0), "test", "instantiate");
+    const std::vector<std::pair<std::vector<int>, std::vector<int>>> lengths = {
+        {{1, 2, 1, 1}, {900, 1500, 70, 2000}}, {{1, 1, 1, 1}, {1, 1400, 64, 3}}, {{2, 1, 0, 1}, {10, 700, 0, 1999}}};
+    for (const auto& [q, seq] : lengths) {
+      s.set_lengths(q, seq);
+      s.poison();
+      check(cudaGraphLaunch(exec, stream), "test", "replay");
+      check(cudaStreamSynchronize(stream), "test", "replay");
+      s.verify();
+    }
+    cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+  }
+}
+
+/// batch_invariant: a request's bits stay, whatever stands beside it.
+TEST_F(OnDevice, BatchInvariantBits) {
+  for (const int heads : {16, 64, 128}) {
+    Case alone{"alone", heads, 64, {1}, {5000}, Dtype::bf16, Dtype::f32, true};
+    Case beside = alone;
+    beside.q_lens = {1, 1, 1, 1}, beside.seq_lens = {5000, 9000, 100, 3000};
+    Inputs b(beside, 5);
+    // The same first request: its bits come from its own copy of b's inputs.
+    attend_latent(b.args, b.choice, nullptr);
+    synchronize();
+    const auto together = b.out();
+    AttendLatent one = b.args;
+    one.limits.requests = 1, one.limits.tokens = 1;
+    b.poison();
+    attend_latent(one, b.choice, nullptr);
+    synchronize();
+    const auto single = b.out();
+    const size_t bytes = static_cast<size_t>(heads) * 512 * 4;
+    EXPECT_EQ(0, std::memcmp(together.data(), single.data(), bytes)) << heads << " heads";
+  }
+}
+
+TEST_F(OnDevice, RefusesBadShapes) {
+  Inputs s({"bad", 16, 64, {1}, {100}});
+  const auto message = [&](auto change) {
+    AttendLatent a = s.args;
+    change(a);
+    try {
+      attend_latent(a, s.choice, nullptr);
+    } catch (const ShapeError& e) {
+      return std::string(e.what());
+    } catch (const UnsupportedError& e) {
+      return std::string(e.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(message([](AttendLatent& a) { a.limits.heads = 129; }), "attend_latent: heads is 129, allowed 1 to 128");
+  EXPECT_EQ(message([](AttendLatent& a) { a.table_stride = 1; }),
+            "attend_latent: block_table Page is 1, seq_len 100 needs 2");
+  EXPECT_NE(message([](AttendLatent& a) { a.scale = 0; }).find("scale is"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.page_size = 17, a.table_stride = 100; }).find("page size is 17"),
+            std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.workspace_bytes -= 1; }).find("workspace is"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.cache_dtype = Dtype::f32; }).find("bf16 or f16"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace mla::cuda
