@@ -1,0 +1,338 @@
+// Times whole calls of attend_latent on Hopper: a CUDA graph of at least 20 calls over rotating inputs of at least 300
+// MB, median and p90 of its replays, answers checked against float64 in the same run.
+//   bench_cuda_attend_latent [json=FILE] [only=SUBSTRING] [replays=N] [variant=min:2,coop:0]...
+#include <cuda_bf16.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <fstream>
+#include <numeric>
+#include <string>
+#include <string_view>
+
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "cuda/device.hpp"
+
+namespace mla::cuda {
+namespace {
+
+using namespace test;
+
+struct Shape {
+  const char* name;
+  int batch, heads, query_tokens, context;
+  int spread = 0;  // standard deviation of the context over requests
+  int page_size = 64;
+  Dtype cache = Dtype::bf16;
+  bool invariant = false;
+  double peer_us = 0;  // best of FlashMLA and FlashAttention-3 on another H200, for orientation
+};
+
+const Shape shapes[] = {
+    {"b1 h16 4K", 1, 16, 1, 4096, 0, 64, Dtype::bf16, false, 15.6},
+    {"b1 h128 4K", 1, 128, 1, 4096, 0, 64, Dtype::bf16, false, 22.0},
+    {"b1 h16 64K", 1, 16, 1, 65536, 0, 64, Dtype::bf16, false, 38.1},
+    {"b1 h128 64K", 1, 128, 1, 65536, 0, 64, Dtype::bf16, false, 60.4},
+    {"b8 h128 4K", 8, 128, 1, 4096, 0, 64, Dtype::bf16, false, 33.8},
+    {"b32 h16 4K", 32, 16, 1, 4096, 0, 64, Dtype::bf16, false, 45.4},
+    {"b32 h16 16K", 32, 16, 1, 16384},
+    {"b32 h128 4K", 32, 128, 1, 4096, 0, 64, Dtype::bf16, false, 70.8},
+    {"b128 h16 4K", 128, 16, 1, 4096, 0, 64, Dtype::bf16, false, 147},
+    {"b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, Dtype::bf16, false, 158},
+    {"b128 h128 4K", 128, 128, 1, 4096, 0, 64, Dtype::bf16, false, 255},
+    {"b128 h128 4K varlen", 128, 128, 1, 4096, 2048},
+    {"b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, Dtype::bf16, false, 528},
+    {"b128 h64 4K", 128, 64, 1, 4096},
+    {"b128 s2 h16 4K", 128, 16, 2, 4096},
+    {"b128 h16 4K page16", 128, 16, 1, 4096, 0, 16},
+    {"b128 h16 4K page32", 128, 16, 1, 4096, 0, 32},
+    {"b128 h16 4K page17", 128, 16, 1, 4096, 0, 17},
+    {"b128 h16 4K page1", 128, 16, 1, 4096, 0, 1},
+    {"b128 h128 4K page16", 128, 128, 1, 4096, 0, 16},
+    {"b128 h128 4K page17", 128, 128, 1, 4096, 0, 17},
+    {"b128 h16 4K f16", 128, 16, 1, 4096, 0, 64, Dtype::f16},
+    {"b128 h128 4K f16", 128, 128, 1, 4096, 0, 64, Dtype::f16},
+    {"b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, Dtype::bf16, true},
+    {"b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, Dtype::bf16, true},
+    {"b8 h128 4K invariant", 8, 128, 1, 4096, 0, 64, Dtype::bf16, true},
+    {"b1 h16 64K invariant", 1, 16, 1, 65536, 0, 64, Dtype::bf16, true},
+};
+
+__global__ void fill_random(uint16_t* to, size_t n, uint32_t seed, bool bf16) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+    uint64_t x = i * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull + 0x2545f4914f6cdd1dull;
+    float sum = 0;  // of four uniform values: nearly normal
+    for (int k = 0; k < 2; ++k) {
+      x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull, x ^= x >> 31;
+      sum += static_cast<float>(x & 0xffffff) + static_cast<float>(x >> 40);
+    }
+    const float v = (sum * 0x1p-24f - 2.0f) * 1.7320508f;
+    if (bf16) {
+      const __nv_bfloat16 b = __float2bfloat16(v);
+      to[i] = reinterpret_cast<const uint16_t&>(b);
+    } else {
+      const __half b = __float2half(v);
+      to[i] = reinterpret_cast<const uint16_t&>(b);
+    }
+  }
+}
+
+__global__ void read_all(const uint4* from, size_t n, uint4* to) {
+  uint4 sum = {0, 0, 0, 0};
+  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n; i += 8 * step) {
+    uint4 v[8];
+#pragma unroll
+    for (int k = 0; k < 8; ++k) v[k] = i + k * step < n ? __ldcs(from + i + k * step) : uint4{};
+#pragma unroll
+    for (int k = 0; k < 8; ++k) sum.x ^= v[k].x, sum.y ^= v[k].y, sum.z ^= v[k].z, sum.w ^= v[k].w;
+  }
+  if ((sum.x & sum.y & sum.z & sum.w) == 0x12345678) *to = sum;
+}
+
+/// GB/s of a plain read of 4 GB, the best of a few: this card's roof.
+double read_roof() {
+  DeviceArray<uint4> data(size_t{1} << 28, 0x5a);
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "bench", "event");
+  check(cudaEventCreate(&end), "bench", "event");
+  float best = 1e30f;
+  for (int i = 0; i < 20; ++i) {
+    check(cudaEventRecord(begin), "bench", "event");
+    read_all<<<132 * 8, 256>>>(data.data(), data.size(), data.data());
+    check(cudaEventRecord(end), "bench", "event");
+    check(cudaDeviceSynchronize(), "bench", "read");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
+    best = std::min(best, ms);
+  }
+  return data.size() * 16 / best * 1e-6;
+}
+
+struct Result {
+  double median, p90, floor, bytes, flops, error, bound;
+};
+
+Result measure(const Shape& s, const std::string& variant, int replays) {
+  std::mt19937 random(7);
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, 0), "bench", "device");
+  std::vector<int32_t> lens(s.batch), starts(s.batch + 1);
+  std::normal_distribution<double> normal(s.context, s.spread);
+  for (int& n : lens)
+    n = s.spread ? std::clamp(static_cast<int>(normal(random)), s.query_tokens, 3 * s.context) : s.context;
+  for (int r = 0; r <= s.batch; ++r) starts[r] = r * s.query_tokens;
+  const int longest = *std::max_element(lens.begin(), lens.end());
+  const int64_t stride = (longest + s.page_size - 1) / s.page_size;
+  int64_t pages = 0, positions = 0, visible = 0;
+  for (const int n : lens) {
+    pages += (n + s.page_size - 1) / s.page_size, positions += n;
+    for (int i = 0; i < s.query_tokens; ++i) visible += n - s.query_tokens + i + 1;
+  }
+  const int tokens = s.batch * s.query_tokens;
+  const double bytes = positions * 1152.0 + tokens * s.heads * (1152.0 + 1024.0 + 4.0),
+               flops = visible * s.heads * 2176.0;
+  const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / (positions * 1152.0)))), calls = std::max(20, sets);
+
+  // One cache; every set has its own pages of it, shuffled.
+  const size_t page_elements = static_cast<size_t>(s.page_size) * 576,
+               q_elements = static_cast<size_t>(tokens) * s.heads * 576;
+  DeviceArray<uint16_t> cache(pages * sets * page_elements), q(q_elements * sets);
+  fill_random<<<1024, 256>>>(cache.data(), cache.size(), 1, s.cache == Dtype::bf16);
+  fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
+  check(cudaDeviceSynchronize(), "bench", "fill");
+  std::vector<int32_t> order(pages * sets), tables(sets * s.batch * stride, -1);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  size_t used = 0;
+  for (int set = 0; set < sets; ++set)
+    for (int r = 0; r < s.batch; ++r)
+      for (int i = 0; i < (lens[r] + s.page_size - 1) / s.page_size; ++i)
+        tables[(static_cast<size_t>(set) * s.batch + r) * stride + i] = order[used++];
+  DeviceArray<int32_t> d_tables(tables), d_lens(lens), d_starts(starts);
+  DeviceArray<uint16_t> out(static_cast<size_t>(tokens) * s.heads * 512);
+  DeviceArray<float> lse(static_cast<size_t>(tokens) * s.heads);
+
+  const AttendLatentLimits limits{.tokens = tokens,
+                                  .requests = s.batch,
+                                  .heads = s.heads,
+                                  .query_tokens = s.query_tokens,
+                                  .seq_len = longest,
+                                  .positions = positions,
+                                  .batch_invariant = s.invariant};
+  AttendLatentChoice choice = attend_latent_choice(limits, s.page_size, processors);
+  for (size_t at = 0; at < variant.size();) {
+    const size_t end = std::min(variant.find(',', at), variant.size()), colon = variant.find(':', at);
+    const std::string key = variant.substr(at, colon - at);
+    const int value = std::atoi(variant.c_str() + colon + 1);
+    if (key == "min") choice.min_blocks = value;
+    if (key == "over") choice.overlap = value;
+    if (key == "coop") choice.cooperative = value;
+    if (key == "box") choice.box_rows = value;
+    if (key == "split") choice.split_blocks = value;
+    if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
+    at = end + 1;
+  }
+  const size_t workspace_bytes = attend_latent_workspace(limits, choice);
+  DeviceArray<std::byte> workspace(workspace_bytes);
+  check(cudaMemset(workspace.data(), 0, attend_latent_counters(limits, choice)), "bench", "counters");
+  AttendLatent args{.limits = limits,
+                    .cache = cache.data(),
+                    .cache_dtype = s.cache,
+                    .pages = pages * sets,
+                    .page_size = s.page_size,
+                    .query_start_loc = d_starts.data(),
+                    .seq_lens = d_lens.data(),
+                    .table_stride = stride,
+                    .scale = 0.0721688f,
+                    .out = out.data(),
+                    .out_dtype = Dtype::bf16,
+                    .lse = lse.data(),
+                    .workspace = workspace.data(),
+                    .workspace_bytes = workspace_bytes};
+  const auto call = [&](int set, cudaStream_t stream) {
+    args.q = q.data() + q_elements * set;
+    args.block_table = d_tables.data() + static_cast<size_t>(set) * s.batch * stride;
+    attend_latent(args, choice, stream);
+  };
+
+  // Right?
+  Result result{.floor = std::max(bytes / 4560e9, flops / 680e12) * 1e6, .bytes = bytes, .flops = flops};
+  call(1, nullptr);
+  check(cudaDeviceSynchronize(), "bench", "run");
+  double square = 0, worst = 0, plain = 0;
+  for (int sample = 0; sample < 3; ++sample) {
+    const int r = sample == 0 ? s.batch - 1 : static_cast<int>(random() % s.batch);
+    const int token = static_cast<int>(random() % s.query_tokens), head = static_cast<int>(random() % s.heads);
+    const int n = lens[r] - s.query_tokens + token + 1;
+    std::vector<float> rows(static_cast<size_t>(lens[r]) * 576);
+    const auto as_float = [&](uint16_t bits, bool bf) { return bf ? to_float(bf16{bits}) : to_float(f16{bits}); };
+    const auto page_at = [&](int i) { return tables[(static_cast<size_t>(s.batch) + r) * stride + i]; };
+    for (int at = 0; at < lens[r]; at += s.page_size) {
+      const int count = std::min(s.page_size, lens[r] - at) * 576;
+      const auto page = cache.download(page_at(at / s.page_size) * page_elements, count);
+      for (int i = 0; i < count; ++i)
+        rows[static_cast<size_t>(at) * 576 + i] = as_float(page[i], s.cache == Dtype::bf16);
+    }
+    const size_t row = (static_cast<size_t>(starts[r]) + token) * s.heads + head;
+    const auto q_bits = q.download(q_elements + row * 576, 576), got = out.download(row * 512, 512);
+    float query[576];
+    for (int i = 0; i < 576; ++i) query[i] = as_float(q_bits[i], true);
+    const LatentRow want =
+        attend_row(query, n, args.scale, s.cache, [&](int j) { return &rows[static_cast<size_t>(j) * 576]; });
+    for (int i = 0; i < 512; ++i) {
+      worst = std::max(worst, std::abs(as_float(got[i], true) - want.out[i]));
+      plain = std::max(plain, std::abs(to_float(to_bf16(want.plain[i])) - want.out[i]));
+      square += want.out[i] * want.out[i];
+      if (std::isnan(as_float(got[i], true))) worst = 1e30;
+    }
+    if (!(std::abs(lse.download(row, 1)[0] - want.lse) < 1e-3)) worst = 1e30;
+  }
+  const double rms = std::sqrt(square / (3 * 512));
+  result.error = worst / rms, result.bound = 2 * plain / rms;
+
+  // Fast?
+  cudaStream_t stream;
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cudaEvent_t begin, end;
+  check(cudaStreamCreate(&stream), "bench", "stream");
+  check(cudaEventCreate(&begin), "bench", "event");
+  check(cudaEventCreate(&end), "bench", "event");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
+  for (int i = 0; i < calls; ++i) call(i % sets, stream);
+  check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
+  for (int i = 0; i < 60; ++i)  // clocks of a busy card
+    fill_random<<<1024, 256>>>(out.data(), out.size(), i, true);
+  for (double us = 0; us < 30e3; us += 25 * calls) check(cudaGraphLaunch(exec, stream), "bench", "warm up");
+  check(cudaDeviceSynchronize(), "bench", "warm up");
+  std::vector<double> times;
+  for (int i = 0; i < replays + 2; ++i) {
+    check(cudaEventRecord(begin, stream), "bench", "event");
+    check(cudaGraphLaunch(exec, stream), "bench", "replay");
+    check(cudaEventRecord(end, stream), "bench", "event");
+    check(cudaStreamSynchronize(stream), "bench", "replay");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
+    if (i >= 2) times.push_back(ms * 1e3 / calls);
+  }
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream), cudaEventDestroy(begin),
+      cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
+  return result;
+}
+
+int run(int argc, char** argv) {
+  if (!have_device()) {
+    std::printf("no CUDA device: skipped\n");
+    return 0;
+  }
+  std::string json, command = argv[0];
+  std::vector<std::string> only, variants;
+  int replays = 15;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view arg = argv[i];
+    command += " " + std::string(arg);
+    if (arg.starts_with("json=")) json = arg.substr(5);
+    else if (arg.starts_with("only=")) only.emplace_back(arg.substr(5));
+    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
+    else if (arg.starts_with("variant=")) variants.emplace_back(arg.substr(8));
+    else {
+      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
+      return 2;
+    }
+  }
+  if (variants.empty()) variants.emplace_back("");
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+  int failed = 0;
+  std::string lines;
+  const double roof = read_roof();
+  std::printf("%s, read roof %.0f GB/s, whole calls, median of %d replays\n%-24s %-16s %8s %8s %8s %7s %7s %8s  %s\n",
+              device.name, roof, replays, "shape", "variant", "us", "p90", "floor", "% floor", "GB/s", "TFLOP/s",
+              "peer us / error of bound");
+  for (const Shape& s : shapes) {
+    bool wanted = only.empty();
+    for (const std::string& o : only)
+      wanted |= o == s.name || (o.back() == '*' && std::string_view(s.name).starts_with(o.substr(0, o.size() - 1)));
+    if (!wanted) continue;
+    for (const std::string& v : variants) {
+      const Result r = measure(s, v, replays);
+      const bool right = r.error <= r.bound;
+      failed += !right;
+      char text[512];
+      std::printf("%-24s %-16s %8.2f %8.2f %8.2f %7.1f %7.0f %8.1f  %6.1f  %.4f of %.4f%s\n", s.name, v.c_str(),
+                  r.median, r.p90, r.floor, 100 * r.floor / r.median, r.bytes / r.median * 1e-3,
+                  r.flops / r.median * 1e-6, s.peer_us, r.error, r.bound, right ? "" : " WRONG");
+      std::fflush(stdout);
+      std::snprintf(
+          text, sizeof text,
+          "{\"op\": \"attend_latent\", \"shape\": \"%s\", \"variant\": \"%s\", \"batch\": %d, \"heads\": %d, "
+          "\"query_tokens\": "
+          "%d, \"context\": %d, \"context_deviation\": %d, \"page_size\": %d, \"us_median\": %.2f, \"us_p90\": %.2f, "
+          "\"floor_us\": %.2f, \"gb_per_s\": %.0f, \"tflop_per_s\": %.1f, \"error\": %.5f, \"bound\": %.5f}",
+          s.name, v.c_str(), s.batch, s.heads, s.query_tokens, s.context, s.spread, s.page_size, r.median, r.p90,
+          r.floor, r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound);
+      lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+    }
+  }
+  if (!json.empty())
+    std::ofstream(json)
+        << "{\n  \"device\": \"" << device.name << "\",\n  \"read_roof_gb_per_s\": " << static_cast<int>(roof)
+        << ",\n  \"command\": \"" << command
+        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls, rotating inputs of at least 320 MB, " << replays
+        << " replays\",\n  \"results\": [\n"
+        << lines << "\n  ]\n}\n";
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace mla::cuda
+
+int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
+  std::fprintf(stderr, "bench: %s\n", e.what());
+  return 1;
+}
