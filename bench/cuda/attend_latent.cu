@@ -1,6 +1,6 @@
 // Times whole calls of attend_latent on Hopper: a CUDA graph of at least 20 calls over rotating inputs of at least 300
 // MB, median and p90 of its replays, answers checked against float64 in the same run.
-//   bench_cuda_attend_latent [json=FILE] [only=SUBSTRING] [replays=N] [variant=min:2,coop:0]...
+//   attend_latent_bench [json=FILE] [only=SUBSTRING] [replays=N] [variant=min:2,coop:0]...
 #include <cuda_bf16.h>
 
 #include <cstdio>
