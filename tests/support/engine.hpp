@@ -100,7 +100,7 @@ class Engine {
     std::memset(workspace.data(), options_.poison ? 0xff : 0, p.workspace_bytes);
     last_plan = p;
     selection_ = Buffer(p.selection_bytes);
-    std::memset(selection_.data(), options_.poison ? 0xff : 0, p.selection_bytes);
+    std::fill_n(selection_.data(), p.selection_bytes, options_.poison ? std::byte{0xff} : std::byte{0});
     run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows, pieces);
 
     padding_touched = padding_touched ||
