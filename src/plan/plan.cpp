@@ -1,6 +1,7 @@
 #include "mla/plan.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -44,10 +45,14 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   require("context_rows", o.context_rows, 0);
   require("max_model_len", o.max_model_len, 0);
   require("max_requests", o.max_requests, 0);
+  require("reorder_batch_threshold", o.reorder_batch_threshold, 0);
   require("device threads", device.threads, 1);
   if (model.indexer && model.indexer->topk > kMostTopk)
     throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
                      ", at most " + std::to_string(kMostTopk) + " are selected");
+  if (o.index_hadamard && model.indexer && !std::has_single_bit(static_cast<uint64_t>(model.indexer->dim)))
+    throw UnsupportedError("plan: index_hadamard with indexer dim " + std::to_string(model.indexer->dim) +
+                           ", a power of two is needed");
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {

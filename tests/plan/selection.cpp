@@ -148,6 +148,14 @@ TEST(Selection, MemoryOfScoringDoesNotGrowWithContext) {
   EXPECT_LT(largest, size_t{64} << 20);
 }
 
+TEST(Selection, RotationNeedsAPowerOfTwo) {
+  ModelConfig m = sparse_model(64);
+  m.indexer->dim = 96;
+  const Made b({1}, {100}, 16);
+  EXPECT_THROW(make(m, CacheFormat::bf16, b, {.index_hadamard = true}), UnsupportedError);
+  EXPECT_NO_THROW(make(m, CacheFormat::bf16, b));
+}
+
 TEST(Selection, ImpossibleTopkAndModelsWithoutAnIndexer) {
   const Made b({1}, {100}, 16);
   EXPECT_THROW(make(sparse_model(0), CacheFormat::bf16, b), ShapeError);
