@@ -105,11 +105,16 @@ struct StepInput {
 
 void count_sparse(const Plan& p, Result& r) {
   if (p.topk == 0) return;
-  r.sparse_rows += p.sparse_rows();
   r.unscored_rows += p.tokens - p.sparse_rows();
-  for (int32_t position : p.sparse_positions) {
-    r.seen_keys += position + 1;
-    r.selected_keys += std::min<int64_t>(position + 1, p.topk);
+  for (const int32_t position : p.sparse_positions) {
+    const int64_t seen = int64_t{position} + 1;
+    if (seen <= p.topk) {  // the first rows of a request that outgrows topk
+      ++r.unscored_rows;
+      continue;
+    }
+    ++r.sparse_rows;
+    r.seen_keys += seen;
+    r.selected_keys += p.topk;
   }
 }
 
