@@ -109,6 +109,13 @@ void add_threads(CLI::App& command, int& threads) {
   command.add_option("--threads", threads, "Threads")->capture_default_str()->check(CLI::Range(1, 4096));
 }
 
+void require_indexer(const CLI::App& command, const ModelConfig& model) {
+  if (model.indexer) return;
+  for (const char* flag : {"--sparse", "--topk", "--index-cache", "--hadamard"})
+    if (const CLI::Option* o = command.get_option_no_throw(flag); o && o->count() > 0)
+      throw InputError(std::string(flag) + " needs a model with an indexer, " + model.name + " has none");
+}
+
 void add_target(CLI::App& command, std::string& target) {
   command.add_option("--target", target, "Instruction set at most: avx512_bf16 avx512 avx2 sse4 portable");
 }

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cases/case.hpp"
+#include "mla/model.hpp"
 
 namespace mla::cli {
 
@@ -32,5 +33,8 @@ class ShapeFlags {
 void add_threads(CLI::App& command, int& threads);
 /// --target: limits the instruction set when the command runs; an empty name does not.
 void add_target(CLI::App& command, std::string& target);
+
+/// Refuses --sparse, --topk, --index-cache and --hadamard for a model without an indexer: nothing would read them.
+void require_indexer(const CLI::App& command, const ModelConfig& model);
 
 }  // namespace mla::cli

@@ -47,7 +47,7 @@ void read_batch(Flags& f) {
   f.contexts = lengths("contexts");
 }
 
-void run(Flags f) {
+void run(const CLI::App& command, Flags f) {
   if (!f.batch.empty()) read_batch(f);
   else if (f.queries.empty()) f.queries = {1};
   if (f.contexts.empty()) f.contexts.assign(f.queries.size(), 0);
@@ -56,10 +56,8 @@ void run(Flags f) {
     throw InputError("contexts has " + std::to_string(f.contexts.size()) + " entries, queries has " +
                      std::to_string(f.queries.size()));
   ModelConfig model = model_of(f.model);
-  if (f.topk != 0) {
-    if (!model.indexer) throw InputError("--topk needs a model with an indexer, " + model.name + " has none");
-    model.indexer->topk = f.topk;
-  }
+  require_indexer(command, model);
+  if (f.topk != 0) model.indexer->topk = f.topk;
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
   spec.validate();
 
@@ -129,7 +127,7 @@ void add_plan(CLI::App& app, int&) {
       ->capture_default_str();
   add_threads(*c, f->threads);
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");
-  c->callback([f] { run(*f); });
+  c->callback([c, f] { run(*c, *f); });
 }
 
 }  // namespace mla::cli

@@ -87,14 +87,10 @@ void reduce(const Flags& f, serve::Options& o) {
                        std::to_string(o.model.heads));
     o.model.heads = f.heads;
   }
-  const bool sparse_flags = f.topk != 0 || f.hadamard;
-  if (sparse_flags && !o.model.indexer)
-    throw InputError(std::string(f.topk != 0 ? "--topk" : "--hadamard") + " needs a model with an indexer, " +
-                     o.model.name + " has none");
   if (f.topk != 0) o.model.indexer->topk = f.topk;  // checked with the model
 }
 
-serve::Options options_of(const Flags& f) {
+serve::Options options_of(const CLI::App& command, const Flags& f) {
   serve::Options o;
   if (std::filesystem::is_directory(f.model)) {
     o.checkpoint.emplace(f.model);
@@ -104,6 +100,7 @@ serve::Options options_of(const Flags& f) {
   } else {
     o.model = preset(f.model);
   }
+  require_indexer(command, o.model);
   reduce(f, o);
   o.layers = f.layers;
   o.weights = parse_dtype(f.weights);
@@ -293,6 +290,7 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"sparse", to_string(o.plan.sparse)},
         {"topk", o.model.indexer ? o.model.indexer->topk : 0},
         {"index_cache", o.model.indexer ? std::string(to_string(o.plan.index_format)) : "none"},
+        {"hadamard", o.plan.index_hadamard},
         {"token_budget", o.limits.token_budget},
         {"max_requests", f.max_requests},
         {"scale_lengths", f.scale_lengths},
@@ -341,6 +339,7 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
       {"interrupted", r.interrupted}};
   if (v)
     j["verification"] = {{"rows", v->rows},
+                         {"selections", v->selections},
                          {"failed", v->failed},
                          {"worst_error", v->worst_error},
                          {"worst_bound", v->worst_bound},
@@ -348,8 +347,8 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
   return j;
 }
 
-void run(const Flags& f, int& status) {
-  const serve::Options o = options_of(f);
+void run(const CLI::App& command, const Flags& f, int& status) {
+  const serve::Options o = options_of(command, f);
   const serve::Trace t = trace_of(f);
   // The file is opened first: a run must not end in a path that cannot be written.
   std::ofstream json;
@@ -442,7 +441,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --verify 50\n"
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
       "Ctrl-C ends the run after the step in progress and reports what was measured; the exit code is then 130.");
-  c->callback([f, &status] { run(*f, status); });
+  c->callback([c, f, &status] { run(*c, *f, status); });
 }
 
 }  // namespace mla::cli

@@ -128,6 +128,10 @@ TEST_F(Command, BadUsageIsOneLineAndExitsWithTwo) {
 
 TEST_F(Command, UnknownNamesListTheKnownOnes) {
   expect_bad("check frobnicate", {"'frobnicate'", "norm", "attend_latent"});
+  for (const char* flag : {"--sparse mixed", "--topk 5", "--index-cache bf16", "--hadamard"})
+    expect_bad(std::string("run ") + flag, {"needs a model with an indexer", "deepseek-v2-lite"});
+  expect_bad("plan --sparse direct", {"--sparse", "needs a model with an indexer", "deepseek-v2-lite"});
+  expect_bad("plan --decode-length -5", {"reorder_batch_threshold", "-5"});
   expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4"});
   expect_bad("check quantize --output none", {"output none is not a quantised one"});
   expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
