@@ -209,7 +209,8 @@ TEST_F(Command, SparseFlagsThatCannotBe) {
   expect_bad("run --model " + sparse_config() + " --topk 8193 --requests 1", {"8193", "8192"});
   expect_bad("run --model " + sparse_config() + " --topk -1 --requests 1", {"topk", "-1"});
   expect_bad("plan --model " + sparse_config() + " --sparse most", {"'most'", "upconvert"});
-  expect_bad("run --index-cache int8", {"'int8'", "fp8"});
+  expect_bad("run --index-cache bf16", {"--index-cache", "deepseek-v2-lite"});
+  expect_bad("run --model " + sparse_config() + " --index-cache int8", {"'int8'", "fp8"});
   expect_bad("run --absorption half", {"'half'", "full_fp8"});
   expect_bad("run --model " + sparse_config() + " --absorption full --up-weights fp8 --requests 1", {"fp8", "full"});
   expect_bad("run --model " + sparse_config() + " --absorption full --path expanded --requests 1 --input-len 15",
