@@ -65,10 +65,11 @@ std::string Plan::describe() const {
   }
 
   if (!latent_items.empty()) {
-    int64_t longest = 0;
+    int64_t longest = 0, partials = 0;  // partial_rows is the most of the latent path's and any sparse launch's
+    for (const SplitRows& s : splits) partials += int64_t{s.rows} * s.splits;
     for (const LatentItem& i : latent_items) longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
     line(out, "  latent: %zu items of at most %lld positions; %zu split, %lld partial rows", latent_items.size(),
-         static_cast<long long>(longest), splits.size(), static_cast<long long>(partial_rows));
+         static_cast<long long>(longest), splits.size(), static_cast<long long>(partials));
   }
   if (!suffix_items.empty()) {
     line(out, "  expanded: %zu new-token items; %zu context chunks of at most %lld rows", suffix_items.size(),

@@ -148,6 +148,13 @@ TEST(Selection, MemoryOfScoringDoesNotGrowWithContext) {
   EXPECT_LT(largest, size_t{64} << 20);
 }
 
+TEST(Selection, DescribeCountsPartialRowsWhereTheyBelong) {
+  const Made b({1, 1}, {40, 9000}, 16);
+  const Plan p = make(sparse_model(4096), CacheFormat::bf16, b, {.path = PathPolicy::latent});
+  ASSERT_GT(p.partial_rows, 0);
+  EXPECT_NE(p.describe().find("0 split, 0 partial rows"), std::string::npos) << p.describe();
+}
+
 TEST(Selection, RotationNeedsAPowerOfTwo) {
   ModelConfig m = sparse_model(64);
   m.indexer->dim = 96;
