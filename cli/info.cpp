@@ -10,6 +10,7 @@
 #include "cli/commands.hpp"
 #include "cli/params.hpp"
 #include "mla/error.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/weights.hpp"
 
 namespace mla::cli {
@@ -88,6 +89,13 @@ void print_config(const ModelConfig& m) {
     }
     std::printf("cache %-10s %8.1f bytes a token and layer, %10.1f a token\n", std::string(to_string(f)).c_str(),
                 spec.token_bytes(), spec.token_bytes() * static_cast<double>(m.layers));
+  }
+  int64_t indexed = 0;
+  for (int64_t l = 0; l < m.layers; ++l) indexed += m.layer_has_indexer(l);
+  for (IndexCacheFormat f : m.indexer ? index_cache_formats() : std::span<const IndexCacheFormat>()) {
+    const double bytes = index_cache_spec(m, cache_spec(m, CacheFormat::bf16), f).token_bytes();
+    std::printf("index %-10s %8.1f bytes a token and layer, %10.1f a token\n", std::string(to_string(f)).c_str(), bytes,
+                bytes * static_cast<double>(indexed));
   }
   print_weights(m);
 }
