@@ -110,7 +110,8 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--page-size", f->page_size, "tokens a page")->capture_default_str();
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")
+  c->add_option("--decode-length", f->reorder_threshold,
+                "by_length: longest query that takes the latent path; sparse: longest decode")
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();

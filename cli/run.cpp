@@ -418,7 +418,8 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--token-budget", f->token_budget, "new tokens a step, prefill and decode together")
       ->capture_default_str();
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  c->add_option("--decode-length", f->reorder_threshold, "by_length: longest query that takes the latent path")
+  c->add_option("--decode-length", f->reorder_threshold,
+                "by_length: longest query that takes the latent path; sparse: longest decode")
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--heads", f->heads, "run with fewer heads than the model has, when memory is short; 0: all of them")

@@ -76,6 +76,8 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 
 struct PlanOptions {
   PathPolicy path = PathPolicy::automatic;
+  /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
+  /// least 0.
   int64_t reorder_batch_threshold = 1;
   /// For weights with full absorption (LayerWeights::absorbed()), which serve the latent path alone: automatic then
   /// means latent, and a request that the policy puts on the expanded path is an UnsupportedError.
@@ -162,7 +164,7 @@ struct Plan {
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
   std::vector<LatentItem> latent_items;  ///< q_begin counts compact rows
   std::vector<SplitRows> splits;         ///< row counts compact rows
-  int64_t partial_rows = 0;
+  int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
   // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows.
   std::vector<int32_t> expanded_tokens;
