@@ -140,9 +140,8 @@ struct SparseGroup {
   int32_t begin = 0, count = 0;
   SparseWork work;  ///< q_begin counts the group's rows
   // Through a workspace; empty when cache rows are read in place.
-  std::vector<GatherPiece> pieces;      ///< whole sequences
-  std::vector<int32_t> starts, counts;  ///< [requests]: rows of the workspace
-  int64_t rows = 0;                     ///< of the workspace; 0: in place
+  std::vector<GatherPiece> pieces;  ///< whole sequences
+  int64_t rows = 0;                 ///< of the workspace; 0: in place
 };
 
 /// A named part of the workspace.
@@ -183,6 +182,7 @@ struct Plan {
   std::vector<int32_t> sparse_requests;   ///< request of each sparse row
   std::vector<int32_t> sparse_positions;  ///< position of each sparse row in its sequence
   std::vector<SparseGroup> sparse_groups;
+  std::vector<int32_t> gathered_starts, gathered_counts;  ///< [requests]: rows of their group's workspace
   IndexCacheSpec index_cache;    ///< what the layer's index cache must be; of models with an indexer
   IndexSchedule index_schedule;  ///< q_begin of its items counts sparse rows
   size_t selection_bytes = 0;    ///< what layers that share a selection pass on; 0: nothing is selected

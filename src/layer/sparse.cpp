@@ -88,8 +88,10 @@ void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const flo
   const ops::TopkState state{at<std::byte>("index_topk"), schedule.tiles.rows, plan_.topk};
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(x.heads * x.dim)));
   for (const IndexTile& tile : schedule.selected) {
-    bool first = true;
-    for (const std::vector<IndexItem>& round : tile.rounds) {
+    const int64_t keys = schedule.tiles.keys, rounds = tile.rounds(keys);
+    for (int64_t r = 0; r < rounds; ++r) {
+      const std::span<const IndexItem> round =
+          tile.round(r, keys, {at<IndexItem>("index_round"), static_cast<size_t>(schedule.tiles.rows)});
       run("index_score", ops::IndexScoreArgs{.q = q,
                                              .weights = weights,
                                              .scale = scale,
@@ -99,8 +101,7 @@ void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const flo
                                              .scores = scores,
                                              .scratch = scratch_});
       run("select_topk",
-          ops::SelectTopkArgs{.scores = scores, .items = round, .positions = {}, .first = first, .state = state});
-      first = false;
+          ops::SelectTopkArgs{.scores = scores, .items = round, .positions = {}, .first = r == 0, .state = state});
     }
     run("select_topk", ops::FinishTopkArgs{.state = state, .items = tile.rows, .indices = selected, .scores = {}});
   }
@@ -124,8 +125,8 @@ void Sparse::map() const {
     else
       run("map_indices", ops::MapToWorkspaceArgs{.positions = rows_of(selected, g),
                                                  .requests = requests,
-                                                 .starts = g.starts,
-                                                 .counts = g.counts,
+                                                 .starts = plan_.gathered_starts,
+                                                 .counts = plan_.gathered_counts,
                                                  .rows = to});
   }
 }

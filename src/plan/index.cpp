@@ -38,6 +38,24 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
   return t;
 }
 
+int64_t IndexTile::rounds(int64_t keys) const {
+  int64_t end = 0;
+  for (const IndexItem& row : rows) end = std::max<int64_t>(end, row.kv_end);
+  return (end + keys - 1) / keys;
+}
+
+std::span<const IndexItem> IndexTile::round(int64_t r, int64_t keys, std::span<IndexItem> storage) const {
+  const int64_t begin = r * keys;
+  size_t count = 0;
+  for (IndexItem item : rows) {
+    if (item.kv_end <= begin) continue;
+    item.kv_begin = static_cast<int32_t>(begin);
+    item.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, begin + keys));
+    storage[count++] = item;
+  }
+  return storage.first(count);
+}
+
 IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes) {
   IndexSchedule s;
   int64_t rows = 0, longest = 0;
@@ -77,19 +95,6 @@ IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk
       item.visible += item.q_count;
       left -= item.q_count;
     }
-  for (IndexTile& tile : s.selected) {
-    int64_t end = 0;
-    for (const IndexItem& row : tile.rows) end = std::max<int64_t>(end, row.kv_end);
-    for (int64_t begin = 0; begin < end; begin += s.tiles.keys) {
-      std::vector<IndexItem>& round = tile.rounds.emplace_back();
-      for (IndexItem item : tile.rows) {
-        if (item.kv_end <= begin) continue;
-        item.kv_begin = static_cast<int32_t>(begin);
-        item.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, begin + s.tiles.keys));
-        round.push_back(item);
-      }
-    }
-  }
   return s;
 }
 

@@ -58,10 +58,10 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
                                 o.max_requests > 0 ? o.max_requests : static_cast<int64_t>(requests.size()),
                                 plan.cache.page_size);
   rows = std::max(rows, longest);  // a sequence is never cut
+  plan.gathered_starts.resize(plan.requests.size());
+  plan.gathered_counts.resize(plan.requests.size());
   for (const RequestRange& range : split_prefill_chunks(lengths, rows)) {
     SparseGroup& group = add_group(plan, {requests.begin() + range.begin, requests.begin() + range.end});
-    group.starts.resize(plan.requests.size());
-    group.counts.resize(plan.requests.size());
     for (int32_t i = range.begin; i < range.end; ++i) {
       const size_t index = static_cast<size_t>(requests[static_cast<size_t>(i)]);
       const int32_t length = lengths[static_cast<size_t>(i)];
@@ -69,8 +69,8 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
                               .start = 0,
                               .count = length,
                               .row = static_cast<int32_t>(group.rows)});
-      group.starts[index] = static_cast<int32_t>(group.rows);
-      group.counts[index] = length;
+      plan.gathered_starts[index] = static_cast<int32_t>(group.rows);
+      plan.gathered_counts[index] = length;
       group.rows += length;
     }
   }

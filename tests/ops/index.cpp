@@ -351,9 +351,10 @@ TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {
     ops::IndexScoreArgs score = base;
     score.scores = {tile.as<float>(), {s.tiles.rows, s.tiles.keys}};
     ops::run(stream, ops::FillTopkArgs{s.all, out});
+    std::vector<IndexItem> storage(static_cast<size_t>(s.tiles.rows));
     for (const IndexTile& t : s.selected) {
-      for (size_t round = 0; round < t.rounds.size(); ++round) {
-        score.items = t.rounds[round];
+      for (int64_t round = 0; round < t.rounds(s.tiles.keys); ++round) {
+        score.items = t.round(round, s.tiles.keys, storage);
         ops::run(stream, score);
         ops::run(stream,
                  ops::SelectTopkArgs{.scores = score.scores, .items = score.items, .first = round == 0, .state = topk});

@@ -94,14 +94,17 @@ TEST(IndexSchedule, EveryRowMeetsEveryPositionOnce) {
         }
       }
       EXPECT_LE(next, s.tiles.rows);
-      EXPECT_FALSE(tile.rounds.empty());
-      for (size_t round = 0; round < tile.rounds.size(); ++round) {
-        if (round == 0) {
-          EXPECT_EQ(tile.rounds[0].size(), tile.rows.size());  // `first` must reach every row
+      ASSERT_LE(tile.rows.size(), static_cast<size_t>(s.tiles.rows));
+      std::vector<IndexItem> storage(static_cast<size_t>(s.tiles.rows));
+      EXPECT_GT(tile.rounds(s.tiles.keys), 0);
+      for (int64_t r = 0; r < tile.rounds(s.tiles.keys); ++r) {
+        const std::span<const IndexItem> round = tile.round(r, s.tiles.keys, storage);
+        if (r == 0) {
+          EXPECT_EQ(round.size(), tile.rows.size());  // `first` must reach every row
         }
-        EXPECT_FALSE(tile.rounds[round].empty());
-        for (const IndexItem& item : tile.rounds[round]) {
-          EXPECT_EQ(item.kv_begin, static_cast<int64_t>(round) * s.tiles.keys);
+        EXPECT_FALSE(round.empty());
+        for (const IndexItem& item : round) {
+          EXPECT_EQ(item.kv_begin, r * s.tiles.keys);
           EXPECT_LE(item.kv_end - item.kv_begin, s.tiles.keys);
           EXPECT_LE(item.row + item.q_count, s.tiles.rows);
           for (int32_t q = 0; q < item.q_count; ++q) {

@@ -36,8 +36,8 @@ void check(const Plan& p) {
       for (int32_t q = i.q_begin; q < i.q_begin + i.q_count; ++q) attended[g.begin + q] += i.k_end - i.k_begin;
     for (int32_t row = g.begin; row < g.begin + g.count && g.rows > 0; ++row) {
       const int32_t r = p.sparse_requests[row];
-      EXPECT_EQ(g.counts[r], p.requests[r].context + p.requests[r].query_len);
-      EXPECT_LE(g.starts[r] + g.counts[r], g.rows);
+      EXPECT_EQ(p.gathered_counts[r], p.requests[r].context + p.requests[r].query_len);
+      EXPECT_LE(p.gathered_starts[r] + p.gathered_counts[r], g.rows);
     }
   }
   EXPECT_EQ(next, p.sparse_rows());
@@ -54,8 +54,9 @@ void check(const Plan& p) {
       ++finished[i.q_begin + q];
     }
   for (const IndexTile& tile : s.selected) {
-    for (const auto& round : tile.rounds)
-      for (const IndexItem& i : round)
+    std::vector<IndexItem> storage(tile.rows.size());
+    for (int64_t r = 0; r < tile.rounds(s.tiles.keys); ++r)
+      for (const IndexItem& i : tile.round(r, s.tiles.keys, storage))
         for (int32_t q = 0; q < i.q_count; ++q) {
           EXPECT_EQ(p.sparse_requests[i.q_begin + q], i.request);
           EXPECT_LE(i.kv_end - i.kv_begin, s.tiles.keys);
