@@ -1,9 +1,6 @@
 // The sparse path: which rows are selected for, in which tiles they are scored, and in which launches they attend.
 #include <algorithm>
-#include <limits>
-#include <string>
 
-#include "mla/error.hpp"
 #include "plan/internal.hpp"
 
 namespace mla::planning {
