@@ -87,11 +87,11 @@ void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const flo
   const View<float, Token, Key> scores(at<float>("index_scores"), {schedule.tiles.rows, schedule.tiles.keys});
   const ops::TopkState state{at<std::byte>("index_topk"), schedule.tiles.rows, plan_.topk};
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(x.heads * x.dim)));
+  const std::span storage(at<IndexItem>("index_round"), static_cast<size_t>(schedule.tiles.rows));
   for (const IndexTile& tile : schedule.selected) {
     const int64_t keys = schedule.tiles.keys, rounds = tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
-      const std::span<const IndexItem> round =
-          tile.round(r, keys, {at<IndexItem>("index_round"), static_cast<size_t>(schedule.tiles.rows)});
+      const std::span<const IndexItem> round = tile.round(r, keys, storage);
       run("index_score", ops::IndexScoreArgs{.q = q,
                                              .weights = weights,
                                              .scale = scale,
