@@ -1,8 +1,9 @@
 # How every target of this project is compiled.
 function(mla_target_defaults target)
-  target_compile_options(${target} PRIVATE -Wall -Wextra -Wshadow -Wnon-virtual-dtor -Wno-ignored-attributes -Wno-restrict -Wno-missing-field-initializers)
+  target_compile_options(${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wshadow;-Wnon-virtual-dtor;-Wno-ignored-attributes;-Wno-restrict;-Wno-missing-field-initializers>)
   if(MLA_WARNINGS_AS_ERRORS)
-    target_compile_options(${target} PRIVATE -Werror)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
   endif()
   if(MLA_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${MLA_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)

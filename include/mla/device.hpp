@@ -49,23 +49,81 @@ class ThreadPool {
   std::unique_ptr<State> state_;
 };
 
-/// An order of execution on a device. On the CPU calls run at once, on the pool's threads.
+namespace cuda {
+class Queue;
+}
+
+/// An order of execution on a device. On the CPU calls run at once, on the pool's threads; on a GPU they are queued and
+/// return. Copies are the same stream.
 class Stream {
  public:
   explicit Stream(ThreadPool& pool) : pool_(&pool) {}
-  Device device() const { return {}; }
-  ThreadPool& pool() const { return *pool_; }
+  /// On a GPU. native: a cudaStream_t, borrowed, which must outlive this; null: a stream of its own. DeviceError when
+  /// there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
+  explicit Stream(Device device, void* native = nullptr);
+
+  Device device() const { return device_; }
+  /// The CPU's threads; UnsupportedError on a GPU.
+  ThreadPool& pool() const;
+  /// How many workers an op's scratch is cut for.
+  int workers() const { return pool_ ? pool_->threads() : 1; }
+  /// The cudaStream_t; null on the CPU.
+  void* native() const;
+  /// Waits for everything queued so far; DeviceError for what failed since the last wait.
+  void synchronize() const;
+  /// Of the CUDA backend.
+  cuda::Queue& queue() const { return *queue_; }
 
  private:
-  ThreadPool* pool_;
+  ThreadPool* pool_ = nullptr;
+  Device device_;
+  std::shared_ptr<cuda::Queue> queue_;
 };
 
-/// Memory on a device, 64-byte aligned, freed with the object. Fresh CPU memory is zero.
+/// Bytes from any memory to any other, in the stream's order. Host memory that a GPU's copy reads or writes must stay
+/// as it is until the copy is done.
+void copy(Stream& stream, void* to, const void* from, size_t bytes);
+
+/// What `capture` queued on a GPU's stream, to be queued again as a whole by launch(). The calls see the same addresses
+/// every time; what lies there may change.
+class Graph {
+ public:
+  Graph() = default;
+  /// UnsupportedError on the CPU; DeviceError when something cannot be captured.
+  template <class F>
+  Graph(Stream& stream, F&& record) {
+    begin(stream);
+    try {
+      record();
+    } catch (...) {
+      abandon(stream);
+      throw;
+    }
+    end(stream);
+  }
+  explicit operator bool() const { return graph_ != nullptr; }
+  void launch(Stream& stream) const;
+
+ private:
+  static void begin(Stream& stream);
+  static void abandon(Stream& stream) noexcept;
+  void end(Stream& stream);
+  std::shared_ptr<void> graph_;
+};
+
+/// GPUs that this build can use; 0 without CUDA or a driver.
+int gpu_count();
+/// Name, memory and architecture in one line; DeviceError when there is no such GPU.
+std::string describe(Device device);
+
+/// Memory on a device, 64-byte aligned, freed with the object. Fresh CPU memory is zero, a GPU's may hold anything.
 class Buffer {
  public:
   Buffer() = default;
   /// DeviceError naming the size when the device has no such memory.
   explicit Buffer(size_t bytes, Device device = {});
+  /// Host bytes on a device; they may go once this returns.
+  static Buffer copy_of(const void* data, size_t bytes, Device device = {});
 
   std::byte* data() const { return data_.get(); }
   size_t size() const { return size_; }
@@ -78,6 +136,7 @@ class Buffer {
  private:
   struct Free {
     size_t bytes;
+    Device device;
     void operator()(std::byte* p) const;
   };
   std::unique_ptr<std::byte, Free> data_;

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
+#include "mla/device.hpp"
 #include "mla/model.hpp"
 
 namespace mla {
@@ -17,18 +19,20 @@ double rotary_magnitude(const RopeConfig& config);
 class RotaryTable {
  public:
   RotaryTable() = default;
-  RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions);
+  RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions, Device device = {});
   int64_t positions() const { return positions_; }
   int64_t pairs() const { return pairs_; }
   bool interleaved() const { return interleaved_; }
   bool rotates() const { return rotates_; }
-  const float* cos(int64_t position) const { return table_.data() + 2 * position * pairs_; }
+  /// On the table's device: row p is pairs() cosines, then pairs() sines. Null when nothing rotates.
+  const float* data() const { return table_ ? table_->as<float>() : nullptr; }
+  const float* cos(int64_t position) const { return data() + 2 * position * pairs_; }
   const float* sin(int64_t position) const { return cos(position) + pairs_; }
 
  private:
   int64_t positions_ = 0, pairs_ = 0;
   bool interleaved_ = true, rotates_ = false;
-  std::vector<float> table_;
+  std::shared_ptr<const Buffer> table_;
 };
 
 }  // namespace mla

@@ -143,6 +143,13 @@ class ErasedView : public Shape<Dims...> {
       : Base(extents, strides), data_(data), dtype_(dtype) {}
   constexpr ErasedView(Dtype dtype, Void* data, const Base& shape) : Base(shape), data_(data), dtype_(dtype) {}
   template <class T>
+  requires(std::is_const_v<Void> || !std::is_const_v<T>) constexpr ErasedView(T* data, const Extents& extents)
+      : ErasedView(View<T, Dims...>(data, extents)) {}
+  template <class T>
+  requires(std::is_const_v<Void> || !std::is_const_v<T>) constexpr ErasedView(T* data, const Extents& extents,
+                                                                              const Extents& strides)
+      : ErasedView(View<T, Dims...>(data, extents, strides)) {}
+  template <class T>
   requires(std::is_const_v<Void> || !std::is_const_v<T>) constexpr ErasedView(const View<T, Dims...>& v)
       : Base(v), data_(v.data()), dtype_(dtype_of<std::remove_const_t<T>>::value) {}
   template <class V>

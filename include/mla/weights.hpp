@@ -154,12 +154,27 @@ struct PrepareOptions {
   WeightFormat up = WeightFormat::plain;
 };
 
+/// A vector of weights on a device.
+class WeightVector {
+ public:
+  WeightVector() = default;
+  WeightVector(std::span<const float> values, Device device)
+      : memory_(std::make_shared<Buffer>(Buffer::copy_of(values.data(), values.size_bytes(), device))) {}
+  std::span<const float> values() const {
+    return memory_ ? std::span<const float>(memory_->as<float>(), memory_->size() / sizeof(float))
+                   : std::span<const float>();
+  }
+
+ private:
+  std::shared_ptr<const Buffer> memory_;
+};
+
 /// The sparse indexer's weights (DeepSeek V3.2, GLM-5).
 struct IndexerWeights {
   std::shared_ptr<const Linear> query;         ///< query latent -> Ni*Di
   std::shared_ptr<const Linear> key;           ///< hidden -> Di
   std::shared_ptr<const Linear> head_weights;  ///< hidden -> Ni
-  std::vector<float> key_norm, key_norm_bias;  ///< LayerNorm of keys [Di], eps 1e-6
+  WeightVector key_norm, key_norm_bias;        ///< LayerNorm of keys [Di], eps 1e-6
 };
 
 /// What the paths need, on a device.
@@ -169,7 +184,7 @@ struct LayerWeights {
   Absorption absorption = Absorption::runtime;
   std::shared_ptr<const Linear> query_down;  ///< hidden -> query latent; null without one
   std::shared_ptr<const Linear> kv_down;     ///< hidden -> L+R
-  std::vector<float> query_norm, kv_norm;
+  WeightVector query_norm, kv_norm;
   std::optional<IndexerWeights> indexer;  ///< of a layer that has its own
 
   // Runtime absorption; null otherwise.

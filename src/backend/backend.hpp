@@ -47,10 +47,11 @@ struct Backend {
   size_t (*scratch_per_worker)(const ScratchShape& shape);
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to
   /// it).
-  std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
+  std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
+                                        Device device);
   /// Lays out quantised weights, which stay quantised; products take their values, and x, rounded to dtype (f32 or
   /// bf16). Null where a backend has no such products.
-  std::shared_ptr<const Linear> (*pack_quantised)(const QuantisedWeights& w, Dtype dtype);
+  std::shared_ptr<const Linear> (*pack_quantised)(const QuantisedWeights& w, Dtype dtype, Device device);
 
   void (*norm)(Stream&, const ops::NormArgs&);
   void (*layer_norm)(Stream&, const ops::LayerNormArgs&);

@@ -1,48 +1,60 @@
 #include <array>
 
 #include "backend/cpu/backend.hpp"
+#if MLA_HAVE_CUDA
+#include "backend/cuda/backend.hpp"
+#endif
 #include "mla/error.hpp"
 
 namespace mla::backend {
 namespace {
 
-constexpr Backend kCpu{
-    .name = "cpu",
-    .device = DeviceKind::cpu,
-    .target = cpu::target,
-    .scratch_per_worker = cpu::scratch_per_worker,
-    .pack = cpu::pack,
-    .pack_quantised = cpu::pack_quantised,
-    .norm = cpu::norm,
-    .layer_norm = cpu::layer_norm,
-    .rope = cpu::rope,
-    .project = cpu::project,
-    .append = cpu::append,
-    .rope_append = cpu::rope_append,
-    .copy_pages = cpu::copy_pages,
-    .gather = cpu::gather,
-    .cast = cpu::cast,
-    .attend_expanded = cpu::attend_expanded,
-    .attend_latent = cpu::attend_latent,
-    .merge = cpu::merge,
-    .merge_splits = cpu::merge_splits,
-    .quantize = cpu::quantize,
-    .quantize_padding = cpu::quantize_padding,
-    .map_to_slots = cpu::map_to_slots,
-    .map_to_workspace = cpu::map_to_workspace,
-    .attend_sparse = cpu::attend_sparse,
-    .merge_sparse = cpu::merge_sparse,
-    .index_append = cpu::index_append,
-    .index_gather = cpu::index_gather,
-    .index_query = cpu::index_query,
-    .index_score = cpu::index_score,
-    .select_topk = cpu::select_topk,
-    .finish_topk = cpu::finish_topk,
-    .fill_topk = cpu::fill_topk,
-    .hadamard = cpu::hadamard,
-};
+// Backends mirror each other name for name.
+#define MLA_BACKEND(label, kind, space)              \
+  {                                                  \
+    .name = label,                                   \
+    .device = DeviceKind::kind,                      \
+    .target = space::target,                         \
+    .scratch_per_worker = space::scratch_per_worker, \
+    .pack = space::pack,                             \
+    .pack_quantised = space::pack_quantised,         \
+    .norm = space::norm,                             \
+    .layer_norm = space::layer_norm,                 \
+    .rope = space::rope,                             \
+    .project = space::project,                       \
+    .append = space::append,                         \
+    .rope_append = space::rope_append,               \
+    .copy_pages = space::copy_pages,                 \
+    .gather = space::gather,                         \
+    .cast = space::cast,                             \
+    .attend_expanded = space::attend_expanded,       \
+    .attend_latent = space::attend_latent,           \
+    .merge = space::merge,                           \
+    .merge_splits = space::merge_splits,             \
+    .quantize = space::quantize,                     \
+    .quantize_padding = space::quantize_padding,     \
+    .map_to_slots = space::map_to_slots,             \
+    .map_to_workspace = space::map_to_workspace,     \
+    .attend_sparse = space::attend_sparse,           \
+    .merge_sparse = space::merge_sparse,             \
+    .index_append = space::index_append,             \
+    .index_gather = space::index_gather,             \
+    .index_query = space::index_query,               \
+    .index_score = space::index_score,               \
+    .select_topk = space::select_topk,               \
+    .finish_topk = space::finish_topk,               \
+    .fill_topk = space::fill_topk,                   \
+    .hadamard = space::hadamard,                     \
+  }
 
+constexpr Backend kCpu = MLA_BACKEND("cpu", cpu, cpu);
+#if MLA_HAVE_CUDA
+constexpr Backend kCuda = MLA_BACKEND("cuda", cuda, cuda);
+constexpr std::array<const Backend*, 2> kBackends{&kCpu, &kCuda};
+#else
 constexpr std::array<const Backend*, 1> kBackends{&kCpu};
+#endif
+#undef MLA_BACKEND
 
 }  // namespace
 

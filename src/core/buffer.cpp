@@ -1,25 +1,37 @@
 #include <sys/mman.h>
 
+#include <cstring>
 #include <string>
 
-#include "mla/device.hpp"
+#include "core/gpu.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
 
-std::string to_string(const Device& d) { return d.kind == DeviceKind::cpu ? "cpu" : "cuda:" + std::to_string(d.index); }
-
 // Anonymous maps come zeroed and page-aligned, and large ones may be backed by huge pages.
 Buffer::Buffer(size_t bytes, Device device) : size_(bytes), device_(device) {
-  if (device.kind != DeviceKind::cpu)
-    throw UnsupportedError("no backend in this build allocates on " + to_string(device));
   if (bytes == 0) return;
+  if (device.kind == DeviceKind::cuda) {
+    data_ = std::unique_ptr<std::byte, Free>(gpu::allocate(bytes, device.index), Free{bytes, device});
+    return;
+  }
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (p == MAP_FAILED) throw DeviceError("cpu has no " + std::to_string(bytes) + " bytes to give");
   madvise(p, bytes, MADV_HUGEPAGE);
-  data_ = std::unique_ptr<std::byte, Free>(static_cast<std::byte*>(p), Free{bytes});
+  data_ = std::unique_ptr<std::byte, Free>(static_cast<std::byte*>(p), Free{bytes, device});
 }
 
-void Buffer::Free::operator()(std::byte* p) const { munmap(p, bytes); }
+Buffer Buffer::copy_of(const void* data, size_t bytes, Device device) {
+  Buffer b(bytes, device);
+  if (bytes == 0) return b;
+  if (device.kind == DeviceKind::cuda) gpu::upload(b.data(), data, bytes, device.index);
+  else std::memcpy(b.data(), data, bytes);
+  return b;
+}
+
+void Buffer::Free::operator()(std::byte* p) const {
+  if (device.kind == DeviceKind::cuda) gpu::release(p, device.index);
+  else munmap(p, bytes);
+}
 
 }  // namespace mla

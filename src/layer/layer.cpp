@@ -44,8 +44,8 @@ class Walk : Runner {
     if (c_.workspace.size() < plan_.workspace_bytes)
       throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
                        std::to_string(plan_.workspace_bytes));
-    if (stream.pool().threads() > plan_.device.threads)
-      throw ShapeError("layer: stream has " + std::to_string(stream.pool().threads()) + " threads, plan was made for " +
+    if (stream.workers() > plan_.device.threads)
+      throw ShapeError("layer: stream has " + std::to_string(stream.workers()) + " threads, plan was made for " +
                        std::to_string(plan_.device.threads));
     scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
     sparse().check();
@@ -151,7 +151,7 @@ class Walk : Runner {
     float* q_latent = at<float>("query_latent");
     project("query_down", hidden, {}, *c_.weights.query_down, flat(q_latent, t, m.query_latent), {}, t);
     const View<float, Token, In> rows(q_latent, {t, m.query_latent});
-    run("norm", ops::NormArgs{rows, c_.weights.query_norm, m.rms_eps, rows});
+    run("norm", ops::NormArgs{rows, c_.weights.query_norm.values(), m.rms_eps, rows});
     return flat(q_latent, t, m.query_latent).read;
   }
 
@@ -166,7 +166,7 @@ class Walk : Runner {
     float* kv = at<float>("kv");
     project("kv_down", hidden, {}, *c_.weights.kv_down, flat(kv, t, m.entry()), {}, t);
     const View<float, Token, In> kv_rows(kv, {t, m.latent}, {m.entry(), 1});
-    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm, m.rms_eps, kv_rows});
+    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm.values(), m.rms_eps, kv_rows});
     const View<float, Token, Latent> kv_c(kv, {t, m.latent}, {m.entry(), 1});
     const View<float, Token, Rope> k_pe(kv + m.latent, {t, m.rope}, {m.entry(), 1});
     run("rope_append", ops::RopeAppendArgs{.q_pe = q_pe,
@@ -242,7 +242,7 @@ class Walk : Runner {
     if (m.rope == 0) return;
     run("query_rope",
         ops::CastArgs{
-            .x = {q_pe.data(), q_pe.extents(), q_pe.strides()},
+            .x = {Dtype::f32, q_pe.data(), q_pe.extents(), q_pe.strides()},
             .x_rows = plan_.latent_tokens,
             .y = {entry.dtype(), entry.at(0, 0, m.latent), {latent_rows(), m.heads, m.rope}, entry.strides()}});
   }
@@ -255,7 +255,7 @@ class Walk : Runner {
     AnyMutableView<Token, Head, Entry> latent_query = entry;
     if (fp8) {
       latent_query = {Dtype::fp8_e4m3, at<std::byte>("latent_query"), {rows, n, m.entry()}};
-      run("quantise_query", ops::CastArgs{.x = {static_cast<const float*>(entry.data()), {rows, n, m.entry()}},
+      run("quantise_query", ops::CastArgs{.x = {Dtype::f32, entry.data(), {rows, n, m.entry()}},
                                           .x_rows = {},
                                           .y = {Dtype::fp8_e4m3, latent_query.data(), {rows, n, m.entry()}},
                                           .scale = plan_.options.q_scale});
@@ -301,7 +301,7 @@ class Walk : Runner {
     project("kv_up", {Dtype::f32, kv_c.data(), {kv_c.extent<Token>(), 1, m.latent}, {kv_c.stride<Token>(), 0, 1}}, list,
             *c_.weights.kv_up, {t, keys.data(), {rows, 1, n * width}}, {}, rows);
     if (m.rope > 0)
-      run("key_rope", ops::CastArgs{.x = {k_pe.data(), {k_pe.extent<Token>(), 1, m.rope}, {k_pe.stride<Token>(), 0, 1}},
+      run("key_rope", ops::CastArgs{.x = {Dtype::f32, k_pe.data(), {k_pe.extent<Token>(), 1, m.rope}, {k_pe.stride<Token>(), 0, 1}},
                                     .x_rows = list,
                                     .y = {t, rope, {rows, 1, m.rope}}});
     return {{t, keys.data(), {rows, n, m.nope}, keys.strides()},

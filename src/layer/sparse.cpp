@@ -40,10 +40,10 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   const View<float, Token, IndexDim> keys(key, {t, x.dim});
   project("index_key", hidden, {}, *w.key, flat(key, t, x.dim), {}, t);
   run("index_norm", ops::LayerNormArgs{
-                        .x = {key, {t, x.dim}}, .weight = w.key_norm, .bias = w.key_norm_bias, .y = {key, {t, x.dim}}});
+                        .x = {key, {t, x.dim}}, .weight = w.key_norm.values(), .bias = w.key_norm_bias.values(), .y = {key, {t, x.dim}}});
   run("index_rope",
       ops::RopeArgs{
-          .q = {}, .k = {key, {t, m.rope}, {x.dim, 1}}, .positions = plan_.positions, .table = c_.index_rotary});
+          .q = {}, .k = {Dtype::f32, key, {t, m.rope}, {x.dim, 1}}, .positions = plan_.positions, .table = c_.index_rotary});
   if (plan_.options.index_hadamard) run("hadamard", ops::HadamardArgs{.q = {}, .k = keys});
   run("index_append", ops::IndexAppendArgs{keys, c_.batch.slot_mapping, c_.index_cache});
   if (plan_.sparse_rows() == 0) return;
@@ -54,7 +54,7 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   float* q = at<float>("index_query");
   const View<float, Token, IndexHead, IndexDim> queries(q, {rows, x.heads, x.dim});
   project("index_query", query_latent, tokens, *w.query, flat(q, rows, x.heads * x.dim), {}, rows);
-  run("index_rope", ops::RopeArgs{.q = {q, {rows, x.heads, m.rope}, queries.strides()},
+  run("index_rope", ops::RopeArgs{.q = {Dtype::f32, q, {rows, x.heads, m.rope}, queries.strides()},
                                   .k = {},
                                   .positions = plan_.sparse_positions,
                                   .table = c_.index_rotary});
@@ -72,7 +72,7 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   } else if (plan_.options.compute == Dtype::bf16) {
     run("index_quantise",
         ops::CastArgs{
-            .x = {q, {rows, x.heads, x.dim}}, .x_rows = {}, .y = {Dtype::bf16, narrow, {rows, x.heads, x.dim}}});
+            .x = {Dtype::f32, q, {rows, x.heads, x.dim}}, .x_rows = {}, .y = {Dtype::bf16, narrow, {rows, x.heads, x.dim}}});
     scored = {Dtype::bf16, narrow, {rows, x.heads, x.dim}};
   }
   select(scored, weights);

@@ -37,7 +37,7 @@ double rotary_magnitude(const RopeConfig& c) {
   return yarn_mscale(c.factor, c.mscale) / yarn_mscale(c.factor, c.mscale_all_dim) * c.attention_factor;
 }
 
-RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions)
+RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions, Device device)
     : positions_(positions), pairs_(rope / 2), interleaved_(config.interleaved), rotates_(config.rotate && rope > 0) {
   if (rope < 0 || rope % 2 != 0)
     throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
@@ -48,13 +48,14 @@ RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positio
   if (!rotates_) return;
   const std::vector<double> frequencies = inverse_frequencies(config, rope);
   const double magnitude = rotary_magnitude(config);
-  table_.resize(static_cast<size_t>(2 * positions * pairs_));
+  std::vector<float> table(static_cast<size_t>(2 * positions * pairs_));
   for (int64_t p = 0; p < positions; ++p)
     for (int64_t i = 0; i < pairs_; ++i) {
       const double angle = static_cast<double>(p) * frequencies[i];
-      table_[2 * p * pairs_ + i] = static_cast<float>(std::cos(angle) * magnitude);
-      table_[(2 * p + 1) * pairs_ + i] = static_cast<float>(std::sin(angle) * magnitude);
+      table[2 * p * pairs_ + i] = static_cast<float>(std::cos(angle) * magnitude);
+      table[(2 * p + 1) * pairs_ + i] = static_cast<float>(std::sin(angle) * magnitude);
     }
+  table_ = std::make_shared<Buffer>(Buffer::copy_of(table.data(), table.size() * sizeof(float), device));
 }
 
 }  // namespace mla

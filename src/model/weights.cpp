@@ -66,14 +66,14 @@ Absorption parse_absorption(std::string_view name) {
 }
 
 size_t LayerWeights::bytes() const {
-  size_t total = (query_norm.size() + kv_norm.size()) * sizeof(float);
+  size_t total = query_norm.values().size_bytes() + kv_norm.values().size_bytes();
   auto add = [&](const std::shared_ptr<const Linear>& w) { total += w ? w->bytes : 0; };
   for (const auto* w : {&query_down, &query, &kv_down, &kv_up, &absorb_key, &value_up, &output, &absorbed_query,
                         &query_rope, &absorbed_output})
     add(*w);
   if (indexer) {
     for (const auto* w : {&indexer->query, &indexer->key, &indexer->head_weights}) add(*w);
-    total += (indexer->key_norm.size() + indexer->key_norm_bias.size()) * sizeof(float);
+    total += indexer->key_norm.values().size_bytes() + indexer->key_norm_bias.values().size_bytes();
   }
   return total;
 }
@@ -83,7 +83,7 @@ namespace {
 class Preparation {
  public:
   Preparation(const ModelConfig& m, const LayerTensors& t, const PrepareOptions& o, Device device)
-      : m_(m), t_(t), o_(o), backend_(backend::backend(device)), stream_(pool_) {}
+      : m_(m), t_(t), o_(o), device_(device), backend_(backend::backend(device)), stream_(pool_) {}
 
   LayerWeights run() {
     const int64_t query_in = m_.query_latent > 0 ? m_.query_latent : m_.hidden;
@@ -93,10 +93,10 @@ class Preparation {
     w.absorption = o_.absorption;
     if (m_.query_latent > 0) {
       w.query_down = linear(t_.query_down, "query_down", m_.query_latent, m_.hidden);
-      w.query_norm = values(t_.query_norm, "query_norm", {m_.query_latent});
+      w.query_norm = vector(t_.query_norm, "query_norm", m_.query_latent);
     }
     w.kv_down = linear(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
-    w.kv_norm = values(t_.kv_norm, "kv_norm", {m_.latent});
+    w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent);
     if (t_.indexer) w.indexer = indexer(*t_.indexer);
 
     const std::vector<float> query = values(t_.query, "query", {m_.heads * m_.query_key(), query_in}),
@@ -107,9 +107,9 @@ class Preparation {
       absorbed(w, query, query_in, up, output);
       return w;
     }
-    w.query = backend_.pack(query, 1, m_.heads * m_.query_key(), query_in, o_.dtype);
-    w.output = backend_.pack(output, 1, m_.hidden, m_.heads * m_.value, o_.dtype);
-    w.kv_up = backend_.pack(up, 1, m_.heads * (m_.nope + m_.value), m_.latent, o_.dtype);
+    w.query = backend_.pack(query, 1, m_.heads * m_.query_key(), query_in, o_.dtype, device_);
+    w.output = backend_.pack(output, 1, m_.hidden, m_.heads * m_.value, o_.dtype, device_);
+    w.kv_up = backend_.pack(up, 1, m_.heads * (m_.nope + m_.value), m_.latent, o_.dtype, device_);
     if (o_.up != WeightFormat::plain) finite(up, "kv_up", t_.kv_up.name);
     w.absorb_key = pack(key_, m_.heads, m_.latent, m_.nope, o_.up, 0, 0);
     w.value_up = pack(value_, m_.heads, m_.value, m_.latent, o_.up, 0, 0);
@@ -117,17 +117,20 @@ class Preparation {
   }
 
  private:
+  WeightVector vector(const HostTensor& tensor, const char* role, int64_t n) const {
+    return {values(tensor, role, {n}), device_};
+  }
   std::shared_ptr<const Linear> linear(const HostTensor& tensor, const char* role, int64_t out, int64_t in) const {
-    return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype);
+    return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype, device_);
   }
 
   std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in,
                                      WeightFormat format, int64_t block_rows, int64_t block_cols) const {
-    if (format == WeightFormat::plain) return backend_.pack(w, heads, out, in, o_.dtype);
+    if (format == WeightFormat::plain) return backend_.pack(w, heads, out, in, o_.dtype, device_);
     if (!backend_.pack_quantised)
       throw UnsupportedError("prepare: backend " + std::string(backend_.name) + " holds no weights in " +
                              std::string(to_string(format)));
-    return backend_.pack_quantised(quantise(w, heads, out, in, format, block_rows, block_cols), o_.dtype);
+    return backend_.pack_quantised(quantise(w, heads, out, in, format, block_rows, block_cols), o_.dtype, device_);
   }
 
   static void finite(std::span<const float> w, const std::string& role, const std::string& tensor) {
@@ -144,8 +147,8 @@ class Preparation {
     return {.query = linear(t.query, "indexer query", x.heads * x.dim, m_.query_latent),
             .key = linear(t.key, "indexer key", x.dim, m_.hidden),
             .head_weights = linear(t.head_weights, "indexer head_weights", x.heads, m_.hidden),
-            .key_norm = values(t.key_norm, "indexer key_norm", {x.dim}),
-            .key_norm_bias = values(t.key_norm_bias, "indexer key_norm_bias", {x.dim})};
+            .key_norm = vector(t.key_norm, "indexer key_norm", x.dim),
+            .key_norm_bias = vector(t.key_norm_bias, "indexer key_norm_bias", x.dim)};
   }
 
   // kv_up's rows are, per head, P rows of W_UK (a [P, L] block: the absorbed map's transpose) and V rows of W_UV ([V,
@@ -180,7 +183,7 @@ class Preparation {
         for (int64_t q = 0; q < query_in; ++q) nope[(h * query_in + q) * m_.nope + p] = head[p * query_in + q];
       rope.insert(rope.end(), head + m_.nope * query_in, head + rows * query_in);
     }
-    if (m_.rope > 0) w.query_rope = backend_.pack(rope, 1, n * m_.rope, query_in, o_.dtype);
+    if (m_.rope > 0) w.query_rope = backend_.pack(rope, 1, n * m_.rope, query_in, o_.dtype, device_);
 
     const WeightFormat format = fp8 ? WeightFormat::fp8 : WeightFormat::plain;
     std::vector<float> product(static_cast<size_t>(n * l * query_in));  // [head, latent, query in]
@@ -201,8 +204,9 @@ class Preparation {
 
   void multiply(View<const float, Token, Head, In> x, std::span<const float> w, int64_t out,
                 View<float, Token, Head, Out> y) {
-    const auto packed = backend_.pack(w, x.extent<Head>(), out, x.extent<In>(), Dtype::f32);
-    const size_t scratch = backend_.scratch_per_worker({.heads = m_.heads, .hidden = x.extent<In>()});
+    const backend::Backend& cpu = backend::backend({});  // once a model, in host memory
+    const auto packed = cpu.pack(w, x.extent<Head>(), out, x.extent<In>(), Dtype::f32, {});
+    const size_t scratch = cpu.scratch_per_worker({.heads = m_.heads, .hidden = x.extent<In>()});
     const Buffer memory(scratch);
     ops::run(stream_, ops::ProjectArgs{.x = x,
                                        .x_rows = {},
@@ -216,6 +220,7 @@ class Preparation {
   const ModelConfig& m_;
   const LayerTensors& t_;
   PrepareOptions o_;
+  Device device_;
   const backend::Backend& backend_;
   ThreadPool pool_{1};
   Stream stream_;

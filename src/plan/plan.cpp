@@ -156,7 +156,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
 
 DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {
   return {.device = stream.device(),
-          .threads = stream.pool().threads(),
+          .threads = stream.workers(),
           .scratch_per_worker = backend::backend(stream.device())
                                     .scratch_per_worker({.heads = m.heads,
                                                          .latent = m.latent,

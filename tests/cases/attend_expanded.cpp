@@ -6,6 +6,7 @@
 
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
+#include "cases/scratch.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
@@ -120,15 +121,11 @@ class AttendExpandedCase final : public Case {
     context_.describe(context_args_);
     context_args_.accumulate = true;
     per_worker_ =
-        backend::backend({}).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
+        backend::backend(p.device).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
   }
 
   void run(Stream& stream) override {
-    if (scratch_.size() < per_worker_ * stream.pool().threads()) {
-      scratch_ = Buffer(per_worker_ * stream.pool().threads());
-      std::memset(scratch_.data(), 0xff, scratch_.size());
-    }
-    args_.scratch = context_args_.scratch = {scratch_.data(), per_worker_};
+    args_.scratch = context_args_.scratch = scratch_.get(stream, per_worker_);
     ops::run(stream, args_);
     if (!context_args_.items.empty()) ops::run(stream, context_args_);
   }
@@ -217,7 +214,7 @@ class AttendExpandedCase final : public Case {
   std::vector<bool> used_;  // rows of some item
   ops::AttendExpandedArgs args_, context_args_;
   size_t per_worker_ = 0;
-  Buffer scratch_;
+  CaseScratch scratch_;
 };
 
 std::vector<Params> sweep(uint64_t seed) {

@@ -5,6 +5,7 @@
 #include "cache/format.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "cases/scratch.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
@@ -27,11 +28,7 @@ class AttendLatentCase final : public Case {
         backend::backend(stream.device())
             .scratch_per_worker(
                 {.heads = p_.heads, .latent = p_.latent, .rope = p_.rope, .nope = 1, .value = 1, .hidden = 1});
-    if (scratch_.size() < per_worker * static_cast<size_t>(stream.pool().threads())) {
-      scratch_.assign(per_worker * static_cast<size_t>(stream.pool().threads()) + 64, std::byte{0xff});
-    }
-    auto at = reinterpret_cast<uintptr_t>(scratch_.data());
-    args_.scratch = {reinterpret_cast<std::byte*>((at + 63) / 64 * 64), per_worker};
+    args_.scratch = scratch_.get(stream, per_worker);
     ops::run(stream, args_);
   }
 
@@ -188,7 +185,7 @@ class AttendLatentCase final : public Case {
   Padded<Token, Head> lse_;
   Padded<Partial, Head, Value> partial_out_;
   Padded<Partial, Head> partial_lse_;
-  std::vector<std::byte> scratch_;
+  CaseScratch scratch_;
   ops::AttendLatentArgs args_;
 };
 

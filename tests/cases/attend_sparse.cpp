@@ -6,6 +6,7 @@
 #include "cache/format.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "cases/scratch.hpp"
 #include "ops/attend_sparse/selected.hpp"
 #include "ops/run.hpp"
 
@@ -105,11 +106,7 @@ class AttendSparseCase final : public Case {
   explicit AttendSparseCase(const Params& p) : AttendSparseCase(p, Random(p.seed)) {}
 
   void run(Stream& stream) override {
-    if (scratch_.size() < per_worker_ * static_cast<size_t>(stream.pool().threads())) {
-      scratch_ = Buffer(per_worker_ * static_cast<size_t>(stream.pool().threads()));
-      std::fill_n(scratch_.data(), scratch_.size(), std::byte{0xff});
-    }
-    args_.scratch = {scratch_.data(), per_worker_};
+    args_.scratch = scratch_.get(stream, per_worker_);
     ops::run(stream, args_);
     if (!joins_.empty()) ops::run(stream, merge_);
   }
@@ -222,7 +219,7 @@ class AttendSparseCase final : public Case {
               .out = args_.out,
               .lse = args_.lse,
               .max_logits = args_.max_logits};
-    per_worker_ = backend::backend({}).scratch_per_worker(
+    per_worker_ = backend::backend(p.device).scratch_per_worker(
         {.heads = p.heads, .latent = p.latent, .rope = p.rope, .nope = 1, .value = 1, .hidden = 1});
   }
 
@@ -278,7 +275,7 @@ class AttendSparseCase final : public Case {
   Padded<Partial, Head, Value> partial_out_;
   Padded<Partial, Head> partial_lse_, partial_max_;
   size_t per_worker_ = 0;
-  Buffer scratch_;
+  CaseScratch scratch_;
   ops::AttendSparseArgs args_;
   ops::MergeSparseArgs merge_;
 };

@@ -21,6 +21,7 @@ namespace mla::cases {
 
 /// Every knob a case may have; an op reads those it knows.
 struct Params {
+  Device device;  ///< that runs the case; its memory must be the device's to read
   int64_t requests = 1;
   int64_t query_len = 1;  ///< new tokens a request
   int64_t context = 0;    ///< cached tokens a request before them
@@ -29,7 +30,8 @@ struct Params {
   int64_t in = 512, out = 512;  ///< project
   CacheFormat format = CacheFormat::bf16;
   int64_t page_size = 64;
-  Dtype dtype = Dtype::f32;  ///< of the op's main operands
+  Dtype dtype = Dtype::f32;        ///< of the op's main operands
+  Dtype activations = Dtype::f32;  ///< of rows between ops; bf16: GPUs
   bool neox = false;
   double yarn_factor = 1;  ///< rope: above 1, YaRN with this factor
   bool causal = true;

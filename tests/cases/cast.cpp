@@ -13,7 +13,7 @@ class CastCase final : public Case {
     random.fill_normal(x_, 30.0f);  // reaches past 448 at times
     for (int64_t i = 0; i < rows_; ++i) list_.push_back(static_cast<int32_t>(random.integer(0, stored - 1)));
     y_.assign(rows_ * heads_ * (n_ + 2) * size_of(p.dtype), std::byte{0x5a});
-    args_ = {.x = {x_.data(), {stored, heads_, n_}, {heads_ * (n_ + 5), n_ + 5, 1}},
+    args_ = {.x = {Dtype::f32, x_.data(), {stored, heads_, n_}, {heads_ * (n_ + 5), n_ + 5, 1}},
              .x_rows = list_,
              .y = {p.dtype, y_.data(), {rows_, heads_, n_}, {heads_ * (n_ + 2), n_ + 2, 1}},
              .scale = p.dtype == Dtype::fp8_e4m3 ? 0.0625f : 1.0f};

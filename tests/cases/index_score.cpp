@@ -6,6 +6,7 @@
 #include "cache/index/codec.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "cases/scratch.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
@@ -28,10 +29,7 @@ class IndexScoreCase final : public Case {
                                                        .hidden = 1,
                                                        .index_heads = p_.heads,
                                                        .index_dim = p_.index_dim});
-    const size_t bytes = per_worker * static_cast<size_t>(stream.pool().threads()) + 64;
-    if (scratch_.size() < bytes) scratch_.assign(bytes, std::byte{0xff});
-    const auto at = reinterpret_cast<uintptr_t>(scratch_.data());
-    args_.scratch = {reinterpret_cast<std::byte*>((at + 63) / 64 * 64), per_worker};
+    args_.scratch = scratch_.get(stream, per_worker);
     for (size_t tile = 0; tile < items_.size(); ++tile) {
       args_.items = items_[tile];
       args_.scores = scores_.view().slice<Key>(begins_[tile], begins_[tile + 1] - begins_[tile]);
@@ -171,7 +169,7 @@ class IndexScoreCase final : public Case {
   Padded<Token, IndexHead, IndexDim> q_;
   Padded<Token, IndexHead> weights_;
   Padded<Token, Key> scores_;
-  std::vector<std::byte> scratch_;
+  CaseScratch scratch_;
   ops::IndexScoreArgs args_;
 };
 

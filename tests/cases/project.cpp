@@ -4,6 +4,7 @@
 #include "backend/backend.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
+#include "cases/scratch.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
@@ -29,12 +30,12 @@ class ProjectCase final : public Case {
         std::swap(y_rows_[i], y_rows_[random.integer(0, i)]);
       }
     }
-    const backend::Backend& backend = backend::backend({});
+    const backend::Backend& backend = backend::backend(p.device);
     if (p.weights == WeightFormat::plain) {
-      linear_ = backend.pack(weights_, p.heads, p.out, p.in, p.dtype);
+      linear_ = backend.pack(weights_, p.heads, p.out, p.in, p.dtype, p.device);
     } else {
       const QuantisedWeights q = quantise(weights_, p.heads, p.out, p.in, p.weights, p.weight_block, p.weight_block);
-      linear_ = backend.pack_quantised(q, p.dtype);
+      linear_ = backend.pack_quantised(q, p.dtype, p.device);
       weights_ = dequantise(q, Dtype::f32);
     }
     scratch_bytes_ = backend.scratch_per_worker({.heads = p.heads, .hidden = p.in});
@@ -48,12 +49,7 @@ class ProjectCase final : public Case {
              .scratch = {}};
   }
   void run(Stream& stream) override {
-    const size_t needed = scratch_bytes_ * static_cast<size_t>(stream.pool().threads());
-    if (scratch_.size() < needed) {  // only the first time
-      scratch_ = Buffer(needed);
-      std::fill_n(scratch_.data(), needed, std::byte{0xff});
-      args_.scratch = {scratch_.data(), scratch_bytes_};
-    }
+    args_.scratch = scratch_.get(stream, scratch_bytes_);
     ops::run(stream, args_);
   }
   Verdict verify() override {
@@ -97,7 +93,7 @@ class ProjectCase final : public Case {
   std::vector<int32_t> x_rows_, y_rows_;
   std::shared_ptr<const Linear> linear_;
   size_t scratch_bytes_ = 0;
-  Buffer scratch_;
+  CaseScratch scratch_;
   ops::ProjectArgs args_;
 };
 

@@ -17,7 +17,7 @@ class RopeCase final : public Case {
                 .factor = p.yarn_factor,
                 .mscale = 1.0,
                 .mscale_all_dim = 0.0},
-        table_(config_, p.rope, p.context + 1),
+        table_(config_, p.rope, p.context + 1, p.device),
         positions_(p.requests * p.query_len),
         q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.rope}),
         k_(Dtype::f32, {p.requests * p.query_len, p.rope}) {

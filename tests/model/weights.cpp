@@ -15,6 +15,8 @@
 namespace mla {
 namespace {
 
+std::vector<float> to_vector(const WeightVector& w) { return {w.values().begin(), w.values().end()}; }
+
 TEST(RandomLayer, PureAndOfTheRightScale) {
   const ModelConfig m = test::small_deepseek();
   const LayerTensors a = random_layer(m, 3, 9, Dtype::bf16), b = random_layer(m, 3, 9, Dtype::bf16);
@@ -73,8 +75,8 @@ TEST(Prepare, Indexer) {
   EXPECT_EQ(w.indexer->key->in, 96);
   EXPECT_EQ(w.indexer->key->out, 128);
   EXPECT_EQ(w.indexer->head_weights->out, 4);
-  EXPECT_EQ(w.indexer->key_norm, t.indexer->key_norm.to_f32());
-  EXPECT_EQ(w.indexer->key_norm_bias, t.indexer->key_norm_bias.to_f32());
+  EXPECT_EQ(to_vector(w.indexer->key_norm), t.indexer->key_norm.to_f32());
+  EXPECT_EQ(to_vector(w.indexer->key_norm_bias), t.indexer->key_norm_bias.to_f32());
   LayerTensors shared = t;
   shared.indexer.reset();
   EXPECT_FALSE(prepare(m, shared, Dtype::bf16).indexer);
@@ -98,8 +100,8 @@ TEST(Prepare, GoldenIndexer) {
   EXPECT_EQ(w.indexer->query->out, x.heads * x.dim);
   EXPECT_EQ(w.indexer->key->out, x.dim);
   EXPECT_EQ(w.indexer->head_weights->out, x.heads);
-  EXPECT_EQ(w.indexer->key_norm.size(), static_cast<size_t>(x.dim));
-  EXPECT_EQ(w.indexer->key_norm_bias.size(), static_cast<size_t>(x.dim));
+  EXPECT_EQ(w.indexer->key_norm.values().size(), static_cast<size_t>(x.dim));
+  EXPECT_EQ(w.indexer->key_norm_bias.values().size(), static_cast<size_t>(x.dim));
 }
 
 // One row of a product with prepared weights.

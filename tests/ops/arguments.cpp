@@ -112,7 +112,7 @@ TEST_F(Arguments, RopeLeavesUnrotatedDimsAlone) {
 }
 
 TEST_F(Arguments, Project) {
-  const auto w = backend::backend({}).pack(std::vector<float>(2 * 5 * 4), 2, 5, 4, Dtype::f32);
+  const auto w = backend::backend({}).pack(std::vector<float>(2 * 5 * 4), 2, 5, 4, Dtype::f32, {});
   const size_t bytes = backend::backend({}).scratch_per_worker({.hidden = 4});
   Buffer scratch(bytes);
   const std::vector<int32_t> good{2, 0}, far{0, 3}, negative{-1, 0};

@@ -38,9 +38,9 @@ class Product {
     random.fill_normal(x);
     const backend::Backend& b = backend::backend({});
     weights = held.format == WeightFormat::plain
-                  ? b.pack(w, shape.heads, shape.out, shape.in, dtype)
+                  ? b.pack(w, shape.heads, shape.out, shape.in, dtype, {})
                   : b.pack_quantised(quantise(w, shape.heads, shape.out, shape.in, held.format, held.block, held.block),
-                                     dtype);
+                                     dtype, {});
   }
   /// Rows `list` of x, in that order.
   std::vector<float> run(ThreadPool& pool, std::span<const int32_t> list, bool invariant) const {
@@ -161,7 +161,7 @@ TEST_P(OnTarget, QuantisedWeightsMultiplyAsTheirValues) {
         q.scales.clear();
         for (int64_t i = 0; i < out * 2; ++i) q.scales.push_back(static_cast<float>(std::exp2(i % 200 - 100)));
       }
-      const auto weights = backend::backend({}).pack_quantised(q, dtype);
+      const auto weights = backend::backend({}).pack_quantised(q, dtype, {});
       EXPECT_EQ(weights->format, format);
       const std::vector<float> values = dequantise(q, dtype);
       const size_t per_worker = backend::backend({}).scratch_per_worker({.hidden = in});
@@ -187,20 +187,20 @@ INSTANTIATE_TEST_SUITE_P(Targets, OnTarget, testing::Values("avx512_bf16", "avx5
 TEST(Pack, RefusesWhatItCannotHold) {
   const auto pack = backend::backend({}).pack;
   const std::vector<float> w(12);
-  EXPECT_THROW(pack(w, 1, 3, 4, Dtype::f16), UnsupportedError);
-  EXPECT_THROW(pack(w, 1, 3, 5, Dtype::f32), ShapeError);
-  EXPECT_THROW(pack(w, 0, 3, 4, Dtype::f32), ShapeError);
-  EXPECT_THROW(pack({}, 1, 0, 4, Dtype::f32), ShapeError);
-  EXPECT_EQ(pack(w, 1, 3, 4, Dtype::f32)->out, 3);
+  EXPECT_THROW(pack(w, 1, 3, 4, Dtype::f16, {}), UnsupportedError);
+  EXPECT_THROW(pack(w, 1, 3, 5, Dtype::f32, {}), ShapeError);
+  EXPECT_THROW(pack(w, 0, 3, 4, Dtype::f32, {}), ShapeError);
+  EXPECT_THROW(pack({}, 1, 0, 4, Dtype::f32, {}), ShapeError);
+  EXPECT_EQ(pack(w, 1, 3, 4, Dtype::f32, {})->out, 3);
   const auto pack_quantised = backend::backend({}).pack_quantised;
   QuantisedWeights q = quantise(w, 1, 3, 4, WeightFormat::mxfp4);
-  EXPECT_EQ(pack_quantised(q, Dtype::bf16)->out, 3);
-  EXPECT_THROW(pack_quantised(q, Dtype::f16), UnsupportedError);
+  EXPECT_EQ(pack_quantised(q, Dtype::bf16, {})->out, 3);
+  EXPECT_THROW(pack_quantised(q, Dtype::f16, {}), UnsupportedError);
   q.scales.pop_back();
-  EXPECT_THROW(pack_quantised(q, Dtype::f32), ShapeError);
+  EXPECT_THROW(pack_quantised(q, Dtype::f32, {}), ShapeError);
   q = quantise(w, 1, 3, 4, WeightFormat::fp8);
   q.codes.pop_back();
-  EXPECT_THROW(pack_quantised(q, Dtype::f32), ShapeError);
+  EXPECT_THROW(pack_quantised(q, Dtype::f32, {}), ShapeError);
 }
 
 TEST(Target, NamesAreCheckedAndLimitsHold) {

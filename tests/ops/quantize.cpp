@@ -221,8 +221,8 @@ TEST_F(Quantize, ProjectQuantisesWhatItFinishes) {
       const backend::Backend& backend = backend::backend({});
       const auto weights =
           kind.format == WeightFormat::plain
-              ? backend.pack(values, p.heads, p.out, p.in, kind.dtype)
-              : backend.pack_quantised(quantise(values, p.heads, p.out, p.in, kind.format), kind.dtype);
+              ? backend.pack(values, p.heads, p.out, p.in, kind.dtype, {})
+              : backend.pack_quantised(quantise(values, p.heads, p.out, p.in, kind.format), kind.dtype, {});
       const size_t per_worker = backend.scratch_per_worker({.heads = p.heads, .hidden = p.in});
       Buffer scratch(per_worker * static_cast<size_t>(pool_.threads()));
       const std::vector<float> x = random_values(p.rows * p.heads * p.in, 2);

@@ -7,8 +7,9 @@ namespace mla::cpu {
 
 std::string_view target();
 size_t scratch_per_worker(const backend::ScratchShape& shape);
-std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype);
-std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype);
+std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
+                                   Device device);
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype, Device device);
 
 void norm(Stream& stream, const ops::NormArgs& a);
 void layer_norm(Stream& stream, const ops::LayerNormArgs& a);

@@ -16,6 +16,8 @@ template <class K, class P>
 void check_rows(std::string_view op, const K& kv_c, const P& k_pe, int64_t tokens, const CacheView& cache) {
   require_equal(op, "kv_c Latent", kv_c.template extent<Latent>(), "cache latent", cache.spec.latent);
   require_equal(op, "k_pe Rope", k_pe.template extent<Rope>(), "cache rope", cache.spec.rope);
+  require_dtype(op, "kv_c", kv_c.dtype(), {Dtype::f32, Dtype::bf16});
+  require_dtype(op, "k_pe", k_pe.dtype(), {kv_c.dtype()});
   require_dense<Latent>(op, "kv_c", kv_c);
   require_dense<Rope>(op, "k_pe", k_pe);
   require_range(op, "slots length", tokens, 0, kv_c.template extent<Token>() + 1);
@@ -37,6 +39,7 @@ void check(const RopeAppendArgs& a) {
   require_equal("rope_append", "positions length", static_cast<int64_t>(a.positions.size()), "slots length", tokens);
   require_range("rope_append", "slots length", tokens, 0, a.q_pe.extent<Token>() + 1);
   require_equal("rope_append", "q_pe Rope", a.q_pe.extent<Rope>(), "cache rope", a.cache.spec.rope);
+  require_dtype("rope_append", "q_pe", a.q_pe.dtype(), {a.kv_c.dtype()});
   require_dense<Rope>("rope_append", "q_pe", a.q_pe);
   if (!a.table->rotates()) return;
   require_equal("rope_append", "table's rope", 2 * a.table->pairs(), "cache rope", a.cache.spec.rope);

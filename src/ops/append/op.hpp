@@ -14,8 +14,8 @@
 namespace mla::ops {
 
 struct AppendArgs {
-  View<const float, Token, Latent> kv_c;
-  View<const float, Token, Rope> k_pe;  ///< already rotated
+  AnyView<Token, Latent> kv_c;  ///< f32 or bf16
+  AnyView<Token, Rope> k_pe;    ///< dtype of kv_c, already rotated
   std::span<const int32_t> slots;
   CacheView cache;
 };
@@ -23,9 +23,9 @@ struct AppendArgs {
 /// rope and append in one pass: rotates q_pe and k_pe in place and writes [kv_c | k_pe]. Rows with a negative slot are
 /// rotated all the same.
 struct RopeAppendArgs {
-  View<float, Token, Head, Rope> q_pe;
-  View<const float, Token, Latent> kv_c;
-  View<float, Token, Rope> k_pe;
+  AnyMutableView<Token, Head, Rope> q_pe;  ///< f32 or bf16
+  AnyView<Token, Latent> kv_c;             ///< dtype of q_pe
+  AnyMutableView<Token, Rope> k_pe;        ///< dtype of q_pe
   std::span<const int32_t> positions;
   const RotaryTable* table = nullptr;
   std::span<const int32_t> slots;

@@ -22,6 +22,8 @@ void check(const AttendExpandedArgs& a) {
   require_dense<Rope>(op, "k_pe", a.k_pe);
   require_dense<Value>(op, "v", a.v);
   require_dense<Value>(op, "out", a.out);
+  require_dtype(op, "q", a.q.dtype(), {Dtype::f32, Dtype::bf16});
+  if (a.out) require_dtype(op, "out", a.out.dtype(), {Dtype::f32, Dtype::bf16});
   require_dtype(op, "k_nope", a.k_nope.dtype(), {Dtype::f32, Dtype::bf16});
   require_dtype(op, "k_pe", a.k_pe.dtype(), {a.k_nope.dtype()});
   require_dtype(op, "v", a.v.dtype(), {a.k_nope.dtype()});

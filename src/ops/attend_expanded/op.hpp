@@ -15,13 +15,13 @@
 namespace mla::ops {
 
 struct AttendExpandedArgs {
-  View<const float, Token, Head, QueryKey> q;  ///< [nope | rope], rotated; QueryKey dense
+  AnyView<Token, Head, QueryKey> q;  ///< f32 or bf16, [nope | rope], rotated; QueryKey dense
   AnyView<Key, Head, Nope> k_nope;             ///< f32 or bf16, Nope dense; rows and heads strided at will
   AnyView<Key, Rope> k_pe;                     ///< dtype of k_nope, Rope dense; Rope may be 0
   AnyView<Key, Head, Value> v;                 ///< dtype of k_nope, Value dense
   std::span<const ExpandedItem> items;
   float scale = 1.0f;
-  View<float, Token, Head, Value> out;  ///< rows of no item are left alone
+  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; rows of no item are left alone
   View<float, Token, Head> lse;
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it.
   bool accumulate = false;

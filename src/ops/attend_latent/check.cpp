@@ -14,6 +14,7 @@ void check(const AttendLatentArgs& a) {
   require_same<Head>(op, "lse", a.lse, "q", a.q);
   require_dense<Entry>(op, "q", a.q);
   require_dense<Value>(op, "out", a.out);
+  require_dtype(op, "out", a.out.dtype(), {Dtype::f32, Dtype::bf16});
   require_dtype(op, "q", a.q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
   const int64_t rows = std::min({a.q.extent<Token>(), a.out.extent<Token>(), a.lse.extent<Token>()});
   for (const LatentItem& i : a.items) {

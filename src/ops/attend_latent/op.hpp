@@ -21,7 +21,7 @@ struct AttendLatentArgs {
   View<const int32_t, Request, Page> block_table;
   std::span<const LatentItem> items;
   float scale = 1.0f;
-  View<float, Token, Head, Value> out;  ///< Value = the format's value width
+  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;
   View<float, Partial, Head, Value> partial_out;  ///< needed when an item has partial >= 0
   View<float, Partial, Head> partial_lse;

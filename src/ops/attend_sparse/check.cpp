@@ -40,6 +40,7 @@ void check(const AttendSparseArgs& a) {
   require_dense<Entry>(op, "q", a.q);
   require_dense<Value>(op, "out", a.out);
   require_dtype(op, "q", a.q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
+  require_dtype(op, "out", a.out.dtype(), {Dtype::f32, Dtype::bf16});
   check_sinks(op, a.sinks, a.q.extent<Head>());
   require_range(op, "part_keys", a.part_keys, 0, kMost + 1);
   for (const SparseItem& i : a.items) {

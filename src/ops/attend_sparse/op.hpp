@@ -37,7 +37,7 @@ struct AttendSparseArgs {
   int32_t part_keys = 0;
   float scale = 1.0f;
   std::span<const float> sinks;         ///< [heads], or empty; those of split rows are applied by merge_sparse
-  View<float, Token, Head, Value> out;  ///< Value = the format's value width
+  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;            ///< without data: not wanted
   View<float, Partial, Head, Value> partial_out;  ///< needed when an item has partial >= 0
@@ -53,7 +53,7 @@ struct MergeSparseArgs {
   View<const float, Partial, Head> partial_max;  ///< needed for max_logits
   std::span<const SplitRows> items;
   std::span<const float> sinks;  ///< [heads], or empty
-  View<float, Token, Head, Value> out;
+  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;  ///< without data: not wanted
 };

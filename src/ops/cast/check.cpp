@@ -6,6 +6,7 @@ namespace mla::ops {
 void check(const CastArgs& a) {
   require_same<Head>("cast", "x", a.x, "y", a.y);
   require_same<In>("cast", "x", a.x, "y", a.y);
+  require_dtype("cast", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
   require_dense<In>("cast", "x", a.x);
   require_dense<In>("cast", "y", a.y);
   const int64_t rows = a.y.extent<Token>();

@@ -10,7 +10,7 @@
 namespace mla::ops {
 
 struct CastArgs {
-  View<const float, Token, Head, In> x;  ///< In dense
+  AnyView<Token, Head, In> x;  ///< f32 or bf16, In dense
   std::span<const int32_t> x_rows;       ///< row of x for each row of y; empty: the same row
   AnyMutableView<Token, Head, In> y;     ///< In dense; its Token extent is the number of rows
   float scale = 1.0f;

@@ -6,6 +6,8 @@ namespace mla::ops {
 void check(const NormArgs& a) {
   require_same<Token>("norm", "y", a.y, "x", a.x);
   require_same<In>("norm", "y", a.y, "x", a.x);
+  require_dtype("norm", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
+  require_dtype("norm", "y", a.y.dtype(), {a.x.dtype()});
   require_dense<In>("norm", "x", a.x);
   require_dense<In>("norm", "y", a.y);
   require_equal("norm", "weight length", static_cast<int64_t>(a.weight.size()), "x In", a.x.extent<In>());

@@ -9,10 +9,10 @@
 namespace mla::ops {
 
 struct NormArgs {
-  View<const float, Token, In> x;
+  AnyView<Token, In> x;  ///< f32 or bf16
   std::span<const float> weight;  ///< [In]
   double eps = 1e-6;
-  View<float, Token, In> y;  ///< may be x itself
+  AnyMutableView<Token, In> y;  ///< dtype of x; may be x itself
 };
 
 void check(const NormArgs& a);

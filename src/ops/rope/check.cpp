@@ -12,10 +12,12 @@ void check(const RopeArgs& a) {
   };
   if (a.q) {
     dims("q", a.q.extent<Token>(), a.q.extent<Rope>());
+    require_dtype("rope", "q", a.q.dtype(), {Dtype::f32, Dtype::bf16});
     require_dense<Rope>("rope", "q", a.q);
   }
   if (a.k) {
     dims("k", a.k.extent<Token>(), a.k.extent<Rope>());
+    require_dtype("rope", "k", a.k.dtype(), {Dtype::f32, Dtype::bf16});
     require_dense<Rope>("rope", "k", a.k);
   }
   if (a.table->rotates())

@@ -4,8 +4,13 @@ namespace mla::ops {
 
 Cost cost(const RopeArgs& a) {
   if (!a.table->rotates()) return {};
-  const double n = static_cast<double>((a.q ? a.q.size() : 0) + (a.k ? a.k.size() : 0));
-  return {.bytes = 8 * n, .flops = 3 * n};
+  Cost c;
+  auto add = [&](const auto& x) {
+    if (x) c += {.bytes = 2.0 * static_cast<double>(x.size()) * static_cast<double>(size_of(x.dtype())), .flops = 3.0 * static_cast<double>(x.size())};
+  };
+  add(a.q);
+  add(a.k);
+  return c;
 }
 
 }  // namespace mla::ops

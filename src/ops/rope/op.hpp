@@ -12,9 +12,9 @@
 namespace mla::ops {
 
 struct RopeArgs {
-  View<float, Token, Head, Rope> q;    ///< may be empty (null)
-  View<float, Token, Rope> k;          ///< may be empty (null)
-  std::span<const int32_t> positions;  ///< [Token], each in [0, table->positions())
+  AnyMutableView<Token, Head, Rope> q;  ///< f32 or bf16; may be empty (null)
+  AnyMutableView<Token, Rope> k;        ///< f32 or bf16; may be empty (null)
+  std::span<const int32_t> positions;   ///< [Token], each in [0, table->positions())
   const RotaryTable* table = nullptr;
 };
 

@@ -71,23 +71,28 @@ void write(const CacheView& cache, int32_t slot, const float* latent, const floa
 }  // namespace
 
 void append(Stream& stream, const ops::AppendArgs& a) {
+  const auto kv_c = a.kv_c.as<float>();
+  const auto k_pe = a.k_pe.as<float>();
   for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
-    write(a.cache, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), a.k_pe.data() + t * a.k_pe.stride<Token>());
+    write(a.cache, a.slots[t], kv_c.data() + t * kv_c.stride<Token>(), k_pe.data() + t * k_pe.stride<Token>());
   });
 }
 
 void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
   const RotaryTable& table = *a.table;
+  const auto q_pe = a.q_pe.as<float>();
+  const auto kv_c = a.kv_c.as<float>();
+  const auto k_pe = a.k_pe.as<float>();
   for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
-    float* k = a.k_pe.data() + t * a.k_pe.stride<Token>();
+    float* k = k_pe.data() + t * k_pe.stride<Token>();
     if (table.rotates()) {
       const float* cos = table.cos(a.positions[t]);
       const float* sin = table.sin(a.positions[t]);
-      for (int64_t h = 0; h < a.q_pe.extent<Head>(); ++h)
-        rotate_row(&a.q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
+      for (int64_t h = 0; h < q_pe.extent<Head>(); ++h)
+        rotate_row(&q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
       rotate_row(k, cos, sin, table.pairs(), table.interleaved());
     }
-    write(a.cache, a.slots[t], a.kv_c.data() + t * a.kv_c.stride<Token>(), k);
+    write(a.cache, a.slots[t], kv_c.data() + t * kv_c.stride<Token>(), k);
   });
 }
 

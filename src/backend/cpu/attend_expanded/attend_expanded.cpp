@@ -38,7 +38,7 @@ template <class Stored, class Element>
 class Kernel {
  public:
   explicit Kernel(const ops::AttendExpandedArgs& a)
-      : a_(a), k_nope_(a.k_nope.as<Stored>()), k_pe_(a.k_pe.as<Stored>()), v_(a.v.as<Stored>()) {}
+      : a_(a), q_(a.q.as<float>()), out_(a.out.as<float>()), k_nope_(a.k_nope.as<Stored>()), k_pe_(a.k_pe.as<Stored>()), v_(a.v.as<Stored>()) {}
 
   void run(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
     Cutter cut(memory);
@@ -78,7 +78,7 @@ class Kernel {
     if (rows < tile.width) std::memset(tile.q, 0, static_cast<size_t>(qk_ * tile.width) * sizeof(float));
     for (int64_t lane = 0; lane < rows; ++lane) {
       const int64_t row = first + lane;
-      const float* q = &a_.q(item.q_begin + row, head, 0);
+      const float* q = &q_(item.q_begin + row, head, 0);
       if constexpr (kDot) set_query_bf16(tile, lane, q, qk_);
       else set_query_f32(tile, lane, q, qk_);
       tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(row + item.visible, -1, item.k_count - 1));
@@ -116,11 +116,11 @@ class Kernel {
                          float* part) const {
     float& lse = a_.lse(token, head);
     if (!a_.accumulate) {
-      float* to = goes_on ? part : &a_.out(token, head, 0);
+      float* to = goes_on ? part : &out_(token, head, 0);
       lse = finish_row(tile, lane, width_, to);
       return to;
     }
-    float* out = &a_.out(token, head, 0);
+    float* out = &out_(token, head, 0);
     const float part_lse = finish_row(tile, lane, width_, part);
     if (part_lse == kEmptyLse) return out;
     const MergeWeights w = merge_weights(lse, part_lse);
@@ -132,6 +132,8 @@ class Kernel {
 
   const ops::AttendExpandedArgs& a_;
   const QuantizedWriter quantized_{a_.quantized};
+  const View<const float, Token, Head, QueryKey> q_;
+  const View<float, Token, Head, Value> out_;
   const View<const Stored, Key, Head, Nope> k_nope_;
   const View<const Stored, Key, Rope> k_pe_;
   const View<const Stored, Key, Head, Value> v_;

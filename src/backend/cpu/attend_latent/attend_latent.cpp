@@ -54,11 +54,12 @@ void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t fi
       attend_block<Element>(tile, block, scratch);
     }
   }
+  const auto out = a.out.as<float>();
   for (int64_t r = 0; r < rows; ++r) {
     const RowTile& tile = scratch.tiles.tiles[r / kTileRows];
     const int64_t token = (first_row + r) / heads, head = (first_row + r) % heads;
     if (item.partial < 0)
-      a.lse(item.q_begin + token, head) = finish_row(tile, r % kTileRows, width, &a.out(item.q_begin + token, head, 0));
+      a.lse(item.q_begin + token, head) = finish_row(tile, r % kTileRows, width, &out(item.q_begin + token, head, 0));
     else
       a.partial_lse(item.partial + token, head) =
           finish_row(tile, r % kTileRows, width, &a.partial_out(item.partial + token, head, 0));

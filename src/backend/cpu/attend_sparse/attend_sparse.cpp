@@ -96,7 +96,7 @@ Target target_of(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t
   if (const int64_t p = item.partial + index; item.partial >= 0)
     return {&a.partial_out(p, head, 0), &a.partial_lse(p, head), a.partial_max ? &a.partial_max(p, head) : nullptr};
   const int64_t row = item.q_begin + index;
-  return {&a.out(row, head, 0), &a.lse(row, head), a.max_logits ? &a.max_logits(row, head) : nullptr};
+  return {static_cast<float*>(a.out.at(row, head, 0)), &a.lse(row, head), a.max_logits ? &a.max_logits(row, head) : nullptr};
 }
 
 template <class Element>
@@ -134,7 +134,7 @@ void run_task(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t in
   }
   if (item.partial >= 0 || a.sinks.empty()) return;
   for (int64_t h = first_head; h < first_head + heads; ++h)
-    apply_sink(&a.out(row, h, 0), width, a.lse(row, h), a.sinks[h]);
+    apply_sink(static_cast<float*>(a.out.at(row, h, 0)), width, a.lse(row, h), a.sinks[h]);
 }
 
 }  // namespace
@@ -151,6 +151,7 @@ void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
   if (!a.items.empty() && a.scratch.per_worker < needed)
     throw ShapeError("attend_sparse: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
+  (void)a.out.as<float>();  // the CPU's outputs are f32
   bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot();
   for (const ops::SparseSource& s : a.sources) dot = dot && loads_as_bf16(s.cache.spec.format);
   const int64_t groups = (heads + LatentTiles::kRows - 1) / LatentTiles::kRows;
@@ -167,7 +168,8 @@ void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
 
 // One task a row and head: rows of one split lie together, whatever their number.
 void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
-  const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
+  const auto to = a.out.as<float>();
+  const int64_t heads = to.extent<Head>(), width = to.extent<Value>();
   int64_t rows = 0;
   for (const SplitRows& s : a.items) rows += s.rows;
   stream.pool().run(rows * heads, [&](int64_t task, int) {
@@ -175,7 +177,7 @@ void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
     int64_t r = task / heads;
     const SplitRows* s = a.items.data();
     for (; r >= s->rows; ++s) r -= s->rows;
-    float *out = &a.out(s->row + r, h, 0), lse = kEmptyLse, largest = kEmptyLse;
+    float *out = &to(s->row + r, h, 0), lse = kEmptyLse, largest = kEmptyLse;
     for (int64_t p = s->partial + r; p < s->partial + int64_t{s->splits} * s->rows; p += s->rows) {
       join_part(out, lse, &a.partial_out(p, h, 0), a.partial_lse(p, h), width);
       if (a.max_logits) largest = std::max(largest, a.partial_max(p, h));

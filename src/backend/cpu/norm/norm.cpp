@@ -8,12 +8,14 @@ namespace mla::cpu {
 
 void norm(Stream& stream, const ops::NormArgs& a) {
   constexpr int64_t kElementsPerTask = 8192, kLanes = 16;
-  const int64_t rows = a.x.extent<Token>(), n = a.x.extent<In>();
+  const auto from = a.x.as<float>();
+  const auto to = a.y.as<float>();
+  const int64_t rows = from.extent<Token>(), n = from.extent<In>();
   const int64_t block = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, n));
   stream.pool().run((rows + block - 1) / block, [&](int64_t task, int) {
     for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t) {
-      const float* x = &a.x(t, 0);
-      float* y = &a.y(t, 0);
+      const float* x = &from(t, 0);
+      float* y = &to(t, 0);
       float lane[kLanes] = {};
       int64_t i = 0;
       for (; i + kLanes <= n; i += kLanes)

@@ -301,7 +301,7 @@ class NativeQuantisedLinear final : public CpuLinear {
 
 }  // namespace
 
-std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype) {
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype, Device) {
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw UnsupportedError("pack: dtype is " + std::string(to_string(dtype)) + "; f32 and bf16 are supported");
   const int64_t elements = w.heads * w.out * w.in;

@@ -1,0 +1,51 @@
+// The GPU's ops, one function an op; registered in backend/registry.cpp. Each sits in generic/<op>/, for compute
+// capability 8.0 and newer; where sm90/<op>/ has a Hopper kernel, the generic function hands it what that kernel serves.
+//
+// Numbers (views of floats, caches, weights, tables, sinks, selections) lie in the device's memory. What a plan or a
+// batch decides (items, rows, positions, slots, block tables) are host arrays, as the contracts check them; kernels read
+// their staged copies (Queue::staged), so that a captured call serves what is staged when it is launched again. Launch
+// shapes follow from the host arrays: those of the captured call must be the largest.
+#pragma once
+
+#include "backend/backend.hpp"
+
+namespace mla::cuda {
+
+std::string_view target();
+size_t scratch_per_worker(const backend::ScratchShape& shape);
+std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
+                                   Device device);
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype, Device device);
+
+void norm(Stream& stream, const ops::NormArgs& a);
+void layer_norm(Stream& stream, const ops::LayerNormArgs& a);
+void rope(Stream& stream, const ops::RopeArgs& a);
+void project(Stream& stream, const ops::ProjectArgs& a);
+void append(Stream& stream, const ops::AppendArgs& a);
+void rope_append(Stream& stream, const ops::RopeAppendArgs& a);
+void copy_pages(Stream& stream, const ops::CopyPagesArgs& a);
+void gather(Stream& stream, const ops::GatherArgs& a);
+void cast(Stream& stream, const ops::CastArgs& a);
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
+void merge(Stream& stream, const ops::MergeArgs& a);
+void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a);
+void quantize(Stream& stream, const ops::QuantizeArgs& a);
+void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
+void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a);
+void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a);
+void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a);
+void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a);
+void index_append(Stream& stream, const ops::IndexAppendArgs& a);
+void index_gather(Stream& stream, const ops::IndexGatherArgs& a);
+void index_query(Stream& stream, const ops::IndexQueryArgs& a);
+void index_score(Stream& stream, const ops::IndexScoreArgs& a);
+void select_topk(Stream& stream, const ops::SelectTopkArgs& a);
+void finish_topk(Stream& stream, const ops::FinishTopkArgs& a);
+void fill_topk(Stream& stream, const ops::FillTopkArgs& a);
+void hadamard(Stream& stream, const ops::HadamardArgs& a);
+
+/// Working memory of a stream's ops, whatever the shape: they cut large calls into parts that fit it.
+constexpr size_t kScratch = size_t{64} << 20;
+
+}  // namespace mla::cuda

@@ -1,0 +1,177 @@
+#include "backend/cuda/core/blas.hpp"
+
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <bit>
+
+#include "backend/cuda/core/check.hpp"
+
+namespace mla::cuda {
+namespace {
+
+constexpr size_t kWorkspace = size_t{32} << 20;  // what cuBLAS asks for on Hopper
+
+// The library's functions, found once. Loaded by name: its static form is half a gigabyte, and the CPU must serve where
+// no CUDA is installed.
+struct Library {
+  std::string error;
+  decltype(&cublasLtCreate) create = nullptr;
+  decltype(&cublasLtDestroy) destroy = nullptr;
+  decltype(&cublasLtMatmul) matmul = nullptr;
+  decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulDescInit_internal) desc_init = nullptr;
+  decltype(&cublasLtMatmulDescSetAttribute) desc_set = nullptr;
+  decltype(&cublasLtMatrixLayoutInit_internal) layout_init = nullptr;
+  decltype(&cublasLtMatrixLayoutSetAttribute) layout_set = nullptr;
+  decltype(&cublasLtMatmulPreferenceInit_internal) preference_init = nullptr;
+  decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set = nullptr;
+
+  Library() {
+    void* library = nullptr;
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"})
+      if ((library = dlopen(name, RTLD_NOW | RTLD_LOCAL))) break;
+    if (!library) {
+      error = std::string("libcublasLt.so.13 is not found: ") + dlerror();
+      return;
+    }
+    const auto find = [&]<class F>(F& function, const char* name) {
+      function = reinterpret_cast<F>(dlsym(library, name));
+      if (!function && error.empty()) error = std::string("cuBLASLt has no ") + name;
+    };
+    find(create, "cublasLtCreate");
+    find(destroy, "cublasLtDestroy");
+    find(matmul, "cublasLtMatmul");
+    find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(desc_init, "cublasLtMatmulDescInit_internal");
+    find(desc_set, "cublasLtMatmulDescSetAttribute");
+    find(layout_init, "cublasLtMatrixLayoutInit_internal");
+    find(layout_set, "cublasLtMatrixLayoutSetAttribute");
+    find(preference_init, "cublasLtMatmulPreferenceInit_internal");
+    find(preference_set, "cublasLtMatmulPreferenceSetAttribute");
+  }
+};
+const Library& library() {
+  static const Library l;
+  return l;
+}
+
+cudaDataType_t type_of(Dtype t) { return t == Dtype::f32 ? CUDA_R_32F : CUDA_R_16BF; }
+
+std::string shape_of(const Product& p) {
+  return std::to_string(p.batch) + " x [" + std::to_string(p.rows) + ", " + std::to_string(p.in) + "] x [" +
+         std::to_string(p.out) + ", " + std::to_string(p.in) + "]^T, " + std::string(to_string(p.dtype)) + " to " +
+         std::string(to_string(p.y_dtype));
+}
+
+void require(cublasStatus_t status, std::string_view op, const char* what, const Product& p) {
+  if (status == CUBLAS_STATUS_SUCCESS) return;
+  throw DeviceError(std::string(op) + ": cuBLASLt, " + what + " (" + shape_of(p) + "): status " +
+                    std::to_string(static_cast<int>(status)));
+}
+
+// Largest power of two up to 256 that divides addresses and distances in bytes.
+uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype) {
+  const uint64_t bits = reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(row) * size_of(dtype) |
+                        static_cast<uint64_t>(matrix) * size_of(dtype) | 256;
+  return uint32_t{1} << std::countr_zero(bits);
+}
+
+}  // namespace
+
+Blas::Blas(std::string_view device) {
+  missing_ = library().error;
+  if (!missing_.empty()) return;
+  if (const cublasStatus_t status = library().create(&handle_); status != CUBLAS_STATUS_SUCCESS) {
+    missing_ = "cublasLtCreate: status " + std::to_string(static_cast<int>(status));
+    return;
+  }
+  check(cudaMalloc(&workspace_, kWorkspace), device, "workspace of cuBLASLt");
+}
+
+Blas::~Blas() {
+  cudaFree(workspace_);
+  if (handle_) library().destroy(handle_);
+}
+
+// Column-major as cuBLAS sees it: y^T [out, rows] = w [out, in] x^T [in, rows].
+struct Blas::Problem {
+  cublasLtMatmulDescOpaque_t desc;
+  cublasLtMatrixLayoutOpaque_t w, x, y;
+
+  Problem(const Product& p, int64_t rows, std::string_view op) {
+    const Library& l = library();
+    require(l.desc_init(&desc, sizeof desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), op, "product", p);
+    const cublasOperation_t transposed = CUBLAS_OP_T;
+    require(l.desc_set(&desc, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed), op, "product", p);
+    const auto layout = [&](cublasLtMatrixLayoutOpaque_t& m, Dtype dtype, int64_t height, int64_t width, int64_t step,
+                            int64_t matrix) {
+      const int64_t leading = std::max(step, height);  // of a single column any distance will do
+      require(l.layout_init(&m, sizeof m, type_of(dtype), static_cast<uint64_t>(height), static_cast<uint64_t>(width),
+                            leading),
+              op, "layout", p);
+      const int32_t batch = static_cast<int32_t>(p.batch);
+      require(l.layout_set(&m, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch), op, "layout", p);
+      require(l.layout_set(&m, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &matrix, sizeof matrix), op, "layout", p);
+    };
+    layout(w, p.dtype, p.in, p.out, p.w_row, p.w_matrix);
+    layout(x, p.dtype, p.in, rows, p.x_row, p.x_matrix);
+    layout(y, p.y_dtype, p.out, rows, p.y_row, p.y_matrix);
+  }
+};
+
+cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std::string_view op) {
+  const Library& l = library();
+  cublasLtMatmulPreferenceOpaque_t preference;
+  require(l.preference_init(&preference, sizeof preference), op, "preference", p);
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t what, const auto& value) {
+    require(l.preference_set(&preference, what, &value, sizeof value), op, "preference", p);
+  };
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspace));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.w, p.w_row, p.w_matrix, p.dtype));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.x, p.x_row, p.x_matrix, p.dtype));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
+  // Sums split over blocks are joined in an order that may follow the number of rows.
+  if (p.invariant) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
+  cublasLtMatmulHeuristicResult_t found{};
+  int count = 0;
+  const cublasStatus_t status =
+      l.heuristic(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc),
+                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w),
+                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
+                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y),
+                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &preference, 1, &found, &count);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0))
+    throw UnsupportedError(std::string(op) + ": cuBLASLt has no algorithm for " + shape_of(p));
+  require(status, op, "choice of an algorithm", p);
+  return found.algo;
+}
+
+void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) {
+  if (p.rows == 0 || p.out == 0 || p.batch == 0) return;
+  if (!missing_.empty()) throw DeviceError(std::string(op) + ": no matrix products on this machine: " + missing_);
+  // Algorithms are chosen for a few numbers of rows; a product takes that of the next one up.
+  constexpr int64_t kInvariantRows = 64;
+  const int64_t rows = p.invariant ? kInvariantRows : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(p.rows)));
+  const Key key{rows,    p.out,      p.in,    p.batch,    static_cast<int64_t>(p.dtype), static_cast<int64_t>(p.y_dtype),
+                p.x_row, p.x_matrix, p.y_row, p.y_matrix, p.invariant,
+                alignment(p.x, 0, 0, p.dtype) * 512 + alignment(p.y, 0, 0, p.y_dtype)};
+  auto at = algorithms_.find(key);
+  if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;
+  Problem problem(p, p.rows, op);
+  const float one = 1, zero = 0;
+  const auto run = [&](const cublasLtMatmulAlgo_t* algorithm) {
+    return library().matmul(handle_, &problem.desc, &one, p.w, &problem.w, p.x, &problem.x, &zero, p.y, &problem.y, p.y,
+                            &problem.y, algorithm, workspace_, kWorkspace, stream);
+  };
+  cublasStatus_t status = run(&at->second);
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
+    const cublasLtMatmulAlgo_t own = choose(problem, p, op);  // an algorithm need not serve fewer rows
+    status = run(&own);
+  }
+  require(status, op, "product", p);
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,128 @@
+#include "core/gpu.hpp"
+
+#include <cuda_runtime_api.h>
+
+#include "backend/cuda/core/check.hpp"
+#include "backend/cuda/core/queue.hpp"
+
+namespace mla::gpu {
+
+using cuda::check;
+
+int count() {
+  int n = 0;
+  if (cudaGetDeviceCount(&n) == cudaSuccess) return n;
+  cudaGetLastError();
+  return 0;
+}
+
+std::string describe(int index) {
+  cudaDeviceProp p{};
+  check(cudaGetDeviceProperties(&p, index), "cuda:" + std::to_string(index), "properties");
+  return std::string(p.name) + ", sm_" + std::to_string(p.major) + std::to_string(p.minor) + ", " +
+         std::to_string(p.multiProcessorCount) + " multiprocessors, " + std::to_string(p.totalGlobalMem >> 20) + " MiB";
+}
+
+std::byte* allocate(size_t bytes, int index) {
+  const std::string name = "cuda:" + std::to_string(index);
+  if (count() == 0) throw DeviceError(name + ": no GPU is there, or its driver is not; the CPU serves everything");
+  const cuda::OnDevice on(index);
+  void* p = nullptr;
+  const cudaError_t status = cudaMalloc(&p, bytes);
+  if (status == cudaErrorMemoryAllocation) {
+    cudaGetLastError();
+    size_t free = 0, total = 0;
+    cudaMemGetInfo(&free, &total);
+    throw DeviceError(name + " has no " + std::to_string(bytes) + " bytes to give: " + std::to_string(free) + " of " +
+                      std::to_string(total) + " are free");
+  }
+  check(status, name, "allocation", std::to_string(bytes) + " bytes");
+  return static_cast<std::byte*>(p);
+}
+
+void release(std::byte* data, int) noexcept { cudaFree(data); }
+
+void upload(std::byte* to, const void* from, size_t bytes, int index) {
+  const cuda::OnDevice on(index);
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cuda:" + std::to_string(index), "upload",
+        std::to_string(bytes) + " bytes");
+}
+
+std::byte* allocate_pinned(size_t bytes) {
+  void* p = nullptr;
+  check(cudaHostAlloc(&p, bytes, cudaHostAllocPortable), "cuda", "pinned host memory", std::to_string(bytes) + " bytes");
+  return static_cast<std::byte*>(p);
+}
+void release_pinned(std::byte* data) noexcept { cudaFreeHost(data); }
+
+int current() {
+  int index = 0;
+  check(cudaGetDevice(&index), "device", "current device");
+  return index;
+}
+void make_current(int index) { check(cudaSetDevice(index), "device", "cuda:" + std::to_string(index)); }
+
+std::shared_ptr<cuda::Queue> open(int index, void* native) {
+  if (count() == 0)
+    throw DeviceError("cuda:" + std::to_string(index) +
+                      ": no GPU is there, or its driver is not; the CPU serves everything");
+  return std::make_shared<cuda::Queue>(index, native);
+}
+
+void* native(const cuda::Queue& queue) { return queue.stream(); }
+
+void synchronize(cuda::Queue& queue) {
+  check(cudaStreamSynchronize(queue.stream()), "cuda:" + std::to_string(queue.device()), "waiting for the stream");
+}
+
+void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes) {
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, queue.stream()), "copy", "copy",
+        std::to_string(bytes) + " bytes");
+}
+
+void begin_capture(cuda::Queue& queue) {
+  check(cudaStreamBeginCapture(queue.stream(), cudaStreamCaptureModeThreadLocal), "graph", "begin of capture");
+}
+
+void abandon_capture(cuda::Queue& queue) noexcept {
+  cudaGraph_t graph = nullptr;
+  cudaStreamEndCapture(queue.stream(), &graph);
+  if (graph) cudaGraphDestroy(graph);
+  cudaGetLastError();
+}
+
+std::shared_ptr<void> end_capture(cuda::Queue& queue) {
+  cudaGraph_t graph = nullptr;
+  check(cudaStreamEndCapture(queue.stream(), &graph), "graph", "end of capture");
+  cudaGraphExec_t exec = nullptr;
+  const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
+  cudaGraphDestroy(graph);
+  check(status, "graph", "instantiation");
+  return {exec, [](void* p) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p)); }};
+}
+
+void launch(cuda::Queue& queue, void* graph) {
+  check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), queue.stream()), "graph", "launch");
+}
+
+Mark::~Mark() {
+  if (event_) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
+}
+void Mark::set(cuda::Queue& queue) {
+  cudaEvent_t event = static_cast<cudaEvent_t>(event_);
+  if (!event) {
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cuda", "an event");
+    event_ = event;
+  }
+  check(cudaEventRecord(event, queue.stream()), "cuda", "marking the stream");
+}
+void Mark::wait() const {
+  if (event_) check(cudaEventSynchronize(static_cast<cudaEvent_t>(event_)), "cuda", "waiting for a mark");
+}
+
+void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges) {
+  for (const HostRange& r : ranges) queue.publish({owner, static_cast<const std::byte*>(r.host), r.bytes, r.device});
+}
+void withdraw(cuda::Queue& queue, const void* owner) noexcept { queue.withdraw(owner); }
+
+}  // namespace mla::gpu

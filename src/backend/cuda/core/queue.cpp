@@ -1,0 +1,78 @@
+#include "backend/cuda/core/queue.hpp"
+
+#include <algorithm>
+#include <string>
+
+#include "backend/cuda/core/blas.hpp"
+#include "backend/cuda/core/check.hpp"
+
+namespace mla::cuda {
+
+OnDevice::OnDevice(int device) {
+  check(cudaGetDevice(&previous_), "device", "current device");
+  if (device != previous_) check(cudaSetDevice(device), "device", "cuda:" + std::to_string(device));
+}
+OnDevice::~OnDevice() { cudaSetDevice(previous_); }
+
+Queue::Queue(int device, void* native) : device_(device) {
+  const std::string name = "cuda:" + std::to_string(device);
+  int count = 0;
+  check(cudaGetDeviceCount(&count), name, "looking for GPUs");
+  if (device < 0 || device >= count)
+    throw DeviceError(name + ": no such GPU, this machine has " + std::to_string(count));
+  const OnDevice on(device);
+  int minor = 0;
+  check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), name, "compute capability");
+  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), name, "compute capability");
+  check(cudaDeviceGetAttribute(&multiprocessors_, cudaDevAttrMultiProcessorCount, device), name, "multiprocessors");
+  if (major_ < 8)
+    throw DeviceError(name + ": compute capability is " + std::to_string(major_) + "." + std::to_string(minor) +
+                      ", 8.0 is needed");
+  stream_ = static_cast<cudaStream_t>(native);
+  if (!stream_) {
+    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), name, "a stream");
+    own_ = true;
+  }
+  try {
+    check(cudaMalloc(reinterpret_cast<void**>(&counters_), kCounters * sizeof(unsigned)), name, "a stream's counters");
+    check(cudaMemset(counters_, 0, kCounters * sizeof(unsigned)), name, "a stream's counters");
+    blas_ = std::make_unique<Blas>(name);
+  } catch (...) {
+    cudaFree(counters_);
+    if (own_) cudaStreamDestroy(stream_);
+    throw;
+  }
+}
+
+Queue::~Queue() {
+  blas_.reset();
+  cudaFree(counters_);
+  if (own_) cudaStreamDestroy(stream_);
+}
+
+void Queue::publish(const Range& range) {
+  const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), range.host,
+                                   [](const std::byte* p, const Range& r) { return p < r.host; });
+  ranges_.insert(at, range);
+}
+
+void Queue::withdraw(const void* owner) noexcept {
+  std::erase_if(ranges_, [&](const Range& r) { return r.owner == owner; });
+}
+
+const void* Queue::find(const void* host, size_t bytes, std::string_view op, std::string_view name) const {
+  const std::byte* at = static_cast<const std::byte*>(host);
+  auto next = std::upper_bound(ranges_.begin(), ranges_.end(), at,
+                               [](const std::byte* p, const Range& r) { return p < r.host; });
+  if (next != ranges_.begin()) {
+    const Range& r = *--next;
+    if (at + bytes <= r.host + r.bytes) return r.device + (at - r.host);
+  }
+  cudaPointerAttributes found{};
+  if (cudaPointerGetAttributes(&found, host) == cudaSuccess && found.devicePointer) return found.devicePointer;
+  cudaGetLastError();
+  throw ShapeError(std::string(op) + ": " + std::string(name) + " lies in host memory that cuda:" +
+                   std::to_string(device_) + " does not read; stage the step's arrays first (StagedStep)");
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,24 @@
+// Copies of rows with another element type: the op cast, and what project stages its operands with.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <string_view>
+
+#include "mla/view.hpp"
+
+namespace mla::cuda::generic {
+
+struct CopyRows {
+  AnyView<Token, Head, In> x;         ///< In dense
+  AnyMutableView<Token, Head, In> y;  ///< In dense; any dtype
+  const int32_t* x_rows = nullptr;    ///< device; null: row t
+  const int32_t* y_rows = nullptr;    ///< device; null: row t
+  int64_t rows = 0;
+  float scale = 1.0f;  ///< y = x / scale
+};
+/// One launch.
+void copy_rows(cudaStream_t stream, const CopyRows& c, std::string_view op);
+
+}  // namespace mla::cuda::generic

@@ -1,0 +1,169 @@
+// Products by cuBLASLt. Operands go to it as they lie where they can; rows by list, other dtypes and quantised weights
+// are brought to the products' dtype in scratch first, as many rows (or outputs) at a time as fit.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/blas.hpp"
+#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/cast/cast.hpp"
+#include "backend/cuda/generic/project/dequantise.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cuda {
+namespace {
+
+struct PlainLinear final : Linear {
+  Buffer memory;  // [heads, out, in] of dtype
+};
+
+void require_dtype(Dtype dtype) {
+  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
+    throw UnsupportedError("cuda weights for products in " + std::string(to_string(dtype)) +
+                           "; f32 and bf16 are supported");
+}
+
+// First row when a list counts up from it one by one, otherwise -1.
+int64_t run_of(std::span<const int32_t> rows) {
+  for (size_t i = 1; i < rows.size(); ++i)
+    if (rows[i] != rows[0] + static_cast<int32_t>(i)) return -1;
+  return rows.empty() ? 0 : rows[0];
+}
+
+size_t up(size_t n) { return (n + 255) / 256 * 256; }
+
+}  // namespace
+
+std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
+                                   Device device) {
+  require_dtype(dtype);
+  auto linear = std::make_shared<PlainLinear>();
+  linear->heads = heads;
+  linear->out = out;
+  linear->in = in;
+  linear->dtype = dtype;
+  if (dtype == Dtype::f32) {
+    linear->memory = Buffer::copy_of(w.data(), w.size_bytes(), device);
+  } else {
+    std::vector<bf16> narrow(w.size());
+    std::transform(w.begin(), w.end(), narrow.begin(), to_bf16);
+    linear->memory = Buffer::copy_of(narrow.data(), narrow.size() * sizeof(bf16), device);
+  }
+  linear->bytes = linear->memory.size();
+  return linear;
+}
+
+std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype, Device device) {
+  require_dtype(dtype);
+  auto linear = std::make_shared<generic::QuantisedLinear>();
+  linear->heads = w.heads;
+  linear->out = w.out;
+  linear->in = w.in;
+  linear->dtype = dtype;
+  linear->format = w.format;
+  if (w.format == WeightFormat::fp8) {
+    linear->block_rows = w.block_rows;
+    linear->block_cols = w.block_cols;
+  }
+  linear->scale_rows = w.block_rows;
+  linear->scale_cols = w.block_cols;
+  linear->row_blocks = w.row_blocks();
+  linear->col_blocks = w.col_blocks();
+  std::vector<uint8_t> codes = w.codes;
+  if (w.format == WeightFormat::mxfp4) {
+    codes.assign((w.codes.size() + 1) / 2, 0);
+    for (size_t i = 0; i < w.codes.size(); ++i) codes[i / 2] |= static_cast<uint8_t>(w.codes[i] << (i % 2 * 4));
+  }
+  linear->codes = Buffer::copy_of(codes.data(), codes.size(), device);
+  linear->scales = Buffer::copy_of(w.scales.data(), w.scales.size() * sizeof(float), device);
+  linear->bytes = linear->codes.size() + linear->scales.size();
+  return linear;
+}
+
+void project(Stream& stream, const ops::ProjectArgs& a) {
+  const Linear& w = *a.weights;
+  if (a.rows == 0 || w.heads == 0 || w.out == 0) return;
+  const Queue& queue = stream.queue();
+  const auto* quantised = w.format == WeightFormat::plain ? nullptr : static_cast<const generic::QuantisedLinear*>(&w);
+  if (a.quantized)
+    throw UnsupportedError("project: cuda writes no quantised output itself; the plan must quantise finished heads");
+
+  const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows);
+  const bool stage_x = x_first < 0 || a.x.dtype() != w.dtype, stage_y = y_first < 0;
+  const size_t size = size_of(w.dtype), y_size = size_of(a.y.dtype());
+
+  // Scratch: x rows | y rows | dequantised weights of some outputs.
+  const size_t x_row = stage_x ? static_cast<size_t>(w.heads * w.in) * size : 0,
+               y_row = stage_y ? static_cast<size_t>(w.heads * w.out) * y_size : 0,
+               w_out = quantised ? static_cast<size_t>(w.heads * w.in) * size : 0;
+  const size_t room = a.scratch.per_worker;
+  const size_t for_weights = w_out > 0 ? (x_row + y_row > 0 ? room / 2 : room) : 0;
+  const int64_t outs = w_out > 0 ? std::min<int64_t>(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
+  const int64_t rows =
+      x_row + y_row > 0
+          ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) / static_cast<int64_t>(x_row + y_row))
+          : a.rows;
+  if (outs < 1 || rows < 1)
+    throw ShapeError("project: scratch is " + std::to_string(room) + " bytes, one row and one output need " +
+                     std::to_string(x_row + y_row + w_out + 512));
+  std::byte* const x_at = a.scratch.data;
+  std::byte* const y_at = x_at + up(x_row * static_cast<size_t>(rows));
+  std::byte* const w_at = a.scratch.data + (room - for_weights);
+  const int32_t* const x_rows = x_first < 0 ? queue.staged(a.x_rows, "project", "x_rows") : nullptr;
+  const int32_t* const y_rows = y_first < 0 ? queue.staged(a.y_rows, "project", "y_rows") : nullptr;
+
+  for (int64_t out = 0; out < w.out; out += outs) {
+    const int64_t count = std::min(outs, w.out - out);
+    const std::byte* weights = w_at;
+    if (quantised) generic::dequantise(queue.stream(), *quantised, out, count, w_at);
+    else weights = static_cast<const PlainLinear&>(w).memory.data() + static_cast<size_t>(out * w.in) * size;
+    for (int64_t first = 0; first < a.rows; first += rows) {
+      const int64_t n = std::min(rows, a.rows - first);
+      AnyView<Token, Head, In> x(a.x.dtype(), a.x.at(std::max<int64_t>(x_first, 0) + (x_rows ? 0 : first), 0, 0),
+                                 {n, w.heads, w.in}, a.x.strides());
+      if (stage_x) {
+        const AnyMutableView<Token, Head, In> staged(w.dtype, x_at, {n, w.heads, w.in});
+        if (out == 0 || rows < a.rows)
+          generic::copy_rows(queue.stream(),
+                             {.x = {a.x.dtype(), x_rows ? a.x.data() : x.data(), x.extents(), a.x.strides()},
+                              .y = staged,
+                              .x_rows = x_rows ? x_rows + first : nullptr,
+                              .y_rows = nullptr,
+                              .rows = n},
+                             "project");
+        x = staged;
+      }
+      AnyMutableView<Token, Head, Out> y(a.y.dtype(), a.y.at(std::max<int64_t>(y_first, 0) + (y_rows ? 0 : first), 0, out),
+                                         {n, w.heads, count}, a.y.strides());
+      if (stage_y) y = {a.y.dtype(), y_at, {n, w.heads, count}};
+      queue.blas().multiply({.rows = n,
+                             .out = count,
+                             .in = w.in,
+                             .batch = w.heads,
+                             .dtype = w.dtype,
+                             .y_dtype = a.y.dtype(),
+                             .x = x.data(),
+                             .w = weights,
+                             .y = y.data(),
+                             .x_row = x.stride<Token>(),
+                             .x_matrix = x.stride<Head>(),
+                             .w_row = w.in,
+                             .w_matrix = (quantised ? count : w.out) * w.in,
+                             .y_row = y.stride<Token>(),
+                             .y_matrix = y.stride<Head>(),
+                             .invariant = a.batch_invariant},
+                            queue.stream(), "project");
+      if (stage_y)
+        generic::copy_rows(queue.stream(),
+                           {.x = {a.y.dtype(), y.data(), {n, w.heads, count}, y.strides()},
+                            .y = {a.y.dtype(), a.y.at(0, 0, out), {n, w.heads, count}, a.y.strides()},
+                            .x_rows = nullptr,
+                            .y_rows = y_rows + first,
+                            .rows = n},
+                           "project");
+    }
+  }
+}
+
+}  // namespace mla::cuda

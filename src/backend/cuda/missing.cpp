@@ -1,0 +1,35 @@
+// Ops that the GPU does not have yet.
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cuda {
+
+void norm(Stream&, const ops::NormArgs&) { throw UnsupportedError("cuda has no norm yet"); }
+void layer_norm(Stream&, const ops::LayerNormArgs&) { throw UnsupportedError("cuda has no layer_norm yet"); }
+void rope(Stream&, const ops::RopeArgs&) { throw UnsupportedError("cuda has no rope yet"); }
+void append(Stream&, const ops::AppendArgs&) { throw UnsupportedError("cuda has no append yet"); }
+void rope_append(Stream&, const ops::RopeAppendArgs&) { throw UnsupportedError("cuda has no rope_append yet"); }
+void copy_pages(Stream&, const ops::CopyPagesArgs&) { throw UnsupportedError("cuda has no copy_pages yet"); }
+void gather(Stream&, const ops::GatherArgs&) { throw UnsupportedError("cuda has no gather yet"); }
+void attend_expanded(Stream&, const ops::AttendExpandedArgs&) { throw UnsupportedError("cuda has no attend_expanded yet"); }
+void attend_latent(Stream&, const ops::AttendLatentArgs&) { throw UnsupportedError("cuda has no attend_latent yet"); }
+void merge(Stream&, const ops::MergeArgs&) { throw UnsupportedError("cuda has no merge yet"); }
+void merge_splits(Stream&, const ops::MergeSplitsArgs&) { throw UnsupportedError("cuda has no merge_splits yet"); }
+void quantize(Stream&, const ops::QuantizeArgs&) { throw UnsupportedError("cuda has no quantize yet"); }
+void quantize_padding(Stream&, const ops::QuantizePaddingArgs&) { throw UnsupportedError("cuda has no quantize_padding yet"); }
+void map_to_slots(Stream&, const ops::MapToSlotsArgs&) { throw UnsupportedError("cuda has no map_to_slots yet"); }
+void map_to_workspace(Stream&, const ops::MapToWorkspaceArgs&) { throw UnsupportedError("cuda has no map_to_workspace yet"); }
+void attend_sparse(Stream&, const ops::AttendSparseArgs&) { throw UnsupportedError("cuda has no attend_sparse yet"); }
+void merge_sparse(Stream&, const ops::MergeSparseArgs&) { throw UnsupportedError("cuda has no merge_sparse yet"); }
+void index_append(Stream&, const ops::IndexAppendArgs&) { throw UnsupportedError("cuda has no index_append yet"); }
+void index_gather(Stream&, const ops::IndexGatherArgs&) { throw UnsupportedError("cuda has no index_gather yet"); }
+void index_query(Stream&, const ops::IndexQueryArgs&) { throw UnsupportedError("cuda has no index_query yet"); }
+void index_score(Stream&, const ops::IndexScoreArgs&) { throw UnsupportedError("cuda has no index_score yet"); }
+void select_topk(Stream&, const ops::SelectTopkArgs&) { throw UnsupportedError("cuda has no select_topk yet"); }
+void finish_topk(Stream&, const ops::FinishTopkArgs&) { throw UnsupportedError("cuda has no finish_topk yet"); }
+void fill_topk(Stream&, const ops::FillTopkArgs&) { throw UnsupportedError("cuda has no fill_topk yet"); }
+void hadamard(Stream&, const ops::HadamardArgs&) { throw UnsupportedError("cuda has no hadamard yet"); }
+
+}  // namespace mla::cuda

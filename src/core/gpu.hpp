@@ -1,0 +1,54 @@
+// What the core asks of a GPU. core/gpu_none.cpp answers in builds without CUDA, backend/cuda/core/gpu.cpp in others.
+#pragma once
+
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <string>
+
+#include "mla/device.hpp"
+
+namespace mla::gpu {
+
+int count();
+std::string describe(int index);
+std::byte* allocate(size_t bytes, int index);
+void release(std::byte* data, int index) noexcept;
+void upload(std::byte* to, const void* from, size_t bytes, int index);
+std::byte* allocate_pinned(size_t bytes);
+void release_pinned(std::byte* data) noexcept;
+int current();
+void make_current(int index);
+std::shared_ptr<cuda::Queue> open(int index, void* native);
+void* native(const cuda::Queue& queue);
+void synchronize(cuda::Queue& queue);
+void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes);
+void begin_capture(cuda::Queue& queue);
+void abandon_capture(cuda::Queue& queue) noexcept;
+std::shared_ptr<void> end_capture(cuda::Queue& queue);
+void launch(cuda::Queue& queue, void* graph);
+
+/// Marks a point of a queue, to be waited for by the host.
+class Mark {
+ public:
+  Mark() = default;
+  ~Mark();
+  Mark(const Mark&) = delete;
+  Mark& operator=(const Mark&) = delete;
+  void set(cuda::Queue& queue);
+  void wait() const;  ///< at once when nothing was marked
+
+ private:
+  void* event_ = nullptr;
+};
+
+/// Host arrays that have a copy in device memory: see cuda::Queue.
+struct HostRange {
+  const void* host;
+  size_t bytes;
+  const std::byte* device;
+};
+void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges);
+void withdraw(cuda::Queue& queue, const void* owner) noexcept;
+
+}  // namespace mla::gpu

@@ -1,0 +1,37 @@
+#include "core/gpu.hpp"
+#include "mla/error.hpp"
+
+namespace mla::gpu {
+namespace {
+
+[[noreturn]] void none(int index) {
+  throw DeviceError("cuda:" + std::to_string(index) + ": this build has no CUDA; the CPU serves everything");
+}
+
+}  // namespace
+
+// Without a stream on a GPU, which open() refuses, nothing below it is reached.
+int count() { return 0; }
+std::string describe(int index) { none(index); }
+std::byte* allocate(size_t, int index) { none(index); }
+void release(std::byte*, int) noexcept {}
+void upload(std::byte*, const void*, size_t, int index) { none(index); }
+std::byte* allocate_pinned(size_t) { none(0); }
+void release_pinned(std::byte*) noexcept {}
+int current() { return 0; }
+void make_current(int) {}
+std::shared_ptr<cuda::Queue> open(int index, void*) { none(index); }
+void* native(const cuda::Queue&) { return nullptr; }
+void synchronize(cuda::Queue&) {}
+void copy(cuda::Queue&, void*, const void*, size_t) {}
+void begin_capture(cuda::Queue&) {}
+void abandon_capture(cuda::Queue&) noexcept {}
+std::shared_ptr<void> end_capture(cuda::Queue&) { return nullptr; }
+void launch(cuda::Queue&, void*) {}
+Mark::~Mark() = default;
+void Mark::set(cuda::Queue&) {}
+void Mark::wait() const {}
+void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
+void withdraw(cuda::Queue&, const void*) noexcept {}
+
+}  // namespace mla::gpu
