@@ -111,6 +111,18 @@ class Graph {
   std::shared_ptr<void> graph_;
 };
 
+/// Holds a GPU's stream back while it lives: calls made meanwhile are queued and begin together. Nothing on the CPU.
+class HeldStream {
+ public:
+  explicit HeldStream(Stream& stream);
+  ~HeldStream();
+  HeldStream(const HeldStream&) = delete;
+  HeldStream& operator=(const HeldStream&) = delete;
+
+ private:
+  std::shared_ptr<void> gate_;
+};
+
 /// GPUs that this build can use; 0 without CUDA or a driver.
 int gpu_count();
 /// Name, memory and architecture in one line; DeviceError when there is no such GPU.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -17,7 +18,12 @@
 
 namespace mla {
 
-/// Time and counted work by op, summed over calls. Attach one to a Layer to fill it.
+namespace gpu {
+class Stopwatch;
+}
+
+/// Time and counted work by op, summed over calls. Attach one to a Layer to fill it. A GPU's times are those of its own
+/// clock, read when rows() is asked for; what the stream has not done by then is waited for.
 class Profile {
  public:
   struct Row {
@@ -25,15 +31,29 @@ class Profile {
     double seconds = 0, bytes = 0, flops = 0;
     int64_t calls = 0;
   };
+  Profile();
+  ~Profile();
+  Profile(Profile&&) noexcept;
+  Profile& operator=(Profile&&) noexcept;
+
   void add(std::string_view op, double seconds, double bytes, double flops);
-  const std::vector<Row>& rows() const { return rows_; }
-  void clear() { rows_.clear(); }
+  /// The same with the time that the watch will have measured.
+  void add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops);
+  const std::vector<Row>& rows() const;
+  /// Multiplies all sums and counts: of a sample, to stand for the whole.
+  void scale(double factor);
+  void clear();
 
  private:
-  std::vector<Row> rows_;
+  struct Pending;
+  void settle() const;
+  mutable std::vector<Row> rows_;
+  mutable std::vector<Pending> pending_;
 };
 
-/// Everything one step of one layer needs besides its inputs. All is borrowed; nothing is kept between calls.
+/// Everything one step of one layer needs besides its inputs. All is borrowed; nothing is kept between calls. On a GPU,
+/// weights, tables, cache, workspace, selection, inputs and outputs lie in its memory, and plan and batch are staged
+/// (StagedStep); calls are queued, and can be captured (Graph).
 struct LayerContext {
   const Plan& plan;
   const Batch& batch;  ///< the batch that was planned: its block table and slots are read
@@ -62,16 +82,16 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 /// its own token does not: what is chosen is attended. ShapeError when topk is not the plan's or memory is too small.
 void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions);
 
-/// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated; out [Token, Head, Value].
-/// Appends [kv_c | k_pe] first. Sparse rows attend to what context.selection holds: see select().
-void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
-            View<float, Token, Head, Value> out);
+/// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.activations();
+/// out [Token, Head, Value], f32, or on a GPU bf16 too. Appends [kv_c | k_pe] first. Sparse rows attend to what
+/// context.selection holds: see select().
+void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
+            AnyView<Token, Rope> k_pe, AnyMutableView<Token, Head, Value> out);
 
 /// The same with a quantised output: out holds, bit for bit, what quantising the other form's f32 result would give.
 /// out.spec must be of the format that the plan was made for (PlanOptions::output); its scale or global_scale is this
 /// layer's. out.tokens >= plan.tokens; rows past plan.tokens are left alone.
-void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, const QuantizedView& out);
+void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
+            AnyView<Token, Rope> k_pe, const QuantizedView& out);
 
 }  // namespace mla

@@ -190,6 +190,12 @@ struct Plan {
   std::vector<Region> regions;
   size_t workspace_bytes = 0;
 
+  /// Of rows between ops: f32 on the CPU, the compute dtype on a GPU.
+  Dtype activations() const { return device.device.kind == DeviceKind::cpu ? Dtype::f32 : options.compute; }
+  /// Of finished heads in the workspace: f32 also where they are quantised, or context is merged into them in parts.
+  Dtype head_dtype() const {
+    return options.output.kind != OutputKind::none || !chunks.empty() ? Dtype::f32 : activations();
+  }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
   View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;

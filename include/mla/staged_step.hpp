@@ -10,22 +10,25 @@
 
 namespace mla {
 
-/// While it lives, the layer's calls on the stream with this plan and batch, and with copies of their spans, find their
-/// arrays on the device. On the CPU there is nothing to do, and nothing is done.
-///
-/// One copy, queued on the stream; the host does not wait. Plan and batch must stay where they are.
+/// Memory for one step at a time, on a stream's device. Calls of the layer on that stream find the staged step's arrays
+/// there, until another step takes its place or this goes. On the CPU nothing is needed, and nothing is done.
 class StagedStep {
  public:
-  StagedStep(Stream& stream, const Plan& plan, const Batch& batch);
+  explicit StagedStep(Stream& stream);
   ~StagedStep();
   StagedStep(const StagedStep&) = delete;
   StagedStep& operator=(const StagedStep&) = delete;
 
-  /// Another step's arrays in the place of the first one's, whose captured calls then serve it (Graph): the step must
-  /// be no larger in any array, take the same paths, and give its rows in order where the first one did. ShapeError
-  /// naming the array otherwise; the device's arrays are then as they were. Missing requests become empty ones, missing
-  /// tokens have no slot; what calls write for them is unspecified.
-  void restage(Stream& stream, const Plan& plan, const Batch& batch);
+  /// One copy, queued on the stream; memory is allocated only to grow. Plan and batch must stay where they are and as
+  /// they are while calls with them are made.
+  void stage(const Plan& plan, const Batch& batch);
+
+  /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph): the
+  /// step must be no larger in any array, take the same paths, and give its rows in order where the first one did.
+  /// ShapeError naming the array otherwise; the device's arrays are then as they were. Missing requests become empty
+  /// ones, missing tokens have no slot; what calls write for them is unspecified. Plan and batch may go once this
+  /// returns.
+  void restage(const Plan& plan, const Batch& batch);
 
  private:
   struct State;

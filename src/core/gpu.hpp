@@ -42,6 +42,25 @@ class Mark {
   void* event_ = nullptr;
 };
 
+/// A queue does nothing more until the gate, a host object, is opened.
+std::shared_ptr<void> hold(cuda::Queue& queue);
+void open_gate(void* gate) noexcept;
+
+/// The device's time between two points of a queue.
+class Stopwatch {
+ public:
+  Stopwatch();
+  ~Stopwatch();
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+  void start(cuda::Queue& queue);
+  void stop(cuda::Queue& queue);
+  double seconds() const;  ///< waits for stop's point
+
+ private:
+  void *start_ = nullptr, *stop_ = nullptr;
+};
+
 /// Host arrays that have a copy in device memory: see cuda::Queue.
 struct HostRange {
   const void* host;

@@ -31,6 +31,13 @@ void launch(cuda::Queue&, void*) {}
 Mark::~Mark() = default;
 void Mark::set(cuda::Queue&) {}
 void Mark::wait() const {}
+std::shared_ptr<void> hold(cuda::Queue&) { return nullptr; }
+void open_gate(void*) noexcept {}
+Stopwatch::Stopwatch() = default;
+Stopwatch::~Stopwatch() = default;
+void Stopwatch::start(cuda::Queue&) {}
+void Stopwatch::stop(cuda::Queue&) {}
+double Stopwatch::seconds() const { return 0; }
 void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
 void withdraw(cuda::Queue&, const void*) noexcept {}
 

@@ -33,6 +33,13 @@ void copy(Stream& stream, void* to, const void* from, size_t bytes) {
   else gpu::copy(stream.queue(), to, from, bytes);
 }
 
+HeldStream::HeldStream(Stream& stream) {
+  if (stream.device().kind == DeviceKind::cuda) gate_ = gpu::hold(stream.queue());
+}
+HeldStream::~HeldStream() {
+  if (gate_) gpu::open_gate(gate_.get());
+}
+
 void Graph::begin(Stream& stream) {
   if (stream.device().kind == DeviceKind::cpu) throw UnsupportedError("graph: the cpu's calls cannot be captured");
   gpu::begin_capture(stream.queue());

@@ -65,21 +65,22 @@ class Walk : Runner {
 
     if (c_.weights.absorbed()) return absorbed_block(h, out);
 
-    const View<float, Token, Head, QueryKey> q(at<float>("query"), {t, n, m.query_key()});
+    const AnyMutableView<Token, Head, QueryKey> q(act_, at<std::byte>("query"), {t, n, m.query_key()});
     const AnyView<Token, Head, In> source = query_source(h);
-    project("query", source, {}, *c_.weights.query, flat(q.data(), t, n * m.query_key()), {}, t);
+    project("query", source, {}, *c_.weights.query, flat(act_, q.data(), t, n * m.query_key()), {}, t);
     const Rows rows = new_rows(h, rope_part(q));
     if (c_.weights.indexer) sparse().index(h, source);
 
-    const View<float, Token, Head, Value> heads(at<float>("heads"), {t, n, m.value});
+    const AnyMutableView<Token, Head, Value> heads = heads_region(t);
     attention(q, rows.kv_c, rows.k_pe, heads);
-    project("output", flat(heads.data(), t, n * m.value).read, {}, *c_.weights.output, hidden_rows(out), {}, t);
+    project("output", flat(heads.dtype(), heads.data(), t, n * m.value).read, {}, *c_.weights.output, hidden_rows(out),
+            {}, t);
   }
 
   void choose(View<const int32_t, Token, Topk> positions) { sparse().choose(positions); }
 
-  void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                      View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+  void attention_form(AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c, AnyView<Token, Rope> k_pe,
+                      AnyMutableView<Token, Head, Value> out) {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
     require_format({});
@@ -87,21 +88,27 @@ class Walk : Runner {
     ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", m.heads);
     ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
     ops::require_range("layer", "plan tokens", t, 0, out.extent<Token>() + 1);
-    append_and_attend(q, kv_c, k_pe, out.slice<Token>(0, t));
+    const AnyMutableView<Token, Head, Value> rows = out.slice<Token>(0, t);
+    if (out.dtype() == plan_.head_dtype()) return append_and_attend(q, kv_c, k_pe, rows);
+    const AnyMutableView<Token, Head, Value> heads = heads_region(t);
+    append_and_attend(q, kv_c, k_pe, heads);
+    run("cast", ops::CastArgs{.x = {heads.dtype(), heads.data(), heads.extents(), heads.strides()},
+                              .x_rows = {},
+                              .y = {rows.dtype(), rows.data(), rows.extents(), rows.strides()}});
   }
 
-  void attention_form(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                      View<const float, Token, Rope> k_pe, const QuantizedView& out) {
+  void attention_form(AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c, AnyView<Token, Rope> k_pe,
+                      const QuantizedView& out) {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens, width = m.heads * m.value;
     require_format(out.spec);
     require_inputs(q, kv_c, k_pe);
     ops::check_quantized("layer", out, t, width);
-    const View<float, Token, Head, Value> heads(at<float>("heads"), {plan_.head_rows, m.heads, m.value});
+    const AnyMutableView<Token, Head, Value> heads = heads_region(plan_.head_rows);
     if (plan_.fused_output) quantized_ = out;
     append_and_attend(q, kv_c, k_pe, heads);
     if (plan_.fused_output) run("scale_padding", ops::QuantizePaddingArgs{out, t});
-    else run("quantize", ops::QuantizeArgs{.x = {Dtype::f32, heads.data(), {t, width}}, .y = out});
+    else run("quantize", ops::QuantizeArgs{.x = {heads.dtype(), heads.data(), {t, width}}, .y = out});
   }
 
  private:
@@ -111,8 +118,8 @@ class Walk : Runner {
       throw ShapeError("layer: output is " + name(found) + ", plan was made for " + name(plan_.options.output));
   }
 
-  void require_inputs(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                      View<const float, Token, Rope> k_pe) const {
+  void require_inputs(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
+                      const AnyView<Token, Rope>& k_pe) const {
     const ModelConfig& m = plan_.model;
     if (c_.weights.absorbed())
       throw UnsupportedError(
@@ -122,20 +129,36 @@ class Walk : Runner {
     ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
     ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
     ops::require_equal("layer", "k_pe Rope", k_pe.extent<Rope>(), "model rope", m.rope);
+    ops::require_dtype("layer", "q", q.dtype(), {act_});
+    ops::require_dtype("layer", "kv_c", kv_c.dtype(), {act_});
+    ops::require_dtype("layer", "k_pe", k_pe.dtype(), {act_});
     for (int64_t rows : {q.extent<Token>(), kv_c.extent<Token>(), k_pe.extent<Token>()})
       ops::require_range("layer", "plan tokens", plan_.tokens, 0, rows + 1);
   }
 
-  void append_and_attend(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                         View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+  void append_and_attend(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
+                         const AnyView<Token, Rope>& k_pe, const AnyMutableView<Token, Head, Value>& out) {
     const int64_t t = plan_.tokens;
     run("append", ops::AppendArgs{kv_c, k_pe, c_.batch.slot_mapping, c_.cache});
     attention(q.slice<Token>(0, t), kv_c.slice<Token>(0, t), k_pe.slice<Token>(0, t), out);
   }
 
-  View<float, Token, Head, Rope> rope_part(View<float, Token, Head, QueryKey> q) const {
-    const ModelConfig& m = plan_.model;
-    return {q.data() + m.nope, {q.extent<Token>(), m.heads, m.rope}, q.strides()};
+  AnyMutableView<Token, Head, Value> heads_region(int64_t rows) const {
+    return {plan_.head_dtype(), at<std::byte>("heads"), {rows, plan_.model.heads, plan_.model.value}};
+  }
+
+  // A head's query: what W_UK takes, and what is rotated.
+  template <class View>
+  AnyView<Token, Head, In> nope_part(const View& q) const {
+    return {q.dtype(), q.data(), {q.template extent<Token>(), plan_.model.heads, plan_.model.nope}, q.strides()};
+  }
+  AnyMutableView<Token, Head, Rope> rope_part(const AnyMutableView<Token, Head, QueryKey>& q) const {
+    return {
+        q.dtype(), q.at(0, 0, plan_.model.nope), {q.extent<Token>(), plan_.model.heads, plan_.model.rope}, q.strides()};
+  }
+  AnyView<Token, Head, Rope> rope_part(const AnyView<Token, Head, QueryKey>& q) const {
+    return {
+        q.dtype(), q.at(0, 0, plan_.model.nope), {q.extent<Token>(), plan_.model.heads, plan_.model.rope}, q.strides()};
   }
 
   AnyMutableView<Token, Head, Out> hidden_rows(AnyMutableView<Token, Hidden> out) const {
@@ -148,27 +171,27 @@ class Walk : Runner {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
     if (m.query_latent == 0) return hidden;
-    float* q_latent = at<float>("query_latent");
-    project("query_down", hidden, {}, *c_.weights.query_down, flat(q_latent, t, m.query_latent), {}, t);
-    const View<float, Token, In> rows(q_latent, {t, m.query_latent});
+    std::byte* q_latent = at<std::byte>("query_latent");
+    project("query_down", hidden, {}, *c_.weights.query_down, flat(act_, q_latent, t, m.query_latent), {}, t);
+    const AnyMutableView<Token, In> rows(act_, q_latent, {t, m.query_latent});
     run("norm", ops::NormArgs{rows, c_.weights.query_norm.values(), m.rms_eps, rows});
-    return flat(q_latent, t, m.query_latent).read;
+    return flat(act_, q_latent, t, m.query_latent).read;
   }
 
   // The new tokens' cache rows, rotated and appended; q_pe is rotated with them.
   struct Rows {
-    View<const float, Token, Latent> kv_c;
-    View<const float, Token, Rope> k_pe;
+    AnyView<Token, Latent> kv_c;
+    AnyView<Token, Rope> k_pe;
   };
-  Rows new_rows(AnyView<Token, Head, In> hidden, View<float, Token, Head, Rope> q_pe) {
+  Rows new_rows(AnyView<Token, Head, In> hidden, const AnyMutableView<Token, Head, Rope>& q_pe) {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
-    float* kv = at<float>("kv");
-    project("kv_down", hidden, {}, *c_.weights.kv_down, flat(kv, t, m.entry()), {}, t);
-    const View<float, Token, In> kv_rows(kv, {t, m.latent}, {m.entry(), 1});
+    const AnyMutableView<Token, Entry> kv(act_, at<std::byte>("kv"), {t, m.entry()});
+    project("kv_down", hidden, {}, *c_.weights.kv_down, flat(act_, kv.data(), t, m.entry()), {}, t);
+    const AnyMutableView<Token, In> kv_rows(act_, kv.data(), {t, m.latent}, kv.strides());
     run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm.values(), m.rms_eps, kv_rows});
-    const View<float, Token, Latent> kv_c(kv, {t, m.latent}, {m.entry(), 1});
-    const View<float, Token, Rope> k_pe(kv + m.latent, {t, m.rope}, {m.entry(), 1});
+    const AnyMutableView<Token, Latent> kv_c(act_, kv.data(), {t, m.latent}, kv.strides());
+    const AnyMutableView<Token, Rope> k_pe(act_, kv.at(0, m.latent), {t, m.rope}, kv.strides());
     run("rope_append", ops::RopeAppendArgs{.q_pe = q_pe,
                                            .kv_c = kv_c,
                                            .k_pe = k_pe,
@@ -179,23 +202,22 @@ class Walk : Runner {
     return {kv_c, k_pe};
   }
 
-  void attention(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                 View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+  void attention(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
+                 const AnyView<Token, Rope>& k_pe, const AnyMutableView<Token, Head, Value>& out) {
     if (!plan_.latent_tokens.empty()) latent_path(q, out);
     if (!plan_.expanded_tokens.empty()) expanded_path(q, kv_c, k_pe, out);
   }
 
   // Absorbed queries over the cache itself, then W_UV.
-  void latent_path(View<const float, Token, Head, QueryKey> q, View<float, Token, Head, Value> out) {
+  void latent_path(const AnyView<Token, Head, QueryKey>& q, const AnyMutableView<Token, Head, Value>& out) {
     const ModelConfig& m = plan_.model;
     const int64_t rows = latent_rows(), n = m.heads;
     const AnyMutableView<Token, Head, Entry> entry = staged_queries();
-    project("absorb", {Dtype::f32, q.data(), {q.extent<Token>(), n, m.nope}, q.strides()}, plan_.latent_tokens,
-            *c_.weights.absorb_key, latent_part(entry), {}, rows);
-    place_rope({q.data() + m.nope, {q.extent<Token>(), n, m.rope}, q.strides()}, entry);
-    const View<float, Token, Head, Value> latent_out = attend_latent(entry);
-    project("value_up", {Dtype::f32, latent_out.data(), latent_out.extents(), latent_out.strides()}, {},
-            *c_.weights.value_up, {Dtype::f32, out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
+    project("absorb", nope_part(q), plan_.latent_tokens, *c_.weights.absorb_key, latent_part(entry), {}, rows);
+    place_rope(rope_part(q), entry);
+    const AnyMutableView<Token, Head, Value> latent_out = attend_latent(entry);
+    project("value_up", {latent_out.dtype(), latent_out.data(), latent_out.extents(), latent_out.strides()}, {},
+            *c_.weights.value_up, {out.dtype(), out.data(), {out.extent<Token>(), n, m.value}, out.strides()},
             plan_.latent_tokens, rows, quantized_);
   }
 
@@ -205,8 +227,9 @@ class Walk : Runner {
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens, n = m.heads, rows = latent_rows();
     const AnyView<Token, Head, In> source = query_source(hidden);
-    const View<float, Token, Head, Rope> q_pe(at<float>("query"), {t, n, m.rope});
-    if (m.rope > 0) project("query_rope", source, {}, *c_.weights.query_rope, flat(q_pe.data(), t, n * m.rope), {}, t);
+    const AnyMutableView<Token, Head, Rope> q_pe(act_, at<std::byte>("query"), {t, n, m.rope});
+    if (m.rope > 0)
+      project("query_rope", source, {}, *c_.weights.query_rope, flat(act_, q_pe.data(), t, n * m.rope), {}, t);
     new_rows(hidden, q_pe);
     if (c_.weights.indexer) sparse().index(hidden, source);
     if (rows == 0) return;
@@ -218,9 +241,9 @@ class Walk : Runner {
                                           {source.stride<Token>(), 0, source.stride<In>()}};
     project("absorbed_query", shared, plan_.latent_tokens, *c_.weights.absorbed_query, latent_part(entry), {}, rows);
     place_rope(q_pe, entry);
-    const View<float, Token, Head, Value> latent_out = attend_latent(entry);
-    project("absorbed_output", flat(latent_out.data(), rows, n * m.latent).read, {}, *c_.weights.absorbed_output,
-            hidden_rows(out), plan_.latent_tokens, rows);
+    const AnyMutableView<Token, Head, Value> latent_out = attend_latent(entry);
+    project("absorbed_output", flat(latent_out.dtype(), latent_out.data(), rows, n * m.latent).read, {},
+            *c_.weights.absorbed_output, hidden_rows(out), plan_.latent_tokens, rows);
   }
 
   Sparse sparse() const { return Sparse(*this); }
@@ -237,18 +260,18 @@ class Walk : Runner {
   AnyMutableView<Token, Head, Out> latent_part(AnyMutableView<Token, Head, Entry> entry) const {
     return {entry.dtype(), entry.data(), {latent_rows(), plan_.model.heads, plan_.model.latent}, entry.strides()};
   }
-  void place_rope(View<const float, Token, Head, Rope> q_pe, AnyMutableView<Token, Head, Entry> entry) {
+  void place_rope(const AnyView<Token, Head, Rope>& q_pe, AnyMutableView<Token, Head, Entry> entry) {
     const ModelConfig& m = plan_.model;
     if (m.rope == 0) return;
     run("query_rope",
         ops::CastArgs{
-            .x = {Dtype::f32, q_pe.data(), q_pe.extents(), q_pe.strides()},
+            .x = {q_pe.dtype(), q_pe.data(), q_pe.extents(), q_pe.strides()},
             .x_rows = plan_.latent_tokens,
             .y = {entry.dtype(), entry.at(0, 0, m.latent), {latent_rows(), m.heads, m.rope}, entry.strides()}});
   }
 
   // Staged queries over the cached rows; their quantisation first, where the plan asks for it. Splits are merged.
-  View<float, Token, Head, Value> attend_latent(AnyMutableView<Token, Head, Entry> entry) {
+  AnyMutableView<Token, Head, Value> attend_latent(AnyMutableView<Token, Head, Entry> entry) {
     const ModelConfig& m = plan_.model;
     const int64_t rows = latent_rows(), n = m.heads, width = plan_.cache.value_width();
     const bool fp8 = plan_.options.fp8_query;
@@ -261,7 +284,7 @@ class Walk : Runner {
                                           .scale = plan_.options.q_scale});
     }
 
-    const View<float, Token, Head, Value> latent_out(at<float>("latent_out"), {rows, n, width});
+    const AnyMutableView<Token, Head, Value> latent_out(act_, at<std::byte>("latent_out"), {rows, n, width});
     const View<float, Token, Head> lse(at<float>("latent_lse"), {rows, n});
     const View<float, Partial, Head, Value> partial_out(at<float>("partial_out"), {plan_.partial_rows, n, width});
     const View<float, Partial, Head> partial_lse(at<float>("partial_lse"), {plan_.partial_rows, n});
@@ -276,9 +299,10 @@ class Walk : Runner {
                                                  .lse = lse,
                                                  .partial_out = partial_out,
                                                  .partial_lse = partial_lse,
+                                                 .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
                                                  .scratch = scratch_});
     if (!plan_.splits.empty())
-      run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out, lse});
+      run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out.as<float>(), lse});
     if (const int64_t first = plan_.sparse_begin; first < rows)
       sparse().attend(latent_query.slice<Token>(first, rows - first), fp8 ? plan_.options.q_scale : 1.0f,
                       latent_out.slice<Token>(first, rows - first), lse.slice<Token>(first, rows - first));
@@ -291,27 +315,29 @@ class Walk : Runner {
     AnyView<Key, Rope> k_pe;
     AnyView<Key, Head, Value> v;
   };
-  Expanded expand(View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
-                  std::span<const int32_t> list, int64_t rows) {
+  Expanded expand(const AnyView<Token, Latent>& kv_c, const AnyView<Token, Rope>& k_pe, std::span<const int32_t> list,
+                  int64_t rows) {
     const ModelConfig& m = plan_.model;
     const Dtype t = plan_.options.compute;
     const int64_t n = m.heads, width = m.nope + m.value;
     const AnyMutableView<Key, Head, Out> keys(t, at<std::byte>("keys"), {rows, n, width});
     std::byte* rope = at<std::byte>("key_rope");
-    project("kv_up", {Dtype::f32, kv_c.data(), {kv_c.extent<Token>(), 1, m.latent}, {kv_c.stride<Token>(), 0, 1}}, list,
-            *c_.weights.kv_up, {t, keys.data(), {rows, 1, n * width}}, {}, rows);
+    project("kv_up", {kv_c.dtype(), kv_c.data(), {kv_c.extent<Token>(), 1, m.latent}, {kv_c.stride<Token>(), 0, 1}},
+            list, *c_.weights.kv_up, {t, keys.data(), {rows, 1, n * width}}, {}, rows);
     if (m.rope > 0)
-      run("key_rope", ops::CastArgs{.x = {Dtype::f32, k_pe.data(), {k_pe.extent<Token>(), 1, m.rope}, {k_pe.stride<Token>(), 0, 1}},
-                                    .x_rows = list,
-                                    .y = {t, rope, {rows, 1, m.rope}}});
+      run("key_rope",
+          ops::CastArgs{
+              .x = {k_pe.dtype(), k_pe.data(), {k_pe.extent<Token>(), 1, m.rope}, {k_pe.stride<Token>(), 0, 1}},
+              .x_rows = list,
+              .y = {t, rope, {rows, 1, m.rope}}});
     return {{t, keys.data(), {rows, n, m.nope}, keys.strides()},
             {t, rope, {rows, m.rope}},
             {t, keys.at(0, 0, m.nope), {rows, n, m.value}, keys.strides()}};
   }
 
   // New tokens among themselves, then one chunk of cached context after another, merged in place.
-  void expanded_path(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
-                     View<const float, Token, Rope> k_pe, View<float, Token, Head, Value> out) {
+  void expanded_path(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
+                     const AnyView<Token, Rope>& k_pe, const AnyMutableView<Token, Head, Value>& out) {
     const ModelConfig& m = plan_.model;
     const View<float, Token, Head> lse(at<float>("heads_lse"), {plan_.tokens, m.heads});
     auto attend = [&](const Expanded& e, std::span<const ExpandedItem> items, bool accumulate) {
@@ -331,14 +357,14 @@ class Walk : Runner {
     attend(expand(kv_c, k_pe, plan_.expanded_tokens, static_cast<int64_t>(plan_.expanded_tokens.size())),
            plan_.suffix_items, false);
     for (const ContextChunk& chunk : plan_.chunks) {
-      float* context = at<float>("context");
-      const View<float, Token, Latent> rows(context, {chunk.rows, m.latent}, {m.entry(), 1});
-      const View<float, Token, Rope> rope(context + m.latent, {chunk.rows, m.rope}, {m.entry(), 1});
+      const AnyMutableView<Token, Entry> context(act_, at<std::byte>("context"), {chunk.rows, m.entry()});
+      const AnyMutableView<Token, Latent> rows(act_, context.data(), {chunk.rows, m.latent}, context.strides());
+      const AnyMutableView<Token, Rope> rope(act_, context.at(0, m.latent), {chunk.rows, m.rope}, context.strides());
       run("gather", ops::GatherArgs{.cache = c_.cache,
                                     .block_table = c_.batch.block_table,
                                     .pieces = chunk.pieces,
-                                    .kv_c = {Dtype::f32, rows.data(), {chunk.rows, m.latent}, rows.strides()},
-                                    .k_pe = {Dtype::f32, rope.data(), {chunk.rows, m.rope}, rope.strides()}});
+                                    .kv_c = {act_, rows.data(), {chunk.rows, m.latent}, rows.strides()},
+                                    .k_pe = {act_, rope.data(), {chunk.rows, m.rope}, rope.strides()}});
       attend(expand(rows, rope, {}, chunk.rows), chunk.items, true);
     }
   }
@@ -356,14 +382,13 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
   Walk(stream, context).block(hidden, out);
 }
 
-void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe,
-            View<float, Token, Head, Value> out) {
+void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
+            AnyView<Token, Rope> k_pe, AnyMutableView<Token, Head, Value> out) {
   Walk(stream, context).attention_form(q, kv_c, k_pe, out);
 }
 
-void attend(Stream& stream, const LayerContext& context, View<const float, Token, Head, QueryKey> q,
-            View<const float, Token, Latent> kv_c, View<const float, Token, Rope> k_pe, const QuantizedView& out) {
+void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
+            AnyView<Token, Rope> k_pe, const QuantizedView& out) {
   Walk(stream, context).attention_form(q, kv_c, k_pe, out);
 }
 

@@ -1,9 +1,11 @@
+#include "core/gpu.hpp"
 #include "mla/layer.hpp"
 
 namespace mla {
+namespace {
 
-void Profile::add(std::string_view op, double seconds, double bytes, double flops) {
-  for (Row& row : rows_)
+void add_to(std::vector<Profile::Row>& rows, std::string_view op, double seconds, double bytes, double flops) {
+  for (Profile::Row& row : rows)
     if (row.op == op) {
       row.seconds += seconds;
       row.bytes += bytes;
@@ -11,7 +13,54 @@ void Profile::add(std::string_view op, double seconds, double bytes, double flop
       ++row.calls;
       return;
     }
-  rows_.push_back({op, seconds, bytes, flops, 1});
+  rows.push_back({op, seconds, bytes, flops, 1});
+}
+
+}  // namespace
+
+struct Profile::Pending {
+  std::string_view op;
+  std::unique_ptr<gpu::Stopwatch> watch;
+  double bytes, flops;
+};
+
+Profile::Profile() = default;
+Profile::~Profile() = default;
+Profile::Profile(Profile&&) noexcept = default;
+Profile& Profile::operator=(Profile&&) noexcept = default;
+
+void Profile::add(std::string_view op, double seconds, double bytes, double flops) {
+  settle();
+  add_to(rows_, op, seconds, bytes, flops);
+}
+
+void Profile::add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops) {
+  pending_.push_back({op, std::move(watch), bytes, flops});
+}
+
+void Profile::settle() const {
+  for (const Pending& p : pending_) add_to(rows_, p.op, p.watch->seconds(), p.bytes, p.flops);
+  pending_.clear();
+}
+
+const std::vector<Profile::Row>& Profile::rows() const {
+  settle();
+  return rows_;
+}
+
+void Profile::scale(double factor) {
+  settle();
+  for (Row& row : rows_) {
+    row.seconds *= factor;
+    row.bytes *= factor;
+    row.flops *= factor;
+    row.calls = static_cast<int64_t>(static_cast<double>(row.calls) * factor + 0.5);
+  }
+}
+
+void Profile::clear() {
+  pending_.clear();
+  rows_.clear();
 }
 
 }  // namespace mla

@@ -150,8 +150,10 @@ class Sequence {
 
   void append(int64_t t) {
     std::vector<T> kv = product(hidden_row(t), w_.kv_down);
+    round_to<T>(r_.activations, kv);
     norm(std::span(kv).first(m_.latent), w_.kv_norm);
     rotate(std::span(kv).subspan(m_.latent), t);
+    round_to<T>(r_.activations, kv);
     std::copy(kv.begin(), kv.end(), entries_.begin() + t * m_.entry());
   }
 
@@ -187,15 +189,19 @@ class Sequence {
     std::vector<T> x = hidden_row(position);
     if (m_.query_latent > 0) {
       x = product(x, w_.query_down);
+      round_to<T>(r_.activations, x);
       norm(x, w_.query_norm);
+      round_to<T>(r_.activations, x);
     }
     return x;
   }
 
   std::vector<T> query(int64_t position) const {
     std::vector<T> q = product(query_source(position), w_.query);
+    round_to<T>(r_.activations, q);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
+    round_to<T>(r_.activations, q);
     return q;
   }
 

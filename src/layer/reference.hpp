@@ -32,6 +32,7 @@ Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, co
 struct Rounding {
   Dtype weights = Dtype::f32;      ///< bf16: activations round before each product with weights
   Dtype compute = Dtype::f32;      ///< bf16: the operands of attention's products round, its probabilities too
+  Dtype activations = Dtype::f32;  ///< bf16: rows round whenever an op stores them
   std::optional<CacheSpec> cache;  ///< keys go through this format's codec
   Path path = Path::latent;
   float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale

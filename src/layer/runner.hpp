@@ -2,9 +2,11 @@
 #pragma once
 
 #include <chrono>
+#include <memory>
 #include <span>
 #include <string_view>
 
+#include "core/gpu.hpp"
 #include "mla/layer.hpp"
 #include "ops/run.hpp"
 
@@ -15,14 +17,14 @@ class Runner {
   Runner(Stream& stream, const LayerContext& context) : stream_(stream), c_(context), plan_(context.plan) {}
 
  protected:
-  // A flat [rows, 1, n] f32 array as a product's source or destination.
+  // A flat [rows, 1, n] array as a product's source or destination.
   struct Flat {
     AnyView<Token, Head, In> read;
     AnyMutableView<Token, Head, Out> write;
     operator AnyMutableView<Token, Head, Out>() const { return write; }
   };
-  static Flat flat(float* data, int64_t rows, int64_t n) {
-    return {{Dtype::f32, data, {rows, 1, n}}, {Dtype::f32, data, {rows, 1, n}}};
+  static Flat flat(Dtype dtype, void* data, int64_t rows, int64_t n) {
+    return {{dtype, data, {rows, 1, n}}, {dtype, data, {rows, 1, n}}};
   }
 
   template <class T>
@@ -33,10 +35,18 @@ class Runner {
   template <class Args>
   void run(std::string_view name, const Args& args) const {
     if (!c_.profile) return ops::run(stream_, args);
+    const ops::Cost cost = ops::cost(args);
+    if (stream_.device().kind == DeviceKind::cuda) {
+      auto watch = std::make_unique<gpu::Stopwatch>();
+      watch->start(stream_.queue());
+      ops::run(stream_, args);
+      watch->stop(stream_.queue());
+      c_.profile->add(name, std::move(watch), cost.bytes, cost.flops);
+      return;
+    }
     const auto start = std::chrono::steady_clock::now();
     ops::run(stream_, args);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    const ops::Cost cost = ops::cost(args);
     c_.profile->add(name, seconds, cost.bytes, cost.flops);
   }
 
@@ -57,6 +67,7 @@ class Runner {
   Stream& stream_;
   const LayerContext& c_;
   const Plan& plan_;
+  const Dtype act_ = plan_.activations();
   ops::Scratch scratch_;
 };
 

@@ -38,12 +38,14 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   const int64_t t = plan_.tokens;
   float* key = at<float>("index_key");
   const View<float, Token, IndexDim> keys(key, {t, x.dim});
-  project("index_key", hidden, {}, *w.key, flat(key, t, x.dim), {}, t);
-  run("index_norm", ops::LayerNormArgs{
-                        .x = {key, {t, x.dim}}, .weight = w.key_norm.values(), .bias = w.key_norm_bias.values(), .y = {key, {t, x.dim}}});
+  project("index_key", hidden, {}, *w.key, flat(Dtype::f32, key, t, x.dim), {}, t);
+  run("index_norm", ops::LayerNormArgs{.x = {key, {t, x.dim}},
+                                       .weight = w.key_norm.values(),
+                                       .bias = w.key_norm_bias.values(),
+                                       .y = {key, {t, x.dim}}});
   run("index_rope",
       ops::RopeArgs{
-          .q = {}, .k = {Dtype::f32, key, {t, m.rope}, {x.dim, 1}}, .positions = plan_.positions, .table = c_.index_rotary});
+          .q = {}, .k = {key, {t, m.rope}, {x.dim, 1}}, .positions = plan_.positions, .table = c_.index_rotary});
   if (plan_.options.index_hadamard) run("hadamard", ops::HadamardArgs{.q = {}, .k = keys});
   run("index_append", ops::IndexAppendArgs{keys, c_.batch.slot_mapping, c_.index_cache});
   if (plan_.sparse_rows() == 0) return;
@@ -53,15 +55,15 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
       std::span(plan_.latent_tokens).subspan(static_cast<size_t>(plan_.sparse_begin));
   float* q = at<float>("index_query");
   const View<float, Token, IndexHead, IndexDim> queries(q, {rows, x.heads, x.dim});
-  project("index_query", query_latent, tokens, *w.query, flat(q, rows, x.heads * x.dim), {}, rows);
-  run("index_rope", ops::RopeArgs{.q = {Dtype::f32, q, {rows, x.heads, m.rope}, queries.strides()},
+  project("index_query", query_latent, tokens, *w.query, flat(Dtype::f32, q, rows, x.heads * x.dim), {}, rows);
+  run("index_rope", ops::RopeArgs{.q = {q, {rows, x.heads, m.rope}, queries.strides()},
                                   .k = {},
                                   .positions = plan_.sparse_positions,
                                   .table = c_.index_rotary});
   if (plan_.options.index_hadamard) run("hadamard", ops::HadamardArgs{.q = queries, .k = {}});
   float* weight = at<float>("index_weights");
   const View<float, Token, IndexHead> weights(weight, {rows, x.heads});
-  project("index_weights", hidden, tokens, *w.head_weights, flat(weight, rows, x.heads), {}, rows);
+  project("index_weights", hidden, tokens, *w.head_weights, flat(Dtype::f32, weight, rows, x.heads), {}, rows);
 
   AnyView<Token, IndexHead, IndexDim> scored(Dtype::f32, q, {rows, x.heads, x.dim});
   std::byte* narrow = at<std::byte>("index_codes");
@@ -72,7 +74,7 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   } else if (plan_.options.compute == Dtype::bf16) {
     run("index_quantise",
         ops::CastArgs{
-            .x = {Dtype::f32, q, {rows, x.heads, x.dim}}, .x_rows = {}, .y = {Dtype::bf16, narrow, {rows, x.heads, x.dim}}});
+            .x = {q, {rows, x.heads, x.dim}}, .x_rows = {}, .y = {Dtype::bf16, narrow, {rows, x.heads, x.dim}}});
     scored = {Dtype::bf16, narrow, {rows, x.heads, x.dim}};
   }
   select(scored, weights);
@@ -142,7 +144,7 @@ void Sparse::choose(View<const int32_t, Token, Topk> positions) const {
   map();
 }
 
-void Sparse::attend(const AnyView<Token, Head, Entry>& q, float q_scale, View<float, Token, Head, Value> out,
+void Sparse::attend(const AnyView<Token, Head, Entry>& q, float q_scale, AnyMutableView<Token, Head, Value> out,
                     View<float, Token, Head> lse) const {
   const ModelConfig& m = plan_.model;
   const View<int32_t, Token, Topk> slots = plan_.selected_slots(c_.selection);

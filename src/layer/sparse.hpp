@@ -18,7 +18,7 @@ class Sparse : Runner {
   /// The caller's positions [tokens, topk] in place of the indexer's.
   void choose(View<const int32_t, Token, Topk> positions) const;
   /// Latent queries over the selected rows; q, out and lse begin at the first sparse row.
-  void attend(const AnyView<Token, Head, Entry>& q, float q_scale, View<float, Token, Head, Value> out,
+  void attend(const AnyView<Token, Head, Entry>& q, float q_scale, AnyMutableView<Token, Head, Value> out,
               View<float, Token, Head> lse) const;
 
  private:

@@ -62,42 +62,50 @@ size_t up(size_t n) { return (n + 63) / 64 * 64; }
 
 struct StagedStep::State {
   Stream stream;
-  std::vector<Array> arrays;  // of the first step
-  int64_t table_rows, table_columns, table_stride;
+  std::vector<Array> arrays;  // of the step that calls were made with
+  int64_t table_rows = 0, table_columns = 0, table_stride = 0;
   size_t bytes = 0;
   Buffer device;
-  std::byte* pinned[2] = {};
-  gpu::Mark copied[2];
+  struct Pinned {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+    gpu::Mark copied;
+  } pinned[2];
   int next = 0;
 
-  State(Stream& s, const Plan& plan, const Batch& batch)
-      : stream(s),
-        arrays(arrays_of(plan, batch)),
-        table_rows(batch.block_table.extent<Request>()),
-        table_columns(batch.block_table.extent<Page>()),
-        table_stride(batch.block_table.stride<Request>()) {
-    for (const Array& a : arrays) bytes += up(a.count * a.element);
-    bytes += up(table_bytes()) + 64;
-    device = Buffer(bytes, s.device());
-  }
+  explicit State(const Stream& s) : stream(s) {}
   ~State() {
     gpu::withdraw(stream.queue(), this);
-    for (int i = 0; i < 2; ++i)
-      if (pinned[i]) {
-        try {
-          copied[i].wait();
-        } catch (const Error&) {  // the device failed: there is no copy to wait for
-        }
-        gpu::release_pinned(pinned[i]);
-      }
+    for (Pinned& p : pinned) give_back(p);
   }
+  static void give_back(Pinned& p) noexcept {
+    if (!p.data) return;
+    try {
+      p.copied.wait();
+    } catch (const Error&) {  // the device failed: there is no copy to wait for
+    }
+    gpu::release_pinned(p.data);
+    p.data = nullptr;
+  }
+
   size_t table_bytes() const {
     return table_rows == 0 || table_columns == 0
                ? 0
                : static_cast<size_t>((table_rows - 1) * table_stride + table_columns) * sizeof(int32_t);
   }
 
-  void publish(const Batch& batch) {
+  void lay_out(const Plan& plan, const Batch& batch) {
+    arrays = arrays_of(plan, batch);
+    table_rows = batch.block_table.extent<Request>();
+    table_columns = batch.block_table.extent<Page>();
+    table_stride = batch.block_table.stride<Request>();
+    bytes = up(table_bytes()) + 64;
+    for (const Array& a : arrays) bytes += up(a.count * a.element);
+    if (device.size() < bytes) {
+      stream.synchronize();  // calls under way still read the old one
+      device = Buffer(bytes + bytes / 4, stream.device());
+    }
+    gpu::withdraw(stream.queue(), this);
     std::vector<gpu::HostRange> ranges;
     const std::byte* at = device.data();
     for (const Array& a : arrays) {
@@ -110,27 +118,33 @@ struct StagedStep::State {
 
   void require_fits(const std::vector<Array>& now, const Batch& batch) const {
     if (now.size() != arrays.size())
-      throw ShapeError("restage: the step has " + std::to_string(now.size()) + " arrays, the first one had " +
+      throw ShapeError("restage: the step has " + std::to_string(now.size()) + " arrays, the staged one has " +
                        std::to_string(arrays.size()));
     for (size_t i = 0; i < now.size(); ++i) {
       if (now[i].count > arrays[i].count || (now[i].count == 0) != (arrays[i].count == 0))
         throw ShapeError(std::string("restage: ") + now[i].name + " has " + std::to_string(now[i].count) +
-                         " entries, the first step's has " + std::to_string(arrays[i].count));
+                         " entries, the staged step's has " + std::to_string(arrays[i].count));
       if (arrays[i].in_order && !now[i].in_order)
-        throw ShapeError(std::string("restage: ") + now[i].name + " is out of order, the first step's was in order");
+        throw ShapeError(std::string("restage: ") + now[i].name + " is out of order, the staged step's was in order");
     }
     const auto& table = batch.block_table;
     if (table.extent<Request>() > table_rows || table.extent<Page>() > table_columns)
       throw ShapeError("restage: block_table is " + std::to_string(table.extent<Request>()) + " x " +
-                       std::to_string(table.extent<Page>()) + ", the first step's is " + std::to_string(table_rows) +
+                       std::to_string(table.extent<Page>()) + ", the staged step's is " + std::to_string(table_rows) +
                        " x " + std::to_string(table_columns));
   }
 
-  void stage(const std::vector<Array>& now, const Batch& batch) {
-    std::byte*& host = pinned[next];
-    if (!host) host = gpu::allocate_pinned(bytes);
-    copied[next].wait();
-    std::byte* at = host;
+  void send(const std::vector<Array>& now, const Batch& batch) {
+    Pinned& host = pinned[next];
+    next ^= 1;
+    if (host.bytes < bytes) {
+      give_back(host);
+      host.bytes = 0;
+      host.data = gpu::allocate_pinned(bytes + bytes / 4);
+      host.bytes = bytes + bytes / 4;
+    }
+    host.copied.wait();
+    std::byte* at = host.data;
     for (size_t i = 0; i < now.size(); ++i) {
       const size_t used = now[i].count * now[i].element, room = arrays[i].count * arrays[i].element;
       if (used > 0) std::memcpy(at, now[i].data, used);
@@ -141,25 +155,27 @@ struct StagedStep::State {
     for (int64_t r = 0; r < batch.block_table.extent<Request>(); ++r)
       for (int64_t p = 0; p < batch.block_table.extent<Page>(); ++p)
         table[r * table_stride + p] = batch.block_table(r, p);
-    copy(stream, device.data(), host, bytes);
-    copied[next].set(stream.queue());
-    next ^= 1;
+    copy(stream, device.data(), host.data, bytes);
+    host.copied.set(stream.queue());
   }
 };
 
-StagedStep::StagedStep(Stream& stream, const Plan& plan, const Batch& batch) {
-  if (stream.device().kind == DeviceKind::cpu) return;
-  state_ = std::make_unique<State>(stream, plan, batch);
-  state_->publish(batch);
-  state_->stage(state_->arrays, batch);
+StagedStep::StagedStep(Stream& stream) {
+  if (stream.device().kind == DeviceKind::cuda) state_ = std::make_unique<State>(stream);
 }
 StagedStep::~StagedStep() = default;
 
-void StagedStep::restage(Stream&, const Plan& plan, const Batch& batch) {
+void StagedStep::stage(const Plan& plan, const Batch& batch) {
+  if (!state_) return;
+  state_->lay_out(plan, batch);
+  state_->send(state_->arrays, batch);
+}
+
+void StagedStep::restage(const Plan& plan, const Batch& batch) {
   if (!state_) return;
   const std::vector<Array> now = arrays_of(plan, batch);
   state_->require_fits(now, batch);
-  state_->stage(now, batch);
+  state_->send(now, batch);
 }
 
 }  // namespace mla

@@ -27,9 +27,26 @@ constexpr int64_t kInvariant = 1024;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+// A GPU's kernels cut requests themselves, by the lengths they find when they run.
+void whole_requests(Plan& plan) {
+  int32_t row = 0;
+  for (size_t index = 0; index < plan.requests.size(); ++index) {
+    const RequestPlan& r = plan.requests[index];
+    if (r.path != Path::latent) continue;
+    plan.latent_items.push_back({.request = static_cast<int32_t>(index),
+                                 .q_begin = row,
+                                 .q_count = r.query_len,
+                                 .kv_begin = 0,
+                                 .kv_end = r.context + r.query_len,
+                                 .visible = r.context});
+    row += r.query_len;
+  }
+}
+
 }  // namespace
 
 void split_kv(Plan& plan) {
+  if (plan.device.device.kind == DeviceKind::cuda) return whole_requests(plan);
   int64_t total = 0, items = 0, parts = 0;
   for (const RequestPlan& r : plan.requests)
     if (r.path == Path::latent)

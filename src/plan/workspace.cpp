@@ -24,7 +24,9 @@ namespace planning {
 
 void place_output(Plan& plan) {
   const bool quantised = plan.options.output.kind != OutputKind::none;
-  plan.fused_output = quantised && plan.options.output.groups_within(plan.model.value);
+  // A GPU's products and attention write no codes themselves.
+  plan.fused_output =
+      quantised && plan.options.output.groups_within(plan.model.value) && plan.device.device.kind == DeviceKind::cpu;
   plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
   if (!plan.fused_output) return;
   // Only rows that context is merged into are still f32 between two calls.
@@ -44,7 +46,8 @@ void lay_out_workspace(Plan& plan) {
     plan.regions.push_back({name, end, bytes});
     end += (bytes + kAlign - 1) / kAlign * kAlign;
   };
-  const size_t f = sizeof(float), t = static_cast<size_t>(plan.tokens), n = static_cast<size_t>(m.heads);
+  const size_t f = sizeof(float), act = size_of(plan.activations()), t = static_cast<size_t>(plan.tokens),
+               n = static_cast<size_t>(m.heads);
   const size_t latent_rows = plan.latent_tokens.size(), partial_rows = static_cast<size_t>(plan.partial_rows);
   const size_t entry = static_cast<size_t>(m.entry()), width = static_cast<size_t>(plan.cache.value_width());
   int64_t largest_chunk = 0;
@@ -56,12 +59,12 @@ void lay_out_workspace(Plan& plan) {
   // The block form's own: a quantised output belongs to the attention form. Fully absorbed weights give latent queries:
   // of a head's query only the rotated part is its own.
   const size_t block = o.output.kind == OutputKind::none ? t : 0;
-  add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * f);
-  add("query_latent", block * static_cast<size_t>(m.query_latent) * f);
-  add("kv", block * entry * f);
+  add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * act);
+  add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
+  add("kv", block * entry * act);
   add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
-  add("latent_out", latent_rows * n * width * f);
+  add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);
   add("partial_out", partial_rows * n * width * f);
   add("partial_lse", partial_rows * n * f);
@@ -86,8 +89,8 @@ void lay_out_workspace(Plan& plan) {
   }
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
-  add("context", context_rows * entry * f);
-  add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * f);
+  add("context", context_rows * entry * act);
+  add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * size_of(plan.head_dtype()));
   add("heads_lse", o.absorbed ? 0 : t * n * f);
   add("scratch", static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
   plan.workspace_bytes = end;

@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 
+#include "serve/engine.hpp"
 #include "serve/hidden.hpp"
 
 namespace mla::serve {
@@ -66,7 +67,7 @@ class Reservoir {
 // One step's batch, in memory that grows to the largest step and is then reused.
 struct StepInput {
   std::vector<int32_t> starts, lengths, table, slots;
-  std::vector<float> hidden, out;
+  std::vector<float> hidden;
   Batch batch;
 
   void fill(const Trace& trace, const Scheduler& scheduler, std::span<const StepPiece> pieces, const Options& o,
@@ -88,10 +89,7 @@ struct StepInput {
       lengths.push_back(static_cast<int32_t>(p.start + p.count));
     }
     const size_t tokens = slots.size();
-    if (hidden.size() < tokens * static_cast<size_t>(width)) {
-      hidden.resize(tokens * static_cast<size_t>(width));
-      out.resize(hidden.size());
-    }
+    if (hidden.size() < tokens * static_cast<size_t>(width)) hidden.resize(tokens * static_cast<size_t>(width));
     pool.run(static_cast<int64_t>(pieces.size()), [&](int64_t i, int) {
       const StepPiece& p = pieces[static_cast<size_t>(i)];
       for (int64_t t = 0; t < p.count; ++t)
@@ -102,33 +100,6 @@ struct StepInput {
         starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}}, slots};
   }
 };
-
-void count_sparse(const Plan& p, Result& r) {
-  if (p.topk == 0) return;
-  r.unscored_rows += p.tokens - p.sparse_rows();
-  for (const int32_t position : p.sparse_positions) {
-    const int64_t seen = int64_t{position} + 1;
-    if (seen <= p.topk) {  // the first rows of a request that outgrows topk
-      ++r.unscored_rows;
-      continue;
-    }
-    ++r.sparse_rows;
-    r.seen_keys += seen;
-    r.selected_keys += p.topk;
-  }
-}
-
-// What a token attended to; empty when that was everything.
-std::vector<int32_t> selection_of(const Plan& p, std::span<std::byte> selection, int64_t token) {
-  std::vector<int32_t> positions;
-  const auto first = p.latent_tokens.begin() + p.sparse_begin,
-             at = std::find(first, p.latent_tokens.end(), static_cast<int32_t>(token));
-  if (at == p.latent_tokens.end()) return positions;
-  const View<int32_t, Token, Topk> selected = p.selected(selection);
-  for (int64_t k = 0; k < p.topk; ++k)
-    if (const int32_t position = selected(at - first, k); position >= 0) positions.push_back(position);
-  return positions;
-}
 
 }  // namespace
 
@@ -173,30 +144,9 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.requests = static_cast<int64_t>(trace.requests.size());
   r.pages = o.limits.pages;
   r.page_size = o.limits.page_size;
-  std::vector<LayerWeights> weights;
-  std::vector<Cache> caches;
-  std::vector<IndexCache> index_caches(static_cast<size_t>(o.layers));  // empty where a layer has no indexer
-  for (int64_t l = 0; l < o.layers && !stop; ++l) {
-    weights.push_back(prepare(o.model, tensors_of(o, l), prepare_options(o)));
-    caches.emplace_back(spec, o.limits.pages);
-    // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
-    // memory.
-    const CacheView cache = caches.back().view();
-    pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec.page_bytes()); });
-    r.weight_bytes += weights.back().bytes();
-    r.cache_bytes += spec.page_bytes() * static_cast<size_t>(o.limits.pages);
-    if (!o.model.layer_has_indexer(l)) continue;
-    IndexCache& index = index_caches[static_cast<size_t>(l)] = IndexCache(index_spec, o.limits.pages);
-    pool.run(index.pages(),
-             [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec.page_bytes()); });
-    r.index_cache_bytes += index_spec.page_bytes() * static_cast<size_t>(o.limits.pages);
-  }
-  const RotaryTable rotary(o.model.rotary, o.model.rope, longest_sequence(trace)),
-      index_rotary(o.model.index_rotary(), o.model.rope, o.model.indexer ? longest_sequence(trace) : 0);
-  Stream stream(pool);
-  const DeviceInfo device = device_info(stream, o.model);
-  Buffer workspace, selection;
+  Engine engine(o, longest_sequence(trace), pool, stop, r);
   StepInput input;
+  std::vector<WantedRow> rows;
   Reservoir reservoir(o.verify, o.layers, o.seed);
   r.samples.reserve(static_cast<size_t>(o.verify));
   int64_t trace_tokens = 0;
@@ -213,49 +163,24 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
       continue;
     }
     input.fill(trace, scheduler, pieces, o, pool);
-    const int64_t tokens = input.batch.tokens(), width = o.model.hidden;
+    const int64_t tokens = input.batch.tokens();
     const std::vector<Reservoir::Pick> picks = reservoir.next(tokens);
-
-    const auto planning = Clock::now();
-    const Plan p = plan(o.model, spec, o.limits.pages, input.batch, device, o.plan);
-    const double plan_seconds = since(planning);
-    if (workspace.size() < p.workspace_bytes) {  // between steps: an engine sizes it once, for its largest batch
-      workspace = Buffer(p.workspace_bytes + p.workspace_bytes / 4);
-      std::memset(workspace.data(), 0, workspace.size());
+    rows.clear();
+    for (const Reservoir::Pick& pick : picks) rows.push_back({.row = pick.row, .layer = pick.layer});
+    const double seconds = engine.run(input.batch, input.hidden, rows, r);
+    for (size_t i = 0; i < picks.size(); ++i) {
+      const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), rows[i].row) -
+                                               input.starts.begin() - 1);
+      Sample sample{.layer = rows[i].layer,
+                    .request = pieces[piece].request,
+                    .position = pieces[piece].start + rows[i].row - input.starts[piece],
+                    .path = rows[i].path,
+                    .row = std::move(rows[i].out),
+                    .selected = std::move(rows[i].selected)};
+      const size_t slot = static_cast<size_t>(picks[i].slot);
+      if (r.samples.size() <= slot) r.samples.resize(slot + 1);
+      r.samples[slot] = std::move(sample);
     }
-    if (selection.size() < p.selection_bytes) selection = Buffer(p.selection_bytes + p.selection_bytes / 4);
-    count_sparse(p, r);
-    const auto step = Clock::now();
-    for (int64_t l = 0; l < o.layers; ++l) {
-      const size_t layer = static_cast<size_t>(l);
-      forward(stream,
-              {.plan = p,
-               .batch = input.batch,
-               .weights = weights[layer],
-               .rotary = rotary,
-               .cache = caches[layer].view(),
-               .workspace = {workspace.data(), workspace.size()},
-               .profile = &r.profile,
-               .index_cache = index_caches[layer].view(),
-               .index_rotary = &index_rotary,
-               .selection = {selection.data(), selection.size()}},
-              View<const float, Token, Hidden>(input.hidden.data(), {tokens, width}),
-              View<float, Token, Hidden>(input.out.data(), {tokens, width}));
-      for (const Reservoir::Pick& pick : picks) {
-        if (pick.layer != l) continue;
-        const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), pick.row) -
-                                                 input.starts.begin() - 1);
-        Sample sample{.layer = l,
-                      .request = pieces[piece].request,
-                      .position = pieces[piece].start + pick.row - input.starts[piece],
-                      .path = p.requests[piece].path,
-                      .row = {input.out.begin() + pick.row * width, input.out.begin() + (pick.row + 1) * width},
-                      .selected = selection_of(p, {selection.data(), selection.size()}, pick.row)};
-        if (r.samples.size() <= static_cast<size_t>(pick.slot)) r.samples.resize(static_cast<size_t>(pick.slot) + 1);
-        r.samples[static_cast<size_t>(pick.slot)] = std::move(sample);
-      }
-    }
-    const double seconds = plan_seconds + since(step);
 
     now += seconds;
     r.step_seconds += seconds;
@@ -270,7 +195,6 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     const int64_t used = scheduler.allocator().counts().referenced;
     r.peak_pages = std::max(r.peak_pages, used);
     page_seconds += static_cast<double>(used) * seconds;
-    r.workspace_bytes = workspace.size();
     scheduler.commit(now);
     if (progress)
       progress({.elapsed = since(start),
@@ -286,6 +210,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                          static_cast<double>(trace_tokens)});
   }
   r.wall_seconds = since(start);
+  engine.finish(r);
   r.simulated_seconds = now;
   r.interrupted = stop;
   r.finished = scheduler.finished();

@@ -17,6 +17,7 @@
 namespace mla::serve {
 
 struct Options {
+  Device device;
   ModelConfig model;
   std::optional<Checkpoint> checkpoint;  ///< its weights; random ones otherwise
   int64_t layers = 0;                    ///< 0: all
@@ -67,6 +68,7 @@ struct Result {
   /// rows of requests that fit the indexer's topk.
   int64_t sparse_rows = 0, seen_keys = 0, selected_keys = 0, unscored_rows = 0;
   Profile profile;
+  int64_t profiled_steps = 0;  ///< that the profile was measured on: on a GPU a sample, scaled to all steps
   std::vector<Sample> samples;
   bool interrupted = false;
 };

@@ -25,6 +25,8 @@ struct AttendLatentArgs {
   View<float, Token, Head> lse;
   View<float, Partial, Head, Value> partial_out;  ///< needed when an item has partial >= 0
   View<float, Partial, Head> partial_lse;
+  /// An item without partial rows may be split by the backend itself: then from its own length alone.
+  bool batch_invariant = false;
   Scratch scratch;
 };
 

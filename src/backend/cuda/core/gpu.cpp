@@ -2,6 +2,8 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
+
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
 
@@ -50,7 +52,8 @@ void upload(std::byte* to, const void* from, size_t bytes, int index) {
 
 std::byte* allocate_pinned(size_t bytes) {
   void* p = nullptr;
-  check(cudaHostAlloc(&p, bytes, cudaHostAllocPortable), "cuda", "pinned host memory", std::to_string(bytes) + " bytes");
+  check(cudaHostAlloc(&p, bytes, cudaHostAllocPortable), "cuda", "pinned host memory",
+        std::to_string(bytes) + " bytes");
   return static_cast<std::byte*>(p);
 }
 void release_pinned(std::byte* data) noexcept { cudaFreeHost(data); }
@@ -118,6 +121,56 @@ void Mark::set(cuda::Queue& queue) {
 }
 void Mark::wait() const {
   if (event_) check(cudaEventSynchronize(static_cast<cudaEvent_t>(event_)), "cuda", "waiting for a mark");
+}
+
+namespace {
+struct Gate {
+  std::atomic<bool> open{false};
+};
+}  // namespace
+
+std::shared_ptr<void> hold(cuda::Queue& queue) {
+  auto gate = std::make_shared<Gate>();
+  auto* kept = new std::shared_ptr<Gate>(gate);  // the waiting callback's own
+  const cudaError_t status = cudaLaunchHostFunc(
+      queue.stream(),
+      [](void* p) {
+        const std::unique_ptr<std::shared_ptr<Gate>> g(static_cast<std::shared_ptr<Gate>*>(p));
+        (*g)->open.wait(false);
+      },
+      kept);
+  if (status != cudaSuccess) delete kept;
+  check(status, "cuda", "holding a stream");
+  return gate;
+}
+void open_gate(void* gate) noexcept {
+  static_cast<Gate*>(gate)->open = true;
+  static_cast<Gate*>(gate)->open.notify_all();
+}
+
+Stopwatch::Stopwatch() {
+  cudaEvent_t event = nullptr;
+  check(cudaEventCreate(&event), "cuda", "an event");
+  start_ = event;
+  check(cudaEventCreate(&event), "cuda", "an event");
+  stop_ = event;
+}
+Stopwatch::~Stopwatch() {
+  cudaEventDestroy(static_cast<cudaEvent_t>(start_));
+  if (stop_) cudaEventDestroy(static_cast<cudaEvent_t>(stop_));
+}
+void Stopwatch::start(cuda::Queue& queue) {
+  check(cudaEventRecord(static_cast<cudaEvent_t>(start_), queue.stream()), "cuda", "starting a stopwatch");
+}
+void Stopwatch::stop(cuda::Queue& queue) {
+  check(cudaEventRecord(static_cast<cudaEvent_t>(stop_), queue.stream()), "cuda", "stopping a stopwatch");
+}
+double Stopwatch::seconds() const {
+  check(cudaEventSynchronize(static_cast<cudaEvent_t>(stop_)), "cuda", "waiting for a stopwatch");
+  float ms = 0;
+  check(cudaEventElapsedTime(&ms, static_cast<cudaEvent_t>(start_), static_cast<cudaEvent_t>(stop_)), "cuda",
+        "reading a stopwatch");
+  return 1e-3 * static_cast<double>(ms);
 }
 
 void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges) {

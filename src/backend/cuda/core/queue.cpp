@@ -51,6 +51,9 @@ Queue::~Queue() {
 }
 
 void Queue::publish(const Range& range) {
+  // An array that is gone may have left its place to this one.
+  std::erase_if(ranges_,
+                [&](const Range& r) { return r.host < range.host + range.bytes && range.host < r.host + r.bytes; });
   const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), range.host,
                                    [](const std::byte* p, const Range& r) { return p < r.host; });
   ranges_.insert(at, range);

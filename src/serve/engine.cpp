@@ -1,0 +1,257 @@
+#include "serve/engine.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <chrono>
+#include <cstring>
+#include <future>
+
+namespace mla::serve {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+// Larger decode batches are launched op by op: their kernels are long enough.
+constexpr int64_t kMostCaptured = 512;
+// Steps whose first layer is also run op by op under the profile, on a GPU.
+constexpr int64_t kProfiledSteps = 16;
+
+Stream stream_of(const Options& o, ThreadPool& pool) {
+  return o.device.kind == DeviceKind::cpu ? Stream(pool) : Stream(o.device);
+}
+
+void count_sparse(const Plan& p, Result& r) {
+  if (p.topk == 0) return;
+  r.unscored_rows += p.tokens - p.sparse_rows();
+  for (const int32_t position : p.sparse_positions) {
+    const int64_t seen = int64_t{position} + 1;
+    if (seen <= p.topk) {  // the first rows of a request that outgrows topk
+      ++r.unscored_rows;
+      continue;
+    }
+    ++r.sparse_rows;
+    r.seen_keys += seen;
+    r.selected_keys += p.topk;
+  }
+}
+
+Buffer grown(const Buffer& from, size_t bytes) { return Buffer(bytes + bytes / 4, from.device()); }
+
+}  // namespace
+
+// A step for the most requests and the longest sequences, captured; smaller ones are staged in its place.
+struct Engine::DecodeGraph {
+  std::vector<int32_t> starts, lengths, table, slots;
+  Batch batch;
+  Plan plan;
+  Buffer workspace, hidden, out;  // out: [layers, requests, hidden]
+  StagedStep staged;
+  Graph graph;
+
+  explicit DecodeGraph(Stream& stream) : staged(stream) {}
+};
+
+Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& r)
+    : o_(o),
+      pool_(pool),
+      stream_(stream_of(o, pool)),
+      spec_(cache_spec(o.model, o.format, o.limits.page_size)),
+      positions_(positions),
+      index_caches_(static_cast<size_t>(o.layers)),
+      rotary_(o.model.rotary, o.model.rope, positions, o.device),
+      index_rotary_(o.model.index_rotary(), o.model.rope, o.model.indexer ? positions : 0, o.device),
+      device_(device_info(stream_, o.model)),
+      io_(o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute),
+      workspace_(0, o.device),
+      selection_(0, o.device),
+      hidden_(0, o.device),
+      out_(0, o.device),
+      staged_(stream_) {
+  if (o.model.indexer) index_spec_ = index_cache_spec(o.model, spec_, o.plan.index_format);
+  // A layer's tensors are made and laid out by one thread; a GPU's machine has threads for several at a time.
+  const int64_t at_once = gpu() ? std::clamp<int64_t>(pool.threads() / 2, 1, 8) : 1;
+  for (int64_t first = 0; first < o.layers && !stop; first += at_once) {
+    std::vector<std::future<LayerWeights>> made;
+    for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
+      made.push_back(std::async(at_once > 1 ? std::launch::async : std::launch::deferred,
+                                [&o, l] { return prepare(o.model, tensors_of(o, l), prepare_options(o), o.device); }));
+    for (auto& m : made) weights_.push_back(m.get());
+  }
+  for (int64_t l = 0; l < static_cast<int64_t>(weights_.size()); ++l) {
+    caches_.emplace_back(spec_, o.limits.pages, o.device);
+    r.weight_bytes += weights_[static_cast<size_t>(l)].bytes();
+    r.cache_bytes += spec_.page_bytes() * static_cast<size_t>(o.limits.pages);
+    // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
+    // memory.
+    const CacheView cache = caches_.back().view();
+    if (!gpu()) pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec_.page_bytes()); });
+    if (!o.model.layer_has_indexer(l)) continue;
+    IndexCache& index = index_caches_[static_cast<size_t>(l)] = IndexCache(index_spec_, o.limits.pages, o.device);
+    r.index_cache_bytes += index_spec_.page_bytes() * static_cast<size_t>(o.limits.pages);
+    if (!gpu())
+      pool.run(index.pages(),
+               [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec_.page_bytes()); });
+  }
+}
+
+Engine::~Engine() = default;
+
+LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
+                             Profile* profile) {
+  const size_t layer = static_cast<size_t>(l);
+  return {.plan = plan,
+          .batch = batch,
+          .weights = weights_[layer],
+          .rotary = rotary_,
+          .cache = caches_[layer].view(),
+          .workspace = workspace,
+          .profile = profile,
+          .index_cache = index_caches_[layer].view(),
+          .index_rotary = &index_rotary_,
+          .selection = {selection_.data(), selection_.size()}};
+}
+
+// keep_all: each layer writes its own [tokens, hidden] of out; otherwise all the same, from which rows are taken.
+void Engine::forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden,
+                         void* out, bool keep_all, std::span<WantedRow> rows, Profile* profile) {
+  const int64_t width = o_.model.hidden;
+  const size_t layer_bytes = static_cast<size_t>(plan.tokens * width) * size_of(io_);
+  for (int64_t l = 0; l < o_.layers; ++l) {
+    std::byte* to = static_cast<std::byte*>(out) + (keep_all ? static_cast<size_t>(l) * layer_bytes : 0);
+    forward(stream_, context(l, plan, batch, workspace, profile),
+            AnyView<Token, Hidden>(io_, hidden, {plan.tokens, width}),
+            AnyMutableView<Token, Hidden>(io_, to, {plan.tokens, width}));
+    for (WantedRow& row : rows)
+      if (row.layer == l) take(row, plan, to);
+  }
+}
+
+void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
+  const size_t width = static_cast<size_t>(o_.model.hidden), bytes = width * size_of(io_);
+  std::vector<std::byte> raw(bytes);
+  copy(stream_, raw.data(), out + static_cast<size_t>(row.row) * bytes, bytes);
+  // What the token attended to; nothing when that was everything.
+  const auto first = p.latent_tokens.begin() + p.sparse_begin,
+             at = std::find(first, p.latent_tokens.end(), static_cast<int32_t>(row.row));
+  std::vector<int32_t> selected;
+  if (at != p.latent_tokens.end()) {
+    selected.resize(static_cast<size_t>(p.topk));
+    const View<int32_t, Token, Topk> all = p.selected({selection_.data(), selection_.size()});
+    copy(stream_, selected.data(), all.data() + (at - first) * p.topk, selected.size() * sizeof(int32_t));
+  }
+  stream_.synchronize();
+  row.out.resize(width);
+  for (size_t i = 0; i < width; ++i) row.out[i] = load_float(io_, raw.data(), static_cast<int64_t>(i));
+  std::erase_if(selected, [](int32_t position) { return position < 0; });
+  row.selected = std::move(selected);
+}
+
+Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
+  if (!gpu() || o_.model.indexer || plan.tokens != batch.requests() || plan.tokens > kMostCaptured ||
+      !plan.expanded_tokens.empty())
+    return nullptr;
+  const int64_t requests = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(plan.tokens)));
+  std::unique_ptr<DecodeGraph>& slot = graphs_[requests];
+  if (slot) return slot.get();
+  auto g = std::make_unique<DecodeGraph>(stream_);
+  const int64_t page_size = o_.limits.page_size, pages = (positions_ + page_size - 1) / page_size;
+  for (int32_t i = 0; i <= requests; ++i) g->starts.push_back(i);
+  g->lengths.assign(static_cast<size_t>(requests), static_cast<int32_t>(positions_));
+  g->table.assign(static_cast<size_t>(requests * pages), 0);
+  g->slots.assign(static_cast<size_t>(requests), -1);
+  g->batch = {g->starts, g->lengths, {g->table.data(), {requests, pages}}, g->slots};
+  PlanOptions options = o_.plan;
+  options.path = PathPolicy::latent;  // as the step's own plan chose
+  g->plan = mla::plan(o_.model, spec_, o_.limits.pages, g->batch, device_, options);
+  const size_t row = static_cast<size_t>(o_.model.hidden) * size_of(io_);
+  g->workspace = Buffer(g->plan.workspace_bytes, o_.device);
+  g->hidden = Buffer(static_cast<size_t>(requests) * row, o_.device);
+  g->out = Buffer(static_cast<size_t>(o_.layers * requests) * row, o_.device);
+  g->staged.stage(g->plan, g->batch);
+  const auto record = [&] {
+    forward_all(g->plan, g->batch, {g->workspace.data(), g->workspace.size()}, g->hidden.data(), g->out.data(), true,
+                {}, nullptr);
+  };
+  record();  // algorithms are chosen and kernels loaded before the capture; slots are -1: the caches stay as they are
+  stream_.synchronize();
+  g->graph = Graph(stream_, record);
+  slot = std::move(g);
+  return slot.get();
+}
+
+double Engine::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
+  const size_t count = static_cast<size_t>(batch.tokens() * o_.model.hidden), bytes = count * size_of(io_);
+  const auto planning = Clock::now();
+  const Plan p = mla::plan(o_.model, spec_, o_.limits.pages, batch, device_, o_.plan);
+  const double plan_seconds = since(planning);
+  count_sparse(p, r);
+  DecodeGraph* graph = graph_for(p, batch);
+  // Between steps: an engine sizes its memory once, for its largest batch.
+  if (workspace_.size() < p.workspace_bytes) workspace_ = grown(workspace_, p.workspace_bytes);
+  if (selection_.size() < p.selection_bytes) selection_ = grown(selection_, p.selection_bytes);
+  if (hidden_.size() < bytes) hidden_ = grown(hidden_, bytes);
+  if (out_.size() < bytes) out_ = grown(out_, bytes);
+  const void* from = hidden.data();
+  if (io_ == Dtype::bf16) {
+    narrow_.resize(count);
+    std::transform(hidden.begin(), hidden.begin() + static_cast<int64_t>(count), narrow_.begin(), to_bf16);
+    from = narrow_.data();
+  }
+  copy(stream_, graph ? graph->hidden.data() : hidden_.data(), from, bytes);
+  stream_.synchronize();
+  r.workspace_bytes = std::max(r.workspace_bytes, workspace_.size());
+
+  for (WantedRow& row : rows) {
+    const auto request = std::upper_bound(batch.query_start_loc.begin(), batch.query_start_loc.end(), row.row);
+    row.path = p.requests[static_cast<size_t>(request - batch.query_start_loc.begin() - 1)].path;
+  }
+  const auto step = Clock::now();
+  if (graph) {
+    graph->staged.restage(p, batch);
+    graph->graph.launch(stream_);
+    stream_.synchronize();
+  } else {
+    staged_.stage(p, batch);
+    forward_all(p, batch, {workspace_.data(), workspace_.size()}, hidden_.data(), out_.data(), false, rows,
+                gpu() ? nullptr : &r.profile);
+    stream_.synchronize();
+  }
+  const double seconds = plan_seconds + since(step);
+
+  if (graph) {
+    const size_t layer = static_cast<size_t>(graph->plan.tokens * o_.model.hidden) * size_of(io_);
+    for (WantedRow& row : rows) take(row, p, graph->out.data() + static_cast<size_t>(row.layer) * layer);
+    if (hidden_.size() >= bytes) copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
+  }
+  // Spread over the run: at first every step, then ever fewer.
+  if (gpu() && (profiled_ < kProfiledSteps / 2 || std::has_single_bit(static_cast<uint64_t>(r.steps + 1)) ||
+                r.steps % 64 == 63)) {
+    if (graph) staged_.stage(p, batch);
+    profile_layer(p, batch, r);
+  }
+  return seconds;
+}
+
+// The same calls once more for one layer, each under a stopwatch; held back until all are queued, so that none waits
+// for the host.
+void Engine::profile_layer(const Plan& p, const Batch& batch, Result& r) {
+  const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, o_.model.hidden});
+  const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, o_.model.hidden});
+  const std::span<std::byte> workspace(workspace_.data(), workspace_.size());
+  {
+    const HeldStream held(stream_);
+    forward(stream_, context(0, p, batch, workspace, &r.profile), hidden, out);
+  }
+  stream_.synchronize();
+  ++profiled_;
+}
+
+void Engine::finish(Result& r) {
+  if (gpu() && profiled_ > 0)
+    r.profile.scale(static_cast<double>(o_.layers * r.steps) / static_cast<double>(profiled_));
+  r.profiled_steps = gpu() ? profiled_ : r.steps;
+}
+
+}  // namespace mla::serve

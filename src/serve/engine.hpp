@@ -1,0 +1,67 @@
+// A model's attention on a device, as the replay drives it: weights, caches and working memory of every layer, one step
+// at a time. On a GPU, steps of single-token decodes are captured once for each size of batch and launched as a whole.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "mla/mla.hpp"
+#include "serve/replay.hpp"
+
+namespace mla::serve {
+
+/// An output row that is wanted from a step.
+struct WantedRow {
+  int64_t row = 0, layer = 0;
+  std::vector<float> out;
+  std::vector<int32_t> selected;  ///< sparse path: the positions it attended to
+  Path path = Path::latent;
+};
+
+class Engine {
+ public:
+  /// Options are complete (layers, limits.pages). `positions`: of the longest sequence. Stops between layers when
+  /// `stop` becomes true; fills what the result says of memory.
+  Engine(const Options& options, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& result);
+  ~Engine();
+
+  /// Plans and runs a step of hidden states [tokens, hidden]; returns its seconds. Rows are filled in.
+  double run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
+  /// Closes what was measured by op.
+  void finish(Result& result);
+
+ private:
+  struct DecodeGraph;
+  DecodeGraph* graph_for(const Plan& plan, const Batch& batch);
+  void forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden, void* out,
+                   bool keep_all, std::span<WantedRow> rows, Profile* profile);
+  LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
+                       Profile* profile);
+  void profile_layer(const Plan& plan, const Batch& batch, Result& result);
+  void take(WantedRow& row, const Plan& plan, const std::byte* out);
+  bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
+
+  const Options& o_;
+  ThreadPool& pool_;
+  Stream stream_;
+  CacheSpec spec_;
+  IndexCacheSpec index_spec_;
+  int64_t positions_;
+  std::vector<LayerWeights> weights_;
+  std::vector<Cache> caches_;
+  std::vector<IndexCache> index_caches_;  // empty where a layer has no indexer
+  RotaryTable rotary_, index_rotary_;
+  DeviceInfo device_;
+  Dtype io_;  // of hidden states and outputs
+  Buffer workspace_, selection_, hidden_, out_;
+  std::vector<bf16> narrow_;
+  StagedStep staged_;
+  std::map<int64_t, std::unique_ptr<DecodeGraph>> graphs_;  // by requests
+  int64_t profiled_ = 0;
+};
+
+}  // namespace mla::serve
