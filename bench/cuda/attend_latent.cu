@@ -150,7 +150,10 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     for (int r = 0; r < s.batch; ++r)
       for (int i = 0; i < (lens[r] + s.page_size - 1) / s.page_size; ++i)
         tables[(static_cast<size_t>(set) * s.batch + r) * stride + i] = order[used++];
-  DeviceArray<int32_t> d_tables(tables), d_lens(lens), d_starts(starts);
+  std::vector<LatentItem> items(s.batch);
+  for (int r = 0; r < s.batch; ++r) items[r] = {r, starts[r], s.query_tokens, 0, lens[r], lens[r] - s.query_tokens};
+  DeviceArray<int32_t> d_tables(tables);
+  DeviceArray<LatentItem> d_items(items);
   DeviceArray<uint16_t> out(static_cast<size_t>(tokens) * s.heads * 512);
   DeviceArray<float> lse(static_cast<size_t>(tokens) * s.heads);
 
@@ -174,23 +177,24 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
     at = end + 1;
   }
-  const size_t workspace_bytes = attend_latent_workspace(limits, choice);
-  DeviceArray<std::byte> workspace(workspace_bytes);
-  check(cudaMemset(workspace.data(), 0, attend_latent_counters(limits, choice)), "bench", "counters");
+  DeviceArray<std::byte> partials(attend_latent_partials(limits, choice));
+  DeviceArray<unsigned> counters(attend_latent_counters(limits, choice), 0);
   AttendLatent args{.limits = limits,
                     .cache = cache.data(),
                     .cache_dtype = s.cache,
                     .pages = pages * sets,
                     .page_size = s.page_size,
-                    .query_start_loc = d_starts.data(),
-                    .seq_lens = d_lens.data(),
+                    .items = d_items.data(),
                     .table_stride = stride,
                     .scale = 0.0721688f,
                     .out = out.data(),
                     .out_dtype = Dtype::bf16,
                     .lse = lse.data(),
-                    .workspace = workspace.data(),
-                    .workspace_bytes = workspace_bytes};
+                    .lse_token_stride = s.heads,
+                    .counters = counters.data(),
+                    .counter_count = counters.size(),
+                    .partials = partials.data(),
+                    .partials_bytes = partials.size()};
   const auto call = [&](int set, cudaStream_t stream) {
     args.q = q.data() + q_elements * set;
     args.block_table = d_tables.data() + static_cast<size_t>(set) * s.batch * stride;

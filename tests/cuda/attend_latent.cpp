@@ -23,9 +23,11 @@ struct Case {
   std::vector<int> q_lens, seq_lens;
   Dtype cache = Dtype::bf16, out = Dtype::f32;
   bool invariant = false;
-  float spread = 1.0f;     // of scores: large makes maxima move
-  int64_t first_page = 0;  // pages before it are unused
-  int tile_rows = 0;       // forced
+  float spread = 1.0f;            // of scores: large makes maxima move
+  int64_t first_page = 0;         // pages before it are unused
+  int tile_rows = 0;              // forced
+  std::vector<int> visible = {};  // of the items; empty: seq_len - q_len, as in a causal step
+  enum { dense, by_head, none } lse = dense;
 };
 
 int multiprocessor_count() {
@@ -39,9 +41,7 @@ class Inputs {
  public:
   explicit Inputs(const Case& c, uint64_t seed = 1) : c_(c), random_(seed) {
     const int requests = static_cast<int>(c.q_lens.size());
-    std::vector<int32_t> starts(requests + 1, 0);
-    std::partial_sum(c.q_lens.begin(), c.q_lens.end(), starts.begin() + 1);
-    tokens_ = starts.back();
+    tokens_ = std::accumulate(c.q_lens.begin(), c.q_lens.end(), 0);
     const int longest = *std::max_element(c.seq_lens.begin(), c.seq_lens.end());
     stride_ = (longest + c.page_size - 1) / c.page_size + 3;
 
@@ -50,7 +50,10 @@ class Inputs {
     std::iota(order.begin(), order.end(), 0);
     std::shuffle(order.begin(), order.end(), random_);
     pages_ = c.first_page + static_cast<int64_t>(order.size()) + 2;
-    std::vector<int32_t> table(requests * stride_, 0x7ffffff0);
+    std::vector<int32_t> table((requests + 2) * stride_, 0x7ffffff0);
+    table_rows_.resize(requests + 2);
+    std::iota(table_rows_.begin(), table_rows_.end(), 0);
+    std::shuffle(table_rows_.begin(), table_rows_.end(), random_);
     cache_.emplace(static_cast<size_t>(pages_) * c.page_size * 576);
     std::normal_distribution<float> normal;
     const int64_t page_elements = static_cast<int64_t>(c.page_size) * 576;
@@ -61,7 +64,7 @@ class Inputs {
       rows_[r].resize(static_cast<size_t>(c.seq_lens[r]) * 576);
       for (int at = 0; at < c.seq_lens[r]; at += c.page_size) {
         const int32_t page = order[used++];
-        table[r * stride_ + at / c.page_size] = static_cast<int32_t>(c.first_page + page);
+        table[table_rows_[r] * stride_ + at / c.page_size] = static_cast<int32_t>(c.first_page + page);
         for (int64_t i = 0; i < std::min<int64_t>(c.page_size, c.seq_lens[r] - at) * 576; ++i) {
           const float x = normal(random_);
           uint16_t bits;
@@ -85,8 +88,8 @@ class Inputs {
       const bf16 b = to_bf16(c.spread * normal(random_));
       q[i] = b.bits, q_[i] = to_float(b);
     }
-    d_q_.emplace(q), d_starts_.emplace(starts), d_lens_.emplace(c.seq_lens), d_table_.emplace(table);
-    starts_ = starts;
+    d_q_.emplace(q), d_table_.emplace(table), d_items_.emplace(static_cast<size_t>(requests));
+    set_lengths(c.q_lens, c.seq_lens);
 
     AttendLatentLimits& l = args.limits;
     l = {.tokens = tokens_,
@@ -100,16 +103,23 @@ class Inputs {
       choice.tile_rows = c.tile_rows;
       choice.workers = multiprocessor_count() / choice.ctas();
     }
-    const size_t bytes = attend_latent_workspace(l, choice);
-    workspace_.emplace(bytes);
-    check(cudaMemset(workspace_->data(), 0, attend_latent_counters(l, choice)), "test", "counters");
+    partials_.emplace(attend_latent_partials(l, choice));
+    counters_.emplace(attend_latent_counters(l, choice), 0);
+    if (!c.invariant) {
+      EXPECT_LE(partials_->size(), attend_latent_most_partials(multiprocessor_count()));
+      EXPECT_LE(counters_->size(), attend_latent_most_counters(multiprocessor_count()));
+    }
     out_bytes_ = static_cast<size_t>(tokens_) * c.heads * 512 * size_of(c.out);
-    out_.emplace(out_bytes_ + 256), lse_.emplace(static_cast<size_t>(tokens_) * c.heads + 64);
+    out_.emplace(out_bytes_ + 256), lse_.emplace(static_cast<size_t>(tokens_ + 3) * c.heads + 64);
     args.q = d_q_->data(), args.cache = cache_->data(), args.cache_dtype = c.cache, args.pages = pages_;
-    args.page_size = c.page_size, args.query_start_loc = d_starts_->data(), args.seq_lens = d_lens_->data();
+    args.page_size = c.page_size, args.items = d_items_->data();
     args.block_table = d_table_->data(), args.table_stride = stride_, args.scale = 0.0721688f;
     args.out = out_->data(), args.out_dtype = c.out, args.lse = lse_->data();
-    args.workspace = workspace_->data(), args.workspace_bytes = bytes;
+    args.lse_token_stride = c.heads;
+    if (c.lse == Case::by_head) args.lse_token_stride = 1, args.lse_head_stride = tokens_ + 3;
+    if (c.lse == Case::none) args.lse = nullptr;
+    args.partials = partials_->data(), args.partials_bytes = partials_->size();
+    args.counters = counters_->data(), args.counter_count = counters_->size();
   }
 
   void set_lengths(const std::vector<int>& q_lens, const std::vector<int>& seq_lens) {
@@ -117,20 +127,44 @@ class Inputs {
     for (const int n : q_lens) starts_.push_back(starts_.back() + n);
     c_.q_lens = q_lens, c_.seq_lens = seq_lens;
     tokens_ = starts_.back();
-    d_starts_->upload(starts_), d_lens_->upload(seq_lens);
+    std::vector<int> order(q_lens.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random_);
+    set_items(order);
+  }
+
+  /// These requests in this order; places left over are padding.
+  void set_items(const std::vector<int>& order) {
+    std::vector<LatentItem> items(c_.q_lens.size());
+    for (size_t i = 0; i < order.size(); ++i) {
+      const int r = order[i];
+      items[i] = {.request = table_rows_[r],
+                  .q_begin = starts_[r],
+                  .q_count = c_.q_lens[r],
+                  .kv_begin = 0,
+                  .kv_end = c_.seq_lens[r],
+                  .visible = first_visible(r)};
+    }
+    d_items_->upload(items);
   }
 
   void poison() { out_->poison(), lse_->poison(); }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
-  std::vector<float> lse() const { return lse_->download(0, static_cast<size_t>(tokens_) * c_.heads); }
+  std::vector<float> lse() const { return lse_->download(); }
+  std::vector<unsigned> counters() const { return counters_->download(); }
 
   /// Every row, or a sample of them when there are many, against float64.
   void verify() {
     const auto bytes = out_->download();
-    const auto lse = lse_->download();
-    const size_t count = static_cast<size_t>(tokens_) * c_.heads;
+    auto lse = lse_->download();
     for (size_t i = out_bytes_; i < bytes.size(); ++i) ASSERT_EQ(bytes[i], std::byte{0xff}) << "written past out";
-    for (size_t i = count; i < lse.size(); ++i) ASSERT_TRUE(std::isnan(lse[i])) << "written past lse";
+    std::vector<float> lse_rows;
+    for (int t = 0; t < tokens_ && args.lse; ++t)
+      for (int h = 0; h < c_.heads; ++h)
+        lse_rows.push_back(std::exchange(lse[t * args.lse_token_stride + h * args.lse_head_stride],
+                                         std::numeric_limits<float>::quiet_NaN()));
+    for (const float x : lse) ASSERT_TRUE(std::isnan(x)) << "written beside lse";
+    for (const unsigned n : counters()) ASSERT_EQ(n, 0u) << "counters";
     struct Row {
       int request, token;
       int64_t row;
@@ -152,7 +186,7 @@ class Inputs {
     parallel(static_cast<int64_t>(rows.size()), [&](int64_t i) {
       const Row& at = rows[i];
       Error& e = errors[i];
-      const int visible = c_.seq_lens[at.request] - c_.q_lens[at.request] + at.token + 1;
+      const int visible = std::min(first_visible(at.request) + at.token + 1, c_.seq_lens[at.request]);
       const LatentRow want = attend_row(&q_[at.row * 576], visible, args.scale, c_.cache,
                                         [&](int j) { return &rows_[at.request][static_cast<int64_t>(j) * 576]; });
       for (int k = 0; k < 512; ++k) {
@@ -170,7 +204,8 @@ class Inputs {
         e.plain = std::max(e.plain, std::abs(plain - want.out[k]));
         e.square += want.out[k] * want.out[k];
       }
-      const float l = lse[at.row];
+      if (!args.lse) return;
+      const float l = lse_rows[at.row];
       if (visible <= 0) {
         if (!(l == -std::numeric_limits<float>::infinity())) e.empty = false;
       } else {
@@ -194,17 +229,21 @@ class Inputs {
   AttendLatentChoice choice;
 
  private:
+  int first_visible(int r) const { return c_.visible.empty() ? c_.seq_lens[r] - c_.q_lens[r] : c_.visible[r]; }
+
   Case c_;
   std::mt19937_64 random_;
   int tokens_ = 0;
   int64_t stride_ = 0, pages_ = 0;
   size_t out_bytes_ = 0;
-  std::vector<int32_t> starts_;
+  std::vector<int32_t> starts_, table_rows_;
   std::vector<std::vector<float>> rows_;
   std::vector<float> q_;
   std::optional<DeviceArray<uint16_t>> cache_, d_q_;
-  std::optional<DeviceArray<int32_t>> d_starts_, d_lens_, d_table_;
-  std::optional<DeviceArray<std::byte>> workspace_, out_;
+  std::optional<DeviceArray<int32_t>> d_table_;
+  std::optional<DeviceArray<LatentItem>> d_items_;
+  std::optional<DeviceArray<unsigned>> counters_;
+  std::optional<DeviceArray<std::byte>> partials_, out_;
   std::optional<DeviceArray<float>> lse_;
 };
 
@@ -258,7 +297,25 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"h16_page48", 16, 48, {1, 1}, {1000, 333}}, Case{"h16_page8", 16, 8, {1, 1}, {1000, 333}},
                     Case{"h16_page128", 16, 128, {1, 1}, {1000, 333}}, Case{"h16_page1", 16, 1, {1, 1}, {1000, 333}},
                     Case{"h16_page17", 16, 17, {1, 1, 1}, {5000, 333, 64}},
-                    Case{"h16_high", 16, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000}));
+                    Case{"h16_high", 16, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000},
+                    Case{.name = "h8_q3_visible",
+                         .heads = 8,
+                         .page_size = 64,
+                         .q_lens = {3, 2, 4, 1},
+                         .seq_lens = {700, 70, 300, 128},
+                         .visible = {698, 500, 31, 63}},
+                    Case{.name = "h16_lse_by_head",
+                         .heads = 16,
+                         .page_size = 64,
+                         .q_lens = {1, 1, 1, 1},
+                         .seq_lens = {4000, 64, 300, 2},
+                         .lse = Case::by_head},
+                    Case{.name = "h16_no_lse",
+                         .heads = 16,
+                         .page_size = 64,
+                         .q_lens = {1, 1},
+                         .seq_lens = {4000, 64},
+                         .lse = Case::none}));
 
 INSTANTIATE_TEST_SUITE_P(
     WideShapes, AttendLatentCases,
@@ -287,7 +344,25 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"h128_page16", 128, 16, {1, 1, 1}, {1000, 17, 333}},
                     Case{"h128_page17", 128, 17, {1, 1, 1}, {1000, 17, 333}},
                     Case{"h128_line", 128, 64, fill(70, 1), fill(70, 700)},
-                    Case{"h128_high", 128, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000}));
+                    Case{"h128_high", 128, 64, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 66000},
+                    Case{.name = "h100_q3_visible",
+                         .heads = 100,
+                         .page_size = 64,
+                         .q_lens = {3, 2, 4, 1},
+                         .seq_lens = {700, 70, 300, 128},
+                         .visible = {698, 500, 31, 63}},
+                    Case{.name = "h128_lse_by_head",
+                         .heads = 128,
+                         .page_size = 64,
+                         .q_lens = {1, 2, 1, 1},
+                         .seq_lens = {4000, 64, 300, 2},
+                         .lse = Case::by_head},
+                    Case{.name = "h128_no_lse",
+                         .heads = 128,
+                         .page_size = 64,
+                         .q_lens = {1, 1},
+                         .seq_lens = {4000, 64},
+                         .lse = Case::none}));
 
 /// One captured call serves other lengths: they are read on device.
 TEST_F(OnDevice, AGraphServesOtherLengths) {
@@ -321,12 +396,12 @@ TEST_F(OnDevice, BatchInvariantBits) {
     Case beside = alone;
     beside.q_lens = {1, 1, 1, 1}, beside.seq_lens = {5000, 9000, 100, 3000};
     Inputs b(beside, 5);
-    // The same first request: its bits come from its own copy of b's inputs.
+    b.set_items({0, 3, 1, 2});
     attend_latent(b.args, b.choice, nullptr);
     synchronize();
     const auto together = b.out();
     AttendLatent one = b.args;
-    one.limits.requests = 1, one.limits.tokens = 1;
+    one.limits.requests = 1;
     b.poison();
     attend_latent(one, b.choice, nullptr);
     synchronize();
@@ -356,7 +431,9 @@ TEST_F(OnDevice, RefusesBadShapes) {
   EXPECT_NE(message([](AttendLatent& a) { a.scale = 0; }).find("scale is"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.page_size = 17, a.table_stride = 100; }).find("page size is 17"),
             std::string::npos);
-  EXPECT_NE(message([](AttendLatent& a) { a.workspace_bytes -= 1; }).find("workspace is"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.partials_bytes -= 1; }).find("partials are"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.counter_count -= 1; }).find("counters are"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.items = nullptr; }).find("items"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.cache_dtype = Dtype::f32; }).find("bf16 or f16"), std::string::npos);
 }
 

@@ -62,17 +62,19 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
     throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
   require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
-  require(aligned(a.lse, 4) && a.query_start_loc && a.seq_lens && a.block_table,
-          "lse, query_start_loc, seq_lens and block_table are needed");
+  require(aligned(a.items, 4) && aligned(a.block_table, 4), "items and block_table are needed");
   require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
                                                                 std::to_string(c.box_rows) + ", page size is " +
                                                                 std::to_string(a.page_size));
   require(c.workers >= 1 && c.workers <= latent::most_pieces,
           "workers is " + std::to_string(c.workers) + ", allowed 1 to " + std::to_string(latent::most_pieces));
-  require(aligned(a.workspace, 256), "workspace must be 256-byte aligned");
-  const size_t bytes = attend_latent_workspace(l, c);
-  require(a.workspace_bytes >= bytes,
-          "workspace is " + std::to_string(a.workspace_bytes) + " bytes, " + std::to_string(bytes) + " are needed");
+  const size_t count = attend_latent_counters(l, c), bytes = attend_latent_partials(l, c);
+  require(aligned(a.counters, 4) && a.counter_count >= count, "counters are " +
+                                                                  std::to_string(a.counters ? a.counter_count : 0) +
+                                                                  ", " + std::to_string(count) + " are needed");
+  require(aligned(a.partials, 256), "partials must be 256-byte aligned");
+  require(a.partials_bytes >= bytes,
+          "partials are " + std::to_string(a.partials_bytes) + " bytes, " + std::to_string(bytes) + " are needed");
 }
 
 }  // namespace
@@ -93,12 +95,11 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
 }
 
 size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  return static_cast<size_t>(up(partial_slots(l, c) * c.ctas() * static_cast<int64_t>(sizeof(unsigned)), 256));
+  return static_cast<size_t>((c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas());
 }
 
-size_t attend_latent_workspace(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  const int64_t rows = partial_slots(l, c) * c.tile_rows;
-  return attend_latent_counters(l, c) + static_cast<size_t>(rows * latent::width * 4 + up(rows * 4, 256));
+size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c) {
+  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 1) * 4, 256));
 }
 
 void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
@@ -108,8 +109,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const std::string shape = shape_of(a);
 
   latent::Params p{};
-  p.query_start_loc = a.query_start_loc;
-  p.seq_lens = a.seq_lens;
+  p.items = a.items;
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
@@ -123,11 +123,11 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.out = a.out;
   p.out_f32 = a.out_dtype == Dtype::f32;
   p.lse = a.lse;
-  const int64_t rows = partial_slots(l, c) * c.tile_rows;
-  char* at = static_cast<char*>(a.workspace);
-  p.counters = reinterpret_cast<unsigned*>(at);
-  p.partial_out = reinterpret_cast<float*>(at + attend_latent_counters(l, c));
-  p.partial_lse = p.partial_out + rows * latent::width;
+  p.lse_token_stride = a.lse_token_stride;
+  p.lse_head_stride = a.lse_head_stride;
+  p.counters = a.counters;
+  p.partial_out = static_cast<float*>(a.partials);
+  p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width;
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;

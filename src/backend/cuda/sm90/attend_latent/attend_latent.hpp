@@ -1,4 +1,4 @@
-// attend_latent on Hopper: multi-query attention of latent queries over a paged bf16 or f16 cache, lengths on device.
+// attend_latent on Hopper: multi-query attention of latent queries over a paged bf16 or f16 cache, its items on device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,18 +7,19 @@
 #include <cstdint>
 
 #include "mla/dtype.hpp"
+#include "mla/work.hpp"
 
 namespace mla::cuda {
 
 /// What a call may at most hold. Grid, kernel and workspace follow from it alone, so that a captured call serves any
-/// smaller batch, its lengths read on device.
+/// smaller batch, its items read on device.
 struct AttendLatentLimits {
-  int tokens = 0;  ///< query tokens of all requests
-  int requests = 0;
+  int tokens = 0;         ///< rows of q, out and lse
+  int requests = 0;       ///< items
   int heads = 0;          ///< 1 to 128
   int query_tokens = 1;   ///< of one request
-  int seq_len = 0;        ///< context and new tokens of one request
-  int64_t positions = 0;  ///< sum of all seq_lens, when known to be less than requests * seq_len; 0: not known
+  int seq_len = 0;        ///< positions of one request: its item's kv_end
+  int64_t positions = 0;  ///< of all requests, when known to be less than requests * seq_len; 0: not known
   /// Splits chosen from the row alone (pieces of 1024 positions): its bits do not depend on its neighbours.
   bool batch_invariant = false;
 };
@@ -31,20 +32,25 @@ struct AttendLatent {
   Dtype cache_dtype = Dtype::bf16;  ///< bf16, or f16 (queries are then rounded to f16, saturating)
   int64_t pages = 0;
   int page_size = 64;
-  // On device, int32. Request r has query tokens query_start_loc[r] to query_start_loc[r + 1] and seq_lens[r] cached
-  // positions, these tokens included; position p is in slot p % page_size of page block_table[r][p / page_size].
-  const int32_t* query_start_loc = nullptr;  ///< [requests + 1]
-  const int32_t* seq_lens = nullptr;         ///< [requests]
-  const int32_t* block_table = nullptr;      ///< [requests, table_stride]; entries past a sequence are not read
+  /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
+  /// two with the same query rows; q_count 0: nothing to do.
+  const LatentItem* items = nullptr;
+  /// [.., table_stride], on device: position p of an item is in slot p % page_size of page
+  /// block_table[item.request][p / page_size]. Entries past kv_end are not read.
+  const int32_t* block_table = nullptr;
   int64_t table_stride = 0;
   float scale = 1.0f;             ///< positive
-  void* out = nullptr;            ///< [tokens, heads, 512]; tokens of no request are left alone
+  void* out = nullptr;            ///< [tokens, heads, 512]; rows of no item are left alone
   Dtype out_dtype = Dtype::bf16;  ///< bf16 or f32
-  float* lse = nullptr;           ///< [tokens, heads], nats
-  /// attend_latent_workspace() bytes, 256-byte aligned, its first attend_latent_counters() bytes zero before the first
-  /// call that uses it; every call leaves them zero. Not shared by calls that may overlap.
-  void* workspace = nullptr;
-  size_t workspace_bytes = 0;
+  float* lse = nullptr;           ///< [tokens, heads] by these strides, nats; null: not wanted
+  int64_t lse_token_stride = 0, lse_head_stride = 1;
+  /// attend_latent_counters() of them, zero before the first call that uses them; every call leaves them zero.
+  unsigned* counters = nullptr;
+  size_t counter_count = 0;
+  /// attend_latent_partials() bytes, 256-byte aligned. Neither this nor the counters may be shared by calls that
+  /// overlap.
+  void* partials = nullptr;
+  size_t partials_bytes = 0;
 };
 
 /// How a call runs: a pure function of limits, page size and device.
@@ -61,11 +67,17 @@ struct AttendLatentChoice {
 };
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors);
 
-size_t attend_latent_workspace(const AttendLatentLimits& limits, const AttendLatentChoice& choice);
-/// Bytes at the workspace's start that must be zero before its first use.
-size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);
+size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< bytes
+size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< how many
 
-/// Token i of a request with q query tokens sees positions <= seq_len - q + i. out = softmax(scale q . row) . latent,
+/// What no call that is not batch-invariant exceeds on such a device: two pieces of 64 rows of 512 values and a sum for
+/// each of its multiprocessors.
+constexpr size_t attend_latent_most_partials(int multiprocessors) {
+  return (size_t{2} * multiprocessors * 64 * (512 + 1) * 4 + 255) / 256 * 256;
+}
+constexpr size_t attend_latent_most_counters(int multiprocessors) { return static_cast<size_t>(multiprocessors); }
+
+/// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
 /// f32 sums; a row that sees nothing: out 0, lse -inf. One launch on stream; no allocation, no synchronisation. Bitwise
 /// repeatable. ShapeError, UnsupportedError or DeviceError before anything is launched.
 void attend_latent(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);

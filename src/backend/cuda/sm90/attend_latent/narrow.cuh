@@ -334,7 +334,7 @@ __global__ void __launch_bounds__(threads, 1)
       s.sum[row] = sum > 0 ? 1.0f / sum : 0.0f;
       if (row < rows) {
         const float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
-        if (whole) p.lse[it.row0 + row] = lse2 * 0.6931471805599453f;
+        if (whole) store_lse(p, it.row0 + row, lse2);
         else p.partial_lse[slot_row + row] = lse2;
       }
     }

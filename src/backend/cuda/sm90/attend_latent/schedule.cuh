@@ -4,8 +4,7 @@
 // its rows sees. Tiles lie on a line, in order of requests, and workers (CTAs, or clusters) take stretches of it:
 //
 //   pieces   every tile is cut into pieces of `piece` blocks. Small batches: the smallest piece for which each worker
-//   has
-//            at most one. Batch-invariant: 16 blocks, whatever the batch.
+//            has at most one. Batch-invariant: 16 blocks, whatever the batch.
 //   line     equal stretches, cut wherever they end. Larger batches: no worker holds more than its share.
 //
 // Everything is a function of the lengths, so every worker computes its own stretch, and who shares a tile, alone.
@@ -16,6 +15,7 @@
 #include <cstdint>
 
 #include "backend/cuda/core/warpgroup.cuh"
+#include "mla/work.hpp"
 
 namespace mla::cuda::latent {
 
@@ -39,16 +39,19 @@ struct Divisor {
 };
 
 struct Params {
-  const int32_t *query_start_loc, *seq_lens, *block_table;
+  const LatentItem* items;
+  const int32_t* block_table;
   int64_t table_stride;
   const void* cache;  // for page sizes that boxes do not fit
-  int requests, heads, page_size;
+  int requests;       // items
+  int heads, page_size;
   Divisor by_heads, by_page;
   int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
   void* out;
   bool out_f32;
-  float* lse;
+  float* lse;  // may be null
+  int64_t lse_token_stride, lse_head_stride;
   float *partial_out, *partial_lse;
   unsigned* counters;
   int workers;
@@ -65,20 +68,22 @@ __device__ inline int ceil_div(int a, int b) {
 
 template <int tile_rows>
 struct Tiles {  // of one request
-  int start = 0, q = 0, seq = 0, rows = 0, count = 0;
+  int rows = 0, count = 0;
+  int start = 0, visible = 0, kv_end = 0, request = 0;  // of its item
 
   Tiles() = default;
-  __device__ Tiles(const Params& p, int request) {
-    if (request < p.requests)
-      *this = Tiles(p, __ldg(p.query_start_loc + request), __ldg(p.query_start_loc + request + 1),
-                    __ldg(p.seq_lens + request));
+  __device__ Tiles(const Params& p, int i) {
+    if (i >= p.requests) return;
+    const LatentItem* item = p.items + i;
+    *this = Tiles(p, __ldg(&item->q_count), __ldg(&item->visible), __ldg(&item->kv_end));
+    start = __ldg(&item->q_begin), request = __ldg(&item->request);
   }
-  __device__ Tiles(const Params& p, int begin, int end, int seq_len)
-      : start(begin), q(max(end - begin, 0)), seq(seq_len), rows(q * p.heads), count(ceil_div(rows, tile_rows)) {}
+  __device__ Tiles(const Params& p, int q_count, int visible, int kv_end)
+      : rows(max(q_count, 0) * p.heads), count(ceil_div(rows, tile_rows)), visible(visible), kv_end(kv_end) {}
   /// Positions that rows of the tile see, at most.
   __device__ int positions(const Params& p, int tile) const {
     const int last_token = p.by_heads.divide(min(rows, (tile + 1) * tile_rows) - 1);
-    return max(seq - q + last_token + 1, 0);
+    return max(min(visible + last_token + 1, kv_end), 0);
   }
   __device__ int blocks(const Params& p, int tile) const { return ceil_div(positions(p, tile), block_tokens); }
 };
@@ -112,16 +117,16 @@ __device__ Split make_split(const Params& p, int worker) {
 #pragma unroll 1
   for (;;) {
     int base = 0, tiles = 0;
-    int begin = __ldg(p.query_start_loc + min(lane, p.requests)),
-        end = __ldg(p.query_start_loc + min(lane + 1, p.requests));
-    int seq = __ldg(p.seq_lens + min(lane, p.requests - 1));
+    const LatentItem* item = p.items + min(lane, p.requests - 1);
+    int q_count = lane < p.requests ? __ldg(&item->q_count) : 0;
+    int visible = __ldg(&item->visible), kv_end = __ldg(&item->kv_end);
 #pragma unroll 1
     for (int r0 = 0; r0 < p.requests; r0 += 32) {
-      const Tiles<tile_rows> t(p, begin, end, seq);
+      const Tiles<tile_rows> t(p, q_count, visible, kv_end);
       const int next = r0 + 32 + lane;  // under way while this request is counted
-      begin = __ldg(p.query_start_loc + min(next, p.requests)),
-      end = __ldg(p.query_start_loc + min(next + 1, p.requests));
-      seq = __ldg(p.seq_lens + min(next, p.requests - 1));
+      item = p.items + min(next, p.requests - 1);
+      q_count = next < p.requests ? __ldg(&item->q_count) : 0;
+      visible = __ldg(&item->visible), kv_end = __ldg(&item->kv_end);
       int mine = 0;
       tiles += t.count;
 #pragma unroll 1
@@ -198,7 +203,7 @@ __device__ Split make_split(const Params& p, int worker) {
 
 /// A piece of a tile: what a worker does at a time.
 struct Item {
-  int request;
+  int request;        // row of the block table
   int row0, rows;     // the tile's rows among all (token, head) rows
   int first_row;      // row0 within the request
   int context;        // token i sees positions <= context + i
@@ -245,11 +250,11 @@ class Walk {
         continue;
       }
       const int stop = split_.piece ? begin + split_.piece : end_ - start_;
-      it.request = request_;
+      it.request = tiles_.request;
       it.first_row = tile_ * tile_rows;
       it.row0 = tiles_.start * p_.heads + it.first_row;
       it.rows = min(tile_rows, tiles_.rows - it.first_row);
-      it.context = tiles_.seq - tiles_.q;
+      it.context = tiles_.visible;
       it.positions = tiles_.positions(p_, tile_);
       it.block = begin;
       it.blocks = max(min(stop, blocks) - begin, 0);
@@ -281,6 +286,13 @@ class Walk {
 };
 
 constexpr int math_threads = 256, math_barrier = 1;
+
+/// The (token, head) row's log of the sum of exponentials, given in log2 units, if it is wanted.
+__device__ inline void store_lse(const Params& p, int row, float lse2) {
+  if (!p.lse) return;
+  const int token = p.by_heads.divide(row);
+  p.lse[token * p.lse_token_stride + (row - token * p.heads) * p.lse_head_stride] = lse2 * 0.6931471805599453f;
+}
 
 /// A partial's rows are written by all math threads: count it. By all math threads.
 __device__ inline void publish(const Params& p, int counter) {
@@ -347,7 +359,7 @@ __device__ void merge_share(const Params& p, const Item& it, int rows, int64_t r
       const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
       for (int i = lane; i < n; i += 32) weights[i] *= inverse;
       if (row * 128 >= begin && lane == 0 && !dry)
-        p.lse[row0 + row] = sum > 0 ? (top + __log2f(sum)) * 0.6931471805599453f : -INFINITY;
+        store_lse(p, static_cast<int>(row0) + row, sum > 0 ? top + __log2f(sum) : -INFINITY);
     }
     barrier_sync(math_barrier, math_threads);
 

@@ -386,7 +386,7 @@ __global__ void __launch_bounds__(threads, 1)
           const int r = row + 8 * k;
           const float sum = k ? sum1 : sum0, lse2 = sum > 0 ? (k ? top1 : top0) + __log2f(sum) : -INFINITY;
           if (r < rows) {
-            if (whole) p.lse[out_row + r] = lse2 * 0.6931471805599453f;
+            if (whole) store_lse(p, static_cast<int>(out_row) + r, lse2);
             else p.partial_lse[slot_row + r] = lse2;
           }
         }
