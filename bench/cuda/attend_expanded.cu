@@ -28,6 +28,7 @@ struct Shape {
   int nope = 128, rope = 64, value = 128;
   bool causal = true;
   Dtype dtype = Dtype::bf16;
+  bool accumulate = false;  // f32 outputs, merged with what they hold
   double peer_tflops =
       0;  // FlashAttention-3 (commit 0251105, keys concatenated beforehand) on another H200, measured the same way
 };
@@ -66,6 +67,25 @@ std::vector<Shape> shapes() {
       {.name = "h128 24 mixed, 32 to 2K causal", .queries = mixed, .keys = mixed, .heads = 128},
       {.name = "h128 512 over 8K context", .queries = {512}, .keys = {8192}, .heads = 128, .causal = false},
       {.name = "h128 2K causal after 6K", .queries = {2048}, .keys = {8192}, .heads = 128},
+      {.name = "h128 4K over 16K context", .queries = {4096}, .keys = {16384}, .heads = 128, .causal = false},
+      {.name = "h128 4K over 16K context, merged",
+       .queries = {4096},
+       .keys = {16384},
+       .heads = 128,
+       .causal = false,
+       .accumulate = true},
+      {.name = "h128 512 over 8K context, merged",
+       .queries = {512},
+       .keys = {8192},
+       .heads = 128,
+       .causal = false,
+       .accumulate = true},
+      {.name = "h128 16 x 64 over 2K, merged",
+       .queries = repeat(16, 64),
+       .keys = repeat(16, 2048),
+       .heads = 128,
+       .causal = false,
+       .accumulate = true},
       {.name = "h16 8K causal f16", .queries = {8192}, .keys = {8192}, .heads = 16, .dtype = Dtype::f16},
       {.name = "192/64/256 h64 8K causal", .queries = {8192}, .keys = {8192}, .heads = 64, .nope = 192, .value = 256},
       {.name = "192/64/256 h64 16 x 512 causal",
@@ -98,14 +118,16 @@ std::vector<int32_t> starts(const std::vector<int32_t>& lengths) {
 }
 
 struct Input {
-  DeviceArray<uint16_t> q, k_v, k_pe, out;
+  DeviceArray<uint16_t> q, k_v, k_pe;
+  DeviceArray<uint8_t> out;
   DeviceArray<float> lse;
 };
 
 double to_double(Dtype t, uint16_t x) { return t == Dtype::bf16 ? to_float(bf16{x}) : to_float(f16{x}); }
 
 /// Largest error over its bound of sampled rows, against float64 (see the test for the bound); NaN counts as infinite.
-double worst(const Shape& s, const Input& in) {
+/// Rows into which the same part was merged `times` times hold its outputs and an lse of log(times) more.
+double worst(const Shape& s, const Input& in, int times) {
   const std::vector<int32_t> qs = starts(s.queries), ks = starts(s.keys);
   const int64_t h = s.heads, qk = s.nope + s.rope, kv = s.nope + s.value;
   const double u = s.dtype == Dtype::bf16 ? 0x1p-8 : 0x1p-11,
@@ -124,8 +146,18 @@ double worst(const Shape& s, const Input& in) {
                        static_cast<size_t>(h * kv) * 2, static_cast<size_t>(kv) * 2, static_cast<size_t>(seen),
                        cudaMemcpyDeviceToHost),
           "bench", "copy");
-    const std::vector<uint16_t> pe = in.k_pe.get(ks[r] * s.rope, seen * s.rope), q = in.q.get(row * qk, qk),
-                                got = in.out.get(row * s.value, s.value);
+    const std::vector<uint16_t> pe = in.k_pe.get(ks[r] * s.rope, seen * s.rope), q = in.q.get(row * qk, qk);
+    const int64_t size = s.accumulate ? 4 : 2;
+    const std::vector<uint8_t> got = in.out.get(row * s.value * size, s.value * size);
+    const auto got_at = [&](int e) -> double {
+      if (s.accumulate) {
+        float x;
+        std::memcpy(&x, &got[static_cast<size_t>(4 * e)], 4);
+        return x;
+      }
+      return to_double(
+          s.dtype, static_cast<uint16_t>(got[static_cast<size_t>(2 * e)] | got[static_cast<size_t>(2 * e + 1)] << 8));
+    };
     std::vector<double> score(static_cast<size_t>(seen)), o(static_cast<size_t>(s.value)),
         magnitude(static_cast<size_t>(s.value));
     double high = -1e300, sum = 0;
@@ -152,11 +184,11 @@ double worst(const Shape& s, const Input& in) {
     for (int e = 0; e < s.value; ++e) {
       const double want = o[static_cast<size_t>(e)] / sum,
                    bound = (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum + u * std::abs(want) + 1e-7;
-      const double error = std::abs(to_double(s.dtype, got[static_cast<size_t>(e)]) - want) / bound;
+      const double error = std::abs(got_at(e) - want) / bound;
       most = std::isfinite(error) ? std::max(most, error) : 1e9;
     }
-    const double lse = in.lse.get(row, 1)[0], want = high + std::log(sum);
-    const double error = std::abs(lse - want) / (2e-5 * (1 + std::abs(want)));
+    const double lse = in.lse.get(row, 1)[0], want = high + std::log(sum) + std::log(times);
+    const double error = std::abs(lse - want) / (2e-5 * (1 + std::abs(want)) + 1e-7 * times);
     most = std::isfinite(error) ? std::max(most, error) : 1e9;
   }
   return most;
@@ -175,8 +207,9 @@ Result measure(const Shape& s, cudaStream_t stream) {
     pairs += s.causal ? nq * (nk - nq) + nq * (nq + 1) / 2 : nq * nk;
   }
   const double flops = 2 * pairs * static_cast<double>(h * (qk + s.value));
-  const double bytes = 2.0 * static_cast<double>(tokens * h * (qk + s.value) + keys * (h * kv + s.rope)) +
-                       4.0 * static_cast<double>(tokens * h);
+  const int64_t out_size = s.accumulate ? 4 : 2;
+  const double bytes = 2.0 * static_cast<double>(tokens * h * qk + keys * (h * kv + s.rope)) +
+                       static_cast<double>(tokens * h * (s.value * out_size + 4)) * (s.accumulate ? 2 : 1);
 
   const int sets = std::max(1, static_cast<int>(std::ceil(rotation_bytes / bytes)));
   std::vector<Input> inputs;
@@ -189,23 +222,29 @@ Result measure(const Shape& s, cudaStream_t stream) {
   for (int i = 0; i < sets; ++i) {
     const auto seed = static_cast<uint32_t>(i * 8);
     Input in{array(tokens * h * qk, seed), array(keys * h * kv, seed + 1), array(keys * s.rope, seed + 2),
-             DeviceArray<uint16_t>(tokens * h * s.value), DeviceArray<float>(tokens * h)};
-    check(cudaMemsetAsync(in.out.data(), 0xff, static_cast<size_t>(in.out.size()) * 2, stream), "bench", "poison");
+             DeviceArray<uint8_t>(tokens * h * s.value * out_size), DeviceArray<float>(tokens * h)};
+    check(cudaMemsetAsync(in.out.data(), 0xff, static_cast<size_t>(in.out.size()), stream), "bench", "poison");
+    check(cudaMemsetAsync(in.lse.data(), 0xff, static_cast<size_t>(in.lse.size()) * 4, stream), "bench", "poison");
     inputs.push_back(std::move(in));
   }
-  const DeviceArray<int32_t> q_start(starts(s.queries)), k_start(starts(s.keys)), workspace(std::vector<int32_t>(4, 0));
+  std::vector<ExpandedItem> list;
+  for (size_t r = 0; r < s.queries.size(); ++r)
+    list.push_back({starts(s.queries)[r], s.queries[r], starts(s.keys)[r], s.keys[r],
+                    s.causal ? s.keys[r] - s.queries[r] : ExpandedItem::everything()});
+  const DeviceArray<ExpandedItem> items(list);
+  const DeviceArray<int32_t> workspace(std::vector<int32_t>(4, 0));
   const auto call = [&](const Input& in) {
     sm90::AttendExpandedArgs a;
     a.q = {s.dtype, in.q.data(), {tokens, h, qk}};
     a.k_nope = {s.dtype, in.k_v.data(), {keys, h, s.nope}, {h * kv, kv, 1}};
     a.k_pe = {s.dtype, in.k_pe.data(), {keys, s.rope}};
     a.v = {s.dtype, in.k_v.data() + s.nope, {keys, h, s.value}, {h * kv, kv, 1}};
-    a.query_start = q_start.data();
-    a.key_start = k_start.data();
-    a.requests = static_cast<int64_t>(s.queries.size());
-    a.causal = s.causal;
+    a.items = items.data();
+    a.item_count = items.size();
+    a.most_queries = *std::ranges::max_element(s.queries);
     a.scale = 1 / std::sqrt(static_cast<float>(qk));
-    a.out = {s.dtype, in.out.data(), {tokens, h, s.value}};
+    a.out = {s.accumulate ? Dtype::f32 : s.dtype, in.out.data(), {tokens, h, s.value}};
+    a.accumulate = s.accumulate;
     a.lse = {in.lse.data(), {tokens, h}};
     a.workspace = workspace.data();
     sm90::attend_expanded(stream, a);
@@ -236,12 +275,14 @@ Result measure(const Shape& s, cudaStream_t stream) {
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
   const double median = us[us.size() / 2];
+  // How often set i was merged.
+  const auto times = [&](int i) { return s.accumulate ? (replays + 2) * ((calls - i + sets - 1) / sets) : 1; };
   return {median,
           us[us.size() * 9 / 10],
           flops / median * 1e-6,
           bytes / median * 1e-3,
           std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
-          std::max(worst(s, inputs.front()), worst(s, inputs.back()))};
+          std::max(worst(s, inputs.front(), times(0)), worst(s, inputs.back(), times(sets - 1)))};
 }
 
 int main(int argc, char** argv) {
@@ -258,27 +299,29 @@ int main(int argc, char** argv) {
       "\",\n  \"command\": \"attend_expanded_bench FILE\",\n  \"roof\": {\"read_gbps\": " + std::to_string(read_gbps) +
       ", \"tflops\": " + std::to_string(peak_tflops) + "},\n  \"rows\": [";
   bool good = true, comma = false;
-  std::printf("%-34s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "median us", "p90 us", "TFLOP/s", "GB/s", "% floor",
+  std::printf("%-36s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "median us", "p90 us", "TFLOP/s", "GB/s", "% floor",
               "x peer", "error");
   for (const Shape& s : shapes()) {
     if (argc > 2 && s.name.find(argv[2]) == std::string::npos) continue;
     const Result r = measure(s, stream);
     const bool ok = r.error <= 1.01;
     good &= ok;
-    std::printf("%-34s %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.median_us, r.p90_us,
+    std::printf("%-36s %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.median_us, r.p90_us,
                 r.tflops, r.gbps, 100 * r.floor_us / r.median_us, s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0,
                 r.error, ok ? "" : " WRONG");
     std::fflush(stdout);
     char row[600];
     std::snprintf(row, sizeof row,
-                  "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"requests\": "
+                  "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"merged\": %s, "
+                  "\"items\": "
                   "%zu, \"tokens\": %d, \"keys\": %d, "
                   "\"median_us\": %.2f, \"p90_us\": %.2f, \"tflops\": %.1f, \"gbps\": %.0f, \"of_floor\": %.3f, "
                   "\"peer_tflops\": %.0f, \"error_of_bound\": %.3f, "
                   "\"ok\": %s}",
                   comma ? "," : "", s.name.c_str(), s.heads, s.nope, s.rope, s.value, s.causal ? "true" : "false",
-                  s.queries.size(), starts(s.queries).back(), starts(s.keys).back(), r.median_us, r.p90_us, r.tflops,
-                  r.gbps, r.floor_us / r.median_us, s.peer_tflops, r.error, ok ? "true" : "false");
+                  s.accumulate ? "true" : "false", s.queries.size(), starts(s.queries).back(), starts(s.keys).back(),
+                  r.median_us, r.p90_us, r.tflops, r.gbps, r.floor_us / r.median_us, s.peer_tflops, r.error,
+                  ok ? "true" : "false");
     json += row;
     comma = true;
   }

@@ -1,11 +1,10 @@
-// attend_expanded on Hopper against float64: ragged batches, poison, bits.
+// attend_expanded on Hopper against float64: ragged items, merging, poison, bits.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <limits>
-#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -23,18 +22,25 @@ struct Dims {
 };
 
 struct Batch {
-  std::vector<int32_t> queries, keys;  // lengths per request
+  std::vector<int32_t> queries, keys;  // lengths per item
   int heads = 2;
-  bool causal = true;
+  bool causal = true;  // aligned at the ends, or everything visible
   Dims dims{};
-  Dtype dtype = Dtype::bf16;
-  bool f32_out = false;
-  int before = 0, after = 0;  // rows of no request around the batch's rows, poisoned
+  Dtype dtype = Dtype::bf16, out = Dtype::bf16;
+  int before = 0, after = 0;     // rows of no item around the batch's rows, poisoned
+  std::vector<int32_t> visible;  // per item, in place of `causal`
+  bool accumulate = false;
+  bool lse_by_head = false, no_lse = false;
+  bool padded = false;  // items of no rows between the others
 
   std::vector<int32_t> starts(const std::vector<int32_t>& lengths) const {
     std::vector<int32_t> s{before};
     for (int32_t n : lengths) s.push_back(s.back() + n);
     return s;
+  }
+  int32_t visible_of(size_t item) const {
+    if (!visible.empty()) return visible[item];
+    return causal ? keys[item] - queries[item] : ExpandedItem::everything();
   }
 };
 
@@ -43,6 +49,20 @@ constexpr uint32_t sentinel = 0x7fc0dead;
 
 uint16_t rounded(Dtype t, float x) { return t == Dtype::bf16 ? to_bf16(x).bits : to_f16(x).bits; }
 double value_of(Dtype t, uint16_t bits) { return t == Dtype::bf16 ? to_float(bf16{bits}) : to_float(f16{bits}); }
+double unit(Dtype t) { return t == Dtype::bf16 ? 0x1p-8 : t == Dtype::f16 ? 0x1p-11 : 0x1p-24; }
+
+/// The items of a batch, its starts given; padding says absurd things about its keys.
+std::vector<ExpandedItem> items_of(const Batch& b, const std::vector<int32_t>& q_start,
+                                   const std::vector<int32_t>& k_start) {
+  std::vector<ExpandedItem> items;
+  const ExpandedItem none{.q_begin = 1 << 30, .k_begin = -(1 << 30), .k_count = 1 << 30};
+  for (size_t r = 0; r < b.queries.size(); ++r) {
+    if (b.padded && r % 2 == 0) items.push_back(none);
+    items.push_back({q_start[r], b.queries[r], k_start[r], b.keys[r], b.visible_of(r)});
+  }
+  if (b.padded) items.insert(items.end(), 40, none);
+  return items;
+}
 
 /// A batch on the device: q [tokens, heads, P + R], one array [keys, heads, P + V] that k_nope and v are slices of,
 /// k_pe [keys, R].
@@ -52,10 +72,13 @@ struct Problem {
   int64_t tokens, keys, qk, kv;
   float scale;
   std::vector<uint16_t> q, k_v, k_pe;
+  std::vector<uint32_t> out_before;  // bits of what the outputs hold before the run
+  std::vector<float> lse_before;
   DeviceArray<uint16_t> q_dev, k_v_dev, k_pe_dev;
   DeviceArray<uint32_t> out_dev;  // bits; two 16-bit outputs share a word
   DeviceArray<float> lse_dev;
-  DeviceArray<int32_t> q_start_dev, k_start_dev, workspace;
+  DeviceArray<ExpandedItem> items_dev;
+  DeviceArray<int32_t> workspace;
 
   explicit Problem(const Batch& b, uint32_t seed) : batch(b), q_start(b.starts(b.queries)), k_start(b.starts(b.keys)) {
     const Dims d = b.dims;
@@ -77,12 +100,34 @@ struct Problem {
     fill(k_pe, keys, d.rope, k_start.front(), k_start.back(), 1.0f);
     upload();
     lse_dev = DeviceArray<float>(tokens * b.heads);
-    out_dev = DeviceArray<uint32_t>(tokens * b.heads * d.value / (b.f32_out ? 1 : 2));
-    q_start_dev = DeviceArray<int32_t>(q_start);
-    k_start_dev = DeviceArray<int32_t>(k_start);
+    out_dev = DeviceArray<uint32_t>(tokens * b.heads * words());
+    items_dev = DeviceArray<ExpandedItem>(items_of(b, q_start, k_start));
+    lse_before.assign(static_cast<size_t>(tokens * b.heads), std::bit_cast<float>(sentinel));
+    out_before.assign(static_cast<size_t>(out_dev.size()), sentinel);
+    if (b.accumulate) {
+      constexpr float inf = std::numeric_limits<float>::infinity();
+      for (int64_t row = q_start.front() * b.heads; row < q_start.back() * b.heads; ++row) {
+        float& lse = lse_before[static_cast<size_t>(lse_index(row / b.heads, row % b.heads))];
+        lse = 4 + 4 * normal(random);
+        const uint32_t kind = random() % 16;
+        if (kind < 3) lse = kind == 0 ? -inf : kind == 1 ? inf : std::numeric_limits<float>::quiet_NaN();
+        if (kind < 3) continue;  // holds nothing: out stays NaN
+        if (kind == 3) lse = random() % 2 ? 1e5f : -1e5f;
+        for (int64_t i = row * words(); i < (row + 1) * words(); ++i) {
+          const float x = normal(random), y = normal(random);
+          out_before[static_cast<size_t>(i)] = b.out == Dtype::f32
+                                                   ? std::bit_cast<uint32_t>(x)
+                                                   : uint32_t{rounded(b.out, y)} << 16 | uint32_t{rounded(b.out, x)};
+        }
+      }
+    }
     workspace = DeviceArray<int32_t>(std::vector<int32_t>(4, 0));
   }
 
+  int64_t words() const { return batch.dims.value / (batch.out == Dtype::f32 ? 1 : 2); }  // of an output row
+  int64_t lse_index(int64_t token, int64_t head) const {
+    return batch.lse_by_head ? head * tokens + token : token * batch.heads + head;
+  }
   void upload() {
     q_dev = DeviceArray<uint16_t>(q);
     k_v_dev = DeviceArray<uint16_t>(k_v);
@@ -97,20 +142,20 @@ struct Problem {
     a.k_nope = {batch.dtype, k_v_dev.data(), {keys, h, d.nope}, {h * kv, kv, 1}};
     a.k_pe = {batch.dtype, k_pe_dev.data(), {keys, d.rope}};
     a.v = {batch.dtype, k_v_dev.data() + d.nope, {keys, h, d.value}, {h * kv, kv, 1}};
-    a.query_start = q_start_dev.data();
-    a.key_start = k_start_dev.data();
-    a.requests = static_cast<int64_t>(batch.queries.size());
-    a.causal = batch.causal;
+    a.items = items_dev.data();
+    a.item_count = items_dev.size();
     a.scale = scale;
-    a.out = {batch.f32_out ? Dtype::f32 : batch.dtype, out_dev.data(), {tokens, h, d.value}};
-    a.lse = {lse_dev.data(), {tokens, h}};
+    a.out = {batch.out, out_dev.data(), {tokens, h, d.value}};
+    if (!batch.no_lse)
+      a.lse = {lse_dev.data(), {tokens, h}, {batch.lse_by_head ? 1 : h, batch.lse_by_head ? tokens : 1}};
+    a.accumulate = batch.accumulate;
     a.workspace = workspace.data();
     return a;
   }
 
   void poison_outputs() {
-    out_dev.set(std::vector<uint32_t>(static_cast<size_t>(out_dev.size()), sentinel));
-    lse_dev.set(std::vector<float>(static_cast<size_t>(lse_dev.size()), std::bit_cast<float>(sentinel)));
+    out_dev.set(out_before);
+    lse_dev.set(lse_before);
   }
   void run() {
     poison_outputs();
@@ -127,18 +172,20 @@ struct Problem {
 };
 
 double out_value(const Problem& p, const std::vector<uint32_t>& bits, int64_t i) {
-  if (p.batch.f32_out) return std::bit_cast<float>(bits[static_cast<size_t>(i)]);
-  return value_of(p.batch.dtype, static_cast<uint16_t>(bits[static_cast<size_t>(i / 2)] >> (16 * (i % 2))));
+  if (p.batch.out == Dtype::f32) return std::bit_cast<float>(bits[static_cast<size_t>(i)]);
+  return value_of(p.batch.out, static_cast<uint16_t>(bits[static_cast<size_t>(i / 2)] >> (16 * (i % 2))));
 }
 
 /// Compares every row with float64. The bound of an output: each probability rounds to the operands' type (relative u),
-/// the output too; f32 sums and the exponential's approximation add 2e-5 of the summed magnitudes.
+/// the output to its own; f32 sums and the exponential's approximation add 2e-5 of the summed magnitudes. Merging
+/// weighs both parts by exponentials of differences of lse, whose own error is as large.
 std::string compare(const Problem& p) {
   const Batch& b = p.batch;
   const Dims d = b.dims;
   const std::vector<uint32_t> out = p.out_bits();
   const std::vector<float> lse = p.lse_dev.get();
-  const double u = b.dtype == Dtype::bf16 ? 0x1p-8 : 0x1p-11;  // half a unit in the last place, at most
+  const double u = unit(b.dtype), u_out = unit(b.out);  // half a unit in the last place, at most
+  constexpr double inf = std::numeric_limits<double>::infinity();
   std::vector<int> request_of(static_cast<size_t>(p.tokens), -1);
   for (size_t r = 0; r < b.queries.size(); ++r)
     for (int32_t t = p.q_start[r]; t < p.q_start[r + 1]; ++t) request_of[static_cast<size_t>(t)] = static_cast<int>(r);
@@ -160,18 +207,16 @@ std::string compare(const Problem& p) {
                   std::to_string(head) + ": " + std::to_string(got) + ", expected " + std::to_string(want) +
                   " within " + std::to_string(bound);
       };
+      const auto lse_at = static_cast<size_t>(p.lse_index(token, head));
       if (r < 0) {  // untouched
-        if (std::bit_cast<uint32_t>(lse[static_cast<size_t>(row)]) != sentinel)
-          fail("lse of no request", lse[static_cast<size_t>(row)], 0, 0);
-        const int64_t words = d.value / (b.f32_out ? 1 : 2);
-        for (int64_t i = row * words; i < (row + 1) * words; ++i)
-          if (out[static_cast<size_t>(i)] != sentinel) fail("out of no request", 0, 0, 0);
+        if (std::bit_cast<uint32_t>(lse[lse_at]) != sentinel) fail("lse of no item", lse[lse_at], 0, 0);
+        for (int64_t i = row * p.words(); i < (row + 1) * p.words(); ++i)
+          if (out[static_cast<size_t>(i)] != sentinel) fail("out of no item", 0, 0, 0);
         continue;
       }
       const auto request = static_cast<size_t>(r);
-      const int64_t i = token - p.q_start[request], nq = b.queries[request], nk = b.keys[request],
-                    first = p.k_start[request];
-      const int64_t seen = b.causal ? std::clamp<int64_t>(i + 1 + nk - nq, 0, nk) : nk;
+      const int64_t i = token - p.q_start[request], nk = b.keys[request], first = p.k_start[request];
+      const int64_t seen = std::clamp<int64_t>(i + 1 + b.visible_of(request), 0, nk);
       s.assign(static_cast<size_t>(seen), 0.0);
       double high = -std::numeric_limits<double>::infinity();
       for (int64_t j = 0; j < seen; ++j) {
@@ -196,16 +241,26 @@ std::string compare(const Problem& p) {
           magnitude[static_cast<size_t>(e)] += w * std::abs(vr[e]);
         }
       }
-      const double want_lse = seen ? high + std::log(sum) : -std::numeric_limits<double>::infinity();
-      const double got_lse = lse[static_cast<size_t>(row)];
-      if (seen ? !(std::abs(got_lse - want_lse) <= 2e-5 * (1 + std::abs(want_lse))) : got_lse != want_lse)
-        fail("lse", got_lse, want_lse, 2e-5 * (1 + std::abs(want_lse)));
+      double before = b.accumulate ? static_cast<double>(p.lse_before[lse_at]) : -inf;
+      if (!(before < inf)) before = -inf;
+      const double part = seen ? high + std::log(sum) : -inf, most = std::max(before, part);
+      const double whole = most > -inf ? std::exp(before - most) + std::exp(part - most) : 0;
+      const double keep = whole > 0 ? std::exp(before - most) / whole : 0,
+                   take = whole > 0 && seen ? std::exp(part - most) / whole / sum : 0;
+      const double want_lse = whole > 0 ? most + std::log(whole) : -inf, got_lse = lse[lse_at];
+      const double lse_bound = 2e-5 * (1 + std::abs(most));
+      if (b.no_lse    ? std::bit_cast<uint32_t>(lse[lse_at]) != sentinel
+          : whole > 0 ? !(std::abs(got_lse - want_lse) <= lse_bound)
+                      : got_lse != want_lse)
+        fail("lse", got_lse, want_lse, lse_bound);
       for (int e = 0; e < d.value && failure.empty(); ++e) {
         const double got = out_value(p, out, row * d.value + e);
-        const double want = seen ? o[static_cast<size_t>(e)] / sum : 0.0;
-        const double bound = seen ? (u + 2e-5) * magnitude[static_cast<size_t>(e)] / sum * 1.01 +
-                                        (b.f32_out ? 0 : u * std::abs(want)) + 1e-7
-                                  : 0;
+        const double old = keep > 0 ? out_value(p, p.out_before, row * d.value + e) : 0;
+        const double mine = take > 0 ? take * o[static_cast<size_t>(e)] : 0, want = mine + keep * old;
+        const double merged = keep > 0 && take > 0 ? 2 * lse_bound * (std::abs(mine) + std::abs(keep * old)) : 0;
+        const double bound = whole > 0 ? (u + 2e-5) * take * magnitude[static_cast<size_t>(e)] * 1.01 +
+                                             u_out * std::abs(want) + merged + 1e-7
+                                       : 0;
         if (!(std::abs(got - want) <= bound)) fail("out[" + std::to_string(e) + "]", got, want, bound);
       }
     }
@@ -229,17 +284,20 @@ std::vector<Batch> kinds() {
   std::vector<Batch> all;
   for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}})
     for (const Dtype t : {Dtype::bf16, Dtype::f16})
-      for (const bool f32_out : {false, true}) all.push_back({.dims = d, .dtype = t, .f32_out = f32_out});
+      for (const Dtype out : {t, Dtype::f32}) all.push_back({.dims = d, .dtype = t, .out = out});
   return all;
 }
 
 std::string name(const Batch& b) {
-  std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) +
-                     (b.dtype == Dtype::bf16 ? " bf16" : " f16") + (b.f32_out ? " to f32" : "") +
-                     (b.causal ? " causal" : "") + ", heads " + std::to_string(b.heads) + ", q";
+  std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) + " " +
+                     std::string(to_string(b.dtype)) + " to " + std::string(to_string(b.out)) +
+                     (b.causal ? " causal" : "") + (b.accumulate ? " merged" : "") + ", heads " +
+                     std::to_string(b.heads) + ", q";
   for (int32_t n : b.queries) text += " " + std::to_string(n);
   text += ", k";
   for (int32_t n : b.keys) text += " " + std::to_string(n);
+  if (!b.visible.empty()) text += ", visible";
+  for (int32_t n : b.visible) text += " " + std::to_string(n);
   return text;
 }
 
@@ -290,6 +348,109 @@ TEST_F(AttendExpanded, RaggedBatches) {
   }
 }
 
+/// Any bound, of either sign: rows that see nothing, whole items that do, items without keys, padding between them.
+TEST_F(AttendExpanded, ItemsOfAnyVisibility) {
+  constexpr int32_t least = std::numeric_limits<int32_t>::min(), most = std::numeric_limits<int32_t>::max();
+  for (Batch b : kinds())
+    for (const bool accumulate : {false, true}) {
+      b.accumulate = accumulate;
+      b.no_lse = false;
+      b.padded = true;
+      b.lse_by_head = !accumulate;
+      b.heads = 3;
+      b.before = 5;
+      b.after = 70;
+      b.queries = {200, 0, 1, 130, 65, 300, 64, 64, 90, 7, 400};
+      b.keys = {300, 9, 77, 130, 200, 100, 0, 64, 90, 250, 450};
+      b.visible = {0, 3, ExpandedItem::everything(), -70, 40, -150, 12, least, most, -8, -400};
+      Problem p(b, 17);
+      p.run();
+      ASSERT_EQ(compare(p), "") << name(b);
+      if (accumulate) continue;
+      b.lse_by_head = false;
+      b.no_lse = true;
+      Problem silent(b, 18);
+      silent.run();
+      ASSERT_EQ(compare(silent), "") << name(b) << " without lse";
+    }
+}
+
+/// Chunks of a context one after another, then the causal part: what they make together is one softmax.
+TEST_F(AttendExpanded, PartsMergeIntoTheWhole) {
+  for (Batch b : kinds()) {
+    b.heads = 2;
+    b.queries = {300, 77};
+    b.keys = {1000, 400};
+    b.visible = {700, 323};
+    Problem p(b, 19);
+    p.run();
+    const std::string whole = compare(p);
+    ASSERT_EQ(whole, "") << name(b);
+    p.poison_outputs();
+    const std::vector<std::vector<ExpandedItem>> parts{
+        {{0, 300, 0, 129, ExpandedItem::everything()}, {300, 77, 1000, 300, 323}},
+        {{0, 300, 129, 571, ExpandedItem::everything()}, {0, 0, 0, 0, 0}},
+        {{300, 77, 1300, 100, 23}, {0, 300, 700, 300, 0}}};
+    for (size_t i = 0; i < parts.size(); ++i) {
+      p.items_dev.set(parts[i]);
+      AttendExpandedArgs a = p.args();
+      a.item_count = 2;
+      a.most_queries = 300;
+      a.accumulate = i > 0;
+      sm90::attend_expanded(nullptr, a);
+    }
+    check(cudaDeviceSynchronize(), "test", "attend_expanded");
+    if (b.out == Dtype::f32) {
+      ASSERT_EQ(compare(p), "") << name(b) << " in parts";
+    }
+  }
+}
+
+/// Outputs of the other 16-bit type, and merging random rows with what random rows hold.
+TEST_F(AttendExpanded, MergesIntoEveryOutputType) {
+  std::mt19937 random(23);
+  const auto upto = [&](int n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n + 1)); };
+  for (Batch b : kinds())
+    for (const Dtype out : {Dtype::bf16, Dtype::f16, Dtype::f32})
+      for (const bool accumulate : {false, true}) {
+        b.out = out;
+        b.accumulate = accumulate;
+        b.heads = 1 + upto(4);
+        b.before = upto(3);
+        b.after = upto(80);
+        b.queries.clear();
+        b.keys.clear();
+        b.visible.clear();
+        for (int r = 0, n = 1 + upto(6); r < n; ++r) {
+          b.queries.push_back(upto(300));
+          b.keys.push_back(upto(4) ? upto(500) : 0);
+          b.visible.push_back(upto(1) ? ExpandedItem::everything() : upto(400) - 200);
+        }
+        Problem p(b, static_cast<uint32_t>(random()));
+        p.run();
+        ASSERT_EQ(compare(p), "") << name(b);
+      }
+}
+
+/// A step without any cached or new keys.
+TEST_F(AttendExpanded, NoKeysAtAll) {
+  for (Batch b : kinds())
+    for (const bool accumulate : {false, true}) {
+      b.accumulate = accumulate;
+      b.queries = {100};
+      b.keys = {0};
+      Problem p(b, 2);
+      AttendExpandedArgs a = p.args();
+      a.k_nope = {b.dtype, nullptr, {0, b.heads, b.dims.nope}};
+      a.k_pe = {b.dtype, nullptr, {0, b.dims.rope}};
+      a.v = {b.dtype, nullptr, {0, b.heads, b.dims.value}};
+      p.poison_outputs();
+      sm90::attend_expanded(nullptr, a);
+      check(cudaDeviceSynchronize(), "test", "attend_expanded");
+      ASSERT_EQ(compare(p), "") << name(b);
+    }
+}
+
 TEST_F(AttendExpanded, LongRequests) {
   for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}}) {
     Batch b{.queries = {2100, 5, 1000}, .keys = {2100, 3000, 1111}, .heads = 20, .dims = d};
@@ -329,7 +490,7 @@ TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
     Problem together(b, 11);
     together.run();
     const std::vector<uint32_t> out = together.out_bits(), lse = together.lse_bits();
-    const int64_t words = b.heads * b.dims.value / (b.f32_out ? 1 : 2);
+    const int64_t words = b.heads * together.words();
     for (size_t r = 0; r < b.queries.size(); ++r) {
       // Alone: the same rows of the same arrays, every other row NaN.
       Problem alone(b, 11);
@@ -341,9 +502,8 @@ TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
       keep(alone.k_v, b.heads * alone.kv, together.k_start[r], together.k_start[r + 1]);
       keep(alone.k_pe, b.dims.rope, together.k_start[r], together.k_start[r + 1]);
       alone.upload();
-      alone.batch.queries = {b.queries[r]};
-      alone.q_start_dev.set({together.q_start[r], together.q_start[r + 1]});
-      alone.k_start_dev.set({together.k_start[r], together.k_start[r + 1]});
+      const std::vector<ExpandedItem> items = items_of(b, together.q_start, together.k_start);
+      alone.items_dev = DeviceArray<ExpandedItem>(std::vector<ExpandedItem>{items[r]});
       alone.run();
       const std::vector<uint32_t> out1 = alone.out_bits(), lse1 = alone.lse_bits();
       for (int64_t t = 0; t < together.tokens; ++t) {
@@ -379,8 +539,7 @@ TEST_F(AttendExpanded, ACapturedLaunchServesOtherLengths) {
     p.batch.keys = keys;
     p.q_start = p.batch.starts(queries);
     p.k_start = p.batch.starts(keys);
-    p.q_start_dev.set(p.q_start);
-    p.k_start_dev.set(p.k_start);
+    p.items_dev.set(items_of(p.batch, p.q_start, p.k_start));
     p.poison_outputs();
     check(cudaGraphLaunch(exec, stream), "test", "replay");
     check(cudaStreamSynchronize(stream), "test", "replay");
@@ -407,6 +566,18 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
                ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.scale = 0.0f; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.workspace = nullptr; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.items = nullptr; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.item_count = -1; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.most_queries = 11; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.accumulate = true;
+                 a.lse = {};
+               }),
+               ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.out = {Dtype::fp8_e4m3, p.out_dev.data(), {10, 2, 128}};
+               }),
+               UnsupportedError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) {
                  a.q = {Dtype::bf16, p.q_dev.data(), {10, 2, 128}};
                  a.k_nope = {Dtype::bf16, p.k_v_dev.data(), {10, 2, 64}, {512, 256, 1}};

@@ -25,7 +25,6 @@ struct TileConfig {
   int value_keys, value_stages;            ///< values arrive in parts of a block
   int math_registers, producer_registers;  ///< a thread; together what the block starts with, or a warpgroup waits
                                            ///< forever for its share
-  bool f32_out;
   constexpr int dim() const { return nope + rope; }
   constexpr int rows() const { return 64 * groups; }
   constexpr int threads() const { return 128 * (1 + groups); }
@@ -34,7 +33,6 @@ struct TileConfig {
 
 // The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is
 // a TileConfig itself.
-template <bool out_f32>
 struct Deepseek {
   static constexpr TileConfig tile{.nope = 128,
                                    .rope = 64,
@@ -45,10 +43,8 @@ struct Deepseek {
                                    .value_keys = 64,
                                    .value_stages = 3,
                                    .math_registers = 160,
-                                   .producer_registers = 32,
-                                   .f32_out = out_f32};
+                                   .producer_registers = 32};
 };
-template <bool out_f32>
 struct Glm {
   static constexpr TileConfig tile{.nope = 192,
                                    .rope = 64,
@@ -59,8 +55,7 @@ struct Glm {
                                    .value_keys = 80,
                                    .value_stages = 2,
                                    .math_registers = 232,
-                                   .producer_registers = 40,
-                                   .f32_out = out_f32};
+                                   .producer_registers = 40};
 };
 
 constexpr int group_rows = 64;        // query rows of a math warpgroup: the height of wgmma
@@ -72,22 +67,23 @@ constexpr int run_keys = 2048;                                           // a ru
 
 struct Params {
   CUtensorMap q, k_nope, k_pe, v;
-  const int32_t *query_start, *key_start;
+  const ExpandedItem* items;
   void* out;
-  float* lse;
+  float* lse;                                        // may be null
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
-  int32_t requests, heads;
+  int32_t items_count, heads;
   float scale, scale_log2;
-  bool causal;
+  Dtype out_dtype;
+  bool accumulate;
   int32_t run_keys;   // keys a run of tiles may walk, about; 0: every run is one tile
   int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done
 };
 
-/// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one request.
-struct TileWork {
+/// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one item.
+struct alignas(16) TileWork {
   int32_t blocks;     // of keys, walked from the last to the first; 0: no more tiles
-  int32_t row, rows;  // first query row in q, rows of this request
-  int32_t key, keys;  // first key row, keys of this request
+  int32_t row, rows;  // first query row in q, rows of this item
+  int32_t key, keys;  // first key row, keys of this item
   int32_t diagonal;   // tile row r sees min(keys, diagonal + r) keys
   int32_t head;
   int32_t unused;
@@ -105,7 +101,7 @@ struct alignas(1024) Shared {
   uint64_t q_full[tile.groups], q_empty[tile.groups];
   uint64_t k_full[tile.key_stages], k_empty[tile.key_stages];
   uint64_t v_full[tile.value_stages], v_empty[tile.value_stages];
-  uint64_t v_tail;  // a part of values that holds rows past the request's end has landed
+  uint64_t v_tail;  // a part of values that holds rows past the item's end has landed
 };
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
@@ -118,38 +114,40 @@ struct Slot {
 
 // ---- the order of tiles --------------------------------------------------------------------------------------------
 
-/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long request, or several
+/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long item, or several
 /// neighbouring tiles of one head of a short one: taken by one block, they read the keys and values after the first
-/// time from the half of L2 that is near it, where several blocks would draw them across to both halves. Requests in
+/// time from the half of L2 that is near it, where several blocks would draw them across to both halves. Items in
 /// their order; within one, sections of heads; within a section, the longest runs first and the heads side by side. A
 /// section is narrow enough for several blocks to walk the same head's keys a few blocks apart, so that memory serves
 /// only one of them, and wide enough for the last one to end with many short tiles.
 template <TileConfig tile>
 struct TileOrder {
-  int32_t group = 0;   // first of the 32 requests held by the lanes
-  int32_t before = 0;  // runs of the requests before the group
-  int32_t until = 0;   // runs of the group's requests up to this lane's
+  int32_t group = 0;   // first of the 32 items held by the lanes
+  int32_t before = 0;  // runs of the items before the group
+  int32_t until = 0;   // runs of the group's items up to this lane's
 
-  struct Request {
-    int32_t row, queries, key, keys;
+  struct Item {
+    int32_t row, queries, key, keys, visible;
     int32_t height, run;  // tiles of a head, and of a run
   };
-  static __device__ Request request(const Params& p, int r) {
-    Request q;
-    q.row = p.query_start[r];
-    q.queries = max(p.query_start[r + 1] - q.row, 0);
-    q.key = p.key_start[r];
-    q.keys = max(p.key_start[r + 1] - q.key, 0);
-    q.height = (q.queries + tile.rows() - 1) / tile.rows();
-    q.run = max(p.run_keys / max(q.keys, 1), 1);
-    return q;
+  static __device__ Item item(const Params& p, int number) {
+    const ExpandedItem& from = p.items[number];
+    Item i;
+    i.row = from.q_begin;
+    i.queries = max(from.q_count, 0);
+    i.key = from.k_begin;
+    i.keys = max(from.k_count, 0);
+    i.visible = min(max(from.visible, -i.queries), i.keys);  // what lies beyond says the same, and may overflow
+    i.height = (i.queries + tile.rows() - 1) / tile.rows();
+    i.run = max(p.run_keys / max(i.keys, 1), 1);
+    return i;
   }
 
   __device__ void load(const Params& p, int lane) {
     until = 0;
-    if (group + lane < p.requests) {
-      const Request q = request(p, group + lane);
-      until = (q.height + q.run - 1) / q.run * p.heads;
+    if (group + lane < p.items_count) {
+      const Item i = item(p, group + lane);
+      until = (i.height + i.run - 1) / i.run * p.heads;
     }
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -165,12 +163,12 @@ struct TileOrder {
       if (number < before + total) break;
       before += total;
       group += 32;
-      if (group >= p.requests) return {};
+      if (group >= p.items_count) return {};
       load(p, lane);
     }
     const int owner = __ffs(__ballot_sync(~0u, number < before + until)) - 1;
     const int32_t skipped = __shfl_sync(~0u, until, max(owner - 1, 0));
-    const Request q = request(p, group + owner);
+    const Item q = item(p, group + owner);
     const int32_t local = number - before - (owner > 0 ? skipped : 0);
     const int32_t sections = (p.heads + section_heads(p.heads) - 1) / section_heads(p.heads),
                   section = (p.heads + sections - 1) / sections;
@@ -184,7 +182,7 @@ struct TileOrder {
     w.rows = min(tile.rows(), q.queries - m * tile.rows());
     w.key = q.key;
     w.keys = q.keys;
-    w.diagonal = p.causal ? m * tile.rows() + 1 + q.keys - q.queries : q.keys;
+    w.diagonal = m * tile.rows() + 1 + q.visible;
     w.unused = 0;
     count_blocks(w);
     return w;
@@ -193,7 +191,7 @@ struct TileOrder {
   static __device__ void step(const Params& p, TileWork& w) {
     w.row -= tile.rows();
     w.rows = tile.rows();
-    if (p.causal) w.diagonal -= tile.rows();
+    w.diagonal -= tile.rows();
     count_blocks(w);
   }
   static __device__ void count_blocks(TileWork& w) {
@@ -270,7 +268,7 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   }
 }
 
-/// Warp 1 of the producer: loads values; rows past the request's end become zeros, for 0 times NaN would reach the
+/// Warp 1 of the producer: loads values; rows past the item's end become zeros, for 0 times NaN would reach the
 /// sums.
 template <TileConfig tile, class Element>
 __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
@@ -405,11 +403,37 @@ __device__ __forceinline__ void store_row(float* row, const float (&o)[n], int h
           float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
 }
 
+__device__ __forceinline__ float2 load_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
+__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* from) {
+  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
+}
+__device__ __forceinline__ float2 load_pair(const __half* from) {
+  return __half22float2(*reinterpret_cast<const __half2*>(from));
+}
+
+/// o = take o + keep row, of one row that already holds outputs; where keep is 0 the row is not read.
+template <class Out, int n>
+__device__ __forceinline__ void merge_row(const Out* row, float (&o)[n], int h, float keep, float take) {
+  constexpr int batch = 8;  // pairs asked for before the first is used
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int j = 0; j < n / 4; j += batch) {
+    float2 old[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) old[i] = keep > 0.0f ? load_pair(row + 8 * (j + i) + 2 * quad) : float2{};
+#pragma unroll
+    for (int i = 0; i < batch; ++i) {
+      float& a = o[4 * (j + i) + 2 * h];
+      float& b = o[4 * (j + i) + 2 * h + 1];
+      a = a * take + old[i].x * keep;
+      b = b * take + old[i].y * keep;
+    }
+  }
+}
+
 /// A math warpgroup: 64 query rows of every tile.
 template <TileConfig tile, class Element>
 struct Math {
-  using Out = std::conditional_t<tile.f32_out, float, Element>;
-
   const Params& p;
   Shared<tile, Element>& shared;
   const int group, thread;
@@ -423,16 +447,30 @@ struct Math {
   __device__ __forceinline__ Math(const Params& params, Shared<tile, Element>& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), thread(threadIdx.x % 128) {}
 
+  /// The description of tile number `of`, read as shared memory: a generic pointer to it would live in two registers.
+  __device__ __forceinline__ TileWork work(uint32_t of) const {
+    const uint32_t at = smem_address(&shared.work[of % tile_ring]);
+    int32_t w[8];
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                 : "r"(at)
+                 : "memory");
+    asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4 + 16];"
+                 : "=r"(w[4]), "=r"(w[5]), "=r"(w[6]), "=r"(w[7])
+                 : "r"(at)
+                 : "memory");
+    return {w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]};
+  }
+
   /// First of this thread's two rows, as a row of the tile; the other is 8 below.
   __device__ __forceinline__ int tile_row() const { return group * group_rows + thread / 32 * 16 + thread % 32 / 4; }
 
   /// Waits for the next tile.
-  __device__ __forceinline__ const TileWork& begin_tile() {
+  __device__ __forceinline__ TileWork begin_tile() {
     const Slot<tile_ring> slot(t++);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
-    return shared.work[slot.index];
+    return work(t - 1);
   }
-  __device__ __forceinline__ const TileWork& work() const { return shared.work[(t - 1) % tile_ring]; }
 
   __device__ __forceinline__ void wait_queries() { mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1); }
   __device__ __forceinline__ void wait_keys() {
@@ -492,7 +530,7 @@ struct Math {
 
   template <int columns>
   __device__ __forceinline__ void mask_block(float (&s)[columns]) {
-    const TileWork& w = work();
+    const TileWork w = work(t - 1);
     mask(s, n * tile.keys + thread % 4 * 2, min(w.keys, w.diagonal + tile_row()),
          min(w.keys, w.diagonal + tile_row() + 8));
   }
@@ -517,26 +555,44 @@ struct Math {
       weights[2 * j + 1] = packed<Element>(s[4 * j + 2], s[4 * j + 3]);
     }
   }
-  /// Stores tile number `of` and lets go of its description.
+  /// Stores tile number `of`, merged with what is there when accumulating, and lets go of its description.
   __device__ __forceinline__ void finish(uint32_t of, const RowState& done) {
-    const TileWork& w = shared.work[of % tile_ring];
+    if (p.out_dtype == Dtype::f32) store_tile<float>(of, done);
+    else if (p.out_dtype == Dtype::bf16) store_tile<__nv_bfloat16>(of, done);
+    else store_tile<__half>(of, done);
+    __syncwarp();
+    if (thread % 32 == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
+  }
+  template <class Out>
+  __device__ __forceinline__ void store_tile(uint32_t of, const RowState& done) {
+    const TileWork w = work(of);
     const int32_t rows = w.rows, head = w.head, begin = w.row;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = done.sum[h];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      const int row = tile_row() + 8 * h;
+      int row = tile_row() + 8 * h;
+      asm volatile("" : "+r"(row));
       const bool valid = row < rows;
-      const int64_t token = begin + row;
-      store_row(static_cast<Out*>(p.out) + token * p.out_token + head * p.out_head, o, h,
-                sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f, valid);
-      if (valid && thread % 4 == 0)
-        p.lse[token * p.lse_token + head * p.lse_head] =
-            sum > 0.0f ? done.reference[h] * p.scale + __logf(sum) : -INFINITY;
+      Out* const out = static_cast<Out*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
+      const int64_t lse_at = int64_t{begin + row} * p.lse_token + head * p.lse_head;
+      float lse = sum > 0.0f ? done.reference[h] * p.scale + __logf(sum) : -INFINITY;
+      float take = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      if (p.accumulate) {
+        float before = valid ? p.lse[lse_at] : -INFINITY;
+        if (!(before < INFINITY)) before = -INFINITY;
+        const float high = fmaxf(before, lse);
+        const float part_before = high > -INFINITY ? __expf(before - high) : 0.0f,
+                    part = high > -INFINITY ? __expf(lse - high) : 0.0f, whole = part_before + part;
+        const float share = whole > 0.0f ? __fdividef(1.0f, whole) : 0.0f;
+        merge_row(out, o, h, part_before * share, take * part * share);
+        if (whole > 0.0f) lse = high + __logf(whole);
+        take = 1.0f;
+      }
+      store_row(out, o, h, take, valid);
+      if (p.lse && valid && thread % 4 == 0) p.lse[lse_at] = lse;
     }
-    __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
   }
 
   /// Two warpgroups. The products of the next block's scores and of this block's values are issued together, in turns;
@@ -551,7 +607,7 @@ struct Math {
     const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
     int32_t clear;  // blocks below this number are seen whole by all rows
     const auto next_tile = [&] {
-      const TileWork& w = begin_tile();
+      const TileWork w = begin_tile();
       clear = warp_uniform(min(w.keys, w.diagonal + group * group_rows) / tile.keys);
       n = warp_uniform(w.blocks - 1);
     };
@@ -657,7 +713,7 @@ struct Math {
   __device__ __forceinline__ void run_alternating() {
     static_assert(tile.value_parts() == 2);
     for (;;) {
-      const TileWork& w = begin_tile();
+      const TileWork w = begin_tile();
       n = warp_uniform(w.blocks - 1);
       if (n < 0) return;
       // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
@@ -756,9 +812,11 @@ void check_args(const AttendExpandedArgs& a) {
   require<Head>("k_nope", a.k_nope, heads, "q");
   require<Head>("v", a.v, heads, "q");
   require<Head>("out", a.out, heads, "q");
-  require<Head>("lse", a.lse, heads, "q");
   require<Token>("out", a.out, tokens, "q");
-  require<Token>("lse", a.lse, tokens, "q");
+  if (a.lse) {
+    require<Head>("lse", a.lse, heads, "q");
+    require<Token>("lse", a.lse, tokens, "q");
+  }
   require<Key>("k_pe", a.k_pe, keys, "k_nope");
   require<Key>("v", a.v, keys, "k_nope");
   require<Value>("out", a.out, a.v.extent<Value>(), "v");
@@ -768,7 +826,7 @@ void check_args(const AttendExpandedArgs& a) {
   require_dense<Rope>("k_pe", a.k_pe);
   require_dense<Value>("v", a.v);
   require_dense<Value>("out", a.out);
-  const Dtype dtype = a.q.dtype();
+  const Dtype dtype = a.q.dtype(), out_dtype = a.out.dtype();
   if (dtype != Dtype::bf16 && dtype != Dtype::f16)
     throw UnsupportedError(std::string(op) + ": q is " + std::string(to_string(dtype)) +
                            "; this kernel takes bf16 and f16");
@@ -776,26 +834,29 @@ void check_args(const AttendExpandedArgs& a) {
     if (got != dtype)
       throw ShapeError(std::string(op) + ": " + name + " is " + std::string(to_string(got)) + ", q is " +
                        std::string(to_string(dtype)));
-  if (a.out.dtype() != dtype && a.out.dtype() != Dtype::f32)
-    throw ShapeError(std::string(op) + ": out is " + std::string(to_string(a.out.dtype())) + ", it may be f32 or q's " +
-                     std::string(to_string(dtype)));
-  const int64_t size = static_cast<int64_t>(size_of(a.out.dtype()));
+  if (out_dtype != Dtype::bf16 && out_dtype != Dtype::f16 && out_dtype != Dtype::f32)
+    throw UnsupportedError(std::string(op) + ": out is " + std::string(to_string(out_dtype)) +
+                           "; this kernel writes bf16, f16 and f32");
+  const int64_t size = static_cast<int64_t>(size_of(out_dtype));
   if (reinterpret_cast<uintptr_t>(a.out.data()) % 16 != 0 || a.out.stride<Token>() * size % 16 != 0 ||
       a.out.stride<Head>() * size % 16 != 0)
     throw ShapeError(std::string(op) + ": out rows are not aligned to 16 bytes");
+  if (a.accumulate && !a.lse)
+    throw ShapeError(std::string(op) + ": accumulate without lse, which says what part the rows already hold");
   if (!(a.scale > 0.0f) || !std::isfinite(a.scale))
     throw ShapeError(std::string(op) + ": scale is " + std::to_string(a.scale) + ", it must be finite and above 0");
-  if (a.requests < 0 || a.requests > std::numeric_limits<int32_t>::max() / 2)
-    throw ShapeError(std::string(op) + ": requests is " + std::to_string(a.requests));
-  if (tokens > std::numeric_limits<int32_t>::max() / 4 || keys > std::numeric_limits<int32_t>::max() / 4 ||
-      (tokens / 64 + a.requests) * heads > std::numeric_limits<int32_t>::max() / 2)
+  constexpr int64_t most = std::numeric_limits<int32_t>::max();
+  if (a.item_count < 0 || a.item_count > most / 2)
+    throw ShapeError(std::string(op) + ": item_count is " + std::to_string(a.item_count));
+  if (a.most_queries < 0 || a.most_queries > tokens)
+    throw ShapeError(std::string(op) + ": most_queries is " + std::to_string(a.most_queries) + ", q Token is " +
+                     std::to_string(tokens));
+  if (tokens > most / 4 || keys > most / 4 || (tokens / 64 + a.item_count) * heads > most / 2)
     throw ShapeError(std::string(op) + ": " + std::to_string(tokens) + " tokens, " + std::to_string(keys) + " keys, " +
-                     std::to_string(heads) + " heads are more than one launch can number");
-  if (keys == 0)
-    throw ShapeError(std::string(op) +
-                     ": k_nope has no rows; a batch without keys still gives one (nothing of it is used)");
-  if (!a.query_start || !a.key_start || !a.workspace)
-    throw ShapeError(std::string(op) + ": query_start, key_start or workspace is null");
+                     std::to_string(heads) + " heads, " + std::to_string(a.item_count) +
+                     " items are more than one launch can number");
+  if (a.item_count > 0 && tokens > 0 && heads > 0 && (!a.items || !a.workspace))
+    throw ShapeError(std::string(op) + ": " + (a.items ? "workspace" : "items") + " is null");
 }
 
 void require_hopper() {
@@ -837,30 +898,35 @@ CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t wi
 template <class Config, class Element>
 void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   constexpr TileConfig tile = Config::tile;
-  const int64_t heads = a.q.extent<Head>(), tokens = a.q.extent<Token>();
-  const int64_t keys = a.k_nope.extent<Key>();
+  const int64_t heads = a.q.extent<Head>(), tokens = a.q.extent<Token>(), keys = a.k_nope.extent<Key>();
   const Dtype dtype = a.q.dtype();
   Params p;
   p.q =
       rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
-  p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(),
-                      a.k_nope.stride<Key>(), tile.keys);
-  p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
-  p.v =
-      rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(), tile.value_keys);
-  p.query_start = a.query_start;
-  p.key_start = a.key_start;
+  if (keys > 0) {
+    p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(),
+                        a.k_nope.stride<Key>(), tile.keys);
+    p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
+    p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(),
+                   tile.value_keys);
+  } else {  // maps cannot be empty: one row of something there is, which every row of the result masks
+    p.k_nope = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.keys);
+    p.k_pe = rows_map("q", dtype, a.q.data(), panel, 0, 1, 0, panel, tile.keys);
+    p.v = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.value_keys);
+  }
+  p.items = a.items;
   p.out = a.out.data();
   p.lse = a.lse.data();
   p.out_token = a.out.stride<Token>();
   p.out_head = a.out.stride<Head>();
   p.lse_token = a.lse.stride<Token>();
   p.lse_head = a.lse.stride<Head>();
-  p.requests = static_cast<int32_t>(a.requests);
+  p.items_count = static_cast<int32_t>(a.item_count);
   p.heads = static_cast<int32_t>(heads);
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
-  p.causal = a.causal;
+  p.out_dtype = a.out.dtype();
+  p.accumulate = a.accumulate;
   // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so
   // the extents decide.
   const int multiprocessors = cuda::multiprocessors(op);
@@ -869,7 +935,10 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
 
   constexpr size_t shared_bytes = sizeof(Shared<tile, Element>) + 1024;  // and what aligning it takes
   static_assert(shared_bytes <= 227 * 1024);
-  const int64_t most_tiles = (tokens / tile.rows() + a.requests) * heads;
+  const int64_t most_queries = a.most_queries > 0 ? a.most_queries : tokens;
+  const int64_t most_tiles =
+      std::min(tokens / tile.rows() + a.item_count, a.item_count * ((most_queries + tile.rows() - 1) / tile.rows())) *
+      heads;
   const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles));
   cuda::launch(
       &attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes},
@@ -877,11 +946,11 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
       "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
 }
 
-template <class Element, bool f32_out>
+template <class Element>
 void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
-  if (nope == 128 && rope == 64 && value == 128) return run<Deepseek<f32_out>, Element>(stream, a);
-  if (nope == 192 && rope == 64 && value == 256) return run<Glm<f32_out>, Element>(stream, a);
+  if (nope == 128 && rope == 64 && value == 128) return run<Deepseek, Element>(stream, a);
+  if (nope == 192 && rope == 64 && value == 256) return run<Glm, Element>(stream, a);
   throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) +
                          "/" + std::to_string(value) + "; this kernel has 128/64/128 and 192/64/256");
 }
@@ -891,11 +960,9 @@ void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
 void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   check_args(args);
   require_hopper();
-  if (args.requests == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
-  const bool f32_out = args.out.dtype() == Dtype::f32;
-  if (args.q.dtype() == Dtype::bf16)
-    return f32_out ? dispatch<__nv_bfloat16, true>(stream, args) : dispatch<__nv_bfloat16, false>(stream, args);
-  return f32_out ? dispatch<__half, true>(stream, args) : dispatch<__half, false>(stream, args);
+  if (args.item_count == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
+  if (args.q.dtype() == Dtype::bf16) dispatch<__nv_bfloat16>(stream, args);
+  else dispatch<__half>(stream, args);
 }
 
 }  // namespace mla::cuda::sm90

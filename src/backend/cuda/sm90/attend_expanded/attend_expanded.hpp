@@ -1,13 +1,12 @@
-// attend_expanded on Hopper: multi-head attention over flat keys and values, several requests of any lengths in one
-// launch.
+// attend_expanded on Hopper: multi-head attention over flat keys and values, any number of work items in one launch.
 //
-// Request r owns query rows [query_start[r], query_start[r + 1]) and key rows [key_start[r], key_start[r + 1]). Its
-// query i (of q) sees its keys j (of k) with j <= i + k - q when causal, all of them otherwise:
+// Of item t, query row i < q_count sees the keys j < k_count with j <= i + visible:
 //   out = softmax(scale * ([q_nope | q_pe] . [k_nope | k_pe])) v,   lse = natural log of the sum of exponentials
-// A row that sees nothing: out 0, lse -inf. Rows of no request are left alone.
+// A row that sees nothing: out 0, lse -inf. Rows of no item are left alone. No row belongs to two items of a call.
 //
-// The starts are read on the device: a captured launch serves other lengths, as long as they fit the extents it was
-// captured with. A row's bits depend only on its query, its request's keys and its index in the request.
+// The items are read on the device: a captured launch serves other lengths, as long as they fit the extents and limits
+// it was captured with. A row's bits depend only on its query, its item's keys and its index in the item (and what it
+// is merged with).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,21 +14,24 @@
 #include <cstdint>
 
 #include "mla/view.hpp"
+#include "mla/work.hpp"
 
 namespace mla::cuda::sm90 {
 
 struct AttendExpandedArgs {
-  AnyView<Token, Head, QueryKey> q;      ///< bf16 or f16, [nope | rope], rotated; QueryKey dense
-  AnyView<Key, Head, Nope> k_nope;       ///< dtype of q, Nope dense, strides multiples of 16 bytes
-  AnyView<Key, Rope> k_pe;               ///< dtype of q, shared by the heads
-  AnyView<Key, Head, Value> v;           ///< dtype of q; may be a slice of the array that k_nope is a slice of
-  const int32_t* query_start = nullptr;  ///< device, requests + 1, ascending
-  const int32_t* key_start = nullptr;    ///< device, requests + 1, ascending
-  int64_t requests = 0;
-  bool causal = true;
+  AnyView<Token, Head, QueryKey> q;     ///< bf16 or f16, [nope | rope], rotated; QueryKey dense
+  AnyView<Key, Head, Nope> k_nope;      ///< dtype of q, Nope dense, strides multiples of 16 bytes
+  AnyView<Key, Rope> k_pe;              ///< dtype of q, shared by the heads
+  AnyView<Key, Head, Value> v;          ///< dtype of q; may be a slice of the array that k_nope is a slice of
+  const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding; `last` is not read
+  int64_t item_count = 0;
+  int64_t most_queries = 0;                ///< no item has more query rows; 0: as many as q
   float scale = 1.0f;                      ///< above 0
-  AnyMutableView<Token, Head, Value> out;  ///< dtype of q, or f32; Value dense, rows aligned to 16 bytes
-  View<float, Token, Head> lse;            ///< any strides
+  AnyMutableView<Token, Head, Value> out;  ///< bf16, f16 or f32; Value dense, rows aligned to 16 bytes
+  View<float, Token, Head> lse;            ///< any strides; may be null unless accumulate
+  /// true: out and lse already hold a part of each row's softmax; the result is merged into it. An lse of -inf, +inf or
+  /// NaN holds nothing, and its out is not read.
+  bool accumulate = false;
   void* workspace = nullptr;  ///< device, attend_expanded_workspace bytes, zeroed once; each launch leaves it zeroed.
                               ///< Not for two launches at a time
 };
