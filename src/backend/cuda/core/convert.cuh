@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cfloat>
 #include <cstdint>
 
 #include "mla/dtype.hpp"
@@ -15,11 +16,10 @@ namespace mla::cuda {
 __device__ inline float widen(float x) { return x; }
 __device__ inline float widen(bf16 x) { return __uint_as_float(static_cast<uint32_t>(x.bits) << 16); }
 __device__ inline float widen(f16 x) { return __half2float(__ushort_as_half(x.bits)); }
-__device__ inline float widen(fp8_e4m3 x) {
-  return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3)));
-}
+__device__ inline float widen(fp8_e4m3 x) { return __half2float(__half(__nv_cvt_fp8_to_halfraw(x.bits, __NV_E4M3))); }
 
-/// Nearest even; e4m3 saturates at 448, NaN stays NaN: the bits that the portable conversions give.
+/// Nearest even; e4m3 saturates at 448, NaN stays NaN: the bits that the portable conversions give, but for NaN's
+/// payload and sign.
 template <class T>
 __device__ T narrow(float x);
 template <>
@@ -48,6 +48,131 @@ __device__ inline float warp_max(float x) {
 #pragma unroll
   for (int d = 16; d; d /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, d));
   return x;
+}
+
+// Several elements at once.
+
+template <class T, int n>
+struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
+  T at[n];
+};
+/// n neighbours, in accesses of up to 16 bytes when wide (then `from` is so aligned), otherwise one by one.
+template <bool wide, class T, int n>
+__device__ inline void load(const T* from, T (&x)[n]) {
+  if constexpr (wide) {
+    const auto pack = *reinterpret_cast<const Pack<T, n>*>(from);
+#pragma unroll
+    for (int e = 0; e < n; ++e) x[e] = pack.at[e];
+  } else {
+#pragma unroll
+    for (int e = 0; e < n; ++e) x[e] = from[e];
+  }
+}
+template <bool wide, class T, int n>
+__device__ inline void store(const T (&x)[n], T* to) {
+  if constexpr (wide) {
+    Pack<T, n> pack;
+#pragma unroll
+    for (int e = 0; e < n; ++e) pack.at[e] = x[e];
+    *reinterpret_cast<Pack<T, n>*>(to) = pack;
+  } else {
+#pragma unroll
+    for (int e = 0; e < n; ++e) to[e] = x[e];
+  }
+}
+
+template <class T, int n>
+__device__ inline void widen_all(const T (&x)[n], float (&y)[n]) {
+  if constexpr (dtype_of<T>::value == Dtype::fp8_e4m3 && n % 2 == 0) {
+#pragma unroll
+    for (int e = 0; e < n; e += 2) {
+      const auto pair = static_cast<__nv_fp8x2_storage_t>(x[e].bits | x[e + 1].bits << 8);
+      const float2 wide = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+      y[e] = wide.x;
+      y[e + 1] = wide.y;
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < n; ++e) y[e] = widen(x[e]);
+  }
+}
+
+/// As the portable conversions round, bit for bit; the hardware's differ in NaN alone, which is mended where it occurs.
+template <class T, int n>
+__device__ inline void narrow_all(const float (&x)[n], T (&y)[n]) {
+  if constexpr (dtype_of<T>::value == Dtype::f32) {
+#pragma unroll
+    for (int e = 0; e < n; ++e) y[e] = x[e];
+  } else {
+    bool odd = false;
+#pragma unroll
+    for (int e = 0; e < n; ++e) odd |= x[e] != x[e];
+    if constexpr (n % 2 == 0) {
+#pragma unroll
+      for (int e = 0; e < n; e += 2) {
+        if constexpr (dtype_of<T>::value == Dtype::bf16) {
+          const __nv_bfloat162 pair = __floats2bfloat162_rn(x[e], x[e + 1]);
+          y[e].bits = __bfloat16_as_ushort(pair.x);
+          y[e + 1].bits = __bfloat16_as_ushort(pair.y);
+        } else if constexpr (dtype_of<T>::value == Dtype::f16) {
+          const __half2 pair = __floats2half2_rn(x[e], x[e + 1]);
+          y[e].bits = __half_as_ushort(pair.x);
+          y[e + 1].bits = __half_as_ushort(pair.y);
+        } else {
+          const __nv_fp8x2_storage_t pair =
+              __nv_cvt_float2_to_fp8x2(make_float2(x[e], x[e + 1]), __NV_SATFINITE, __NV_E4M3);
+          y[e].bits = static_cast<uint8_t>(pair);
+          y[e + 1].bits = static_cast<uint8_t>(pair >> 8);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int e = 0; e < n; ++e) y[e] = narrow<T>(x[e]);
+    }
+    if (odd) {
+#pragma unroll
+      for (int e = 0; e < n; ++e)
+        if (x[e] != x[e]) y[e] = from_float<T>(x[e]);
+    }
+  }
+}
+
+// Scales of quantised groups, as cache/codec.hpp has them.
+
+__device__ inline float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
+/// Exponent of the smallest power of two not below x; x positive, normal and finite.
+__device__ inline int ceil_log2(float x) { return static_cast<int>((__float_as_uint(x) + 0x7fffffu) >> 23) - 127; }
+__device__ inline int scale_exponent(float amax) { return ceil_log2(fmaxf(amax / 448.0f, 1e-4f)); }
+__device__ inline float from_ue8m0(uint8_t e) {
+  return __uint_as_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
+}
+
+/// Largest magnitude over the n elements of `lanes` neighbouring lanes, a power of two of them; all of the warp call
+/// it, those without `mine` add nothing. NaN does not count, infinity counts as the largest finite number. Magnitudes
+/// order as their bits do; NaN lies above infinity there, and is left out only where one was met.
+template <int lanes, int n>
+__device__ inline float largest_magnitude(const float (&x)[n], bool mine = true) {
+  constexpr uint32_t kInfinity = 0x7f800000u;
+  uint32_t m = 0;
+  const auto join = [&m] {
+#pragma unroll
+    for (int d = lanes / 2; d; d /= 2) m = max(m, __shfl_xor_sync(0xffffffffu, m, d));
+  };
+#pragma unroll
+  for (int e = 0; e < n; ++e) m = max(m, __float_as_uint(x[e]) & 0x7fffffffu);
+  if (!mine) m = 0;
+  join();
+  if (__any_sync(0xffffffffu, m > kInfinity)) {
+    m = 0;
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      const uint32_t a = __float_as_uint(x[e]) & 0x7fffffffu;
+      if (a <= kInfinity) m = max(m, a);
+    }
+    if (!mine) m = 0;
+    join();
+  }
+  return fminf(__uint_as_float(m), FLT_MAX);
 }
 
 /// f(T{}) with the element type of a dtype, among f32 and bf16: what activations are.

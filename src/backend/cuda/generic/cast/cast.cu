@@ -1,6 +1,4 @@
 // Memory-bound: a thread moves sixteen bytes of the wider side where both lie at multiples of it.
-#include "backend/cuda/generic/cast/cast.hpp"
-
 #include <algorithm>
 #include <string>
 
@@ -8,6 +6,7 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/cast/cast.hpp"
 
 namespace mla::cuda {
 namespace generic {
@@ -15,16 +14,11 @@ namespace {
 
 constexpr int kThreads = 256;
 
-template <class T, int n>
-struct alignas(sizeof(T) * n) Pack {
-  T at[n];
-};
-
 // Element groups of `n`, numbered through row, head and group.
 template <class X, class Y, int n>
 __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64_t groups, int64_t x_row,
-                            int64_t x_head, int64_t y_row, int64_t y_head, const int32_t* x_rows,
-                            const int32_t* y_rows, float scale) {
+                            int64_t x_head, int64_t y_row, int64_t y_head, const int32_t* x_rows, const int32_t* y_rows,
+                            float scale) {
   const int64_t count = rows * heads * groups, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     const int64_t g = i % groups, h = i / groups % heads, t = i / groups / heads;
@@ -49,8 +43,8 @@ void run(cudaStream_t stream, const CopyRows& c, std::string_view op) {
   const int64_t groups = wide ? width / n : width, count = c.rows * heads * groups;
   if (count == 0) return;
   const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 132 * 32));
-  const std::string shape = "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " +
-                            std::to_string(width);
+  const std::string shape =
+      "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
   launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>, {.grid = dim3(blocks), .block = dim3(kThreads)}, stream,
          op, "copy of rows", shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads,
          groups, c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.x_rows, c.y_rows,
