@@ -45,6 +45,11 @@ void finish_topk(Stream& stream, const ops::FinishTopkArgs& a);
 void fill_topk(Stream& stream, const ops::FillTopkArgs& a);
 void hadamard(Stream& stream, const ops::HadamardArgs& a);
 
+namespace generic {
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+}  // namespace generic
+
 /// Working memory of a stream's ops, whatever the shape: they cut large calls into parts that fit it.
 constexpr size_t kScratch = size_t{64} << 20;
 

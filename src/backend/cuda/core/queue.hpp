@@ -33,6 +33,7 @@ class Queue {
   /// kCounters numbers that are 0 between kernels: each that uses some leaves them 0.
   unsigned* counters() const { return counters_; }
   static constexpr size_t kCounters = 16384;
+  static constexpr size_t kSpare = kCounters;  ///< 64 more, for kernels that need a few beside those
 
   /// Where the device reads a host array: its staged copy, or, where the host memory itself is the device's to read
   /// (pinned, managed), that. ShapeError naming op and array when neither. Null for an empty array.

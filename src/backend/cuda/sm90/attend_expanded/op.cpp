@@ -1,0 +1,48 @@
+#include <algorithm>
+
+#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "backend/cuda/sm90/ops.hpp"
+
+namespace mla::cuda::sm90 {
+namespace {
+
+bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size) {
+  const auto bytes = [&](int64_t stride) { return static_cast<uint64_t>(stride) * size; };
+  return ((reinterpret_cast<uintptr_t>(data) | bytes(stride_a) | bytes(stride_b)) & 15) == 0;
+}
+
+}  // namespace
+
+bool serves(const Queue& queue, const ops::AttendExpandedArgs& a) {
+  const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
+  const bool dims = rope == 64 && ((nope == 128 && value == 128) || (nope == 192 && value == 256));
+  return queue.hopper() && dims && !a.quantized && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
+         a.k_nope.dtype() == Dtype::bf16 && a.scale > 0 &&
+         aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), 2) &&
+         aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), 2) &&
+         aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, 2) &&
+         aligned(a.v.data(), a.v.stride<Key>(), a.v.stride<Head>(), 2) &&
+         aligned(a.out.data(), a.out.stride<Token>(), a.out.stride<Head>(), size_of(a.out.dtype()));
+}
+
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
+  const Queue& queue = stream.queue();
+  int64_t most = 0;
+  for (const ExpandedItem& i : a.items) most = std::max<int64_t>(most, i.q_count);
+  if (most == 0) return;
+  attend_expanded(queue.stream(), AttendExpandedArgs{.q = a.q,
+                                                     .k_nope = a.k_nope,
+                                                     .k_pe = a.k_pe,
+                                                     .v = a.v,
+                                                     .items = queue.staged(a.items, "attend_expanded", "items"),
+                                                     .item_count = static_cast<int64_t>(a.items.size()),
+                                                     .most_queries = most,
+                                                     .scale = a.scale,
+                                                     .out = a.out,
+                                                     .lse = a.lse,
+                                                     .accumulate = a.accumulate,
+                                                     .workspace = queue.counters() + Queue::kSpare});
+}
+
+}  // namespace mla::cuda::sm90

@@ -1,0 +1,86 @@
+#include <algorithm>
+#include <limits>
+
+#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/ops.hpp"
+
+namespace mla::cuda::sm90 {
+namespace {
+
+constexpr int64_t kLatent = 512, kRope = 64, kMostHeads = 128;
+
+bool dense_rows(const auto& v, int64_t width) {
+  return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
+}
+
+AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::AttendLatentArgs& a) {
+  AttendLatentLimits l{.tokens = static_cast<int>(a.q.extent<Token>()),
+                       .requests = static_cast<int>(items.size()),
+                       .heads = static_cast<int>(a.q.extent<Head>()),
+                       .query_tokens = 1,
+                       .batch_invariant = a.batch_invariant};
+  for (const LatentItem& i : items) {
+    l.query_tokens = std::max(l.query_tokens, i.q_count);
+    l.seq_len = std::max(l.seq_len, i.kv_end);
+    l.positions += i.kv_end;
+  }
+  return l;
+}
+
+}  // namespace
+
+bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
+  const CacheSpec& spec = a.cache.spec;
+  const bool whole = std::all_of(a.items.begin(), a.items.end(),
+                                 [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
+  return queue.hopper() && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
+         (spec.format == CacheFormat::bf16 || spec.format == CacheFormat::f16) && spec.latent == kLatent &&
+         spec.rope == kRope && a.cache.page_stride == spec.page_bytes() && a.q.extent<Head>() <= kMostHeads &&
+         dense_rows(a.q, kLatent + kRope) && dense_rows(a.out, kLatent) && a.block_table.stride<Page>() == 1 &&
+         a.q.extent<Token>() * a.q.extent<Head>() < std::numeric_limits<int32_t>::max() &&
+         reinterpret_cast<uintptr_t>(a.q.data()) % 16 == 0 && reinterpret_cast<uintptr_t>(a.out.data()) % 16 == 0 &&
+         reinterpret_cast<uintptr_t>(a.cache.data) % 16 == 0 && a.scale > 0;
+}
+
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
+  const Queue& queue = stream.queue();
+  const int page_size = static_cast<int>(a.cache.spec.page_size);
+  const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
+  const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
+  // Pieces of fixed length may need more partial rows than scratch holds: then as many items at a time as fit.
+  for (size_t begin = 0; begin < a.items.size();) {
+    size_t count = a.items.size() - begin;
+    AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
+    AttendLatentChoice choice = attend_latent_choice(limits, page_size, queue.multiprocessors());
+    while (count > 1 && (attend_latent_partials(limits, choice) > a.scratch.per_worker ||
+                         attend_latent_counters(limits, choice) > Queue::kCounters)) {
+      count = (count + 1) / 2;
+      limits = limits_of(a.items.subspan(begin, count), a);
+      choice = attend_latent_choice(limits, page_size, queue.multiprocessors());
+    }
+    cuda::attend_latent({.limits = limits,
+                         .q = a.q.data(),
+                         .cache = a.cache.data,
+                         .cache_dtype = a.cache.spec.format == CacheFormat::bf16 ? Dtype::bf16 : Dtype::f16,
+                         .pages = a.cache.pages,
+                         .page_size = page_size,
+                         .items = items + begin,
+                         .block_table = table.data(),
+                         .table_stride = table.stride<Request>(),
+                         .scale = a.scale,
+                         .out = a.out.data(),
+                         .out_dtype = a.out.dtype(),
+                         .lse = a.lse.data(),
+                         .lse_token_stride = a.lse.stride<Token>(),
+                         .lse_head_stride = a.lse.stride<Head>(),
+                         .counters = queue.counters(),
+                         .counter_count = Queue::kCounters,
+                         .partials = a.scratch.data,
+                         .partials_bytes = a.scratch.per_worker},
+                        choice, queue.stream());
+    begin += count;
+  }
+}
+
+}  // namespace mla::cuda::sm90

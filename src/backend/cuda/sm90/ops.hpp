@@ -1,0 +1,20 @@
+// What Hopper's own kernels take over from generic/: each op's function and whether it serves a call.
+#pragma once
+
+#include "backend/backend.hpp"
+
+namespace mla::cuda {
+class Queue;
+}
+
+namespace mla::cuda::sm90 {
+
+/// bf16 queries of 512 + 64 over whole requests of a bf16 or f16 cache, at most 128 heads.
+bool serves(const Queue& queue, const ops::AttendLatentArgs& a);
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
+
+/// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256.
+bool serves(const Queue& queue, const ops::AttendExpandedArgs& a);
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+
+}  // namespace mla::cuda::sm90
