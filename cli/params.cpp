@@ -1,5 +1,7 @@
 #include "cli/params.hpp"
 
+#include <charconv>
+
 #include "bench/machine.hpp"
 #include "mla/error.hpp"
 #include "mla/index_plan.hpp"
@@ -107,6 +109,26 @@ cases::Params ShapeFlags::params() const {
 void add_threads(CLI::App& command, int& threads) {
   threads = bench::this_machine().cores;
   command.add_option("--threads", threads, "Threads")->capture_default_str()->check(CLI::Range(1, 4096));
+}
+
+DeviceFlag::DeviceFlag(CLI::App& command) {
+  command.add_option("--device", name_, "cpu, cuda or cuda:N")->capture_default_str();
+}
+
+Device DeviceFlag::device() const {
+  if (name_ == "cpu") return {};
+  const std::string prefix = "cuda";
+  int index = 0;
+  bool known = name_ == prefix;
+  if (!known && name_.starts_with(prefix + ":")) {
+    const char *begin = name_.data() + prefix.size() + 1, *end = name_.data() + name_.size();
+    const auto [at, error] = std::from_chars(begin, end, index);
+    known = error == std::errc() && at == end && index >= 0;
+  }
+  if (!known) throw InputError("--device is '" + name_ + "', it must be cpu, cuda or cuda:N");
+  const Device device{DeviceKind::cuda, index};
+  describe(device);  // throws when it is not there
+  return device;
 }
 
 void require_indexer(const CLI::App& command, const ModelConfig& model) {

@@ -31,6 +31,16 @@ class ShapeFlags {
 
 /// --threads: at least 1, by default all of the machine's.
 void add_threads(CLI::App& command, int& threads);
+/// --device: cpu, cuda or cuda:N. InputError for another name; DeviceError when no such GPU is there.
+class DeviceFlag {
+ public:
+  explicit DeviceFlag(CLI::App& command);
+  Device device() const;
+
+ private:
+  std::string name_ = "cpu";
+};
+
 /// --target: limits the instruction set when the command runs; an empty name does not.
 void add_target(CLI::App& command, std::string& target);
 

@@ -10,6 +10,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench/gpu_roof.hpp"
 #include "bench/machine.hpp"
 #include "bench/roof.hpp"
 #include "cli/commands.hpp"
@@ -31,6 +32,7 @@ struct Flags {
   int threads = 1;
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
+  std::unique_ptr<DeviceFlag> device;
 };
 
 std::atomic<bool> stop{false};
@@ -92,6 +94,7 @@ void reduce(const Flags& f, serve::Options& o) {
 
 serve::Options options_of(const CLI::App& command, const Flags& f) {
   serve::Options o;
+  o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
     o.checkpoint.emplace(f.model);
     o.model = o.checkpoint->config();
@@ -211,8 +214,13 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
   std::printf("model      %s, %lld of %lld layers, %s heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(),
               n(r.layers), n(o.model.layers), heads.c_str(), std::string(to_string(o.weights)).c_str(),
               o.checkpoint ? "" : " random", gib(r.weight_bytes));
-  std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", machine.cpu.c_str(),
-              n(r.threads), roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
+  const bool gpu = o.device.kind == DeviceKind::cuda;
+  if (gpu)
+    std::printf("machine    %s; copy %.0f GB/s, products f32 %.1f TFLOP/s, bf16 %.0f TFLOP/s\n",
+                describe(o.device).c_str(), roof.read_gbps, 1e-3 * roof.fma_gflops, 1e-3 * roof.bf16_gflops);
+  else
+    std::printf("machine    %s, %lld threads; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n",
+                machine.cpu.c_str(), n(r.threads), roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
   std::printf("trace      %s (%s), %lld requests, %lld finished, %lld refused\n", t.source.c_str(), t.format.c_str(),
               n(r.requests), n(r.finished), n(r.refused));
   std::printf("cache      %s, %lld pages of %lld (%.2f GiB); occupancy mean %.1f%%, peak %.1f%%\n",
@@ -247,6 +255,10 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
                 rate(row.bytes * 1e-9, row.seconds), roof_share(row, o, roof));
   std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds,
               percent(r.step_seconds - op_seconds, r.step_seconds));
+  if (gpu)
+    std::printf("           of one layer in %lld of %lld steps, launched op by op and scaled; steps of decodes alone run as "
+                "one graph\n",
+                n(r.profiled_steps), n(r.steps));
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
   std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds,
               r.wall_seconds, n(r.steps), r.simulated_seconds);
@@ -277,7 +289,8 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"up_weights", to_string(o.up)},
         {"weight_bytes", r.weight_bytes}}},
       {"machine",
-       {{"cpu", machine.cpu},
+       {{"device", o.device.kind == DeviceKind::cpu ? "cpu" : describe(o.device)},
+        {"cpu", machine.cpu},
         {"threads", r.threads},
         {"read_gbps", roof.read_gbps},
         {"fma_gflops", roof.fma_gflops},
@@ -347,6 +360,12 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
   return j;
 }
 
+bench::Roof roof_of(const serve::Options& o, ThreadPool& pool) {
+  if (o.device.kind == DeviceKind::cpu) return bench::measure_roof(pool);
+  Stream stream(o.device);
+  return bench::measure_roof(stream);
+}
+
 void run(const CLI::App& command, const Flags& f, int& status) {
   const serve::Options o = options_of(command, f);
   const serve::Trace t = trace_of(f);
@@ -357,7 +376,7 @@ void run(const CLI::App& command, const Flags& f, int& status) {
     if (!json) throw InputError(f.json + ": cannot be written");
   }
   ThreadPool pool(o.threads);
-  const bench::Roof roof = bench::measure_roof(pool);
+  const bench::Roof roof = roof_of(o, pool);
   const StopOnInterrupt interrupt;
   ProgressPrinter progress;
   const serve::Result r = serve::replay(t, o, pool, stop, [&](const serve::Progress& p) { progress(p); });
@@ -435,12 +454,14 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--seed", f->seed, "of weights, hidden states and generated traces")->capture_default_str();
   c->add_option("--verify", f->verify, "recompute this many sampled output rows in float64")->capture_default_str();
   c->add_option("--json", f->json, "write everything measured to this file");
+  f->device = std::make_unique<DeviceFlag>(*c);
   add_threads(*c, f->threads);
   c->footer(
       "Examples:\n"
       "  mla run\n"
       "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --verify 50\n"
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
+      "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
       "Ctrl-C ends the run after the step in progress and reports what was measured; the exit code is then 130.");
   c->callback([c, f, &status] { run(*c, *f, status); });
 }

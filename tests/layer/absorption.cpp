@@ -71,7 +71,7 @@ TEST_P(AbsorbedGolden, FilesAreReproduced) {
   const auto exact = reference::output_rows(g.config, reference::plain_weights(g.tensors, Dtype::f32), g.hidden, rows);
   for (const Choice& c : choices()) {
     const ModelConfig config = with_block(g.config, c.block);
-    const LayerWeights weights = prepare(config, g.tensors, c.options);
+    const LayerWeights weights = prepare(config, g.tensors, c.options, kDevice);
     const reference::Weights plain_weights = reference::plain_weights(config, g.tensors, c.options);
     for (CacheFormat format : {CacheFormat::f32, CacheFormat::bf16}) {
       const reference::Rounding rounding{.weights = c.options.dtype, .cache = cache_spec(config, format)};
@@ -99,7 +99,7 @@ TEST_P(AbsorbedGolden, TokenByTokenInMixedBatches) {
   const int64_t n = std::min<int64_t>(g.length, 48);
   const std::vector<int64_t> rows = first_rows(n);
   const auto exact = reference::output_rows(g.config, reference::plain_weights(g.tensors, Dtype::f32), g.hidden, rows);
-  const LayerWeights weights = prepare(g.config, g.tensors, PrepareOptions{.absorption = Absorption::full});
+  const LayerWeights weights = prepare(g.config, g.tensors, PrepareOptions{.absorption = Absorption::full}, kDevice);
   Engine engine(weights, cache_spec(g.config, CacheFormat::f32, 7),
                 {.plan = {.path = PathPolicy::by_length, .reorder_batch_threshold = 16, .absorbed = true}});
   const int64_t slow = engine.add(g.hidden), fast = engine.add(g.hidden);
@@ -157,7 +157,7 @@ TEST(Absorption, EveryModelsShapes) {
     const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
     for (const Choice& c : choices()) {
       const ModelConfig config = with_block(m, c.block);
-      const LayerWeights weights = prepare(config, tensors, c.options);
+      const LayerWeights weights = prepare(config, tensors, c.options, kDevice);
       const reference::Rounding rounding{.weights = c.options.dtype};
       const auto y =
           reference::output_rows(config, reference::plain_weights(config, tensors, c.options), hidden, rows, &rounding);
@@ -178,7 +178,7 @@ TEST(Absorption, Fp8QueriesAndBf16Attention) {
   const std::vector<int64_t> rows = first_rows(70);
   const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
   const PrepareOptions options{.dtype = Dtype::bf16, .absorption = Absorption::full};
-  const LayerWeights weights = prepare(m, tensors, options);
+  const LayerWeights weights = prepare(m, tensors, options, kDevice);
   const reference::Weights plain_weights = reference::plain_weights(m, tensors, options);
   auto judge = [&](const PlanOptions& plan, CacheFormat format, const reference::Rounding& rounding) {
     const auto y = reference::output_rows(m, plain_weights, hidden, rows, &rounding);
@@ -200,7 +200,7 @@ TEST(Absorption, BitsIgnoreThreadsAndNeighbours) {
   cases::Random(1).fill_normal(mine);
   cases::Random(2).fill_normal(other);
   for (const Choice& c : choices()) {
-    const LayerWeights weights = prepare(m, tensors, c.options);
+    const LayerWeights weights = prepare(m, tensors, c.options, kDevice);
     PlanOptions plan = latent_plan(c.options);
     plan.split = SplitPolicy::batch_invariant;
     std::vector<float> first;
@@ -226,7 +226,7 @@ TEST(Absorption, AllocatesNothingAfterThePlan) {
   std::vector<float> hidden(100 * m.hidden);
   cases::Random(1).fill_normal(hidden);
   for (const Choice& c : choices()) {
-    const LayerWeights weights = prepare(with_block(m, c.block), random_layer(m, 0, 1, Dtype::f32), c.options);
+    const LayerWeights weights = prepare(with_block(m, c.block), random_layer(m, 0, 1, Dtype::f32), c.options, kDevice);
     Engine engine(weights, cache_spec(m, CacheFormat::bf16), {.plan = latent_plan(c.options)});
     engine.counter = allocation_count;
     engine.run_alone(engine.add(hidden), 100, 70);
@@ -250,7 +250,7 @@ TEST(Absorption, WhatItCannotServeIsNamed) {
   std::vector<float> hidden(40 * m.hidden);
   auto step = [&](Absorption a, const PlanOptions& plan) {
     return message_of<UnsupportedError>([&] {
-      const LayerWeights weights = prepare(m, tensors, PrepareOptions{.absorption = a});
+      const LayerWeights weights = prepare(m, tensors, PrepareOptions{.absorption = a}, kDevice);
       Engine engine(weights, cache_spec(m, CacheFormat::f32), {.plan = plan});
       const int64_t first = engine.add(hidden), second = engine.add(hidden);
       const std::vector<Engine::Piece> pieces{{first, 1}, {second, 40}};
@@ -278,7 +278,7 @@ TEST(Absorption, WhatItCannotServeIsNamed) {
 TEST(Absorption, AttentionFormAndOtherPlansAreRefused) {
   const ModelConfig m = small_deepseek();
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  const LayerWeights weights = prepare(m, tensors, PrepareOptions{.absorption = Absorption::full});
+  const LayerWeights weights = prepare(m, tensors, PrepareOptions{.absorption = Absorption::full}, kDevice);
   const RotaryTable rotary(m.rotary, m.rope, 16);
   const std::vector<int32_t> starts{0, 1}, lengths{1}, table{0}, slots{0};
   const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};
@@ -292,7 +292,7 @@ TEST(Absorption, AttentionFormAndOtherPlansAreRefused) {
   const Buffer workspace(p.workspace_bytes);
   const LayerContext context{p, batch, weights, rotary, cache.view(), {workspace.data(), workspace.size()}};
   // One held otherwise than the plan says is refused alike.
-  const LayerWeights narrow = prepare(m, tensors, PrepareOptions{.up = WeightFormat::mxfp4});
+  const LayerWeights narrow = prepare(m, tensors, PrepareOptions{.up = WeightFormat::mxfp4}, kDevice);
   const Plan plain = plan(m, cache.spec(), 1, batch, device_info(stream, m));
   const LayerContext other{plain, batch, narrow, rotary, cache.view(), {workspace.data(), workspace.size()}};
   EXPECT_EQ(message_of<UnsupportedError>([&] { attend(stream, other, {}, {}, {}, View<float, Token, Head, Value>()); }),

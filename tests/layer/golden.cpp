@@ -27,7 +27,7 @@ struct Loaded {
 
   const LayerWeights& prepared(Dtype t) {
     auto [it, fresh] = weights.try_emplace(t);
-    if (fresh) it->second = prepare(golden.config, golden.tensors, t);
+    if (fresh) it->second = prepare(golden.config, golden.tensors, t, kDevice);
     return it->second;
   }
 
@@ -43,6 +43,7 @@ struct Loaded {
     if (fresh) {
       reference::Rounding rounding{.weights = weights_dtype,
                                    .compute = compute,
+                                   .activations = kOnGpu ? compute : Dtype::f32,
                                    .cache = {},
                                    .path = path,
                                    .q_scale = fp8_query ? kQueryScale : 0.0f};
@@ -122,10 +123,11 @@ TEST_P(GoldenFile, CachedLatentsAgreeWithTheFile) {
   CacheSpec spec = cache_spec(g.config, CacheFormat::f32, 16);
   Engine engine(l().prepared(Dtype::f32), spec, {});
   engine.run_alone(engine.add(g.hidden), g.length, 50);
+  const std::vector<std::byte> cache = engine.cache_bytes();
   std::vector<float> rows;
   for (int64_t t = 0; t < g.length; ++t) {
     const auto* row =
-        reinterpret_cast<const float*>(engine.cache().view().page(engine.pages(0)[t / 16])) + t % 16 * g.config.entry();
+        reinterpret_cast<const float*>(cache.data() + engine.pages(0)[t / 16] * spec.page_bytes()) + t % 16 * g.config.entry();
     rows.insert(rows.end(), row, row + g.config.latent);
   }
   EXPECT_LE(reference::relative_error(rows, std::vector<double>(g.kv_c_normed.begin(), g.kv_c_normed.end())), 1e-6)

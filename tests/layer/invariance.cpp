@@ -23,8 +23,8 @@ struct Mode {
 class Invariance : public testing::TestWithParam<Mode> {
  protected:
   ModelConfig model_ = small_deepseek();
-  LayerWeights weights_ = prepare(model_, random_layer(model_, 0, 5, Dtype::f32), Dtype::f32);
-  LayerWeights bf16_weights_ = prepare(model_, random_layer(model_, 0, 5, Dtype::f32), Dtype::bf16);
+  LayerWeights weights_ = prepare(model_, random_layer(model_, 0, 5, Dtype::f32), Dtype::f32, kDevice);
+  LayerWeights bf16_weights_ = prepare(model_, random_layer(model_, 0, 5, Dtype::f32), Dtype::bf16, kDevice);
 
   PlanOptions plan(SplitPolicy split) const {
     PlanOptions o;

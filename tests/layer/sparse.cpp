@@ -21,7 +21,7 @@ constexpr double kFileError = 5e-6, kFloor = 2e-6;
 struct V32 {
   Golden golden = read_golden(golden_folder() / "v32.safetensors", true);
   reference::Weights plain = reference::plain_weights(golden.tensors, Dtype::f32);
-  LayerWeights weights = prepare(golden.config, golden.tensors, Dtype::f32);
+  LayerWeights weights = prepare(golden.config, golden.tensors, Dtype::f32, kDevice);
   LayerWeights without_indexer = weights;
   std::vector<int64_t> rows = std::vector<int64_t>(static_cast<size_t>(golden.length));
   std::vector<std::vector<double>> scores;
@@ -72,6 +72,7 @@ void judge(const Ran& r, CacheFormat format, Dtype compute, IndexCacheFormat ind
   const int64_t n = static_cast<int64_t>(r.selected.size());
   const reference::Rounding rounding{.weights = Dtype::f32,
                                      .compute = compute,
+                                     .activations = kOnGpu ? compute : Dtype::f32,
                                      .cache = cache_spec(g.config, format),
                                      .path = Path::latent,
                                      .index_cache = index_cache_spec(g.config, cache_spec(g.config, format), index),

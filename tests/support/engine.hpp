@@ -14,6 +14,7 @@
 
 #include "cases/compare.hpp"
 #include "mla/mla.hpp"
+#include "support/device.hpp"
 
 namespace mla::test {
 
@@ -35,21 +36,23 @@ class Engine {
   Engine(const LayerWeights& weights, const CacheSpec& spec, Options options)
       : weights_(weights),
         options_(options),
-        cache_(spec, options.pages),
+        cache_(spec, options.pages, kDevice),
         pool_(options.threads),
-        rotary_(weights.config.rotary, weights.config.rope, 4096),
-        index_rotary_(weights.config.index_rotary(), weights.config.rope, weights.config.indexer ? 4096 : 0),
+        stream_(stream_on_device(pool_)),
+        staged_(stream_),
+        rotary_(weights.config.rotary, weights.config.rope, 4096, kDevice),
+        index_rotary_(weights.config.index_rotary(), weights.config.rope, weights.config.indexer ? 4096 : 0, kDevice),
         free_(options.pages) {
     std::iota(free_.begin(), free_.end(), 0);
     cases::Random random(options.page_seed);
     for (size_t i = free_.size(); i > 1; --i)
       std::swap(free_[i - 1], free_[random.integer(0, static_cast<int64_t>(i) - 1)]);
     // All-ones bytes are NaN in every format, scales included.
-    std::memset(cache_.view().data, options.poison ? 0xff : 0, spec.page_bytes() * options.pages);
+    fill(stream_, cache_.view().data, spec.page_bytes() * options.pages, poison());
     if (!weights.indexer) return;
     const IndexCacheSpec index = index_cache_spec(weights.config, spec, options.plan.index_format);
-    index_cache_ = IndexCache(index, options.pages);
-    std::memset(index_cache_.view().data, options.poison ? 0xff : 0, index.page_bytes() * options.pages);
+    index_cache_ = IndexCache(index, options.pages, kDevice);
+    fill(stream_, index_cache_.view().data, index.page_bytes() * options.pages, poison());
   }
 
   /// Adds a sequence whose hidden states are rows of `hidden` [any, H] from its start; returns its id.
@@ -94,13 +97,10 @@ class Engine {
 
     const Batch batch{
         starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
-    const Stream stream(pool_);
-    const Plan p = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream, m), options_.plan);
-    Buffer workspace(p.workspace_bytes);
-    std::memset(workspace.data(), options_.poison ? 0xff : 0, p.workspace_bytes);
-    last_plan = p;
-    selection_ = Buffer(p.selection_bytes);
-    std::fill_n(selection_.data(), p.selection_bytes, options_.poison ? std::byte{0xff} : std::byte{0});
+    last_plan = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream_, m), options_.plan);
+    const Plan& p = last_plan;
+    const Buffer workspace = filled(p.workspace_bytes, poison());
+    selection_ = filled(p.selection_bytes, poison());
     run(p, batch, {workspace.data(), workspace.size()}, hidden, out, rows, pieces);
 
     padding_touched = padding_touched ||
@@ -127,7 +127,9 @@ class Engine {
   /// Positions that each row of the last step attended to, by token; empty where that was everything.
   std::vector<std::vector<int32_t>> selected() const {
     std::vector<std::vector<int32_t>> rows(last_plan.tokens);
-    const View<int32_t, Token, Topk> all = last_plan.selected({selection_.data(), selection_.size()});
+    Stream stream = stream_;
+    std::vector<std::byte> selection = read(stream, selection_.data(), selection_.size());
+    const View<int32_t, Token, Topk> all = last_plan.selected(selection);
     for (int64_t row = 0; row < last_plan.sparse_rows(); ++row)
       for (int64_t k = 0; k < last_plan.topk; ++k)
         if (all(row, k) >= 0) rows[last_plan.latent_tokens[last_plan.sparse_begin + row]].push_back(all(row, k));
@@ -138,6 +140,11 @@ class Engine {
   std::function<std::vector<int32_t>(int64_t sequence, int64_t position)> chooser;
 
   const Cache& cache() const { return cache_; }
+  /// The cache's bytes, page after page.
+  std::vector<std::byte> cache_bytes() const {
+    Stream stream = stream_;
+    return read(stream, cache_.view().data, cache_.spec().page_bytes() * cache_.pages());
+  }
   std::span<const int32_t> pages(int64_t sequence) const { return sequences_[sequence].pages; }
 
   bool padding_touched = false;
@@ -146,6 +153,7 @@ class Engine {
   int64_t (*counter)() = nullptr;
 
  private:
+  std::byte poison() const { return options_.poison ? std::byte{0xff} : std::byte{0}; }
   static constexpr float kSentinel = -1.5e30f;
   struct Sequence {
     std::span<const float> hidden;
@@ -156,7 +164,7 @@ class Engine {
   void run(const Plan& p, const Batch& batch, std::span<std::byte> workspace, std::span<const float> hidden,
            std::span<float> out, int64_t rows, std::span<const Piece> pieces) {
     const int64_t h = weights_.config.hidden;
-    Stream stream(pool_);
+    staged_.stage(p, batch);
     const LayerContext context{.plan = p,
                                .batch = batch,
                                .weights = weights_,
@@ -166,10 +174,11 @@ class Engine {
                                .index_cache = index_cache_.view(),
                                .index_rotary = &index_rotary_,
                                .selection = {selection_.data(), selection_.size()}};
-    if (chooser && p.topk > 0) choose(stream, context, pieces);
+    if (chooser && p.topk > 0) choose(stream_, context, pieces);
     const int64_t before = counter ? counter() : 0;
-    forward(stream, context, View<const float, Token, Hidden>(hidden.data(), {rows, h}),
+    forward(stream_, context, View<const float, Token, Hidden>(hidden.data(), {rows, h}),
             View<float, Token, Hidden>(out.data(), {rows, h}));
+    stream_.synchronize();
     allocations += counter ? counter() - before : 0;
   }
 
@@ -187,9 +196,11 @@ class Engine {
   const LayerWeights& weights_;
   Options options_;
   Cache cache_;
+  ThreadPool pool_;
+  Stream stream_;
+  StagedStep staged_;
   IndexCache index_cache_;
   Buffer selection_;
-  ThreadPool pool_;
   RotaryTable rotary_, index_rotary_;
   std::vector<int32_t> free_;
   std::vector<Sequence> sequences_;

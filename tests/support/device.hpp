@@ -1,0 +1,38 @@
+// The device that the layer's tests run on: the CPU, or, in the programs built for it, the first GPU.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "mla/device.hpp"
+
+namespace mla::test {
+
+#if MLA_TEST_ON_GPU
+constexpr Device kDevice{DeviceKind::cuda, 0};
+#else
+constexpr Device kDevice{};
+#endif
+constexpr bool kOnGpu = kDevice.kind == DeviceKind::cuda;
+
+inline Stream stream_on_device(ThreadPool& pool) { return kOnGpu ? Stream(kDevice) : Stream(pool); }
+
+/// Bytes all of one value.
+inline Buffer filled(size_t bytes, std::byte value) {
+  const std::vector<std::byte> host(bytes, value);
+  return Buffer::copy_of(host.data(), bytes, kDevice);
+}
+inline void fill(Stream& stream, std::byte* data, size_t bytes, std::byte value) {
+  const std::vector<std::byte> host(bytes, value);
+  copy(stream, data, host.data(), bytes);
+  stream.synchronize();
+}
+/// A copy of what lies on the device.
+inline std::vector<std::byte> read(Stream& stream, const std::byte* data, size_t bytes) {
+  std::vector<std::byte> host(bytes);
+  copy(stream, host.data(), data, bytes);
+  stream.synchronize();
+  return host;
+}
+
+}  // namespace mla::test
