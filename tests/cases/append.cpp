@@ -40,8 +40,8 @@ class AppendCase final : public Case {
  private:
   AppendCase(const Params& p, Random random)
       : cache_(spec_of(p), (p.ragged ? 3 : 1) * p.requests * p.query_len / p.page_size + 2, random),
-        kv_c_(Dtype::f32, {p.requests * p.query_len + 2, p.latent}),
-        k_pe_(Dtype::f32, {p.requests * p.query_len + 2, p.rope}) {
+        kv_c_(p.activations, {p.requests * p.query_len + 2, p.latent}, gap_of(p)),
+        k_pe_(p.activations, {p.requests * p.query_len + 2, p.rope}, gap_of(p)) {
     const int64_t tokens = p.requests * p.query_len;
     kv_c_.fill_normal(random, 4.0f);  // e4m3 / k_scale saturates at times
     k_pe_.fill_normal(random);
@@ -56,9 +56,9 @@ class AppendCase final : public Case {
         next += p.ragged ? random.integer(1, 3) : 1;
       }
       if (p.ragged && random.integer(0, 3) == 0)
-        for (float x : odd) kv_c_.view()(t, random.integer(0, p.latent - 1)) = x;
+        for (float x : odd) store_float(p.activations, kv_c_.any().at(t, random.integer(0, p.latent - 1)), 0, x);
     }
-    args_ = {.kv_c = kv_c_.view(), .k_pe = k_pe_.view(), .slots = slots_, .cache = cache_.view()};
+    args_ = {.kv_c = kv_c_.any(), .k_pe = k_pe_.any(), .slots = slots_, .cache = cache_.view()};
   }
 
   PoisonedCache cache_;

@@ -76,6 +76,12 @@ void Random::fill_normal(std::span<float> x, float stddev) {
   for (float& e : x) e = stddev * normal();
 }
 
+float stored(Dtype dtype, float x) {
+  std::byte bytes[4];
+  store_float(dtype, bytes, 0, x);
+  return load_float(dtype, bytes, 0);
+}
+
 float poison() { return std::bit_cast<float>(0x7fc0dead); }
 
 }  // namespace mla::cases

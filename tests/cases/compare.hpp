@@ -29,6 +29,10 @@ class Random {
   uint64_t state_;
 };
 
+/// x as dtype holds it, and the unit roundoff of f32 or bf16.
+float stored(Dtype dtype, float x);
+inline double unit_of(Dtype dtype) { return dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24; }
+
 /// A quiet NaN with a payload no computation makes: for poisoning what must not be read.
 float poison();
 

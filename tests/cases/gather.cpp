@@ -32,7 +32,8 @@ class GatherCase final : public Case {
     for (int64_t row = 0; row < args_.kv_c.extent<Key>(); ++row)
       for (int64_t d = 0; d < spec.entry(); ++d) {
         const float got = d < spec.latent ? args_.kv_c(row, d) : args_.k_pe(row, d - spec.latent);
-        const float expected = written[row] ? rounded(static_cast<float>(exact.view()(row, d))) : untouched();
+        const float expected =
+            written[row] ? stored(args_.kv_c.dtype(), static_cast<float>(exact.view()(row, d))) : untouched();
         if (std::bit_cast<uint32_t>(got) == std::bit_cast<uint32_t>(expected)) continue;
         if (v.ok)
           v.detail = "row " + std::to_string(row) + " element " + std::to_string(d) + " is " + std::to_string(got) +
@@ -71,12 +72,12 @@ class GatherCase final : public Case {
              .block_table = {table_.data(), {p.requests, pages_per_request_ + 2}},
              .pieces = pieces_};
     if (p.ragged) {
-      kv_c_ = {p.dtype, {rows, p.latent}};
-      k_pe_ = {p.dtype, {rows, p.rope}};
+      kv_c_ = {p.dtype, {rows, p.latent}, gap_of(p)};
+      k_pe_ = {p.dtype, {rows, p.rope}, gap_of(p)};
       args_.kv_c = kv_c_.any();
       args_.k_pe = k_pe_.any();
     } else {
-      joined_ = {p.dtype, {rows, p.latent + p.rope}};
+      joined_ = {p.dtype, {rows, p.latent + p.rope}, gap_of(p)};
       const AnyMutableView<Key, Entry> all = joined_.any();
       args_.kv_c = {p.dtype, all.data(), {rows, p.latent}, all.strides()};
       args_.k_pe = {p.dtype, all.at(0, p.latent), {rows, p.rope}, all.strides()};
@@ -89,12 +90,6 @@ class GatherCase final : public Case {
     random.fill_normal(row, 2.0f);
     mla::cache::format(cache.spec.format)
         .encode(cache.spec, cache.page(page), offset, row.data(), row.data() + cache.spec.latent);
-  }
-  /// x as the destination holds it.
-  float rounded(float x) const {
-    std::byte stored[4];
-    store_float(args_.kv_c.dtype(), stored, 0, x);
-    return load_float(args_.kv_c.dtype(), stored, 0);
   }
   float untouched() const {
     const uint32_t ones = ~0u;

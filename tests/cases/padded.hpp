@@ -20,12 +20,15 @@ class Padded {
   using Extents = std::array<int64_t, rank>;
 
   Padded() = default;
-  Padded(Dtype dtype, const Extents& extents) : dtype_(dtype), extents_(extents) {
-    constexpr int64_t kGap = 3, kSpareRows = 2;
+  /// gap: elements between rows. 3 leaves rows at any address, kAligned rows of multiples of 8 at multiples of 16
+  /// bytes.
+  static constexpr int64_t kAligned = 8;
+  Padded(Dtype dtype, const Extents& extents, int64_t gap = 3) : dtype_(dtype), extents_(extents) {
+    constexpr int64_t kSpareRows = 2;
     int64_t step = 1;
     for (size_t i = rank; i-- > 0;) {
       strides_[i] = step;
-      step *= extents[i] + (i == 0 ? kSpareRows : i + 1 == rank ? kGap : 0);
+      step *= extents[i] + (i == 0 ? kSpareRows : i + 1 == rank ? gap : 0);
     }
     bytes_.assign(static_cast<size_t>(step) * size_of(dtype), kPoison);
   }
@@ -77,6 +80,9 @@ class Padded {
   Extents extents_{}, strides_{};
   std::vector<std::byte> bytes_;
 };
+
+/// The gap of a case's operands: both kinds occur in a sweep.
+inline int64_t gap_of(const Params& p) { return p.seed % 2 == 0 ? Padded<Token>::kAligned : 3; }
 
 /// A dense float64 result of a view's shape.
 template <class... Dims>

@@ -20,7 +20,8 @@ namespace mla::cases {
 template <class Spec, class View>
 class Poisoned {
  public:
-  Poisoned(const Spec& spec, int64_t pages, Random& random) : spec_(spec), order_(pages) {
+  Poisoned(const Spec& spec, int64_t pages, Random& random)
+      : spec_(spec), order_(pages), gap_(random.integer(0, 1) == 0 ? 24 : 32) {
     spec.validate();
     const size_t size = static_cast<size_t>(pages) * stride();
     bytes_.reserve(size);
@@ -50,10 +51,11 @@ class Poisoned {
     void* first = data;
     if (std::align(kPage, kPage, first, size)) madvise(first, size / kPage * kPage, MADV_HUGEPAGE);
   }
-  size_t stride() const { return spec_.page_bytes() + 24; }
+  size_t stride() const { return spec_.page_bytes() + gap_; }
 
   Spec spec_;
   std::vector<int32_t> order_;
+  size_t gap_;  // between pages: with 32, pages of multiples of 16 bytes lie at those
   std::vector<std::byte> bytes_;
 };
 

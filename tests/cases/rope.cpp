@@ -18,9 +18,10 @@ class RopeCase final : public Case {
                 .mscale = 1.0,
                 .mscale_all_dim = 0.0},
         table_(config_, p.rope, p.context + 1, p.device),
+        host_table_(config_, p.rope, p.context + 1),
         positions_(p.requests * p.query_len),
-        q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.rope}),
-        k_(Dtype::f32, {p.requests * p.query_len, p.rope}) {
+        q_(p.activations, {p.requests * p.query_len, p.heads, p.rope}, gap_of(p)),
+        k_(p.activations, {p.requests * p.query_len, p.rope}, gap_of(p)) {
     Random random(p.seed);
     for (int32_t& position : positions_) position = static_cast<int32_t>(random.integer(0, p.context));
     if (!positions_.empty()) positions_.back() = static_cast<int32_t>(p.context);
@@ -28,7 +29,7 @@ class RopeCase final : public Case {
     k_.fill_normal(random);
     q_before_ = q_.bytes();
     k_before_ = k_.bytes();
-    args_ = {.q = q_.view(), .k = k_.view(), .positions = positions_, .table = &table_};
+    args_ = {.q = q_.any(), .k = k_.any(), .positions = positions_, .table = &table_};
   }
   // Rotation is in place: the operands are put back first, a copy that counts in the time.
   void run(Stream& stream) override {
@@ -59,7 +60,7 @@ class RopeCase final : public Case {
     q_.restore(q_after);
     k_.restore(k_after);
     q.values.insert(q.values.end(), k.values.begin(), k.values.end());
-    return unless_touched(compare(got, q.values, plain, 0x1p-24), intact, "q or k");
+    return unless_touched(compare(got, q.values, plain, unit_of(args_.q.dtype())), intact, "q or k");
   }
   ops::Cost cost() const override { return ops::cost(args_); }
 
@@ -68,18 +69,18 @@ class RopeCase final : public Case {
   void append_plain(size_t t, X&& x, std::vector<float>& to) const {
     const int64_t pairs = table_.pairs(), step = table_.interleaved() ? 2 : 1,
                   partner = table_.interleaved() ? 1 : pairs;
-    const float *cos = table_.cos(positions_[t]), *sin = table_.sin(positions_[t]);
+    const float *cos = host_table_.cos(positions_[t]), *sin = host_table_.sin(positions_[t]);
     std::vector<float> row(static_cast<size_t>(2 * pairs));
     for (int64_t i = 0; i < pairs; ++i) {
       const float a = x(i * step), b = x(i * step + partner);
-      row[i * step] = a * cos[i] - b * sin[i];
-      row[i * step + partner] = b * cos[i] + a * sin[i];
+      row[i * step] = stored(args_.q.dtype(), a * cos[i] - b * sin[i]);
+      row[i * step + partner] = stored(args_.q.dtype(), b * cos[i] + a * sin[i]);
     }
     to.insert(to.end(), row.begin(), row.end());
   }
 
   RopeConfig config_;
-  RotaryTable table_;
+  RotaryTable table_, host_table_;
   std::vector<int32_t> positions_;
   Padded<Token, Head, Rope> q_;
   Padded<Token, Rope> k_;

@@ -6,13 +6,6 @@
 
 namespace mla::cuda {
 
-void norm(Stream&, const ops::NormArgs&) { throw UnsupportedError("cuda has no norm yet"); }
-void layer_norm(Stream&, const ops::LayerNormArgs&) { throw UnsupportedError("cuda has no layer_norm yet"); }
-void rope(Stream&, const ops::RopeArgs&) { throw UnsupportedError("cuda has no rope yet"); }
-void append(Stream&, const ops::AppendArgs&) { throw UnsupportedError("cuda has no append yet"); }
-void rope_append(Stream&, const ops::RopeAppendArgs&) { throw UnsupportedError("cuda has no rope_append yet"); }
-void copy_pages(Stream&, const ops::CopyPagesArgs&) { throw UnsupportedError("cuda has no copy_pages yet"); }
-void gather(Stream&, const ops::GatherArgs&) { throw UnsupportedError("cuda has no gather yet"); }
 void generic::attend_expanded(Stream&, const ops::AttendExpandedArgs&) { throw UnsupportedError("cuda has no attend_expanded yet"); }
 void generic::attend_latent(Stream&, const ops::AttendLatentArgs&) { throw UnsupportedError("cuda has no attend_latent yet"); }
 void merge(Stream&, const ops::MergeArgs&) { throw UnsupportedError("cuda has no merge yet"); }

@@ -1,0 +1,251 @@
+// Memory-bound. Rows of the cache: a warp a token, each lane sixteen bytes of the input at a time, all of a row's loads
+// ahead of its first store; groups find their scale by shuffles. Queries, with rope_append: blocks of their own in the
+// same launch, as in rope.
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/cache_row.cuh"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/rotate.cuh"
+
+namespace mla::cuda {
+namespace generic {
+namespace {
+
+template <class T>
+struct AppendRows {
+  const T* kv_c = nullptr;
+  T* k_pe = nullptr;  // written only where pairs rotate
+  int64_t kv_c_row = 0, k_pe_row = 0;
+  const int32_t *slots = nullptr, *positions = nullptr;
+  int64_t tokens = 0;
+  Rotation rotation;
+  HeadRows<T> q;
+  CacheMemory cache;
+};
+
+// The rope part of a row in the lanes' registers, rotated and written back: lane u holds elements [n u, n u + n), as
+// many lanes as it takes, which are at most 32. Halves meet by shuffles.
+template <class T, int n>
+__device__ void rotate_in_lanes(T* row, const Rotation& r, const float* cos_sin, int lane, bool mine, float (&y)[n]) {
+  T x[n];
+  if (r.interleaved) {
+    if (!mine) return;
+    float cos[n / 2], sin[n / 2];
+    load<true>(cos_sin + n / 2 * lane, cos);
+    load<true>(cos_sin + r.pairs + n / 2 * lane, sin);
+#pragma unroll
+    for (int e = 0; e < n; e += 2) {
+      const Pair p = rotated(y[e], y[e + 1], cos[e / 2], sin[e / 2]);
+      y[e] = p.a;
+      y[e + 1] = p.b;
+    }
+  } else {
+    const int half = r.pairs / n;
+    const bool second = lane >= half;
+    float cos[n] = {}, sin[n] = {};
+    if (mine) {
+      const int first = n * (second ? lane - half : lane);
+      load<true>(cos_sin + first, cos);
+      load<true>(cos_sin + r.pairs + first, sin);
+    }
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      const float other = __shfl_sync(0xffffffffu, y[e], second ? lane - half : lane + half);
+      const Pair p = second ? rotated(other, y[e], cos[e], sin[e]) : rotated(y[e], other, cos[e], sin[e]);
+      y[e] = second ? p.b : p.a;
+    }
+    if (!mine) return;
+  }
+  narrow_all(y, x);
+  store<true>(x, row + n * lane);
+  widen_all(x, y);  // the cache takes the row as it is stored
+}
+
+template <CacheFormat f, class T, bool wide>
+__device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
+  constexpr int n = wide ? 16 / sizeof(T) : CacheTraits<f>::kGrouped ? 4 : 1;
+  constexpr int rounds = wide ? 3 : 1;
+  const int32_t slot = a.slots[token];
+  const T* const kv_c = a.kv_c + token * a.kv_c_row;
+  T* const k_pe = a.k_pe + token * a.k_pe_row;
+  const float* const cos_sin = a.rotation.pairs > 0 ? a.rotation.at(a.positions[token]) : nullptr;
+  const int latent = a.cache.latent, rope = a.cache.rope;
+  const bool in_lanes =
+      wide && rope <= 32 * n && (a.rotation.interleaved || a.rotation.pairs % n == 0);  // else through memory
+  if (cos_sin && !in_lanes) {
+    constexpr int m = wide ? 4 : 1;
+    for (int unit = lane; unit < a.rotation.pairs / m; unit += 32)
+      rotate_pairs<wide, m>(k_pe, a.rotation, cos_sin, unit);
+    __syncwarp();
+  }
+  if (slot < 0 && !(cos_sin && in_lanes)) return;
+
+  const CacheRow<f> row = CacheRow<f>::at(a.cache, slot < 0 ? 0 : slot);
+  T pe[n];
+  const bool has_pe = n * lane < rope;
+  if (has_pe) load<wide>(k_pe + n * lane, pe);
+  for (int first = 0; first < latent; first += 32 * n * rounds) {
+    T x[rounds][n];
+#pragma unroll
+    for (int k = 0; k < rounds; ++k) {
+      const int i = first + n * (32 * k + lane);
+      if (i < latent && slot >= 0) load<wide>(kv_c + i, x[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < rounds; ++k) {
+      const int i = first + n * (32 * k + lane);
+      if (first + n * 32 * k >= latent || slot < 0) break;
+      float y[n] = {};
+      if (i < latent) widen_all(x[k], y);
+      row.template write<wide>(i, y, i < latent);
+    }
+  }
+  for (int first = 0; first < rope; first += 32 * n) {
+    const int i = first + n * lane;
+    const bool mine = i < rope;
+    if (first > 0 && mine) load<wide>(k_pe + i, pe);
+    float y[n] = {};
+    if (mine) widen_all(pe, y);
+    if constexpr (wide)
+      if (cos_sin && in_lanes) rotate_in_lanes(k_pe, a.rotation, cos_sin, lane, mine, y);
+    if (slot >= 0) row.template write<wide>(latent + i, y, mine);
+  }
+}
+
+// Blocks [0, row_blocks): the cache's rows. The rest: queries.
+template <CacheFormat f, class T, bool wide>
+__global__ void append_kernel(AppendRows<T> a, unsigned row_blocks, unsigned chunks) {
+  if (blockIdx.x < row_blocks) {
+    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
+    const int64_t token = static_cast<int64_t>(blockIdx.x) * warps + thread / 32;
+    if (thread / 32 < warps && token < a.tokens) append_row<f, T, wide>(a, token, static_cast<int>(thread % 32));
+    return;
+  }
+  const unsigned block = blockIdx.x - row_blocks;
+  const int64_t token = block / chunks;
+  const int head = static_cast<int>(block % chunks * blockDim.y + threadIdx.y);
+  if (head < a.q.heads)
+    rotate_row<wide, wide ? 4 : 1>(a.q.data + token * a.q.token + head * a.q.head, a.rotation, a.positions[token]);
+}
+
+template <class T>
+void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
+  if (a.tokens == 0) return;
+  constexpr int n = 16 / sizeof(T);
+  const bool rotates = a.rotation.pairs > 0;
+  const bool wide = a.cache.wide(n) && rows_aligned<T>(a.kv_c, a.kv_c_row) &&
+                    (a.cache.rope == 0 || rows_aligned<T>(a.k_pe, a.k_pe_row)) &&
+                    (!rotates || (a.rotation.pairs % 4 == 0 && rows_aligned<T>(a.q.data, a.q.token, a.q.head) &&
+                                  rows_aligned<float>(a.rotation.table)));
+  const int64_t heads = rotates ? a.q.heads : 0;
+  RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads);
+  if (heads == 0) shape.block = dim3(128);
+  const int64_t warps = shape.block.x * shape.block.y / 32, row_blocks = (a.tokens + warps - 1) / warps,
+                blocks = row_blocks + a.tokens * shape.chunks;
+  const std::string what = "tokens " + std::to_string(a.tokens) + ", heads " + std::to_string(heads) + ", latent " +
+                           std::to_string(a.cache.latent) + ", rope " + std::to_string(a.cache.rope) + ", format " +
+                           std::string(to_string(a.cache.format));
+  if (blocks > INT32_MAX) throw ShapeError(std::string(op) + ": too many rows for one call (" + what + ")");
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block};
+  for_format(a.cache.format, [&](auto format) {
+    constexpr CacheFormat f = decltype(format)::value;
+    launch(wide ? append_kernel<f, T, true> : append_kernel<f, T, false>, config, queue.stream(), op, "append_kernel",
+           what, a, static_cast<unsigned>(row_blocks), static_cast<unsigned>(shape.chunks > 0 ? shape.chunks : 1));
+  });
+}
+
+}  // namespace
+
+void run_append(Stream& stream, const ops::AppendArgs& a) {
+  const Queue& queue = stream.queue();
+  for_activation(a.kv_c.dtype(), [&](auto element) {
+    using T = decltype(element);
+    AppendRows<T> rows;
+    rows.kv_c = static_cast<const T*>(a.kv_c.data());
+    rows.k_pe = static_cast<T*>(const_cast<void*>(a.k_pe.data()));
+    rows.kv_c_row = a.kv_c.stride<Token>();
+    rows.k_pe_row = a.k_pe.stride<Token>();
+    rows.slots = queue.staged(a.slots, "append", "slots");
+    rows.tokens = static_cast<int64_t>(a.slots.size());
+    rows.cache = CacheMemory("append", a.cache);
+    run(queue, rows, "append");
+  });
+}
+
+void run_append(Stream& stream, const ops::RopeAppendArgs& a) {
+  const Queue& queue = stream.queue();
+  for_activation(a.kv_c.dtype(), [&](auto element) {
+    using T = decltype(element);
+    AppendRows<T> rows;
+    rows.kv_c = static_cast<const T*>(a.kv_c.data());
+    rows.k_pe = static_cast<T*>(a.k_pe.data());
+    rows.kv_c_row = a.kv_c.stride<Token>();
+    rows.k_pe_row = a.k_pe.stride<Token>();
+    rows.slots = queue.staged(a.slots, "rope_append", "slots");
+    rows.positions = queue.staged(a.positions, "rope_append", "positions");
+    rows.tokens = static_cast<int64_t>(a.slots.size());
+    rows.rotation = Rotation(*a.table);
+    rows.q = {static_cast<T*>(a.q_pe.data()), a.q_pe.stride<Token>(), a.q_pe.stride<Head>(),
+              static_cast<int32_t>(a.q_pe.extent<Head>())};
+    rows.cache = CacheMemory("rope_append", a.cache);
+    run(queue, rows, "rope_append");
+  });
+}
+
+namespace {
+
+constexpr int64_t kCopyBlock = 16384;  // bytes of a page a block copies
+
+template <class Word>
+__global__ void copy_pages_kernel(std::byte* data, int64_t stride, int64_t words, const ops::PageCopy* copies,
+                                  unsigned parts) {
+  const ops::PageCopy c = copies[blockIdx.x / parts];
+  if (c.from == c.to) return;
+  const Word* const from = reinterpret_cast<const Word*>(data + c.from * stride);
+  Word* const to = reinterpret_cast<Word*>(data + c.to * stride);
+  constexpr int64_t share = kCopyBlock / static_cast<int64_t>(sizeof(Word));
+  const int64_t first = blockIdx.x % parts * share, end = words < first + share ? words : first + share;
+  for (int64_t i = first + threadIdx.x; i < end; i += blockDim.x * 4) {
+    Word w[4];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (i + k * blockDim.x < end) w[k] = from[i + k * blockDim.x];
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      if (i + k * blockDim.x < end) to[i + k * blockDim.x] = w[k];
+  }
+}
+
+}  // namespace
+}  // namespace generic
+
+void append(Stream& stream, const ops::AppendArgs& a) { generic::run_append(stream, a); }
+void rope_append(Stream& stream, const ops::RopeAppendArgs& a) { generic::run_append(stream, a); }
+
+void copy_pages(Stream& stream, const ops::CopyPagesArgs& a) {
+  const Queue& queue = stream.queue();
+  const int64_t bytes = static_cast<int64_t>(a.cache.page_bytes), stride = static_cast<int64_t>(a.cache.page_stride),
+                copies = static_cast<int64_t>(a.copies.size());
+  if (copies == 0 || bytes == 0) return;
+  const int64_t parts = (bytes + generic::kCopyBlock - 1) / generic::kCopyBlock;
+  const std::string what = "pages " + std::to_string(copies) + ", bytes " + std::to_string(bytes);
+  if (copies * parts > INT32_MAX) throw ShapeError("copy_pages: too much for one call (" + what + ")");
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(copies * parts)), .block = dim3(256)};
+  const auto run = [&](auto word) {
+    using Word = decltype(word);
+    launch(generic::copy_pages_kernel<Word>, config, queue.stream(), "copy_pages", "copy_pages_kernel", what,
+           a.cache.data, stride, bytes / static_cast<int64_t>(sizeof(Word)),
+           queue.staged(a.copies, "copy_pages", "copies"), static_cast<unsigned>(parts));
+  };
+  const auto multiple_of = [&](int64_t n) {
+    return reinterpret_cast<uintptr_t>(a.cache.data) % static_cast<uintptr_t>(n) == 0 && bytes % n == 0 &&
+           stride % n == 0;
+  };
+  if (multiple_of(16)) run(uint4{});
+  else if (multiple_of(4)) run(uint32_t{});
+  else run(uint8_t{});
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,23 @@
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/norm_rows.cuh"
+#include "backend/cuda/core/queue.hpp"
+
+namespace mla::cuda {
+
+void norm(Stream& stream, const ops::NormArgs& a) {
+  for_activation(a.x.dtype(), [&](auto element) {
+    using T = decltype(element);
+    NormRows<T> rows;
+    rows.x = static_cast<const T*>(a.x.data());
+    rows.y = static_cast<T*>(a.y.data());
+    rows.x_row = a.x.stride<Token>();
+    rows.y_row = a.y.stride<Token>();
+    rows.rows = a.x.extent<Token>();
+    rows.width = static_cast<int32_t>(a.x.extent<In>());
+    rows.weight = a.weight.data();
+    rows.eps = static_cast<float>(a.eps);
+    norm_rows<false>(stream.queue().stream(), rows, "norm");
+  });
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,161 @@
+// What the GPU's row ops must agree with beyond their conformance cases.
+#include <gtest/gtest.h>
+
+#include <cstring>
+
+#include "cases/padded.hpp"
+#include "cases/poisoned_cache.hpp"
+#include "ops/run.hpp"
+
+namespace mla {
+namespace {
+
+using cases::Padded;
+using cases::PoisonedCache;
+using cases::Random;
+
+constexpr Device kGpu{DeviceKind::cuda, 0};
+
+class RowsOnGpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
+struct Rows {
+  Rows(Random& random, const CacheSpec& spec, int64_t tokens, int64_t heads, Dtype dtype, int64_t gap)
+      : q(dtype, {tokens, heads, spec.rope}, gap),
+        kv_c(dtype, {tokens, spec.latent}, gap),
+        k_pe(dtype, {tokens, spec.rope}, gap) {
+    q.fill_normal(random);
+    kv_c.fill_normal(random, 4.0f);
+    k_pe.fill_normal(random);
+  }
+  Padded<Token, Head, Rope> q;
+  Padded<Token, Latent> kv_c;
+  Padded<Token, Rope> k_pe;
+};
+
+// The append of a rotated row is checked against the portable codec by its cases; here only the order is.
+TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfRopeThenAppend) {
+  constexpr int64_t kTokens = 37;
+  Stream stream(kGpu);
+  for (CacheFormat format : cache_formats())
+    for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+      for (int64_t gap : {int64_t{3}, Padded<Token>::kAligned})
+        for (auto [latent, rope] : {std::pair<int64_t, int64_t>{512, 64}, {40, 8}, {24, 0}, {77, 14}, {16, 512}})
+          for (int turn = 0; turn < 3; ++turn) {
+            const bool interleaved = turn == 0, rotate = turn < 2;
+            CacheSpec spec{.format = format, .latent = latent, .rope = rope, .page_size = 5, .k_scale = 0.1f};
+            if (format == CacheFormat::fp8_ds_mla || format == CacheFormat::fp8_ds_v4) {
+              if (latent != 512) continue;
+              if (format == CacheFormat::fp8_ds_v4) spec.latent = 448;
+            }
+            Random random(11);
+            const int64_t heads = random.integer(1, 40);
+            const Rows before(random, spec, kTokens, heads, dtype, gap);
+            std::vector<int32_t> positions(kTokens), slots(kTokens);
+            const PoisonedCache cache(spec, 9, random);
+            for (int64_t t = 0; t < kTokens; ++t) {
+              positions[t] = static_cast<int32_t>(random.integer(0, 999));
+              slots[t] = t % 4 == 1 ? -1 : cache.slot(t);
+            }
+            const RotaryTable table({.rotate = rotate, .interleaved = interleaved}, spec.rope, 1000, kGpu);
+            Rows separate = before, fused = before;
+            PoisonedCache separate_cache = cache, one = cache;
+            ops::run(stream,
+                     ops::RopeArgs{
+                         .q = separate.q.any(), .k = separate.k_pe.any(), .positions = positions, .table = &table});
+            ops::run(stream, ops::AppendArgs{separate.kv_c.any(), separate.k_pe.any(), slots, separate_cache.view()});
+            ops::run(stream, ops::RopeAppendArgs{.q_pe = fused.q.any(),
+                                                 .kv_c = fused.kv_c.any(),
+                                                 .k_pe = fused.k_pe.any(),
+                                                 .positions = positions,
+                                                 .table = &table,
+                                                 .slots = slots,
+                                                 .cache = one.view()});
+            stream.synchronize();
+            const std::string where = std::string(to_string(format)) + " " + std::string(to_string(dtype)) +
+                                      " latent " + std::to_string(latent) + " rope " + std::to_string(rope) + " gap " +
+                                      std::to_string(gap) + (interleaved ? " interleaved" : " neox");
+            EXPECT_EQ(fused.q.bytes(), separate.q.bytes()) << where;
+            EXPECT_EQ(fused.k_pe.bytes(), separate.k_pe.bytes()) << where;
+            EXPECT_EQ(one.bytes(), separate_cache.bytes()) << where;
+            EXPECT_NE(one.bytes(), cache.bytes()) << where;
+            EXPECT_EQ(fused.q.bytes() == before.q.bytes(), !rotate || rope == 0) << where;
+          }
+}
+
+TEST_F(RowsOnGpu, CopyPagesCopiesWholePagesAndNothingElse) {
+  Stream stream(kGpu);
+  for (CacheFormat format : cache_formats())
+    for (int64_t page_size : {1, 3, 64}) {
+      CacheSpec spec{.format = format, .latent = 509, .rope = 61, .page_size = page_size};
+      if (format == CacheFormat::fp8_ds_v4) spec.latent = 448, spec.rope = 64;
+      if (format == CacheFormat::fp8_ds_mla) spec.latent = 512, spec.rope = 64;
+      Random random(5);
+      PoisonedCache cache(spec, 6, random);
+      const CacheView view = cache.view();
+      for (int64_t page : {0, 2, 4})
+        for (size_t i = 0; i < spec.page_bytes(); ++i)
+          view.page(page)[i] = std::byte{static_cast<uint8_t>(random.next())};
+      std::vector<std::byte> expected = cache.bytes();
+      for (auto [from, to] : {std::pair{0, 5}, {4, 1}, {2, 2}})
+        std::memmove(expected.data() + to * view.page_stride, expected.data() + from * view.page_stride,
+                     spec.page_bytes());
+      const std::vector<ops::PageCopy> copies{{0, 5}, {4, 1}, {2, 2}};
+      ops::run(stream, ops::CopyPagesArgs{view, copies});
+      stream.synchronize();
+      EXPECT_EQ(cache.bytes(), expected) << to_string(format) << " page size " << page_size;
+    }
+}
+
+// Many pieces, most of them empty or short, one long: each row comes from its own piece.
+TEST_F(RowsOnGpu, GatherDealsOutPiecesOfAnyLengths) {
+  Stream stream(kGpu);
+  const CacheSpec spec{.format = CacheFormat::f32, .latent = 8, .rope = 4, .page_size = 7};
+  Random random(3);
+  PoisonedCache cache(spec, 2000, random);
+  const CacheView view = cache.view();
+  for (int64_t slot = 0; slot < 2000 * 7; ++slot)
+    for (int64_t i = 0; i < 12; ++i)
+      reinterpret_cast<float*>(view.page(slot / 7))[slot % 7 * 12 + i] = static_cast<float>(slot * 12 + i);
+  const int64_t pages = 1500;
+  std::vector<int32_t> table(3 * pages);
+  for (int32_t& page : table) page = static_cast<int32_t>(random.integer(0, 1999));
+  for (int64_t count : {1, 31, 32, 33, 64, 300}) {
+    std::vector<GatherPiece> pieces;
+    int32_t rows = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t n = i == count / 2 ? 10000 : random.integer(0, 3) == 0 ? random.integer(1, 60) : 0;
+      pieces.push_back({.request = static_cast<int32_t>(random.integer(0, 2)),
+                        .start = static_cast<int32_t>(random.integer(0, pages * 7 - n)),
+                        .count = static_cast<int32_t>(n),
+                        .row = rows});
+      rows += static_cast<int32_t>(n);
+    }
+    std::swap(pieces.front(), pieces.back());
+    Padded<Key, Latent> kv_c(Dtype::f32, {rows, 8}, 8);
+    Padded<Key, Rope> k_pe(Dtype::f32, {rows, 4}, 8);
+    ops::run(stream, ops::GatherArgs{.cache = view,
+                                     .block_table = {table.data(), {3, pages}},
+                                     .pieces = pieces,
+                                     .kv_c = kv_c.any(),
+                                     .k_pe = k_pe.any()});
+    stream.synchronize();
+    int64_t wrong = 0;
+    for (const GatherPiece& p : pieces)
+      for (int64_t i = 0; i < p.count; ++i) {
+        const int64_t at = p.start + i, slot = table[p.request * pages + at / 7] * 7 + at % 7;
+        for (int64_t d = 0; d < 12; ++d)
+          wrong +=
+              (d < 8 ? kv_c.view()(p.row + i, d) : k_pe.view()(p.row + i, d - 8)) != static_cast<float>(slot * 12 + d);
+      }
+    EXPECT_EQ(wrong, 0) << count << " pieces";
+    EXPECT_TRUE(kv_c.intact() && k_pe.intact());
+  }
+}
+
+}  // namespace
+}  // namespace mla
