@@ -27,6 +27,9 @@ Arena& arena() {
   return a;
 }
 thread_local bool inside = false;  // the runtime allocates while the arena is made
+// Libraries' constructors allocate too; compute-sanitizer's own would find the runtime at work before it watches it.
+bool libraries_ready = false;
+[[gnu::constructor]] void when_libraries_are_ready() { libraries_ready = true; }
 
 int class_of(size_t bytes) { return std::bit_width((bytes < 64 ? 64 : bytes) - 1); }
 
@@ -34,7 +37,7 @@ void* take(size_t bytes) {
   Arena& a = arena();
   if (!inside) {
     const std::lock_guard lock(a.mutex);
-    if (!a.tried) {
+    if (!a.tried && libraries_ready) {
       a.tried = inside = true;
       int devices = 0;
       void* memory = nullptr;

@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_rows_kernel(NormRows<T> a) 
   };
   if constexpr (rounds > 0) each([&](T(&part)[n], int i) { load<(n > 1)>(from + i, part); });
   const float inverse_width = 1.0f / static_cast<float>(a.width);
-  float mean = 0;
+  float mean = 0, rest = 0;
   if constexpr (mean_and_bias) {
     float sum = 0;
     each([&](const T(&part)[n], int) {
@@ -80,17 +80,24 @@ __global__ void __launch_bounds__(kNormThreads) norm_rows_kernel(NormRows<T> a) 
     for (int e = 0; e < n; ++e) {
       const float c = widen(part[e]) - mean;
       squares += c * c;
+      rest += c;
     }
   });
-  const float inverse = 1.0f / sqrtf(row_sum(squares, partial) * inverse_width + a.eps);
+  float variance = row_sum(squares, partial) * inverse_width;
+  if constexpr (mean_and_bias) {
+    // What rounding left out of the mean: rows may lie far from 0.
+    rest = row_sum(rest, partial) * inverse_width;
+    variance = fmaxf(variance - rest * rest, 0.0f);
+  }
+  const float inverse = 1.0f / sqrtf(variance + a.eps);
   each([&](const T(&part)[n], int i) {
     float w[n], y[n], b[n] = {};
     load<(n > 1)>(a.weight + i, w);
     if constexpr (mean_and_bias) load<(n > 1)>(a.bias + i, b);
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      y[e] = (widen(part[e]) - mean) * inverse * w[e];
-      if constexpr (mean_and_bias) y[e] += b[e];
+      y[e] = widen(part[e]) * inverse * w[e];
+      if constexpr (mean_and_bias) y[e] = (widen(part[e]) - mean - rest) * inverse * w[e] + b[e];
     }
     T out[n];
     narrow_all(y, out);
