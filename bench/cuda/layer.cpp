@@ -1,0 +1,199 @@
+// One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each beside
+// the sum of its ops' own times.
+//
+//   layer_bench [json=FILE]
+#include <algorithm>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "core/gpu.hpp"
+#include "mla/mla.hpp"
+
+namespace {
+
+using namespace mla;
+
+constexpr Device kGpu{DeviceKind::cuda, 0};
+constexpr int kRounds = 15;
+
+struct Shape {
+  const char* name;
+  int64_t requests, query, context;
+  CacheFormat format;
+};
+constexpr Shape kShapes[] = {
+    {"decode b1 8K", 1, 1, 8191, CacheFormat::bf16},
+    {"decode b16 8K", 16, 1, 8191, CacheFormat::bf16},
+    {"decode b64 8K", 64, 1, 8191, CacheFormat::bf16},
+    {"decode b64 8K fp8", 64, 1, 8191, CacheFormat::fp8},
+    {"decode b64 8K fp8_ds_mla", 64, 1, 8191, CacheFormat::fp8_ds_mla},
+    {"decode b128 4K", 128, 1, 4095, CacheFormat::bf16},
+    {"prefill 8K", 1, 8192, 0, CacheFormat::bf16},
+    {"prefill 16 x 512", 16, 512, 0, CacheFormat::bf16},
+    {"context 4K over 60K", 1, 4096, 61440, CacheFormat::bf16},
+};
+
+struct Row {
+  std::string op;
+  double us = 0, bytes = 0, flops = 0;
+  int64_t calls = 0;
+};
+struct Measured {
+  double median = 0, p90 = 0, sum = 0;  // us
+  std::vector<Row> ops;
+};
+
+double percentile(std::vector<double> v, double p) {
+  std::sort(v.begin(), v.end());
+  return v[static_cast<size_t>(p * static_cast<double>(v.size() - 1) + 0.5)];
+}
+
+class Layer {
+ public:
+  Layer() : model_(preset("deepseek-v3")), weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16), Dtype::bf16, kGpu)) {}
+
+  Measured measure(const Shape& s) {
+    const CacheSpec spec = cache_spec(model_, s.format);
+    const int64_t length = s.context + s.query, pages = (length + 63) / 64, tokens = s.requests * s.query;
+    Cache cache(spec, s.requests * pages, kGpu);
+    fill(cache, spec);
+    const RotaryTable rotary(model_.rotary, model_.rope, length, kGpu);
+    std::vector<int32_t> starts{0}, lengths, table, slots;
+    for (int64_t r = 0; r < s.requests; ++r) {
+      starts.push_back(static_cast<int32_t>((r + 1) * s.query));
+      lengths.push_back(static_cast<int32_t>(length));
+      for (int64_t p = 0; p < pages; ++p) table.push_back(static_cast<int32_t>(p * s.requests + r));  // not in order
+      for (int64_t at = s.context; at < length; ++at)
+        slots.push_back(static_cast<int32_t>(table[static_cast<size_t>(r * pages + at / 64)] * 64 + at % 64));
+    }
+    const Batch batch{starts, lengths, {table.data(), {s.requests, pages}}, slots};
+    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), {.compute = Dtype::bf16});
+    const Buffer workspace(p.workspace_bytes, kGpu);
+    std::vector<bf16> numbers(static_cast<size_t>(tokens * model_.hidden));
+    uint32_t state = 7;
+    for (bf16& x : numbers) x = to_bf16(static_cast<float>((state = state * 1664525u + 1013904223u) >> 16) * 0x1p-15f - 1.0f);
+    const Buffer hidden = Buffer::copy_of(numbers.data(), numbers.size() * 2, kGpu), out(numbers.size() * 2, kGpu);
+    StagedStep staged(stream_);
+    staged.stage(p, batch);
+    const auto call = [&](Profile* profile) {
+      forward(stream_,
+              {.plan = p,
+               .batch = batch,
+               .weights = weights_,
+               .rotary = rotary,
+               .cache = cache.view(),
+               .workspace = {workspace.data(), workspace.size()},
+               .profile = profile},
+              AnyView<Token, Hidden>(Dtype::bf16, hidden.data(), {tokens, model_.hidden}),
+              AnyMutableView<Token, Hidden>(Dtype::bf16, out.data(), {tokens, model_.hidden}));
+    };
+    call(nullptr);
+    stream_.synchronize();
+    require_finite(out, numbers.size());
+
+    const Graph graph(stream_, [&] { call(nullptr); });
+    Measured m;
+    std::vector<double> times;
+    for (int i = 0; i < kRounds; ++i) {
+      gpu::Stopwatch watch;
+      {
+        const HeldStream held(stream_);
+        watch.start(stream_.queue());
+        graph.launch(stream_);
+        watch.stop(stream_.queue());
+      }
+      if (i >= 2) times.push_back(1e6 * watch.seconds());
+    }
+    m.median = percentile(times, 0.5);
+    m.p90 = percentile(times, 0.9);
+
+    // Each op by the median of its rounds.
+    std::vector<std::vector<double>> seconds;
+    for (int i = 0; i < kRounds; ++i) {
+      Profile profile;
+      {
+        const HeldStream held(stream_);
+        call(&profile);
+      }
+      const auto& rows = profile.rows();
+      seconds.resize(rows.size());
+      m.ops.clear();
+      for (size_t k = 0; k < rows.size(); ++k) {
+        if (i >= 2) seconds[k].push_back(1e6 * rows[k].seconds);
+        m.ops.push_back({std::string(rows[k].op), 0, rows[k].bytes, rows[k].flops, rows[k].calls});
+      }
+    }
+    for (size_t k = 0; k < m.ops.size(); ++k) m.sum += m.ops[k].us = percentile(seconds[k], 0.5);
+    return m;
+  }
+
+ private:
+  // Rows of finite numbers in any format: small floats, small codes, scales of one.
+  void fill(Cache& cache, const CacheSpec& spec) {
+    std::vector<uint16_t> page(spec.page_bytes() / 2);
+    uint32_t state = 3;
+    for (uint16_t& x : page) x = static_cast<uint16_t>(((state = state * 1664525u + 1013904223u) >> 16) & 0xbfbf);
+    if (spec.format == CacheFormat::fp8_ds_mla)
+      for (int64_t t = 0; t < spec.page_size; ++t)
+        for (int g = 0; g < 4; ++g) {
+          const float one = 1.0f;
+          std::memcpy(reinterpret_cast<char*>(page.data()) + t * 656 + 512 + 4 * g, &one, 4);
+        }
+    for (int64_t i = 0; i < cache.pages(); ++i) copy(stream_, cache.view().page(i), page.data(), spec.page_bytes());
+    stream_.synchronize();
+  }
+  void require_finite(const Buffer& out, size_t n) {
+    std::vector<bf16> x(n);
+    copy(stream_, x.data(), out.data(), n * 2);
+    stream_.synchronize();
+    for (size_t i = 0; i < n; ++i)
+      if (!((x[i].bits & 0x7f80) != 0x7f80)) throw Error("layer: output element " + std::to_string(i) + " is not finite");
+  }
+
+  Stream stream_{kGpu};
+  ModelConfig model_;
+  LayerWeights weights_;
+};
+
+}  // namespace
+
+int main(int argc, char** argv) try {
+  std::string file;
+  for (int i = 1; i < argc; ++i)
+    if (const std::string arg = argv[i]; arg.starts_with("json=")) file = arg.substr(5);
+  if (gpu_count() == 0) {
+    std::printf("no CUDA device: skipped\n");
+    return 0;
+  }
+  Layer layer;
+  nlohmann::json json{{"device", describe(kGpu)}, {"model", "deepseek-v3, 1 layer, bf16 weights"}};
+  std::printf("%-26s %10s %10s %10s %8s\n", "one layer of deepseek-v3", "us", "p90", "sum of ops", "ratio");
+  for (const Shape& s : kShapes) {
+    const Measured m = layer.measure(s);
+    std::printf("%-26s %10.1f %10.1f %10.1f %8.3f\n", s.name, m.median, m.p90, m.sum, m.median / m.sum);
+    nlohmann::json ops = nlohmann::json::array();
+    for (const Row& r : m.ops)
+      ops.push_back({{"op", r.op}, {"us", r.us}, {"calls", r.calls}, {"bytes", r.bytes}, {"flops", r.flops}});
+    json["rows"].push_back({{"name", s.name},
+                            {"requests", s.requests},
+                            {"query", s.query},
+                            {"context", s.context},
+                            {"cache", to_string(s.format)},
+                            {"median_us", m.median},
+                            {"p90_us", m.p90},
+                            {"sum_of_ops_us", m.sum},
+                            {"ops", ops}});
+    std::fflush(stdout);
+  }
+  if (!file.empty()) std::ofstream(file) << json.dump(1) << '\n';
+  return 0;
+} catch (const mla::Error& e) {
+  std::fprintf(stderr, "layer_bench: %s\n", e.what());
+  return 1;
+}
