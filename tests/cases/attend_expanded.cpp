@@ -104,24 +104,25 @@ class AttendExpandedCase final : public Case {
     }
     fresh_.fill(random);
     context_.fill(random);
-    q_ = {Dtype::f32, {tokens, heads_, p.nope + p.rope}};
-    out_ = {Dtype::f32, {tokens, heads_, value_}};
+    q_ = {p.activations, {tokens, heads_, p.nope + p.rope}};
+    out_ = {p.activations, {tokens, heads_, value_}};
     lse_ = {Dtype::f32, {tokens, heads_}};
     q_.fill_normal(random, 2.0f);
     used_.assign(static_cast<size_t>(tokens), false);
     for (const ExpandedItem& i : fresh_.items) std::fill_n(used_.begin() + i.q_begin, i.q_count, true);
     for (int64_t t = 0; t < tokens; ++t)
-      for (int64_t h = 0; !used_[t] && h < heads_; ++h) std::fill_n(&q_.view()(t, h, 0), p.nope + p.rope, poison());
-    args_ = {.q = q_.view(),
+      for (int64_t h = 0; !used_[t] && h < heads_; ++h)
+        for (int64_t d = 0; d < p.nope + p.rope; ++d) store_float(p.activations, q_.any().at(t, h, d), 0, poison());
+    args_ = {.q = q_.any(),
              .scale = 1.0f / std::sqrt(static_cast<float>(p.nope + p.rope)),
-             .out = out_.view(),
+             .out = out_.any(),
              .lse = lse_.view()};
     fresh_.describe(args_);
     context_args_ = args_;
     context_.describe(context_args_);
     context_args_.accumulate = true;
-    per_worker_ =
-        backend::backend(p.device).scratch_per_worker({.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
+    per_worker_ = backend::backend(p.device).scratch_per_worker(
+        {.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
   }
 
   void run(Stream& stream) override {
@@ -143,20 +144,25 @@ class AttendExpandedCase final : public Case {
     judge<float>(plain, fresh, context, judged, plain_out, plain_lse);
     std::vector<float> got_out, got_lse;
     bool intact = out_.intact() && lse_.intact();
-    auto untouched = [](const float& x) { return std::bit_cast<uint32_t>(x) == 0xffffffffu; };
+    auto untouched = [](const void* x, size_t bytes) {
+      const auto* at = static_cast<const std::byte*>(x);
+      return std::all_of(at, at + bytes, [](std::byte b) { return b == std::byte{0xff}; });
+    };
+    const auto got = out_.any();
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t h = 0; h < heads_; ++h) {
-        const float* out = &out_.view()(t, h, 0);
         const float& lse = lse_.view()(t, h);
         if (judged[t]) {
-          got_out.insert(got_out.end(), out, out + value_);
+          for (int64_t d = 0; d < value_; ++d) got_out.push_back(load_float(got.dtype(), got.at(t, h, d), 0));
           got_lse.push_back(lse);
         } else if (!used_[t]) {
-          intact = intact && untouched(lse) && std::all_of(out, out + value_, untouched);
+          intact = intact && untouched(&lse, sizeof lse) &&
+                   untouched(got.at(t, h, 0), static_cast<size_t>(value_) * size_of(got.dtype()));
         }
       }
     const double unit = fresh_.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
-    const Verdict out = compare(got_out, exact_out, plain_out, unit),
+    const double out_unit = got.dtype() == Dtype::bf16 ? 0x1p-9 : unit;
+    const Verdict out = compare(got_out, exact_out, plain_out, out_unit),
                   lse = compare(got_lse, exact_lse, plain_lse, unit);
     return unless_touched(out.ok ? lse : out, intact, "out or lse");
   }
@@ -188,6 +194,11 @@ class AttendExpandedCase final : public Case {
              std::span<const ExpandedItem> fresh, std::span<const ExpandedItem> context,
              const std::vector<bool>& judged, std::vector<T>& out, std::vector<T>& lse) const {
     const int64_t tokens = static_cast<int64_t>(judged.size());
+    // The plain result lies in `out` after either call.
+    auto stored = [&](T x) -> T {
+      return std::is_same_v<T, float> && args_.out.dtype() == Dtype::bf16 ? to_float(to_bf16(static_cast<float>(x)))
+                                                                          : x;
+    };
     std::vector<T> o[2], l[2];
     for (int part : {0, 1}) {
       o[part].resize(static_cast<size_t>(tokens * heads_ * value_));
@@ -202,7 +213,8 @@ class AttendExpandedCase final : public Case {
         const bool empty = m == -std::numeric_limits<T>::infinity();
         const T a = empty ? 0 : std::exp(l[0][i] - m), b = empty ? 0 : std::exp(l[1][i] - m), sum = empty ? 1 : a + b;
         lse.push_back(m + std::log(sum));
-        for (int64_t d = 0; d < value_; ++d) out.push_back((a * o[0][i * value_ + d] + b * o[1][i * value_ + d]) / sum);
+        for (int64_t d = 0; d < value_; ++d)
+          out.push_back(stored((a * stored(o[0][i * value_ + d]) + b * o[1][i * value_ + d]) / sum));
       }
   }
 

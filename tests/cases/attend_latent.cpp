@@ -48,8 +48,8 @@ class AttendLatentCase final : public Case {
     double magnitude = 1;
     for (double lse : exact_lse.values)
       if (std::isfinite(lse)) magnitude = std::max(magnitude, std::abs(lse));
-    const double unit = p_.dtype == Dtype::bf16 ? 0x1p-9 : magnitude * 0x1p-24;
-    Verdict v = compare(got, exact.values, plain, unit);
+    const double unit = rounds() ? 0x1p-9 : magnitude * 0x1p-24;
+    Verdict v = compare(got, exact.values, plain, out_unit(unit));
     if (v.ok) {
       const Verdict lse = compare(got_lse, exact_lse.values, plain_lse, unit);
       if (!lse.ok) {
@@ -109,7 +109,7 @@ class AttendLatentCase final : public Case {
     const int64_t width = spec.value_width();
     q_ = {p.dtype, {rows, p.heads, spec.entry()}};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 16.0f : 1.0f);
-    out_ = {Dtype::f32, {rows, p.heads, width}};
+    out_ = {out_dtype(p), {rows, p.heads, width}};
     lse_ = {Dtype::f32, {rows, p.heads}};
     partial_out_ = {Dtype::f32, {partial, p.heads, width}};
     partial_lse_ = {Dtype::f32, {partial, p.heads}};
@@ -119,7 +119,7 @@ class AttendLatentCase final : public Case {
              .block_table = {table_.data(), {p.requests, pages_ + 2}},
              .items = items_,
              .scale = 1.0f / std::sqrt(static_cast<float>(spec.entry())),
-             .out = out_.view(),
+             .out = out_.any(),
              .lse = lse_.view(),
              .partial_out = partial_out_.view(),
              .partial_lse = partial_lse_.view()};
@@ -139,12 +139,19 @@ class AttendLatentCase final : public Case {
       }
   }
 
+  // Products take bf16 operands: of bf16 queries, and on GPUs of fp8 ones.
+  bool rounds() const {
+    return p_.dtype == Dtype::bf16 || (p_.dtype == Dtype::fp8_e4m3 && p_.device.kind == DeviceKind::cuda);
+  }
+  double out_unit(double unit) const { return out_dtype(p_) == Dtype::bf16 ? std::max(unit, 0x1p-9) : unit; }
+  // Partial rows are f32, and what they are joined to here.
+  static Dtype out_dtype(const Params& p) { return p.splits > 1 ? Dtype::f32 : p.activations; }
+
   // Straight loops in the operands' precision: f32, or bf16 operands with f32 sums.
   void plain_result(std::vector<float>& out, std::vector<float>& lse) const {
     const CacheSpec spec = spec_of(p_);
     const int64_t entry = spec.entry(), width = spec.value_width();
-    const bool rounds = p_.dtype == Dtype::bf16;
-    auto operand = [&](float x) { return rounds ? to_float(to_bf16(x)) : x; };
+    auto operand = [&](float x) { return rounds() ? to_float(to_bf16(x)) : x; };
     for (const LatentItem& item : whole_) {
       std::vector<float> rows(static_cast<size_t>(item.kv_end * entry));
       for (int64_t j = 0; j < item.kv_end; ++j)
@@ -168,6 +175,7 @@ class AttendLatentCase final : public Case {
             float x = 0;
             for (int64_t j = 0; j < count; ++j) x += operand(s[j]) * operand(rows[j * entry + d]);
             out[at * width + d] = count > 0 ? x / sum : 0.0f;
+            if (out_dtype(p_) == Dtype::bf16) out[at * width + d] = to_float(to_bf16(out[at * width + d]));
           }
           lse[at] = count > 0 ? m + std::log(sum) : m;
         }

@@ -140,18 +140,20 @@ class AttendSparseCase final : public Case {
     double magnitude = 1;
     for (double lse : exact_lse.values)
       if (std::isfinite(lse)) magnitude = std::max(magnitude, std::abs(lse));
-    const double unit = p_.dtype == Dtype::bf16 ? 0x1p-9 : magnitude * 0x1p-24;
+    const double unit = rounds() ? 0x1p-9 : magnitude * 0x1p-24;
+    const double out_unit = p_.activations == Dtype::bf16 ? std::max(unit, 0x1p-9) : unit;
     auto judge = [&](const char* what, std::vector<float> got, const std::vector<double>& e,
-                     const std::vector<float>& p, int64_t row_size) {
-      Verdict v = compare(kept(std::move(got), row_size), kept(e, row_size), kept(p, row_size), unit);
+                     const std::vector<float>& p, int64_t row_size, double u) {
+      Verdict v = compare(kept(std::move(got), row_size), kept(e, row_size), kept(p, row_size), u);
       v.detail = std::string(what) + ": " + v.detail;
       return v;
     };
-    Verdict v = judge("out", out_.values(), exact.values, plain, p_.heads * width);
+    Verdict v = judge("out", out_.values(), exact.values, plain, p_.heads * width, out_unit);
     if (v.ok)
-      if (const Verdict l = judge("lse", lse_.values(), exact_lse.values, plain_lse, p_.heads); !l.ok) v = l;
+      if (const Verdict l = judge("lse", lse_.values(), exact_lse.values, plain_lse, p_.heads, unit); !l.ok) v = l;
     if (v.ok)
-      if (const Verdict m = judge("max_logits", max_.values(), exact_max.values, plain_max, p_.heads); !m.ok) v = m;
+      if (const Verdict m = judge("max_logits", max_.values(), exact_max.values, plain_max, p_.heads, unit); !m.ok)
+        v = m;
     return unless_touched(v,
                           out_.intact() && lse_.intact() && max_.intact() && partial_out_.intact() &&
                               partial_lse_.intact() && partial_max_.intact(),
@@ -176,7 +178,7 @@ class AttendSparseCase final : public Case {
     const int64_t width = spec.value_width();
     q_ = {p.dtype, {rows, p.heads, spec.entry()}};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 16.0f : 1.0f);
-    out_ = {Dtype::f32, {rows, p.heads, width}};
+    out_ = {p.activations, {rows, p.heads, width}};
     lse_ = {Dtype::f32, {rows, p.heads}};
     max_ = {Dtype::f32, {rows, p.heads}};
     for (int64_t h = 0; p.sinks && h < p.heads; ++h)
@@ -205,7 +207,7 @@ class AttendSparseCase final : public Case {
     args_.items = items_;
     args_.scale = 1.0f / std::sqrt(static_cast<float>(spec.entry()));
     args_.sinks = sinks_;
-    args_.out = out_.view();
+    args_.out = out_.any();
     args_.lse = lse_.view();
     args_.max_logits = max_.view();
     args_.partial_out = partial_out_.view();
@@ -223,11 +225,15 @@ class AttendSparseCase final : public Case {
         {.heads = p.heads, .latent = p.latent, .rope = p.rope, .nope = 1, .value = 1, .hidden = 1});
   }
 
+  // Products take bf16 operands: of bf16 queries, and on GPUs of fp8 ones.
+  bool rounds() const {
+    return p_.dtype == Dtype::bf16 || (p_.dtype == Dtype::fp8_e4m3 && p_.device.kind == DeviceKind::cuda);
+  }
+
   // Straight loops in the operands' precision: f32, or bf16 operands with f32 sums.
   void plain_row(int64_t row, std::vector<float>& out, std::vector<float>& lse, std::vector<float>& largest) const {
     const int64_t entry = args_.q.extent<Entry>(), width = args_.out.extent<Value>();
-    const bool rounds = p_.dtype == Dtype::bf16;
-    auto operand = [&](float x) { return rounds ? to_float(to_bf16(x)) : x; };
+    auto operand = [&](float x) { return rounds() ? to_float(to_bf16(x)) : x; };
     std::vector<float> keys;
     int64_t count = 0;
     ops::for_selected(args_.sources, row, 0, keys_, [&](size_t source, int32_t slot) {
@@ -258,7 +264,10 @@ class AttendSparseCase final : public Case {
       largest[at] = m;
       lse[at] = m + std::log(sum);
       const float kept = sinks_.empty() ? 1.0f : 1.0f / (1.0f + std::exp(sinks_[h] - lse[at]));
-      for (int64_t d = 0; d < width; ++d) out[at * width + d] = count > 0 ? sums[d] / sum * kept : 0.0f;
+      for (int64_t d = 0; d < width; ++d) {
+        out[at * width + d] = count > 0 ? sums[d] / sum * kept : 0.0f;
+        if (p_.activations == Dtype::bf16) out[at * width + d] = to_float(to_bf16(out[at * width + d]));
+      }
     }
   }
 

@@ -6,16 +6,12 @@
 
 namespace mla::cuda {
 
-void generic::attend_expanded(Stream&, const ops::AttendExpandedArgs&) { throw UnsupportedError("cuda has no attend_expanded yet"); }
-void generic::attend_latent(Stream&, const ops::AttendLatentArgs&) { throw UnsupportedError("cuda has no attend_latent yet"); }
 void merge(Stream&, const ops::MergeArgs&) { throw UnsupportedError("cuda has no merge yet"); }
 void merge_splits(Stream&, const ops::MergeSplitsArgs&) { throw UnsupportedError("cuda has no merge_splits yet"); }
 void quantize(Stream&, const ops::QuantizeArgs&) { throw UnsupportedError("cuda has no quantize yet"); }
 void quantize_padding(Stream&, const ops::QuantizePaddingArgs&) { throw UnsupportedError("cuda has no quantize_padding yet"); }
 void map_to_slots(Stream&, const ops::MapToSlotsArgs&) { throw UnsupportedError("cuda has no map_to_slots yet"); }
 void map_to_workspace(Stream&, const ops::MapToWorkspaceArgs&) { throw UnsupportedError("cuda has no map_to_workspace yet"); }
-void attend_sparse(Stream&, const ops::AttendSparseArgs&) { throw UnsupportedError("cuda has no attend_sparse yet"); }
-void merge_sparse(Stream&, const ops::MergeSparseArgs&) { throw UnsupportedError("cuda has no merge_sparse yet"); }
 void index_append(Stream&, const ops::IndexAppendArgs&) { throw UnsupportedError("cuda has no index_append yet"); }
 void index_gather(Stream&, const ops::IndexGatherArgs&) { throw UnsupportedError("cuda has no index_gather yet"); }
 void index_query(Stream&, const ops::IndexQueryArgs&) { throw UnsupportedError("cuda has no index_query yet"); }

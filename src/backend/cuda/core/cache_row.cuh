@@ -102,6 +102,11 @@ class CacheRow {
       row_ = at + static_cast<int64_t>(offset) * (c.latent + c.rope) * static_cast<int64_t>(sizeof(Element));
     }
   }
+  /// A row whose bytes, and whose scales where they lie apart, were copied elsewhere.
+  __device__ CacheRow(float k_scale, std::byte* row, std::byte* scales)
+      : k_scale_(k_scale), powers_of_two_(true), row_(row), scales_(scales) {
+    if constexpr (f == CacheFormat::fp8_ds_mla) scales_ = row_ + cache::fp8_ds_mla::kScalesAt;
+  }
   /// slot >= 0
   __device__ static CacheRow at(const CacheMemory& c, int32_t slot) {
     const uint32_t page = static_cast<uint32_t>(slot) / static_cast<uint32_t>(c.page_size);

@@ -1,0 +1,304 @@
+// Times whole calls of attend_sparse on a GPU: a CUDA graph of at least 20 calls over rotating inputs of at least 300
+// MB, median and p90 of its replays, answers checked against float64 in the same run.
+//   attend_sparse_bench [json=FILE] [only=SUBSTRING]... [replays=N]
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <string>
+#include <string_view>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/check.hpp"
+#include "cuda/device.hpp"
+#include "mla/device.hpp"
+
+namespace mla::cuda {
+namespace {
+
+using namespace test;
+
+struct Shape {
+  const char* name;
+  int requests, query_tokens, heads, context, topk;
+  CacheFormat format;
+  int splits = 1;      // of every row, joined by merge_sparse
+  double peer_us = 0;  // FlashMLA's on another H200, for orientation
+};
+
+constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16;
+const Shape shapes[] = {
+    {"decode b64 h128 fp8_ds_mla", 64, 1, 128, 8192, 2048, kFp8, 1, 90},
+    {"decode b128 h128 fp8_ds_mla", 128, 1, 128, 8192, 2048, kFp8},
+    {"decode b64 s2 h128 fp8_ds_mla", 64, 2, 128, 8192, 2048, kFp8},
+    {"decode b64 h16 fp8_ds_mla", 64, 1, 16, 8192, 2048, kFp8, 4},
+    {"decode b8 h128 fp8_ds_mla", 8, 1, 128, 32768, 2048, kFp8, 8},
+    {"decode b64 h128 bf16", 64, 1, 128, 8192, 2048, kBf16},
+    {"decode b128 h128 bf16", 128, 1, 128, 8192, 2048, kBf16},
+    {"prefill 4096 h128 bf16", 1, 4096, 128, 8192, 2048, kBf16},
+    {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 8192, 2048, kFp8},
+};
+constexpr int kEntry = 576, kWidth = 512, kPage = 64;
+
+__device__ __host__ inline uint64_t mixed(uint64_t x) {
+  x = x * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
+  x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull;
+  return x ^ x >> 31;
+}
+/// Nearly normal: the sum of four uniform numbers.
+__device__ inline float normal(uint64_t i) {
+  const uint64_t a = mixed(2 * i), b = mixed(2 * i + 1);
+  const float sum = static_cast<float>(a & 0xffffff) + static_cast<float>(a >> 40) + static_cast<float>(b & 0xffffff) +
+                    static_cast<float>(b >> 40);
+  return (sum * 0x1p-24f - 2.0f) * 1.7320508f;
+}
+
+__global__ void fill_bf16(__nv_bfloat16* to, size_t n, uint64_t seed) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x)
+    to[i] = __float2bfloat16(normal(i + (seed << 40)));
+}
+/// A block a row of 656 bytes: codes about 2^6 of deviation, scales of 2^-6 and 2^-7.
+__global__ void fill_fp8(std::byte* to, size_t rows) {
+  for (size_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    std::byte* const at = to + row * 656;
+    for (int i = threadIdx.x; i < 512; i += blockDim.x)
+      at[i] = static_cast<std::byte>(__nv_cvt_float_to_fp8(64 * normal(row * 576 + i), __NV_SATFINITE, __NV_E4M3));
+    if (threadIdx.x < 4)
+      reinterpret_cast<float*>(at + 512)[threadIdx.x] = mixed(row * 4 + threadIdx.x) & 1 ? 0x1p-6f : 0x1p-7f;
+    for (int i = threadIdx.x; i < 64; i += blockDim.x)
+      reinterpret_cast<__nv_bfloat16*>(at + 528)[i] = __float2bfloat16(normal(row * 576 + 512 + i));
+  }
+}
+/// Distinct slots of each row's own request, in random order: `topk` steps of an odd stride over its context.
+__global__ void fill_slots(int32_t* to, size_t rows, int topk, int context, int query_tokens, int64_t seed) {
+  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < rows * topk;
+       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
+    const uint64_t row = i / topk, k = i % topk, a = mixed(row + (seed << 32));
+    const uint64_t odd = (a >> 20 | 1) * 2654435761u | 1;  // context is a power of two
+    to[i] = static_cast<int32_t>(row / query_tokens * context + ((a + k * odd) & (context - 1)));
+  }
+}
+
+std::vector<float> decoded(const std::vector<std::byte>& row, CacheFormat format) {
+  std::vector<float> x(kEntry);
+  const auto bf = [&](size_t at, int i) {
+    bf16 b;
+    std::memcpy(&b, row.data() + at + 2 * i, 2);
+    return to_float(b);
+  };
+  for (int i = 0; i < kEntry; ++i) {
+    if (format == kBf16) {
+      x[i] = bf(0, i);
+    } else if (i < 512) {
+      float scale;
+      std::memcpy(&scale, row.data() + 512 + i / 128 * 4, 4);
+      x[i] = to_float(fp8_e4m3{static_cast<uint8_t>(row[i])}) * scale;
+    } else {
+      x[i] = bf(528, i - 512);
+    }
+  }
+  return x;
+}
+
+template <class T>
+struct Pinned {
+  explicit Pinned(const std::vector<T>& from) : size(from.size()) {
+    check(cudaMallocHost(&data, from.size() * sizeof(T)), "bench", "pinned memory");
+    std::copy(from.begin(), from.end(), data);
+  }
+  ~Pinned() { cudaFreeHost(data); }
+  T* data = nullptr;
+  size_t size;
+};
+
+struct Result {
+  double median, p90, floor, bytes, flops, error, bound;
+};
+
+Result measure(const Shape& s, int replays) {
+  Stream stream(Device{DeviceKind::cuda, 0});
+  const auto native = static_cast<cudaStream_t>(stream.native());
+  const int rows = s.requests * s.query_tokens;
+  const CacheSpec spec{.format = s.format, .latent = 512, .rope = 64, .page_size = kPage};
+  const int64_t positions = static_cast<int64_t>(s.requests) * s.context, row_bytes = spec.page_bytes() / kPage;
+  const int64_t read = std::min<int64_t>(positions, static_cast<int64_t>(rows) * s.topk);
+  const double bytes = static_cast<double>(read) * row_bytes +
+                       rows * (s.heads * (2.0 * kEntry + 2.0 * kWidth + 4.0) + s.topk * 4.0),
+               flops = static_cast<double>(rows) * s.topk * s.heads * 2.0 * (kEntry + kWidth);
+  const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / bytes))),
+            calls = flops > 5e11 ? 2 : std::max(20, sets);
+
+  // Every set has its own cache, or its own slots of one that is larger than the last-level cache.
+  const int caches = positions * row_bytes > 400e6 ? 1 : static_cast<int>(std::ceil(400e6 / (positions * row_bytes)));
+  DeviceArray<std::byte> cache(static_cast<size_t>(caches * positions * row_bytes));
+  if (s.format == kBf16) fill_bf16<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(cache.data()), cache.size() / 2, 1);
+  else fill_fp8<<<4096, 128>>>(cache.data(), cache.size() / 656);
+  const size_t q_elements = static_cast<size_t>(rows) * s.heads * kEntry,
+               slot_count = static_cast<size_t>(rows) * s.topk;
+  const int q_sets = std::min<int>(sets, static_cast<int>(1e9 / (q_elements * 2)) + 1);
+  DeviceArray<__nv_bfloat16> q(q_elements * q_sets), out(static_cast<size_t>(rows) * s.heads * kWidth);
+  DeviceArray<int32_t> slots(slot_count * sets);
+  DeviceArray<float> lse(static_cast<size_t>(rows) * s.heads);
+  fill_bf16<<<1024, 256>>>(q.data(), q.size(), 2);
+  for (int set = 0; set < sets; ++set)
+    fill_slots<<<1024, 256>>>(slots.data() + set * slot_count, rows, s.topk, s.context, s.query_tokens, set);
+  const int64_t parts = s.splits > 1 ? static_cast<int64_t>(s.splits) * rows : 0;
+  DeviceArray<float> partial_out(parts * s.heads * kWidth), partial_lse(parts * s.heads);
+  DeviceArray<std::byte> scratch(kScratch);
+  check(cudaDeviceSynchronize(), "bench", "fill");
+
+  std::vector<SparseItem> list;
+  for (int i = 0; i < s.splits; ++i)
+    list.push_back({.q_begin = 0,
+                    .q_count = rows,
+                    .k_begin = s.topk / s.splits * i,
+                    .k_end = s.topk / s.splits * (i + 1),
+                    .partial = s.splits > 1 ? i * rows : -1});
+  const Pinned<SparseItem> items(list);
+  const Pinned<SplitRows> joins({{.row = 0, .rows = rows, .partial = 0, .splits = s.splits}});
+  const float scale = 1.0f / std::sqrt(static_cast<float>(kEntry));
+  const auto call = [&](int set) {
+    const ops::SparseSource source{.cache = {spec, cache.data() + set % caches * positions * row_bytes,
+                                             positions / kPage, static_cast<size_t>(kPage * row_bytes)},
+                                   .slots = {slots.data() + set * slot_count, {rows, s.topk}}};
+    const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, kEntry}},
+                                     .sources = {&source, 1},
+                                     .items = {items.data, items.size},
+                                     .scale = scale,
+                                     .out = {Dtype::bf16, out.data(), {rows, s.heads, kWidth}},
+                                     .lse = {lse.data(), {rows, s.heads}},
+                                     .partial_out = {partial_out.data(), {parts, s.heads, kWidth}},
+                                     .partial_lse = {partial_lse.data(), {parts, s.heads}},
+                                     .scratch = {scratch.data(), kScratch}};
+    attend_sparse(stream, args);
+    if (s.splits > 1)
+      merge_sparse(stream, {.partial_out = args.partial_out,
+                            .partial_lse = args.partial_lse,
+                            .items = {joins.data, 1},
+                            .out = args.out,
+                            .lse = args.lse});
+  };
+
+  // Right?
+  Result result{.floor = std::max(bytes / 4560e9, flops / 680e12) * 1e6, .bytes = bytes, .flops = flops};
+  call(1);
+  stream.synchronize();
+  std::mt19937 random(7);
+  double square = 0, worst = 0, plain = 0;
+  for (int sample = 0; sample < 3; ++sample) {
+    const int row = sample == 0 ? rows - 1 : static_cast<int>(random() % rows),
+              head = static_cast<int>(random() % s.heads);
+    const auto list_of = slots.download(slot_count + static_cast<size_t>(row) * s.topk, s.topk);
+    std::vector<std::vector<float>> keys;
+    for (const int32_t slot : list_of)
+      keys.push_back(decoded(cache.download((1 % caches * positions + slot) * row_bytes, row_bytes), s.format));
+    const size_t at = static_cast<size_t>(row) * s.heads + head;
+    const auto q_bits = q.download(1 % q_sets * q_elements + at * kEntry, kEntry),
+               got = out.download(at * kWidth, kWidth);
+    float query[kEntry];
+    for (int i = 0; i < kEntry; ++i) query[i] = __bfloat162float(q_bits[i]);
+    const LatentRow want = attend_row(query, s.topk, scale, Dtype::bf16, [&](int j) { return keys[j].data(); });
+    for (int i = 0; i < kWidth; ++i) {
+      const double x = __bfloat162float(got[i]);
+      worst = std::max(worst, std::abs(x - want.out[i]));
+      plain = std::max(plain, std::abs(to_float(to_bf16(want.plain[i])) - want.out[i]));
+      square += want.out[i] * want.out[i];
+      if (std::isnan(x)) worst = 1e30;
+    }
+    if (!(std::abs(lse.download(at, 1)[0] - want.lse) < 1e-3)) worst = 1e30;
+  }
+  const double rms = std::sqrt(square / (3 * kWidth));
+  result.error = worst / rms, result.bound = 2 * plain / rms;
+
+  // Fast?
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "bench", "event");
+  check(cudaEventCreate(&end), "bench", "event");
+  check(cudaStreamBeginCapture(native, cudaStreamCaptureModeRelaxed), "bench", "capture");
+  for (int i = 0; i < calls; ++i) call(i % sets);
+  check(cudaStreamEndCapture(native, &graph), "bench", "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
+  std::vector<double> times;
+  for (int i = 0; i < replays + 3; ++i) {
+    check(cudaEventRecord(begin, native), "bench", "event");
+    check(cudaGraphLaunch(exec, native), "bench", "replay");
+    check(cudaEventRecord(end, native), "bench", "event");
+    check(cudaStreamSynchronize(native), "bench", "replay");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
+    if (i >= 3) times.push_back(ms * 1e3 / calls);
+  }
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
+  return result;
+}
+
+int run(int argc, char** argv) {
+  if (!have_device()) {
+    std::printf("no CUDA device: skipped\n");
+    return 0;
+  }
+  std::string json, command = "attend_sparse_bench";
+  std::vector<std::string> only;
+  int replays = 15;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view arg = argv[i];
+    command += " " + std::string(arg);
+    if (arg.starts_with("json=")) json = arg.substr(5);
+    else if (arg.starts_with("only=")) only.emplace_back(arg.substr(5));
+    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
+    else {
+      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
+      return 2;
+    }
+  }
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+  std::printf("%s, whole calls, median of %d replays\n%-30s %9s %9s %9s %7s %8s %8s  %s\n", device.name, replays,
+              "shape", "us", "p90", "floor", "% floor", "TFLOP/s", "peer us", "error of bound");
+  int failed = 0;
+  std::string lines;
+  for (const Shape& s : shapes) {
+    bool wanted = only.empty();
+    for (const std::string& o : only) wanted |= std::string_view(s.name).find(o) != std::string_view::npos;
+    if (!wanted) continue;
+    const Result r = measure(s, replays);
+    const bool right = r.error <= r.bound;
+    failed += !right;
+    std::printf("%-30s %9.2f %9.2f %9.2f %7.1f %8.1f %8.1f  %.4f of %.4f%s\n", s.name, r.median, r.p90, r.floor,
+                100 * r.floor / r.median, r.flops / r.median * 1e-6, s.peer_us, r.error, r.bound,
+                right ? "" : " WRONG");
+    std::fflush(stdout);
+    char text[512];
+    std::snprintf(
+        text, sizeof text,
+        "{\"op\": \"attend_sparse\", \"shape\": \"%s\", \"requests\": %d, \"query_tokens\": %d, \"heads\": %d, "
+        "\"context\": %d, \"topk\": %d, \"splits\": %d, \"us_median\": %.2f, \"us_p90\": %.2f, \"floor_us\": "
+        "%.2f, \"tflop_per_s\": %.1f, \"error\": %.5f, \"bound\": %.5f}",
+        s.name, s.requests, s.query_tokens, s.heads, s.context, s.topk, s.splits, r.median, r.p90, r.floor,
+        r.flops / r.median * 1e-6, r.error, r.bound);
+    lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+  }
+  if (!json.empty())
+    std::ofstream(json) << "{\n  \"device\": \"" << device.name << "\",\n  \"command\": \"" << command
+                        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls (2 of calls above 500 GFLOP), "
+                           "rotating inputs of at least 320 MB, "
+                        << replays << " replays\",\n  \"results\": [\n"
+                        << lines << "\n  ]\n}\n";
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace mla::cuda
+
+int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
+  std::fprintf(stderr, "bench: %s\n", e.what());
+  return 1;
+}

@@ -1,0 +1,452 @@
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/generic/attention/cache_attention.hpp"
+#include "backend/cuda/generic/attention/cache_keys.cuh"
+#include "backend/cuda/generic/attention/items.cuh"
+#include "backend/cuda/generic/attention/join.cuh"
+#include "mla/error.hpp"
+
+namespace mla::cuda::generic {
+namespace {
+
+constexpr int kMostSources = 16, kJoinThreads = 128;
+
+struct CacheAttention {
+  Queries q;
+  Destination out, partial, scratch;
+  const float* sinks = nullptr;
+  float scale = 1.0f;
+  int32_t heads = 0, width = 0;
+  const LatentItem* positions = nullptr;  // one of the two
+  const SparseItem* lists = nullptr;
+  int32_t items = 0;
+  int32_t splits = 1;       // CTAs along a tile's keys
+  int32_t part_keys = 0;    // lists: of a split; 0: one split has all
+  int64_t first_token = 0;  // of this launch, in the items' order
+  int64_t tokens = 0;       // scratch rows of a split
+  int32_t tiles = 0;
+  int32_t count = 0;
+  bool staged = false;
+  Layout layout;
+  CacheSource sources[kMostSources];
+};
+
+__device__ inline int64_t lists_end(const CacheAttention& a, int64_t row, int64_t end) {
+  int64_t last = 0;  // no key lies past it
+  for (int i = 0; i < a.count; ++i) {
+    const CacheSource& s = a.sources[i];
+    const int64_t n = s.lengths ? s.lengths[row] : s.topk;
+    if (n > 0) last = s.first + n;
+  }
+  return min(end, last);
+}
+
+template <class Core>
+__global__ void __launch_bounds__(kThreads, Core::kBlocks)
+    cache_attention_kernel(const __grid_constant__ CacheAttention a) {
+  constexpr int M = Core::M, N = Core::N;
+  extern __shared__ __align__(128) std::byte shared[];
+  Tile<M>& tile = *reinterpret_cast<Tile<M>*>(shared + a.layout.rows);
+  const int64_t number = blockIdx.x;
+  const int split = static_cast<int>(number / a.tiles % a.splits);
+  const int first_column = static_cast<int>(number / a.tiles / a.splits) * Core::kColumns;
+  const int columns = min(a.width - first_column, Core::kColumns);
+
+  // The tile: rows (token, head) of an item, and keys [begin, end) of them.
+  int64_t begin, end, row0;
+  int rows, blocks, partial;
+  int64_t key_row, tokens_before;
+  int32_t q_begin, visible = 0;
+  if (a.positions) {
+    const Found found = find_item(
+        a.items, number % a.tiles,
+        [&](int32_t i) { return (static_cast<int64_t>(a.positions[i].q_count) * a.heads + M - 1) / M; },
+        [&](int32_t i) { return static_cast<int64_t>(a.positions[i].q_count); });
+    if (found.item < 0) return;
+    const LatentItem item = a.positions[found.item];
+    row0 = static_cast<int64_t>(found.tile) * M;
+    rows = static_cast<int>(min(static_cast<int64_t>(M), static_cast<int64_t>(item.q_count) * a.heads - row0));
+    q_begin = item.q_begin, visible = item.visible, partial = item.partial, key_row = item.request;
+    tokens_before = found.tokens;
+    begin = item.kv_begin;
+    end = max(begin, min(static_cast<int64_t>(item.kv_end), visible + (row0 + rows - 1) / a.heads + 1));
+    blocks = static_cast<int>((end - begin + N - 1) / N);
+    if (partial >= 0) {
+      if (split > 0) return;
+    } else {
+      const int each = (blocks + a.splits - 1) / a.splits, skipped = min(blocks, split * each);
+      blocks = min(each, blocks - skipped);
+      begin += static_cast<int64_t>(skipped) * N;
+      end = min(end, begin + static_cast<int64_t>(blocks) * N);
+    }
+  } else {
+    const int groups = (a.heads + M - 1) / M;
+    const Found found = find_item(
+        a.items, a.first_token * groups + number % a.tiles,
+        [&](int32_t i) { return static_cast<int64_t>(a.lists[i].q_count) * groups; },
+        [&](int32_t i) { return static_cast<int64_t>(a.lists[i].q_count); });
+    if (found.item < 0) return;
+    const SparseItem item = a.lists[found.item];
+    const int token = found.tile / groups, head = found.tile % groups * M;
+    row0 = static_cast<int64_t>(token) * a.heads + head;
+    rows = min(M, a.heads - head);
+    q_begin = item.q_begin, partial = item.partial, key_row = item.q_begin + token;
+    tokens_before = found.tokens - a.first_token;
+    begin = item.k_begin + static_cast<int64_t>(split) * a.part_keys;
+    end = a.part_keys > 0 ? min(static_cast<int64_t>(item.k_end), begin + a.part_keys) : item.k_end;
+    end = max(begin, lists_end(a, key_row, end));
+    blocks = static_cast<int>((end - begin + N - 1) / N);
+  }
+  const bool to_scratch = a.splits > 1 && !(a.positions && partial >= 0);
+  const Destination& d = to_scratch ? a.scratch : partial >= 0 ? a.partial : a.out;
+  if (threadIdx.x < M) {
+    const int t = static_cast<int>(threadIdx.x);
+    const bool is = t < rows;
+    const int64_t token = is ? (row0 + t) / a.heads : 0;
+    tile.from[t] = static_cast<int32_t>(q_begin + token);
+    tile.head[t] = is ? static_cast<int32_t>((row0 + t) % a.heads) : 0;
+    tile.to[t] = !is          ? -1
+                 : to_scratch ? static_cast<int32_t>(split * a.tokens + tokens_before + token)
+                              : static_cast<int32_t>((partial >= 0 ? partial : q_begin) + token);
+    const int64_t seen = a.positions ? min(end, visible + token + 1) - begin : end - begin;
+    tile.limit[t] = is ? static_cast<int32_t>(max(seen, int64_t{0})) : 0;
+  }
+  __syncthreads();
+  if (blocks > 0) load_queries<Core>(a.q, a.layout, tile, shared);
+  Core core;
+  CacheKeys<Core> keys(a.sources, a.count, a.lists != nullptr, a.staged, a.layout, shared, key_row, begin, end);
+  const RowEnd row = attend(core, a.layout, tile, keys, blocks, a.scale, first_column, columns, shared);
+  if (row.mine && row.row < rows) {
+    const int to = tile.to[row.row], head = tile.head[row.row];
+    const float lse = row.sum == 0.0f ? -INFINITY : row.max + logf(row.sum);
+    const bool final = !to_scratch && partial < 0;
+    tile.alpha[row.row] = row.sum == 0.0f ? 0.0f : kept(final ? a.sinks : nullptr, head, lse) / row.sum;
+    if (first_column == 0) {
+      d.lse[to * d.lse_row + head * d.lse_head] = lse;
+      if (d.max) d.max[to * d.max_row + head * d.max_head] = row.max;
+    }
+  }
+  __syncthreads();
+  if (to_scratch && blocks == 0) return;  // an empty part is not read
+  store_rows(core, tile, rows, d, first_column, columns, false);
+}
+
+// A block a (token, head).
+__global__ void __launch_bounds__(kJoinThreads) join_kernel(const __grid_constant__ CacheAttention a) {
+  const int64_t token = blockIdx.x / static_cast<unsigned>(a.heads);
+  const int head = static_cast<int>(blockIdx.x % static_cast<unsigned>(a.heads));
+  const Parts parts{static_cast<const float*>(a.scratch.out),
+                    a.scratch.out_row,
+                    a.scratch.out_head,
+                    a.scratch.lse,
+                    a.scratch.lse_row,
+                    a.scratch.lse_head,
+                    a.scratch.max,
+                    a.scratch.max_row,
+                    a.scratch.max_head};
+  if (a.positions) {
+    const auto tokens = [&](int32_t i) { return static_cast<int64_t>(a.positions[i].q_count); };
+    const Found found = find_item(a.items, token, tokens, tokens);
+    if (found.item < 0) return;
+    const LatentItem item = a.positions[found.item];
+    if (item.partial >= 0) return;
+    join_row(parts, token, a.tokens, a.splits, a.out, item.q_begin + found.tile, head, a.width, nullptr);
+  } else {
+    const auto tokens = [&](int32_t i) { return static_cast<int64_t>(a.lists[i].q_count); };
+    const Found found = find_item(a.items, a.first_token + token, tokens, tokens);
+    if (found.item < 0) return;
+    const SparseItem item = a.lists[found.item];
+    const int count = (item.k_end - item.k_begin + a.part_keys - 1) / a.part_keys;
+    const bool final = item.partial < 0;
+    join_row(parts, token, a.tokens, count, final ? a.out : a.partial,
+             (final ? item.q_begin : item.partial) + found.tile, head, a.width, final ? a.sinks : nullptr);
+  }
+}
+
+// The f32 core fits an SM twice, sixteen rows too; with 64 rows their sums take half of the registers.
+template <int M, int N>
+struct Mma : MmaCore<M, N, 8> {
+  static constexpr int kBlocks = M == 64 ? 1 : 2;
+};
+struct Fma : FmaCore<1> {
+  static constexpr int kBlocks = 1;
+};
+
+struct Variant {
+  void (*kernel)(CacheAttention);
+  int rows = 0, keys = 0, columns = 0;
+  Layout layout;
+  bool staged = false;
+};
+
+template <class Core>
+Variant variant(int entry, int stage_row) {
+  return {cache_attention_kernel<Core>,
+          Core::M,
+          Core::N,
+          Core::kColumns,
+          layout<Core>(entry, 0, stage_row, CacheKeys<Core>::kKeyBytes),
+          stage_row > 0};
+}
+
+/// The kernel for tiles of up to `rows` rows.
+Variant choose(const CacheAttention& a, bool f32, int64_t rows, int stage_row, std::string_view op, int* blocks) {
+  int device = 0, most = 0, all = 0;
+  check(cudaGetDevice(&device), op, "current device");
+  check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op, "shared memory");
+  check(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), op, "shared memory");
+  Variant least;
+  for (const int stage : {stage_row, 0}) {
+    std::vector<Variant> variants;
+    if (f32) {
+      if (stage == 0) variants = {variant<Fma>(a.q.depth, 0)};
+    } else {
+      if (rows > 16) variants = {variant<Mma<64, 64>>(a.q.depth, stage), variant<Mma<64, 32>>(a.q.depth, stage)};
+      else variants = {variant<Mma<16, 64>>(a.q.depth, stage)};
+      if (stage == 0) variants.push_back(variant<Mma<16, 32>>(a.q.depth, 0));
+    }
+    for (const Variant& v : variants) {
+      if (v.layout.total <= most) {
+        *blocks = v.rows == 64 || 2 * (v.layout.total + 1024) > all ? 1 : 2;
+        return v;
+      }
+      least = v;
+    }
+  }
+  throw UnsupportedError(std::string(op) + ": rows of " + std::to_string(a.q.depth) + " elements need " +
+                         std::to_string(least.layout.total) + " bytes of shared memory, this GPU has " +
+                         std::to_string(most));
+}
+
+template <class V>
+bool aligned(const V& view, int64_t n) {
+  const int64_t size = static_cast<int64_t>(size_of(view.dtype()));
+  bool fits = reinterpret_cast<uintptr_t>(view.data()) % static_cast<uintptr_t>(std::min<int64_t>(16, n * size)) == 0;
+  for (size_t i = 0; i + 1 < V::rank; ++i) fits = fits && view.strides()[i] % n == 0;
+  return fits;
+}
+
+Queries queries(const AnyView<Token, Head, Entry>& q) {
+  return {.data = q.data(),
+          .row = q.stride<Token>(),
+          .head = q.stride<Head>(),
+          .dtype = q.dtype(),
+          .depth = static_cast<int32_t>(q.extent<Entry>()),
+          .wide = aligned(q, 8)};
+}
+
+template <class Row>
+Destination destination(const AnyMutableView<Row, Head, Value>& out, const View<float, Row, Head>& lse,
+                        const View<float, Row, Head>& max) {
+  return {.out = out.data(),
+          .out_row = out.template stride<Row>(),
+          .out_head = out.template stride<Head>(),
+          .lse = lse.data(),
+          .lse_row = lse.template stride<Row>(),
+          .lse_head = lse.template stride<Head>(),
+          .max = max.data(),
+          .max_row = max.template stride<Row>(),
+          .max_head = max.template stride<Head>(),
+          .dtype = out.dtype(),
+          .wide = aligned(out, 2)};
+}
+
+CacheSource source(std::string_view op, const CacheView& c) {
+  CacheSource s;
+  s.memory = CacheMemory(op, c);
+  s.slots = c.pages * c.spec.page_size;
+  const int entry = static_cast<int>(c.spec.entry());
+  switch (c.spec.format) {
+    case CacheFormat::f32: s.row_bytes = 4 * entry; break;
+    case CacheFormat::bf16:
+    case CacheFormat::f16: s.row_bytes = 2 * entry; break;
+    case CacheFormat::fp8: s.row_bytes = entry; break;
+    case CacheFormat::fp8_ds_mla: s.row_bytes = static_cast<int>(cache::fp8_ds_mla::kToken); break;
+    case CacheFormat::fp8_ds_v4: s.row_bytes = static_cast<int>(cache::fp8_ds_v4::kRow); break;
+  }
+  const auto at = [&](uintptr_t n) {
+    return reinterpret_cast<uintptr_t>(c.data) % n == 0 && c.page_stride % n == 0 &&
+           static_cast<uintptr_t>(s.row_bytes) % n == 0;
+  };
+  s.unit = at(16) ? 16 : at(8) ? 8 : at(4) ? 4 : 0;
+  s.wide = s.memory.wide(8);
+  return s;
+}
+
+/// Whether copies are staged, and the bytes of a staged row.
+int stage(CacheAttention& a, bool f32) {
+  int bytes = 0;
+  for (int i = 0; i < a.count; ++i) {
+    const CacheSource& s = a.sources[i];
+    if (f32 || s.unit == 0 || s.memory.latent % 8 != 0 || s.memory.rope % 8 != 0) return 0;
+    bytes = std::max(
+        bytes,
+        s.row_bytes + (s.memory.format == CacheFormat::fp8_ds_v4 ? static_cast<int>(cache::fp8_ds_v4::kScales) : 0));
+  }
+  return up(bytes, 16);
+}
+
+void use(CacheAttention& a, const Variant& v) {
+  a.layout = v.layout;
+  a.staged = v.staged;
+  for (int i = 0; v.staged && i < a.count; ++i) a.sources[i].wide = true;
+}
+
+/// Lays `splits` parts of a.tokens rows each out in scratch.
+void use_scratch(CacheAttention& a, std::byte* data) {
+  float* const lse = reinterpret_cast<float*>(data);
+  const int64_t rows = a.splits * a.tokens * a.heads;
+  a.scratch = {.out = lse + 2 * rows,
+               .out_row = static_cast<int64_t>(a.heads) * a.width,
+               .out_head = a.width,
+               .lse = lse,
+               .lse_row = a.heads,
+               .lse_head = 1,
+               .max = lse + rows,
+               .max_row = a.heads,
+               .max_head = 1,
+               .dtype = Dtype::f32,
+               .wide = a.width % 2 == 0};
+}
+
+int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+void run(const Queue& queue, CacheAttention& a, const Variant& v, int64_t tiles, std::string_view op,
+         const std::string& shape) {
+  const int64_t grid = tiles * a.splits * divide_up(a.width, v.columns);
+  if (tiles == 0 || grid == 0) return;
+  if (grid >= int64_t{1} << 31) throw UnsupportedError(std::string(op) + ": " + shape + " need too many blocks");
+  a.tiles = static_cast<int32_t>(tiles);
+  launch(v.kernel,
+         {.grid = dim3(static_cast<unsigned>(grid)),
+          .block = dim3(kThreads),
+          .shared_bytes = static_cast<size_t>(v.layout.total)},
+         queue.stream(), op, "attention over cached rows", shape, a);
+}
+
+void join(const Queue& queue, const CacheAttention& a, int64_t tokens, std::string_view op, const std::string& shape) {
+  if (a.splits <= 1 || tokens == 0) return;
+  launch(join_kernel, {.grid = dim3(static_cast<unsigned>(tokens * a.heads)), .block = dim3(kJoinThreads)},
+         queue.stream(), op, "join of splits", shape, a);
+}
+
+}  // namespace
+
+void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
+  constexpr std::string_view op = "attend_latent";
+  CacheAttention a;
+  a.q = queries(args.q);
+  a.heads = static_cast<int32_t>(args.q.extent<Head>());
+  a.width = static_cast<int32_t>(args.out.extent<Value>());
+  a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
+  a.out = destination<Token>(args.out, args.lse, {});
+  a.partial = destination<Partial>(args.partial_out, args.partial_lse, {});
+  a.items = static_cast<int32_t>(args.items.size());
+  int64_t tokens = 0, most = 0, longest = 0;
+  bool explicit_partials = false;
+  for (const LatentItem& i : args.items) {
+    tokens += i.q_count;
+    most = std::max<int64_t>(most, i.q_count);
+    longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
+    explicit_partials = explicit_partials || i.partial >= 0;
+  }
+  if (tokens == 0 || a.heads == 0 || a.width == 0) return;
+  a.positions = queue.staged(args.items, op, "items");
+  a.sources[0] = source(op, args.cache);
+  const auto table = queue.staged(args.block_table, op, "block_table");
+  if (table.template extent<Page>() > 1 && table.template stride<Page>() != 1)
+    throw UnsupportedError("attend_latent: block_table's Page stride is " +
+                           std::to_string(table.template stride<Page>()) + ", 1 is needed");
+  a.sources[0].table = table.data();
+  a.sources[0].table_stride = table.template stride<Request>();
+  a.count = 1;
+  const bool f32 = args.q.dtype() == Dtype::f32 || args.cache.spec.format == CacheFormat::f32;
+  int blocks = 1;
+  const Variant v = choose(a, f32, most * a.heads, stage(a, f32), op, &blocks);
+  use(a, v);
+  int64_t tiles = 0;
+  for (const LatentItem& i : args.items) tiles += divide_up(static_cast<int64_t>(i.q_count) * a.heads, v.rows);
+
+  // As many CTAs as run at a time, at least four blocks of keys each.
+  const int64_t room = static_cast<int64_t>(kScratch / (static_cast<size_t>(tokens) * a.heads * (a.width + 2) * 4));
+  const int64_t splits = std::min({static_cast<int64_t>(queue.multiprocessors()) * blocks / tiles,
+                                   divide_up(longest, 4 * v.keys), room, int64_t{64}});
+  a.splits = explicit_partials ? 1 : static_cast<int32_t>(std::max<int64_t>(1, splits));
+  a.tokens = tokens;
+  use_scratch(a, args.scratch.data);
+  const std::string shape = "items " + std::to_string(a.items) + ", tokens " + std::to_string(tokens) + ", heads " +
+                            std::to_string(a.heads) + ", splits " + std::to_string(a.splits);
+  run(queue, a, v, tiles, op, shape);
+  join(queue, a, tokens, op, shape);
+}
+
+void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
+  constexpr std::string_view op = "attend_sparse";
+  if (args.sources.size() > kMostSources)
+    throw UnsupportedError("attend_sparse: " + std::to_string(args.sources.size()) + " sources, cuda takes up to " +
+                           std::to_string(kMostSources));
+  CacheAttention a;
+  a.q = queries(args.q);
+  a.heads = static_cast<int32_t>(args.q.extent<Head>());
+  a.width = static_cast<int32_t>(args.out.extent<Value>());
+  a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
+  a.out = destination<Token>(args.out, args.lse, args.max_logits);
+  a.partial = destination<Partial>(args.partial_out, args.partial_lse, args.partial_max);
+  a.sinks = queue.staged(args.sinks, op, "sinks");
+  a.items = static_cast<int32_t>(args.items.size());
+  a.part_keys = args.part_keys;
+  int64_t tokens = 0, parts = 1;
+  for (const SparseItem& i : args.items) {
+    tokens += i.q_count;
+    if (args.part_keys > 0 && i.q_count > 0)
+      parts = std::max(parts, divide_up(static_cast<int64_t>(i.k_end) - i.k_begin, args.part_keys));
+  }
+  if (tokens == 0 || a.heads == 0 || a.width == 0) return;
+  a.lists = queue.staged(args.items, op, "items");
+  a.count = static_cast<int32_t>(args.sources.size());
+  bool f32 = args.q.dtype() == Dtype::f32;
+  int32_t first = 0;
+  for (int i = 0; i < a.count; ++i) {
+    const ops::SparseSource& s = args.sources[static_cast<size_t>(i)];
+    CacheSource& to = a.sources[i];
+    to = source(op, s.cache);
+    to.table = s.slots.data();
+    to.table_stride = s.slots.stride<Token>();
+    to.lengths = queue.staged(s.lengths, op, "lengths");
+    to.first = first;
+    to.topk = static_cast<int32_t>(s.slots.extent<Topk>());
+    first += to.topk;
+    f32 = f32 || s.cache.spec.format == CacheFormat::f32;
+  }
+  int blocks = 1;
+  const Variant v = choose(a, f32, a.heads, stage(a, f32), op, &blocks);
+  use(a, v);
+  a.splits = static_cast<int32_t>(parts);
+  if (parts == 1) a.part_keys = 0;
+  const int64_t groups = divide_up(a.heads, v.rows);
+  int64_t at_once = tokens;
+  if (parts > 1) {
+    const int64_t row = parts * a.heads * (a.width + 2) * 4;
+    at_once = std::min(tokens, static_cast<int64_t>(kScratch) / row);
+    if (at_once == 0)
+      throw UnsupportedError("attend_sparse: " + std::to_string(parts) + " parts of " + std::to_string(args.part_keys) +
+                             " keys and " + std::to_string(a.heads) + " heads do not fit the scratch of " +
+                             std::to_string(kScratch) + " bytes");
+  }
+  a.tokens = at_once;
+  use_scratch(a, args.scratch.data);
+  for (int64_t t = 0; t < tokens; t += at_once) {
+    const int64_t n = std::min(at_once, tokens - t);
+    a.first_token = t;
+    const std::string shape =
+        "rows " + std::to_string(n) + ", heads " + std::to_string(a.heads) + ", parts " + std::to_string(parts);
+    run(queue, a, v, n * groups, op, shape);
+    join(queue, a, n, op, shape);
+  }
+}
+
+}  // namespace mla::cuda::generic

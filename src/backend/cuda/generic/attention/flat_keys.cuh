@@ -1,0 +1,83 @@
+// Keys and values of one head as flat rows, [nope | rope] and value, of the products' own dtype.
+#pragma once
+
+#include <cstdint>
+
+#include "backend/cuda/generic/attention/block.cuh"
+
+namespace mla::cuda::generic {
+
+template <class T>
+struct FlatRows {
+  const T *nope = nullptr, *rope = nullptr, *value = nullptr;  // of the head, at the item's first key
+  int64_t nope_row = 0, rope_row = 0, value_row = 0;           // strides
+  int32_t nope_width = 0, rope_width = 0, value_width = 0;
+  bool wide = false;  // eight elements may be read at once, of every part
+};
+
+template <class Core>
+class FlatKeys {
+ public:
+  static constexpr int N = Core::N, kKeyBytes = 0;
+  using T = typename Core::T;
+
+  __device__ FlatKeys(const FlatRows<T>& from, const Layout& l, std::byte* shared, int64_t count)
+      : from_(from), layout_(l), shared_(shared), count_(count) {}
+
+  __device__ bool locate(int) const { return true; }
+  __device__ void fetch(int) const {}
+  __device__ bool exists(int, int) const { return true; }  // rows' limits end with the keys
+
+  __device__ void land(int block) const {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    T* const keys = reinterpret_cast<T*>(shared_ + layout_.k);
+    T* const values = reinterpret_cast<T*>(shared_ + layout_.v);
+    const int value_depth = Core::depth(from_.value_width), pieces = (layout_.depth + value_depth) / 8;
+    // Pieces of eight elements, of keys first; a warp has rows warp, warp + 8, ..
+    for (int piece = lane; piece < pieces; piece += 32) {
+      const int i = piece * 8, entry = from_.nope_width + from_.rope_width;
+      const bool key = i < layout_.depth;
+      const int column = key ? i : i - layout_.depth;
+      T* to = key ? keys + column : values + column;
+      const int step = (key ? layout_.ld_q : layout_.ld_v) * kWarps;
+      to += (key ? layout_.ld_q : layout_.ld_v) * warp;
+      const T* from = nullptr;
+      int64_t row = 0;
+      if (!key) from = from_.value + column, row = from_.value_row;
+      else if (column < from_.nope_width) from = from_.nope + column, row = from_.nope_row;
+      else from = from_.rope + (column - from_.nope_width), row = from_.rope_row;
+      const bool inside = column < (key ? entry : from_.value_width);
+#pragma unroll 4
+      for (int n = warp; n < N; n += kWarps, to += step) {
+        const int64_t at = static_cast<int64_t>(block) * N + n;
+        T x[8] = {};
+        if (at < count_ && inside) {
+          if (from_.wide) {
+            load<true>(from + at * row, x);
+          } else {
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              const int c = column + e;
+              if (!key) {
+                if (c < from_.value_width) x[e] = from_.value[at * from_.value_row + c];
+              } else if (c < from_.nope_width) {
+                x[e] = from_.nope[at * from_.nope_row + c];
+              } else if (c < entry) {
+                x[e] = from_.rope[at * from_.rope_row + c - from_.nope_width];
+              }
+            }
+          }
+        }
+        store<true>(x, to);
+      }
+    }
+  }
+
+ private:
+  const FlatRows<T> from_;
+  const Layout& layout_;
+  std::byte* shared_;
+  int64_t count_;
+};
+
+}  // namespace mla::cuda::generic
