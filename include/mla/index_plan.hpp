@@ -39,14 +39,12 @@ struct IndexTiles {
 /// row and 1024 positions.
 IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_bytes = kIndexTileBytes);
 
-/// One tile of query rows: score and select each round in turn (the first with `first`), then finish. Rounds are made
-/// as they are walked, for their number grows with queries x context.
+/// One tile of query rows: score and select each round in turn, then finish. Round r is the ops' window of positions
+/// [r * keys, (r + 1) * keys): the items are the same in all of them.
 struct IndexTile {
-  std::vector<IndexItem> rows;  ///< every row of the tile with all of its positions: for finish_topk
+  std::vector<IndexItem> rows;  ///< every row of the tile with all of its positions
   /// Rounds of `keys` positions that cover what the rows see.
   int64_t rounds(int64_t keys) const;
-  /// Items of round r, positions [r * keys, (r + 1) * keys), written to `storage`, which holds rows.size() of them.
-  std::span<const IndexItem> round(int64_t r, int64_t keys, std::span<IndexItem> storage) const;
 };
 struct IndexSchedule {
   IndexTiles tiles;

@@ -35,7 +35,8 @@ struct LatentItem {
 };
 
 /// Query rows of a request over its cached positions [kv_begin, kv_end) in the sparse indexer: query i sees positions
-/// j <= visible + i. Its scores lie at rows [row, row + q_count) of a tile whose column 0 is position kv_begin.
+/// j <= visible + i. Its scores lie at rows [row, row + q_count) of a tile whose column 0 is position kv_begin, or one
+/// behind it where an op is given a window of the positions.
 struct IndexItem {
   int32_t request = 0;  ///< row of the block table
   int32_t q_begin = 0, q_count = 0;
@@ -44,11 +45,19 @@ struct IndexItem {
   int32_t row = 0;
 
   /// Columns that query i sees.
-  int32_t columns(int64_t i) const {
+  constexpr int32_t columns(int64_t i) const {
     const int64_t seen = int64_t{visible} + i + 1 - kv_begin, most = int64_t{kv_end} - kv_begin;
     return static_cast<int32_t>(seen < 0 ? 0 : seen < most ? seen : most);
   }
 };
+
+/// The item over a window of its positions: the `count` from kv_begin + first on, those of them that it has.
+constexpr IndexItem clipped(IndexItem item, int64_t first, int64_t count) {
+  const int64_t end = item.kv_end, begin = item.kv_begin + first < end ? item.kv_begin + first : end;
+  item.kv_begin = static_cast<int32_t>(begin);
+  item.kv_end = static_cast<int32_t>(count < end - begin ? begin + count : end);
+  return item;
+}
 
 /// Query rows [q_begin, q_begin + q_count), each over keys [k_begin, k_end) of its own list: the slots selected from
 /// the first source, then those from the second.

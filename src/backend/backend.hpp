@@ -70,6 +70,7 @@ struct Backend {
   void (*quantize_padding)(Stream&, const ops::QuantizePaddingArgs&);
   void (*map_to_slots)(Stream&, const ops::MapToSlotsArgs&);
   void (*map_to_workspace)(Stream&, const ops::MapToWorkspaceArgs&);
+  void (*pick_rows)(Stream&, const ops::PickRowsArgs&);
   void (*attend_sparse)(Stream&, const ops::AttendSparseArgs&);
   void (*merge_sparse)(Stream&, const ops::MergeSparseArgs&);
   void (*index_append)(Stream&, const ops::IndexAppendArgs&);

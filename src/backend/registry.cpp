@@ -35,6 +35,7 @@ namespace {
     .quantize_padding = space::quantize_padding,     \
     .map_to_slots = space::map_to_slots,             \
     .map_to_workspace = space::map_to_workspace,     \
+    .pick_rows = space::pick_rows,                   \
     .attend_sparse = space::attend_sparse,           \
     .merge_sparse = space::merge_sparse,             \
     .index_append = space::index_append,             \

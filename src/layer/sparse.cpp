@@ -89,21 +89,26 @@ void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const flo
   const View<float, Token, Key> scores(at<float>("index_scores"), {schedule.tiles.rows, schedule.tiles.keys});
   const ops::TopkState state{at<std::byte>("index_topk"), schedule.tiles.rows, plan_.topk};
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(x.heads * x.dim)));
-  const std::span storage(at<IndexItem>("index_round"), static_cast<size_t>(schedule.tiles.rows));
   for (const IndexTile& tile : schedule.selected) {
     const int64_t keys = schedule.tiles.keys, rounds = tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
-      const std::span<const IndexItem> round = tile.round(r, keys, storage);
       run("index_score", ops::IndexScoreArgs{.q = q,
                                              .weights = weights,
                                              .scale = scale,
                                              .cache = c_.index_cache,
                                              .block_table = c_.batch.block_table,
-                                             .items = round,
+                                             .items = tile.rows,
+                                             .first = r * keys,
                                              .scores = scores,
                                              .scratch = scratch_});
       run("select_topk",
-          ops::SelectTopkArgs{.scores = scores, .items = round, .positions = {}, .first = r == 0, .state = state});
+          ops::SelectTopkArgs{.scores = scores,
+                              .items = tile.rows,
+                              .first = r * keys,
+                              .positions = {},
+                              .begin = r == 0,
+                              .state = state,
+                              .scratch = scratch_});
     }
     run("select_topk", ops::FinishTopkArgs{.state = state, .items = tile.rows, .indices = selected, .scores = {}});
   }
@@ -136,11 +141,9 @@ void Sparse::map() const {
 void Sparse::choose(View<const int32_t, Token, Topk> positions) const {
   ops::require_equal("select", "positions Topk", positions.extent<Topk>(), "plan topk", plan_.topk);
   ops::require_range("select", "plan tokens", plan_.tokens, 0, positions.extent<Token>() + 1);
-  const View<int32_t, Token, Topk> selected = plan_.selected(c_.selection);
-  for (int64_t row = 0; row < plan_.sparse_rows(); ++row) {
-    const int32_t token = plan_.latent_tokens[static_cast<size_t>(plan_.sparse_begin + row)];
-    for (int64_t k = 0; k < plan_.topk; ++k) selected(row, k) = positions(token, k);
-  }
+  const std::span<const int32_t> tokens =
+      std::span(plan_.latent_tokens).subspan(static_cast<size_t>(plan_.sparse_begin));
+  run("map_indices", ops::PickRowsArgs{positions, tokens, plan_.selected(c_.selection)});
   map();
 }
 

@@ -44,18 +44,6 @@ int64_t IndexTile::rounds(int64_t keys) const {
   return (end + keys - 1) / keys;
 }
 
-std::span<const IndexItem> IndexTile::round(int64_t r, int64_t keys, std::span<IndexItem> storage) const {
-  const int64_t begin = r * keys;
-  size_t count = 0;
-  for (IndexItem item : rows) {
-    if (item.kv_end <= begin) continue;
-    item.kv_begin = static_cast<int32_t>(begin);
-    item.kv_end = static_cast<int32_t>(std::min<int64_t>(item.kv_end, begin + keys));
-    storage[count++] = item;
-  }
-  return storage.first(count);
-}
-
 IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes) {
   IndexSchedule s;
   int64_t rows = 0, longest = 0;

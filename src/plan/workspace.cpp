@@ -82,7 +82,6 @@ void lay_out_workspace(Plan& plan) {
     add("index_weights", rows * heads * f);
     add("index_scores", plan.index_schedule.tiles.score_bytes);
     add("index_topk", plan.index_schedule.tiles.state_bytes);
-    add("index_round", static_cast<size_t>(plan.index_schedule.tiles.rows) * sizeof(IndexItem));
     add("sparse_context", gathered * entry * compute);
     plan.selection_bytes =
         2 * ((rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign);

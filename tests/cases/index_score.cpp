@@ -13,9 +13,10 @@ namespace mla::cases {
 namespace {
 
 // Requests of up to `context` cached and `query_len` new tokens on permuted pages; slots of no token are NaN and table
-// entries past a request's end absurd. The positions are scored in `splits` tiles, one call each. A request with
-// nothing to see and one with no query are among the ragged ones, whose fp8 scales are no powers of two. Scores that no
-// row sees must stay as they were. Of large shapes a sample of the rows is judged.
+// entries past a request's end absurd. The positions are scored in `splits` tiles, one call each: windows of whole
+// items or items of the tile, by turns. A request with nothing to see and one with no query are among the ragged ones,
+// whose fp8 scales are no powers of two. Scores that no row sees must stay as they were. Of large shapes a sample of
+// the rows is judged.
 class IndexScoreCase final : public Case {
  public:
   explicit IndexScoreCase(const Params& p) : IndexScoreCase(p, Random(p.seed)) {}
@@ -31,7 +32,8 @@ class IndexScoreCase final : public Case {
                                                        .index_dim = p_.index_dim});
     args_.scratch = scratch_.get(stream, per_worker);
     for (size_t tile = 0; tile < items_.size(); ++tile) {
-      args_.items = items_[tile];
+      args_.items = windows() ? whole_ : items_[tile];
+      args_.first = windows() ? begins_[tile] : 0;
       args_.scores = scores_.view().slice<Key>(begins_[tile], begins_[tile + 1] - begins_[tile]);
       ops::run(stream, args_);
     }
@@ -70,7 +72,7 @@ class IndexScoreCase final : public Case {
     const double unit = 0x1p-24 * std::max(1.0, rms > 0 ? mass / rms : 0.0);
     return unless_touched(compare(got, expected, plain, unit), scores_.intact(), "scores");
   }
-  ops::Cost cost() const override { return ops::cost(with(whole_)); }
+  ops::Cost cost() const override { return cost_; }
 
  private:
   IndexScoreCase(const Params& p, Random random)
@@ -126,13 +128,17 @@ class IndexScoreCase final : public Case {
              .scale = 1.0f / std::sqrt(static_cast<float>(p.heads * p.index_dim)),
              .cache = cache_.view(),
              .block_table = {table_.data(), {p.requests, pages_ + 2}}};
+    cost_ = ops::cost(with(whole_));
   }
 
-  ops::IndexScoreArgs with(std::span<const IndexItem> items) const {
+  ops::IndexScoreArgs with(std::span<const IndexItem> items) {
     ops::IndexScoreArgs a = args_;
     a.items = items;
+    a.first = 0;
+    a.scores = scores_.view();
     return a;
   }
+  bool windows() const { return p_.seed % 2 == 0; }
 
   // Straight f32 loops over one row's columns; the largest sum of magnitudes among its scores.
   double plain_row(const IndexItem& item, std::vector<float>& to) const {
@@ -171,6 +177,7 @@ class IndexScoreCase final : public Case {
   Padded<Token, Key> scores_;
   CaseScratch scratch_;
   ops::IndexScoreArgs args_;
+  ops::Cost cost_;
 };
 
 std::vector<Params> sweep(uint64_t seed) {

@@ -10,7 +10,8 @@ constexpr int32_t kSmallest = std::numeric_limits<int32_t>::min(), kLargest = st
 
 // Positions of requests * query_len rows, to slots of permuted pages. Ragged: rows of any request in any order,
 // positions that are unused, past the request, past the table or absurd, pages that do not exist, rows of the table and
-// of both arrays apart; and then the same positions to a workspace of requests one after another.
+// of both arrays apart; and then the same positions to a workspace of requests one after another,
+// and some of their rows in any order.
 class MapIndicesCase final : public Case {
  public:
   explicit MapIndicesCase(const Params& p)
@@ -46,6 +47,9 @@ class MapIndicesCase final : public Case {
     }
     slots_.assign(positions_.size(), kUntouched);
     workspace_.assign(positions_.size(), kUntouched);
+    picked_ = workspace_;
+    for (int64_t row = 0; row < rows_; ++row)
+      if (random.integer(0, 3)) rows_picked_.push_back(static_cast<int32_t>(random.integer(0, rows_ - 1)));
     const View<const int32_t, Token, Topk> positions = view(positions_);
     to_slots_ = {.positions = positions,
                  .requests = requests_,
@@ -56,17 +60,23 @@ class MapIndicesCase final : public Case {
     if (p.ragged && p.seed % 2) to_slots_.lengths = lengths_;
     to_workspace_ = {
         .positions = positions, .requests = requests_, .starts = starts_, .counts = counts_, .rows = view(workspace_)};
+    pick_ = {.positions = positions, .rows = rows_picked_, .picked = view(picked_)};
   }
 
   void run(Stream& stream) override {
     ops::run(stream, to_slots_);
-    if (p_.ragged) ops::run(stream, to_workspace_);
+    if (!p_.ragged) return;
+    ops::run(stream, to_workspace_);
+    ops::run(stream, pick_);
   }
 
   Verdict verify() override {
-    std::vector<int32_t> slots(slots_.size(), kUntouched), workspace = slots;
+    std::vector<int32_t> slots(slots_.size(), kUntouched), workspace = slots, picked = slots;
     ops::reference(to_slots_, view(slots));
-    if (p_.ragged) ops::reference(to_workspace_, view(workspace));
+    if (p_.ragged) {
+      ops::reference(to_workspace_, view(workspace));
+      ops::reference(pick_, view(picked));
+    }
     Verdict v{.error = 0, .bound = 0, .ok = true, .detail = {}};
     auto compare = [&](const char* what, const std::vector<int32_t>& got, const std::vector<int32_t>& expected) {
       for (size_t i = 0; i < got.size(); ++i) {
@@ -80,12 +90,13 @@ class MapIndicesCase final : public Case {
     };
     compare("slots", slots_, slots);
     compare("workspace", workspace_, workspace);
+    compare("picked", picked_, picked);
     return v;
   }
 
   ops::Cost cost() const override {
     ops::Cost c = ops::cost(to_slots_);
-    if (p_.ragged) c += ops::cost(to_workspace_);
+    if (p_.ragged) (c += ops::cost(to_workspace_)) += ops::cost(pick_);
     return c;
   }
 
@@ -100,9 +111,11 @@ class MapIndicesCase final : public Case {
 
   Params p_;
   int64_t rows_, stride_, columns_;
-  std::vector<int32_t> table_, positions_, requests_, lengths_, starts_, counts_, slots_, workspace_;
+  std::vector<int32_t> table_, positions_, requests_, lengths_, starts_, counts_, slots_, workspace_, picked_,
+      rows_picked_;
   ops::MapToSlotsArgs to_slots_;
   ops::MapToWorkspaceArgs to_workspace_;
+  ops::PickRowsArgs pick_;
 };
 
 std::vector<Params> sweep(uint64_t seed) {

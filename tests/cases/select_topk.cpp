@@ -1,28 +1,35 @@
 #include <bit>
 #include <limits>
 
+#include "backend/backend.hpp"
 #include "cases/padded.hpp"
+#include "cases/scratch.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {
 
-// Rows of `requests` x `query_len` over up to `context` positions before each, fed in `splits` tiles and finished; the
-// answer must be the definition's, exactly. Ragged: lengths vary, tiles have random borders and come in random order,
-// and scores are of a kind that the seed chooses: normal, few distinct ones, all equal, rising, falling, or with NaN
-// and infinities. Scores that a row does not see are NaN.
+// Rows of `requests` x `query_len` over up to `context` positions before each, fed in `splits` tiles, windows of whole
+// items or items of the tile by turns, and finished; the answer must be the definition's, exactly. Ragged: lengths vary,
+// tiles have random borders and come in random order, and scores are of a kind that the seed chooses: normal, few
+// distinct ones, all equal, rising, falling, or with NaN and infinities. Scores that a row does not see are NaN.
 class SelectTopkCase final : public Case {
  public:
   explicit SelectTopkCase(const Params& p) : SelectTopkCase(p, Random(p.seed)) {}
 
   void run(Stream& stream) override {
-    bool first = true;
+    const ops::Scratch scratch = scratch_.get(stream, backend::backend(stream.device()).scratch_per_worker({}));
+    bool begin = true;
     for (const Tile& tile : tiles_) {
+      const bool window = p_.seed % 2 == 0;
       ops::run(stream, ops::SelectTopkArgs{.scores = scores_.view().slice<Key>(tile.begin, tile.columns),
-                                           .items = tile.items,
-                                           .first = first,
-                                           .state = state()});
-      first = false;
+                                           .items = window ? whole_ : tile.items,
+                                           .first = window ? tile.begin : 0,
+                                           .positions = {},
+                                           .begin = begin,
+                                           .state = state(),
+                                           .scratch = scratch});
+      begin = false;
     }
     ops::run(stream, finish());
   }
@@ -49,7 +56,7 @@ class SelectTopkCase final : public Case {
     return unless_touched(v, indices_.intact() && best_.intact() && guarded(), "indices, scores or state");
   }
   ops::Cost cost() const override {
-    ops::Cost c = ops::cost(ops::SelectTopkArgs{.scores = {}, .items = whole_, .positions = {}, .state = {}});
+    ops::Cost c = cost_;
     return c += {.bytes = 8.0 * static_cast<double>(indices_.values().size()), .flops = 0};
   }
 
@@ -94,6 +101,8 @@ class SelectTopkCase final : public Case {
     for (const IndexItem& item : whole_)
       for (int64_t i = 0; i < item.q_count; ++i)
         for (int64_t c = 0; c < item.columns(i); ++c) scores_.view()(item.row + i, c) = score(random, kind, c);
+    cost_ = ops::cost(
+        ops::SelectTopkArgs{.scores = scores_.view(), .items = whole_, .positions = {}, .state = {}, .scratch = {}});
     indices_ = {Dtype::f32, {rows, p.topk}};  // four bytes an element
     best_ = {Dtype::f32, {rows, p.topk}};
     state_.assign(static_cast<size_t>(rows) * topk_state_bytes(p.topk) + 2 * kGuard, std::byte{0xff});
@@ -136,7 +145,9 @@ class SelectTopkCase final : public Case {
   std::vector<Tile> tiles_;
   Padded<Token, Key> scores_;
   Padded<Token, Topk> indices_, best_;
+  ops::Cost cost_;
   std::vector<std::byte> state_;
+  CaseScratch scratch_;
 };
 
 std::vector<Params> sweep(uint64_t seed) {

@@ -160,7 +160,7 @@ TEST_P(IndexOnTarget, DeadScoresSelectTheFirstPositions) {
   ops::run(stream, step.score({&item, 1}, 0, kLength));
   const ops::TopkState state = step.topk_state(2048);
   ops::run(stream,
-           ops::SelectTopkArgs{.scores = step.scores.view(), .items = {&item, 1}, .first = true, .state = state});
+           ops::SelectTopkArgs{.scores = step.scores.view(), .items = {&item, 1}, .begin = true, .state = state});
   std::vector<int32_t> indices(kTokens * 2048);
   ops::run(stream,
            ops::FinishTopkArgs{
@@ -188,7 +188,7 @@ TEST_P(IndexOnTarget, NanScoresAreNanAndComeLast) {
     for (int64_t topk : {97, 98, 100}) {
       const ops::TopkState state = step.topk_state(topk);
       ops::run(stream,
-               ops::SelectTopkArgs{.scores = step.scores.view(), .items = {&item, 1}, .first = true, .state = state});
+               ops::SelectTopkArgs{.scores = step.scores.view(), .items = {&item, 1}, .begin = true, .state = state});
       std::vector<int32_t> indices(topk);
       std::vector<float> best(topk);
       ops::run(stream, ops::FinishTopkArgs{.state = state,
@@ -225,7 +225,7 @@ TEST_P(IndexOnTarget, SelectionsMergeExactly) {
       const int64_t n = static_cast<int64_t>(scores.size());
       const IndexItem item{.q_count = 1, .kv_end = static_cast<int32_t>(n), .visible = static_cast<int32_t>(n)};
       ops::SelectTopkArgs args{
-          .scores = {scores.data(), {1, n}}, .items = {&item, 1}, .positions = {}, .first = true, .state = state};
+          .scores = {scores.data(), {1, n}}, .items = {&item, 1}, .positions = {}, .begin = true, .state = state};
       if (!positions.empty()) args.positions = {positions.data(), {1, n}};
       ops::run(stream, args);
       indices.assign(kTopk, 0);
@@ -278,7 +278,7 @@ TEST_P(IndexOnTarget, EqualScoresAtLowerPositionsStillEnter) {
   ops::run(
       stream,
       ops::SelectTopkArgs{
-          .scores = {late.data(), {1, kColumns}}, .items = {&last, 1}, .positions = {}, .first = true, .state = state});
+          .scores = {late.data(), {1, kColumns}}, .items = {&last, 1}, .positions = {}, .begin = true, .state = state});
   ops::run(stream, ops::SelectTopkArgs{
                        .scores = {early.data(), {1, 10}}, .items = {&first, 1}, .positions = {}, .state = state});
   std::vector<int32_t> indices(kTopk);
@@ -351,13 +351,17 @@ TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {
     ops::IndexScoreArgs score = base;
     score.scores = {tile.as<float>(), {s.tiles.rows, s.tiles.keys}};
     ops::run(stream, ops::FillTopkArgs{s.all, out});
-    std::vector<IndexItem> storage(static_cast<size_t>(s.tiles.rows));
     for (const IndexTile& t : s.selected) {
+      score.items = t.rows;
       for (int64_t round = 0; round < t.rounds(s.tiles.keys); ++round) {
-        score.items = t.round(round, s.tiles.keys, storage);
+        score.first = round * s.tiles.keys;
         ops::run(stream, score);
-        ops::run(stream,
-                 ops::SelectTopkArgs{.scores = score.scores, .items = score.items, .first = round == 0, .state = topk});
+        ops::run(stream, ops::SelectTopkArgs{.scores = score.scores,
+                                             .items = t.rows,
+                                             .first = score.first,
+                                             .positions = {},
+                                             .begin = round == 0,
+                                             .state = topk});
       }
       ops::run(stream, ops::FinishTopkArgs{.state = topk, .items = t.rows, .indices = out, .scores = {}});
     }
@@ -527,7 +531,7 @@ TEST(IndexArguments, EveryViolationIsNamed) {
             }),
             "index_score: q IndexDim is 9, cache dim is 8");
   EXPECT_EQ(scored([&](S& a) { a.weights = {y, {2, 2}}; }), "index_score: weights IndexHead is 2, q IndexHead is 3");
-  EXPECT_EQ(scored([&](S& a) { a.scores = {y, {2, 3}}; }), "index_score: item kv_end is 4, allowed 0 to 3");
+  EXPECT_EQ(scored([&](S& a) { a.first = -1; }), "index_score: first is -1, allowed 0 to 2147483647");
   EXPECT_EQ(scored([&](S& a) { a.scores = {y, {1, 6}}; }), "index_score: item row is 1, allowed 1 to 0");
   EXPECT_EQ(item({.request = 2}), "index_score: item request is 2, allowed 0 to 1");
   EXPECT_EQ(item({.q_begin = 2, .q_count = 1}), "index_score: item q_begin is 2, allowed 0 to 1");
@@ -542,7 +546,7 @@ TEST(IndexArguments, EveryViolationIsNamed) {
   const ops::SelectTopkArgs select{.scores = View<const float, Token, Key>(x, {2, 6}),
                                    .items = items,
                                    .positions = {},
-                                   .first = true,
+                                   .begin = true,
                                    .state = state};
   using T = ops::SelectTopkArgs;
   auto selected = [&](auto change) {

@@ -59,6 +59,19 @@ TEST_F(MapIndices, ByHand) {
   EXPECT_EQ(to_, (std::vector<int32_t>{0, 5, -1, -1, -1, 17, -1, 13, 55, 55, 55, 55}));
 }
 
+TEST_F(MapIndices, PicksRows) {
+  const std::vector<int32_t> rows{1, 1, 0}, far{2};
+  ops::PickRowsArgs a{.positions = {positions_.data(), {2, 4}}, .rows = rows, .picked = {to_.data(), {3, 4}}};
+  EXPECT_EQ(refusal(a), "accepted");
+  EXPECT_EQ(to_, (std::vector<int32_t>{kLargest, 7, 8, 3, kLargest, 7, 8, 3, 0, 5, -1, kSmallest}));
+  a.picked = {to_.data(), {2, 4}};
+  EXPECT_EQ(refusal(a), "map_indices: rows length is 3, allowed 0 to 2");
+  a.rows = far;
+  EXPECT_EQ(refusal(a), "map_indices: row is 2, allowed 0 to 1");
+  a.picked = {to_.data(), {3, 3}};
+  EXPECT_EQ(refusal(a), "map_indices: picked Topk is 3, positions Topk is 4");
+}
+
 TEST_F(MapIndices, InPlace) {
   slots_.slots = {positions_.data(), {2, 4}};
   EXPECT_EQ(refusal(slots_), "accepted");

@@ -54,15 +54,16 @@ void check(const Plan& p) {
       ++finished[i.q_begin + q];
     }
   for (const IndexTile& tile : s.selected) {
-    std::vector<IndexItem> storage(tile.rows.size());
     for (int64_t r = 0; r < tile.rounds(s.tiles.keys); ++r)
-      for (const IndexItem& i : tile.round(r, s.tiles.keys, storage))
+      for (const IndexItem& whole : tile.rows) {
+        const IndexItem i = clipped(whole, r * s.tiles.keys, s.tiles.keys);
         for (int32_t q = 0; q < i.q_count; ++q) {
           EXPECT_EQ(p.sparse_requests[i.q_begin + q], i.request);
           EXPECT_LE(i.kv_end - i.kv_begin, s.tiles.keys);
           EXPECT_LT(i.row + q, s.tiles.rows);
           scored[i.q_begin + q] += i.columns(q);
         }
+      }
     for (const IndexItem& i : tile.rows)
       for (int32_t q = 0; q < i.q_count; ++q) ++finished[i.q_begin + q];
   }

@@ -28,6 +28,7 @@ void quantize(Stream& stream, const ops::QuantizeArgs& a);
 void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a);
 void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a);
 void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a);
+void pick_rows(Stream& stream, const ops::PickRowsArgs& a);
 void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a);
 void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a);
 void index_append(Stream& stream, const ops::IndexAppendArgs& a);

@@ -15,10 +15,6 @@ void map_to_workspace(Stream&, const ops::MapToWorkspaceArgs&) { throw Unsupport
 void index_append(Stream&, const ops::IndexAppendArgs&) { throw UnsupportedError("cuda has no index_append yet"); }
 void index_gather(Stream&, const ops::IndexGatherArgs&) { throw UnsupportedError("cuda has no index_gather yet"); }
 void index_query(Stream&, const ops::IndexQueryArgs&) { throw UnsupportedError("cuda has no index_query yet"); }
-void index_score(Stream&, const ops::IndexScoreArgs&) { throw UnsupportedError("cuda has no index_score yet"); }
-void select_topk(Stream&, const ops::SelectTopkArgs&) { throw UnsupportedError("cuda has no select_topk yet"); }
-void finish_topk(Stream&, const ops::FinishTopkArgs&) { throw UnsupportedError("cuda has no finish_topk yet"); }
-void fill_topk(Stream&, const ops::FillTopkArgs&) { throw UnsupportedError("cuda has no fill_topk yet"); }
 void hadamard(Stream&, const ops::HadamardArgs&) { throw UnsupportedError("cuda has no hadamard yet"); }
 
 }  // namespace mla::cuda

@@ -12,8 +12,10 @@ void check(const IndexScoreArgs& a) {
   require_dense<IndexDim>(op, "q", a.q);
   require_dense<Key>(op, "scores", a.scores);
   require_dtype(op, "q", a.q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
-  require_items(op, a.items, a.scores.extent<Token>(), a.scores.extent<Key>());
-  for (const IndexItem& i : a.items) {
+  require_range(op, "first", a.first, 0, int64_t{1} << 31);
+  require_items(op, a.items, a.scores.extent<Token>());
+  for (const IndexItem& item : a.items) {
+    const IndexItem i = clipped(item, a.first, a.scores.extent<Key>());
     require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
     require_range(op, "item q_begin", i.q_begin, 0, a.q.extent<Token>() - i.q_count + 1);
     require_range(op, "item kv_end", i.kv_end, 0, a.block_table.extent<Page>() * spec.page_size + 1);

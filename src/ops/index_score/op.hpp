@@ -1,10 +1,10 @@
 // index_score: the sparse indexer's scores of cached positions. For item t, query i < q_count and position j in
-// [kv_begin, kv_end) with j <= visible + i:
-//   scores[row + i, j - kv_begin] = sum over heads h of scale * weights[q_begin + i, h] * relu(q[q_begin + i, h] . k_j)
+// [kv_begin, kv_end) with j <= visible + i, and column c = j - kv_begin - first where it is one of the scores':
+//   scores[row + i, c] = sum over heads h of scale * weights[q_begin + i, h] * relu(q[q_begin + i, h] . k_j)
 // with k_j the dequantised key; fp8_e4m3 queries count as their codes, their scales lie in weights (index_query).
 // Columns that a row does not see, and those past kv_end, keep what they held. NaN inputs give NaN scores.
-// The caller walks a long context in tiles of positions, so that scores never take queries x context; a score's bits
-// depend on its query, its key and the kind of both alone, whatever the tile.
+// The caller walks a long context window by window, the items unchanged, so that scores never take queries x context; a
+// score's bits depend on its query, its key and the kind of both alone, whatever the window.
 #pragma once
 
 #include <span>
@@ -24,7 +24,8 @@ struct IndexScoreArgs {
   IndexCacheView cache;
   View<const int32_t, Request, Page> block_table;
   std::span<const IndexItem> items;  ///< their rows ascending and disjoint
-  View<float, Token, Key> scores;    ///< Key dense
+  int64_t first = 0;                 ///< the window: column 0 is position kv_begin + first of every item
+  View<float, Token, Key> scores;    ///< Key dense; as many positions as it has columns
   Scratch scratch;
 };
 

@@ -10,7 +10,8 @@ void reference(const IndexScoreArgs& a, View<double, Token, Key> scores) {
   const int64_t heads = a.q.extent<IndexHead>();
   std::vector<float> key(static_cast<size_t>(spec.dim));
   std::vector<double> q;
-  for (const IndexItem& item : a.items) {
+  for (const IndexItem& whole : a.items) {
+    const IndexItem item = clipped(whole, a.first, scores.extent<Key>());
     q.clear();
     for (int64_t i = 0; i < item.q_count; ++i)
       for (int64_t h = 0; h < heads; ++h)

@@ -42,4 +42,13 @@ void check(const MapToWorkspaceArgs& a) {
   check_rows(a.positions, a.requests, static_cast<int64_t>(a.starts.size()), "rows", a.rows);
 }
 
+void check(const PickRowsArgs& a) {
+  constexpr std::string_view op = "map_indices";
+  require_same<Topk>(op, "picked", a.picked, "positions", a.positions);
+  require_dense<Topk>(op, "positions", a.positions);
+  require_dense<Topk>(op, "picked", a.picked);
+  require_range(op, "rows length", static_cast<int64_t>(a.rows.size()), 0, a.picked.extent<Token>() + 1);
+  for (int32_t r : a.rows) require_range(op, "row", r, 0, a.positions.extent<Token>());
+}
+
 }  // namespace mla::ops

@@ -12,5 +12,6 @@ Cost entries(size_t rows, int64_t topk) {
 // The block table and the starts are small beside the entries.
 Cost cost(const MapToSlotsArgs& a) { return entries(a.requests.size(), a.positions.extent<Topk>()); }
 Cost cost(const MapToWorkspaceArgs& a) { return entries(a.requests.size(), a.positions.extent<Topk>()); }
+Cost cost(const PickRowsArgs& a) { return entries(a.rows.size(), a.positions.extent<Topk>()); }
 
 }  // namespace mla::ops

@@ -30,12 +30,22 @@ struct MapToWorkspaceArgs {
   View<int32_t, Token, Topk> rows;          ///< may be `positions`
 };
 
+/// Rows of selections made elsewhere: row r of `picked` is row rows[r] of `positions`.
+struct PickRowsArgs {
+  View<const int32_t, Token, Topk> positions;  ///< Topk dense
+  std::span<const int32_t> rows;               ///< its length is the number of rows picked
+  View<int32_t, Token, Topk> picked;           ///< Topk dense; apart from `positions`
+};
+
 void check(const MapToSlotsArgs& a);
 void check(const MapToWorkspaceArgs& a);
+void check(const PickRowsArgs& a);
 Cost cost(const MapToSlotsArgs& a);
 Cost cost(const MapToWorkspaceArgs& a);
+Cost cost(const PickRowsArgs& a);
 /// Exact in integers, so there is nothing in float64 here: what the op must write.
 void reference(const MapToSlotsArgs& a, View<int32_t, Token, Topk> slots);
 void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows);
+void reference(const PickRowsArgs& a, View<int32_t, Token, Topk> picked);
 
 }  // namespace mla::ops

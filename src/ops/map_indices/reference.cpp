@@ -23,4 +23,9 @@ void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows) {
     }
 }
 
+void reference(const PickRowsArgs& a, View<int32_t, Token, Topk> picked) {
+  for (int64_t row = 0; row < static_cast<int64_t>(a.rows.size()); ++row)
+    for (int64_t k = 0; k < a.positions.extent<Topk>(); ++k) picked(row, k) = a.positions(a.rows[row], k);
+}
+
 }  // namespace mla::ops

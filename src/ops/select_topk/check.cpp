@@ -28,7 +28,8 @@ void check(const SelectTopkArgs& a) {
     require_same<Token>(op, "positions", a.positions, "scores", a.scores);
     require_same<Key>(op, "positions", a.positions, "scores", a.scores);
   }
-  require_items(op, a.items, std::min(a.scores.extent<Token>(), a.state.rows), a.scores.extent<Key>());
+  require_range(op, "first", a.first, 0, kAnyColumns);
+  require_items(op, a.items, std::min(a.scores.extent<Token>(), a.state.rows));
 }
 
 void check(const FinishTopkArgs& a) {
@@ -36,7 +37,7 @@ void check(const FinishTopkArgs& a) {
   check_state(op, a.state, a.items);
   require_equal(op, "indices Topk", a.indices.extent<Topk>(), "topk", a.state.topk);
   require_dense<Topk>(op, "indices", a.indices);
-  require_items(op, a.items, a.state.rows, kAnyColumns);
+  require_items(op, a.items, a.state.rows);
   check_output(op, a.items, a.indices.extent<Token>());
   if (!a.scores) return;
   require_same<Topk>(op, "scores", a.scores, "indices", a.indices);

@@ -13,8 +13,10 @@ Cost output(std::span<const IndexItem> items, int64_t topk, double bytes) {
 
 Cost cost(const SelectTopkArgs& a) {
   double pairs = 0;
-  for (const IndexItem& i : a.items)
+  for (const IndexItem& item : a.items) {
+    const IndexItem i = clipped(item, a.first, a.scores.extent<Key>());
     for (int64_t r = 0; r < i.q_count; ++r) pairs += i.columns(r);
+  }
   return {.bytes = pairs * (a.positions ? 8 : 4), .flops = 0};
 }
 

@@ -1,8 +1,8 @@
-// select_topk: the best `topk` of the positions that each row sees, fed tile by tile: a running selection in the
+// select_topk: the best `topk` of the positions that each row sees, fed window by window: a running selection in the
 // caller's memory. Better is: higher score, then lower position. NaN counts as -inf, -0 as 0. The result is a set that
-// depends on nothing but scores and positions: not on the tiles, their order, or threads.
+// depends on nothing but scores and positions: not on the windows, their order, or threads.
 //
-//   select_topk(first = true)  one call a tile of columns; each position of a row once, in any order
+//   select_topk(begin = true)  one call a window; each position of a row once, in any order
 //   select_topk                ...
 //   finish_topk                ascending positions, then -1
 //   fill_topk                  instead, where everything a row sees fits topk: no scores needed
@@ -14,14 +14,15 @@
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/scratch.hpp"
 
 namespace mla::ops {
 
-/// Running selection of some rows, in the caller's memory.
+/// Running selection of some rows, in the caller's memory. What lies in it between calls is the backend's own; the
+/// CPU's, where a key is a score's bits as an integer of the same order and the 16 to spare take a whole vector's
+/// store:
 ///
 ///   row   | Row, 64 bytes | capacity + 16 keys | capacity + 16 positions |   topk_state_bytes(topk)
-///
-/// A key is a score's bits as an integer of the same order. The 16 to spare take a whole vector's store.
 struct TopkState {
   std::byte* data = nullptr;  ///< 64-byte aligned
   int64_t rows = 0;
@@ -40,13 +41,16 @@ struct TopkState {
 
 struct SelectTopkArgs {
   View<const float, Token, Key> scores;  ///< Key dense; columns past a row's last visible one are not read
-  /// Row item.row + i sees columns [0, item.columns(i)). Rows ascending and disjoint.
+  /// Row item.row + i sees columns [0, clipped(item, first, columns of scores).columns(i)). Rows ascending and
+  /// disjoint.
   std::span<const IndexItem> items;
+  int64_t first = 0;  ///< the window: column 0 is position kv_begin + first of every item
   /// Position of each column, the same extents as scores; a negative one is skipped. Empty (null): column c is position
-  /// item.kv_begin + c.
+  /// item.kv_begin + first + c.
   View<const int32_t, Token, Key> positions;
-  bool first = false;  ///< these rows' selections begin here: what their state held is dropped
+  bool begin = false;  ///< these rows' selections begin here: what their state held is dropped
   TopkState state;     ///< row item.row + i of the items
+  Scratch scratch;     ///< a GPU's; the CPU needs none
 };
 
 /// Row item.q_begin + i of the output from state row item.row + i. The state is spent afterwards.

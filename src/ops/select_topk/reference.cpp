@@ -13,7 +13,8 @@ void reference(const SelectTopkArgs& a, View<int32_t, Token, Topk> indices, View
     int32_t position;
   };
   constexpr float kLowest = -std::numeric_limits<float>::infinity();
-  for (const IndexItem& item : a.items)
+  for (const IndexItem& whole : a.items) {
+    const IndexItem item = clipped(whole, a.first, a.scores.extent<Key>());
     for (int64_t i = 0; i < item.q_count; ++i) {
       std::vector<Candidate> seen;
       for (int32_t c = 0; c < item.columns(i); ++c) {
@@ -33,6 +34,7 @@ void reference(const SelectTopkArgs& a, View<int32_t, Token, Topk> indices, View
         if (scores) scores(item.q_begin + i, k) = some ? seen[k].score : kLowest;
       }
     }
+  }
 }
 
 }  // namespace mla::ops

@@ -169,8 +169,12 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     throw ShapeError("index_score: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   const bool dot = a.q.dtype() != Dtype::f32 && a.cache.spec.format != IndexCacheFormat::f32 && native_bf16_dot();
+  auto window = [&](const IndexItem& i) { return clipped(i, a.first, a.scores.extent<Key>()); };
   auto groups = [](const IndexItem& i) { return (i.q_count + kTokens - 1) / kTokens; };
-  auto ranges = [](const IndexItem& i) { return (int64_t{i.kv_end} - i.kv_begin + kRange - 1) / kRange; };
+  auto ranges = [&](const IndexItem& i) {
+    const IndexItem w = window(i);
+    return (int64_t{w.kv_end} - w.kv_begin + kRange - 1) / kRange;
+  };
   int64_t tasks = 0;
   for (const IndexItem& i : a.items) tasks += groups(i) * ranges(i);
   stream.pool().run(tasks, [&](int64_t task, int worker) {
@@ -178,8 +182,9 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     for (int64_t n; task >= (n = groups(*item) * ranges(*item)); ++item) task -= n;
     const int64_t token = task / ranges(*item) * kTokens, begin = task % ranges(*item) * kRange;
     const auto run = dot ? run_task<bf16> : run_task<float>;
-    run(a, *item, token, std::min<int64_t>(kTokens, item->q_count - token), begin,
-        std::min<int64_t>(begin + kRange, int64_t{item->kv_end} - item->kv_begin), a.scratch.worker(worker));
+    const IndexItem w = window(*item);
+    run(a, w, token, std::min<int64_t>(kTokens, w.q_count - token), begin,
+        std::min<int64_t>(begin + kRange, int64_t{w.kv_end} - w.kv_begin), a.scratch.worker(worker));
   });
 }
 

@@ -106,5 +106,12 @@ void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
   });
 }
 
+void pick_rows(Stream& stream, const ops::PickRowsArgs& a) {
+  const int64_t topk = a.positions.extent<Topk>();
+  if (topk == 0) return;
+  each_row(stream, static_cast<int64_t>(a.rows.size()), topk,
+           [&](int64_t row) { std::copy_n(&a.positions(a.rows[row], 0), topk, &a.picked(row, 0)); });
+}
+
 }  // namespace mla::cpu
 #endif

@@ -51,11 +51,12 @@ void sort_by_position(Selection& s) {
 }  // namespace
 
 void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
-  for_rows(stream, a.items, [&](const IndexItem& item, int64_t i) {
+  for_rows(stream, a.items, [&](const IndexItem& whole, int64_t i) {
+    const IndexItem item = clipped(whole, a.first, a.scores.extent<Key>());
     const int64_t row = item.row + i;
     const Selection s = selection(a.state, row);
     // Every key is above the lowest number.
-    if (a.first) *s.row = {.count = 0, .key = std::numeric_limits<int32_t>::min(), .position = 0};
+    if (a.begin) *s.row = {.count = 0, .key = std::numeric_limits<int32_t>::min(), .position = 0};
     const int64_t columns = item.columns(i);
     if (columns == 0) return;
     select_feed(s, &a.scores(row, 0), columns, a.positions ? &a.positions(row, 0) : nullptr, item.kv_begin);

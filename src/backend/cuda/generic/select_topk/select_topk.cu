@@ -1,0 +1,387 @@
+// A radix select on (score descending, position ascending), 64 bits, from the highest 11 on. The candidates of a row, its
+// selection so far and the window's columns, lie in the registers of one block or, in long rows, of several: scores are
+// read once. Each level counts the digits of the candidates that higher digits leave undecided, and its histogram tells
+// which digit the last selected one has. The row's blocks add up their histograms in global memory and wait for each
+// other; they take their places in the order in which they start, so that those waited for run or will. Three levels
+// decide scores that differ, three more equal scores by position; levels end as soon as a digit is taken whole.
+//
+// A row of the state: Row (count only), topk keys, topk positions; the set is unordered until finish_topk, which ranks
+// positions in a bitmap.
+#include <algorithm>
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/index_items.cuh"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
+
+namespace mla::cuda {
+namespace {
+
+constexpr int kThreads = 512, kPerThread = 16, kChunk = kThreads * kPerThread, kWarps = kThreads / 32;
+constexpr int kBins = 2048, kBuffers = 3;
+constexpr int64_t kRowsPerLaunch = 2048;
+constexpr int kLevels = 6;
+__device__ constexpr int kShift[kLevels] = {53, 42, 32, 20, 10, 0};
+__device__ constexpr int kDigit[kLevels] = {11, 11, 10, 11, 10, 10};
+
+// Higher is better, as an unsigned number; 0 is below every score.
+__device__ uint32_t key_of(float score) {
+  const uint32_t bits = __float_as_uint(score == score ? score + 0.0f : -INFINITY);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
+
+struct State {
+  std::byte* data;
+  int64_t row_bytes;
+  int topk;
+  __device__ int32_t* count(int64_t row) const { return reinterpret_cast<int32_t*>(data + row * row_bytes); }
+  __device__ uint32_t* keys(int64_t row) const { return reinterpret_cast<uint32_t*>(data + row * row_bytes + 64); }
+  __device__ int32_t* positions(int64_t row) const { return reinterpret_cast<int32_t*>(keys(row) + topk); }
+};
+State state_of(const ops::TopkState& s) {
+  return {s.data, static_cast<int64_t>(topk_state_bytes(s.topk)), static_cast<int>(s.topk)};
+}
+
+// Sum over threads before this one, and over all.
+__device__ uint32_t scan_before(uint32_t x, uint32_t (&warps)[kWarps], uint32_t& total) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  uint32_t sum = x;
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
+    if (lane >= d) sum += other;
+  }
+  __syncthreads();  // an earlier scan's sums are read
+  if (lane == 31) warps[warp] = sum;
+  __syncthreads();
+  uint32_t before = 0;
+  total = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) before += warps[w];
+    total += warps[w];
+  }
+  return before + sum - x;
+}
+
+struct Select {
+  State state;
+  const IndexItem* items;
+  int item_count;
+  int64_t first_row, rows;
+  int splits;  // blocks a row
+  const float* scores;
+  int64_t scores_row;
+  const int32_t* positions;
+  int64_t positions_row;
+  int64_t first, columns;  // the window; columns of this launch begin at `skip` of it
+  int64_t skip;
+  bool begin;
+  uint32_t* histograms;  // [kBuffers][rows][kBins], the first zero
+  unsigned *ticket, *arrived, *taken;  // zero between launches
+};
+
+__global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
+  __shared__ uint32_t bins[kBins], warps[kWarps];
+  __shared__ IndexItem shared_item;
+  __shared__ unsigned place;
+  __shared__ uint32_t digit, above, inside;
+  unsigned me = blockIdx.x;
+  if (a.splits > 1) {
+    if (threadIdx.x == 0) {
+      place = atomicAdd(a.ticket, 1u);
+      if (place == gridDim.x - 1) atomicExch(a.ticket, 0u);
+    }
+    __syncthreads();
+    me = place;
+  }
+  const int64_t r = me / a.splits, row = a.first_row + r;
+  const int split = static_cast<int>(me % a.splits);
+  if (!find_item<kThreads>(a.items, a.item_count, &IndexItem::row, row, shared_item)) return;
+  const IndexItem item = clipped(shared_item, a.first, a.columns);
+  int32_t* count = a.state.count(row);
+  const int64_t seen = item.columns(row - item.row) - a.skip, n = seen > 0 ? seen : 0;
+  const int held = a.begin ? 0 : *count;
+  // A row with nothing new stays as it is. All of a row's blocks know.
+  if (n == 0) {
+    if (a.begin && split == 0 && threadIdx.x == 0) *count = 0;
+    return;
+  }
+
+  uint32_t key[kPerThread];
+  int32_t position[kPerThread];  // negative: no candidate
+  uint32_t* keys = a.state.keys(row);
+  int32_t* positions = a.state.positions(row);
+  const float* scores = a.scores + row * a.scores_row + a.skip;
+  const int32_t* given = a.positions ? a.positions + row * a.positions_row + a.skip : nullptr;
+  const int64_t base = static_cast<int64_t>(split) * kChunk + threadIdx.x - held;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    const int64_t c = base + i * kThreads;
+    key[i] = 0;
+    position[i] = -1;
+    if (c < 0) {
+      key[i] = keys[held + c];
+      position[i] = positions[held + c];
+    } else if (c < n) {
+      key[i] = key_of(scores[c]);
+      position[i] = given ? given[c] : static_cast<int32_t>(item.kv_begin + a.skip + c);
+    }
+  }
+  const auto composite = [&](int i) {
+    return static_cast<uint64_t>(key[i]) << 32 | static_cast<uint32_t>(0x7fffffff - position[i]);
+  };
+
+  uint64_t threshold = 0;
+  uint32_t need = static_cast<uint32_t>(a.state.topk);
+  int shift = 63;  // bits from here on are decided
+  unsigned arrivals = 0;
+  for (int level = 0; level < kLevels; ++level) {
+    const int before = level == 0 ? 63 : kShift[level - 1], low = kShift[level];
+    const uint32_t mask = (1u << kDigit[level]) - 1;
+    for (int b = threadIdx.x; b < kBins; b += kThreads) bins[b] = 0;
+    if (a.splits > 1 && split == 0 && level + 1 < kLevels) {
+      uint32_t* next = a.histograms + ((level + 1) % kBuffers * a.rows + r) * kBins;
+      for (int b = threadIdx.x; b < kBins; b += kThreads) next[b] = 0;
+    }
+    __syncthreads();
+    uint32_t run = 0, last = 0;  // equal digits in a row are one addition
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const uint64_t c = composite(i);
+      if (position[i] < 0 || (level > 0 && c >> before != threshold >> before)) continue;
+      const uint32_t d = static_cast<uint32_t>(c >> low) & mask;
+      if (run > 0 && d != last) {
+        atomicAdd(&bins[last], run);
+        run = 0;
+      }
+      last = d;
+      ++run;
+    }
+    if (run > 0) atomicAdd(&bins[last], run);
+    __syncthreads();
+
+    // This thread's four bins, the highest for the first thread.
+    const int mine = kBins - 4 - 4 * static_cast<int>(threadIdx.x);
+    uint4 x = *reinterpret_cast<const uint4*>(bins + mine);
+    if (a.splits > 1) {
+      uint32_t* sums = a.histograms + (level % kBuffers * a.rows + r) * kBins;
+      if (x.x) atomicAdd(sums + mine, x.x);
+      if (x.y) atomicAdd(sums + mine + 1, x.y);
+      if (x.z) atomicAdd(sums + mine + 2, x.z);
+      if (x.w) atomicAdd(sums + mine + 3, x.w);
+      __threadfence();
+      __syncthreads();
+      arrivals += static_cast<unsigned>(a.splits);
+      if (threadIdx.x == 0) {
+        atomicAdd(a.arrived + r, 1u);
+        while (*static_cast<volatile unsigned*>(a.arrived + r) < arrivals) {
+        }
+        __threadfence();
+      }
+      __syncthreads();
+      x = __ldcg(reinterpret_cast<const uint4*>(sums + mine));
+    }
+    uint32_t total;
+    const uint32_t higher = scan_before(x.x + x.y + x.z + x.w, warps, total);
+    if (level == 0 && total <= need) break;  // all of them, threshold 0
+    if (higher < need && need <= higher + x.x + x.y + x.z + x.w) {
+      const uint32_t part[4] = {x.w, x.z, x.y, x.x};
+      uint32_t sum = higher;
+      int b = 0;
+      while (need > sum + part[b]) sum += part[b++];
+      digit = static_cast<uint32_t>(mine + 3 - b);
+      above = sum;
+      inside = part[b];
+    }
+    __syncthreads();
+    threshold |= static_cast<uint64_t>(digit) << low;
+    shift = low;
+    need -= above;
+    const bool whole = need == inside;
+    __syncthreads();  // digit, above and inside are read
+    if (whole) break;
+  }
+
+  uint32_t mine = 0;
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i)
+    mine += position[i] >= 0 && composite(i) >> shift >= threshold >> shift;
+  uint32_t total;
+  uint32_t at = scan_before(mine, warps, total);
+  if (a.splits > 1) {
+    if (threadIdx.x == 0) place = total > 0 ? atomicAdd(a.taken + r, total) : 0;
+    __syncthreads();
+    at += place;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerThread; ++i) {
+    if (position[i] < 0 || composite(i) >> shift < threshold >> shift) continue;
+    keys[at] = key[i];
+    positions[at++] = position[i];
+  }
+  if (threadIdx.x != 0) return;
+  if (a.splits == 1) {
+    *count = static_cast<int32_t>(total);
+  } else {
+    __threadfence();
+    if (atomicAdd(a.arrived + r, 1u) == arrivals + static_cast<unsigned>(a.splits) - 1) {
+      *count = static_cast<int32_t>(atomicExch(a.taken + r, 0u));
+      atomicExch(a.arrived + r, 0u);
+    }
+  }
+}
+
+constexpr int kWords = 8192, kWordsPerThread = kWords / kThreads;
+constexpr int64_t kSpan = int64_t{kWords} * 32;  // positions a bitmap holds
+
+__global__ void __launch_bounds__(kThreads) finish_kernel(State state, const IndexItem* items, int item_count,
+                                                          int32_t* indices, int64_t indices_row, float* scores,
+                                                          int64_t scores_row) {
+  __shared__ uint32_t words[kWords], begins[kThreads], warps[kWarps];
+  __shared__ IndexItem item;
+  __shared__ int32_t lowest;
+  const int64_t row = blockIdx.x;
+  if (!find_item<kThreads>(items, item_count, &IndexItem::row, row, item)) return;
+  const int64_t to = item.q_begin + (row - item.row);
+  const int n = *state.count(row);
+  const uint32_t* keys = state.keys(row);
+  const int32_t* positions = state.positions(row);
+  int32_t* out = indices + to * indices_row;
+  float* best = scores ? scores + to * scores_row : nullptr;
+  int done = 0;
+  for (int64_t from = 0; done < n;) {
+    // The window begins at the lowest position that no earlier one held.
+    if (threadIdx.x == 0) lowest = 0x7fffffff;
+    for (int w = threadIdx.x; w < kWords; w += kThreads) words[w] = 0;
+    __syncthreads();
+    int32_t least = 0x7fffffff;
+    for (int k = threadIdx.x; k < n; k += kThreads)
+      if (positions[k] >= from) least = min(least, positions[k]);
+    for (int d = 16; d; d /= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, d));
+    if (threadIdx.x % 32 == 0) atomicMin(&lowest, least);
+    __syncthreads();
+    from = lowest;
+    for (int k = threadIdx.x; k < n; k += kThreads) {
+      const int64_t p = positions[k] - from;
+      if (p >= 0 && p < kSpan) atomicOr(&words[p / 32], 1u << (p % 32));
+    }
+    __syncthreads();
+    uint32_t set = 0, total;
+#pragma unroll
+    for (int w = 0; w < kWordsPerThread; ++w) set += __popc(words[threadIdx.x * kWordsPerThread + w]);
+    begins[threadIdx.x] = scan_before(set, warps, total);
+    __syncthreads();
+    for (int k = threadIdx.x; k < n; k += kThreads) {
+      const int64_t p = positions[k] - from;
+      if (p < 0 || p >= kSpan) continue;
+      const int word = static_cast<int>(p / 32);
+      int rank = done + static_cast<int>(begins[word / kWordsPerThread]);
+      for (int w = word / kWordsPerThread * kWordsPerThread; w < word; ++w) rank += __popc(words[w]);
+      rank += __popc(words[word] & ((1u << (p % 32)) - 1));
+      out[rank] = static_cast<int32_t>(from + p);
+      if (best) best[rank] = score_of(keys[k]);
+    }
+    done += static_cast<int>(total);
+    from += kSpan;
+    __syncthreads();
+  }
+  for (int k = n + threadIdx.x; k < state.topk; k += kThreads) {
+    out[k] = -1;
+    if (best) best[k] = -INFINITY;
+  }
+}
+
+constexpr int kFillThreads = 256;
+
+__global__ void __launch_bounds__(kFillThreads) fill_kernel(const IndexItem* items, int item_count, int32_t* indices,
+                                                            int64_t indices_row, int64_t topk) {
+  __shared__ IndexItem item;
+  const int64_t row = blockIdx.x;
+  if (!find_item<kFillThreads>(items, item_count, &IndexItem::q_begin, row, item)) return;
+  const int n = item.columns(row - item.q_begin);
+  for (int64_t k = threadIdx.x; k < topk; k += kFillThreads)
+    indices[row * indices_row + k] = k < n ? static_cast<int32_t>(item.kv_begin + k) : -1;
+}
+
+// One behind the last row of the items.
+int64_t rows_end(std::span<const IndexItem> items, int32_t IndexItem::*begin) {
+  int64_t end = 0;
+  for (const IndexItem& i : items)
+    if (i.q_count > 0) end = std::max(end, int64_t{i.*begin} + i.q_count);
+  return end;
+}
+
+}  // namespace
+
+void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
+  const Queue& queue = stream.queue();
+  const int64_t rows = rows_end(a.items, &IndexItem::row);
+  if (rows == 0) return;
+  int64_t columns = 0;
+  for (const IndexItem& i : a.items)
+    if (i.q_count > 0) columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
+  const size_t row_bytes = kBuffers * kBins * sizeof(uint32_t);
+  Select s{.state = state_of(a.state),
+           .items = queue.staged(a.items, "select_topk", "items"),
+           .item_count = static_cast<int>(a.items.size()),
+           .scores = a.scores.data(),
+           .scores_row = a.scores.stride<Token>(),
+           .positions = a.positions.data(),
+           .positions_row = a.positions.stride<Token>(),
+           .first = a.first,
+           .columns = a.scores.extent<Key>(),
+           .histograms = reinterpret_cast<uint32_t*>(a.scratch.data),
+           .ticket = queue.counters(),
+           .arrived = queue.counters() + 1,
+           .taken = queue.counters() + 1 + kRowsPerLaunch};
+  // No more blocks wait for each other than surely run together; what is longer is fed in parts.
+  const int64_t most = int64_t{queue.multiprocessors()} * kChunk - a.state.topk;
+  for (int64_t skip = 0; skip == 0 || skip < columns; skip += most) {
+    s.begin = a.begin && skip == 0;
+    s.skip = skip;
+    const int64_t held = s.begin ? 0 : a.state.topk, n = std::min(most, columns - skip);
+    s.splits = static_cast<int>(std::max<int64_t>(1, (held + n + kChunk - 1) / kChunk));
+    s.columns = std::min(a.scores.extent<Key>(), skip + most);
+    const int64_t part = s.splits == 1 ? rows : kRowsPerLaunch;
+    if (s.splits > 1) {
+      const int64_t needed = static_cast<int64_t>(row_bytes) * std::min(part, rows);
+      if (!a.scratch.data || static_cast<int64_t>(a.scratch.per_worker) < needed)
+        throw ShapeError("select_topk: scratch is " + std::to_string(a.scratch.data ? a.scratch.per_worker : 0) +
+                         " bytes, " + std::to_string(needed) + " are needed");
+    }
+    for (s.first_row = 0; s.first_row < rows; s.first_row += part) {
+      s.rows = std::min(part, rows - s.first_row);
+      const std::string shape = "rows " + std::to_string(s.rows) + ", columns " + std::to_string(n) + ", topk " +
+                                std::to_string(a.state.topk);
+      if (s.splits > 1)
+        check(cudaMemsetAsync(s.histograms, 0, static_cast<size_t>(s.rows) * kBins * sizeof(uint32_t), queue.stream()),
+              "select_topk", "zero histograms", shape);
+      launch(select_kernel, {.grid = dim3(static_cast<unsigned>(s.rows * s.splits)), .block = dim3(kThreads)},
+             queue.stream(), "select_topk", "select", shape, s);
+    }
+  }
+}
+
+void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
+  const Queue& queue = stream.queue();
+  const int64_t rows = rows_end(a.items, &IndexItem::row);
+  if (rows == 0) return;
+  launch(finish_kernel, {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kThreads)}, queue.stream(),
+         "finish_topk", "finish", "rows " + std::to_string(rows), state_of(a.state),
+         queue.staged(a.items, "finish_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
+         a.indices.stride<Token>(), a.scores.data(), a.scores.stride<Token>());
+}
+
+void fill_topk(Stream& stream, const ops::FillTopkArgs& a) {
+  const Queue& queue = stream.queue();
+  const int64_t rows = rows_end(a.items, &IndexItem::q_begin);
+  if (rows == 0 || a.indices.extent<Topk>() == 0) return;
+  launch(fill_kernel, {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kFillThreads)}, queue.stream(),
+         "fill_topk", "fill", "rows " + std::to_string(rows), queue.staged(a.items, "fill_topk", "items"),
+         static_cast<int>(a.items.size()), a.indices.data(), a.indices.stride<Token>(), a.indices.extent<Topk>());
+}
+
+}  // namespace mla::cuda
