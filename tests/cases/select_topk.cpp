@@ -162,6 +162,14 @@ std::vector<Params> sweep(uint64_t seed) {
                          .splits = 1 + static_cast<int64_t>(seed % 5),
                          .topk = topk,
                          .seed = ++seed});
+  for (int i = 0; i < 12; ++i)  // rows long enough for several blocks of a GPU
+    cases.push_back({.requests = 2,
+                     .query_len = 2,
+                     .context = 150000,
+                     .ragged = true,
+                     .splits = 1 + i % 3,
+                     .topk = 2048,
+                     .seed = ++seed});
   Random random(seed);
   for (int i = 0; i < 60; ++i)
     cases.push_back({.requests = random.integer(0, 5),

@@ -27,8 +27,8 @@ struct WarpProduct {
 #pragma unroll
       for (int j = 0; j < N / 16; ++j) {
         uint32_t b[4];
-        const uint32_t at = queries + s / 4 * (N * 128) + (16 * j + row) * 128 +
-                            (((s % 4 * 2 + lane / 8 % 2) ^ row % 8) * 16);
+        const uint32_t at =
+            queries + s / 4 * (N * 128) + (16 * j + row) * 128 + (((s % 4 * 2 + lane / 8 % 2) ^ row % 8) * 16);
         load_matrix_x4(at, b[0], b[1], b[2], b[3]);
         step(acc + 8 * j, keys[s], b[0], b[1]);
         step(acc + 8 * j + 4, keys[s], b[2], b[3]);
@@ -52,8 +52,8 @@ struct WarpProduct {
   }
 };
 
-// Plain arithmetic: a block takes a token over a range of columns, 32 keys at a time. A lane is a key, a warp takes every
-// fourth four of the heads.
+// Plain arithmetic: a block takes a token over a range of columns, 32 keys at a time. A lane is a key, a warp takes
+// every fourth four of the heads.
 constexpr int kPlainWarps = 4, kPlainThreads = 32 * kPlainWarps, kPlainKeys = 32, kPlainHeads = 4 * kPlainWarps;
 constexpr int kMostPlainDim = 512;
 
@@ -89,8 +89,8 @@ __global__ void __launch_bounds__(kPlainThreads) plain_kernel(const IndexScore a
         __syncthreads();
         for (int n = threadIdx.x; n < count * a.dim; n += kPlainThreads) {
           const int64_t at = item.kv_begin + tile + n / a.dim;
-          keys[n / a.dim * stride + n % a.dim] = key_number(a, a.cache + table[at / a.page_size] * a.page_stride,
-                                                            at % a.page_size, n % a.dim);
+          keys[n / a.dim * stride + n % a.dim] =
+              key_number(a, a.cache + table[at / a.page_size] * a.page_stride, at % a.page_size, n % a.dim);
         }
         float sum = 0;
         for (int head = 0; head < a.heads; head += kPlainHeads) {
@@ -117,7 +117,8 @@ __global__ void __launch_bounds__(kPlainThreads) plain_kernel(const IndexScore a
             for (int h = 0; h < 4; ++h) {
               const int which = head + 4 * warp + h;
               if (which < a.heads)
-                sum = fmaf(relu(product[h]), a.weights[token * a.weights_token + which * a.weights_head] * a.scale, sum);
+                sum =
+                    fmaf(relu(product[h]), a.weights[token * a.weights_token + which * a.weights_head] * a.scale, sum);
             }
           }
         }
@@ -199,8 +200,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     launch(plain_kernel,
            {.grid = dim3(static_cast<unsigned>(blocks)),
             .block = dim3(kPlainThreads),
-            .shared_bytes = sizeof(float) * static_cast<size_t>(kPlainKeys * (s.dim + 1) + kPlainHeads * s.dim +
-                                                                kPlainWarps * 32)},
+            .shared_bytes =
+                sizeof(float) * static_cast<size_t>(kPlainKeys * (s.dim + 1) + kPlainHeads * s.dim + kPlainWarps * 32)},
            queue.stream(), "index_score", "plain scores", shape, s);
     return;
   }

@@ -1,5 +1,5 @@
-// index_score on matrix units. A block keeps its tokens' queries in shared memory; each warp walks keys, 16 at a time, from
-// global memory straight into the registers of a product's A operand (rows are keys), B is a token's heads, and a
+// index_score on matrix units. A block keeps its tokens' queries in shared memory; each warp walks keys, 16 at a time,
+// from global memory straight into the registers of a product's A operand (rows are keys), B is a token's heads, and a
 // score is the weighted sum along its row of D after relu: shared memory holds no keys and carries none.
 //
 // A's columns may come in any order that B's share: so a lane takes 16-byte pieces of its two rows, four lanes a
@@ -44,8 +44,8 @@ __device__ __forceinline__ void widen_codes<bf16>(uint32_t codes, uint32_t& low,
   widen_codes<f16>(codes, pairs[0], pairs[1]);
 #pragma unroll
   for (uint32_t& p : pairs) {
-    const float2 f = __half22float2(__half2(__ushort_as_half(static_cast<uint16_t>(p)),
-                                            __ushort_as_half(static_cast<uint16_t>(p >> 16))));
+    const float2 f = __half22float2(
+        __half2(__ushort_as_half(static_cast<uint16_t>(p)), __ushort_as_half(static_cast<uint16_t>(p >> 16))));
     p = static_cast<uint32_t>(narrow<bf16>(f.x).bits) | static_cast<uint32_t>(narrow<bf16>(f.y).bits) << 16;
   }
   low = pairs[0];
@@ -102,7 +102,8 @@ __device__ float query_number(const IndexScore& a, int64_t token, int head, int 
 // Queries of a chunk of N heads: two panels of 64 numbers of N rows of 128 bytes, their 16-byte chunks swizzled as the
 // matrix units want them.
 template <class Key, class T, class Q, int N>
-__device__ void stage_queries(const IndexScore& a, int64_t token, int tokens, int chunks, std::byte* to, float* weights) {
+__device__ void stage_queries(const IndexScore& a, int64_t token, int tokens, int chunks, std::byte* to,
+                              float* weights) {
   const int count = tokens * chunks * N;
   for (int i = threadIdx.x; i < count * 16; i += kScoreThreads) {
     const int t = i / 16 / (chunks * N), head = i / 16 % (chunks * N), s = i % 16 / 2, half = i % 2;
@@ -144,8 +145,7 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
     __syncthreads();  // the last group's queries are read
     if (a.q_dtype == Dtype::fp8_e4m3)
       stage_queries<Key, T, fp8_e4m3, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
-    else
-      stage_queries<Key, T, bf16, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
+    else stage_queries<Key, T, bf16, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
     Product::publish();
     __syncthreads();
     for (int64_t begin = range * a.range; begin < item.columns(token + tokens - 1); begin += a.ranges * a.range) {

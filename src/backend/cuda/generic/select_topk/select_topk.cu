@@ -1,12 +1,13 @@
-// A radix select on (score descending, position ascending), 64 bits, from the highest 11 on. The candidates of a row, its
-// selection so far and the window's columns, lie in the registers of one block or, in long rows, of several: scores are
-// read once. Each level counts the digits of the candidates that higher digits leave undecided, and its histogram tells
-// which digit the last selected one has. The row's blocks add up their histograms in global memory and wait for each
-// other; they take their places in the order in which they start, so that those waited for run or will. Three levels
-// decide scores that differ, three more equal scores by position; levels end as soon as a digit is taken whole.
+// A radix select on (score descending, position ascending) from the scores' highest 11 bits on. The candidates of a
+// row, its selection so far and the window's columns, lie in the registers of one block or, in long rows, of several:
+// scores are read once. Each level counts the digits of the candidates that higher digits leave undecided, and its
+// histogram tells which digit the last selected one has. The row's blocks add up their histograms in global memory and
+// wait for each other; they take their places in the order in which they start, so that those waited for run or will.
+// Three levels decide scores that differ, three more equal scores by position; levels end as soon as a digit is taken
+// whole.
 //
-// A row of the state: Row (count only), topk keys, topk positions; the set is unordered until finish_topk, which ranks
-// positions in a bitmap.
+// A row of the state: its count and which of two sets it is, then for each set topk keys and topk positions. A call
+// reads one and writes the other. A set is unordered until finish_topk, which ranks positions in a bitmap.
 #include <algorithm>
 #include <string>
 
@@ -18,14 +19,15 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 512, kPerThread = 16, kChunk = kThreads * kPerThread, kWarps = kThreads / 32;
+constexpr int kThreads = 512, kPerThread = 32, kChunk = kThreads * kPerThread, kWarps = kThreads / 32;
+constexpr uint32_t kLast = 0x7fffffff;
 constexpr int kBins = 2048, kBuffers = 3;
 constexpr int64_t kRowsPerLaunch = 2048;
-constexpr int kLevels = 6;
-__device__ constexpr int kShift[kLevels] = {53, 42, 32, 20, 10, 0};
-__device__ constexpr int kDigit[kLevels] = {11, 11, 10, 11, 10, 10};
+// Levels of a score's bits, then of its position's complement.
+constexpr int kKeyLevels = 3, kLevels = 6;
+__device__ constexpr int kShift[kLevels] = {21, 10, 0, 20, 10, 0}, kDigit[kLevels] = {11, 11, 10, 11, 10, 10};
 
-// Higher is better, as an unsigned number; 0 is below every score.
+// Higher is better, as an unsigned number; no score has 0.
 __device__ uint32_t key_of(float score) {
   const uint32_t bits = __float_as_uint(score == score ? score + 0.0f : -INFINITY);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -36,10 +38,16 @@ struct State {
   std::byte* data;
   int64_t row_bytes;
   int topk;
-  __device__ int32_t* count(int64_t row) const { return reinterpret_cast<int32_t*>(data + row * row_bytes); }
-  __device__ uint32_t* keys(int64_t row) const { return reinterpret_cast<uint32_t*>(data + row * row_bytes + 64); }
-  __device__ int32_t* positions(int64_t row) const { return reinterpret_cast<int32_t*>(keys(row) + topk); }
+  struct Row {
+    int32_t count, side;
+  };
+  __device__ Row* row(int64_t r) const { return reinterpret_cast<Row*>(data + r * row_bytes); }
+  __device__ uint32_t* keys(int64_t r, int side) const {
+    return reinterpret_cast<uint32_t*>(data + r * row_bytes + 64) + side * 2 * topk;
+  }
+  __device__ int32_t* positions(int64_t r, int side) const { return reinterpret_cast<int32_t*>(keys(r, side) + topk); }
 };
+static_assert(topk_capacity(1) + 16 >= 2 && topk_capacity(kMostTopk) + 16 >= 2 * kMostTopk);
 State state_of(const ops::TopkState& s) {
   return {s.data, static_cast<int64_t>(topk_state_bytes(s.topk)), static_cast<int>(s.topk)};
 }
@@ -70,21 +78,22 @@ struct Select {
   State state;
   const IndexItem* items;
   int item_count;
-  int64_t first_row, rows;
-  int splits;  // blocks a row
+  int64_t first_row;
+  int rows, splits;  // blocks a row
   const float* scores;
   int64_t scores_row;
   const int32_t* positions;
   int64_t positions_row;
   int64_t first, columns;  // the window; columns of this launch begin at `skip` of it
-  int64_t skip;
+  int skip;
   bool begin;
-  uint32_t* histograms;  // [kBuffers][rows][kBins], the first zero
+  uint32_t* histograms;                // [kBuffers][rows][kBins], the first zero
   unsigned *ticket, *arrived, *taken;  // zero between launches
 };
 
-__global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
-  __shared__ uint32_t bins[kBins], warps[kWarps];
+__global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
+  __shared__ __align__(16) uint32_t bins[kBins];
+  __shared__ uint32_t warps[kWarps];
   __shared__ IndexItem shared_item;
   __shared__ unsigned place;
   __shared__ uint32_t digit, above, inside;
@@ -97,68 +106,75 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
     __syncthreads();
     me = place;
   }
-  const int64_t r = me / a.splits, row = a.first_row + r;
+  const int r = static_cast<int>(me) / a.splits;
+  const int64_t row = a.first_row + r;
   const int split = static_cast<int>(me % a.splits);
   if (!find_item<kThreads>(a.items, a.item_count, &IndexItem::row, row, shared_item)) return;
   const IndexItem item = clipped(shared_item, a.first, a.columns);
-  int32_t* count = a.state.count(row);
-  const int64_t seen = item.columns(row - item.row) - a.skip, n = seen > 0 ? seen : 0;
-  const int held = a.begin ? 0 : *count;
+  State::Row* state = a.state.row(row);
+  const int n = max(0, item.columns(row - item.row) - a.skip);
+  const int held = a.begin ? 0 : state->count, side = a.begin ? 0 : state->side;
   // A row with nothing new stays as it is. All of a row's blocks know.
   if (n == 0) {
-    if (a.begin && split == 0 && threadIdx.x == 0) *count = 0;
+    if (a.begin && split == 0 && threadIdx.x == 0) *state = {0, 0};
     return;
   }
 
-  uint32_t key[kPerThread];
-  int32_t position[kPerThread];  // negative: no candidate
-  uint32_t* keys = a.state.keys(row);
-  int32_t* positions = a.state.positions(row);
-  const float* scores = a.scores + row * a.scores_row + a.skip;
+  // Candidate c is one of the selection's where c < 0, else column c.
+  const int base = split * kChunk + static_cast<int>(threadIdx.x) - held;
   const int32_t* given = a.positions ? a.positions + row * a.positions_row + a.skip : nullptr;
-  const int64_t base = static_cast<int64_t>(split) * kChunk + threadIdx.x - held;
+  const auto position_of = [&](int c) {
+    if (c < 0) return a.state.positions(row, side)[held + c];
+    return given ? given[c] : item.kv_begin + a.skip + c;
+  };
+  uint32_t key[kPerThread];  // 0: no candidate
+  {
+    const uint32_t* keys = a.state.keys(row, side);
+    const float* scores = a.scores + row * a.scores_row + a.skip;
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    const int64_t c = base + i * kThreads;
-    key[i] = 0;
-    position[i] = -1;
-    if (c < 0) {
-      key[i] = keys[held + c];
-      position[i] = positions[held + c];
-    } else if (c < n) {
-      key[i] = key_of(scores[c]);
-      position[i] = given ? given[c] : static_cast<int32_t>(item.kv_begin + a.skip + c);
+    for (int i = 0; i < kPerThread; ++i) {
+      const int c = base + i * kThreads;
+      key[i] = 0;
+      if (c < 0) key[i] = keys[held + c];
+      else if (c < n && (!given || given[c] >= 0)) key[i] = key_of(scores[c]);
     }
   }
-  const auto composite = [&](int i) {
-    return static_cast<uint64_t>(key[i]) << 32 | static_cast<uint32_t>(0x7fffffff - position[i]);
-  };
 
-  uint64_t threshold = 0;
-  uint32_t need = static_cast<uint32_t>(a.state.topk);
-  int shift = 63;  // bits from here on are decided
+  // Selected: above threshold, or at it and at or above `early`, of the bits from `shift` on. early is kLast -
+  // position.
+  uint32_t threshold = 0, early = 0, need = static_cast<uint32_t>(a.state.topk);
+  int key_shift = 31, early_shift = 31;  // bits from here on are decided; of early none: 31
+  bool all = false;
   unsigned arrivals = 0;
   for (int level = 0; level < kLevels; ++level) {
-    const int before = level == 0 ? 63 : kShift[level - 1], low = kShift[level];
+    const int low = kShift[level];
     const uint32_t mask = (1u << kDigit[level]) - 1;
     for (int b = threadIdx.x; b < kBins; b += kThreads) bins[b] = 0;
     if (a.splits > 1 && split == 0 && level + 1 < kLevels) {
-      uint32_t* next = a.histograms + ((level + 1) % kBuffers * a.rows + r) * kBins;
+      uint32_t* next = a.histograms + static_cast<uint32_t>((level + 1) % kBuffers * a.rows + r) * kBins;
       for (int b = threadIdx.x; b < kBins; b += kThreads) next[b] = 0;
     }
     __syncthreads();
     uint32_t run = 0, last = 0;  // equal digits in a row are one addition
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const uint64_t c = composite(i);
-      if (position[i] < 0 || (level > 0 && c >> before != threshold >> before)) continue;
-      const uint32_t d = static_cast<uint32_t>(c >> low) & mask;
+    const auto add = [&](uint32_t d) {
       if (run > 0 && d != last) {
         atomicAdd(&bins[last], run);
         run = 0;
       }
       last = d;
       ++run;
+    };
+    if (level < kKeyLevels) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i)
+        if (key[i] != 0 && (level == 0 || key[i] >> key_shift == threshold >> key_shift)) add(key[i] >> low & mask);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) {
+        if (key[i] != threshold) continue;
+        const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + i * kThreads));
+        if (e >> early_shift == early >> early_shift) add(e >> low & mask);
+      }
     }
     if (run > 0) atomicAdd(&bins[last], run);
     __syncthreads();
@@ -167,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
     const int mine = kBins - 4 - 4 * static_cast<int>(threadIdx.x);
     uint4 x = *reinterpret_cast<const uint4*>(bins + mine);
     if (a.splits > 1) {
-      uint32_t* sums = a.histograms + (level % kBuffers * a.rows + r) * kBins;
+      uint32_t* sums = a.histograms + static_cast<uint32_t>(level % kBuffers * a.rows + r) * kBins;
       if (x.x) atomicAdd(sums + mine, x.x);
       if (x.y) atomicAdd(sums + mine + 1, x.y);
       if (x.z) atomicAdd(sums + mine + 2, x.z);
@@ -186,7 +202,10 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
     }
     uint32_t total;
     const uint32_t higher = scan_before(x.x + x.y + x.z + x.w, warps, total);
-    if (level == 0 && total <= need) break;  // all of them, threshold 0
+    if (level == 0 && total <= need) {
+      all = true;
+      break;
+    }
     if (higher < need && need <= higher + x.x + x.y + x.z + x.w) {
       const uint32_t part[4] = {x.w, x.z, x.y, x.x};
       uint32_t sum = higher;
@@ -197,18 +216,29 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
       inside = part[b];
     }
     __syncthreads();
-    threshold |= static_cast<uint64_t>(digit) << low;
-    shift = low;
+    if (level < kKeyLevels) {
+      threshold |= digit << low;
+      key_shift = low;
+    } else {
+      early |= digit << low;
+      early_shift = low;
+    }
     need -= above;
     const bool whole = need == inside;
     __syncthreads();  // digit, above and inside are read
     if (whole) break;
   }
 
-  uint32_t mine = 0;
+  uint32_t chosen = 0, mine = 0;  // a bit a candidate
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i)
-    mine += position[i] >= 0 && composite(i) >> shift >= threshold >> shift;
+  for (int i = 0; i < kPerThread; ++i) {
+    if (key[i] == 0) continue;
+    bool in = all || key[i] >> key_shift >= threshold >> key_shift;
+    if (early_shift < 31 && key[i] == threshold)
+      in = (kLast - static_cast<uint32_t>(position_of(base + i * kThreads))) >> early_shift >= early >> early_shift;
+    chosen |= static_cast<uint32_t>(in) << i;
+  }
+  mine = static_cast<uint32_t>(__popc(chosen));
   uint32_t total;
   uint32_t at = scan_before(mine, warps, total);
   if (a.splits > 1) {
@@ -216,19 +246,21 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
     __syncthreads();
     at += place;
   }
+  uint32_t* keys = a.state.keys(row, side ^ 1);
+  int32_t* positions = a.state.positions(row, side ^ 1);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
-    if (position[i] < 0 || composite(i) >> shift < threshold >> shift) continue;
+    if (!(chosen >> i & 1) || at >= static_cast<uint32_t>(a.state.topk)) continue;
     keys[at] = key[i];
-    positions[at++] = position[i];
+    positions[at++] = position_of(base + i * kThreads);
   }
   if (threadIdx.x != 0) return;
   if (a.splits == 1) {
-    *count = static_cast<int32_t>(total);
+    *state = {static_cast<int32_t>(total), side ^ 1};
   } else {
     __threadfence();
     if (atomicAdd(a.arrived + r, 1u) == arrivals + static_cast<unsigned>(a.splits) - 1) {
-      *count = static_cast<int32_t>(atomicExch(a.taken + r, 0u));
+      *state = {static_cast<int32_t>(atomicExch(a.taken + r, 0u)), side ^ 1};
       atomicExch(a.arrived + r, 0u);
     }
   }
@@ -237,18 +269,18 @@ __global__ void __launch_bounds__(kThreads, 1) select_kernel(const Select a) {
 constexpr int kWords = 8192, kWordsPerThread = kWords / kThreads;
 constexpr int64_t kSpan = int64_t{kWords} * 32;  // positions a bitmap holds
 
-__global__ void __launch_bounds__(kThreads) finish_kernel(State state, const IndexItem* items, int item_count,
-                                                          int32_t* indices, int64_t indices_row, float* scores,
-                                                          int64_t scores_row) {
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(State state, const IndexItem* items, int item_count, int32_t* indices, int64_t indices_row,
+                  float* scores, int64_t scores_row) {
   __shared__ uint32_t words[kWords], begins[kThreads], warps[kWarps];
   __shared__ IndexItem item;
   __shared__ int32_t lowest;
   const int64_t row = blockIdx.x;
   if (!find_item<kThreads>(items, item_count, &IndexItem::row, row, item)) return;
   const int64_t to = item.q_begin + (row - item.row);
-  const int n = *state.count(row);
-  const uint32_t* keys = state.keys(row);
-  const int32_t* positions = state.positions(row);
+  const int n = state.row(row)->count, side = state.row(row)->side;
+  const uint32_t* keys = state.keys(row, side);
+  const int32_t* positions = state.positions(row, side);
   int32_t* out = indices + to * indices_row;
   float* best = scores ? scores + to * scores_row : nullptr;
   int done = 0;
@@ -296,8 +328,8 @@ __global__ void __launch_bounds__(kThreads) finish_kernel(State state, const Ind
 
 constexpr int kFillThreads = 256;
 
-__global__ void __launch_bounds__(kFillThreads) fill_kernel(const IndexItem* items, int item_count, int32_t* indices,
-                                                            int64_t indices_row, int64_t topk) {
+__global__ void __launch_bounds__(kFillThreads)
+    fill_kernel(const IndexItem* items, int item_count, int32_t* indices, int64_t indices_row, int64_t topk) {
   __shared__ IndexItem item;
   const int64_t row = blockIdx.x;
   if (!find_item<kFillThreads>(items, item_count, &IndexItem::q_begin, row, item)) return;
@@ -322,7 +354,8 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   if (rows == 0) return;
   int64_t columns = 0;
   for (const IndexItem& i : a.items)
-    if (i.q_count > 0) columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
+    if (i.q_count > 0)
+      columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
   const size_t row_bytes = kBuffers * kBins * sizeof(uint32_t);
   Select s{.state = state_of(a.state),
            .items = queue.staged(a.items, "select_topk", "items"),
@@ -341,7 +374,7 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   const int64_t most = int64_t{queue.multiprocessors()} * kChunk - a.state.topk;
   for (int64_t skip = 0; skip == 0 || skip < columns; skip += most) {
     s.begin = a.begin && skip == 0;
-    s.skip = skip;
+    s.skip = static_cast<int>(skip);
     const int64_t held = s.begin ? 0 : a.state.topk, n = std::min(most, columns - skip);
     s.splits = static_cast<int>(std::max<int64_t>(1, (held + n + kChunk - 1) / kChunk));
     s.columns = std::min(a.scores.extent<Key>(), skip + most);
@@ -353,13 +386,13 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
                          " bytes, " + std::to_string(needed) + " are needed");
     }
     for (s.first_row = 0; s.first_row < rows; s.first_row += part) {
-      s.rows = std::min(part, rows - s.first_row);
+      s.rows = static_cast<int>(std::min(part, rows - s.first_row));
       const std::string shape = "rows " + std::to_string(s.rows) + ", columns " + std::to_string(n) + ", topk " +
                                 std::to_string(a.state.topk);
       if (s.splits > 1)
         check(cudaMemsetAsync(s.histograms, 0, static_cast<size_t>(s.rows) * kBins * sizeof(uint32_t), queue.stream()),
               "select_topk", "zero histograms", shape);
-      launch(select_kernel, {.grid = dim3(static_cast<unsigned>(s.rows * s.splits)), .block = dim3(kThreads)},
+      launch(select_kernel, {.grid = dim3(static_cast<unsigned>(int64_t{s.rows} * s.splits)), .block = dim3(kThreads)},
              queue.stream(), "select_topk", "select", shape, s);
     }
   }

@@ -1,5 +1,5 @@
-// The warpgroup's product for index_score; the kernel around it is generic/index_score/tensor.cuh. Roofline and figures:
-// README.md.
+// The warpgroup's product for index_score; the kernel around it is generic/index_score/tensor.cuh. Roofline and
+// figures: README.md.
 #include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/core/wgmma.cuh"
 #include "backend/cuda/generic/index_score/tensor.cuh"
@@ -31,10 +31,8 @@ struct WarpgroupProduct {
 }  // namespace
 
 void score_by_warpgroups(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape) {
-  if (a.format == IndexCacheFormat::fp8)
-    launch_by_heads<fp8_e4m3, f16, WarpgroupProduct>(stream, a, blocks, shape);
-  else
-    launch_by_heads<bf16, bf16, WarpgroupProduct>(stream, a, blocks, shape);
+  if (a.format == IndexCacheFormat::fp8) launch_by_heads<fp8_e4m3, f16, WarpgroupProduct>(stream, a, blocks, shape);
+  else launch_by_heads<bf16, bf16, WarpgroupProduct>(stream, a, blocks, shape);
 }
 
 }  // namespace mla::cuda::generic
