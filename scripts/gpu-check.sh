@@ -52,7 +52,7 @@ if wanted sanitize; then
     export MLA_TEST_MAX_FLOPS=3e6
     for tool in memcheck racecheck initcheck synccheck; do
       for run in "test_cuda_ops *EveryOpOnGpu*" "test_cuda_attend_latent *Small*" "test_cuda_attend_expanded *Small*" \
-        "test_cuda_layer CapturedStep.ServesSmallerBatches"; do
+        "test_cuda_step CapturedStep.ServesSmallerBatches"; do
         read -r program filter <<<"$run"
         [[ -x $bin/$program ]] || continue
         echo "== $tool $program"

@@ -48,12 +48,14 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
   const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
+  std::byte* const partials = a.scratch.data + (-reinterpret_cast<uintptr_t>(a.scratch.data) & 255);
+  const size_t room = a.scratch.per_worker - static_cast<size_t>(partials - a.scratch.data);
   // Pieces of fixed length may need more partial rows than scratch holds: then as many items at a time as fit.
   for (size_t begin = 0; begin < a.items.size();) {
     size_t count = a.items.size() - begin;
     AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
     AttendLatentChoice choice = attend_latent_choice(limits, page_size, queue.multiprocessors());
-    while (count > 1 && (attend_latent_partials(limits, choice) > a.scratch.per_worker ||
+    while (count > 1 && (attend_latent_partials(limits, choice) > room ||
                          attend_latent_counters(limits, choice) > Queue::kCounters)) {
       count = (count + 1) / 2;
       limits = limits_of(a.items.subspan(begin, count), a);
@@ -76,8 +78,8 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
                          .lse_head_stride = a.lse.stride<Head>(),
                          .counters = queue.counters(),
                          .counter_count = Queue::kCounters,
-                         .partials = a.scratch.data,
-                         .partials_bytes = a.scratch.per_worker},
+                         .partials = partials,
+                         .partials_bytes = room},
                         choice, queue.stream());
     begin += count;
   }

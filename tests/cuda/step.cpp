@@ -6,24 +6,12 @@
 #include <cstring>
 
 #include "layer/reference.hpp"
-#include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
 
-// The CPU's hook counts what libmla takes from the heap during a call; here captures answer that question.
-int64_t allocation_count() { return 0; }
-
 namespace {
-
-class SkipWithoutGpu : public testing::Environment {
- public:
-  void SetUp() override {
-    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
-  }
-};
-const auto* const kSkip = testing::AddGlobalTestEnvironment(new SkipWithoutGpu);
 
 // A model of the sizes that Hopper's kernels serve.
 ModelConfig full_dims(int64_t heads) {
