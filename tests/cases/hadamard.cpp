@@ -9,8 +9,8 @@ namespace {
 class HadamardCase final : public Case {
  public:
   explicit HadamardCase(const Params& p)
-      : q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}),
-        k_(Dtype::f32, {p.requests * p.query_len, p.index_dim}) {
+      : q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}, gap_of(p)),
+        k_(Dtype::f32, {p.requests * p.query_len, p.index_dim}, gap_of(p)) {
     Random random(p.seed);
     q_.fill_normal(random);
     k_.fill_normal(random);

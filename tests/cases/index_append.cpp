@@ -39,7 +39,7 @@ class IndexAppendCase final : public Case {
       : cache_(
             {.format = p.index_format, .dim = p.index_dim, .page_size = p.page_size, .power_of_two_scales = !p.ragged},
             (p.ragged ? 3 : 1) * p.requests * p.query_len / p.page_size + 2, random),
-        keys_(Dtype::f32, {p.requests * p.query_len + 2, p.index_dim}) {
+        keys_(Dtype::f32, {p.requests * p.query_len + 2, p.index_dim}, gap_of(p)) {
     keys_.fill_normal(random, 4.0f);
     constexpr float kInf = std::numeric_limits<float>::infinity();
     const float odd[] = {kInf, -kInf, poison(), 0.0f, -0.0f, 1e-42f, std::numeric_limits<float>::max()};

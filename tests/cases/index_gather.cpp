@@ -66,13 +66,13 @@ class IndexGatherCase final : public Case {
                          .row = static_cast<int32_t>(rows)});
       rows += count;
     }
-    keys_ = {p.dtype, {rows, p.index_dim}};
+    keys_ = {p.dtype, {rows, p.index_dim}, gap_of(p)};
     args_ = {.cache = cache_.view(),
              .block_table = {table_.data(), {p.requests, pages_per_request_ + 2}},
              .pieces = pieces_,
              .keys = keys_.any()};
     if (p.dtype == Dtype::fp8_e4m3) {
-      scales_ = {Dtype::f32, {rows}};
+      scales_ = {Dtype::f32, {rows}, gap_of(p)};
       args_.scales = scales_.view();
     }
   }

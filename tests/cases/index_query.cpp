@@ -12,10 +12,10 @@ namespace {
 class IndexQueryCase final : public Case {
  public:
   explicit IndexQueryCase(const Params& p)
-      : q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}),
-        weights_(Dtype::f32, {p.requests * p.query_len, p.heads}),
+      : q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}, gap_of(p)),
+        weights_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_of(p)),
         codes_(Dtype::fp8_e4m3, {p.requests * p.query_len, p.heads, p.index_dim}),
-        scaled_(Dtype::f32, {p.requests * p.query_len, p.heads}) {
+        scaled_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_of(p)) {
     Random random(p.seed);
     q_.fill_normal(random);
     weights_.fill_normal(random);

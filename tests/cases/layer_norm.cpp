@@ -10,8 +10,8 @@ namespace {
 class LayerNormCase final : public Case {
  public:
   explicit LayerNormCase(const Params& p)
-      : x_(Dtype::f32, {p.requests * p.query_len, p.in}),
-        y_(Dtype::f32, {p.requests * p.query_len, p.in}),
+      : x_(Dtype::f32, {p.requests * p.query_len, p.in}, gap_of(p)),
+        y_(Dtype::f32, {p.requests * p.query_len, p.in}, gap_of(p)),
         weight_(p.in),
         bias_(p.in) {
     Random random(p.seed);

@@ -65,8 +65,8 @@ class MergeCase final : public Case {
         heads_(p.heads),
         width_(p.value),
         split_(p.splits > 1),
-        out_(Dtype::f32, {tokens_ + 2, heads_, width_}),
-        lse_(Dtype::f32, {tokens_ + 2, heads_}) {
+        out_(Dtype::f32, {tokens_ + 2, heads_, width_}, gap_of(p)),
+        lse_(Dtype::f32, {tokens_ + 2, heads_}, gap_of(p)) {
     Random random(p.seed);
     fill_parts(random, out_, lse_);
     if (split_) {
@@ -79,8 +79,8 @@ class MergeCase final : public Case {
                           .splits = splits});
         partials += splits * static_cast<int32_t>(p.query_len);
       }
-      part_out_ = {Dtype::f32, {partials, heads_, width_}};
-      part_lse_ = {Dtype::f32, {partials, heads_}};
+      part_out_ = {Dtype::f32, {partials, heads_, width_}, gap_of(p)};
+      part_lse_ = {Dtype::f32, {partials, heads_}, gap_of(p)};
       fill_parts(random, part_out_, part_lse_);
       splits_args_ = {.partial_out = part_out_.view(),
                       .partial_lse = part_lse_.view(),
@@ -88,8 +88,8 @@ class MergeCase final : public Case {
                       .out = out_.view(),
                       .lse = lse_.view()};
     } else {
-      other_out_ = {Dtype::f32, {tokens_, heads_, width_}};
-      other_lse_ = {Dtype::f32, {tokens_, heads_}};
+      other_out_ = {Dtype::f32, {tokens_, heads_, width_}, gap_of(p)};
+      other_lse_ = {Dtype::f32, {tokens_, heads_}, gap_of(p)};
       fill_parts(random, other_out_, other_lse_);
       if (p.ragged) {
         rows_.resize(tokens_ + 2);

@@ -82,7 +82,7 @@ class Padded {
 };
 
 /// The gap of a case's operands: both kinds occur in a sweep.
-inline int64_t gap_of(const Params& p) { return p.seed % 2 == 0 ? Padded<Token>::kAligned : 3; }
+inline int64_t gap_of(const Params& p) { return p.seed / 2 % 2 == 0 ? Padded<Token>::kAligned : 3; }
 
 /// A dense float64 result of a view's shape.
 template <class... Dims>

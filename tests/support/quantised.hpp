@@ -17,8 +17,8 @@ namespace mla::test {
 class QuantisedMemory {
  public:
   QuantisedMemory() = default;
-  QuantisedMemory(const OutputSpec& spec, int64_t tokens, int64_t width)
-      : spec_(spec), tokens_(tokens), width_(width), stride_(spec.row_bytes(width) + kGap) {
+  QuantisedMemory(const OutputSpec& spec, int64_t tokens, int64_t width, int64_t gap = 7)
+      : spec_(spec), tokens_(tokens), width_(width), stride_(spec.row_bytes(width) + gap) {
     codes.assign(static_cast<size_t>(tokens * stride_), kSentinel);
     scales.assign(static_cast<size_t>(spec.scale_bytes(tokens, width) + kGuard), kSentinel);
   }
@@ -28,7 +28,7 @@ class QuantisedMemory {
 
  private:
   static constexpr std::byte kSentinel{0x5a};
-  static constexpr int64_t kGap = 7, kGuard = 64;
+  static constexpr int64_t kGuard = 64;
   OutputSpec spec_;
   int64_t tokens_ = 0, width_ = 0, stride_ = 0;
 };

@@ -142,8 +142,7 @@ class CacheRow {
       Element y[n];
       if constexpr (f == CacheFormat::fp8) {
         float scaled[n];
-#pragma unroll
-        for (int e = 0; e < n; ++e) scaled[e] = x[e] / k_scale_;
+        divide_all(x, k_scale_, largest_of(x), scaled);
         narrow_all(scaled, y);
       } else {
         narrow_all(x, y);
@@ -153,7 +152,7 @@ class CacheRow {
       constexpr int latent = f == CacheFormat::fp8_ds_mla ? cache::fp8_ds_mla::kLatent : cache::fp8_ds_v4::kLatent;
       constexpr int lanes = Traits::kGroup / n;  // that share a group
       static_assert(lanes <= 32);
-      const float amax = largest_magnitude<lanes>(x, mine && i < latent);
+      const float most = largest_in_lanes<lanes>(mine && i < latent ? largest_of(x) : 0.0f);
       if (!mine) return;
       if (i >= latent) {
         bf16 y[n];
@@ -164,7 +163,7 @@ class CacheRow {
       const int g = i / Traits::kGroup;
       float scaled[n];
       if (f == CacheFormat::fp8_ds_v4 || powers_of_two_) {
-        const int exponent = scale_exponent(amax);
+        const int exponent = scale_exponent(fminf(most, FLT_MAX));
         // The inverse of a power of two is exact, so that the product rounds as the quotient does.
         const float inverse = power_of_two(-exponent);
 #pragma unroll
@@ -178,9 +177,8 @@ class CacheRow {
           }
         }
       } else {
-        const float scale = fmaxf(amax / 448.0f, FLT_MIN);
-#pragma unroll
-        for (int e = 0; e < n; ++e) scaled[e] = x[e] / scale;
+        const float scale = fmaxf(fminf(most, FLT_MAX) / 448.0f, FLT_MIN);
+        divide_all(x, scale, most, scaled);
         if (i % Traits::kGroup == 0) reinterpret_cast<float*>(scales_)[g] = scale;
       }
       fp8_e4m3 y[n];

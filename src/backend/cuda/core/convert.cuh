@@ -5,7 +5,6 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
-#include <cfloat>
 #include <cstdint>
 
 #include "mla/dtype.hpp"
@@ -147,32 +146,41 @@ __device__ inline float from_ue8m0(uint8_t e) {
   return __uint_as_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
 }
 
-/// Largest magnitude over the n elements of `lanes` neighbouring lanes, a power of two of them; all of the warp call
-/// it, those without `mine` add nothing. NaN does not count, infinity counts as the largest finite number. Magnitudes
-/// order as their bits do; NaN lies above infinity there, and is left out only where one was met.
-template <int lanes, int n>
-__device__ inline float largest_magnitude(const float (&x)[n], bool mine = true) {
-  constexpr uint32_t kInfinity = 0x7f800000u;
-  uint32_t m = 0;
-  const auto join = [&m] {
+/// Largest magnitude of n elements; NaN does not count, infinity does.
+template <int n>
+__device__ inline float largest_of(const float (&x)[n]) {
+  float m = 0;
 #pragma unroll
-    for (int d = lanes / 2; d; d /= 2) m = max(m, __shfl_xor_sync(0xffffffffu, m, d));
-  };
+  for (int e = 0; e < n; ++e) m = fmaxf(m, fabsf(x[e]));
+  return m;
+}
+/// The same over `lanes` neighbouring lanes, a power of two of them; all of the warp call it.
+template <int lanes>
+__device__ inline float largest_in_lanes(float m) {
 #pragma unroll
-  for (int e = 0; e < n; ++e) m = max(m, __float_as_uint(x[e]) & 0x7fffffffu);
-  if (!mine) m = 0;
-  join();
-  if (__any_sync(0xffffffffu, m > kInfinity)) {
-    m = 0;
+  for (int d = lanes / 2; d; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+  return m;
+}
+
+/// y = x / s, rounded once, s above 0, and `most` the x's largest magnitude. Where nothing over- or underflows, by the
+/// reciprocal of s and the quotient's remainder twice over: the steps of an IEEE division with the part that depends on
+/// s alone done once. Quotients below 2^-60 may be off by a unit.
+template <int n>
+__device__ inline void divide_all(const float (&x)[n], float s, float most, float (&y)[n]) {
+  if (most < 0x1p66f && s > 0x1p-60f && s < 0x1p60f) {
+    const float inverse = __frcp_rn(s);
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      const uint32_t a = __float_as_uint(x[e]) & 0x7fffffffu;
-      if (a <= kInfinity) m = max(m, a);
+      float q = __fmul_rn(x[e], inverse);
+      q = __fmaf_rn(__fmaf_rn(-q, s, x[e]), inverse, q);
+      q = __fmaf_rn(__fmaf_rn(-q, s, x[e]), inverse, q);
+      // A zero's sign is lost on the way, and a NaN's.
+      y[e] = __uint_as_float((__float_as_uint(q) & 0x7fffffffu) | (__float_as_uint(x[e]) & 0x80000000u));
     }
-    if (!mine) m = 0;
-    join();
+  } else {
+#pragma unroll
+    for (int e = 0; e < n; ++e) y[e] = x[e] / s;
   }
-  return fminf(__uint_as_float(m), FLT_MAX);
 }
 
 /// f(T{}) with the element type of a dtype, among f32 and bf16: what activations are.

@@ -5,8 +5,8 @@
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/cache_row.cuh"
+#include "backend/cuda/core/item_rows.cuh"
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/core/pieces.cuh"
 #include "backend/cuda/core/queue.hpp"
 
 namespace mla::cuda {
@@ -47,16 +47,17 @@ __device__ void gather_row(const GatherRows<T>& a, int32_t page, int32_t offset,
 template <CacheFormat f, class T, bool wide>
 __global__ void __launch_bounds__(kThreads) gather_kernel(GatherRows<T> a, int32_t run) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  for_piece_rows(a.pieces, a.count, run, [&](const GatherPiece& piece, int32_t first, int32_t count) {
+  const auto rows_of = [](const GatherPiece& p) { return p.count; };
+  for_item_rows(a.pieces, a.count, run, rows_of, [&](const GatherPiece& piece, int64_t first, int32_t count) {
     // Lane i finds the page of row first + i.
     const uint32_t size = static_cast<uint32_t>(a.cache.page_size);
-    const uint32_t position = static_cast<uint32_t>(piece.start + first + lane), column = position / size;
+    const uint32_t position = static_cast<uint32_t>(piece.start + first) + lane, column = position / size;
     int32_t page = 0;
     if (lane < count) page = a.table[piece.request * a.table_request + column * a.table_page];
     const int32_t offset = static_cast<int32_t>(position - column * size);
     for (int i = 0; i < count; ++i)
       gather_row<f, T, wide>(a, __shfl_sync(0xffffffffu, page, i), __shfl_sync(0xffffffffu, offset, i),
-                             int64_t{piece.row} + first + i, lane);
+                             piece.row + first + i, lane);
   });
 }
 
@@ -83,7 +84,7 @@ void run(const Queue& queue, const ops::GatherArgs& a) {
   };
   const bool wide =
       r.cache.wide(n) && aligned(r.kv_c, r.kv_c_row) && (r.cache.rope == 0 || aligned(r.k_pe, r.k_pe_row));
-  const PieceGrid grid(rows, queue.multiprocessors(), kThreads);
+  const ItemGrid grid(rows, queue.multiprocessors(), kThreads);
   const std::string what = "rows " + std::to_string(rows) + ", pieces " + std::to_string(a.pieces.size()) +
                            ", latent " + std::to_string(r.cache.latent) + ", rope " + std::to_string(r.cache.rope) +
                            ", format " + std::string(to_string(r.cache.format));

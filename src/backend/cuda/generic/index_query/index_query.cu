@@ -1,0 +1,72 @@
+// Memory-bound: a warp a (token, head).
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/index_row.cuh"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
+
+namespace mla::cuda {
+namespace generic {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct QueryRows {
+  const float *q = nullptr, *weights = nullptr;
+  fp8_e4m3* codes = nullptr;
+  float* scaled_weights = nullptr;
+  int64_t q_token = 0, q_head = 0, weights_token = 0, weights_head = 0;
+  int64_t codes_token = 0, codes_head = 0, scaled_token = 0, scaled_head = 0;
+  uint32_t heads = 1, rows = 0;  // rows of all tokens and heads
+  int32_t width = 0;
+};
+
+template <bool wide>
+__global__ void __launch_bounds__(kThreads) index_query_kernel(QueryRows a) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint32_t r = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (r >= a.rows) return;
+  const int64_t t = r / a.heads, h = r % a.heads;
+  const float weight = a.weights[t * a.weights_token + h * a.weights_head];
+  const float scale = quantise_row < wide,
+              wide ? 4
+                   : 1 > (a.q + t * a.q_token + h * a.q_head, a.codes + t * a.codes_token + h * a.codes_head, a.width,
+                          true, lane);
+  if (lane == 0) a.scaled_weights[t * a.scaled_token + h * a.scaled_head] = weight * scale;
+}
+
+}  // namespace
+}  // namespace generic
+
+void index_query(Stream& stream, const ops::IndexQueryArgs& a) {
+  generic::QueryRows r;
+  r.q = a.q.data();
+  r.q_token = a.q.stride<Token>();
+  r.q_head = a.q.stride<IndexHead>();
+  r.weights = a.weights.data();
+  r.weights_token = a.weights.stride<Token>();
+  r.weights_head = a.weights.stride<IndexHead>();
+  r.codes = a.codes.data();
+  r.codes_token = a.codes.stride<Token>();
+  r.codes_head = a.codes.stride<IndexHead>();
+  r.scaled_weights = a.scaled_weights.data();
+  r.scaled_token = a.scaled_weights.stride<Token>();
+  r.scaled_head = a.scaled_weights.stride<IndexHead>();
+  r.heads = static_cast<uint32_t>(a.q.extent<IndexHead>());
+  r.width = static_cast<int32_t>(a.q.extent<IndexDim>());
+  const int64_t rows = a.q.extent<Token>() * a.q.extent<IndexHead>();
+  if (rows == 0) return;
+  const std::string what = "rows " + std::to_string(rows) + ", width " + std::to_string(r.width);
+  if (rows > INT32_MAX) throw ShapeError("index_query: too many rows for one call (" + what + ")");
+  r.rows = static_cast<uint32_t>(rows);
+  const bool wide = r.width % 4 == 0 && reinterpret_cast<uintptr_t>(r.q) % 16 == 0 && r.q_token % 4 == 0 &&
+                    r.q_head % 4 == 0 && reinterpret_cast<uintptr_t>(r.codes) % 4 == 0 && r.codes_token % 4 == 0 &&
+                    r.codes_head % 4 == 0;
+  constexpr int64_t warps = generic::kThreads / 32;
+  launch(wide ? generic::index_query_kernel<true> : generic::index_query_kernel<false>,
+         {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)), .block = dim3(generic::kThreads)},
+         stream.queue().stream(), "index_query", "index_query_kernel", what, r);
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,175 @@
+// Memory-bound: each row of O is read once from every part and written once. A warp joins a block of columns of one
+// row and head.
+#include <algorithm>
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/convert.cuh"
+#include "backend/cuda/core/item_rows.cuh"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
+
+namespace mla::cuda {
+namespace generic {
+namespace {
+
+constexpr int kThreads = 256;
+
+__device__ inline float empty_lse() { return __uint_as_float(0xff800000u); }
+/// What came from outside as +inf or NaN counts as empty.
+__device__ inline float usable_lse(float lse) { return lse < __uint_as_float(0x7f800000u) ? lse : empty_lse(); }
+
+/// Rows of O and their lse.
+template <class T>
+struct Part {
+  T *out = nullptr, *lse = nullptr;
+  int64_t out_row = 0, out_head = 0, lse_row = 0, lse_head = 0;
+  __device__ T* row(int64_t t, int64_t h) const { return out + t * out_row + h * out_head; }
+  __device__ T* lse_at(int64_t t, int64_t h) const { return lse + t * lse_row + h * lse_head; }
+};
+template <class T, class D>
+Part<T> part_of(const View<T, D, Head, Value>& out, const View<T, D, Head>& lse) {
+  return {out.data(),
+          lse.data(),
+          out.template stride<D>(),
+          out.template stride<Head>(),
+          lse.template stride<D>(),
+          lse.template stride<Head>()};
+}
+template <class T>
+bool aligned(const Part<T>& p) {
+  return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_row % 4 == 0 && p.out_head % 4 == 0;
+}
+
+template <bool wide, int rounds>
+__global__ void __launch_bounds__(kThreads) merge_kernel(Part<float> to, Part<const float> other, const int32_t* rows,
+                                                         uint32_t count, uint32_t heads, int width) {
+  constexpr int n = wide ? 4 : 1;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint32_t unit = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (unit >= count) return;
+  const uint32_t t = unit / heads, h = unit - t * heads;
+  const int64_t row = rows ? rows[t] : t;
+  float* const out = to.row(row, h);
+  const float* const add = other.row(t, h);
+  const float a = usable_lse(*to.lse_at(row, h)), b = usable_lse(*other.lse_at(t, h)), m = fmaxf(a, b);
+  float wa = 0, wb = 0, lse = empty_lse();
+  if (m != lse) {
+    wa = expf(a - m);
+    wb = expf(b - m);
+    const float sum = wa + wb;
+    wa /= sum;
+    wb /= sum;
+    lse = m + logf(sum);
+  }
+  __syncwarp();  // all have read it
+  if (lane == 0) *to.lse_at(row, h) = lse;
+  if (wb == 0 && wa != 0) return;
+  // A part of weight 0 is not read.
+  for (int first = n * lane; first < width; first += 32 * n * rounds) {
+    float x[rounds][n] = {}, y[rounds][n] = {};
+#pragma unroll
+    for (int k = 0; k < rounds; ++k)
+      if (const int i = first + 32 * n * k; i < width) {
+        if (wa != 0) load<wide>(out + i, x[k]);
+        if (wb != 0) load<wide>(add + i, y[k]);
+      }
+#pragma unroll
+    for (int k = 0; k < rounds; ++k)
+      if (const int i = first + 32 * n * k; i < width) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) x[k][e] = wa == 0 ? wb == 0 ? 0.0f : y[k][e] : wa * x[k][e] + wb * y[k][e];
+        store<wide>(x[k], out + i);
+      }
+  }
+}
+
+// Units of an item: rows, then heads, then blocks of 32 n columns. Lanes find the splits' weights, 32 at a time.
+template <bool wide>
+__global__ void __launch_bounds__(kThreads)
+    merge_splits_kernel(Part<float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
+                        int width) {
+  constexpr int n = wide ? 4 : 1, unroll = 8;
+  const int lane = static_cast<int>(threadIdx.x % 32), blocks = (width + 32 * n - 1) / (32 * n);
+  const auto units_of = [&](const SplitRows& s) { return int64_t{s.rows} * heads * blocks; };
+  for_item_rows(items, count, 1, units_of, [&](const SplitRows& s, int64_t unit, int32_t) {
+    const int block = static_cast<int>(unit % blocks), i = (32 * block + lane) * n;
+    const int64_t h = unit / blocks % heads, r = unit / blocks / heads;
+    const auto lse_of = [&](int split) {
+      return split < s.splits ? usable_lse(*from.lse_at(s.partial + int64_t{split} * s.rows + r, h)) : empty_lse();
+    };
+    float m = empty_lse();
+    for (int split = lane; split < s.splits; split += 32) m = fmaxf(m, lse_of(split));
+    m = warp_max(m);
+    float sum = 0;
+    if (m != empty_lse())
+      for (int split = lane; split < s.splits; split += 32) sum += expf(lse_of(split) - m);
+    sum = warp_sum(sum);
+    float out[n] = {};
+    for (int base = 0; m != empty_lse() && base < s.splits; base += 32) {
+      const float weight = expf(lse_of(base + lane) - m) / sum;
+      for (int k = 0; k < 32 && base + k < s.splits; k += unroll) {
+        float x[unroll][n] = {}, w[unroll];
+#pragma unroll
+        for (int j = 0; j < unroll; ++j) {
+          w[j] = __shfl_sync(0xffffffffu, weight, k + j);  // 0 past the last split, and of empty parts
+          if (w[j] != 0 && i < width) load<wide>(from.row(s.partial + int64_t{base + k + j} * s.rows + r, h) + i, x[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < unroll; ++j)
+#pragma unroll
+          for (int e = 0; e < n; ++e) out[e] += w[j] * x[j][e];
+      }
+    }
+    if (i < width) store<wide>(out, to.row(s.row + r, h) + i);
+    if (block == 0 && lane == 0) *to.lse_at(s.row + r, h) = m == empty_lse() ? m : m + logf(sum);
+  });
+}
+
+std::string shape_of(int64_t rows, int64_t heads, int64_t width) {
+  return "rows " + std::to_string(rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
+}
+
+}  // namespace
+}  // namespace generic
+
+void merge(Stream& stream, const ops::MergeArgs& a) {
+  using namespace generic;
+  const Queue& queue = stream.queue();
+  const int64_t rows = a.other.extent<Token>(), heads = a.out.extent<Head>(), width = a.out.extent<Value>(),
+                units = rows * heads;
+  if (units == 0) return;
+  const Part<float> to = part_of(a.out, a.lse);
+  const Part<const float> other = part_of(a.other, a.other_lse);
+  const std::string what = shape_of(rows, heads, width);
+  if (units > INT32_MAX) throw ShapeError("merge: too many rows for one call (" + what + ")");
+  const bool wide = width % 4 == 0 && aligned(to) && aligned(other);
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>((units + kThreads / 32 - 1) / (kThreads / 32))),
+                            .block = dim3(kThreads)};
+  launch(!wide          ? merge_kernel<false, 1>
+         : width <= 128 ? merge_kernel<true, 1>
+                        : merge_kernel<true, 4>,
+         config, queue.stream(), "merge", "merge_kernel", what, to, other, queue.staged(a.rows, "merge", "rows"),
+         static_cast<uint32_t>(units), static_cast<uint32_t>(heads), static_cast<int>(width));
+}
+
+void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
+  using namespace generic;
+  const Queue& queue = stream.queue();
+  const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
+  const Part<float> to = part_of(a.out, a.lse);
+  const Part<const float> from = part_of(a.partial_out, a.partial_lse);
+  const bool wide = width % 4 == 0 && aligned(to) && aligned(from);
+  const int64_t columns = wide ? 128 : 32;
+  int64_t rows = 0;
+  for (const SplitRows& s : a.items) rows += s.rows;
+  const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
+  if (units == 0) return;
+  const ItemGrid grid(units, queue.multiprocessors(), kThreads, 1);
+  launch(wide ? merge_splits_kernel<true> : merge_splits_kernel<false>,
+         {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "merge_splits", "merge_splits_kernel",
+         shape_of(rows, heads, width), to, from, queue.staged(a.items, "merge_splits", "items"),
+         static_cast<int32_t>(a.items.size()), static_cast<int>(heads), static_cast<int>(width));
+}
+
+}  // namespace mla::cuda

@@ -1,0 +1,270 @@
+// Memory-bound: a thread reads sixteen neighbours, finds its group's scale with the lanes that share it, and writes
+// their codes; a warp covers 512 columns of a row. Bits as ops/quantize/codec.hpp has them. The scales' padding is
+// cleared by further blocks of the same launch.
+#include <algorithm>
+#include <cfloat>
+#include <string>
+
+#include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/convert.cuh"
+#include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
+#include "ops/quantize/codec.hpp"
+
+namespace mla::cuda {
+namespace generic {
+namespace {
+
+constexpr int kThreads = 256, kN = 16, kColumns = 32 * kN;
+
+enum class Form : uint8_t { fp8, groups_f32, groups_power, groups_packed, nvfp4 };
+
+// Where scales lie, in words of 4 bytes: an f32, or the bytes of four groups. As OutputSpec::scale_offset.
+struct ScalePlaces {
+  uint32_t* data = nullptr;
+  int64_t row = 0, word = 0;  // from one to the next
+  int32_t tiles = 0;          // nvfp4: words of a row, otherwise 0
+  __device__ uint32_t* at(int64_t r, int64_t w) const {
+    if (tiles == 0) return data + r * row + w * word;
+    return data + ((r >> 7) * tiles + w) * 128 + (r & 31) * 4 + (r >> 5 & 3);
+  }
+};
+
+// Zeros: all words of rows [first_row, first_row + rows), and the byte places past the last group of used rows.
+struct Padding {
+  int64_t first_row = 0, rows = 0, used = 0;
+  int32_t words = 0, last_bytes = 0;  // of a row; used bytes of its last word
+  constexpr int64_t count() const { return rows * words + used; }
+  __device__ void clear(const ScalePlaces& scales, int64_t i) const {
+    if (i < rows * words) {
+      *scales.at(first_row + i % rows, i / rows) = 0;
+    } else {
+      uint8_t* const last = reinterpret_cast<uint8_t*>(scales.at(i - rows * words, words - 1));
+      for (int b = last_bytes; b < 4; ++b) last[b] = 0;
+    }
+  }
+};
+
+struct QuantizeRows {
+  const void* x = nullptr;
+  int64_t x_row = 0, rows = 0;
+  int32_t width = 0;
+  uint32_t chunks = 0;  // of kColumns, in a row
+  uint8_t* codes = nullptr;
+  int64_t codes_row = 0;
+  ScalePlaces scales;
+  float number = 1;  // scale or global_scale
+  Padding padding;
+};
+
+// e2m1 of |q|, saturating: least of the roundings to multiples of 1/2, 1 and 2, each counted in codes from where it
+// begins. The sum with 1.5 * 2^23 rounds to a whole number, ties to even, in its low bits.
+__device__ inline uint32_t e2m1_bits(float q) {
+  constexpr float kMagic = 12582912.0f;
+  const float a = fabsf(q);
+  return __float_as_uint(fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)),
+                               fminf(__fmaf_rn(a, 0.5f, kMagic + 4), kMagic + 7)));
+}
+
+// Sixteen e2m1 codes of x * g / s in two words.
+__device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint32_t (&codes)[2]) {
+  const float inverse = s > 0 ? __frcp_rn(s) : 0.0f;
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    uint32_t word = 0;
+#pragma unroll
+    for (int e = 7; e >= 0; --e) {
+      // NaN becomes the largest; past 6 * 448 all is 6. One step of the remainder puts a quotient on the right side of
+      // every boundary: those times s have few bits, and no number lies closer to one than its own last place.
+      const float p = fmaxf(fminf(__fmul_rn(x[8 * w + e], g), 4096.0f), -4096.0f);
+      float q = __fmul_rn(p, inverse);
+      q = __fmaf_rn(__fmaf_rn(-q, s, p), inverse, q);
+      word = word << 4 | (e2m1_bits(q) & 7) | (__float_as_uint(p) >> 28 & 8);
+    }
+    codes[w] = s > 0 ? word : 0;
+  }
+}
+
+template <class T, Form form, int group, bool wide>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsigned row_blocks) {
+  if (blockIdx.x >= row_blocks) {
+    const int64_t i = static_cast<int64_t>(blockIdx.x - row_blocks) * kThreads + threadIdx.x;
+    if (i < a.padding.count()) a.padding.clear(a.scales, i);
+    return;
+  }
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const uint32_t unit = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, line = unit / a.chunks;
+  const int64_t row = line;
+  if (row >= a.rows) return;
+  const int i = static_cast<int>(unit - line * a.chunks) * kColumns + kN * lane;
+  const T* const from = static_cast<const T*>(a.x) + row * a.x_row + i;
+  const int here = wide ? i < a.width ? kN : 0 : max(0, min(kN, a.width - i));  // elements of this lane
+  float x[kN] = {};
+  if constexpr (wide) {
+    if (here > 0) {
+      T stored[kN];
+      load<true>(from, stored);
+      widen_all(stored, x);
+    }
+  } else {
+#pragma unroll
+    for (int e = 0; e < kN; ++e)
+      if (e < here) x[e] = widen(from[e]);
+  }
+  uint8_t* const codes = a.codes + row * a.codes_row;
+
+  const float own = largest_of(x);
+  if constexpr (form == Form::nvfp4) {
+    const float amax = fminf(own, FLT_MAX);
+    const fp8_e4m3 scale = narrow<fp8_e4m3>(a.number * amax / 6.0f);
+    alignas(8) uint32_t packed[2];
+    encode_e2m1(x, a.number, widen(scale), packed);
+    if constexpr (wide) {
+      if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(packed[0], packed[1]);
+    } else {
+#pragma unroll
+      for (int e = 0; e < kN; e += 2)
+        if (e < here) codes[(i + e) / 2] = static_cast<uint8_t>(packed[e / 8] >> (e % 8 * 4));
+    }
+    // Four lanes' scales are a word; those past the row's end hold zeros.
+    uint32_t word = here > 0 ? static_cast<uint32_t>(scale.bits) << (lane % 4 * 8) : 0;
+    word |= __shfl_xor_sync(0xffffffffu, word, 1);
+    word |= __shfl_xor_sync(0xffffffffu, word, 2);
+    if (lane % 4 == 0 && here > 0) *a.scales.at(row, i / (4 * kN)) = word;
+    return;
+  } else {
+    float y[kN];
+    if constexpr (form == Form::fp8) {
+      divide_all(x, a.number, own, y);
+    } else {
+      constexpr int lanes = group / kN;
+      const float most = largest_in_lanes<lanes>(own), s = fmaxf(fminf(most, FLT_MAX), 1e-10f) / 448.0f;
+      const bool writes = lane % lanes == 0 && here > 0;
+      if constexpr (form == Form::groups_f32) {
+        divide_all(x, s, most, y);
+        if (writes) *a.scales.at(row, i / group) = __float_as_uint(s);
+      } else {
+        const int exponent = ceil_log2(s);
+        const float inverse = power_of_two(-exponent);
+#pragma unroll
+        for (int e = 0; e < kN; ++e) y[e] = x[e] * inverse;
+        if constexpr (form == Form::groups_power) {
+          if (writes) *a.scales.at(row, i / group) = __float_as_uint(power_of_two(exponent));
+        } else {
+          uint32_t word = writes ? static_cast<uint32_t>(exponent + 127) << (lane / lanes % 4 * 8) : 0;
+          word |= __shfl_xor_sync(0xffffffffu, word, lanes);
+          word |= __shfl_xor_sync(0xffffffffu, word, 2 * lanes);
+          if (lane % (4 * lanes) == 0 && here > 0) *a.scales.at(row, i / (4 * group)) = word;
+        }
+      }
+    }
+    fp8_e4m3 out[kN];
+    narrow_all(y, out);
+    if constexpr (wide) {
+      if (here > 0) store<true>(out, reinterpret_cast<fp8_e4m3*>(codes + i));
+    } else {
+#pragma unroll
+      for (int e = 0; e < kN; ++e)
+        if (e < here) codes[i + e] = out[e].bits;
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) padding_kernel(ScalePlaces scales, Padding padding) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i < padding.count()) padding.clear(scales, i);
+}
+
+bool bytes_of_groups(const OutputSpec& spec) { return spec.group_size() > 0 && !ops::scale_is_f32(spec); }
+
+ScalePlaces places(const QuantizedView& y) {
+  ScalePlaces s;
+  if (y.spec.group_size() == 0) return s;
+  const bool bytes = bytes_of_groups(y.spec);
+  const auto at = [&](int64_t row, int64_t group) { return y.spec.scale_offset(y.tokens, y.width, row, group) / 4; };
+  s.data = reinterpret_cast<uint32_t*>(y.scales);
+  s.row = at(1, 0);
+  s.word = at(0, bytes ? 4 : 1);
+  if (y.spec.kind == OutputKind::nvfp4) s.tiles = static_cast<int32_t>(ops::padded_groups(y) / 4);
+  return s;
+}
+
+// used: rows whose places past the last group are to be cleared.
+Padding padding_of(const QuantizedView& y, int64_t used) {
+  Padding p;
+  const int64_t groups = y.spec.groups(y.width);
+  if (groups == 0) return p;
+  const bool bytes = bytes_of_groups(y.spec);
+  p.first_row = y.tokens;
+  p.rows = ops::padded_tokens(y) - y.tokens;
+  p.words = static_cast<int32_t>(bytes ? ops::padded_groups(y) / 4 : groups);
+  p.last_bytes = static_cast<int32_t>(groups % 4);
+  p.used = bytes && p.last_bytes != 0 ? used : 0;
+  return p;
+}
+
+int64_t blocks_of(int64_t count) { return (count + kThreads - 1) / kThreads; }
+
+template <class T, Form form, int group>
+void run(const Queue& queue, const QuantizeRows& a, const ops::QuantizeArgs& args) {
+  const auto multiple_of = [](const void* p, int64_t stride, int64_t n) {
+    return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(n) == 0 && stride % n == 0;
+  };
+  const bool wide = a.width % kN == 0 && multiple_of(a.x, a.x_row * static_cast<int64_t>(sizeof(T)), 16) &&
+                    multiple_of(a.codes, a.codes_row, form == Form::nvfp4 ? 8 : 16);
+  const int64_t warps = kThreads / 32, row_blocks = (a.rows * a.chunks + warps - 1) / warps,
+                blocks = row_blocks + blocks_of(a.padding.count());
+  if (blocks == 0) return;
+  const std::string what =
+      "rows " + std::to_string(a.rows) + ", width " + std::to_string(a.width) + ", output " + to_string(args.y.spec);
+  if (blocks > INT32_MAX / warps) throw ShapeError("quantize: too much for one call (" + what + ")");
+  launch(wide ? quantize_kernel<T, form, group, true> : quantize_kernel<T, form, group, false>,
+         {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, queue.stream(), "quantize",
+         "quantize_kernel", what, a, static_cast<unsigned>(row_blocks));
+}
+
+template <class T>
+void run(const Queue& queue, const ops::QuantizeArgs& args) {
+  const OutputSpec& spec = args.y.spec;
+  QuantizeRows a;
+  a.x = args.x.data();
+  a.x_row = args.x.stride<Token>();
+  a.rows = args.y.width == 0 ? 0 : args.x.extent<Token>();
+  a.width = static_cast<int32_t>(args.y.width);
+  a.chunks = static_cast<uint32_t>((a.width + kColumns - 1) / kColumns);
+  a.codes = reinterpret_cast<uint8_t*>(args.y.data);
+  a.codes_row = args.y.row_stride;
+  a.scales = places(args.y);
+  a.number = spec.kind == OutputKind::nvfp4 ? spec.global_scale : spec.scale;
+  a.padding = padding_of(args.y, 0);  // a row's words are written whole
+  if (spec.kind == OutputKind::fp8) return run<T, Form::fp8, 0>(queue, a, args);
+  if (spec.kind == OutputKind::nvfp4) return run<T, Form::nvfp4, 16>(queue, a, args);
+  const auto by_group = [&](auto group) {
+    constexpr int g = decltype(group)::value;
+    switch (spec.form) {
+      case ScaleForm::f32: return run<T, Form::groups_f32, g>(queue, a, args);
+      case ScaleForm::power_of_two: return run<T, Form::groups_power, g>(queue, a, args);
+      case ScaleForm::packed_ue8m0: return run<T, Form::groups_packed, g>(queue, a, args);
+    }
+  };
+  if (spec.group == 128) by_group(std::integral_constant<int, 128>{});
+  else by_group(std::integral_constant<int, 64>{});
+}
+
+}  // namespace
+}  // namespace generic
+
+void quantize(Stream& stream, const ops::QuantizeArgs& a) {
+  for_activation(a.x.dtype(), [&](auto element) { generic::run<decltype(element)>(stream.queue(), a); });
+}
+
+void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a) {
+  const generic::Padding padding = generic::padding_of(a.y, a.rows);
+  const int64_t blocks = generic::blocks_of(padding.count());
+  if (blocks == 0) return;
+  launch(generic::padding_kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(generic::kThreads)},
+         stream.queue().stream(), "quantize_padding", "padding_kernel", "rows " + std::to_string(a.rows),
+         generic::places(a.y), padding);
+}
+
+}  // namespace mla::cuda
