@@ -73,7 +73,7 @@ __device__ float key_scale(const IndexScore& a, const std::byte* page, int64_t o
   return __uint_as_float(bits);
 }
 
-__global__ void __launch_bounds__(kPlainThreads) plain_kernel(const IndexScore a) {
+__global__ void __launch_bounds__(kPlainThreads, 4) plain_kernel(const IndexScore a) {
   extern __shared__ float memory[];
   const int stride = a.dim + 1;
   float *keys = memory, *queries = keys + kPlainKeys * stride, *parts = queries + kPlainHeads * a.dim;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
@@ -28,55 +29,62 @@ __device__ __forceinline__ float relu(float x) {
   return y;
 }
 
+/// relu for sums of fp8 products, which are never infinite: x + |x|, twice it, in the pipe that has room; weights are
+/// halved.
+template <class T>
+constexpr bool kTwice = std::is_same_v<T, f16>;
+template <class T>
+__device__ __forceinline__ float positive(float x) {
+  if constexpr (kTwice<T>) return x + fabsf(x);
+  else return relu(x);
+}
+
+// Inline for its order: what is written before a load stays before it, so that registers are free for the load.
+__device__ __forceinline__ uint4 load_once(const void* at) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at));
+  return v;
+}
+__device__ __forceinline__ uint32_t widen_pair(uint16_t codes) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t pair;
+  asm volatile("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(codes));
+  return pair;
+#else
+  const __half2_raw pair = __nv_cvt_fp8x2_to_halfraw2(codes, __NV_E4M3);
+  return pair.x | static_cast<uint32_t>(pair.y) << 16;
+#endif
+}
+
 // Four codes as two pairs of T.
 template <class T>
-__device__ __forceinline__ void widen_codes(uint32_t codes, uint32_t& low, uint32_t& high);
-template <>
-__device__ __forceinline__ void widen_codes<f16>(uint32_t codes, uint32_t& low, uint32_t& high) {
-  const __half2_raw l = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3),
-                    h = __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes >> 16), __NV_E4M3);
-  low = l.x | static_cast<uint32_t>(l.y) << 16;
-  high = h.x | static_cast<uint32_t>(h.y) << 16;
-}
-template <>
-__device__ __forceinline__ void widen_codes<bf16>(uint32_t codes, uint32_t& low, uint32_t& high) {
-  uint32_t pairs[2];
-  widen_codes<f16>(codes, pairs[0], pairs[1]);
-#pragma unroll
-  for (uint32_t& p : pairs) {
-    const float2 f = __half22float2(
-        __half2(__ushort_as_half(static_cast<uint16_t>(p)), __ushort_as_half(static_cast<uint16_t>(p >> 16))));
-    p = static_cast<uint32_t>(narrow<bf16>(f.x).bits) | static_cast<uint32_t>(narrow<bf16>(f.y).bits) << 16;
-  }
-  low = pairs[0];
-  high = pairs[1];
+__device__ __forceinline__ void widen_codes(uint32_t codes, uint32_t& low, uint32_t& high) {
+  low = widen_pair(static_cast<uint16_t>(codes));
+  high = widen_pair(static_cast<uint16_t>(codes >> 16));
+  if constexpr (std::is_same_v<T, bf16>)
+    for (uint32_t* p : {&low, &high}) {
+      const float2 f = __half22float2(
+          __half2(__ushort_as_half(static_cast<uint16_t>(*p)), __ushort_as_half(static_cast<uint16_t>(*p >> 16))));
+      *p = static_cast<uint32_t>(narrow<bf16>(f.x).bits) | static_cast<uint32_t>(narrow<bf16>(f.y).bits) << 16;
+    }
 }
 
-/// Which number of a key is element e of pair t in half `half` of a product's step s.
-template <class Key>
-__device__ constexpr int dim_at(int s, int half, int t, int e) {
-  return sizeof(Key) == 1 ? 64 * (s / 4) + 16 * t + 4 * (s % 4) + 2 * half + e
-                          : 32 * (s / 2) + 8 * t + 4 * (s % 2) + 2 * half + e;
-}
-
-/// A lane's part of a tile's keys: of rows lane / 4 and + 8.
+/// A lane's part of 16 keys: pieces of 16 bytes of rows lane / 4 and + 8.
 template <class Key>
 struct KeyTile {
-  static constexpr int kPieces = 2 * static_cast<int>(sizeof(Key));  // of 64 bytes a row
+  static constexpr int kPieces = 2 * static_cast<int>(sizeof(Key)),
+                       kRowBytes = kIndexDim * static_cast<int>(sizeof(Key));
   uint4 piece[2][kPieces];
   float scale[2];
 
-  __device__ void load(const IndexScore& a, const int32_t (&page)[2], const uint32_t (&offset)[2]) {
+  /// row: of this lane's, at its first piece.
+  __device__ void load(int r, const std::byte* row, const float* at_scale) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const std::byte* at = a.cache + page[r] * a.page_stride;
-      scale[r] = 1;
-      if constexpr (sizeof(Key) == 1)
-        scale[r] = __ldg(reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[r]);
-      const uint4* row = reinterpret_cast<const uint4*>(at + static_cast<int64_t>(offset[r]) * kIndexDim * sizeof(Key));
-#pragma unroll
-      for (int p = 0; p < kPieces; ++p) piece[r][p] = __ldg(row + 4 * p + threadIdx.x % 4);
-    }
+    for (int p = 0; p < kPieces; ++p) piece[r][p] = load_once(row + 64 * p);
+    scale[r] = 1;
+    if constexpr (sizeof(Key) == 1) scale[r] = __ldg(at_scale);
   }
   /// As A operands.
   template <class T>
@@ -94,34 +102,42 @@ struct KeyTile {
   }
 };
 
-template <class T>
-__device__ float query_number(const IndexScore& a, int64_t token, int head, int d) {
-  return widen(static_cast<const T*>(a.q)[token * a.q_token + head * a.q_head + d]);
-}
-
 // Queries of a chunk of N heads: two panels of 64 numbers of N rows of 128 bytes, their 16-byte chunks swizzled as the
-// matrix units want them.
+// matrix units want them. The numbers that a lane's piece of a key meets, 16 / sizeof(Key) in a row, are pairs of its
+// two halves of the products' steps in turn.
 template <class Key, class T, class Q, int N>
 __device__ void stage_queries(const IndexScore& a, int64_t token, int tokens, int chunks, std::byte* to,
                               float* weights) {
-  const int count = tokens * chunks * N;
-  for (int i = threadIdx.x; i < count * 16; i += kScoreThreads) {
-    const int t = i / 16 / (chunks * N), head = i / 16 % (chunks * N), s = i % 16 / 2, half = i % 2;
-    uint32_t pair[4];
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      float x[2] = {0, 0};
-      if (head < a.heads)
-        for (int e = 0; e < 2; ++e) x[e] = query_number<Q>(a, token + t, head, dim_at<Key>(s, half, k, e));
-      pair[k] = narrow<T>(x[0]).bits | static_cast<uint32_t>(narrow<T>(x[1]).bits) << 16;
+  constexpr int kNumbers = 16 / static_cast<int>(sizeof(Key)), kPieces = kIndexDim / kNumbers;
+  constexpr int kBytes = kNumbers * static_cast<int>(sizeof(Q));
+  const int rows = tokens * chunks * N;
+  const bool wide = reinterpret_cast<uintptr_t>(a.q) % kBytes == 0 && a.q_token * sizeof(Q) % kBytes == 0 &&
+                    a.q_head * sizeof(Q) % kBytes == 0;
+  for (int i = threadIdx.x; i < rows * kPieces; i += kScoreThreads) {
+    const int t = i / kPieces / (chunks * N), head = i / kPieces % (chunks * N), d = i % kPieces * kNumbers;
+    Q q[kNumbers] = {};
+    if (head < a.heads) {
+      const Q* from = static_cast<const Q*>(a.q) + (token + t) * a.q_token + head * a.q_head + d;
+      struct alignas(kBytes) Pack {
+        Q at[kNumbers];
+      };
+      if (wide) *reinterpret_cast<Pack*>(q) = *reinterpret_cast<const Pack*>(from);
+      else
+        for (int e = 0; e < kNumbers; ++e) q[e] = from[e];
     }
-    const int row = head % N, chunk = t * chunks + head / N;
-    std::byte* at = to + (chunk * 2 + s / 4) * (N * 128) + row * 128 + ((s % 4 * 2 + half) ^ row % 8) * 16;
-    *reinterpret_cast<uint4*>(at) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    const int row = head % N, chunk = t * chunks + head / N, lane = i % 4;
+#pragma unroll
+    for (int j = 0; j < kNumbers / 2; ++j) {
+      const int step = i % kPieces / 4 * (kNumbers / 4) + j / 2;
+      std::byte* at = to + (chunk * 2 + step / 4) * (N * 128) + row * 128 + ((step % 4 * 2 + j % 2) ^ row % 8) * 16;
+      reinterpret_cast<uint32_t*>(at)[lane] =
+          narrow<T>(widen(q[2 * j])).bits | static_cast<uint32_t>(narrow<T>(widen(q[2 * j + 1])).bits) << 16;
+    }
   }
-  for (int i = threadIdx.x; i < count; i += kScoreThreads) {
+  for (int i = threadIdx.x; i < rows; i += kScoreThreads) {
     const int t = i / (chunks * N), head = i % (chunks * N);
-    weights[i] = head < a.heads ? a.weights[(token + t) * a.weights_token + head * a.weights_head] * a.scale : 0.0f;
+    const float w = head < a.heads ? a.weights[(token + t) * a.weights_token + head * a.weights_head] * a.scale : 0.0f;
+    weights[i] = kTwice<T> ? 0.5f * w : w;
   }
 }
 
@@ -138,45 +154,70 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
   std::byte* queries = shared + (-smem_address(shared) & 1023);
   float* weights = reinterpret_cast<float*>(queries + a.tokens * chunks * (N * 256));
   const int32_t* table = a.table + item.request * a.table_row;
+  // A warp's 16 keys lie in one page. Its unused rows past the last key are read, and what comes of them is dropped.
+  const bool whole = a.page_shift >= 4 && item.kv_begin % 16 == 0;
 
   for (int token = group * a.tokens; token < item.q_count; token += a.groups * a.tokens) {
-    const int tokens = min(a.tokens, item.q_count - token);
-    if (range * a.range >= item.columns(token + tokens - 1)) continue;
+    const int tokens = min(a.tokens, item.q_count - token), columns = item.columns(token + tokens - 1);
+    if (range * a.range >= columns) continue;
+    // Columns that token t sees: first_seen + t, within [0, columns].
+    const int first_seen = static_cast<int>(
+        max(int64_t{-tokens}, min(int64_t{item.visible} + token + 1 - item.kv_begin, int64_t{columns})));
+    float* scores = a.scores + (item.row + token) * a.scores_row;
     __syncthreads();  // the last group's queries are read
     if (a.q_dtype == Dtype::fp8_e4m3)
       stage_queries<Key, T, fp8_e4m3, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
     else stage_queries<Key, T, bf16, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
     Product::publish();
     __syncthreads();
-    for (int64_t begin = range * a.range; begin < item.columns(token + tokens - 1); begin += a.ranges * a.range) {
-      const int end = static_cast<int>(min(begin + a.range, int64_t{item.columns(token + tokens - 1)}));
+    for (int64_t begin = range * a.range; begin < columns; begin += a.ranges * a.range) {
+      const int end = static_cast<int>(min(begin + a.range, int64_t{columns}));
       constexpr int kStride = 16 * kScoreWarps;
+      constexpr int kRowBytes = KeyTile<Key>::kRowBytes;
+      KeyTile<Key> keys;
       int32_t page[2];
       uint32_t offset[2];
-      // Rows past the end read the last key.
       const auto look_up = [&](int tile) {
+        if (whole) {
+          const uint32_t at = item.kv_begin + min(tile + 16 * warp, (end - 1) & ~15);
+          page[0] = __ldg(table + (at >> a.page_shift));
+          offset[0] = (at & (a.page_size - 1)) + lane / 4;
+          return;
+        }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const uint32_t at = item.kv_begin + min(tile + 16 * warp + lane / 4 + 8 * r, end - 1);
-          const uint32_t p = a.page_shift >= 0 ? at >> a.page_shift : at / a.page_size;
+          const uint32_t p = at / a.page_size;
           offset[r] = at - p * a.page_size;
           page[r] = __ldg(table + p);
         }
       };
-      KeyTile<Key> keys;
+      const auto load = [&] {
+        const std::byte* at = a.cache + page[0] * a.page_stride;
+        const std::byte* row = at + offset[0] * kRowBytes + lane % 4 * 16;
+        const float* scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[0];
+        keys.load(0, row, scale);
+        if (!whole) {
+          at = a.cache + page[1] * a.page_stride;
+          row = at + offset[1] * kRowBytes + lane % 4 * 16 - 8 * kRowBytes;
+          scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[1] - 8;
+        }
+        keys.load(1, row + 8 * kRowBytes, scale + 8);
+      };
       int tile = static_cast<int>(begin);
       look_up(tile);
-      keys.load(a, page, offset);
+      load();
       look_up(tile + kStride);
       for (; tile < end; tile += kStride) {
         uint32_t rows[kSteps][4];
         keys.template widen<T>(rows);
         const float scale[2] = {keys.scale[0], keys.scale[1]};
-        keys.load(a, page, offset);
+        load();
         look_up(tile + 2 * kStride);
         const int column = tile + 16 * warp + lane / 4;
-        for (int t = 0; t < tokens; ++t) {
-          const int seen = item.columns(token + t);
+        float* to = scores + column;
+        for (int t = 0; t < tokens; ++t, to += a.scores_row) {
+          const int seen = min(first_seen + t, end);
           if (tile >= seen) continue;
           float sum[2] = {0, 0};
           for (int c = 0; c < chunks; ++c) {
@@ -186,16 +227,17 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
 #pragma unroll
             for (int j = 0; j < N / 8; ++j) {
               const float2 v = w[4 * j];
-              sum[0] = fmaf(relu(acc[4 * j + 1]), v.y, fmaf(relu(acc[4 * j]), v.x, sum[0]));
-              sum[1] = fmaf(relu(acc[4 * j + 3]), v.y, fmaf(relu(acc[4 * j + 2]), v.x, sum[1]));
+              sum[0] = fmaf(positive<T>(acc[4 * j]), v.x, sum[0]);
+              sum[1] = fmaf(positive<T>(acc[4 * j + 2]), v.x, sum[1]);
+              sum[0] = fmaf(positive<T>(acc[4 * j + 1]), v.y, sum[0]);
+              sum[1] = fmaf(positive<T>(acc[4 * j + 3]), v.y, sum[1]);
             }
           }
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
             sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-            if (lane % 4 == 0 && column + 8 * r < min(seen, end))
-              a.scores[(item.row + token + t) * a.scores_row + column + 8 * r] = sum[r] * scale[r];
+            if (lane % 4 == 0 && column + 8 * r < seen) to[8 * r] = sum[r] * scale[r];
           }
         }
       }

@@ -122,21 +122,26 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
 
   // Candidate c is one of the selection's where c < 0, else column c.
   const int base = split * kChunk + static_cast<int>(threadIdx.x) - held;
+  const uint32_t* old_keys = a.state.keys(row, side) + held;
+  const int32_t* old_positions = a.state.positions(row, side) + held;
+  const float* scores = a.scores + row * a.scores_row + a.skip;
   const int32_t* given = a.positions ? a.positions + row * a.positions_row + a.skip : nullptr;
   const auto position_of = [&](int c) {
-    if (c < 0) return a.state.positions(row, side)[held + c];
-    return given ? given[c] : item.kv_begin + a.skip + c;
+    return c < 0 ? old_positions[c] : given ? given[c] : item.kv_begin + a.skip + c;
   };
   uint32_t key[kPerThread];  // 0: no candidate
-  {
-    const uint32_t* keys = a.state.keys(row, side);
-    const float* scores = a.scores + row * a.scores_row + a.skip;
+  if (split * kChunk >= held && !given) {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
       const int c = base + i * kThreads;
-      key[i] = 0;
-      if (c < 0) key[i] = keys[held + c];
-      else if (c < n && (!given || given[c] >= 0)) key[i] = key_of(scores[c]);
+      key[i] = c < n ? key_of(scores[c]) : 0;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const int c = base + i * kThreads;
+      const bool column = c >= 0 && c < n && (!given || given[c] >= 0);
+      key[i] = c < 0 ? old_keys[c] : column ? key_of(scores[c]) : 0;
     }
   }
 
@@ -144,7 +149,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   // position.
   uint32_t threshold = 0, early = 0, need = static_cast<uint32_t>(a.state.topk);
   int key_shift = 31, early_shift = 31;  // bits from here on are decided; of early none: 31
-  bool all = false;
+  uint32_t equal = 0;                    // a bit a candidate whose score is the last selected one's
   unsigned arrivals = 0;
   for (int level = 0; level < kLevels; ++level) {
     const int low = kShift[level];
@@ -155,28 +160,24 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
       for (int b = threadIdx.x; b < kBins; b += kThreads) next[b] = 0;
     }
     __syncthreads();
-    uint32_t run = 0, last = 0;  // equal digits in a row are one addition
-    const auto add = [&](uint32_t d) {
-      if (run > 0 && d != last) {
-        atomicAdd(&bins[last], run);
-        run = 0;
-      }
-      last = d;
-      ++run;
-    };
-    if (level < kKeyLevels) {
+    // Code that is 32 times the same is kept to a few instructions: it must stay in the instruction cache.
+    if (level == 0) {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
-        if (key[i] != 0 && (level == 0 || key[i] >> key_shift == threshold >> key_shift)) add(key[i] >> low & mask);
-    } else {
+        if (key[i] != 0) atomicAdd(&bins[key[i] >> kShift[0]], 1u);
+    } else if (level < kKeyLevels) {
+      const uint32_t span = 1u << key_shift;
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        if (key[i] != threshold) continue;
-        const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + i * kThreads));
-        if (e >> early_shift == early >> early_shift) add(e >> low & mask);
+        const uint32_t rest = key[i] - threshold;
+        if (rest < span) atomicAdd(&bins[rest >> low], 1u);
+      }
+    } else {
+      for (uint32_t m = equal; m; m &= m - 1) {
+        const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + (__ffs(m) - 1) * kThreads));
+        if (e >> early_shift == early >> early_shift) atomicAdd(&bins[e >> low & mask], 1u);
       }
     }
-    if (run > 0) atomicAdd(&bins[last], run);
     __syncthreads();
 
     // This thread's four bins, the highest for the first thread.
@@ -202,10 +203,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     }
     uint32_t total;
     const uint32_t higher = scan_before(x.x + x.y + x.z + x.w, warps, total);
-    if (level == 0 && total <= need) {
-      all = true;
-      break;
-    }
+    if (level == 0 && total <= need) break;  // all of them: threshold 0
     if (higher < need && need <= higher + x.x + x.y + x.z + x.w) {
       const uint32_t part[4] = {x.w, x.z, x.y, x.x};
       uint32_t sum = higher;
@@ -227,18 +225,23 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     const bool whole = need == inside;
     __syncthreads();  // digit, above and inside are read
     if (whole) break;
+    if (level == kKeyLevels - 1) {
+#pragma unroll
+      for (int i = 0; i < kPerThread; ++i) equal |= static_cast<uint32_t>(key[i] == threshold) << i;
+    }
   }
 
-  uint32_t chosen = 0, mine = 0;  // a bit a candidate
+  uint32_t chosen = 0;  // a bit a candidate
+  const uint32_t least = max(threshold, 1u);
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (key[i] == 0) continue;
-    bool in = all || key[i] >> key_shift >= threshold >> key_shift;
-    if (early_shift < 31 && key[i] == threshold)
-      in = (kLast - static_cast<uint32_t>(position_of(base + i * kThreads))) >> early_shift >= early >> early_shift;
-    chosen |= static_cast<uint32_t>(in) << i;
-  }
-  mine = static_cast<uint32_t>(__popc(chosen));
+  for (int i = 0; i < kPerThread; ++i) chosen |= static_cast<uint32_t>(key[i] >= least) << i;
+  if (early_shift < 31)
+    for (uint32_t m = equal; m; m &= m - 1) {
+      const int i = __ffs(m) - 1;
+      const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + i * kThreads));
+      if (e >> early_shift < early >> early_shift) chosen ^= 1u << i;
+    }
+  const uint32_t mine = static_cast<uint32_t>(__popc(chosen));
   uint32_t total;
   uint32_t at = scan_before(mine, warps, total);
   if (a.splits > 1) {
@@ -248,11 +251,10 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   }
   uint32_t* keys = a.state.keys(row, side ^ 1);
   int32_t* positions = a.state.positions(row, side ^ 1);
-#pragma unroll
-  for (int i = 0; i < kPerThread; ++i) {
-    if (!(chosen >> i & 1) || at >= static_cast<uint32_t>(a.state.topk)) continue;
-    keys[at] = key[i];
-    positions[at++] = position_of(base + i * kThreads);
+  for (; chosen && at < static_cast<uint32_t>(a.state.topk); chosen &= chosen - 1, ++at) {
+    const int c = base + (__ffs(chosen) - 1) * kThreads;
+    keys[at] = c < 0 ? old_keys[c] : key_of(scores[c]);
+    positions[at] = position_of(c);
   }
   if (threadIdx.x != 0) return;
   if (a.splits == 1) {

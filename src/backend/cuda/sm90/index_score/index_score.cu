@@ -13,13 +13,14 @@ struct WarpgroupProduct {
   static __device__ void publish() { fence_async_proxy(); }
   static __device__ void multiply(float (&acc)[N / 2], uint32_t (&keys)[kSteps][4], uint32_t queries) {
     using Element = std::conditional_t<std::is_same_v<T, f16>, __half, __nv_bfloat16>;
+    const uint64_t b = operand_128b(queries);
     wgmma_pin(acc);
 #pragma unroll
     for (int s = 0; s < kSteps; ++s) wgmma_pin(keys[s]);
     wgmma_fence();
 #pragma unroll
     for (int s = 0; s < kSteps; ++s)
-      Wgmma<N, Element>::rs(acc, keys[s], operand_128b(queries + s / 4 * (N * 128) + s % 4 * 32), s > 0);
+      Wgmma<N, Element>::rs(acc, keys[s], operand_advance(b, s / 4 * (N * 128) + s % 4 * 32), s > 0);
     wgmma_commit();
     wgmma_wait<0>();
     wgmma_pin(acc);

@@ -1,0 +1,339 @@
+// Times whole calls of the sparse indexer's ops on a GPU: scores of a step's tokens, and the selection from them. A
+// CUDA graph of at least 20 calls over rotating inputs of at least 300 MB, median and p90 of its replays, answers
+// checked in the same run: sampled scores against float64, selections exactly.
+//   index_bench [json=FILE] [only=SUBSTRING] [replays=N]
+#include <cuda_fp8.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <numeric>
+#include <random>
+#include <string>
+#include <string_view>
+
+#include "core/gpu.hpp"
+#include "cuda/device.hpp"
+#include "mla/device.hpp"
+#include "mla/error.hpp"
+#include "ops/run.hpp"
+
+namespace mla::cuda {
+namespace {
+
+using namespace test;
+
+constexpr int kHeads = 64, kDim = 128, kPage = 64, kTopk = 2048;
+constexpr int64_t kPageBytes = kPage * (kDim + 4);
+
+struct Shape {
+  const char* name;
+  int batch, tokens, context;  // new tokens a request, positions that the last one sees
+  bool select = false;
+};
+const Shape shapes[] = {
+    {"score b64 s1 128K", 64, 1, 131072},
+    {"score b64 s2 128K", 64, 2, 131072},
+    {"score b64 s4 32K", 64, 4, 32768},
+    {"score b1 s1 64K", 1, 1, 65536},
+    {"score b8 s1 32K", 8, 1, 32768},
+    {"score b1 s64 64K", 1, 64, 65536},
+    {"score b1 s1024 16K", 1, 1024, 16384},
+    {"select b64 s1 128K", 64, 1, 131072, true},
+    {"select b1 s1 64K", 1, 1, 65536, true},
+    {"select b8 s1 32K", 8, 1, 32768, true},
+    {"select b1 s1024 16K", 1, 1024, 16384, true},
+};
+
+__device__ uint64_t hash(uint64_t x) {
+  x += 0x9e3779b97f4a7c15ull;
+  x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull;
+  return x ^ x >> 31;
+}
+__device__ float normal(uint64_t seed) {
+  const uint64_t a = hash(seed), b = hash(seed ^ 0x5555555555555555ull);
+  return sqrtf(-2 * logf((static_cast<float>(a >> 40) + 0.5f) * 0x1p-24f)) *
+         cospif(2 * static_cast<float>(b >> 40) * 0x1p-24f);
+}
+// Codes of random numbers, and behind those of each page its scales.
+__global__ void fill_pages(uint8_t* to, int64_t pages) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < pages * kPageBytes / 4;
+       i += int64_t{gridDim.x} * blockDim.x) {
+    const int64_t at = i * 4 % kPageBytes;
+    uint32_t word = 0;
+    if (at < kPage * kDim) {
+      for (int b = 0; b < 4; ++b)
+        word |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(100 * normal(4 * i + b), __NV_SATFINITE, __NV_E4M3))
+                << (8 * b);
+    } else {
+      word = __float_as_uint(0.01f + 1e-6f * static_cast<float>(hash(i) & 1023));
+    }
+    reinterpret_cast<uint32_t*>(to)[i] = word;
+  }
+}
+__global__ void fill_codes(uint8_t* to, int64_t n) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+    to[i] = __nv_cvt_float_to_fp8(100 * normal(i + 77), __NV_SATFINITE, __NV_E4M3);
+}
+__global__ void fill_normal(float* to, int64_t n, uint64_t seed, float deviation) {
+  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
+    to[i] = deviation * normal(i + seed);
+}
+
+struct Result {
+  double median, p90, floor, bytes, flops, error, bound;
+};
+
+// A stream whose host arrays have copies in device memory while this lives.
+class Published {
+ public:
+  explicit Published(Stream& stream) : stream_(stream) {}
+  ~Published() { gpu::withdraw(stream_.queue(), this); }
+  template <class T>
+  void add(const std::vector<T>& host) {
+    copies_.emplace_back(host.size() * sizeof(T));
+    check(cudaMemcpy(copies_.back().data(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "bench",
+          "copy");
+    const gpu::HostRange range{host.data(), host.size() * sizeof(T), copies_.back().data()};
+    gpu::publish(stream_.queue(), this, {&range, 1});
+  }
+
+ private:
+  Stream& stream_;
+  std::vector<DeviceArray<std::byte>> copies_;
+};
+
+template <class Call>
+void time_calls(cudaStream_t stream, int calls, int replays, Call&& call, Result& result) {
+  cudaGraph_t graph;
+  cudaGraphExec_t exec;
+  cudaEvent_t begin, end;
+  check(cudaEventCreate(&begin), "bench", "event");
+  check(cudaEventCreate(&end), "bench", "event");
+  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
+  for (int i = 0; i < calls; ++i) call(i);
+  check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
+  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
+  std::vector<double> times;
+  for (int i = 0; i < replays + 3; ++i) {
+    check(cudaEventRecord(begin, stream), "bench", "event");
+    check(cudaGraphLaunch(exec, stream), "bench", "replay");
+    check(cudaEventRecord(end, stream), "bench", "event");
+    check(cudaStreamSynchronize(stream), "bench", "replay");
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
+    if (i >= 3) times.push_back(ms * 1e3 / calls);
+  }
+  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
+  std::sort(times.begin(), times.end());
+  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
+}
+
+std::vector<IndexItem> items_of(const Shape& s) {
+  std::vector<IndexItem> items;
+  for (int r = 0; r < s.batch; ++r)
+    items.push_back({.request = r,
+                     .q_begin = r * s.tokens,
+                     .q_count = s.tokens,
+                     .kv_end = s.context,
+                     .visible = s.context - s.tokens,
+                     .row = r * s.tokens});
+  return items;
+}
+
+Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceArray<uint8_t>& cache, int64_t pages) {
+  std::mt19937 random(7);
+  const int tokens = s.batch * s.tokens;
+  const int64_t columns = s.context / kPage, needed = s.batch * columns;
+  const double seen = static_cast<double>(tokens) * s.context - 0.5 * tokens * (s.tokens - 1);
+  Result result{.bytes = static_cast<double>(needed) * kPageBytes + tokens * kHeads * (kDim + 4.0) + 4 * seen,
+                .flops = 2 * seen * kHeads * kDim};
+  result.floor = std::max(result.bytes / 4560e9, result.flops / 790e12) * 1e6;
+  const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1, static_cast<int>(pages / needed)),
+            calls = std::max(20, sets);
+  std::vector<int32_t> order(pages);
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  order.resize(needed * sets);
+  const std::vector<IndexItem> items = items_of(s);
+  Published published(stream);
+  published.add(order);
+  published.add(items);
+  const int64_t q_bytes = int64_t{tokens} * kHeads * kDim;
+  DeviceArray<uint8_t> q(q_bytes);
+  DeviceArray<float> weights(int64_t{tokens} * kHeads), scores(int64_t{tokens} * s.context);
+  fill_codes<<<1024, 256>>>(q.data(), q_bytes);
+  fill_normal<<<1024, 256>>>(weights.data(), weights.size(), 3, 0.01f);
+  check(cudaDeviceSynchronize(), "bench", "fill");
+  DeviceArray<std::byte> scratch(64);
+  IndexCacheView view{{.format = IndexCacheFormat::fp8, .dim = kDim, .page_size = kPage},
+                      reinterpret_cast<std::byte*>(cache.data()),
+                      pages,
+                      kPageBytes};
+  const auto call = [&](int i) {
+    ops::IndexScoreArgs a{.q = View<const fp8_e4m3, Token, IndexHead, IndexDim>(reinterpret_cast<fp8_e4m3*>(q.data()),
+                                                                                {tokens, kHeads, kDim}),
+                          .weights = {weights.data(), {tokens, kHeads}},
+                          .scale = 1.0f,
+                          .cache = view,
+                          .block_table = {order.data() + needed * (i % sets), {s.batch, columns}},
+                          .items = items,
+                          .scores = {scores.data(), {tokens, s.context}},
+                          .scratch = {scratch.data(), 64}};
+    ops::run(stream, a);
+  };
+  call(0);
+  stream.synchronize();
+  double worst = 0, plain = 0, square = 0;
+  const auto codes = q.download(0, q_bytes);
+  const auto w = weights.download(0, weights.size());
+  for (int i = 0; i < 2000; ++i) {
+    const int token = static_cast<int>(random() % tokens), r = token / s.tokens;
+    const int at =
+        i % 2 ? static_cast<int>(random() % (s.context - s.tokens)) : s.context - s.tokens + token % s.tokens;
+    const auto page = cache.download(order[r * columns + at / kPage] * kPageBytes, kPageBytes);
+    float scale, sum32 = 0;
+    std::memcpy(&scale, page.data() + kPage * kDim + at % kPage * 4, 4);
+    double sum = 0;
+    for (int h = 0; h < kHeads; ++h) {
+      double dot = 0;
+      float dot32 = 0;
+      for (int d = 0; d < kDim; ++d) {
+        const float x = to_float(fp8_e4m3{codes[(int64_t{token} * kHeads + h) * kDim + d]}),
+                    y = to_float(fp8_e4m3{page[at % kPage * kDim + d]});
+        dot += static_cast<double>(x) * y, dot32 += x * y;
+      }
+      sum += std::max(dot, 0.0) * w[int64_t{token} * kHeads + h],
+          sum32 += std::max(dot32, 0.0f) * w[int64_t{token} * kHeads + h];
+    }
+    sum *= scale, sum32 *= scale;
+    const float got = scores.download(int64_t{token} * s.context + at, 1)[0];
+    worst = std::isnan(got) ? 1e30 : std::max(worst, std::abs(got - sum));
+    plain = std::max(plain, std::abs(sum32 - sum));
+    square += sum * sum;
+    if (i == 150 && s.batch == 1) break;
+  }
+  const double rms = std::sqrt(square / 2000);
+  result.error = worst / rms, result.bound = 4 * plain / rms;
+  time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call, result);
+  return result;
+}
+
+Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceArray<float>& memory) {
+  const int rows = s.batch * s.tokens;
+  const int64_t elements = int64_t{rows} * s.context;
+  Result result{.bytes = 4.0 * elements + 4.0 * rows * kTopk, .flops = 0};
+  result.floor = result.bytes / 4560e9 * 1e6;
+  // A selection follows its scoring: the scores of its rows lie in L2 as far as they fit. Sets rotate all the same.
+  const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1,
+                              static_cast<int>(static_cast<int64_t>(memory.size()) / elements)),
+            calls = std::max(20, sets);
+  const std::vector<IndexItem> items = items_of(s);
+  Published published(stream);
+  published.add(items);
+  DeviceArray<std::byte> state(rows * topk_state_bytes(kTopk)), scratch(size_t{64} << 20);
+  DeviceArray<int32_t> indices(int64_t{rows} * kTopk);
+  const auto call = [&](int i) {
+    const View<const float, Token, Key> scores(memory.data() + elements * (i % sets), {rows, s.context});
+    const ops::TopkState topk{state.data(), rows, kTopk};
+    ops::run(stream, ops::SelectTopkArgs{.scores = scores,
+                                         .items = items,
+                                         .positions = {},
+                                         .begin = true,
+                                         .state = topk,
+                                         .scratch = {scratch.data(), scratch.size()}});
+    ops::run(stream, ops::FinishTopkArgs{
+                         .state = topk, .items = items, .indices = {indices.data(), {rows, kTopk}}, .scores = {}});
+  };
+  call(sets - 1);
+  stream.synchronize();
+  double wrong = 0;
+  for (int i = 0; i < 5; ++i) {
+    const int row = i * (rows - 1) / 4;
+    const int64_t n = s.context - s.tokens + row % s.tokens + 1;
+    const auto scores = memory.download(elements * (sets - 1) + int64_t{row} * s.context, n);
+    std::vector<int32_t> best(n);
+    std::iota(best.begin(), best.end(), 0);
+    std::nth_element(best.begin(), best.begin() + kTopk, best.end(),
+                     [&](int32_t x, int32_t y) { return scores[x] != scores[y] ? scores[x] > scores[y] : x < y; });
+    best.resize(kTopk);
+    std::sort(best.begin(), best.end());
+    wrong += best != indices.download(int64_t{row} * kTopk, kTopk);
+  }
+  result.error = wrong, result.bound = 0;
+  time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call, result);
+  return result;
+}
+
+int run(int argc, char** argv) {
+  if (!have_device()) {
+    std::printf("no CUDA device: skipped\n");
+    return 0;
+  }
+  std::string json, only, command = argv[0];
+  int replays = 15;
+  for (int i = 1; i < argc; ++i) {
+    const std::string_view arg = argv[i];
+    command += " " + std::string(arg);
+    if (arg.starts_with("json=")) json = arg.substr(5);
+    else if (arg.starts_with("only=")) only = arg.substr(5);
+    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
+    else {
+      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
+      return 2;
+    }
+  }
+  cudaDeviceProp device;
+  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+  Stream stream(Device{DeviceKind::cuda, 0});
+  const int64_t pages = (int64_t{3} << 30) / kPageBytes;
+  DeviceArray<uint8_t> cache(pages * kPageBytes);
+  DeviceArray<float> scores(size_t{160} << 20);
+  fill_pages<<<4096, 256>>>(cache.data(), pages);
+  fill_normal<<<4096, 256>>>(scores.data(), static_cast<int64_t>(scores.size()), 5, 1.0f);
+  check(cudaDeviceSynchronize(), "bench", "fill");
+  std::printf(
+      "%s, whole calls, median of %d replays; floor: 4560 GB/s, 790 TFLOP/s\n%-22s %8s %8s %8s %7s %7s %8s  %s\n",
+      device.name, replays, "shape", "us", "p90", "floor", "% floor", "GB/s", "TFLOP/s", "error of bound");
+  int failed = 0;
+  std::string lines;
+  for (const Shape& s : shapes) {
+    if (std::string_view(s.name).find(only) == std::string_view::npos) continue;
+    const Result r =
+        s.select ? measure_select(s, replays, stream, scores) : measure_score(s, replays, stream, cache, pages);
+    const bool right = r.error <= r.bound;
+    failed += !right;
+    char text[512];
+    std::printf("%-22s %8.2f %8.2f %8.2f %7.1f %7.0f %8.1f  %.2g of %.2g%s\n", s.name, r.median, r.p90, r.floor,
+                100 * r.floor / r.median, r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound,
+                right ? "" : " WRONG");
+    std::fflush(stdout);
+    std::snprintf(
+        text, sizeof text,
+        "{\"op\": \"%s\", \"shape\": \"%s\", \"batch\": %d, \"query_tokens\": %d, \"context\": %d, \"us_median\": "
+        "%.2f, \"us_p90\": %.2f, \"floor_us\": %.2f, \"gb_per_s\": %.0f, \"tflop_per_s\": %.1f, \"error\": %.3g, "
+        "\"bound\": %.3g}",
+        s.select ? "select_topk" : "index_score", s.name, s.batch, s.tokens, s.context, r.median, r.p90, r.floor,
+        r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound);
+    lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+  }
+  if (!json.empty())
+    std::ofstream(json)
+        << "{\n  \"device\": \"" << device.name << "\",\n  \"command\": \"" << command
+        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls, rotating inputs of at least 320 "
+           "MB, "
+        << replays << " replays\",\n  \"results\": [\n"
+        << lines << "\n  ]\n}\n";
+  return failed ? 1 : 0;
+}
+
+}  // namespace
+}  // namespace mla::cuda
+
+int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
+  std::fprintf(stderr, "bench: %s\n", e.what());
+  return 1;
+}
