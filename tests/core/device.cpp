@@ -66,7 +66,7 @@ TEST(Buffer, AlignedZeroMovable) {
   }
   EXPECT_EQ(Buffer(0).size(), 0u);
   EXPECT_THROW(Buffer(size_t{1} << 62), DeviceError);
-  EXPECT_THROW(Buffer(64, {DeviceKind::cuda, 0}), UnsupportedError);
+  EXPECT_THROW(Buffer(64, {DeviceKind::cuda, 1000}), DeviceError);
 }
 
 TEST(Errors, OutOfPagesNamesItsNumbers) {
