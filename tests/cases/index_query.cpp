@@ -12,10 +12,11 @@ namespace {
 class IndexQueryCase final : public Case {
  public:
   explicit IndexQueryCase(const Params& p)
-      : q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}, gap_of(p)),
-        weights_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_of(p)),
-        codes_(Dtype::fp8_e4m3, {p.requests * p.query_len, p.heads, p.index_dim}),
-        scaled_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_of(p)) {
+      : gap_(gap_of(p)),
+        q_(Dtype::f32, {p.requests * p.query_len, p.heads, p.index_dim}, gap_),
+        weights_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_),
+        codes_(Dtype::fp8_e4m3, {p.requests * p.query_len, p.heads, p.index_dim}, gap_),
+        scaled_(Dtype::f32, {p.requests * p.query_len, p.heads}, gap_) {
     Random random(p.seed);
     q_.fill_normal(random);
     weights_.fill_normal(random);
@@ -34,8 +35,8 @@ class IndexQueryCase final : public Case {
   }
   void run(Stream& stream) override { ops::run(stream, args_); }
   Verdict verify() override {
-    Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, args_.q.extents());
-    Padded<Token, IndexHead> scaled(Dtype::f32, args_.weights.extents());
+    Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, args_.q.extents(), gap_);
+    Padded<Token, IndexHead> scaled(Dtype::f32, args_.weights.extents(), gap_);
     ops::IndexQueryArgs plain = args_;
     plain.codes = codes.view<fp8_e4m3>();
     plain.scaled_weights = scaled.view();
@@ -50,6 +51,7 @@ class IndexQueryCase final : public Case {
   ops::Cost cost() const override { return ops::cost(args_); }
 
  private:
+  int64_t gap_;
   Padded<Token, IndexHead, IndexDim> q_;
   Padded<Token, IndexHead> weights_;
   Padded<Token, IndexHead, IndexDim> codes_;
