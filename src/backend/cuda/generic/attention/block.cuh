@@ -98,20 +98,29 @@ struct MmaCore {
     float c[kTilesM][kPairsN * 2][4] = {};
     const uint32_t a_at = shared_address(q + (m0 + lane % 16) * ld + lane / 16 * 8),
                    b_at = shared_address(k + (n0 + lane % 8 + lane / 16 * 8) * ld + lane / 8 % 2 * 8);
-#pragma unroll 2
-    for (int step = begin; step < end; ++step) {
-      uint32_t a[kTilesM][4], b[kPairsN][4];
+    // Operands of a step are asked for while the step before multiplies.
+    uint32_t a[2][kTilesM][4], b[2][kPairsN][4];
+    const auto load_step = [&](int step, int to) {
 #pragma unroll
-      for (int m = 0; m < kTilesM; ++m) load_matrices(a[m], a_at + (m * 16 * ld + step * 16) * 2);
+      for (int m = 0; m < kTilesM; ++m) load_matrices(a[to][m], a_at + (m * 16 * ld + step * 16) * 2);
 #pragma unroll
-      for (int n = 0; n < kPairsN; ++n) load_matrices(b[n], b_at + (n * 16 * ld + step * 16) * 2);
+      for (int n = 0; n < kPairsN; ++n) load_matrices(b[to][n], b_at + (n * 16 * ld + step * 16) * 2);
+    };
+    const auto multiply_step = [&](int from) {
 #pragma unroll
       for (int m = 0; m < kTilesM; ++m)
 #pragma unroll
         for (int n = 0; n < kPairsN; ++n) {
-          multiply_add(c[m][2 * n], a[m], b[n][0], b[n][1]);
-          multiply_add(c[m][2 * n + 1], a[m], b[n][2], b[n][3]);
+          multiply_add(c[m][2 * n], a[from][m], b[from][n][0], b[from][n][1]);
+          multiply_add(c[m][2 * n + 1], a[from][m], b[from][n][2], b[from][n][3]);
         }
+    };
+    if (begin < end) load_step(begin, 0);
+    for (int step = begin; step < end; step += 2) {
+      if (step + 1 < end) load_step(step + 1, 1);
+      multiply_step(0);
+      if (step + 2 < end) load_step(step + 2, 0);
+      if (step + 1 < end) multiply_step(1);
     }
 #pragma unroll
     for (int turn = kParts - 1; turn >= 0; --turn) {
@@ -277,7 +286,7 @@ struct FmaCore {
 
 /// Shared memory of a call: values apart from keys when value_width > 0. 0 bytes a staged row: copies are not staged.
 template <class Core>
-Layout layout(int entry, int value_width, int staged_row, int key_bytes) {
+Layout layout(int entry, int value_width, int staged_row, int key_bytes, int buffers = 1) {
   using T = typename Core::T;
   Layout l;
   l.depth = Core::depth(entry);
@@ -290,7 +299,7 @@ Layout layout(int entry, int value_width, int staged_row, int key_bytes) {
     return static_cast<int>(from);
   };
   l.q = take(int64_t{Core::M} * l.ld_q * static_cast<int>(sizeof(T)));
-  l.k = take(int64_t{Core::N} * l.ld_q * static_cast<int>(sizeof(T)));
+  l.k = take(int64_t{buffers} * Core::N * l.ld_q * static_cast<int>(sizeof(T)));
   l.v = l.k, l.ld_v = l.ld_q;
   if (value_width > 0) {
     l.ld_v = Core::row(Core::depth(value_width));
@@ -371,6 +380,7 @@ struct RowEnd {
 ///   void fetch(int block)         sends out their copies
 ///   void land(int block)          brings them to shared memory; keys that do not exist as zeros
 ///   bool exists(int block, int n)
+///   int buffer(int block)         elements from the first block's keys to this one's
 template <class Core, class Keys>
 __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys& keys, int blocks, float scale,
                          int first_column, int columns, std::byte* shared) {
@@ -397,7 +407,7 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
     const bool more = block + 1 < blocks, next = __syncthreads_or(more && keys.locate(block + 1));
     if (more) keys.fetch(block + 1);
     if (any) {
-      core.scores(q, k, l.ld_q, l.depth, s);
+      core.scores(q, k + keys.buffer(block), l.ld_q, l.depth, s);
       __syncthreads();
       float x[kPairs][2], most = max;
 #pragma unroll
@@ -429,7 +439,7 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
       sum = sum * alpha + added;
       if (part == 0) tile.alpha[row] = alpha;
       __syncthreads();
-      core.values(p, v, l.ld_v, columns, tile.alpha);
+      core.values(p, v + keys.buffer(block), l.ld_v, columns, tile.alpha);
     }
     any = next;
   }

@@ -30,7 +30,7 @@ struct CacheAttention {
   int64_t tokens = 0;       // scratch rows of a split
   int32_t tiles = 0;
   int32_t count = 0;
-  bool staged = false;
+  Copies copies = Copies::none;
   Layout layout;
   CacheSource sources[kMostSources];
 };
@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, Core::kBlocks)
   __syncthreads();
   if (blocks > 0) load_queries<Core>(a.q, a.layout, tile, shared);
   Core core;
-  CacheKeys<Core> keys(a.sources, a.count, a.lists != nullptr, a.staged, a.layout, shared, key_row, begin, end);
+  CacheKeys<Core> keys(a.sources, a.count, a.lists != nullptr, a.copies, a.layout, shared, key_row, begin, end);
   const RowEnd row = attend(core, a.layout, tile, keys, blocks, a.scale, first_column, columns, shared);
   if (row.mine && row.row < rows) {
     const int to = tile.to[row.row], head = tile.head[row.row];
@@ -180,45 +180,58 @@ struct Variant {
   void (*kernel)(CacheAttention);
   int rows = 0, keys = 0, columns = 0;
   Layout layout;
-  bool staged = false;
+  Copies copies = Copies::none;
 };
 
 template <class Core>
-Variant variant(int entry, int stage_row) {
+Variant variant(const CacheAttention& a, Copies copies) {
+  int stage_row = 0;
+  for (int i = 0; copies == Copies::staged && i < a.count; ++i) {
+    const bool apart = a.sources[i].memory.format == CacheFormat::fp8_ds_v4;
+    stage_row = std::max(stage_row, a.sources[i].row_bytes + (apart ? static_cast<int>(cache::fp8_ds_v4::kScales) : 0));
+  }
   return {cache_attention_kernel<Core>,
           Core::M,
           Core::N,
           Core::kColumns,
-          layout<Core>(entry, 0, stage_row, CacheKeys<Core>::kKeyBytes),
-          stage_row > 0};
+          layout<Core>(a.q.depth, 0, stage_row, CacheKeys<Core>::kKeyBytes, copies == Copies::direct ? 2 : 1),
+          copies};
+}
+
+/// The best way that the sources allow.
+Copies copies_of(const CacheAttention& a) {
+  bool direct = true;
+  for (int i = 0; i < a.count; ++i) {
+    const CacheSource& s = a.sources[i];
+    if (s.unit == 0 || s.memory.latent % 16 != 0 || s.memory.rope % 16 != 0) return Copies::none;
+    direct = direct && s.memory.format == CacheFormat::bf16;
+  }
+  return direct ? Copies::direct : Copies::staged;
 }
 
 /// The kernel for tiles of up to `rows` rows.
-Variant choose(const CacheAttention& a, bool f32, int64_t rows, int stage_row, std::string_view op, int* blocks) {
+Variant choose(const CacheAttention& a, bool f32, int64_t rows, std::string_view op, int* blocks) {
   int device = 0, most = 0, all = 0;
   check(cudaGetDevice(&device), op, "current device");
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op, "shared memory");
   check(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), op, "shared memory");
-  Variant least;
-  for (const int stage : {stage_row, 0}) {
-    std::vector<Variant> variants;
-    if (f32) {
-      if (stage == 0) variants = {variant<Fma>(a.q.depth, 0)};
-    } else {
-      if (rows > 16) variants = {variant<Mma<64, 64>>(a.q.depth, stage), variant<Mma<64, 32>>(a.q.depth, stage)};
-      else variants = {variant<Mma<16, 64>>(a.q.depth, stage)};
-      if (stage == 0) variants.push_back(variant<Mma<16, 32>>(a.q.depth, 0));
-    }
-    for (const Variant& v : variants) {
-      if (v.layout.total <= most) {
-        *blocks = v.rows == 64 || 2 * (v.layout.total + 1024) > all ? 1 : 2;
-        return v;
-      }
-      least = v;
+  std::vector<Variant> variants;
+  if (f32) {
+    variants = {variant<Fma>(a, Copies::none)};
+  } else {
+    for (const Copies copies : {copies_of(a), Copies::none}) {
+      if (rows > 16)
+        variants.push_back(variant<Mma<64, 64>>(a, copies)), variants.push_back(variant<Mma<64, 32>>(a, copies));
+      variants.push_back(variant<Mma<16, 32>>(a, copies));  // two fit an SM
     }
   }
+  for (const Variant& v : variants) {
+    if (v.layout.total > most) continue;
+    *blocks = v.rows == 64 || 2 * (v.layout.total + 1024) > all ? 1 : 2;
+    return v;
+  }
   throw UnsupportedError(std::string(op) + ": rows of " + std::to_string(a.q.depth) + " elements need " +
-                         std::to_string(least.layout.total) + " bytes of shared memory, this GPU has " +
+                         std::to_string(variants.back().layout.total) + " bytes of shared memory, this GPU has " +
                          std::to_string(most));
 }
 
@@ -275,25 +288,6 @@ CacheSource source(std::string_view op, const CacheView& c) {
   s.unit = at(16) ? 16 : at(8) ? 8 : at(4) ? 4 : 0;
   s.wide = s.memory.wide(8);
   return s;
-}
-
-/// Whether copies are staged, and the bytes of a staged row.
-int stage(CacheAttention& a, bool f32) {
-  int bytes = 0;
-  for (int i = 0; i < a.count; ++i) {
-    const CacheSource& s = a.sources[i];
-    if (f32 || s.unit == 0 || s.memory.latent % 8 != 0 || s.memory.rope % 8 != 0) return 0;
-    bytes = std::max(
-        bytes,
-        s.row_bytes + (s.memory.format == CacheFormat::fp8_ds_v4 ? static_cast<int>(cache::fp8_ds_v4::kScales) : 0));
-  }
-  return up(bytes, 16);
-}
-
-void use(CacheAttention& a, const Variant& v) {
-  a.layout = v.layout;
-  a.staged = v.staged;
-  for (int i = 0; v.staged && i < a.count; ++i) a.sources[i].wide = true;
 }
 
 /// Lays `splits` parts of a.tokens rows each out in scratch.
@@ -366,8 +360,8 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
   a.count = 1;
   const bool f32 = args.q.dtype() == Dtype::f32 || args.cache.spec.format == CacheFormat::f32;
   int blocks = 1;
-  const Variant v = choose(a, f32, most * a.heads, stage(a, f32), op, &blocks);
-  use(a, v);
+  const Variant v = choose(a, f32, most * a.heads, op, &blocks);
+  a.layout = v.layout, a.copies = v.copies;
   int64_t tiles = 0;
   for (const LatentItem& i : args.items) tiles += divide_up(static_cast<int64_t>(i.q_count) * a.heads, v.rows);
 
@@ -423,8 +417,8 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
     f32 = f32 || s.cache.spec.format == CacheFormat::f32;
   }
   int blocks = 1;
-  const Variant v = choose(a, f32, a.heads, stage(a, f32), op, &blocks);
-  use(a, v);
+  const Variant v = choose(a, f32, a.heads, op, &blocks);
+  a.layout = v.layout, a.copies = v.copies;
   a.splits = static_cast<int32_t>(parts);
   if (parts == 1) a.part_keys = 0;
   const int64_t groups = divide_up(a.heads, v.rows);

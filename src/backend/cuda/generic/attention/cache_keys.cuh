@@ -1,6 +1,4 @@
-// Keys that are cached rows: positions of a request through its block table, or slots of a row's list. Rows whose
-// bytes lie at multiples of 4 are copied as they are to a stage, a block ahead, and dequantised from there; the others
-// are read when needed.
+// Keys that are cached rows: positions of a request through its block table, or slots of a row's list.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +8,13 @@
 #include "backend/cuda/generic/attention/block.cuh"
 
 namespace mla::cuda::generic {
+
+/// How rows come to shared memory.
+enum class Copies : uint8_t {
+  none,    ///< read and dequantised when needed: any alignment and dimensions
+  staged,  ///< copied as they are a block ahead, dequantised from there
+  direct,  ///< bf16 to where products read them, a block ahead: two buffers
+};
 
 struct CacheSource {
   CacheMemory memory;
@@ -30,7 +35,7 @@ class CacheKeys {
   using T = typename Core::T;
 
   /// Keys [begin, end) of row `row` of the sources' tables.
-  __device__ CacheKeys(const CacheSource* sources, int count, bool lists, bool staged, const Layout& l,
+  __device__ CacheKeys(const CacheSource* sources, int count, bool lists, Copies copies, const Layout& l,
                        std::byte* shared, int64_t row, int64_t begin, int64_t end)
       : sources_(sources),
         layout_(l),
@@ -40,7 +45,7 @@ class CacheKeys {
         end_(end),
         count_(count),
         lists_(lists),
-        staged_(staged) {
+        copies_(copies) {
     if (threadIdx.x < N) pending_ = look_up(begin + static_cast<int>(threadIdx.x));
   }
 
@@ -50,7 +55,7 @@ class CacheKeys {
     const Place at = pending_;
     pending_ = look_up(key + N);
     const int n = block % 2 * N + static_cast<int>(threadIdx.x);
-    if (at.source < 0) {
+    if (at.source < 0 || at.entry < 0 || (lists_ && at.entry >= sources_[at.source].slots)) {
       sources()[n] = -1;
       return false;
     }
@@ -69,26 +74,21 @@ class CacheKeys {
 
   __device__ bool exists(int block, int n) const { return sources()[block % 2 * N + n] >= 0; }
 
+  __device__ int buffer(int block) const { return copies_ == Copies::direct ? block % 2 * N * layout_.ld_q : 0; }
+
   __device__ void fetch(int block) {
-    if (!staged_) return;
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    for (int n = warp; n < N; n += kWarps) {
-      const int at = block % 2 * N + n, source = sources()[at];
-      if (source < 0) continue;
-      const CacheSource& s = sources_[source];
-      const std::byte* const from = rows()[at];
-      const uint32_t to = shared_address(shared_ + layout_.stage + n * layout_.stage_row);
-      switch (s.unit) {
-        case 16: copy_row<16>(to, from, s.row_bytes, lane); break;
-        case 8: copy_row<8>(to, from, s.row_bytes, lane); break;
-        default: copy_row<4>(to, from, s.row_bytes, lane);
+    if (copies_ == Copies::none) return;
+    for (int i = 0; i < count_; ++i) {
+      switch (sources_[i].unit) {
+        case 16: copy_rows<16>(block, i); break;
+        case 8: copy_rows<8>(block, i); break;
+        default: copy_rows<4>(block, i);
       }
-      if (s.memory.format == CacheFormat::fp8_ds_v4 && lane < 2)
-        copy_async<4>(to + cache::fp8_ds_v4::kRow + lane * 4, scales()[at] + lane * 4);
     }
   }
 
   __device__ void land(int block) {
+    if (copies_ == Copies::direct) return;
     for (int i = 0; i < count_; ++i) {
       switch (sources_[i].memory.format) {
         case CacheFormat::f32: land_as<CacheFormat::f32>(block, i); break;
@@ -114,21 +114,131 @@ class CacheKeys {
       const int64_t k = key - s.first;
       if (k >= s.topk) continue;
       if (s.lengths && k >= s.lengths[row_]) return {};
-      const int32_t slot = s.table[row_ * s.table_stride + k];
-      return {slot >= 0 && slot < s.slots ? i : -1, slot};
+      return {i, s.table[row_ * s.table_stride + k]};  // whether it exists is asked when it is used
     }
     return {};
   }
 
+  /// Pieces of `unit` bytes numbered through the block's rows: thread t has t, t + kThreads, .. Rows of other sources
+  /// are left alone; where they are copied for good, the first source zeroes those that do not exist.
   template <int unit>
-  __device__ static void copy_row(uint32_t to, const std::byte* from, int bytes, int lane) {
-    for (int i = lane * unit; i < bytes; i += 32 * unit) copy_async<unit>(to + i, from + i);
+  __device__ void copy_rows(int block, int source) {
+    const CacheSource& s = sources_[source];
+    const bool direct = copies_ == Copies::direct;
+    const int pieces = s.row_bytes / unit, rows_step = kThreads / pieces, pieces_step = kThreads % pieces;
+    const int stride = direct ? layout_.ld_q * static_cast<int>(sizeof(T)) : layout_.stage_row;
+    std::byte* const base =
+        shared_ + (direct ? layout_.k + buffer(block) * static_cast<int>(sizeof(T)) : layout_.stage);
+    const uint32_t to = shared_address(base);
+    int n = static_cast<int>(threadIdx.x) / pieces, piece = static_cast<int>(threadIdx.x) % pieces;
+    while (n < N) {
+      const int at = block % 2 * N + n, whose = sources()[at];
+      if (whose == source) {
+        copy_async<unit>(to + n * stride + piece * unit, rows()[at] + piece * unit);
+      } else if (direct && whose < 0 && source == 0) {
+#pragma unroll
+        for (int e = 0; e < unit; e += 4) *reinterpret_cast<uint32_t*>(base + n * stride + piece * unit + e) = 0;
+      }
+      n += rows_step, piece += pieces_step;
+      if (piece >= pieces) piece -= pieces, ++n;
+    }
+    if (s.memory.format == CacheFormat::fp8_ds_v4 && threadIdx.x < 2 * N) {
+      const int row = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2 * 4,
+                at = block % 2 * N + row;
+      if (sources()[at] == source)
+        copy_async<4>(to + row * stride + cache::fp8_ds_v4::kRow + half, scales()[at] + half);
+    }
   }
 
   template <CacheFormat f>
   __device__ void land_as(int block, int source) {
+    if constexpr (std::is_same_v<T, bf16> && f != CacheFormat::f32) {
+      if (copies_ == Copies::staged) return land_staged<f>(block, source);
+    }
     if (sources_[source].wide) land_rows<f, true>(block, source);
     else land_rows<f, false>(block, source);
+  }
+
+  /// From the stage: groups of 16 elements numbered through the block's rows, three at a time. Parts of a row are
+  /// multiples of 16.
+  template <CacheFormat f>
+  __device__ void land_staged(int block, int source) {
+    constexpr int kPieces = 3, kBytes = f == CacheFormat::bf16 || f == CacheFormat::f16 ? 32 : 16;
+    const int groups = layout_.depth / 16, rows_step = kThreads / groups, groups_step = kThreads % groups;
+    const int swap = static_cast<int>(threadIdx.x) / 4 % 2;  // which half first: lanes then meet all banks
+    const float k_scale = sources_[source].memory.k_scale;
+    T* const keys = reinterpret_cast<T*>(shared_ + layout_.k);
+    const std::byte* const stage = shared_ + layout_.stage;
+    int n = static_cast<int>(threadIdx.x) / groups, group = static_cast<int>(threadIdx.x) % groups;
+    while (n < N) {
+      uint4 raw[kPieces][2];
+      float scale[kPieces];
+      int whose[kPieces], to[kPieces];
+      bool codes[kPieces];
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        raw[piece][0] = raw[piece][1] = {};
+        scale[piece] = 1.0f, codes[piece] = false, to[piece] = -1, whose[piece] = -1;
+        if (n < N) {
+          whose[piece] = sources()[block % 2 * N + n];
+          if (whose[piece] == source || (whose[piece] < 0 && source == 0)) to[piece] = n * layout_.ld_q + group * 16;
+          const std::byte* const row = stage + n * layout_.stage_row;
+          const std::byte* at = row + group * kBytes;
+          bool two = kBytes == 32;
+          if constexpr (f == CacheFormat::fp8) {
+            scale[piece] = k_scale, codes[piece] = true;
+          } else if constexpr (f == CacheFormat::fp8_ds_mla) {
+            using namespace cache::fp8_ds_mla;
+            codes[piece] = group < kLatent / 16, two = !codes[piece];
+            if (two) at = row + kRopeAt + (group - kLatent / 16) * 32;
+            else scale[piece] = reinterpret_cast<const float*>(row + kScalesAt)[group / (kGroup / 16)];
+          } else if constexpr (f == CacheFormat::fp8_ds_v4) {
+            using namespace cache::fp8_ds_v4;
+            codes[piece] = group < kLatent / 16, two = !codes[piece];
+            if (two) at = row + kLatent + (group - kLatent / 16) * 32;
+            else scale[piece] = from_ue8m0(static_cast<uint8_t>(row[kRow + group / (kGroup / 16)]));
+          }
+          if (whose[piece] == source) {
+            raw[piece][0] = reinterpret_cast<const uint4*>(at)[0];
+            if (two) raw[piece][1] = reinterpret_cast<const uint4*>(at)[1];
+          }
+        }
+        n += rows_step, group += groups_step;
+        if (group >= groups) group -= groups, ++n;
+      }
+#pragma unroll
+      for (int piece = 0; piece < kPieces; ++piece) {
+        if (to[piece] < 0) continue;
+#pragma unroll
+        for (int turn = 0; turn < 2; ++turn) {
+          const int half = turn ^ swap;
+          uint4 y;
+          if (codes[piece]) {
+            const uint2 x =
+                half ? make_uint2(raw[piece][0].z, raw[piece][0].w) : make_uint2(raw[piece][0].x, raw[piece][0].y);
+            const float s = scale[piece];
+            y.x = dequantised(x.x & 0xffffu, s), y.y = dequantised(x.x >> 16, s);
+            y.z = dequantised(x.y & 0xffffu, s), y.w = dequantised(x.y >> 16, s);
+          } else {
+            y = half ? raw[piece][1] : raw[piece][0];
+            if constexpr (f == CacheFormat::f16) y = {rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
+          }
+          *reinterpret_cast<uint4*>(keys + to[piece] + half * 8) = y;
+        }
+      }
+    }
+  }
+  /// Two e4m3 codes as bf16, times a scale in f32; two f16 numbers as bf16.
+  __device__ static uint32_t dequantised(uint32_t codes, float scale) {
+    const float2 x =
+        __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3)));
+    const __nv_bfloat162 y = __floats2bfloat162_rn(x.x * scale, x.y * scale);
+    return reinterpret_cast<const uint32_t&>(y);
+  }
+  __device__ static uint32_t rounded(uint32_t halves) {
+    const float2 x = __half22float2(reinterpret_cast<const __half2&>(halves));
+    const __nv_bfloat162 y = __floats2bfloat162_rn(x.x, x.y);
+    return reinterpret_cast<const uint32_t&>(y);
   }
 
   template <CacheFormat f, bool wide>
@@ -142,9 +252,7 @@ class CacheKeys {
     for (int n = warp; n < N; n += kWarps) {
       const int at = block % 2 * N + n, whose = sources()[at];
       if (whose != source && (whose >= 0 || source > 0)) continue;
-      std::byte *data = rows()[at], *scale = scales()[at];
-      if (staged_) data = shared_ + layout_.stage + n * layout_.stage_row, scale = data + cache::fp8_ds_v4::kRow;
-      const CacheRow<f> row(sources_[source].memory.k_scale, data, scale);
+      const CacheRow<f> row(sources_[source].memory.k_scale, rows()[at], scales()[at]);
       for (int base = lane * 8; base < depth; base += kPieces * 256) {
         Read x[kPieces][8];
 #pragma unroll
@@ -181,7 +289,8 @@ class CacheKeys {
   std::byte* shared_;
   int64_t row_, begin_, end_;
   int count_;
-  bool lists_, staged_;
+  bool lists_;
+  Copies copies_;
   Place pending_;
 };
 
