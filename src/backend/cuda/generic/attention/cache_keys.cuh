@@ -181,6 +181,7 @@ class CacheKeys {
         scale[piece] = 1.0f, codes[piece] = false, to[piece] = -1, whose[piece] = -1;
         if (n < N) {
           whose[piece] = sources()[block % 2 * N + n];
+          const bool here = whose[piece] == source;
           if (whose[piece] == source || (whose[piece] < 0 && source == 0)) to[piece] = n * layout_.ld_q + group * 16;
           const std::byte* const row = stage + n * layout_.stage_row;
           const std::byte* at = row + group * kBytes;
@@ -191,14 +192,14 @@ class CacheKeys {
             using namespace cache::fp8_ds_mla;
             codes[piece] = group < kLatent / 16, two = !codes[piece];
             if (two) at = row + kRopeAt + (group - kLatent / 16) * 32;
-            else scale[piece] = reinterpret_cast<const float*>(row + kScalesAt)[group / (kGroup / 16)];
+            else if (here) scale[piece] = reinterpret_cast<const float*>(row + kScalesAt)[group / (kGroup / 16)];
           } else if constexpr (f == CacheFormat::fp8_ds_v4) {
             using namespace cache::fp8_ds_v4;
             codes[piece] = group < kLatent / 16, two = !codes[piece];
             if (two) at = row + kLatent + (group - kLatent / 16) * 32;
-            else scale[piece] = from_ue8m0(static_cast<uint8_t>(row[kRow + group / (kGroup / 16)]));
+            else if (here) scale[piece] = from_ue8m0(static_cast<uint8_t>(row[kRow + group / (kGroup / 16)]));
           }
-          if (whose[piece] == source) {
+          if (here) {
             raw[piece][0] = reinterpret_cast<const uint4*>(at)[0];
             if (two) raw[piece][1] = reinterpret_cast<const uint4*>(at)[1];
           }
