@@ -30,7 +30,7 @@ struct FlatAttention {
 };
 
 template <class Core>
-__global__ void __launch_bounds__(kThreads, Core::kBlocks)
+__global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     flat_attention_kernel(const __grid_constant__ FlatAttention a) {
   using T = typename Core::T;
   constexpr int M = Core::M, N = Core::N;
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads, Core::kBlocks)
 }
 
 template <int kColumnTiles>
-struct Mma : MmaCore<64, 64, kColumnTiles> {
+struct Mma : MmaCore<64, 64, kColumnTiles, 8> {
   static constexpr int kBlocks = kColumnTiles < 8 ? 2 : 1;
 };
 struct Fma : FmaCore<1> {
@@ -105,12 +105,13 @@ struct Fma : FmaCore<1> {
 
 struct Variant {
   void (*kernel)(FlatAttention);
-  int rows, columns;
+  int threads, rows, columns;
   Layout layout;
 };
 template <class Core>
 Variant variant(const FlatAttention& a) {
-  return {flat_attention_kernel<Core>, Core::M, Core::kColumns, layout<Core>(a.q.depth, a.value_width, 0, 0)};
+  return {flat_attention_kernel<Core>, Core::kThreads, Core::M, Core::kColumns,
+          layout<Core>(a.q.depth, a.value_width, 0, 0)};
 }
 
 Variant choose(const FlatAttention& a, Dtype keys) {
@@ -188,7 +189,7 @@ void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) 
   call.items = queue.staged(a.items, op, "items");
   launch(v.kernel,
          {.grid = dim3(static_cast<unsigned>(grid)),
-          .block = dim3(kThreads),
+          .block = dim3(static_cast<unsigned>(v.threads)),
           .shared_bytes = static_cast<size_t>(v.layout.total)},
          queue.stream(), op, "attention over flat keys", shape, call);
 }

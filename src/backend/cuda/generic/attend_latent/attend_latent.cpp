@@ -3,6 +3,8 @@
 
 namespace mla::cuda {
 
-void generic::attend_latent(Stream& stream, const ops::AttendLatentArgs& a) { generic::attend_positions(stream.queue(), a); }
+void generic::attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
+  generic::attend_positions(stream.queue(), a);
+}
 
 }  // namespace mla::cuda

@@ -1,8 +1,8 @@
-// The core that the attention ops share: up to M rows of queries against blocks of N keys, eight warps.
+// The core that the attention ops share: up to M rows of queries against blocks of N keys, all warps in step.
 //
 //   land      the block's keys, dequantised, in shared memory; the next block's copies set out
 //   scores    S = Q K^T, to shared memory
-//   softmax   256 / M threads a row: running maximum and sum, weights to shared memory
+//   softmax   neighbouring threads of a row: running maximum and sum, weights to shared memory
 //   values    O = O * (old maximum's share) + P V; the warps split the columns, O stays in registers
 //
 // Where keys come from is a class of its own (cache_keys.cuh, flat_keys.cuh); where rows come from and go to is a Tile.
@@ -19,8 +19,6 @@
 #include "mla/dtype.hpp"
 
 namespace mla::cuda::generic {
-
-constexpr int kThreads = 256, kWarps = 8;
 
 constexpr int up(int x, int to) { return (x + to - 1) / to * to; }
 
@@ -62,11 +60,12 @@ struct Tile {
 };
 
 // bf16 operands, f32 sums, by mma.sync. Warps of `scores`: kWarpsM x kWarpsN over the tile, kParts over the depth.
-template <int kM, int kN, int kColumnTiles>
+template <int kM, int kN, int kColumnTiles, int warps>
 struct MmaCore {
   using T = bf16;
+  static constexpr int kWarps = warps, kThreads = 32 * kWarps;
   static constexpr int M = kM, N = kN, kPairs = kColumnTiles / 2, kColumns = kWarps * kColumnTiles * 8;
-  static constexpr int kWarpsM = M / (M < 32 ? M : 32), kWarpsN = M < 32 ? N / 16 : 2,
+  static constexpr int kWarpsM = M < 32 ? 1 : kWarps / 4, kWarpsN = M < 32 ? N / 16 : 2,
                        kParts = kWarps / (kWarpsM * kWarpsN);
   static constexpr int kTilesM = M / kWarpsM / 16, kPairsN = N / kWarpsN / 16;
   static constexpr int kScoreRow = N + 8, kWeightRow = N + 8;
@@ -115,12 +114,17 @@ struct MmaCore {
           multiply_add(c[m][2 * n + 1], a[from][m], b[from][n][2], b[from][n][3]);
         }
     };
-    if (begin < end) load_step(begin, 0);
-    for (int step = begin; step < end; step += 2) {
-      if (step + 1 < end) load_step(step + 1, 1);
-      multiply_step(0);
-      if (step + 2 < end) load_step(step + 2, 0);
-      if (step + 1 < end) multiply_step(1);
+    if constexpr (kWarps > 8) {  // other warps multiply meanwhile
+#pragma unroll 1
+      for (int step = begin; step < end; ++step) load_step(step, 0), multiply_step(0);
+    } else {
+      if (begin < end) load_step(begin, 0);
+      for (int step = begin; step < end; step += 2) {
+        if (step + 1 < end) load_step(step + 1, 1);
+        multiply_step(0);
+        if (step + 2 < end) load_step(step + 2, 0);
+        if (step + 1 < end) multiply_step(1);
+      }
     }
 #pragma unroll
     for (int turn = kParts - 1; turn >= 0; --turn) {
@@ -195,6 +199,7 @@ struct MmaCore {
 template <int kPairs>
 struct FmaCore {
   using T = float;
+  static constexpr int kWarps = 8, kThreads = 32 * kWarps;
   static constexpr int M = 16, N = 32, kColumns = kThreads * 2 * kPairs;
   static constexpr int kScoreRow = N + 8;
 
@@ -330,7 +335,7 @@ __device__ inline void pack8(const float (&x)[8], float* to) {
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
-template <class T, class S>
+template <class T, class S, int kWarps>
 __device__ void load_query_rows(const Queries& queries, const int32_t* from, const int32_t* head, const int32_t* limit,
                                 int rows, int depth, int ld, T* q) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -361,10 +366,14 @@ __device__ void load_queries(const Queries& queries, const Layout& l, const Tile
   T* const q = reinterpret_cast<T*>(shared + l.q);
   switch (queries.dtype) {
     case Dtype::f32:
-      return load_query_rows<T, float>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth, l.ld_q, q);
+      return load_query_rows<T, float, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth,
+                                                     l.ld_q, q);
     case Dtype::fp8_e4m3:
-      return load_query_rows<T, fp8_e4m3>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth, l.ld_q, q);
-    default: return load_query_rows<T, bf16>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth, l.ld_q, q);
+      return load_query_rows<T, fp8_e4m3, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth,
+                                                        l.ld_q, q);
+    default:
+      return load_query_rows<T, bf16, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth, l.ld_q,
+                                                    q);
   }
 }
 
@@ -385,7 +394,7 @@ template <class Core, class Keys>
 __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys& keys, int blocks, float scale,
                          int first_column, int columns, std::byte* shared) {
   using T = typename Core::T;
-  constexpr int M = Core::M, N = Core::N, kRowThreads = kThreads / M, kPairs = N / kRowThreads / 2;
+  constexpr int M = Core::M, N = Core::N, kRowThreads = Core::kThreads / M, kPairs = N / kRowThreads / 2;
   static_assert(kPairs >= 1);
   constexpr float kLog2e = 1.4426950408889634f;
   const T* const q = reinterpret_cast<const T*>(shared + l.q);

@@ -46,7 +46,7 @@ __device__ inline int64_t lists_end(const CacheAttention& a, int64_t row, int64_
 }
 
 template <class Core>
-__global__ void __launch_bounds__(kThreads, Core::kBlocks)
+__global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     cache_attention_kernel(const __grid_constant__ CacheAttention a) {
   constexpr int M = Core::M, N = Core::N;
   extern __shared__ __align__(128) std::byte shared[];
@@ -167,9 +167,9 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const __grid_constan
   }
 }
 
-// The f32 core fits an SM twice, sixteen rows too; with 64 rows their sums take half of the registers.
+// Sixteen warps where sums take half of the registers and one CTA fits an SM; eight where two do.
 template <int M, int N>
-struct Mma : MmaCore<M, N, 8> {
+struct Mma : MmaCore<M, N, M == 64 ? 4 : 8, M == 64 ? 16 : 8> {
   static constexpr int kBlocks = M == 64 ? 1 : 2;
 };
 struct Fma : FmaCore<1> {
@@ -178,7 +178,7 @@ struct Fma : FmaCore<1> {
 
 struct Variant {
   void (*kernel)(CacheAttention);
-  int rows = 0, keys = 0, columns = 0;
+  int threads = 0, rows = 0, keys = 0, columns = 0;
   Layout layout;
   Copies copies = Copies::none;
 };
@@ -191,6 +191,7 @@ Variant variant(const CacheAttention& a, Copies copies) {
     stage_row = std::max(stage_row, a.sources[i].row_bytes + (apart ? static_cast<int>(cache::fp8_ds_v4::kScales) : 0));
   }
   return {cache_attention_kernel<Core>,
+          Core::kThreads,
           Core::M,
           Core::N,
           Core::kColumns,
@@ -317,7 +318,7 @@ void run(const Queue& queue, CacheAttention& a, const Variant& v, int64_t tiles,
   a.tiles = static_cast<int32_t>(tiles);
   launch(v.kernel,
          {.grid = dim3(static_cast<unsigned>(grid)),
-          .block = dim3(kThreads),
+          .block = dim3(static_cast<unsigned>(v.threads)),
           .shared_bytes = static_cast<size_t>(v.layout.total)},
          queue.stream(), op, "attention over cached rows", shape, a);
 }

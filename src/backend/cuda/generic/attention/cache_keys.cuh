@@ -31,7 +31,7 @@ struct CacheSource {
 template <class Core>
 class CacheKeys {
  public:
-  static constexpr int N = Core::N, kKeyBytes = 20;
+  static constexpr int N = Core::N, kWarps = Core::kWarps, kThreads = Core::kThreads, kKeyBytes = 20;
   using T = typename Core::T;
 
   /// Keys [begin, end) of row `row` of the sources' tables.
@@ -119,34 +119,27 @@ class CacheKeys {
     return {};
   }
 
-  /// Pieces of `unit` bytes numbered through the block's rows: thread t has t, t + kThreads, .. Rows of other sources
-  /// are left alone; where they are copied for good, the first source zeroes those that do not exist.
+  /// A warp has rows warp, warp + kWarps, .. Rows of other sources are left alone; where rows are copied for good, the
+  /// first source zeroes those that do not exist.
   template <int unit>
   __device__ void copy_rows(int block, int source) {
     const CacheSource& s = sources_[source];
     const bool direct = copies_ == Copies::direct;
-    const int pieces = s.row_bytes / unit, rows_step = kThreads / pieces, pieces_step = kThreads % pieces;
-    const int stride = direct ? layout_.ld_q * static_cast<int>(sizeof(T)) : layout_.stage_row;
-    std::byte* const base =
-        shared_ + (direct ? layout_.k + buffer(block) * static_cast<int>(sizeof(T)) : layout_.stage);
-    const uint32_t to = shared_address(base);
-    int n = static_cast<int>(threadIdx.x) / pieces, piece = static_cast<int>(threadIdx.x) % pieces;
-    while (n < N) {
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int stride = direct ? layout_.ld_q * static_cast<int>(sizeof(T)) : layout_.stage_row, bytes = s.row_bytes;
+    const int base = direct ? layout_.k + buffer(block) * static_cast<int>(sizeof(T)) : layout_.stage;
+    const uint32_t to = shared_address(shared_ + base);
+#pragma unroll 1
+    for (int n = warp; n < N; n += kWarps) {
       const int at = block % 2 * N + n, whose = sources()[at];
       if (whose == source) {
-        copy_async<unit>(to + n * stride + piece * unit, rows()[at] + piece * unit);
+        const std::byte* const from = rows()[at];
+        for (int i = lane * unit; i < bytes; i += 32 * unit) copy_async<unit>(to + n * stride + i, from + i);
+        if (s.memory.format == CacheFormat::fp8_ds_v4 && lane < 2)
+          copy_async<4>(to + n * stride + cache::fp8_ds_v4::kRow + lane * 4, scales()[at] + lane * 4);
       } else if (direct && whose < 0 && source == 0) {
-#pragma unroll
-        for (int e = 0; e < unit; e += 4) *reinterpret_cast<uint32_t*>(base + n * stride + piece * unit + e) = 0;
+        for (int i = lane * 4; i < bytes; i += 128) *reinterpret_cast<uint32_t*>(shared_ + base + n * stride + i) = 0;
       }
-      n += rows_step, piece += pieces_step;
-      if (piece >= pieces) piece -= pieces, ++n;
-    }
-    if (s.memory.format == CacheFormat::fp8_ds_v4 && threadIdx.x < 2 * N) {
-      const int row = static_cast<int>(threadIdx.x) / 2, half = static_cast<int>(threadIdx.x) % 2 * 4,
-                at = block % 2 * N + row;
-      if (sources()[at] == source)
-        copy_async<4>(to + row * stride + cache::fp8_ds_v4::kRow + half, scales()[at] + half);
     }
   }
 
@@ -159,74 +152,98 @@ class CacheKeys {
     else land_rows<f, false>(block, source);
   }
 
-  /// From the stage: groups of 16 elements numbered through the block's rows, three at a time. Parts of a row are
-  /// multiples of 16.
+  /// From the stage, in groups of 16 elements: first those that a lane each of a warp has of its rows, which are the
+  /// codes where a row has both, then the rest of all rows. Parts of a row are multiples of 16.
   template <CacheFormat f>
   __device__ void land_staged(int block, int source) {
-    constexpr int kPieces = 3, kBytes = f == CacheFormat::bf16 || f == CacheFormat::f16 ? 32 : 16;
-    const int groups = layout_.depth / 16, rows_step = kThreads / groups, groups_step = kThreads % groups;
-    const int swap = static_cast<int>(threadIdx.x) / 4 % 2;  // which half first: lanes then meet all banks
-    const float k_scale = sources_[source].memory.k_scale;
-    T* const keys = reinterpret_cast<T*>(shared_ + layout_.k);
+    constexpr int kRows = 2;  // at a time
+    static_assert(N / kWarps % kRows == 0);
+    constexpr bool kCodes = f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla || f == CacheFormat::fp8_ds_v4;
+    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+    const int groups = layout_.depth / 16;
+    const int leading = f == CacheFormat::fp8_ds_mla  ? static_cast<int>(cache::fp8_ds_mla::kLatent) / 16
+                        : f == CacheFormat::fp8_ds_v4 ? static_cast<int>(cache::fp8_ds_v4::kLatent) / 16
+                                                      : groups & ~31;
     const std::byte* const stage = shared_ + layout_.stage;
-    int n = static_cast<int>(threadIdx.x) / groups, group = static_cast<int>(threadIdx.x) % groups;
-    while (n < N) {
-      uint4 raw[kPieces][2];
-      float scale[kPieces];
-      int whose[kPieces], to[kPieces];
-      bool codes[kPieces];
+    T* const keys = reinterpret_cast<T*>(shared_ + layout_.k);
+    const int* const whose = sources() + block % 2 * N;
+    const auto mine = [&](int n) { return whose[n] == source || (whose[n] < 0 && source == 0); };
+    for (int group = lane; group < leading; group += 32) {
+#pragma unroll 1
+      for (int first = 0; first < N; first += kRows * kWarps) {
+        Group<kCodes> x[kRows];
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        raw[piece][0] = raw[piece][1] = {};
-        scale[piece] = 1.0f, codes[piece] = false, to[piece] = -1, whose[piece] = -1;
-        if (n < N) {
-          whose[piece] = sources()[block % 2 * N + n];
-          const bool here = whose[piece] == source;
-          if (whose[piece] == source || (whose[piece] < 0 && source == 0)) to[piece] = n * layout_.ld_q + group * 16;
-          const std::byte* const row = stage + n * layout_.stage_row;
-          const std::byte* at = row + group * kBytes;
-          bool two = kBytes == 32;
-          if constexpr (f == CacheFormat::fp8) {
-            scale[piece] = k_scale, codes[piece] = true;
-          } else if constexpr (f == CacheFormat::fp8_ds_mla) {
-            using namespace cache::fp8_ds_mla;
-            codes[piece] = group < kLatent / 16, two = !codes[piece];
-            if (two) at = row + kRopeAt + (group - kLatent / 16) * 32;
-            else if (here) scale[piece] = reinterpret_cast<const float*>(row + kScalesAt)[group / (kGroup / 16)];
-          } else if constexpr (f == CacheFormat::fp8_ds_v4) {
-            using namespace cache::fp8_ds_v4;
-            codes[piece] = group < kLatent / 16, two = !codes[piece];
-            if (two) at = row + kLatent + (group - kLatent / 16) * 32;
-            else if (here) scale[piece] = from_ue8m0(static_cast<uint8_t>(row[kRow + group / (kGroup / 16)]));
-          }
-          if (here) {
-            raw[piece][0] = reinterpret_cast<const uint4*>(at)[0];
-            if (two) raw[piece][1] = reinterpret_cast<const uint4*>(at)[1];
-          }
+        for (int i = 0; i < kRows; ++i) {
+          const int n = first + warp + i * kWarps;
+          if (whose[n] == source) read_group<f>(stage + n * layout_.stage_row, group, source, x[i]);
         }
-        n += rows_step, group += groups_step;
-        if (group >= groups) group -= groups, ++n;
-      }
 #pragma unroll
-      for (int piece = 0; piece < kPieces; ++piece) {
-        if (to[piece] < 0) continue;
-#pragma unroll
-        for (int turn = 0; turn < 2; ++turn) {
-          const int half = turn ^ swap;
-          uint4 y;
-          if (codes[piece]) {
-            const uint2 x =
-                half ? make_uint2(raw[piece][0].z, raw[piece][0].w) : make_uint2(raw[piece][0].x, raw[piece][0].y);
-            const float s = scale[piece];
-            y.x = dequantised(x.x & 0xffffu, s), y.y = dequantised(x.x >> 16, s);
-            y.z = dequantised(x.y & 0xffffu, s), y.w = dequantised(x.y >> 16, s);
-          } else {
-            y = half ? raw[piece][1] : raw[piece][0];
-            if constexpr (f == CacheFormat::f16) y = {rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
-          }
-          *reinterpret_cast<uint4*>(keys + to[piece] + half * 8) = y;
+        for (int i = 0; i < kRows; ++i) {
+          const int n = first + warp + i * kWarps;
+          if (mine(n)) write_group<f>(x[i], keys + n * layout_.ld_q + group * 16);
         }
       }
+    }
+    const int rest = groups - leading;
+#pragma unroll 1
+    for (int at = static_cast<int>(threadIdx.x); at < N * rest; at += kThreads) {
+      const int n = at / rest, group = leading + at % rest;
+      if (!mine(n)) continue;
+      const std::byte* const row = stage + n * layout_.stage_row;
+      if constexpr (f == CacheFormat::fp8_ds_mla || f == CacheFormat::fp8_ds_v4) {
+        constexpr int at_rope = f == CacheFormat::fp8_ds_mla ? static_cast<int>(cache::fp8_ds_mla::kRopeAt)
+                                                             : static_cast<int>(cache::fp8_ds_v4::kLatent);
+        Group<false> x;
+        if (whose[n] == source) x.load(row + at_rope + (group - leading) * 32);
+        write_group<CacheFormat::bf16>(x, keys + n * layout_.ld_q + group * 16);
+      } else {
+        Group<kCodes> x;
+        if (whose[n] == source) read_group<f>(row, group, source, x);
+        write_group<f>(x, keys + n * layout_.ld_q + group * 16);
+      }
+    }
+  }
+
+  /// 16 elements as stored: e4m3 codes and their scale, or 16-bit numbers.
+  template <bool codes>
+  struct Group {
+    uint4 raw[codes ? 1 : 2] = {};
+    float scale = 1.0f;
+    __device__ void load(const std::byte* from) {
+#pragma unroll
+      for (size_t i = 0; i < sizeof raw / sizeof *raw; ++i) raw[i] = reinterpret_cast<const uint4*>(from)[i];
+    }
+  };
+  template <CacheFormat f, bool codes>
+  __device__ void read_group(const std::byte* row, int group, int source, Group<codes>& x) const {
+    x.load(row + group * (codes ? 16 : 32));
+    if constexpr (f == CacheFormat::fp8) {
+      x.scale = sources_[source].memory.k_scale;
+    } else if constexpr (f == CacheFormat::fp8_ds_mla) {
+      using namespace cache::fp8_ds_mla;
+      x.scale = reinterpret_cast<const float*>(row + kScalesAt)[static_cast<unsigned>(group) / (kGroup / 16)];
+    } else if constexpr (f == CacheFormat::fp8_ds_v4) {
+      using namespace cache::fp8_ds_v4;
+      x.scale = from_ue8m0(static_cast<uint8_t>(row[kRow + static_cast<unsigned>(group) / (kGroup / 16)]));
+    }
+  }
+  /// The halves' order differs among lanes, so that eight neighbours meet all banks.
+  template <CacheFormat f, bool codes>
+  __device__ static void write_group(const Group<codes>& x, T* to) {
+    const bool swap = threadIdx.x / 4 % 2 != 0;
+#pragma unroll
+    for (int turn = 0; turn < 2; ++turn) {
+      const bool second = (turn == 1) != swap;
+      uint4 y;
+      if constexpr (codes) {
+        const uint32_t low = second ? x.raw[0].z : x.raw[0].x, high = second ? x.raw[0].w : x.raw[0].y;
+        y.x = dequantised(low & 0xffffu, x.scale), y.y = dequantised(low >> 16, x.scale);
+        y.z = dequantised(high & 0xffffu, x.scale), y.w = dequantised(high >> 16, x.scale);
+      } else {
+        y = second ? x.raw[1] : x.raw[0];
+        if constexpr (f == CacheFormat::f16) y = {rounded(y.x), rounded(y.y), rounded(y.z), rounded(y.w)};
+      }
+      *reinterpret_cast<uint4*>(to + (second ? 8 : 0)) = y;
     }
   }
   /// Two e4m3 codes as bf16, times a scale in f32; two f16 numbers as bf16.
@@ -246,7 +263,7 @@ class CacheKeys {
   __device__ void land_rows(int block, int source) {
     // bf16 rows go as they are where that is what products take.
     using Read = std::conditional_t<f == CacheFormat::bf16 && std::is_same_v<T, bf16>, bf16, float>;
-    constexpr int kPieces = 3;
+    constexpr int kPieces = 1;
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
     const int entry = sources_[source].memory.latent + sources_[source].memory.rope, depth = layout_.depth;
     T* const keys = reinterpret_cast<T*>(shared_ + layout_.k);

@@ -18,7 +18,7 @@ struct FlatRows {
 template <class Core>
 class FlatKeys {
  public:
-  static constexpr int N = Core::N, kKeyBytes = 0;
+  static constexpr int N = Core::N, kWarps = Core::kWarps, kKeyBytes = 0;
   using T = typename Core::T;
 
   __device__ FlatKeys(const FlatRows<T>& from, const Layout& l, std::byte* shared, int64_t count)
