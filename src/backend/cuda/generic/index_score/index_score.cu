@@ -183,10 +183,10 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   const int chunks = (s.heads + 63) / 64, token_bytes = std::max(1, chunks) * 64 * 260;
   const bool tensor = narrow_keys && narrow_queries && s.dim == kIndexDim && s.page_stride % 16 == 0 &&
                       reinterpret_cast<uintptr_t>(s.cache) % 16 == 0 && token_bytes <= kQueryBytes + 1024;
-  // Blocks enough to fill the device several times, each with keys enough to be worth its queries' layout.
-  const auto divide = [&](int64_t least, int64_t most) {
-    const int64_t wanted = int64_t{queue.multiprocessors()} * 8,
-                  each = (wanted + items * s.groups - 1) / (items * s.groups);
+  // Whole waves of two blocks a multiprocessor, each block with keys enough to be worth its queries' layout.
+  const auto divide = [&](int waves, int64_t least, int64_t most) {
+    const int64_t wanted = int64_t{queue.multiprocessors()} * 2 * waves,
+                  each = std::max<int64_t>(1, wanted / (items * s.groups));
     s.range = std::clamp((columns / each + least - 1) / least * least, least, most);
     s.ranges = (columns + s.range - 1) / s.range;
     return items * s.groups * s.ranges;
@@ -196,7 +196,7 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
       throw UnsupportedError("index_score: cache dim is " + std::to_string(s.dim) + ", cuda serves up to " +
                              std::to_string(kMostPlainDim));
     s.groups = static_cast<int>(most_tokens);
-    const int64_t blocks = divide(64, 1024);
+    const int64_t blocks = divide(8, 64, 1024);
     launch(plain_kernel,
            {.grid = dim3(static_cast<unsigned>(blocks)),
             .block = dim3(kPlainThreads),
@@ -207,7 +207,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   }
   s.tokens = static_cast<int>(std::clamp<int64_t>(kQueryBytes / (chunks * 64 * 256), 1, most_tokens));
   s.groups = static_cast<int>((most_tokens + s.tokens - 1) / s.tokens);
-  const int64_t blocks = divide(256, 8192);
+  // Groups of several tokens see unequally much: more waves even that out.
+  const int64_t blocks = s.groups > 1 ? divide(8, 256, 8192) : divide(2, 256, 32768);
   const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = s.q_dtype == Dtype::fp8_e4m3;
   if (queue.hopper() && fp8_keys == fp8_queries) score_by_warpgroups(queue.stream(), s, blocks, shape);
   else if (fp8_keys && fp8_queries) launch_by_heads<fp8_e4m3, f16, WarpProduct>(queue.stream(), s, blocks, shape);

@@ -1,10 +1,10 @@
 // A radix select on (score descending, position ascending) from the scores' highest 11 bits on. The candidates of a
 // row, its selection so far and the window's columns, lie in the registers of one block or, in long rows, of several:
-// scores are read once. Each level counts the digits of the candidates that higher digits leave undecided, and its
+// scores are read once. A level counts the digits of the candidates that higher digits leave undecided, and its
 // histogram tells which digit the last selected one has. The row's blocks add up their histograms in global memory and
 // wait for each other; they take their places in the order in which they start, so that those waited for run or will.
-// Three levels decide scores that differ, three more equal scores by position; levels end as soon as a digit is taken
-// whole.
+// As soon as few candidates are undecided, one level for most scores, they are listed, and the block that is last to do
+// so decides among them alone. Equal scores are told apart by three more levels of their positions.
 //
 // A row of the state: its count and which of two sets it is, then for each set topk keys and topk positions. A call
 // reads one and writes the other. A set is unordered until finish_topk, which ranks positions in a bitmap.
@@ -21,11 +21,12 @@ namespace {
 
 constexpr int kThreads = 512, kPerThread = 32, kChunk = kThreads * kPerThread, kWarps = kThreads / 32;
 constexpr uint32_t kLast = 0x7fffffff;
-constexpr int kBins = 2048, kBuffers = 3;
-constexpr int64_t kRowsPerLaunch = 2048;
+constexpr int kBins = 2048, kBuffers = 2;
+constexpr int kListed = 4096, kListedPerThread = kListed / kThreads;  // candidates that one block decides among
+constexpr int64_t kRowsPerLaunch = 1024;
 // Levels of a score's bits, then of its position's complement.
 constexpr int kKeyLevels = 3, kLevels = 6;
-__device__ constexpr int kShift[kLevels] = {21, 10, 0, 20, 10, 0}, kDigit[kLevels] = {11, 11, 10, 11, 10, 10};
+__device__ constexpr int kShift[kLevels] = {21, 10, 0, 20, 10, 0};
 
 // Higher is better, as an unsigned number; no score has 0.
 __device__ uint32_t key_of(float score) {
@@ -74,6 +75,46 @@ __device__ uint32_t scan_before(uint32_t x, uint32_t (&warps)[kWarps], uint32_t&
   return before + sum - x;
 }
 
+// The digit of the last selected of `need` candidates by a histogram of digits: how many lie above it, and at it.
+struct Digit {
+  uint32_t digit, above, at, total;
+};
+
+// bins: this thread's four of the histogram, the highest four for the first thread. By all threads; total < need: none.
+__device__ Digit find_digit(uint4 bins, uint32_t need, uint32_t (&warps)[kWarps], Digit& shared) {
+  uint32_t total;
+  const uint32_t higher = scan_before(bins.x + bins.y + bins.z + bins.w, warps, total);
+  if (higher < need && need <= higher + bins.x + bins.y + bins.z + bins.w) {
+    const uint32_t part[4] = {bins.w, bins.z, bins.y, bins.x};
+    uint32_t sum = higher;
+    int b = 0;
+    while (need > sum + part[b]) sum += part[b++];
+    shared = {static_cast<uint32_t>(kBins - 1 - 4 * static_cast<int>(threadIdx.x) - b), sum, part[b], total};
+  }
+  __syncthreads();
+  Digit found = shared;
+  found.total = total;
+  return found;
+}
+
+// How far candidates are decided. They compare by key, then by `early`, which is kLast - position: selected are those
+// above (key, early) in the bits decided.
+struct Threshold {
+  uint32_t key = 0, early = 0, need;
+  int key_shift = 32, early_shift = 31;
+
+  __device__ void narrow(int level, const Digit& d) {
+    if (level < kKeyLevels) {
+      key |= d.digit << kShift[level];
+      key_shift = kShift[level];
+    } else {
+      early |= d.digit << kShift[level];
+      early_shift = kShift[level];
+    }
+    need -= d.above;
+  }
+};
+
 struct Select {
   State state;
   const IndexItem* items;
@@ -87,16 +128,23 @@ struct Select {
   int64_t first, columns;  // the window; columns of this launch begin at `skip` of it
   int skip;
   bool begin;
-  uint32_t* histograms;                // [kBuffers][rows][kBins], the first zero
-  unsigned *ticket, *arrived, *taken;  // zero between launches
+  uint32_t* histograms;                          // [kBuffers][rows][kBins]
+  uint2* listed;                                 // [rows][kListed] of key and early
+  unsigned *ticket, *arrived, *taken, *listing;  // zero between launches
 };
+
+__device__ void wait_until(const unsigned* counter, unsigned value) {
+  while (*static_cast<const volatile unsigned*>(counter) < value) {
+  }
+  __threadfence();
+}
 
 __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   __shared__ __align__(16) uint32_t bins[kBins];
   __shared__ uint32_t warps[kWarps];
   __shared__ IndexItem shared_item;
-  __shared__ unsigned place;
-  __shared__ uint32_t digit, above, inside;
+  __shared__ unsigned place, list_place;
+  __shared__ Digit shared_digit;
   unsigned me = blockIdx.x;
   if (a.splits > 1) {
     if (threadIdx.x == 0) {
@@ -126,8 +174,9 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   const int32_t* old_positions = a.state.positions(row, side) + held;
   const float* scores = a.scores + row * a.scores_row + a.skip;
   const int32_t* given = a.positions ? a.positions + row * a.positions_row + a.skip : nullptr;
-  const auto position_of = [&](int c) {
-    return c < 0 ? old_positions[c] : given ? given[c] : item.kv_begin + a.skip + c;
+  const auto key_at = [&](int c) { return c < 0 ? old_keys[c] : key_of(scores[c]); };
+  const auto early_at = [&](int c) {
+    return kLast - static_cast<uint32_t>(c < 0 ? old_positions[c] : given ? given[c] : item.kv_begin + a.skip + c);
   };
   uint32_t key[kPerThread];  // 0: no candidate
   if (split * kChunk >= held && !given) {
@@ -145,127 +194,178 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     }
   }
 
-  // Selected: above threshold, or at it and at or above `early`, of the bits from `shift` on. early is kLast -
-  // position.
-  uint32_t threshold = 0, early = 0, need = static_cast<uint32_t>(a.state.topk);
-  int key_shift = 31, early_shift = 31;  // bits from here on are decided; of early none: 31
-  uint32_t equal = 0;                    // a bit a candidate whose score is the last selected one's
+  Threshold t{.need = static_cast<uint32_t>(a.state.topk)};
+  unsigned* arrived = a.arrived + r;
   unsigned arrivals = 0;
-  for (int level = 0; level < kLevels; ++level) {
+  int level = 0;
+  bool whole = false;  // all undecided candidates are selected
+  uint32_t equal = 0;  // a bit a candidate whose key is the last selected one's, once keys are decided
+  for (; level < kLevels; ++level) {
     const int low = kShift[level];
-    const uint32_t mask = (1u << kDigit[level]) - 1;
-    for (int b = threadIdx.x; b < kBins; b += kThreads) bins[b] = 0;
-    if (a.splits > 1 && split == 0 && level + 1 < kLevels) {
-      uint32_t* next = a.histograms + static_cast<uint32_t>((level + 1) % kBuffers * a.rows + r) * kBins;
-      for (int b = threadIdx.x; b < kBins; b += kThreads) next[b] = 0;
+    uint32_t* sums = a.histograms + static_cast<uint32_t>(level % kBuffers * a.rows + r) * kBins;
+    for (int b = threadIdx.x; b < kBins; b += kThreads) {
+      bins[b] = 0;
+      if (a.splits > 1 && split == 0) sums[b] = 0;
     }
     __syncthreads();
+    if (a.splits > 1 && split == 0 && threadIdx.x == 0) {
+      __threadfence();
+      atomicAdd(arrived, 1u);  // the sums are zero
+    }
     // Code that is 32 times the same is kept to a few instructions: it must stay in the instruction cache.
     if (level == 0) {
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i)
         if (key[i] != 0) atomicAdd(&bins[key[i] >> kShift[0]], 1u);
     } else if (level < kKeyLevels) {
-      const uint32_t span = 1u << key_shift;
+      const uint32_t span = 1u << t.key_shift;
 #pragma unroll
       for (int i = 0; i < kPerThread; ++i) {
-        const uint32_t rest = key[i] - threshold;
+        const uint32_t rest = key[i] - t.key;
         if (rest < span) atomicAdd(&bins[rest >> low], 1u);
       }
     } else {
       for (uint32_t m = equal; m; m &= m - 1) {
-        const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + (__ffs(m) - 1) * kThreads));
-        if (e >> early_shift == early >> early_shift) atomicAdd(&bins[e >> low & mask], 1u);
+        const uint32_t rest = early_at(base + (__ffs(m) - 1) * kThreads) - t.early;
+        if (rest < 1u << t.early_shift) atomicAdd(&bins[rest >> low], 1u);
       }
     }
     __syncthreads();
-
-    // This thread's four bins, the highest for the first thread.
     const int mine = kBins - 4 - 4 * static_cast<int>(threadIdx.x);
     uint4 x = *reinterpret_cast<const uint4*>(bins + mine);
     if (a.splits > 1) {
-      uint32_t* sums = a.histograms + static_cast<uint32_t>(level % kBuffers * a.rows + r) * kBins;
+      if (threadIdx.x == 0) wait_until(arrived, arrivals + 1);
+      __syncthreads();
       if (x.x) atomicAdd(sums + mine, x.x);
       if (x.y) atomicAdd(sums + mine + 1, x.y);
       if (x.z) atomicAdd(sums + mine + 2, x.z);
       if (x.w) atomicAdd(sums + mine + 3, x.w);
-      __threadfence();
       __syncthreads();
-      arrivals += static_cast<unsigned>(a.splits);
+      arrivals += static_cast<unsigned>(a.splits) + 1;
       if (threadIdx.x == 0) {
-        atomicAdd(a.arrived + r, 1u);
-        while (*static_cast<volatile unsigned*>(a.arrived + r) < arrivals) {
-        }
         __threadfence();
+        atomicAdd(arrived, 1u);
+        wait_until(arrived, arrivals);
       }
       __syncthreads();
       x = __ldcg(reinterpret_cast<const uint4*>(sums + mine));
     }
-    uint32_t total;
-    const uint32_t higher = scan_before(x.x + x.y + x.z + x.w, warps, total);
-    if (level == 0 && total <= need) break;  // all of them: threshold 0
-    if (higher < need && need <= higher + x.x + x.y + x.z + x.w) {
-      const uint32_t part[4] = {x.w, x.z, x.y, x.x};
-      uint32_t sum = higher;
-      int b = 0;
-      while (need > sum + part[b]) sum += part[b++];
-      digit = static_cast<uint32_t>(mine + 3 - b);
-      above = sum;
-      inside = part[b];
-    }
-    __syncthreads();
-    if (level < kKeyLevels) {
-      threshold |= digit << low;
-      key_shift = low;
-    } else {
-      early |= digit << low;
-      early_shift = low;
-    }
-    need -= above;
-    const bool whole = need == inside;
-    __syncthreads();  // digit, above and inside are read
+    const Digit d = find_digit(x, t.need, warps, shared_digit);
+    whole = d.total <= t.need;
     if (whole) break;
+    t.narrow(level, d);
+    whole = d.at == t.need;
+    if (whole || d.at <= kListed) break;
     if (level == kKeyLevels - 1) {
 #pragma unroll
-      for (int i = 0; i < kPerThread; ++i) equal |= static_cast<uint32_t>(key[i] == threshold) << i;
+      for (int i = 0; i < kPerThread; ++i) equal |= static_cast<uint32_t>(key[i] == t.key) << i;
     }
   }
 
-  uint32_t chosen = 0;  // a bit a candidate
-  const uint32_t least = max(threshold, 1u);
+  // What is selected, and what is not decided yet: a bit a candidate.
+  uint32_t chosen = 0, open = 0;
+  if (t.key_shift == 32) {
 #pragma unroll
-  for (int i = 0; i < kPerThread; ++i) chosen |= static_cast<uint32_t>(key[i] >= least) << i;
-  if (early_shift < 31)
-    for (uint32_t m = equal; m; m &= m - 1) {
-      const int i = __ffs(m) - 1;
-      const uint32_t e = kLast - static_cast<uint32_t>(position_of(base + i * kThreads));
-      if (e >> early_shift < early >> early_shift) chosen ^= 1u << i;
+    for (int i = 0; i < kPerThread; ++i) open |= static_cast<uint32_t>(key[i] != 0) << i;
+  } else {
+    const uint32_t span = 1u << t.key_shift;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      const uint32_t rest = key[i] - t.key;
+      chosen |= static_cast<uint32_t>(key[i] >= t.key && rest >= span) << i;
+      open |= static_cast<uint32_t>(rest < span) << i;
     }
-  const uint32_t mine = static_cast<uint32_t>(__popc(chosen));
-  uint32_t total;
-  uint32_t at = scan_before(mine, warps, total);
-  if (a.splits > 1) {
-    if (threadIdx.x == 0) place = total > 0 ? atomicAdd(a.taken + r, total) : 0;
-    __syncthreads();
-    at += place;
   }
+  if (t.early_shift < 31)
+    for (uint32_t m = open; m; m &= m - 1) {
+      const int i = __ffs(m) - 1;
+      const uint32_t early = early_at(base + i * kThreads);
+      if (early - t.early < 1u << t.early_shift) continue;
+      open ^= 1u << i;
+      if (early > t.early) chosen |= 1u << i;
+    }
+  if (whole) {
+    chosen |= open;
+    open = 0;
+  }
+  uint32_t total;
+  const uint32_t before = scan_before(static_cast<uint32_t>(__popc(chosen) | __popc(open) << 16), warps, total);
+  if (threadIdx.x == 0) {
+    place = total & 0xffff ? atomicAdd(a.taken + r, total & 0xffff) : 0;
+    list_place = total >> 16 ? atomicAdd(a.listing + r, total >> 16) : 0;
+  }
+  __syncthreads();
   uint32_t* keys = a.state.keys(row, side ^ 1);
   int32_t* positions = a.state.positions(row, side ^ 1);
-  for (; chosen && at < static_cast<uint32_t>(a.state.topk); chosen &= chosen - 1, ++at) {
+  uint2* listed = a.listed + static_cast<int64_t>(r) * kListed;
+  const uint32_t topk = static_cast<uint32_t>(a.state.topk);
+  for (uint32_t at = place + (before & 0xffff); chosen && at < topk; chosen &= chosen - 1, ++at) {
     const int c = base + (__ffs(chosen) - 1) * kThreads;
-    keys[at] = c < 0 ? old_keys[c] : key_of(scores[c]);
-    positions[at] = position_of(c);
+    keys[at] = key_at(c);
+    positions[at] = static_cast<int32_t>(kLast - early_at(c));
   }
-  if (threadIdx.x != 0) return;
-  if (a.splits == 1) {
-    *state = {static_cast<int32_t>(total), side ^ 1};
-  } else {
+  for (uint32_t at = list_place + (before >> 16); open && at < kListed; open &= open - 1, ++at) {
+    const int c = base + (__ffs(open) - 1) * kThreads;
+    listed[at] = {key_at(c), early_at(c)};
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
     __threadfence();
-    if (atomicAdd(a.arrived + r, 1u) == arrivals + static_cast<unsigned>(a.splits) - 1) {
-      *state = {static_cast<int32_t>(atomicExch(a.taken + r, 0u)), side ^ 1};
-      atomicExch(a.arrived + r, 0u);
-    }
+    place = atomicAdd(arrived, 1u) == arrivals + static_cast<unsigned>(a.splits) - 1;
+    __threadfence();
   }
+  __syncthreads();
+  if (!place) return;
+
+  // The last block of the row decides among those listed.
+  const uint32_t count = min(__ldcg(a.listing + r), static_cast<unsigned>(kListed));
+  uint32_t at = __ldcg(a.taken + r);
+  uint2 candidate[kListedPerThread];
+#pragma unroll
+  for (int i = 0; i < kListedPerThread; ++i) {
+    const uint32_t c = threadIdx.x + i * kThreads;
+    candidate[i] = c < count ? __ldcg(listed + c) : uint2{0, 0};
+  }
+  for (++level; !whole && level < kLevels; ++level) {
+    for (int b = threadIdx.x; b < kBins; b += kThreads) bins[b] = 0;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+      const uint32_t rest = level < kKeyLevels ? candidate[i].x - t.key : candidate[i].y - t.early;
+      const bool undecided =
+          level < kKeyLevels ? rest >> t.key_shift == 0 : candidate[i].x == t.key && rest < 1u << t.early_shift;
+      if (candidate[i].x != 0 && undecided) atomicAdd(&bins[rest >> kShift[level]], 1u);
+    }
+    __syncthreads();
+    const Digit d =
+        find_digit(*reinterpret_cast<const uint4*>(bins + kBins - 4 - 4 * threadIdx.x), t.need, warps, shared_digit);
+    t.narrow(level, d);
+    whole = d.at == t.need;
+  }
+  if (count > 0) {
+    uint32_t selected = 0;
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+      const bool in =
+          candidate[i].x >= t.key && (t.early_shift == 31 || candidate[i].x > t.key || candidate[i].y >= t.early);
+      selected += in && candidate[i].x != 0;
+      if (!in) candidate[i].x = 0;
+    }
+    at += scan_before(selected, warps, total);
+#pragma unroll
+    for (int i = 0; i < kListedPerThread; ++i) {
+      if (candidate[i].x == 0 || at >= topk) continue;
+      keys[at] = candidate[i].x;
+      positions[at++] = static_cast<int32_t>(kLast - candidate[i].y);
+    }
+    total += __ldcg(a.taken + r);
+  } else {
+    total = at;
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  *state = {static_cast<int32_t>(min(total, topk)), side ^ 1};
+  a.taken[r] = a.listing[r] = *arrived = 0;
 }
 
 constexpr int kWords = 8192, kWordsPerThread = kWords / kThreads;
@@ -287,17 +387,19 @@ __global__ void __launch_bounds__(kThreads)
   float* best = scores ? scores + to * scores_row : nullptr;
   int done = 0;
   for (int64_t from = 0; done < n;) {
-    // The window begins at the lowest position that no earlier one held.
+    // The first window begins at 0, a later one at the lowest position that no earlier one held.
     if (threadIdx.x == 0) lowest = 0x7fffffff;
     for (int w = threadIdx.x; w < kWords; w += kThreads) words[w] = 0;
     __syncthreads();
-    int32_t least = 0x7fffffff;
-    for (int k = threadIdx.x; k < n; k += kThreads)
-      if (positions[k] >= from) least = min(least, positions[k]);
-    for (int d = 16; d; d /= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, d));
-    if (threadIdx.x % 32 == 0) atomicMin(&lowest, least);
-    __syncthreads();
-    from = lowest;
+    if (from > 0) {
+      int32_t least = 0x7fffffff;
+      for (int k = threadIdx.x; k < n; k += kThreads)
+        if (positions[k] >= from) least = min(least, positions[k]);
+      for (int d = 16; d; d /= 2) least = min(least, __shfl_xor_sync(0xffffffffu, least, d));
+      if (threadIdx.x % 32 == 0) atomicMin(&lowest, least);
+      __syncthreads();
+      from = lowest;
+    }
     for (int k = threadIdx.x; k < n; k += kThreads) {
       const int64_t p = positions[k] - from;
       if (p >= 0 && p < kSpan) atomicOr(&words[p / 32], 1u << (p % 32));
@@ -358,7 +460,12 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   for (const IndexItem& i : a.items)
     if (i.q_count > 0)
       columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
-  const size_t row_bytes = kBuffers * kBins * sizeof(uint32_t);
+  const int64_t part = std::min(rows, kRowsPerLaunch);
+  const int64_t histogram_bytes = part * kBuffers * kBins * static_cast<int64_t>(sizeof(uint32_t)),
+                needed = histogram_bytes + part * kListed * static_cast<int64_t>(sizeof(uint2));
+  if (!a.scratch.data || static_cast<int64_t>(a.scratch.per_worker) < needed)
+    throw ShapeError("select_topk: scratch is " + std::to_string(a.scratch.data ? a.scratch.per_worker : 0) +
+                     " bytes, " + std::to_string(needed) + " are needed");
   Select s{.state = state_of(a.state),
            .items = queue.staged(a.items, "select_topk", "items"),
            .item_count = static_cast<int>(a.items.size()),
@@ -369,9 +476,12 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
            .first = a.first,
            .columns = a.scores.extent<Key>(),
            .histograms = reinterpret_cast<uint32_t*>(a.scratch.data),
+           .listed = reinterpret_cast<uint2*>(a.scratch.data + histogram_bytes),
            .ticket = queue.counters(),
            .arrived = queue.counters() + 1,
-           .taken = queue.counters() + 1 + kRowsPerLaunch};
+           .taken = queue.counters() + 1 + kRowsPerLaunch,
+           .listing = queue.counters() + 1 + 2 * kRowsPerLaunch};
+  static_assert(1 + 3 * kRowsPerLaunch <= Queue::kCounters);
   // No more blocks wait for each other than surely run together; what is longer is fed in parts.
   const int64_t most = int64_t{queue.multiprocessors()} * kChunk - a.state.topk;
   for (int64_t skip = 0; skip == 0 || skip < columns; skip += most) {
@@ -380,20 +490,10 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
     const int64_t held = s.begin ? 0 : a.state.topk, n = std::min(most, columns - skip);
     s.splits = static_cast<int>(std::max<int64_t>(1, (held + n + kChunk - 1) / kChunk));
     s.columns = std::min(a.scores.extent<Key>(), skip + most);
-    const int64_t part = s.splits == 1 ? rows : kRowsPerLaunch;
-    if (s.splits > 1) {
-      const int64_t needed = static_cast<int64_t>(row_bytes) * std::min(part, rows);
-      if (!a.scratch.data || static_cast<int64_t>(a.scratch.per_worker) < needed)
-        throw ShapeError("select_topk: scratch is " + std::to_string(a.scratch.data ? a.scratch.per_worker : 0) +
-                         " bytes, " + std::to_string(needed) + " are needed");
-    }
     for (s.first_row = 0; s.first_row < rows; s.first_row += part) {
       s.rows = static_cast<int>(std::min(part, rows - s.first_row));
       const std::string shape = "rows " + std::to_string(s.rows) + ", columns " + std::to_string(n) + ", topk " +
                                 std::to_string(a.state.topk);
-      if (s.splits > 1)
-        check(cudaMemsetAsync(s.histograms, 0, static_cast<size_t>(s.rows) * kBins * sizeof(uint32_t), queue.stream()),
-              "select_topk", "zero histograms", shape);
       launch(select_kernel, {.grid = dim3(static_cast<unsigned>(int64_t{s.rows} * s.splits)), .block = dim3(kThreads)},
              queue.stream(), "select_topk", "select", shape, s);
     }
