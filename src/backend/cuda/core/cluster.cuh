@@ -7,7 +7,7 @@ namespace mla::cuda {
 
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
   return r;
 }
 

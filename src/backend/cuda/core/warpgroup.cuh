@@ -19,6 +19,13 @@ __device__ __forceinline__ bool elect_one() {
 /// A value that is the same in all lanes, known to be so by the compiler.
 __device__ __forceinline__ int warp_uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
 
+/// threadIdx.x, read anew: a value that takes no register until it is needed.
+__device__ __forceinline__ int thread_index() {
+  int x;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x));
+  return x;
+}
+
 /// Named barriers 1 to 15 (0 is __syncthreads). threads: of all who sync and arrive, a multiple of 32.
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -51,6 +51,11 @@ __device__ __forceinline__ uint64_t operand_128b(uint32_t address, uint32_t grou
   return uint64_t{1} << 62 | static_cast<uint64_t>(group >> 4) << 32 | static_cast<uint64_t>(panel >> 4) << 16 |
          ((address & 0x3ffff) >> 4);
 }
+/// Operand in shared memory without swizzle, Major::k: 8 x 8 matrices of 128 bytes, `group` bytes from one to that of the
+/// next 8 rows of A or columns of B, `step` to that of the next 8 of k.
+__device__ __forceinline__ uint64_t operand_plain(uint32_t address, uint32_t group, uint32_t step) {
+  return static_cast<uint64_t>(group >> 4) << 32 | static_cast<uint64_t>(step >> 4) << 16 | ((address & 0x3ffff) >> 4);
+}
 /// Adds bytes to a descriptor's address.
 __device__ __forceinline__ uint64_t operand_advance(uint64_t operand, uint32_t bytes) { return operand + (bytes >> 4); }
 

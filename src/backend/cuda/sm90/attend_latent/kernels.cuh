@@ -12,7 +12,7 @@ template <class T>
 void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                    const CUtensorMap& cache_map, std::string_view shape, cudaStream_t stream) {
   LaunchConfig config{.grid = dim3(choice.workers * choice.ctas()),
-                      .block = dim3(threads),
+                      .block = dim3(choice.tile_rows <= 32 ? threads : wide_threads),
                       .shared_bytes = 0,
                       .cluster = choice.ctas(),
                       .cooperative = choice.cooperative,

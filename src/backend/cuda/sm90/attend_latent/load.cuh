@@ -42,53 +42,49 @@ class BoxRows {
   int positions_ = 0, first_ = 0, row_ = 0, next_ = 0, window_ = 0, offset_ = 0, boxes_ = 0;
 };
 
-/// Copies an item's blocks row by row, by the loading warpgroup's 128 threads: 16-byte pieces, swizzled as the copy
-/// engine would. Every thread then arrives at the barriers when its pieces land; who waits for them calls
-/// fence_async_proxy().
+/// Copies an item's blocks row by row, by the threads of some warps: a warp copies four rows at a time, a lane 16 bytes of
+/// each of their column boxes, swizzled as the copy engine would. Who waits for them calls fence_async_proxy().
 class RowCopies {
  public:
+  RowCopies() = default;
   __device__ RowCopies(const Params& p, const Item& it)
-      : p_(p), table_(p.block_table + it.request * p.table_stride), positions_(it.positions) {
-    look_up(it.block);
+      : table_(p.block_table + it.request * p.table_stride), positions_(it.positions) {
+    look_up(p, it.block);
   }
 
-  /// Block j; the item's blocks in turn. box(b): shared-memory address of column box b.
+  /// This warp's share of block j, the `part`-th of `parts`; the item's blocks in turn. box(b): shared-memory address of
+  /// column box b.
   template <class Box>
-  __device__ void copy(int j, Box box) {
-    const int64_t offset[2] = {offset_[0], offset_[1]};
-    look_up(j + 1);  // under way meanwhile
-    const int thread = threadIdx.x % 128;
-    constexpr int chunks = entry * 2 / 16;
-#pragma unroll 4
-    for (int i = 0; i < block_tokens * chunks / 128; ++i) {
-      const int at = thread + 128 * i, row = at / chunks, chunk = at % chunks;
-      const int64_t low = __shfl_sync(0xffffffffu, offset[0], row % 32);
-      const int64_t high = __shfl_sync(0xffffffffu, offset[1], row % 32);
-      const int64_t from = row < 32 ? low : high;
-      if (from >= 0)
-        cp_async_16(box(chunk / 8) + row * 128 + ((chunk % 8) ^ (row % 8)) * 16,
-                    static_cast<const char*>(p_.cache) + from + chunk * 16);
+  __device__ void copy(const Params& p, int j, int part, int parts, Box box) {
+    const int low = row_[0], high = row_[1], lane = threadIdx.x % 32, chunk = lane % 8;
+    look_up(p, j + 1);  // under way meanwhile
+#pragma unroll 1
+    for (int four = part; four < block_tokens / 4; four += parts) {
+      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? low : high, to % 32);
+      if (from < 0) continue;
+      const char* source = static_cast<const char*>(p.cache) + static_cast<int64_t>(from) * (entry * 2) + chunk * 16;
+      const uint32_t offset = to * 128 + (chunk ^ (to % 8)) * 16;
+#pragma unroll
+      for (int b = 0; b < entry / 64; ++b) cp_async_16(box(b) + offset, source + b * 128);
     }
   }
 
  private:
-  __device__ void look_up(int j) {
+  __device__ void look_up(const Params& p, int j) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = j * block_tokens + half * 32 + static_cast<int>(threadIdx.x % 32);
-      offset_[half] = -1;
+      row_[half] = -1;
       if (position < positions_) {
-        const int page = p_.by_page.divide(position);
-        offset_[half] =
-            (static_cast<int64_t>(__ldg(table_ + page)) * p_.page_size + position - page * p_.page_size) * (entry * 2);
+        const int page = p.by_page.divide(position);
+        row_[half] = __ldg(table_ + page) * p.page_size + position - page * p.page_size;
       }
     }
   }
 
-  const Params& p_;
-  const int32_t* table_;
-  int positions_;
-  int64_t offset_[2];  // of positions lane and lane + 32, in bytes; -1: past the end
+  const int32_t* table_ = nullptr;
+  int positions_ = 0;
+  int row_[2];  // of positions lane and lane + 32 of the next block; -1: past the end
 };
 
 }  // namespace mla::cuda::latent

@@ -23,15 +23,20 @@ struct Pack<__half> {
   }
 };
 
+/// Two bf16 as f16, saturating.
+__device__ inline uint32_t half_of_bf16(uint32_t two) {
+  const float2 v = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(two));
+  const auto clamp = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
+  return Pack<__half>::two(clamp(v.x), clamp(v.y));
+}
+
 /// Rounds bf16 queries in shared memory to f16, saturating; by all math threads.
 template <class T>
 __device__ void convert_queries(char* q, int bytes) {
   if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
     for (int at = threadIdx.x * 4; at < bytes; at += math_threads * 4) {
-      auto& two = *reinterpret_cast<__nv_bfloat162*>(q + at);
-      float2 v = __bfloat1622float2(two);
-      const auto clamp = [](float x) { return x > 65504.0f ? 65504.0f : x < -65504.0f ? -65504.0f : x; };
-      *reinterpret_cast<uint32_t*>(q + at) = Pack<T>::two(clamp(v.x), clamp(v.y));
+      auto& two = *reinterpret_cast<uint32_t*>(q + at);
+      two = half_of_bf16(two);
     }
     fence_async_proxy();
     barrier_sync(math_barrier, math_threads);

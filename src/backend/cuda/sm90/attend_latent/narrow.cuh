@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(threads, 1)
             const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
             return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
           };
-          copies.copy(j, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
+          copies.copy(p, j, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
           for (int column = 0; column < 9; ++column)
             mbarrier_arrive_after_cp_async(smem_address(&s.full[slot_of_column(column)]));
           slot += 9;

@@ -20,7 +20,7 @@
 namespace mla::cuda::latent {
 
 constexpr int entry = 576, width = 512, block_tokens = 64;
-constexpr int threads = 384, warps = threads / 32;  // two math warpgroups, one that loads
+constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one that loads
 
 /// Division of numbers below 2^31 by one that the host knows.
 struct Divisor {
@@ -285,7 +285,8 @@ class Walk {
   Tiles<tile_rows> tiles_;
 };
 
-constexpr int math_threads = 256, math_barrier = 1;
+// Named barriers: all math threads; then the wide kernel's, of each half of them and of the warpgroup that makes scores.
+constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4;
 
 /// The (token, head) row's log of the sum of exponentials, given in log2 units, if it is wanted.
 __device__ inline void store_lse(const Params& p, int row, float lse2) {

@@ -1,5 +1,6 @@
-// attend_latent for tiles of 64 rows a CTA, whose 64 x 512 f32 outputs two math warpgroups share by columns. A cluster
-// of two CTAs takes 128 rows: each loads half of every cache block, for both.
+// attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
+// probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half of
+// every cache block, for both.
 #pragma once
 
 #include "backend/cuda/core/cluster.cuh"
@@ -16,27 +17,36 @@ struct Wide128 {
   static constexpr int ctas = 2;
 };
 
-/// Block i of an item goes through buffer i % 2 and belongs to math warpgroup i % 2, which makes its probabilities.
-/// Column boxes 0-3 are values of warpgroup 0, 4-7 of warpgroup 1, 8 is the rope; once scores are made, the rope box
-/// holds the block's probabilities for the other warpgroup.
+constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: copies
+constexpr int wide_buffers = 3;
+constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
+constexpr int query_boxes = 7;   // that they come from
+
+/// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7 of
+/// warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its probabilities.
 struct WideShared {
-  alignas(1024) char q[9][box_bytes];
-  alignas(1024) char kv[2][9][box_bytes];
-  float top[2][64];  // maxima after a block of warpgroup 0, 1
-  float sum[2][64];
+  alignas(1024) char kv[wide_buffers][8][box_bytes];  // later the merge's
+  alignas(1024) char rope[2][box_bytes];
+  alignas(1024) char q[9 - query_boxes][box_bytes];  // the other queries
+  alignas(128) char q_step[64 * 32];                 // and the last 16 columns of the registers' boxes: 8 x 8 matrices
+  float inverse[64];         // of an item's sums
+  uint8_t growth[2][64];     // outputs held before this block's are to be multiplied by 2^-growth
+  bool changed[2][4];        // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
-  alignas(16) MergeSpace merge;
   Split split;
-  // full: column boxes in pairs, then the rope box; empty: halves of the boxes, the rope box in the half loaded last.
-  alignas(8) uint64_t full[2][5], empty[2][2], q_full, q_empty;
+  // full: column boxes in pairs; empty: halves of the boxes; made: a block's probabilities are there.
+  alignas(8) uint64_t full[wide_buffers][4], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
+  uint64_t item_full[2], item_empty[2], q_full, q_empty;
 };
+static_assert(sizeof(MergeSpace) <= sizeof(WideShared::kv));
 
 template <class Tile, class T>
-__global__ void __launch_bounds__(threads, 1)
+__global__ void __launch_bounds__(wide_threads, 1)
     wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                 const __grid_constant__ CUtensorMap cache_map) {
   constexpr int tile_rows = 64 * Tile::ctas;
+  constexpr int copy_threads = 96;  // of the copying warpgroup; its last warp walks the schedule
   extern __shared__ __align__(1024) char shared_bytes[];
   WideShared& s = *reinterpret_cast<WideShared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -44,18 +54,25 @@ __global__ void __launch_bounds__(threads, 1)
   const bool boxes_fit = p.box_shift >= 0;
 
   if (threadIdx.x == 0) {
-    for (int b = 0; b < 2; ++b) {
-      for (int i = 0; i < 5; ++i) mbarrier_init(smem_address(&s.full[b][i]), boxes_fit ? 1 : 128);
+    for (int b = 0; b < wide_buffers; ++b) {
+      for (int i = 0; i < 4; ++i) mbarrier_init(smem_address(&s.full[b][i]), boxes_fit ? 1 : copy_threads);
       for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * Tile::ctas);
     }
+    for (int i = 0; i < 2; ++i) {
+      mbarrier_init(smem_address(&s.rope_full[i]), boxes_fit ? 1 : copy_threads);
+      mbarrier_init(smem_address(&s.rope_empty[i]), 8 * Tile::ctas);
+      mbarrier_init(smem_address(&s.made[i]), 4);
+      mbarrier_init(smem_address(&s.item_full[i]), 1);
+      mbarrier_init(smem_address(&s.item_empty[i]), 15);  // all warps but the one that walks
+    }
     mbarrier_init(smem_address(&s.q_full), 1);
-    mbarrier_init(smem_address(&s.q_empty), 8);
+    mbarrier_init(smem_address(&s.q_empty), 4);
     mbarrier_init_fence();
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
   wait_for_previous_grids();
-  if (warp == 8) {  // beside the barriers' birth
+  if (warp == 15) {  // beside the barriers' birth
     const Split split = make_split<tile_rows>(p, worker);
     if (lane == 0) s.split = split;
   }
@@ -63,344 +80,438 @@ __global__ void __launch_bounds__(threads, 1)
   allow_next_grid();
   if constexpr (Tile::ctas > 1) cluster_sync();  // the peer's barriers exist
 
-  if (warpgroup == 2) {  // ---- load
-    give_registers<64>();
-    Walk<tile_rows> walk(p, s.split, worker);
-    Item it{};
-    int count = 0;
-    const auto start = [&] {  // the item's queries; by one warp
-      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (lane == 0) {
-        s.item[count & 1] = it;
-        mbarrier_arrive_expect(smem_address(&s.q_full), 9 * box_bytes);
-      }
-      __syncwarp();
-      if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0 + rank * 64);
-      __syncwarp();
-    };
-    const auto stop = [&] {
-      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (lane == 0) {
-        s.item[count & 1].blocks = -1;
-        mbarrier_arrive(smem_address(&s.q_full));
-      }
-    };
-    if (boxes_fit) {
-      // A warp for each half of each buffer, so that none waits for another's release.
-      const int buffer = (warp - 8) / 2, half = warp % 2;
-      const bool queries = buffer == 1 && half == 0, with_rope = half != buffer;
-      // Lanes below `columns` copy one column box each of this half, the next one the rope box.
-      constexpr int columns = 4 / Tile::ctas;
-      const bool rope = with_rope && lane == columns && (Tile::ctas == 1 || rank == buffer);
-      const bool copies = lane < columns || rope;
-      const int column = rope ? 8 : half * 4 + lane % columns * Tile::ctas + rank;
-      const uint32_t full = smem_address(&s.full[buffer][column / 2]), to = smem_address(s.kv[buffer][column]);
-      const uint32_t expected = smem_address(&s.full[buffer][lane == 2 ? 4 : half * 2 + lane % 2]);
-      const uint32_t empty = smem_address(&s.empty[buffer][half]);
-      int parity = 1;
-      while (walk.next(it)) {
-        BoxRows rows(p, it);
-        // The next item's queries wait for the last scores of this one; its first block goes ahead of them.
-        bool waiting = queries;
-        if (waiting && (count == 0 || it.blocks < 2)) start(), waiting = false;
-#pragma unroll 1
-        for (int i = buffer; i < it.blocks; i += 2) {
-          rows.seek(p, it.block + i);
-          const int boxes = rows.boxes(), bytes = boxes << p.box_shift << 7;
-          int row = rows.row(0);
-          mbarrier_wait(empty, parity);
-          parity ^= 1;
-          if (lane < 2 + with_rope) mbarrier_arrive_expect(expected, lane == 2 ? bytes : 2 * bytes);
-#pragma unroll 1
-          for (int k = 0;;) {
-            if (copies) {
-              if constexpr (Tile::ctas > 1)
-                tma_load_multicast(to + (k << p.box_shift << 7), cache_map, full, 3, column * 64, row);
-              else tma_load(to + (k << p.box_shift << 7), cache_map, full, column * 64, row);
-            }
-            __syncwarp();
-            if (++k == boxes) break;
-            row = rows.row(k);
-          }
-          if (waiting) start(), waiting = false;
-        }
-        ++count;
-      }
-      if (queries) stop();
+  const auto wait_item = [&](int count) -> const Item& {
+    mbarrier_wait(smem_address(&s.item_full[count & 1]), count >> 1 & 1);
+    return s.item[count & 1];
+  };
+  const auto release_item = [&](int count) {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(smem_address(&s.item_empty[count & 1]));
+  };
+  const auto release = [&](uint64_t* barrier) {  // by one lane of each warp that read
+    const uint32_t bar = smem_address(barrier);
+    if constexpr (Tile::ctas > 1) {
+      mbarrier_arrive_remote(bar, 0);
+      mbarrier_arrive_remote(bar, 1);
     } else {
-      int parity = 3;  // a bit a buffer
-      while (walk.next(it)) {
-        if (warp == 8) start();
-        ++count;
-        RowCopies rows(p, it);
-        for (int i = 0; i < it.blocks; ++i) {
-          const int buffer = i & 1;
-          for (int half = 0; half < 2; ++half)
-            mbarrier_wait(smem_address(&s.empty[buffer][half]), parity >> buffer & 1);
-          parity ^= 1 << buffer;
-          rows.copy(it.block + i, [&](int column) { return smem_address(s.kv[buffer][column]); });
-          for (int k = 0; k < 5; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
-        }
-      }
-      if (warp == 8) stop();
+      mbarrier_arrive(bar);
     }
-  } else {  // ---- math
-    take_registers<216>();
-    const int h = warpgroup, g = lane / 4, pair = lane % 4 * 2;
-    const int row = warp % 4 * 16 + g;  // and row + 8, of the CTA's 64
-    // Barriers. made + h: h's probabilities are there; own + h: h alone; turn: warpgroup 0 has made its scores.
-    enum : int { made = 2, own = 4, turn = 6 };
-    float o[128];
-    int parity = 0;  // of our buffer's full barriers
-    int partials = 0;
+  };
 
-    const auto release = [&](int buffer) {  // this warpgroup's half
+  if (warpgroup == 3) {  // ---- load
+    give_registers<24>();
+    int buffer = 0, parity = 1;
+    const auto advance = [&] {
+      if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
+    };
+    if (warp == 15) {  // items, one ahead of those who work on them
+      Walk<tile_rows> walk(p, s.split, worker);
+      Item it;
+      bool more = true;
+      for (int count = 0; more; ++count) {
+        more = walk.next(it);
+        mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
+        if (lane == 0) {
+          if (more) s.item[count & 1] = it;
+          else s.item[count & 1].blocks = -1;
+          mbarrier_arrive(smem_address(&s.item_full[count & 1]));
+        }
+        __syncwarp();
+      }
+    } else if (!boxes_fit) {
+      int turn = 0;  // of the rope boxes, then their parity
+      for (int count = 0;; ++count) {
+        const Item& it = wait_item(count);
+        const int blocks = it.blocks, block = it.block;
+        if (blocks < 0) break;
+        if (blocks) {
+          RowCopies rows(p, it);
+          const auto wait = [&] {
+            for (int half = 0; half < 2; ++half) mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
+          };
+          wait();
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t bar = smem_address(&s.full[buffer][i]);
+            if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(bar, (i < 3 ? 2 : 1) * box_bytes);
+            else mbarrier_arrive(bar);
+          }
+          if (warp == 12) {
+            mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+            if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
+            __syncwarp();
+            if (lane < 9)
+              tma_load(smem_address(lane < query_boxes ? s.kv[buffer][lane] : s.q[lane - query_boxes]), q_map,
+                       smem_address(lane < query_boxes ? &s.full[buffer][lane / 2] : &s.q_full), lane * 64,
+                       it.row0 + rank * 64);
+            __syncwarp();
+          }
+          advance();
+#pragma unroll 1
+          for (int i = 0; i < blocks; ++i) {
+            wait();
+            mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
+            rows.copy(p, block + i, warp - 12, 3, [&](int column) {
+              return smem_address(column < 8 ? s.kv[buffer][column] : s.rope[turn & 1]);
+            });
+            for (int k = 0; k < 4; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
+            mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
+            turn = (turn + 1) & 3;
+            advance();
+          }
+        } else if (warp == 12) {
+          mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+          if (lane == 0) mbarrier_arrive(smem_address(&s.q_full));
+        }
+        release_item(count);
+      }
+    } else if (warp == 14) {  // the rope, and the queries that stay in shared memory
+      int turn = 0;
+      for (int count = 0;; ++count) {
+        const Item& it = wait_item(count);
+        const int blocks = it.blocks, block = it.block;
+        if (blocks < 0) break;
+        mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+        if (blocks) {
+          BoxRows rows(p, it);
+          if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
+          __syncwarp();
+          if (lane < 9 - query_boxes)
+            tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), (query_boxes + lane) * 64,
+                     it.row0 + rank * 64);
+          __syncwarp();
+#pragma unroll 1
+          for (int i = 0; i < blocks; ++i) {
+            const int at = turn & 1;
+            rows.seek(p, block + i);
+            const int boxes = rows.boxes();
+            mbarrier_wait(smem_address(&s.rope_empty[at]), (turn >> 1) ^ 1);
+            if (lane == 0) mbarrier_arrive_expect(smem_address(&s.rope_full[at]), boxes << p.box_shift << 7);
+#pragma unroll 1
+            for (int k = 0; k < boxes; ++k) {
+              const int row = rows.row(k);
+              const uint32_t to = smem_address(s.rope[at]) + (k << p.box_shift << 7);
+              if (lane == 0 && (Tile::ctas == 1 || rank == at)) {
+                if constexpr (Tile::ctas > 1)
+                  tma_load_multicast(to, cache_map, smem_address(&s.rope_full[at]), 3, 8 * 64, row);
+                else tma_load(to, cache_map, smem_address(&s.rope_full[at]), 8 * 64, row);
+              }
+              __syncwarp();
+            }
+            turn = (turn + 1) & 3;
+          }
+        } else if (lane == 0) {
+          mbarrier_arrive(smem_address(&s.q_full));
+        }
+        release_item(count);
+      }
+    } else {
+      // A warp for each half of the values' columns, so that none waits for the other half's release. Lanes below
+      // `columns` copy a column box each.
+      const int half = warp - 12;
+      constexpr int columns = 4 / Tile::ctas;
+      const int column = half * 4 + lane % columns * Tile::ctas + rank;
+      for (int count = 0;; ++count) {
+        const Item& it = wait_item(count);
+        const int blocks = it.blocks, block = it.block;
+        if (blocks < 0) break;
+        if (blocks) {
+          BoxRows rows(p, it);
+          const int mine = half * 4 + lane;
+          mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
+          if (lane < 2)
+            mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]), (half + lane < 2 ? 2 : 1) * box_bytes);
+          __syncwarp();
+          if (lane < 4 && mine < query_boxes)
+            tma_load(smem_address(s.kv[buffer][mine]), q_map, smem_address(&s.full[buffer][mine / 2]), mine * 64,
+                     it.row0 + rank * 64);
+          __syncwarp();
+          advance();
+#pragma unroll 1
+          for (int i = 0; i < blocks; ++i) {
+            rows.seek(p, block + i);
+            const int boxes = rows.boxes();
+            mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
+            if (lane < 2)
+              mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]), boxes << p.box_shift << 8);
+            const uint32_t to = smem_address(s.kv[buffer][column]), full = smem_address(&s.full[buffer][column / 2]);
+#pragma unroll 1
+            for (int k = 0; k < boxes; ++k) {
+              const int row = rows.row(k);
+              if (lane < columns) {
+                if constexpr (Tile::ctas > 1)
+                  tma_load_multicast(to + (k << p.box_shift << 7), cache_map, full, 3, column * 64, row);
+                else tma_load(to + (k << p.box_shift << 7), cache_map, full, column * 64, row);
+              }
+              __syncwarp();
+            }
+            advance();
+          }
+        }
+        release_item(count);
+      }
+    }
+  } else if (warpgroup == 2) {  // ---- scores
+    take_registers<168>();
+    // Registers are short: what can be had again is not kept.
+    const auto my_row = [&] { return (thread_index() / 32 % 4) * 16 + thread_index() % 32 / 4; };  // and row + 8
+    // 16 rows a warp; lane l gives the address of row l % 8 of matrix l / 8: rows 0-7, 8-15, then 8 columns on. The next
+    // 16 columns: ^ 32.
+    const auto matrix = [&] {
+      const int thread = thread_index();
+      return static_cast<uint32_t>((thread / 32 % 4 * 16 + thread % 16) * 128 + ((thread / 16 ^ thread) & 1 | thread & 6) * 16);
+    };
+    int buffer = 0, parity = 0;
+    const auto advance = [&] {
+      if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
+    };
+    const auto signal = [&](int at) {
       __syncwarp();
-      if (lane == 0) {
-        const uint32_t bar = smem_address(&s.empty[buffer][h]);
-        if constexpr (Tile::ctas > 1) {
-          mbarrier_arrive_remote(bar, 0);
-          mbarrier_arrive_remote(bar, 1);
-        } else {
-          mbarrier_arrive(bar);
+      if (lane == 0) mbarrier_arrive(smem_address(&s.made[at]));
+    };
+    const auto put_lse = [&](const Item& it, int row, float lse2) {  // of the CTA's row
+      row += Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
+      if (row >= it.rows) return;
+      if (it.pieces == 1) store_lse(p, it.row0 + row, lse2);
+      else p.partial_lse[static_cast<int64_t>(it.slot) * tile_rows + row] = lse2;
+    };
+    int turn = 0;  // rope box of the next block, then its parity
+    for (int count = 0;; ++count) {
+      const Item& it = wait_item(count);
+      const int blocks = it.blocks;
+      if (blocks < 0) break;
+      if (blocks) {
+        // Positions that a row sees, counted from the item's first block.
+        const auto limit = [&](int row) {
+          const int part = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0;
+          return min(it.context + 1 + p.by_heads.divide(it.first_row + part * 64 + row), it.positions) -
+                 it.block * block_tokens;
+        };
+        const int seen_by_all = warp_uniform(limit(0) / block_tokens);  // blocks
+        // Most of the queries stay in registers for as long as the item takes.
+        uint32_t q[query_steps * 4];
+        for (int i = 0; i < 4; ++i) mbarrier_wait(smem_address(&s.full[buffer][i]), parity);
+        mbarrier_wait(smem_address(&s.q_full), count & 1);
+#pragma unroll
+        for (int k = 0; k < query_steps; ++k)
+          load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
+                         q[4 * k + 2], q[4 * k + 3]);
+        {
+          uint32_t a[4];
+          load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0], a[1],
+                         a[2], a[3]);
+          if constexpr (!__is_same(T, __nv_bfloat16))
+            for (uint32_t& two : a) two = half_of_bf16(two);
+          const int thread = thread_index() % 128;
+          store_matrix_x4(smem_address(s.q_step) + (thread / 32 * 2 + thread / 8 % 2) * 256 + thread / 16 % 2 * 128 +
+                              thread % 8 * 16,
+                          a[0], a[1], a[2], a[3]);
+        }
+        if constexpr (!__is_same(T, __nv_bfloat16)) {
+#pragma unroll
+          for (int k = 0; k < query_steps * 4; ++k) q[k] = half_of_bf16(q[k]);
+          for (int at = threadIdx.x % 128 * 4; at < static_cast<int>(sizeof s.q); at += 128 * 4) {
+            auto& two = *reinterpret_cast<uint32_t*>(&s.q[0][0] + at);
+            two = half_of_bf16(two);
+          }
+        }
+        fence_async_proxy();
+        barrier_sync(scores_barrier, 128);
+        if (lane == 0) release(&s.empty[buffer][0]), release(&s.empty[buffer][1]);
+        advance();
+
+        float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
+        float d[32];
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+#pragma unroll
+          for (int order = 0; order < 5; ++order) {
+            const int group = order == 1 ? 2 : order == 2 ? 1 : order;  // as they come
+            mbarrier_wait(smem_address(group < 4 ? &s.full[buffer][group] : &s.rope_full[turn & 1]),
+                          group < 4 ? parity : turn >> 1);
+            if (!boxes_fit) fence_async_proxy();
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 8; ++k) {
+              const int column = group * 2 + k / 4;
+              if (column > 8) break;
+              const uint32_t box = smem_address(column < 8 ? s.kv[buffer][column] : s.rope[turn & 1]);
+              const uint64_t keys = operand_advance(operand_128b(box), k % 4 * 32);
+              if (group * 8 + k < query_steps)
+                Wgmma<64, T>::template rs<Major::k>(d, q + 4 * (group * 8 + k), keys, order + k > 0);
+              else if (group * 8 + k == query_steps)
+                Wgmma<64, T>::ss(d, operand_plain(smem_address(s.q_step), 256, 128), keys, 1);
+              else
+                Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[column - query_boxes])), k % 4 * 32),
+                                 keys, 1);
+            }
+          }
+          wgmma_commit();
+          wgmma_wait<0>();
+          wgmma_pin(d);
+          // The block before is multiplied while this one's softmax runs, not beside its scores: the products would then
+          // both be done when softmax begins.
+          if (i) signal(~turn & 1);
+          const bool last = i + 1 == blocks;
+          if (last && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+
+          if (i >= seen_by_all) {
+            const int base = i * block_tokens + thread_index() % 4 * 2, row = my_row();
+            const int limit0 = limit(row), limit1 = limit(row + 8);
+#pragma unroll
+            for (int k = 0; k < 32; ++k) {
+              const int position = base + k / 4 * 8 + k % 2;
+              if (position >= (k % 4 < 2 ? limit0 : limit1)) d[k] = -INFINITY;
+            }
+          }
+          float best0 = -INFINITY, best1 = -INFINITY;
+#pragma unroll
+          for (int k = 0; k < 32; k += 4) {
+            best0 = fmaxf(best0, fmaxf(d[k], d[k + 1]));
+            best1 = fmaxf(best1, fmaxf(d[k + 2], d[k + 3]));
+          }
+#pragma unroll
+          for (int k = 1; k < 4; k *= 2) {
+            best0 = fmaxf(best0, __shfl_xor_sync(0xffffffffu, best0, k));
+            best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
+          }
+          best0 *= p.scale_log2, best1 *= p.scale_log2;
+          // Maxima grow by whole numbers, which fit a byte.
+          float growth0 = 0, growth1 = 0;
+          if (best0 - top0 > lazy_growth)
+            growth0 = fminf(ceilf(best0 - top0), 255.0f), top0 = i && top0 > -INFINITY ? top0 + growth0 : best0;
+          if (best1 - top1 > lazy_growth)
+            growth1 = fminf(ceilf(best1 - top1), 255.0f), top1 = i && top1 > -INFINITY ? top1 + growth1 : best1;
+          const bool changed = __any_sync(0xffffffffu, growth0 + growth1 > 0);
+          if (changed) {
+            sum0 *= exp2_approx(-growth0), sum1 *= exp2_approx(-growth1);
+            const int row = my_row();
+            if (lane % 4 == 0) {
+              s.growth[turn & 1][row] = static_cast<uint8_t>(growth0);
+              s.growth[turn & 1][row + 8] = static_cast<uint8_t>(growth1);
+            }
+          }
+          if (lane == 0) s.changed[turn & 1][warp % 4] = changed && i > 0;
+          const float shift0 = top0 == -INFINITY ? 0.0f : top0, shift1 = top1 == -INFINITY ? 0.0f : top1;
+          const uint32_t to = smem_address(s.rope[turn & 1]) + matrix();
+#pragma unroll
+          for (int k = 0; k < 32; k += 8) {
+            uint32_t a[4];
+#pragma unroll
+            for (int m = 0; m < 8; m += 4) {
+              float* x = d + k + m;
+              x[0] = exp2_approx(fmaf(x[0], p.scale_log2, -shift0));
+              x[1] = exp2_approx(fmaf(x[1], p.scale_log2, -shift0));
+              x[2] = exp2_approx(fmaf(x[2], p.scale_log2, -shift1));
+              x[3] = exp2_approx(fmaf(x[3], p.scale_log2, -shift1));
+              sum0 += x[0] + x[1];
+              sum1 += x[2] + x[3];
+              a[m / 2] = Pack<T>::two(x[0], x[1]);
+              a[m / 2 + 1] = Pack<T>::two(x[2], x[3]);
+            }
+            store_matrix_x4(to ^ (k / 8 * 32), a[0], a[1], a[2], a[3]);
+          }
+          if (last) {
+#pragma unroll
+            for (int k = 1; k < 4; k *= 2) {
+              sum0 += __shfl_xor_sync(0xffffffffu, sum0, k);
+              sum1 += __shfl_xor_sync(0xffffffffu, sum1, k);
+            }
+            if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);  // the last ones
+            const int row = my_row();
+            if (lane % 4 == 0) {
+              s.inverse[row] = sum0 > 0 ? 1.0f / sum0 : 0.0f;
+              s.inverse[row + 8] = sum1 > 0 ? 1.0f / sum1 : 0.0f;
+              put_lse(it, row, sum0 > 0 ? top0 + __log2f(sum0) : -INFINITY);
+              put_lse(it, row + 8, sum1 > 0 ? top1 + __log2f(sum1) : -INFINITY);
+            }
+          }
+          fence_async_proxy();
+          if (last) signal(turn & 1);
+          turn = (turn + 1) & 3;
+          advance();
         }
       }
-    };
-    const auto scale_outputs = [&](float a, float b) {
-#pragma unroll
-      for (int i = 0; i < 128; i += 4) o[i] *= a, o[i + 1] *= a, o[i + 2] *= b, o[i + 3] *= b;
+      else {
+        if (lane % 4 == 0) put_lse(it, my_row(), -INFINITY), put_lse(it, my_row() + 8, -INFINITY);
+        if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+      }
+      release_item(count);
+    }
+  } else {  // ---- outputs
+    take_registers<160>();
+    const int h = warpgroup, row = warp % 4 * 16 + lane / 4;  // and row + 8, of the CTA's 64
+    float o[2][64];  // 128 columns each: a product of 256 would want 154 registers at launch
+    int buffer = 0, turn = 0;  // turn: rope box of the next block, then its parity
+    int partials = 0;
+    const auto advance = [&] {
+      if (++buffer == wide_buffers) buffer = 0;
     };
 
     for (int count = 0;; ++count) {
-      mbarrier_wait(smem_address(&s.q_full), count & 1);
-      const Item& it = s.item[count & 1];
-      const int blocks = it.blocks, block0 = it.block, positions = it.positions;
+      const Item& it = wait_item(count);
+      const int blocks = it.blocks;
       if (blocks < 0) break;
-      const int tile_row = rank * 64 + row;
-      const int limit0 = min(it.context + p.by_heads.divide(it.first_row + tile_row) + 1, positions);
-      const int limit1 = min(it.context + p.by_heads.divide(it.first_row + tile_row + 8) + 1, positions);
-      const int limit_all = min(it.context + p.by_heads.divide(it.first_row + rank * 64) + 1, positions);
-      convert_queries<T>(&s.q[0][0], 9 * box_bytes);
 #pragma unroll
-      for (int i = 0; i < 128; ++i) o[i] = 0;
-      float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
-      float d[32];
-      uint32_t a[16];
-
-      const auto scores = [&](int i) {  // issues S of block i into d
-        const int buffer = i & 1;
-#pragma unroll
-        for (int order = 0; order < 5; ++order) {
-          const int group = order == 4 ? 4 : order ^ (2 * h);
-          mbarrier_wait(smem_address(&s.full[buffer][group]), parity);
-          if (!boxes_fit) fence_async_proxy();
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 8; ++k) {
-            if (group == 4 && k >= 4) break;
-            const int column = group * 2 + k / 4;
-            Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[column])), k % 4 * 32),
-                             operand_advance(operand_128b(smem_address(s.kv[buffer][column])), k % 4 * 32),
-                             order + k > 0);
-          }
-        }
-        wgmma_commit();
-      };
-      const auto softmax = [&](int i) {  // d to a, the rope box and tops; returns through factor what outputs need
-        const int base = (block0 + i) * block_tokens + pair;
-        if ((block0 + i + 1) * block_tokens > limit_all) {
-#pragma unroll
-          for (int k = 0; k < 32; ++k) {
-            const int position = base + k / 4 * 8 + k % 2;
-            if (position >= (k % 4 < 2 ? limit0 : limit1)) d[k] = -INFINITY;
-          }
-        }
-        float best0 = -INFINITY, best1 = -INFINITY;
-#pragma unroll
-        for (int k = 0; k < 32; k += 4) {
-          best0 = fmaxf(best0, fmaxf(d[k], d[k + 1]));
-          best1 = fmaxf(best1, fmaxf(d[k + 2], d[k + 3]));
-        }
-#pragma unroll
-        for (int k = 1; k < 4; k *= 2) {
-          best0 = fmaxf(best0, __shfl_xor_sync(0xffffffffu, best0, k));
-          best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
-        }
-        best0 *= p.scale_log2, best1 *= p.scale_log2;
-        const float old0 = top0, old1 = top1;
-        if (best0 - top0 > lazy_growth) top0 = best0;
-        if (best1 - top1 > lazy_growth) top1 = best1;
-        const float shift0 = top0 == -INFINITY ? 0.0f : top0, shift1 = top1 == -INFINITY ? 0.0f : top1;
-        sum0 *= exp2_approx(old0 - shift0), sum1 *= exp2_approx(old1 - shift1);
-#pragma unroll
-        for (int k = 0; k < 32; k += 4) {
-          d[k] = exp2_approx(fmaf(d[k], p.scale_log2, -shift0));
-          d[k + 1] = exp2_approx(fmaf(d[k + 1], p.scale_log2, -shift0));
-          d[k + 2] = exp2_approx(fmaf(d[k + 2], p.scale_log2, -shift1));
-          d[k + 3] = exp2_approx(fmaf(d[k + 3], p.scale_log2, -shift1));
-          sum0 += d[k] + d[k + 1];
-          sum1 += d[k + 2] + d[k + 3];
-          a[k / 2] = Pack<T>::two(d[k], d[k + 1]);
-          a[k / 2 + 1] = Pack<T>::two(d[k + 2], d[k + 3]);
-        }
-        // 16 rows a warp; lane l gives the address of row l % 8 of matrix l / 8: rows 0-7, 8-15, then 8 columns on
-        char* to = s.kv[i & 1][8] + (warp % 4 * 16 + lane % 16) * 128;
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          store_matrix_x4(smem_address(to + ((2 * k + lane / 16) ^ (lane % 8)) * 16), a[4 * k], a[4 * k + 1],
-                          a[4 * k + 2], a[4 * k + 3]);
-        if (lane % 4 == 0) s.top[h][row] = top0, s.top[h][row + 8] = top1;
-        fence_async_proxy();
-        barrier_arrive(made + h, math_threads);
-      };
-      // Outputs held relative to (was0, was1) are brought to (top0, top1).
-      const auto rescale = [&](float was0, float was1) {
-        if (__any_sync(0xffffffffu, was0 != top0 || was1 != top1))
-          scale_outputs(top0 == was0 ? 1.0f : exp2_approx(was0 - top0), top1 == was1 ? 1.0f : exp2_approx(was1 - top1));
-      };
-      const auto clear_tail = [&](int i) {  // what lies past the sequence must not be multiplied, not even by 0
-        const int valid = positions - (block0 + i) * block_tokens;
-        if (valid >= block_tokens) return;
-        for (int box = 4 * h; box < 4 * h + 4; ++box)
+      for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
+      if (blocks) advance();  // the queries
 #pragma unroll 1
-          for (int at = valid * 8 + threadIdx.x % 128; at < block_tokens * 8; at += 128)
-            *reinterpret_cast<uint4*>(s.kv[i & 1][box] + at * 16) = {0, 0, 0, 0};
-        fence_async_proxy();
-        barrier_sync(own + h, 128);
-      };
-      const auto values_mine = [&](int i) {  // issues O += P V, P in registers
-        const uint64_t values = operand_128b(smem_address(s.kv[i & 1][4 * h]), 1024, box_bytes);
-        wgmma_pin(o);
-        wgmma_pin(a);
-        wgmma_fence();
+      for (int i = 0; i < blocks; ++i) {
+        mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
+        if (s.changed[turn & 1][warp % 4]) {
+          const float a = exp2_approx(-static_cast<float>(s.growth[turn & 1][row])),
+                      b = exp2_approx(-static_cast<float>(s.growth[turn & 1][row + 8]));
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
-          Wgmma<256, T>::template rs<Major::mn>(o, a + 4 * k, operand_advance(values, k * 2048), 1);
-        wgmma_commit();
-      };
-      const auto values_other = [&](int i) {  // the same, P from the other warpgroup
-        const uint64_t values = operand_128b(smem_address(s.kv[i & 1][4 * h]), 1024, box_bytes);
-        const uint64_t probabilities = operand_128b(smem_address(s.kv[i & 1][8]));
-        wgmma_pin(o);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          Wgmma<256, T>::template ss<Major::k, Major::mn>(o, operand_advance(probabilities, k * 32),
-                                                          operand_advance(values, k * 2048), 1);
-        wgmma_commit();
-      };
-      const auto take_tops = [&] {  // the other warpgroup's maxima; its block comes before our next
-        const float was0 = top0, was1 = top1;
-        top0 = s.top[h ^ 1][row], top1 = s.top[h ^ 1][row + 8];
-        const float shift0 = top0 == -INFINITY ? 0.0f : top0, shift1 = top1 == -INFINITY ? 0.0f : top1;
-        sum0 *= exp2_approx(was0 - shift0), sum1 *= exp2_approx(was1 - shift1);
-        rescale(was0, was1);
-      };
-      const auto release_queries = [&](bool last) {
-        if (!last) return;
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
-      };
-
-      if (h == 0) {
-        for (int i = 0; i < blocks; i += 2) {
-          const bool both = i + 1 < blocks;
-          scores(i);
-          wgmma_wait<0>();
-          wgmma_pin(d);
-          if (both) barrier_arrive(turn, math_threads);
-          parity ^= 1;
-          release_queries(i + 2 >= blocks);
-          const float was0 = top0, was1 = top1;
-          softmax(i);
-          rescale(was0, was1);
-          clear_tail(i);
-          values_mine(i);
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          release(0);
-          if (both) {
-            barrier_sync(made + 1, math_threads);
-            take_tops();
-            clear_tail(i + 1);
-            values_other(i + 1);
-            wgmma_wait<0>();
-            wgmma_pin(o);
-            release(1);
+          for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
+        }
+        if (i + 1 == blocks) {  // what lies past the sequence must not be multiplied, not even by 0
+          const int valid = it.positions - (it.block + i) * block_tokens;
+          if (valid < block_tokens) {
+#pragma unroll 1
+            for (int box = 4 * h; box < 4 * h + 4; ++box)
+#pragma unroll 1
+              for (int at = valid * 8 + threadIdx.x % 128; at < block_tokens * 8; at += 128)
+                *reinterpret_cast<uint4*>(s.kv[buffer][box] + at * 16) = {0, 0, 0, 0};
+            fence_async_proxy();
+            barrier_sync(half_barrier + h, 128);
           }
         }
-      } else {
-        int i = 0;
-        for (; i + 1 < blocks; i += 2) {
-          barrier_sync(turn, math_threads);  // not beside its scores, or both would then wait for softmax together
-          scores(i + 1);
-          barrier_sync(made + 0, math_threads);
-          wgmma_wait<0>();  // outputs may be scaled only while no product is under way
-          wgmma_pin(d);
-          parity ^= 1;
-          release_queries(i + 3 >= blocks);
-          take_tops();
-          clear_tail(i);
-          values_other(i);
-          const float was0 = top0, was1 = top1;
-          softmax(i + 1);
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          release(0);
-          rescale(was0, was1);
-          clear_tail(i + 1);
-          values_mine(i + 1);
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          release(1);
-        }
-        if (i < blocks) {
-          barrier_sync(made + 0, math_threads);
-          take_tops();
-          clear_tail(i);
-          values_other(i);
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          release(0);
-        }
-        if (blocks == 1) release_queries(true);
-      }
-      if (blocks == 0) release_queries(true);
-
-        // ---- epilogue
+        const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h]), 1024, box_bytes);
+        const uint64_t probabilities = operand_128b(smem_address(s.rope[turn & 1]));
+        wgmma_pin(o[0]), wgmma_pin(o[1]);
+        wgmma_fence();
 #pragma unroll
-      for (int k = 1; k < 4; k *= 2) {
-        sum0 += __shfl_xor_sync(0xffffffffu, sum0, k);
-        sum1 += __shfl_xor_sync(0xffffffffu, sum1, k);
+        for (int k = 0; k < 4; ++k)
+#pragma unroll
+          for (int n = 0; n < 2; ++n)
+            Wgmma<128, T>::template ss<Major::k, Major::mn>(o[n], operand_advance(probabilities, k * 32),
+                                                            operand_advance(values, n * 2 * box_bytes + k * 2048), 1);
+        wgmma_commit();
+        wgmma_wait<0>();
+        wgmma_pin(o[0]), wgmma_pin(o[1]);
+        __syncwarp();
+        if (lane == 0) release(&s.empty[buffer][h]), release(&s.rope_empty[turn & 1]);
+        turn = (turn + 1) & 3;
+        advance();
       }
-      if (lane % 4 == 0) s.sum[h][row] = sum0, s.sum[h][row + 8] = sum1;
-      barrier_sync(math_barrier, math_threads);
-      sum0 = s.sum[0][row] + s.sum[1][row];
-      sum1 = s.sum[0][row + 8] + s.sum[1][row + 8];
+
+      // ---- epilogue
       const bool whole = it.pieces == 1;
       const int rows = it.rows - rank * 64;  // of this CTA; may be none
       const int64_t slot_row = (static_cast<int64_t>(it.slot) * Tile::ctas + rank) * 64, out_row = it.row0 + rank * 64;
-      if (h == 0 && lane % 4 == 0) {
+      if (blocks) {
+        const float a = s.inverse[row], b = s.inverse[row + 8];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const int r = row + 8 * k;
-          const float sum = k ? sum1 : sum0, lse2 = sum > 0 ? (k ? top1 : top0) + __log2f(sum) : -INFINITY;
-          if (r < rows) {
-            if (whole) store_lse(p, static_cast<int>(out_row) + r, lse2);
-            else p.partial_lse[slot_row + r] = lse2;
-          }
-        }
+        for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
       }
-      scale_outputs(sum0 > 0 ? 1.0f / sum0 : 0.0f, sum1 > 0 ? 1.0f / sum1 : 0.0f);
       // Neighbouring lanes trade column pairs of blocks 2 k and 2 k + 1: each then has four columns in a row.
       const bool odd = lane & 1, in0 = row < rows, in1 = row + 8 < rows;
-      const int at = row * width + h * 256 + odd * 8 + (pair & 4);
+      const int at = row * width + h * 256 + odd * 8 + (lane % 4 * 2 & 4);
       const auto store = [&](auto put) {  // put(offset, four values)
 #pragma unroll
         for (int k = 0; k < 128; k += 8)
 #pragma unroll
           for (int r = 0; r < 2; ++r) {
-            const float* low = o + k + 2 * r;  // of block 2 k, then of the next
+            const float* low = o[k / 64] + k % 64 + 2 * r;  // of block 2 k, then of the next
             const float send0 = odd ? low[0] : low[4], send1 = odd ? low[1] : low[5];
             const float get0 = __shfl_xor_sync(0xffffffffu, send0, 1), get1 = __shfl_xor_sync(0xffffffffu, send1, 1);
             if (r ? in1 : in0)
@@ -422,14 +533,15 @@ __global__ void __launch_bounds__(threads, 1)
         if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
         ++partials;
         publish(p, it.counter * Tile::ctas + rank);
-      } else {
-        barrier_sync(math_barrier, math_threads);  // s.sum is written again
       }
+      release_item(count);
     }
 
     // ---- merge
+    barrier_sync(math_barrier, math_threads);  // the last block's values are read
+    MergeSpace& space = *reinterpret_cast<MergeSpace*>(s.kv);
     const auto merge = [&](const Item& it) {
-      merge_share<64>(p, it, min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank, s.merge);
+      merge_share<64>(p, it, min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank, space);
     };
     if (p.split_blocks) {
       Walk<tile_rows> walk(p, s.split, worker);
