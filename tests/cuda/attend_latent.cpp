@@ -412,7 +412,7 @@ TEST_F(OnDevice, BatchInvariantBits) {
 }
 
 TEST_F(OnDevice, RefusesBadShapes) {
-  Inputs s({"bad", 16, 64, {1}, {100}});
+  Inputs s({"bad", 64, 64, {1}, {100}});
   const auto message = [&](auto change) {
     AttendLatent a = s.args;
     change(a);

@@ -61,7 +61,9 @@ struct AttendLatentChoice {
   int split_blocks = 0;  ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;    ///< least blocks of a piece otherwise
   bool cooperative = true;
-  bool overlap = true;  ///< may start while the stream's previous kernel ends
+  /// May start while the stream's previous kernel ends: items and block_table, read at once, must not be what that
+  /// kernel writes (everything else may be).
+  bool overlap = true;
 
   int ctas() const { return tile_rows == 128 ? 2 : 1; }
 };

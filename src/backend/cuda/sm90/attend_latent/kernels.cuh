@@ -17,17 +17,17 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
                       .cluster = choice.ctas(),
                       .cooperative = choice.cooperative,
                       .overlap = choice.overlap};
-  const auto go = [&](auto kernel, size_t shared, std::string_view name) {
+  const auto go = [&](auto kernel, size_t shared, std::string_view name, const auto&... maps) {
     config.shared_bytes = shared;
-    launch(kernel, config, stream, "attend_latent", name, shape, p, q_map, cache_map);
+    launch(kernel, config, stream, "attend_latent", name, shape, p, maps...);
   };
   static_assert(sizeof(NarrowShared<Narrow16>) <= 232448 && sizeof(NarrowShared<Narrow32>) <= 232448);
   static_assert(sizeof(WideShared) <= 232448);
   switch (choice.tile_rows) {
-    case 16: return go(narrow_kernel<Narrow16, T>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows");
-    case 32: return go(narrow_kernel<Narrow32, T>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows");
-    case 64: return go(wide_kernel<Wide64, T>, sizeof(WideShared), "wide kernel, 64 rows");
-    default: return go(wide_kernel<Wide128, T>, sizeof(WideShared), "wide kernel, 128 rows");
+    case 16: return go(narrow_kernel<Narrow16, T>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows", q_map);
+    case 32: return go(narrow_kernel<Narrow32, T>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows", q_map);
+    case 64: return go(wide_kernel<Wide64, T>, sizeof(WideShared), "wide kernel, 64 rows", q_map, cache_map);
+    default: return go(wide_kernel<Wide128, T>, sizeof(WideShared), "wide kernel, 128 rows", q_map, cache_map);
   }
 }
 

@@ -42,49 +42,63 @@ class BoxRows {
   int positions_ = 0, first_ = 0, row_ = 0, next_ = 0, window_ = 0, offset_ = 0, boxes_ = 0;
 };
 
-/// Copies an item's blocks row by row, by the threads of some warps: a warp copies four rows at a time, a lane 16 bytes of
-/// each of their column boxes, swizzled as the copy engine would. Who waits for them calls fence_async_proxy().
+/// Copies an item's blocks row by row, by the threads of some warps: a warp copies four rows at a time, a lane 16 bytes
+/// of each of their column boxes, swizzled as the copy engine would. Page numbers are asked for a block ahead. Who
+/// waits for the copies calls fence_async_proxy().
 class RowCopies {
  public:
   RowCopies() = default;
   __device__ RowCopies(const Params& p, const Item& it)
       : table_(p.block_table + it.request * p.table_stride), positions_(it.positions) {
-    look_up(p, it.block);
+    look_up(p, it.block, row_), look_up(p, it.block + 1, next_);
   }
 
-  /// This warp's share of block j, the `part`-th of `parts`; the item's blocks in turn. box(b): shared-memory address of
-  /// column box b.
-  template <class Box>
-  __device__ void copy(const Params& p, int j, int part, int parts, Box box) {
-    const int low = row_[0], high = row_[1], lane = threadIdx.x % 32, chunk = lane % 8;
-    look_up(p, j + 1);  // under way meanwhile
+  /// Moves to block j, the next one.
+  __device__ void advance(const Params& p, int j) {
+    row_[0] = next_[0], row_[1] = next_[1];
+    look_up(p, j + 1, next_);
+  }
+
+  /// Brings the block's rows to L2; by one warp.
+  __device__ void prefetch(const Params& p) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (row_[half] >= 0)
+        bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row_[half]) * (entry * 2), entry * 2);
+  }
+
+  /// This warp's share, the `part`-th of `parts`, of column boxes [first, last). box(b): shared-memory address of box
+  /// b.
+  template <int first, int last, class Box>
+  __device__ void copy(const Params& p, int part, int parts, Box box) const {
+    const int lane = threadIdx.x % 32, chunk = lane % 8;
 #pragma unroll 1
     for (int four = part; four < block_tokens / 4; four += parts) {
-      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? low : high, to % 32);
+      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? row_[0] : row_[1], to % 32);
       if (from < 0) continue;
       const char* source = static_cast<const char*>(p.cache) + static_cast<int64_t>(from) * (entry * 2) + chunk * 16;
       const uint32_t offset = to * 128 + (chunk ^ (to % 8)) * 16;
 #pragma unroll
-      for (int b = 0; b < entry / 64; ++b) cp_async_16(box(b) + offset, source + b * 128);
+      for (int b = first; b < last; ++b) cp_async_16(box(b) + offset, source + b * 128);
     }
   }
 
  private:
-  __device__ void look_up(const Params& p, int j) {
+  __device__ void look_up(const Params& p, int j, int (&row)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int position = j * block_tokens + half * 32 + static_cast<int>(threadIdx.x % 32);
-      row_[half] = -1;
+      row[half] = -1;
       if (position < positions_) {
         const int page = p.by_page.divide(position);
-        row_[half] = __ldg(table_ + page) * p.page_size + position - page * p.page_size;
+        row[half] = __ldg(table_ + page) * p.page_size + position - page * p.page_size;
       }
     }
   }
 
   const int32_t* table_ = nullptr;
   int positions_ = 0;
-  int row_[2];  // of positions lane and lane + 32 of the next block; -1: past the end
+  int row_[2], next_[2];  // of positions lane and lane + 32 of this block and the next; -1: past the end
 };
 
 }  // namespace mla::cuda::latent

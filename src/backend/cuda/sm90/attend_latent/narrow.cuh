@@ -36,17 +36,15 @@ struct NarrowShared {
 
 template <class Tile, class T>
 __global__ void __launch_bounds__(threads, 1)
-    narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
-                  const __grid_constant__ CUtensorMap cache_map) {
+    narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  const bool boxes_fit = p.box_shift >= 0;
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::boxes; ++i) {
-      mbarrier_init(smem_address(&s.full[i]), boxes_fit ? 1 : 128);
+      mbarrier_init(smem_address(&s.full[i]), 128);
       mbarrier_init(smem_address(&s.empty[i]), 4);  // warps; a rope box is released by the last of both warpgroups
     }
     mbarrier_init(smem_address(&s.q_full), 1);
@@ -54,42 +52,42 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init_fence();
     s.changed = 0;
     tma_prefetch_map(q_map);
-    if (boxes_fit) tma_prefetch_map(cache_map);
   }
-  wait_for_previous_grids();
-  if (warp == 8) {  // beside the barriers' birth
+  if (warp == 8) {  // beside the barriers' birth and the previous kernel's end
     const Split split = make_split<Tile::rows>(p, blockIdx.x);
     if (lane == 0) s.split = split;
   }
   __syncthreads();
-  allow_next_grid();
 
   if (warpgroup == 2) {  // ---- load
-    if (boxes_fit && warp != 8) return;
-    const bool leader = warp == 8 && lane == 0;
     Walk<Tile::rows> walk(p, s.split, blockIdx.x);
     Item it;
+    RowCopies rows;
     int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
     int count = 0;
     bool more = walk.next(it);
-    BoxRows rows;
-    if (more) rows = BoxRows(p, it);
+    if (more) {
+      rows = RowCopies(p, it);
+      if (warp == 8) rows.prefetch(p);
+    }
+    wait_for_previous_grids();
     while (more) {
-      Item following;
-      BoxRows following_rows;
-      bool another = false, looked = false;
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
       // page numbers and queries are asked for while this item is copied.
+      Item following;
+      RowCopies following_rows;
+      bool another = false, looked = false;
       const auto look_ahead = [&] {
         looked = true;
         another = walk.next(following);
         if (!another) return;
-        following_rows = BoxRows(p, following);
-        if (boxes_fit && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
+        following_rows = RowCopies(p, following);
+        if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
       };
       const auto start = [&] {  // the item's queries
+        if (warp != 8) return;
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-        if (leader) {
+        if (lane == 0) {
           s.item[count & 1] = it;
           mbarrier_arrive_expect(smem_address(&s.q_full), 9 * Tile::rows * 128);
         }
@@ -97,73 +95,34 @@ __global__ void __launch_bounds__(threads, 1)
         if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
         __syncwarp();
       };
-      if (boxes_fit) {
-        // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
-        const int queries_at = it.block + min(it.blocks, count == 0 ? 1 : 2);
-        if (it.blocks == 0) start();
-        // Lane b copies box b of a block: both warpgroups' boxes in turn, rope last.
-        const int column = lane == 8 ? 8 : (lane & 1) * 4 + lane / 2;
-#pragma unroll 1
-        for (int j = it.block; j < it.block + it.blocks; ++j) {
-          if (j == queries_at) start();
-          rows.seek(p, j);
-          const int mine = slot + lane < Tile::boxes ? slot + lane : slot + lane - Tile::boxes;
-          const uint32_t full = smem_address(&s.full[mine]), to = smem_address(s.ring[mine]);
-          const int parity = mine < slot ? lap ^ 1 : lap, boxes = rows.boxes(), bytes = boxes << p.box_shift << 7;
-          // All at once when the whole block has room, else box by box as room comes.
-          if (__all_sync(0xffffffffu, lane >= 9 || mbarrier_try_wait(smem_address(&s.empty[mine]), parity))) {
-            if (lane < 9) mbarrier_arrive_expect(full, bytes);
-#pragma unroll 1
-            for (int i = 0; i < boxes; ++i) {
-              const int row = rows.row(i);
-              if (lane < 9) tma_load(to + (i << p.box_shift << 7), cache_map, full, column * 64, row);
-              __syncwarp();
-            }
-          } else {
-            const int row = rows.row(lane & 7);  // here a lane copies its part of each box
-#pragma unroll 1
-            for (int b = 0; b < 9; ++b) {
-              const int at = slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
-              const uint32_t bar = smem_address(&s.full[at]);
-              mbarrier_wait(smem_address(&s.empty[at]), at < slot ? lap ^ 1 : lap);
-              if (lane == 0) mbarrier_arrive_expect(bar, bytes);
-              if (lane < boxes)
-                tma_load(smem_address(s.ring[at]) + (lane << p.box_shift << 7), cache_map, bar,
-                         (b == 8 ? 8 : (b & 1) * 4 + b / 2) * 64, row);
-              __syncwarp();
-            }
-          }
-          slot += 9;
-          if (slot >= Tile::boxes) slot -= Tile::boxes, lap ^= 1;
-          if (!looked && j > it.block + 1) look_ahead();
+      // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
+      const int queries_at = it.block + min(it.blocks, count == 0 ? 1 : 2), end = it.block + it.blocks;
+      const auto slot_of_column = [&](int column) {
+        const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
+        return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
+      };
+      for (int j = it.block; j < end; ++j) {
+        if (j == queries_at) start();
+        for (int b = 0; b < 9; ++b) {
+          const int mine = slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
+          mbarrier_wait(smem_address(&s.empty[mine]), mine < slot ? lap ^ 1 : lap);
         }
-        if (queries_at == it.block + it.blocks && it.blocks) start();
-      } else {
-        if (warp == 8) start();
-        RowCopies copies(p, it);
-        for (int j = it.block; j < it.block + it.blocks; ++j) {
-          for (int b = 0; b < 9; ++b) {
-            const int mine = slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
-            mbarrier_wait(smem_address(&s.empty[mine]), mine < slot ? lap ^ 1 : lap);
-          }
-          const auto slot_of_column = [&](int column) {
-            const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
-            return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
-          };
-          copies.copy(p, j, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
-          for (int column = 0; column < 9; ++column)
-            mbarrier_arrive_after_cp_async(smem_address(&s.full[slot_of_column(column)]));
-          slot += 9;
-          if (slot >= Tile::boxes) slot -= Tile::boxes, lap ^= 1;
-        }
+        rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
+        rows.advance(p, j + 1);
+        for (int column = 0; column < 9; ++column)
+          mbarrier_arrive_after_cp_async(smem_address(&s.full[slot_of_column(column)]));
+        slot += 9;
+        if (slot >= Tile::boxes) slot -= Tile::boxes, lap ^= 1;
+        if (!looked && j > it.block + 1) look_ahead();
       }
+      if (queries_at == end) start();
       if (!looked) look_ahead();
       ++count;
       it = following, rows = following_rows, more = another;
     }
     if (warp == 8) {
       mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (leader) {
+      if (lane == 0) {
         s.item[count & 1].blocks = -1;
         mbarrier_arrive(smem_address(&s.q_full));
       }
@@ -172,6 +131,8 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- math
+  wait_for_previous_grids();
+  allow_next_grid();
   constexpr int row_threads = math_threads / Tile::rows, chunks = Tile::rows / 16;  // of 4 positions a thread
   const int h = warpgroup, g = lane / 4, pair = lane % 4 * 2, warp_row = warp % 4 * 16;
   const int row = threadIdx.x / row_threads, row_lane = threadIdx.x % row_threads;
@@ -207,13 +168,16 @@ __global__ void __launch_bounds__(threads, 1)
       int parity;
       float d[Tile::rows / 2];
       // S^T: this warpgroup's four boxes and half of the rope box
+      for (int i = 0; i < 5 && !dry; ++i) {
+        const int slot = slot_of(i < 4 ? 2 * i + h : 8, parity);
+        mbarrier_wait(smem_address(&s.full[slot]), parity);
+      }
+      fence_async_proxy();
+      wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 5; ++i) {
         const int b = i < 4 ? 2 * i + h : 8, column = i < 4 ? 4 * h + i : 8;
         const int slot = slot_of(b, parity);
-        if (!dry) mbarrier_wait(smem_address(&s.full[slot]), parity);
-        if (!boxes_fit) fence_async_proxy();
-        wgmma_fence();
         const uint64_t keys = operand_128b(smem_address(s.ring[slot])),
                        queries = operand_128b(smem_address(s.q[column]));
 #pragma unroll
@@ -327,17 +291,43 @@ __global__ void __launch_bounds__(threads, 1)
     // ---- epilogue
 #pragma unroll
     for (int k = row_threads / 2; k; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
-    const bool whole = !dry && it.pieces == 1;
+    // Of a tile on the line that two workers share, one has its piece done at its start, the other joins it to what it
+    // holds at its end.
+    const bool shared = !dry && it.pieces == 2 && it.slot_step == 2, joins = shared && it.piece == 0;
+    const bool whole = !dry && (it.pieces == 1 || joins);
     const int rows = dry ? 0 : it.rows;
     const int64_t slot_row = dry ? 0 : static_cast<int64_t>(it.slot) * Tile::rows;
+    const int64_t other_row = joins ? static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows : 0;
+    if (joins) {
+      if (threadIdx.x == 0) wait_for_count(p.counters + it.counter, 1), p.counters[it.counter] = 0;
+      barrier_sync(math_barrier, math_threads);
+    }
     if (row_lane == 0) {
-      s.sum[row] = sum > 0 ? 1.0f / sum : 0.0f;
+      float inverse = sum > 0 ? 1.0f / sum : 0.0f, lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
       if (row < rows) {
-        const float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
+        if (joins) {
+          const float other = __ldcg(p.partial_lse + other_row + row), most = fmaxf(lse2, other);
+          const float shift = most == -INFINITY ? 0.0f : most;
+          const float mine = exp2_approx(lse2 - shift), its = exp2_approx(other - shift), all = mine + its;
+          inverse *= all > 0 ? mine / all : 0.0f;
+          s.rescale[row] = all > 0 ? its / all : 0.0f;
+          lse2 = all > 0 ? most + __log2f(all) : -INFINITY;
+        }
         if (whole) store_lse(p, it.row0 + row, lse2);
         else p.partial_lse[slot_row + row] = lse2;
       }
+      s.sum[row] = inverse;
     }
+    const int lane_column = lane / 16 * 256 + lane % 16 * 4;
+    float4 others[Tile::rows / 8];  // of the 64 latents at hand
+    const auto load_others = [&](int i) {
+#pragma unroll
+      for (int m = 0; m < Tile::rows / 8; ++m)
+        if (joins && warp + 8 * m < rows)
+          others[m] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + (other_row + warp + 8 * m) * width +
+                                                             lane_column + i * 64));
+    };
+    load_others(0);
     barrier_sync(math_barrier, math_threads);
     // 64 latents of each warpgroup at a time go through shared memory, to be stored in whole lines.
     constexpr int pitch = 132;
@@ -356,9 +346,13 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
       for (int m = 0; m < Tile::rows / 8; ++m) {
         const int r = warp + 8 * m;
-        const float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
-        const int column = lane / 16 * 256 + i * 64 + lane % 16 * 4;
+        float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
+        const int column = lane_column + i * 64;
         if (r < rows) {
+          if (joins) {
+            const float w = s.rescale[r];
+            v.x += w * others[m].x, v.y += w * others[m].y, v.z += w * others[m].z, v.w += w * others[m].w;
+          }
           if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = v;
           else if (p.out_f32)
             *reinterpret_cast<float4*>(static_cast<float*>(p.out) + (it.row0 + int64_t{r}) * width + column) = v;
@@ -367,7 +361,10 @@ __global__ void __launch_bounds__(threads, 1)
                 Pack<__nv_bfloat16>::two(v.x, v.y), Pack<__nv_bfloat16>::two(v.z, v.w)};
         }
       }
-      if (i < 3) barrier_sync(math_barrier, math_threads);
+      if (i < 3) {
+        load_others(i + 1);
+        barrier_sync(math_barrier, math_threads);
+      }
     }
     if (dry) {
       Item none{};
@@ -375,8 +372,10 @@ __global__ void __launch_bounds__(threads, 1)
       barrier_sync(math_barrier, math_threads);
       merge_share<Tile::rows>(p, none, 1, 0, 1, 0, s.merge, true);
     } else if (!whole) {
-      if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
-      ++partials;
+      if (!shared) {
+        if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
+        ++partials;
+      }
       publish(p, it.counter);
     } else {
       barrier_sync(math_barrier, math_threads);  // s.sum is written again

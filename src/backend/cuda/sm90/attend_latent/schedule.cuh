@@ -5,6 +5,7 @@
 //
 //   pieces   every tile is cut into pieces of `piece` blocks. Small batches: the smallest piece for which each worker
 //            has at most one. Batch-invariant: 16 blocks, whatever the batch.
+//            Tiles of about one size that workers take without cutting any: the longest tile.
 //   line     equal stretches, cut wherever they end. Larger batches: no worker holds more than its share.
 //
 // Everything is a function of the lengths, so every worker computes its own stretch, and who shares a tile, alone.
@@ -112,8 +113,8 @@ __device__ Split make_split(const Params& p, int worker) {
   const int lane = threadIdx.x % 32;
   Split split;
   int piece = p.split_blocks ? p.split_blocks : 1, target = -1;  // piece 0: line
-  int sum = 0, all_tiles = 0, low = 0, high = 0, count = 0;
-  enum { first, search, find } phase = first;
+  int sum = 0, all_tiles = 0, longest = 0, low = 0, high = 0, count = 0;
+  enum { first, search, whole, find } phase = first;
 #pragma unroll 1
   for (;;) {
     int base = 0, tiles = 0;
@@ -132,6 +133,7 @@ __device__ Split make_split(const Params& p, int worker) {
 #pragma unroll 1
       for (int i = 0; i < t.count; ++i) {
         const int blocks = max(t.blocks(p, i), 1);
+        longest = max(longest, blocks);
         mine += piece == 0 ? blocks + line_overhead : piece == 1 ? blocks : ceil_div(blocks, piece);
       }
       if (phase != find) {
@@ -165,7 +167,13 @@ __device__ Split make_split(const Params& p, int worker) {
         low = max(p.min_blocks, ceil_div(sum, p.workers)), high = low + 4 + low / 16;
         piece = all_tiles <= p.workers ? (low == 1 ? 1 : high) : 0;
         phase = search;
-        if (piece > 1) continue;
+        longest = __reduce_max_sync(0xffffffffu, longest);
+        if (piece == 0 && ceil_div(all_tiles, p.workers) * longest <= high) {  // whole tiles
+          piece = longest, base = all_tiles;
+          split.workers = min(ceil_div(all_tiles, ceil_div(all_tiles, p.workers)), p.workers);
+          phase = whole;
+        }
+        if (piece > 1 && phase == search) continue;
       }
     }
     if (phase == search) {
@@ -285,7 +293,8 @@ class Walk {
   Tiles<tile_rows> tiles_;
 };
 
-// Named barriers: all math threads; then the wide kernel's, of each half of them and of the warpgroup that makes scores.
+// Named barriers: all math threads; then the wide kernel's, of each half of them and of the warpgroup that makes
+// scores.
 constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4;
 
 /// The (token, head) row's log of the sum of exponentials, given in log2 units, if it is wanted.
@@ -302,6 +311,13 @@ __device__ inline void publish(const Params& p, int counter) {
     __threadfence();  // also for what the barrier ordered before
     atomicAdd(p.counters + counter, 1u);
   }
+}
+
+__device__ inline void wait_for_count(const unsigned* counter, int n) {
+  unsigned seen;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
+  } while (seen < static_cast<unsigned>(n));
 }
 
 /// Most pieces of a tile: workers, or what the host allows batch-invariant splits.
@@ -328,19 +344,32 @@ __device__ void merge_share(const Params& p, const Item& it, int rows, int64_t r
   const int64_t stride = static_cast<int64_t>(it.slot_step) * parts * rows_per_slot;
   const auto slot_row = [&](int i) { return i == 0 ? first_row : next_row + (i - 1) * stride; };
 
-  if (thread == 0 && !dry) {
-    unsigned seen;
-    do {
-      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-    } while (seen < static_cast<unsigned>(n));
-  }
+  if (thread == 0 && !dry) wait_for_count(counter, n);
   barrier_sync(math_barrier, math_threads);
 
-  // Weights of as many rows as there is room for, then their columns.
+  // Weights of as many rows as there is room for, and their columns; a thread's first columns are on their way
+  // meanwhile.
 #pragma unroll 1
   for (int first = begin; first < end;) {
     const int row_begin = first / 128, row_end = min(row_begin + rows_at_once, (end + 127) / 128);
     const int stop = min(end, row_end * 128);
+    // Where columns are few, groups of threads share the pieces. A thread keeps eight loads in flight.
+    const int count = stop - first;
+    const int lanes = count <= 32 ? 32 : count <= 64 ? 64 : count <= 128 ? 128 : 256, groups = math_threads / lanes;
+    const int group = thread / lanes, piece_begin = n * group / groups, piece_end = n * (group + 1) / groups;
+    float4 v[2][8];
+    const auto load = [&](int base, int i) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int unit = base + c * lanes + thread % lanes;
+        if (unit >= stop || dry) continue;
+        const float* column = p.partial_out + static_cast<int64_t>(unit / 128) * width + unit % 128 * 4;
+#pragma unroll
+        for (int k = 0; k < 8; ++k)
+          if (i + k < piece_end) v[c][k] = __ldcg(reinterpret_cast<const float4*>(column + slot_row(i + k) * width));
+      }
+    };
+    load(first, piece_begin);
 #pragma unroll 1
     for (int row = row_begin + warp; row < row_end; row += math_threads / 32) {
       float* weights = space.weight + (row - row_begin) * n;
@@ -364,39 +393,24 @@ __device__ void merge_share(const Params& p, const Item& it, int rows, int64_t r
     }
     barrier_sync(math_barrier, math_threads);
 
-    // Where columns are few, groups of threads share the pieces. A thread keeps eight loads in flight.
-    const int count = stop - first;
-    const int lanes = count <= 32 ? 32 : count <= 64 ? 64 : count <= 128 ? 128 : 256, groups = math_threads / lanes;
-    const int group = thread / lanes, piece_begin = n * group / groups, piece_end = n * (group + 1) / groups;
 #pragma unroll 1
     for (int base = first; base < stop; base += 2 * lanes) {
       float4 a[2] = {};
-      const float *column[2], *weights[2];
-      bool in[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int unit = base + c * lanes + thread % lanes;
-        in[c] = unit < stop && !dry;
-        column[c] = p.partial_out + static_cast<int64_t>(unit / 128) * width + unit % 128 * 4;
-        weights[c] = space.weight + (unit / 128 - row_begin) * n;
-      }
 #pragma unroll 1
       for (int i = piece_begin; i < piece_end; i += 8) {
-        float4 v[2][8];
+        if (base != first || i != piece_begin) load(base, i);
 #pragma unroll
-        for (int k = 0; k < 8; ++k)
+        for (int c = 0; c < 2; ++c) {
+          const int unit = base + c * lanes + thread % lanes;
+          if (unit >= stop || dry) continue;
+          const float* weights = space.weight + (unit / 128 - row_begin) * n;
 #pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (in[c] && i + k < piece_end)
-              v[c][k] = __ldcg(reinterpret_cast<const float4*>(column[c] + slot_row(i + k) * width));
-#pragma unroll
-        for (int k = 0; k < 8; ++k)
-#pragma unroll
-          for (int c = 0; c < 2; ++c)
-            if (in[c] && i + k < piece_end) {
-              const float w = weights[c][i + k];
+          for (int k = 0; k < 8; ++k)
+            if (i + k < piece_end) {
+              const float w = weights[i + k];
               a[c].x += w * v[c][k].x, a[c].y += w * v[c][k].y, a[c].z += w * v[c][k].z, a[c].w += w * v[c][k].w;
             }
+        }
       }
       if (groups > 1) {  // then this is the only round, and its second column is empty
         space.out[thread] = a[0];
@@ -409,7 +423,7 @@ __device__ void merge_share(const Params& p, const Item& it, int rows, int64_t r
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        if (group != 0 || !in[c]) continue;
+        if (group != 0 || base + c * lanes + thread % lanes >= stop || dry) continue;
         const int64_t at = row0 * width + (base + c * lanes + thread % lanes) * int64_t{4};
         if (p.out_f32) {
           *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = a[c];

@@ -1,6 +1,6 @@
 // attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
-// probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half of
-// every cache block, for both.
+// probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half
+// of every cache block, for both.
 #pragma once
 
 #include "backend/cuda/core/cluster.cuh"
@@ -22,16 +22,17 @@ constexpr int wide_buffers = 3;
 constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
 constexpr int query_boxes = 7;   // that they come from
 
-/// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7 of
-/// warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its probabilities.
+/// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7
+/// of warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its
+/// probabilities.
 struct WideShared {
   alignas(1024) char kv[wide_buffers][8][box_bytes];  // later the merge's
   alignas(1024) char rope[2][box_bytes];
   alignas(1024) char q[9 - query_boxes][box_bytes];  // the other queries
   alignas(128) char q_step[64 * 32];                 // and the last 16 columns of the registers' boxes: 8 x 8 matrices
-  float inverse[64];         // of an item's sums
-  uint8_t growth[2][64];     // outputs held before this block's are to be multiplied by 2^-growth
-  bool changed[2][4];        // is any growth of the warp's rows not 0?
+  float inverse[64];                                 // of an item's sums
+  uint8_t growth[2][64];  // outputs held before this block's are to be multiplied by 2^-growth
+  bool changed[2][4];     // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
   Split split;
@@ -71,13 +72,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
-  wait_for_previous_grids();
-  if (warp == 15) {  // beside the barriers' birth
+  if (warp == 15) {  // beside the barriers' birth and the previous kernel's end
     const Split split = make_split<tile_rows>(p, worker);
     if (lane == 0) s.split = split;
   }
   __syncthreads();
-  allow_next_grid();
   if constexpr (Tile::ctas > 1) cluster_sync();  // the peer's barriers exist
 
   const auto wait_item = [&](int count) -> const Item& {
@@ -126,6 +125,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         if (blocks) {
           RowCopies rows(p, it);
+          wait_for_previous_grids();
           const auto wait = [&] {
             for (int half = 0; half < 2; ++half) mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
           };
@@ -149,12 +149,12 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             wait();
-            mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
-            rows.copy(p, block + i, warp - 12, 3, [&](int column) {
-              return smem_address(column < 8 ? s.kv[buffer][column] : s.rope[turn & 1]);
-            });
+            rows.copy<0, 8>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
             for (int k = 0; k < 4; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
+            mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
+            rows.copy<8, 9>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
+            rows.advance(p, block + i + 1);
             turn = (turn + 1) & 3;
             advance();
           }
@@ -173,6 +173,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           BoxRows rows(p, it);
+          wait_for_previous_grids();
           if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
           __syncwarp();
           if (lane < 9 - query_boxes)
@@ -197,6 +198,12 @@ __global__ void __launch_bounds__(wide_threads, 1)
               }
               __syncwarp();
             }
+            if (i + 1 < blocks) {  // the next one's box is free late: it should not have to come from memory then
+              rows.seek(p, block + i + 1);
+              const int next = rows.boxes(), row = rows.row(lane & 7);
+              if (lane < next && (Tile::ctas == 1 || rank != at)) tma_prefetch_box(cache_map, 8 * 64, row);
+              __syncwarp();
+            }
             turn = (turn + 1) & 3;
           }
         } else if (lane == 0) {
@@ -216,10 +223,21 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         if (blocks) {
           BoxRows rows(p, it);
+          if (count == 0) {  // while the previous kernel ends
+            rows.seek(p, block);
+            const int boxes = rows.boxes();
+            for (int k = 0; k < boxes; ++k) {
+              const int row = rows.row(k);
+              if (lane < columns) tma_prefetch_box(cache_map, column * 64, row);
+            }
+            __syncwarp();
+            wait_for_previous_grids();
+          }
           const int mine = half * 4 + lane;
           mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
           if (lane < 2)
-            mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]), (half + lane < 2 ? 2 : 1) * box_bytes);
+            mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]),
+                                   (half + lane < 2 ? 2 : 1) * box_bytes);
           __syncwarp();
           if (lane < 4 && mine < query_boxes)
             tma_load(smem_address(s.kv[buffer][mine]), q_map, smem_address(&s.full[buffer][mine / 2]), mine * 64,
@@ -252,13 +270,15 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
   } else if (warpgroup == 2) {  // ---- scores
     take_registers<168>();
+    wait_for_previous_grids();
     // Registers are short: what can be had again is not kept.
     const auto my_row = [&] { return (thread_index() / 32 % 4) * 16 + thread_index() % 32 / 4; };  // and row + 8
-    // 16 rows a warp; lane l gives the address of row l % 8 of matrix l / 8: rows 0-7, 8-15, then 8 columns on. The next
-    // 16 columns: ^ 32.
+    // 16 rows a warp; lane l gives the address of row l % 8 of matrix l / 8: rows 0-7, 8-15, then 8 columns on. The
+    // next 16 columns: ^ 32.
     const auto matrix = [&] {
       const int thread = thread_index();
-      return static_cast<uint32_t>((thread / 32 % 4 * 16 + thread % 16) * 128 + ((thread / 16 ^ thread) & 1 | thread & 6) * 16);
+      return static_cast<uint32_t>((thread / 32 % 4 * 16 + thread % 16) * 128 +
+                                   ((thread / 16 ^ thread) & 1 | thread & 6) * 16);
     };
     int buffer = 0, parity = 0;
     const auto advance = [&] {
@@ -323,34 +343,33 @@ __global__ void __launch_bounds__(wide_threads, 1)
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
+          for (int group = 0; group < 4; ++group) mbarrier_wait(smem_address(&s.full[buffer][group]), parity);
+          if (!boxes_fit) fence_async_proxy();
+          wgmma_fence();
 #pragma unroll
-          for (int order = 0; order < 5; ++order) {
-            const int group = order == 1 ? 2 : order == 2 ? 1 : order;  // as they come
-            mbarrier_wait(smem_address(group < 4 ? &s.full[buffer][group] : &s.rope_full[turn & 1]),
-                          group < 4 ? parity : turn >> 1);
-            if (!boxes_fit) fence_async_proxy();
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 8; ++k) {
-              const int column = group * 2 + k / 4;
-              if (column > 8) break;
-              const uint32_t box = smem_address(column < 8 ? s.kv[buffer][column] : s.rope[turn & 1]);
-              const uint64_t keys = operand_advance(operand_128b(box), k % 4 * 32);
-              if (group * 8 + k < query_steps)
-                Wgmma<64, T>::template rs<Major::k>(d, q + 4 * (group * 8 + k), keys, order + k > 0);
-              else if (group * 8 + k == query_steps)
-                Wgmma<64, T>::ss(d, operand_plain(smem_address(s.q_step), 256, 128), keys, 1);
-              else
-                Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[column - query_boxes])), k % 4 * 32),
-                                 keys, 1);
-            }
+          for (int k = 0; k < 32; ++k) {
+            const uint64_t keys = operand_advance(operand_128b(smem_address(s.kv[buffer][k / 4])), k % 4 * 32);
+            if (k < query_steps) Wgmma<64, T>::template rs<Major::k>(d, q + 4 * k, keys, k > 0);
+            else if (k == query_steps) Wgmma<64, T>::ss(d, operand_plain(smem_address(s.q_step), 256, 128), keys, 1);
+            else
+              Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[k / 4 - query_boxes])), k % 4 * 32),
+                               keys, 1);
           }
+          // The block before is multiplied while this one's softmax runs, not beside its scores: the products would
+          // then both be done when softmax begins.
+          if (i) {
+            fence_async_proxy();  // of its probabilities; here its wait costs nothing
+            signal(~turn & 1);
+          }
+          mbarrier_wait(smem_address(&s.rope_full[turn & 1]), turn >> 1);
+          if (!boxes_fit) fence_async_proxy();
+#pragma unroll
+          for (int k = 0; k < 4; ++k)
+            Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[8 - query_boxes])), k * 32),
+                             operand_advance(operand_128b(smem_address(s.rope[turn & 1])), k * 32), 1);
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_pin(d);
-          // The block before is multiplied while this one's softmax runs, not beside its scores: the products would then
-          // both be done when softmax begins.
-          if (i) signal(~turn & 1);
           const bool last = i + 1 == blocks;
           if (last && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
 
@@ -425,13 +444,14 @@ __global__ void __launch_bounds__(wide_threads, 1)
               put_lse(it, row + 8, sum1 > 0 ? top1 + __log2f(sum1) : -INFINITY);
             }
           }
-          fence_async_proxy();
-          if (last) signal(turn & 1);
+          if (last) {
+            fence_async_proxy();
+            signal(turn & 1);
+          }
           turn = (turn + 1) & 3;
           advance();
         }
-      }
-      else {
+      } else {
         if (lane % 4 == 0) put_lse(it, my_row(), -INFINITY), put_lse(it, my_row() + 8, -INFINITY);
         if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
@@ -439,8 +459,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
   } else {  // ---- outputs
     take_registers<160>();
+    wait_for_previous_grids();
+    allow_next_grid();
     const int h = warpgroup, row = warp % 4 * 16 + lane / 4;  // and row + 8, of the CTA's 64
-    float o[2][64];  // 128 columns each: a product of 256 would want 154 registers at launch
+    float o[2][64];            // 128 columns each: a product of 256 would want 154 registers at launch
     int buffer = 0, turn = 0;  // turn: rope box of the next block, then its parity
     int partials = 0;
     const auto advance = [&] {
