@@ -59,14 +59,6 @@ class RowCopies {
     look_up(p, j + 1, next_);
   }
 
-  /// Brings the block's rows to L2; by one warp.
-  __device__ void prefetch(const Params& p) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (row_[half] >= 0)
-        bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row_[half]) * (entry * 2), entry * 2);
-  }
-
   /// This warp's share, the `part`-th of `parts`, of column boxes [first, last). box(b): shared-memory address of box
   /// b.
   template <int first, int last, class Box>

@@ -66,10 +66,7 @@ __global__ void __launch_bounds__(threads, 1)
     int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
     int count = 0;
     bool more = walk.next(it);
-    if (more) {
-      rows = RowCopies(p, it);
-      if (warp == 8) rows.prefetch(p);
-    }
+    if (more) rows = RowCopies(p, it);
     wait_for_previous_grids();
     while (more) {
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
