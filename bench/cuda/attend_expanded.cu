@@ -1,10 +1,12 @@
 // Times attend_expanded on Hopper: graph replays over rotating inputs, the answer checked in the same program.
-//   attend_expanded_bench [file.json [name]]     name: only shapes whose name contains it
+//   attend_expanded_bench [file.json [name ...]]     names: only shapes whose name contains one of them
+// With MLA_EXPANDED_TILE=128, 192 or 256 in the environment: that tile for every shape that has it.
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <numeric>
 #include <random>
@@ -67,6 +69,7 @@ std::vector<Shape> shapes() {
       {.name = "h128 24 mixed, 32 to 2K causal", .queries = mixed, .keys = mixed, .heads = 128},
       {.name = "h128 512 over 8K context", .queries = {512}, .keys = {8192}, .heads = 128, .causal = false},
       {.name = "h128 2K causal after 6K", .queries = {2048}, .keys = {8192}, .heads = 128},
+      {.name = "h16 2K over 16K context", .queries = {2048}, .keys = {16384}, .heads = 16, .causal = false},
       {.name = "h128 4K over 16K context", .queries = {4096}, .keys = {16384}, .heads = 128, .causal = false},
       {.name = "h128 4K over 16K context, merged",
        .queries = {4096},
@@ -88,6 +91,13 @@ std::vector<Shape> shapes() {
        .accumulate = true},
       {.name = "h16 8K causal f16", .queries = {8192}, .keys = {8192}, .heads = 16, .dtype = Dtype::f16},
       {.name = "192/64/256 h64 8K causal", .queries = {8192}, .keys = {8192}, .heads = 64, .nope = 192, .value = 256},
+      {.name = "192/64/256 h64 4K over 16K context",
+       .queries = {4096},
+       .keys = {16384},
+       .heads = 64,
+       .nope = 192,
+       .value = 256,
+       .causal = false},
       {.name = "192/64/256 h64 16 x 512 causal",
        .queries = repeat(16, 512),
        .keys = repeat(16, 512),
@@ -194,8 +204,20 @@ double worst(const Shape& s, const Input& in, int times) {
   return most;
 }
 
+sm90::ExpandedTile forced_tile(const Shape& s) {
+  using enum sm90::ExpandedTile;
+  const char* rows = std::getenv("MLA_EXPANDED_TILE");
+  switch (rows ? std::atoi(rows) : 0) {
+    case 128: return rows_128;
+    case 192: return s.nope == 128 ? rows_192 : automatic;
+    case 256: return rows_256;
+    default: return automatic;
+  }
+}
+
 struct Result {
   double median_us, p90_us, tflops, gbps, floor_us, error;
+  int tile;  // rows
 };
 
 Result measure(const Shape& s, cudaStream_t stream) {
@@ -233,6 +255,7 @@ Result measure(const Shape& s, cudaStream_t stream) {
                     s.causal ? s.keys[r] - s.queries[r] : ExpandedItem::everything()});
   const DeviceArray<ExpandedItem> items(list);
   const DeviceArray<int32_t> workspace(std::vector<int32_t>(4, 0));
+  sm90::ExpandedTile tile{};
   const auto call = [&](const Input& in) {
     sm90::AttendExpandedArgs a;
     a.q = {s.dtype, in.q.data(), {tokens, h, qk}};
@@ -245,8 +268,10 @@ Result measure(const Shape& s, cudaStream_t stream) {
     a.scale = 1 / std::sqrt(static_cast<float>(qk));
     a.out = {s.accumulate ? Dtype::f32 : s.dtype, in.out.data(), {tokens, h, s.value}};
     a.accumulate = s.accumulate;
+    a.tile = forced_tile(s);
     a.lse = {in.lse.data(), {tokens, h}};
     a.workspace = workspace.data();
+    tile = sm90::attend_expanded_tile(a);
     sm90::attend_expanded(stream, a);
   };
   const int calls = std::max(20, sets);
@@ -282,7 +307,10 @@ Result measure(const Shape& s, cudaStream_t stream) {
           flops / median * 1e-6,
           bytes / median * 1e-3,
           std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
-          std::max(worst(s, inputs.front(), times(0)), worst(s, inputs.back(), times(sets - 1)))};
+          std::max(worst(s, inputs.front(), times(0)), worst(s, inputs.back(), times(sets - 1))),
+          tile == sm90::ExpandedTile::rows_128   ? 128
+          : tile == sm90::ExpandedTile::rows_192 ? 192
+                                                 : 256};
 }
 
 int main(int argc, char** argv) {
@@ -299,29 +327,31 @@ int main(int argc, char** argv) {
       "\",\n  \"command\": \"attend_expanded_bench FILE\",\n  \"roof\": {\"read_gbps\": " + std::to_string(read_gbps) +
       ", \"tflops\": " + std::to_string(peak_tflops) + "},\n  \"rows\": [";
   bool good = true, comma = false;
-  std::printf("%-36s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "median us", "p90 us", "TFLOP/s", "GB/s", "% floor",
-              "x peer", "error");
+  std::printf("%-36s %4s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "tile", "median us", "p90 us", "TFLOP/s", "GB/s",
+              "% floor", "x peer", "error");
   for (const Shape& s : shapes()) {
-    if (argc > 2 && s.name.find(argv[2]) == std::string::npos) continue;
+    bool wanted = argc <= 2;
+    for (int i = 2; i < argc; ++i) wanted |= s.name.find(argv[i]) != std::string::npos;
+    if (!wanted) continue;
     const Result r = measure(s, stream);
     const bool ok = r.error <= 1.01;
     good &= ok;
-    std::printf("%-36s %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.median_us, r.p90_us,
-                r.tflops, r.gbps, 100 * r.floor_us / r.median_us, s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0,
-                r.error, ok ? "" : " WRONG");
+    std::printf("%-36s %4d %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.tile, r.median_us,
+                r.p90_us, r.tflops, r.gbps, 100 * r.floor_us / r.median_us,
+                s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0, r.error, ok ? "" : " WRONG");
     std::fflush(stdout);
     char row[600];
     std::snprintf(row, sizeof row,
                   "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"merged\": %s, "
-                  "\"items\": "
+                  "\"tile\": %d, \"items\": "
                   "%zu, \"tokens\": %d, \"keys\": %d, "
                   "\"median_us\": %.2f, \"p90_us\": %.2f, \"tflops\": %.1f, \"gbps\": %.0f, \"of_floor\": %.3f, "
                   "\"peer_tflops\": %.0f, \"error_of_bound\": %.3f, "
                   "\"ok\": %s}",
                   comma ? "," : "", s.name.c_str(), s.heads, s.nope, s.rope, s.value, s.causal ? "true" : "false",
-                  s.accumulate ? "true" : "false", s.queries.size(), starts(s.queries).back(), starts(s.keys).back(),
-                  r.median_us, r.p90_us, r.tflops, r.gbps, r.floor_us / r.median_us, s.peer_tflops, r.error,
-                  ok ? "true" : "false");
+                  s.accumulate ? "true" : "false", r.tile, s.queries.size(), starts(s.queries).back(),
+                  starts(s.keys).back(), r.median_us, r.p90_us, r.tflops, r.gbps, r.floor_us / r.median_us,
+                  s.peer_tflops, r.error, ok ? "true" : "false");
     json += row;
     comma = true;
   }

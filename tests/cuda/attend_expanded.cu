@@ -32,6 +32,7 @@ struct Batch {
   bool accumulate = false;
   bool lse_by_head = false, no_lse = false;
   bool padded = false;  // items of no rows between the others
+  sm90::ExpandedTile tile = sm90::ExpandedTile::automatic;
 
   std::vector<int32_t> starts(const std::vector<int32_t>& lengths) const {
     std::vector<int32_t> s{before};
@@ -149,6 +150,7 @@ struct Problem {
     if (!batch.no_lse)
       a.lse = {lse_dev.data(), {tokens, h}, {batch.lse_by_head ? 1 : h, batch.lse_by_head ? tokens : 1}};
     a.accumulate = batch.accumulate;
+    a.tile = batch.tile;
     a.workspace = workspace.data();
     return a;
   }
@@ -281,18 +283,29 @@ class AttendExpanded : public testing::Test {
 };
 
 std::vector<Batch> kinds() {
-  std::vector<Batch> all;
-  for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}})
-    for (const Dtype t : {Dtype::bf16, Dtype::f16})
-      for (const Dtype out : {t, Dtype::f32}) all.push_back({.dims = d, .dtype = t, .out = out});
-  return all;
+  using enum sm90::ExpandedTile;
+  const auto batch = [](Dims d, Dtype t, Dtype out, sm90::ExpandedTile tile) {
+    Batch b;
+    b.dims = d;
+    b.dtype = t;
+    b.out = out;
+    b.tile = tile;
+    return b;
+  };
+  const Dims deepseek{128, 64, 128}, glm{192, 64, 256};
+  return {batch(deepseek, Dtype::bf16, Dtype::bf16, rows_128), batch(deepseek, Dtype::bf16, Dtype::f32, rows_192),
+          batch(deepseek, Dtype::bf16, Dtype::bf16, rows_256), batch(deepseek, Dtype::bf16, Dtype::f32, rows_256),
+          batch(deepseek, Dtype::f16, Dtype::f16, rows_192),   batch(deepseek, Dtype::f16, Dtype::f32, rows_128),
+          batch(deepseek, Dtype::f16, Dtype::f16, rows_256),   batch(glm, Dtype::bf16, Dtype::bf16, rows_128),
+          batch(glm, Dtype::bf16, Dtype::f32, rows_256),       batch(glm, Dtype::f16, Dtype::f16, rows_256),
+          batch(glm, Dtype::f16, Dtype::f32, rows_128)};
 }
 
 std::string name(const Batch& b) {
   std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) + " " +
-                     std::string(to_string(b.dtype)) + " to " + std::string(to_string(b.out)) +
-                     (b.causal ? " causal" : "") + (b.accumulate ? " merged" : "") + ", heads " +
-                     std::to_string(b.heads) + ", q";
+                     std::string(to_string(b.dtype)) + " to " + std::string(to_string(b.out)) + ", tile " +
+                     std::to_string(static_cast<int>(b.tile)) + (b.causal ? " causal" : "") +
+                     (b.accumulate ? " merged" : "") + ", heads " + std::to_string(b.heads) + ", q";
   for (int32_t n : b.queries) text += " " + std::to_string(n);
   text += ", k";
   for (int32_t n : b.keys) text += " " + std::to_string(n);
@@ -452,8 +465,11 @@ TEST_F(AttendExpanded, NoKeysAtAll) {
 }
 
 TEST_F(AttendExpanded, LongRequests) {
-  for (const Dims d : {Dims{128, 64, 128}, Dims{192, 64, 256}}) {
-    Batch b{.queries = {2100, 5, 1000}, .keys = {2100, 3000, 1111}, .heads = 20, .dims = d};
+  for (Batch b : kinds()) {
+    if (b.dtype != Dtype::bf16 || b.out != Dtype::bf16) continue;
+    b.queries = {2100, 5, 1000};
+    b.keys = {2100, 3000, 1111};
+    b.heads = 20;
     Problem p(b, 3);
     p.run();
     ASSERT_EQ(compare(p), "") << name(b);
@@ -466,19 +482,22 @@ TEST_F(AttendExpanded, LongRequests) {
 
 /// Scores that grow along the keys, steeply and by less than the lazy rescale waits for.
 TEST_F(AttendExpanded, RisingScores) {
-  for (const float slope : {0.002f, 0.05f, 0.5f}) {
-    Batch b{.queries = {600}, .keys = {600}, .heads = 3, .causal = false};
-    Problem p(b, 5);
-    for (int64_t t = 0; t < p.tokens; ++t)
-      for (int h = 0; h < b.heads; ++h)
-        p.q[static_cast<size_t>((t * b.heads + h) * p.qk + 128)] = rounded(b.dtype, 14.0f);
-    // The kernel walks the keys from the last to the first.
-    for (int64_t j = 0; j < p.keys; ++j)
-      p.k_pe[static_cast<size_t>(j * 64)] = rounded(b.dtype, -slope * static_cast<float>(j));
-    p.upload();
-    p.run();
-    ASSERT_EQ(compare(p), "") << "slope " << slope;
-  }
+  for (Batch b : kinds())
+    for (const float slope : {0.002f, 0.05f, 0.5f, 2.0f}) {
+      b.queries = b.keys = {600};
+      b.heads = 3;
+      b.causal = false;
+      Problem p(b, 5);
+      for (int64_t t = 0; t < p.tokens; ++t)
+        for (int h = 0; h < b.heads; ++h)
+          p.q[static_cast<size_t>((t * b.heads + h) * p.qk + b.dims.nope)] = rounded(b.dtype, 14.0f);
+      // The kernel walks the keys from the last to the first.
+      for (int64_t j = 0; j < p.keys; ++j)
+        p.k_pe[static_cast<size_t>(j * 64)] = rounded(b.dtype, -slope * static_cast<float>(j));
+      p.upload();
+      p.run();
+      ASSERT_EQ(compare(p), "") << name(b) << " slope " << slope;
+    }
 }
 
 TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
@@ -569,6 +588,14 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.items = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.item_count = -1; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.most_queries = 11; }), ShapeError);
+  EXPECT_THROW(with([&](AttendExpandedArgs& a) {
+                 a.tile = sm90::ExpandedTile::rows_192;
+                 a.q = {Dtype::bf16, p.q_dev.data(), {10, 2, 256}};
+                 a.k_nope = {Dtype::bf16, p.k_v_dev.data(), {10, 2, 192}, {512, 256, 1}};
+                 a.v = {Dtype::bf16, p.k_v_dev.data(), {10, 2, 256}, {512, 256, 1}};
+                 a.out = {Dtype::bf16, p.out_dev.data(), {10, 2, 256}};
+               }),
+               UnsupportedError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) {
                  a.accumulate = true;
                  a.lse = {};

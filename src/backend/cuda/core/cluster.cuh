@@ -50,4 +50,14 @@ __device__ __forceinline__ void store_remote_float(uint32_t address, float v) {
   asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(v) : "memory");
 }
 
+/// Stores four words at a mapped address and adds their 16 bytes to what the mapped barrier beside them has received:
+/// whoever waits for that barrier sees them.
+__device__ __forceinline__ void store_remote_async(uint32_t address, int32_t a, int32_t b, int32_t c, int32_t d,
+                                                   uint32_t bar) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d), "r"(bar)
+      : "memory");
+}
+
 }  // namespace mla::cuda

@@ -5,6 +5,7 @@
 #include <limits>
 #include <string>
 
+#include "backend/cuda/core/cluster.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tensor_map.hpp"
@@ -20,40 +21,90 @@ namespace {
 
 struct TileConfig {
   int nope, rope, value;                   ///< head dimensions
-  int groups;                              ///< math warpgroups, of 64 query rows each
+  int cluster;                             ///< blocks that share keys and values: one tile between them
+  int groups;                              ///< math warpgroups of a block, of 64 query rows each
   int keys, key_stages;                    ///< keys of a block; blocks of keys in flight
   int value_keys, value_stages;            ///< values arrive in parts of a block
+  bool weights_ahead;                      ///< registers for two blocks' weights: written while the others are used
   int math_registers, producer_registers;  ///< a thread; together what the block starts with, or a warpgroup waits
                                            ///< forever for its share
   constexpr int dim() const { return nope + rope; }
-  constexpr int rows() const { return 64 * groups; }
+  constexpr int rows() const { return 64 * groups * cluster; }
+  /// First row of a warpgroup in its tile: the blocks of a cluster take turns, so that they see about the same keys.
+  constexpr int first_row(int rank, int group) const { return 64 * (group * cluster + rank); }
   constexpr int threads() const { return 128 * (1 + groups); }
   constexpr int value_parts() const { return keys / value_keys; }
 };
 
 // The kernel's template argument is one of these types: nvcc 13.0 writes a launch stub that does not compile when it is
 // a TileConfig itself.
-struct Deepseek {
+struct Deepseek128 {
   static constexpr TileConfig tile{.nope = 128,
                                    .rope = 64,
                                    .value = 128,
+                                   .cluster = 1,
+                                   .groups = 2,
+                                   .keys = 128,
+                                   .key_stages = 2,
+                                   .value_keys = 128,
+                                   .value_stages = 2,
+                                   .weights_ahead = true,
+                                   .math_registers = 232,
+                                   .producer_registers = 40};
+};
+struct Deepseek256 {
+  static constexpr TileConfig tile{.nope = 128,
+                                   .rope = 64,
+                                   .value = 128,
+                                   .cluster = 2,
+                                   .groups = 2,
+                                   .keys = 128,
+                                   .key_stages = 2,
+                                   .value_keys = 128,
+                                   .value_stages = 2,
+                                   .weights_ahead = true,
+                                   .math_registers = 232,
+                                   .producer_registers = 40};
+};
+struct Deepseek192 {
+  static constexpr TileConfig tile{.nope = 128,
+                                   .rope = 64,
+                                   .value = 128,
+                                   .cluster = 1,
                                    .groups = 3,
                                    .keys = 128,
                                    .key_stages = 2,
                                    .value_keys = 64,
                                    .value_stages = 3,
+                                   .weights_ahead = false,
                                    .math_registers = 160,
                                    .producer_registers = 32};
 };
-struct Glm {
+struct Glm128 {
   static constexpr TileConfig tile{.nope = 192,
                                    .rope = 64,
                                    .value = 256,
+                                   .cluster = 1,
                                    .groups = 2,
                                    .keys = 80,
                                    .key_stages = 2,
                                    .value_keys = 80,
                                    .value_stages = 2,
+                                   .weights_ahead = false,
+                                   .math_registers = 232,
+                                   .producer_registers = 40};
+};
+struct Glm256 {
+  static constexpr TileConfig tile{.nope = 192,
+                                   .rope = 64,
+                                   .value = 256,
+                                   .cluster = 2,
+                                   .groups = 2,
+                                   .keys = 80,
+                                   .key_stages = 2,
+                                   .value_keys = 80,
+                                   .value_stages = 2,
+                                   .weights_ahead = false,
                                    .math_registers = 232,
                                    .producer_registers = 40};
 };
@@ -62,6 +113,7 @@ constexpr int group_rows = 64;        // query rows of a math warpgroup: the hei
 constexpr int panel = 64;             // elements of a 128-byte row of shared memory
 constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
+constexpr float most_sum = 1024.0f;   // or until a thread's exponentials of a block sum to more
 constexpr int section_heads(int heads) { return heads >= 64 ? 8 : 16; }  // heads whose tiles run side by side
 constexpr int run_keys = 2048;                                           // a run's tiles times its request's keys
 
@@ -101,7 +153,7 @@ struct alignas(1024) Shared {
   uint64_t q_full[tile.groups], q_empty[tile.groups];
   uint64_t k_full[tile.key_stages], k_empty[tile.key_stages];
   uint64_t v_full[tile.value_stages], v_empty[tile.value_stages];
-  uint64_t v_tail;  // a part of values that holds rows past the item's end has landed
+  uint64_t v_tail[tile.value_stages];  // a part of values that holds rows past the item's end has landed
 };
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
@@ -203,28 +255,59 @@ struct TileOrder {
 
 // ---- roles ---------------------------------------------------------------------------------------------------------
 
+/// Every block of a cluster calls it at the same place for its share of the box; all of them receive it.
+template <int cluster, class... Coordinates>
+__device__ __forceinline__ void load_shared(uint32_t dst, const CUtensorMap& map, uint32_t bar, Coordinates... at) {
+  if constexpr (cluster == 1) tma_load(dst, map, bar, at...);
+  else tma_load_multicast(dst, map, bar, (1 << cluster) - 1, at...);
+}
+/// Lets go of something that blocks of a cluster share, or that the first of them hands out.
+template <int cluster>
+__device__ __forceinline__ void arrive_at(uint64_t& bar, int rank) {
+  if constexpr (cluster == 1) mbarrier_arrive(smem_address(&bar));
+  else mbarrier_arrive_remote(smem_address(&bar), rank);
+}
+template <int cluster>
+__device__ __forceinline__ int rank_in_cluster() {
+  return cluster == 1 ? 0 : static_cast<int>(cluster_rank());
+}
+
 /// Warp 0 of the producer: hands out tiles, loads queries and keys.
 template <TileConfig tile, class Element>
 __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
   uint32_t blocks = 0;  // of keys loaded so far
   TileOrder<tile> order;
-  order.load(p, lane);
-  int32_t number = blockIdx.x, more = 0;
+  if (rank == 0) order.load(p, lane);
+  int32_t number = blockIdx.x / tile.cluster, more = 0;
   TileWork work;
   for (uint32_t t = 0;; ++t) {
-    if (more > 0) {
-      order.step(p, work);
-      --more;
-    } else {
-      work = order.at(p, __shfl_sync(~0u, number, 0), lane, more);
-      if (lane == 0) number = gridDim.x + atomicAdd(&p.counters[0], 1);  // not waited for until the run is over
-    }
     const Slot<tile_ring> slot(t);
-    mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
-    if (lane == 0) {
-      shared.work[slot.index] = work;
-      mbarrier_arrive(smem_address(&shared.work_full[slot.index]));
+    const uint32_t announced = smem_address(&shared.work_full[slot.index]);
+    if (rank == 0) {
+      if (more > 0) {
+        order.step(p, work);
+        --more;
+      } else {
+        work = order.at(p, __shfl_sync(~0u, number, 0), lane, more);
+        if (lane == 0) number = gridDim.x / tile.cluster + atomicAdd(&p.counters[0], 1);  // waited for after the run
+      }
+      mbarrier_wait(smem_address(&shared.work_empty[slot.index]), slot.parity ^ 1);
+      if (lane == 0) {
+        shared.work[slot.index] = work;
+        mbarrier_arrive(announced);
+      }
+      if (lane > 0 && lane < tile.cluster) {
+        const uint32_t to = map_to_cta(smem_address(&shared.work[slot.index]), lane), bar = map_to_cta(announced, lane);
+        store_remote_async(to, work.blocks, work.row, work.rows, work.key, bar);
+        store_remote_async(to + 16, work.keys, work.diagonal, work.head, 0, bar);
+      }
+    } else {
+      if (lane == 0) mbarrier_arrive_expect(announced, sizeof(TileWork));
+      mbarrier_wait(announced, slot.parity);
+      work = shared.work[slot.index];
+      __syncwarp();
+      if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
     }
     if (work.blocks == 0) break;
     if (lane == 0) {
@@ -233,53 +316,56 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
         const uint32_t full = smem_address(&shared.k_full[k.index]);
         mbarrier_wait(smem_address(&shared.k_empty[k.index]), k.parity ^ 1);
         mbarrier_arrive_expect(full, sizeof(shared.k[0]));
-        const int32_t row = work.key + n * tile.keys;
+        const int32_t mine = rank * (tile.keys / tile.cluster), row = work.key + n * tile.keys + mine;
 #pragma unroll
         for (int d = 0; d < tile.nope / panel; ++d)
-          tma_load(smem_address(shared.k[k.index][d]), p.k_nope, full, d * panel, work.head, row);
+          load_shared<tile.cluster>(smem_address(shared.k[k.index][d][mine]), p.k_nope, full, d * panel, work.head,
+                                    row);
 #pragma unroll
         for (int d = 0; d < tile.rope / panel; ++d)
-          tma_load(smem_address(shared.k[k.index][tile.nope / panel + d]), p.k_pe, full, d * panel, row);
+          load_shared<tile.cluster>(smem_address(shared.k[k.index][tile.nope / panel + d][mine]), p.k_pe, full,
+                                    d * panel, row);
         if (n != work.blocks - 1) continue;
         // After the first block of keys, whose stage is free sooner than the queries' space.
         for (int g = 0; g < tile.groups; ++g) {
           const uint32_t landed = smem_address(&shared.q_full[g]);
           mbarrier_wait(smem_address(&shared.q_empty[g]), (t & 1) ^ 1);
-          if (g * group_rows >= work.rows) {  // no rows: whatever lies there makes rows that are not stored
+          const int first = tile.first_row(rank, g);
+          if (first >= work.rows) {  // no rows: whatever lies there makes rows that are not stored
             mbarrier_arrive(landed);
             continue;
           }
           mbarrier_arrive_expect(landed, sizeof(shared.q[0]));
 #pragma unroll
           for (int d = 0; d < tile.dim() / panel; ++d)
-            tma_load(smem_address(shared.q[g][d]), p.q, landed, d * panel, work.head, work.row + g * group_rows);
+            tma_load(smem_address(shared.q[g][d]), p.q, landed, d * panel, work.head, work.row + first);
         }
       }
     }
   }
-  // Every block has drawn its last number before it reports, so the last one to report may rewind the counters for the
-  // next launch.
-  if (lane == 0) {
+  // Every drawer has its last number before it reports, so the last one to report may rewind the counters for the next
+  // launch.
+  if (rank == 0 && lane == 0) {
     __threadfence();
-    if (atomicAdd(&p.counters[1], 1) == static_cast<int32_t>(gridDim.x) - 1) {
+    if (atomicAdd(&p.counters[1], 1) == static_cast<int32_t>(gridDim.x / tile.cluster) - 1) {
       p.counters[0] = 0;
       p.counters[1] = 0;
     }
   }
 }
 
-/// Warp 1 of the producer: loads values; rows past the item's end become zeros, for 0 times NaN would reach the
-/// sums.
+/// Warp 1 of the producer: loads values; rows past the item's end become zeros, for 0 times NaN would reach the sums.
 template <TileConfig tile, class Element>
 __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
-  const int lane = threadIdx.x % 32;
-  uint32_t parts = 0, tails = 0;
+  const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
+  constexpr int panels = tile.value / panel / tile.cluster;  // that this block loads
+  uint32_t parts = 0, tails = 0;                             // tails: a parity bit for each stage
   for (uint32_t t = 0;; ++t) {
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
     const TileWork work = shared.work[slot.index];
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&shared.work_empty[slot.index]));
+    if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
     if (work.blocks == 0) return;
     for (int n = work.blocks - 1; n >= 0; --n)
       for (int part = 0; part < tile.value_parts(); ++part, ++parts) {
@@ -287,16 +373,20 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
         const int32_t first = n * tile.keys + part * tile.value_keys;
         const int32_t valid = max(work.keys - first, 0);
         const bool tail = valid < tile.value_keys;
-        const uint32_t landed = smem_address(tail ? &shared.v_tail : &shared.v_full[v.index]);
+        const uint32_t landed = smem_address(tail ? &shared.v_tail[v.index] : &shared.v_full[v.index]);
         mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
         if (lane == 0) {
           mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
 #pragma unroll
-          for (int d = 0; d < tile.value / panel; ++d)
-            tma_load(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head, work.key + first);
+          for (int i = 0; i < panels; ++i) {
+            const int d = rank * panels + i;
+            load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head,
+                                      work.key + first);
+          }
         }
         if (!tail) continue;
-        mbarrier_wait(landed, tails++ & 1);
+        mbarrier_wait(landed, tails >> v.index & 1);
+        tails ^= 1u << v.index;
         constexpr int row_chunks = panel * sizeof(Element) / 16;
         for (int d = 0; d < tile.value / panel; ++d) {
           uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
@@ -318,30 +408,61 @@ __device__ __forceinline__ uint32_t packed(float low, float high) {
   return r;
 }
 
-/// Softmax state of a thread's two rows: r / 4 and r / 4 + 8 of its warp's 16.
+/// Softmax state of a thread's two rows: r / 4 and r / 4 + 8 of its warp's 16. Exponents are of 2.
 struct RowState {
-  float reference[2] = {-INFINITY,
-                        -INFINITY};  // what the scores are measured from; at most 2^lazy_rescale below the true maximum
-  float sum[2] = {0.0f, 0.0f};       // of this thread's columns
+  float reference[2] = {-INFINITY, -INFINITY};  // what the scores are measured from; -inf: nothing seen so far
+  float sum[2] = {0.0f, 0.0f};                  // of this thread's columns
 };
 
-/// Scores to exponentials; `factor` is what sums and outputs so far must be multiplied by.
+/// Largest of a thread's scores of row h, in four chains.
 template <int n>
-__device__ __forceinline__ void exponentiate(float (&s)[n], RowState& state, float (&factor)[2], float scale_log2) {
+__device__ __forceinline__ float row_maximum(const float (&s)[n], int h) {
+  float high[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) high[i] = s[4 * (i / 2) + 2 * h + i % 2];
+#pragma unroll
+  for (int j = 2; j < n / 4; ++j)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) high[2 * (j % 2) + e] = fmaxf(high[2 * (j % 2) + e], s[4 * j + 2 * h + e]);
+  return fmaxf(fmaxf(high[0], high[1]), fmaxf(high[2], high[3]));
+}
+
+/// Raises the references of rows that ask for it in one of their four threads, to the rows' maxima; `factor` is what
+/// sums and outputs so far must be multiplied by, exactly 1 where nothing changes.
+__device__ __forceinline__ void raise_references(RowState& state, const bool (&ask)[2], const float (&high)[2],
+                                                 float (&factor)[2]) {
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    float high = fmaxf(s[2 * h], s[2 * h + 1]);
-#pragma unroll
-    for (int j = 1; j < n / 4; ++j) high = fmaxf(high, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 1));
-    high = fmaxf(high, __shfl_xor_sync(~0u, high, 2));
+    float top = high[h];
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+    int asked = ask[h];
+    asked |= __shfl_xor_sync(~0u, asked, 1);
+    asked |= __shfl_xor_sync(~0u, asked, 2);
     const float before = state.reference[h];
-    // Decided by the row alone; where the warp skips the multiplication, the factor is exactly 1.
-    const bool raise = (high - before) * scale_log2 > lazy_rescale;
-    const float reference = raise ? high : before;
-    const float offset = reference == -INFINITY ? 0.0f : reference * scale_log2;
-    factor[h] = raise ? exp2_approx(before * scale_log2 - offset) : 1.0f;
-    state.reference[h] = reference;
+    const bool raise = asked && top > before;
+    factor[h] = raise ? exp2_approx(before - top) : 1.0f;
+    if (raise) state.reference[h] = top;
+    state.sum[h] *= factor[h];
+  }
+}
+__device__ __forceinline__ float offset_of(float reference) { return reference == -INFINITY ? 0.0f : reference; }
+
+/// Scores to exponentials, in place. Whether outputs so far must be multiplied by `factor`; a whole warp decides alike.
+template <int n>
+__device__ __forceinline__ bool exponentiate(float (&s)[n], RowState& state, float (&factor)[2], float scale_log2) {
+  float high[2];
+  bool ask[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    high[h] = row_maximum(s, h) * scale_log2;
+    ask[h] = high[h] > state.reference[h] + lazy_rescale;  // true of the first score seen
+  }
+  const bool raised = __any_sync(~0u, ask[0] || ask[1]);
+  if (raised) raise_references(state, ask, high, factor);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float offset = offset_of(state.reference[h]);
     float even = 0.0f, odd = 0.0f;
 #pragma unroll
     for (int j = 0; j < n / 4; ++j) {
@@ -352,20 +473,67 @@ __device__ __forceinline__ void exponentiate(float (&s)[n], RowState& state, flo
       even += a;
       odd += b;
     }
-    state.sum[h] = state.sum[h] * factor[h] + (even + odd);
+    state.sum[h] += even + odd;
   }
+  return raised;
 }
 
-/// Columns that a row does not see: -inf.
+/// The same without looking for the maximum: exponentials from the reference at hand, and once more where a thread's
+/// sum shows that it is too low. The scores stay as they are.
+template <class Element, int n>
+__device__ __forceinline__ bool exponentiate_ahead(const float (&s)[n], uint32_t (&weights)[n / 2], RowState& state,
+                                                   float (&factor)[2], float scale_log2) {
+  float sum[2];
+  const auto attempt = [&] {
+    float even[2] = {}, odd[2] = {};
+    const float offset[2] = {offset_of(state.reference[0]), offset_of(state.reference[1])};
+#pragma unroll
+    for (int j = 0; j < n / 4; ++j)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float a = exp2_approx(fmaf(s[4 * j + 2 * h], scale_log2, -offset[h])),
+                    b = exp2_approx(fmaf(s[4 * j + 2 * h + 1], scale_log2, -offset[h]));
+        even[h] += a;
+        odd[h] += b;
+        weights[2 * j + h] = packed<Element>(a, b);
+      }
+    sum[0] = even[0] + odd[0];
+    sum[1] = even[1] + odd[1];
+  };
+  bool ask[2] = {true, true};
+  if (!__all_sync(~0u,
+                  state.reference[0] == -INFINITY && state.reference[1] == -INFINITY)) {  // not a tile's first block
+    attempt();
+#pragma unroll
+    for (int h = 0; h < 2; ++h) ask[h] = sum[h] > most_sum || state.reference[h] == -INFINITY;
+  }
+  const bool raised = __any_sync(~0u, ask[0] || ask[1]);
+  if (raised) {
+    const float high[2] = {row_maximum(s, 0) * scale_log2, row_maximum(s, 1) * scale_log2};
+    raise_references(state, ask, high, factor);
+    attempt();
+  }
+  state.sum[0] += sum[0];
+  state.sum[1] += sum[1];
+  return raised;
+}
+
+/// Columns that a row does not see: -inf. A thread holds columns 8 j + {0, 1} from `column` on: those that are seen are
+/// the low bits of a word.
 template <int n>
 __device__ __forceinline__ void mask(float (&s)[n], int32_t column, int32_t seen_low, int32_t seen_high) {
 #pragma unroll
-  for (int j = 0; j < n / 4; ++j)
+  for (int h = 0; h < 2; ++h) {
+    const int32_t columns = max((h == 0 ? seen_low : seen_high) - column, 0),
+                  count = columns / 8 * 2 + min(columns % 8, 2);
+    const uint32_t bits = count > 31 ? ~0u : (1u << count) - 1;
+    static_assert(n / 2 <= 32);
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      if (column + 8 * j + e >= seen_low) s[4 * j + e] = -INFINITY;
-      if (column + 8 * j + e >= seen_high) s[4 * j + 2 + e] = -INFINITY;
-    }
+    for (int j = 0; j < n / 4; ++j)
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+        if (!(bits & 1u << (2 * j + e))) s[4 * j + 2 * h + e] = -INFINITY;
+  }
 }
 
 /// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring
@@ -462,8 +630,15 @@ struct Math {
     return {w[0], w[1], w[2], w[3], w[4], w[5], w[6], w[7]};
   }
 
+  /// This warpgroup's first row in a tile. Asked for where it is needed: a register for it would be one too many.
+  __device__ __forceinline__ int low() const {
+    if constexpr (tile.cluster == 1) return tile.first_row(0, group);
+    int rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return tile.first_row(rank, group);
+  }
   /// First of this thread's two rows, as a row of the tile; the other is 8 below.
-  __device__ __forceinline__ int tile_row() const { return group * group_rows + thread / 32 * 16 + thread % 32 / 4; }
+  __device__ __forceinline__ int tile_row() const { return low() + thread / 32 * 16 + thread % 32 / 4; }
 
   /// Waits for the next tile.
   __device__ __forceinline__ TileWork begin_tile() {
@@ -481,17 +656,22 @@ struct Math {
     const Slot<tile.value_stages> v(parts + part);
     mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
   }
+  /// In every block that loads into this space.
+  static __device__ __forceinline__ void release(uint64_t& bar) {
+#pragma unroll
+    for (int rank = 0; rank < tile.cluster; ++rank) arrive_at<tile.cluster>(bar, rank);
+  }
   /// Block n's scores are in registers, or not wanted: its keys' space is free, after a tile's last block (number 0)
   /// the queries' too.
   __device__ __forceinline__ void release_keys() {
     if (thread == 0) {
-      mbarrier_arrive(smem_address(&shared.k_empty[blocks % tile.key_stages]));
+      release(shared.k_empty[blocks % tile.key_stages]);
       if (n == 0) mbarrier_arrive(smem_address(&shared.q_empty[group]));
     }
     ++blocks;
   }
   __device__ __forceinline__ void release_values() {
-    if (thread == 0) mbarrier_arrive(smem_address(&shared.v_empty[parts % tile.value_stages]));
+    if (thread == 0) release(shared.v_empty[parts % tile.value_stages]);
     ++parts;
   }
 
@@ -536,7 +716,6 @@ struct Math {
   }
   /// What the softmax did to the references, done to the outputs so far.
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-    if (!__any_sync(~0u, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
     for (int j = 0; j < tile.value / 8; ++j) {
       o[4 * j] *= factor[0];
@@ -561,7 +740,7 @@ struct Math {
     else if (p.out_dtype == Dtype::bf16) store_tile<__nv_bfloat16>(of, done);
     else store_tile<__half>(of, done);
     __syncwarp();
-    if (thread % 32 == 0) mbarrier_arrive(smem_address(&shared.work_empty[of % tile_ring]));
+    if (thread % 32 == 0) arrive_at<tile.cluster>(shared.work_empty[of % tile_ring], 0);
   }
   template <class Out>
   __device__ __forceinline__ void store_tile(uint32_t of, const RowState& done) {
@@ -577,7 +756,7 @@ struct Math {
       const bool valid = row < rows;
       Out* const out = static_cast<Out*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
       const int64_t lse_at = int64_t{begin + row} * p.lse_token + head * p.lse_head;
-      float lse = sum > 0.0f ? done.reference[h] * p.scale + __logf(sum) : -INFINITY;
+      float lse = sum > 0.0f ? done.reference[h] * 0.6931471805599453f + __logf(sum) : -INFINITY;
       float take = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
       if (p.accumulate) {
         float before = valid ? p.lse[lse_at] : -INFINITY;
@@ -608,7 +787,7 @@ struct Math {
     int32_t clear;  // blocks below this number are seen whole by all rows
     const auto next_tile = [&] {
       const TileWork w = begin_tile();
-      clear = warp_uniform(min(w.keys, w.diagonal + group * group_rows) / tile.keys);
+      clear = warp_uniform(min(w.keys, w.diagonal + low()) / tile.keys);
       n = warp_uniform(w.blocks - 1);
     };
     if (group == 1) your_turn();  // the first turn is warpgroup 0's
@@ -626,10 +805,18 @@ struct Math {
     wgmma_pin(s);
     release_keys();
     if (n >= clear) mask_block(s);
-    exponentiate(s, state, factor, p.scale_log2);
-    pack(s, weights);
+    if constexpr (tile.weights_ahead) {
+      exponentiate_ahead<Element>(s, weights, state, factor, p.scale_log2);
+    } else {
+      exponentiate(s, state, factor, p.scale_log2);
+      pack(s, weights);
+    }
 
-    for (bool first = true;;) {
+    bool first = true;
+    // Block n's values with `now`; the next block's weights to `next`, the same registers when they are not written
+    // ahead. The loop holds two copies of this. With one and a copy of the registers at its end, ptxas 13.0 merges the
+    // two and writes weights that a product still reads.
+    const auto step = [&](uint32_t(&now)[tile.keys / 4], uint32_t(&next)[tile.keys / 4]) {
       const bool last = n == 0;
       if (last) {
         next_tile();
@@ -637,14 +824,14 @@ struct Math {
           wait_values(0);
           my_turn();
           wgmma_pin(o);
-          wgmma_pin(weights);
+          wgmma_pin(now);
           wgmma_fence();
-          issue_values(weights, 0, !first);
+          issue_values(now, 0, !first);
           if (group == 0) your_turn();
           wgmma_wait<0>();
           wgmma_pin(o);
           finish(t - 2, state);
-          return;
+          return false;
         }
         wait_queries();
       } else --n;
@@ -652,10 +839,10 @@ struct Math {
       wait_values(0);
       my_turn();
       wgmma_pin(o);
-      wgmma_pin(weights);
+      wgmma_pin(now);
       wgmma_fence();
       issue_scores(s);
-      issue_values(weights, 0, !first);
+      issue_values(now, 0, !first);
       your_turn();
       wgmma_wait<1>();
       wgmma_pin(s);
@@ -663,15 +850,26 @@ struct Math {
       const RowState done = state;
       if (last) state = RowState{};
       if (n >= clear) mask_block(s);
-      exponentiate(s, state, factor, p.scale_log2);
+      bool raised;
+      if constexpr (tile.weights_ahead) raised = exponentiate_ahead<Element>(s, next, state, factor, p.scale_log2);
+      else raised = exponentiate(s, state, factor, p.scale_log2);
       wgmma_wait<0>();
       wgmma_pin(o);
-      wgmma_pin(weights);
+      wgmma_pin(now);
       release_values();
       if (last) finish(t - 2, done);
-      else rescale(factor);
-      pack(s, weights);
+      else if (raised) rescale(factor);
+      if constexpr (!tile.weights_ahead) pack(s, next);
       first = last;
+      return true;
+    };
+    if constexpr (tile.weights_ahead) {
+      uint32_t other[tile.keys / 4];
+      while (step(weights, other) && step(other, weights)) {
+      }
+    } else {
+      while (step(weights, weights)) {
+      }
     }
   }
 
@@ -688,8 +886,7 @@ struct Math {
     wgmma_pin(s);
     release_keys();
     if (masked) mask_block(s);
-    exponentiate(s, state, factor, p.scale_log2);
-    if (add) rescale(factor);
+    if (exponentiate(s, state, factor, p.scale_log2) && add) rescale(factor);
     pack(s, weights);
     for (int part = 0; part < tile.value_parts(); ++part) wait_values(part);
     wgmma_pin(o);
@@ -717,7 +914,7 @@ struct Math {
       n = warp_uniform(w.blocks - 1);
       if (n < 0) return;
       // Keys that the last row of this warpgroup sees, and the first: what is skipped, and what needs no mask.
-      const int32_t low = group * group_rows, high = min(low + group_rows, w.rows) - 1;
+      const int32_t low = this->low(), high = min(low + group_rows, w.rows) - 1;
       const int32_t seen = warp_uniform(high < low ? 0 : min(w.keys, w.diagonal + high)),
                     clear = warp_uniform(min(w.keys, w.diagonal + low));
       bool add = false;
@@ -751,29 +948,32 @@ struct Math {
 template <class Config, class Element>
 __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_kernel(const __grid_constant__ Params p) {
   constexpr TileConfig tile = Config::tile;
-  extern __shared__ char storage[];
+  extern __shared__ __align__(1024) char storage[];  // a constant address: it takes no registers
   using Storage = Shared<tile, Element>;
-  Storage& shared = *reinterpret_cast<Storage*>((reinterpret_cast<uintptr_t>(storage) + 1023) / 1024 * 1024);
+  Storage& shared = *reinterpret_cast<Storage*>(storage);
   if (threadIdx.x == 0) {
+    if (smem_address(storage) % 1024 != 0) __trap();
     const auto init = [](auto& barriers, uint32_t arrivals) {
       for (uint64_t& b : barriers) mbarrier_init(smem_address(&b), arrivals);
     };
     init(shared.work_full, 1);
-    init(shared.work_empty, 4 * tile.groups + 1);  // every math warp, and the warp that loads values
+    // Every math warp, and the warp that loads values; of the cluster's other blocks also the one that loads keys.
+    init(shared.work_empty, tile.cluster * (4 * tile.groups + 2) - 1);
     init(shared.q_full, 1);
     init(shared.q_empty, 1);
     init(shared.k_full, 1);
-    init(shared.k_empty, tile.groups);
+    init(shared.k_empty, tile.groups * tile.cluster);
     init(shared.v_full, 1);
-    init(shared.v_empty, tile.groups);
-    mbarrier_init(smem_address(&shared.v_tail), 1);
+    init(shared.v_empty, tile.groups * tile.cluster);
+    init(shared.v_tail, 1);
     mbarrier_init_fence();
     tma_prefetch_map(p.q);
     tma_prefetch_map(p.k_nope);
     tma_prefetch_map(p.k_pe);
     tma_prefetch_map(p.v);
   }
-  __syncthreads();
+  if constexpr (tile.cluster > 1) cluster_sync();
+  else __syncthreads();
   const int warpgroup = warp_uniform(threadIdx.x / 128);
   if (warpgroup == tile.groups) {
     give_registers<tile.producer_registers>();
@@ -785,6 +985,10 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
     Math<tile, Element> math(p, shared, warpgroup);
     if constexpr (tile.groups == 3) math.run_alternating();
     else math.run_overlapped();
+  }
+  if constexpr (tile.cluster > 1) {  // the others' copies and arrivals reach into this block
+    __syncwarp();
+    cluster_sync();
   }
 }
 
@@ -905,13 +1109,14 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
       rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
   if (keys > 0) {
     p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(),
-                        a.k_nope.stride<Key>(), tile.keys);
-    p.k_pe = rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys);
+                        a.k_nope.stride<Key>(), tile.keys / tile.cluster);
+    p.k_pe =
+        rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys / tile.cluster);
     p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(),
                    tile.value_keys);
   } else {  // maps cannot be empty: one row of something there is, which every row of the result masks
-    p.k_nope = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.keys);
-    p.k_pe = rows_map("q", dtype, a.q.data(), panel, 0, 1, 0, panel, tile.keys);
+    p.k_nope = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.keys / tile.cluster);
+    p.k_pe = rows_map("q", dtype, a.q.data(), panel, 0, 1, 0, panel, tile.keys / tile.cluster);
     p.v = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.value_keys);
   }
   p.items = a.items;
@@ -933,29 +1138,65 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.run_keys = tokens * heads >= int64_t{multiprocessors} * 16 * tile.rows() ? run_keys : 0;
   p.counters = static_cast<int32_t*>(a.workspace);
 
-  constexpr size_t shared_bytes = sizeof(Shared<tile, Element>) + 1024;  // and what aligning it takes
+  constexpr size_t shared_bytes = sizeof(Shared<tile, Element>);
   static_assert(shared_bytes <= 227 * 1024);
   const int64_t most_queries = a.most_queries > 0 ? a.most_queries : tokens;
   const int64_t most_tiles =
       std::min(tokens / tile.rows() + a.item_count, a.item_count * ((most_queries + tile.rows() - 1) / tile.rows())) *
       heads;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles));
+  const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster, most_tiles);
   cuda::launch(
-      &attend_expanded_kernel<Config, Element>, {.grid = blocks, .block = tile.threads(), .shared_bytes = shared_bytes},
+      &attend_expanded_kernel<Config, Element>,
+      {.grid = static_cast<unsigned>(clusters * tile.cluster),
+       .block = tile.threads(),
+       .shared_bytes = shared_bytes,
+       .cluster = tile.cluster},
       stream, op, "launch",
       "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
+}
+
+/// What `automatic` stands for. Items are taken to be alike, for their lengths are on the device.
+ExpandedTile suitable(const AttendExpandedArgs& a) {
+  const double items = static_cast<double>(a.item_count), heads = static_cast<double>(a.q.extent<Head>()),
+               queries = static_cast<double>(a.q.extent<Token>()) / items,
+               keys = static_cast<double>(a.k_nope.extent<Key>()) / items;
+  // Short items: three warpgroups hide more of what a tile begins and ends with.
+  if (a.k_nope.extent<Nope>() == 128 && (keys < 1024 || queries < 128)) return ExpandedTile::rows_192;
+  if (queries < 512 || keys < 4096) return ExpandedTile::rows_128;
+  // Both tiles are 128 rows a multiprocessor. Pairs read half as much, for which some percent of the power goes to
+  // arithmetic instead; in exchange they come in larger pieces.
+  const int blocks = multiprocessors(op);
+  const auto rounds = [&](int rows, int slots) {
+    const double n = std::ceil(queries / rows) * items * heads / slots;
+    return n < 8 ? std::ceil(n) : n;
+  };
+  return rounds(256, blocks / 2) <= 1.04 * rounds(128, blocks) ? ExpandedTile::rows_256 : ExpandedTile::rows_128;
 }
 
 template <class Element>
 void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
-  if (nope == 128 && rope == 64 && value == 128) return run<Deepseek, Element>(stream, a);
-  if (nope == 192 && rope == 64 && value == 256) return run<Glm, Element>(stream, a);
+  const ExpandedTile tile = attend_expanded_tile(a);
+  if (nope == 128 && rope == 64 && value == 128) {
+    if (tile == ExpandedTile::rows_128) return run<Deepseek128, Element>(stream, a);
+    if (tile == ExpandedTile::rows_256) return run<Deepseek256, Element>(stream, a);
+    return run<Deepseek192, Element>(stream, a);
+  }
+  if (nope == 192 && rope == 64 && value == 256) {
+    if (tile == ExpandedTile::rows_128) return run<Glm128, Element>(stream, a);
+    if (tile == ExpandedTile::rows_256) return run<Glm256, Element>(stream, a);
+    throw UnsupportedError(std::string(op) + ": tiles of 192 rows at 192/64/256, which has 128 and 256");
+  }
   throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) +
                          "/" + std::to_string(value) + "; this kernel has 128/64/128 and 192/64/256");
 }
 
 }  // namespace
+
+ExpandedTile attend_expanded_tile(const AttendExpandedArgs& args) {
+  if (args.tile != ExpandedTile::automatic || args.item_count <= 0) return args.tile;
+  return suitable(args);
+}
 
 void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   check_args(args);

@@ -5,8 +5,8 @@
 // A row that sees nothing: out 0, lse -inf. Rows of no item are left alone. No row belongs to two items of a call.
 //
 // The items are read on the device: a captured launch serves other lengths, as long as they fit the extents and limits
-// it was captured with. A row's bits depend only on its query, its item's keys and its index in the item (and what it
-// is merged with).
+// it was captured with. A row's bits depend only on its query, its item's keys, its index in the item, the tile (and
+// what it is merged with).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,6 +17,14 @@
 #include "mla/work.hpp"
 
 namespace mla::cuda::sm90 {
+
+/// Query rows that share their keys and values on the way from memory.
+enum class ExpandedTile : uint8_t {
+  automatic,  ///< chosen from the extents of q and k_nope and from item_count
+  rows_128,   ///< between
+  rows_192,   ///< short items; 128/64/128 only
+  rows_256,   ///< long items: two multiprocessors share a tile
+};
 
 struct AttendExpandedArgs {
   AnyView<Token, Head, QueryKey> q;     ///< bf16 or f16, [nope | rope], rotated; QueryKey dense
@@ -32,6 +40,7 @@ struct AttendExpandedArgs {
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it. An lse of -inf, +inf or
   /// NaN holds nothing, and its out is not read.
   bool accumulate = false;
+  ExpandedTile tile = ExpandedTile::automatic;  ///< fixed: bits that do not depend on the batch's size
   void* workspace = nullptr;  ///< device, attend_expanded_workspace bytes, zeroed once; each launch leaves it zeroed.
                               ///< Not for two launches at a time
 };
@@ -39,8 +48,12 @@ struct AttendExpandedArgs {
 /// Bytes of workspace, whatever the shape.
 constexpr size_t attend_expanded_workspace = 16;
 
+/// The tile that attend_expanded takes for these arguments; `automatic` if there are no items.
+ExpandedTile attend_expanded_tile(const AttendExpandedArgs& args);
+
 /// One launch on `stream`; nothing is allocated or waited for. ShapeError: extents, strides or alignment do not fit;
-/// UnsupportedError: dimensions other than 128/64/128 and 192/64/256, or another dtype; DeviceError: not a Hopper
+/// UnsupportedError: dimensions other than 128/64/128 and 192/64/256, a tile they do not have, or another dtype;
+/// DeviceError: not a Hopper
 /// device, or the launch was refused.
 void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args);
 
