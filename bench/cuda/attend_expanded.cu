@@ -14,10 +14,13 @@
 #include <utility>
 
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
-#include "cuda/device_array.hpp"
+#include "cuda/device.hpp"
 
 namespace mla::cuda {
 namespace {
+
+using test::DeviceArray;
+using test::have_hopper;
 
 constexpr double read_gbps = 4560, peak_tflops = 680;  // the roof that shares are given of
 constexpr double rotation_bytes = 320e6;

@@ -10,10 +10,13 @@
 #include <thread>
 
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
-#include "cuda/device_array.hpp"
+#include "cuda/device.hpp"
 
 namespace mla::cuda {
 namespace {
+
+using test::DeviceArray;
+using test::have_hopper;
 
 using sm90::AttendExpandedArgs;
 
@@ -164,9 +167,9 @@ struct Problem {
     sm90::attend_expanded(nullptr, args());
     check(cudaDeviceSynchronize(), "test", "attend_expanded");
   }
-  std::vector<uint32_t> out_bits() const { return out_dev.get(); }
+  std::vector<uint32_t> out_bits() const { return out_dev.download(); }
   std::vector<uint32_t> lse_bits() const {
-    const std::vector<float> lse = lse_dev.get();
+    const std::vector<float> lse = lse_dev.download();
     std::vector<uint32_t> bits;
     for (float x : lse) bits.push_back(std::bit_cast<uint32_t>(x));
     return bits;
@@ -356,7 +359,7 @@ TEST_F(AttendExpanded, RaggedBatches) {
         ASSERT_EQ(p.out_bits(), out) << name(b);
         ASSERT_EQ(p.lse_bits(), lse) << name(b);
       }
-      ASSERT_EQ(p.workspace.get(), std::vector<int32_t>(4, 0));
+      ASSERT_EQ(p.workspace.download(), std::vector<int32_t>(4, 0));
     }
   }
 }

@@ -252,14 +252,14 @@ void synchronize() { check(cudaDeviceSynchronize(), "attend_latent", "run"); }
 class OnDevice : public testing::Test {
  protected:
   void SetUp() override {
-    if (!have_device()) GTEST_SKIP() << "no CUDA device: skipped";
+    if (!have_hopper()) GTEST_SKIP() << "no CUDA device of compute capability 9.0: skipped";
   }
 };
 
 class AttendLatentCases : public testing::TestWithParam<Case> {};
 
 TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
-  if (!have_device()) GTEST_SKIP() << "no CUDA device: skipped";
+  if (!have_hopper()) GTEST_SKIP() << "no CUDA device of compute capability 9.0: skipped";
   Inputs s(GetParam(), testing::UnitTest::GetInstance()->random_seed() + 17);
   s.poison();
   attend_latent(s.args, s.choice, nullptr);

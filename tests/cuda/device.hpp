@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <limits>
 #include <random>
-#include <span>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -19,27 +18,36 @@
 
 namespace mla::cuda::test {
 
-inline bool have_device() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0;
+/// Is the first device of compute capability 9.x?
+inline bool have_hopper() {
+  int count = 0, major = 0;
+  if (cudaGetDeviceCount(&count) != cudaSuccess || count == 0) return false;
+  return cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
 }
 
 /// Device memory, filled with bytes 0xff: NaN in every float type here.
 template <class T>
 class DeviceArray {
  public:
+  DeviceArray() = default;
   explicit DeviceArray(size_t n, int fill = 0xff) : n_(n) {
     check(cudaMalloc(&data_, std::max<size_t>(n * sizeof(T), 16)), "test", "allocation");
     check(cudaMemset(data_, fill, std::max<size_t>(n * sizeof(T), 16)), "test", "fill");
   }
   explicit DeviceArray(const std::vector<T>& from) : DeviceArray(from.size()) { upload(from); }
-  DeviceArray(DeviceArray&& other) noexcept : data_(std::exchange(other.data_, nullptr)), n_(other.n_) {}
+  DeviceArray(DeviceArray&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), n_(std::exchange(other.n_, 0)) {}
+  DeviceArray& operator=(DeviceArray&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(n_, other.n_);
+    return *this;
+  }
   ~DeviceArray() { cudaFree(data_); }
 
   T* data() const { return data_; }
   size_t size() const { return n_; }
-  void upload(std::span<const T> from, size_t at = 0) {
-    check(cudaMemcpy(data_ + at, from.data(), from.size_bytes(), cudaMemcpyHostToDevice), "test", "upload");
+  void upload(const std::vector<T>& from, size_t at = 0) {
+    check(cudaMemcpy(data_ + at, from.data(), from.size() * sizeof(T), cudaMemcpyHostToDevice), "test", "upload");
   }
   std::vector<T> download(size_t at, size_t n) const {
     std::vector<T> v(n);
