@@ -83,8 +83,8 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   AttendLatentChoice c;
   const int64_t rows = static_cast<int64_t>(l.heads) * l.query_tokens;
   const int fit = std::gcd(page_size, latent::block_tokens);
+  c.box_rows = fit >= 8 ? fit : 0;
   c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
-  c.box_rows = c.tile_rows >= 64 && fit >= 8 ? fit : 0;
   c.workers = multiprocessors / c.ctas();
   c.min_blocks = c.tile_rows <= 32 ? 1 : 2;
   if (l.batch_invariant) {

@@ -55,9 +55,11 @@ struct AttendLatent {
 
 /// How a call runs: a pure function of limits, page size and device.
 struct AttendLatentChoice {
-  int tile_rows = 64;    ///< rows (tokens x heads) that are attended together: 16, 32, 64, 128 (a cluster of two CTAs)
-  int workers = 1;       ///< CTAs or clusters, all resident together
-  int box_rows = 64;     ///< cache rows of a copy box; 0: rows are copied one by one (page sizes without a factor 8)
+  int tile_rows = 64;  ///< rows (tokens x heads) that are attended together: 16, 32, 64, 128 (a cluster of two CTAs)
+  int workers = 1;     ///< CTAs or clusters, all resident together
+  /// Cache rows of a copy box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they always are for 16 and
+  /// 32 (page sizes without a factor 8).
+  int box_rows = 64;
   int split_blocks = 0;  ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;    ///< least blocks of a piece otherwise
   bool cooperative = true;
