@@ -159,9 +159,9 @@ double worst(const Shape& s, const Input& in, int times) {
                        static_cast<size_t>(h * kv) * 2, static_cast<size_t>(kv) * 2, static_cast<size_t>(seen),
                        cudaMemcpyDeviceToHost),
           "bench", "copy");
-    const std::vector<uint16_t> pe = in.k_pe.get(ks[r] * s.rope, seen * s.rope), q = in.q.get(row * qk, qk);
+    const std::vector<uint16_t> pe = in.k_pe.download(ks[r] * s.rope, seen * s.rope), q = in.q.download(row * qk, qk);
     const int64_t size = s.accumulate ? 4 : 2;
-    const std::vector<uint8_t> got = in.out.get(row * s.value * size, s.value * size);
+    const std::vector<uint8_t> got = in.out.download(row * s.value * size, s.value * size);
     const auto got_at = [&](int e) -> double {
       if (s.accumulate) {
         float x;
@@ -200,7 +200,7 @@ double worst(const Shape& s, const Input& in, int times) {
       const double error = std::abs(got_at(e) - want) / bound;
       most = std::isfinite(error) ? std::max(most, error) : 1e9;
     }
-    const double lse = in.lse.get(row, 1)[0], want = high + std::log(sum) + std::log(times);
+    const double lse = in.lse.download(row, 1)[0], want = high + std::log(sum) + std::log(times);
     const double error = std::abs(lse - want) / (2e-5 * (1 + std::abs(want)) + 1e-7 * times);
     most = std::isfinite(error) ? std::max(most, error) : 1e9;
   }

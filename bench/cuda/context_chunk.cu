@@ -15,10 +15,12 @@
 #include <string>
 
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
-#include "cuda/device_array.hpp"
+#include "cuda/device.hpp"
 
 namespace mla::cuda {
 namespace {
+
+using namespace test;
 
 constexpr int nope = 128, rope = 64, value = 128, latent = 512, row = latent + rope, page = 64;
 constexpr int replays = 12;
@@ -249,9 +251,9 @@ struct Prefill {
       most = std::isfinite(error) ? std::max(most, error) : 1e9;
     };
     const int head = static_cast<int>(random() % static_cast<uint32_t>(s.heads)), width = nope + value;
-    const std::vector<int32_t> table = block_table.get();
-    const std::vector<uint16_t> w = weights.get(int64_t{head} * width * latent, int64_t{width} * latent);
-    std::vector<uint16_t> keys, pe = pe_new.get();  // of all parts, in their order
+    const std::vector<int32_t> table = block_table.download();
+    const std::vector<uint16_t> w = weights.download(int64_t{head} * width * latent, int64_t{width} * latent);
+    std::vector<uint16_t> keys, pe = pe_new.download();  // of all parts, in their order
     const auto append = [&](const DeviceArray<uint16_t>& from, int count) {
       const size_t at = keys.size();
       keys.resize(at + static_cast<size_t>(count) * width);
@@ -275,7 +277,7 @@ struct Prefill {
         const int position = c * s.chunk + j;
         const int64_t slot = int64_t{table[static_cast<size_t>(position / page)]} * page + position % page;
         if (j % 997 != 0 && j != length(c) - 1) continue;
-        const std::vector<uint16_t> cached = cache.get(slot * row, row);
+        const std::vector<uint16_t> cached = cache.download(slot * row, row);
         for (int e = 0; e < width; e += 5) {
           double sum = 0, magnitude = 0;
           for (int i = 0; i < latent; ++i) {
@@ -286,7 +288,7 @@ struct Prefill {
           judge(real(keys[at + static_cast<size_t>(j * width + e)]), sum, 0x1p-8 * std::abs(sum) + 1e-6 * magnitude);
         }
       }
-      const std::vector<uint16_t> gathered = rows.get(0, int64_t{length(c)} * row);
+      const std::vector<uint16_t> gathered = rows.download(0, int64_t{length(c)} * row);
       for (int j = 0; j < length(c); ++j)
         pe.insert(pe.end(), &gathered[static_cast<size_t>(j) * row + latent],
                   &gathered[static_cast<size_t>(j) * row] + row);
@@ -296,7 +298,7 @@ struct Prefill {
     for (int sample = 0; sample < 6; ++sample) {
       const int64_t token = sample == 0 ? s.tokens - 1 : random() % static_cast<uint32_t>(s.tokens);
       const int64_t at = token * s.heads + head;
-      const std::vector<uint16_t> query = q.get(at * (nope + rope), nope + rope);
+      const std::vector<uint16_t> query = q.download(at * (nope + rope), nope + rope);
       std::vector<double> score, o(value), magnitude(value);
       std::vector<size_t> seen;
       double high = -1e300, sum = 0;
@@ -318,10 +320,10 @@ struct Prefill {
           magnitude[e] += std::abs(x);
         }
       }
-      const std::vector<float> got = out.get(at * value, value);
+      const std::vector<float> got = out.download(at * value, value);
       for (size_t e = 0; e < value; ++e) judge(got[e], o[e] / sum, (0x1p-8 + 4e-5) * magnitude[e] / sum + 1e-7);
       const double want = high + std::log(sum);
-      judge(lse.get(at, 1)[0], want, 2e-5 * (1 + std::abs(want)));
+      judge(lse.download(at, 1)[0], want, 2e-5 * (1 + std::abs(want)));
     }
     return most;
   }

@@ -159,8 +159,8 @@ struct Problem {
   }
 
   void poison_outputs() {
-    out_dev.set(out_before);
-    lse_dev.set(lse_before);
+    out_dev.upload(out_before);
+    lse_dev.upload(lse_before);
   }
   void run() {
     poison_outputs();
@@ -188,7 +188,7 @@ std::string compare(const Problem& p) {
   const Batch& b = p.batch;
   const Dims d = b.dims;
   const std::vector<uint32_t> out = p.out_bits();
-  const std::vector<float> lse = p.lse_dev.get();
+  const std::vector<float> lse = p.lse_dev.download();
   const double u = unit(b.dtype), u_out = unit(b.out);  // half a unit in the last place, at most
   constexpr double inf = std::numeric_limits<double>::infinity();
   std::vector<int> request_of(static_cast<size_t>(p.tokens), -1);
@@ -408,7 +408,7 @@ TEST_F(AttendExpanded, PartsMergeIntoTheWhole) {
         {{0, 300, 129, 571, ExpandedItem::everything()}, {0, 0, 0, 0, 0}},
         {{300, 77, 1300, 100, 23}, {0, 300, 700, 300, 0}}};
     for (size_t i = 0; i < parts.size(); ++i) {
-      p.items_dev.set(parts[i]);
+      p.items_dev.upload(parts[i]);
       AttendExpandedArgs a = p.args();
       a.item_count = 2;
       a.most_queries = 300;
@@ -561,7 +561,7 @@ TEST_F(AttendExpanded, ACapturedLaunchServesOtherLengths) {
     p.batch.keys = keys;
     p.q_start = p.batch.starts(queries);
     p.k_start = p.batch.starts(keys);
-    p.items_dev.set(items_of(p.batch, p.q_start, p.k_start));
+    p.items_dev.upload(items_of(p.batch, p.q_start, p.k_start));
     p.poison_outputs();
     check(cudaGraphLaunch(exec, stream), "test", "replay");
     check(cudaStreamSynchronize(stream), "test", "replay");
