@@ -241,7 +241,7 @@ Result measure(const Shape& s, int replays) {
 }
 
 int run(int argc, char** argv) {
-  if (!have_device()) {
+  if (!have_hopper()) {
     std::printf("no CUDA device: skipped\n");
     return 0;
   }

@@ -269,7 +269,7 @@ Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceA
 }
 
 int run(int argc, char** argv) {
-  if (!have_device()) {
+  if (!have_hopper()) {
     std::printf("no CUDA device: skipped\n");
     return 0;
   }

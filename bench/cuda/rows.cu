@@ -539,7 +539,7 @@ Job map_job(Stream& stream, int64_t rows) {
 }
 
 int run(int argc, char** argv) {
-  if (!test::have_device()) {
+  if (!test::have_hopper()) {
     std::printf("no CUDA device: skipped\n");
     return 0;
   }
