@@ -452,6 +452,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           advance();
         }
       } else {
+        mbarrier_wait(smem_address(&s.q_full), count & 1);  // or q_empty could complete twice before it is waited for
         if (lane % 4 == 0) put_lse(it, my_row(), -INFINITY), put_lse(it, my_row() + 8, -INFINITY);
         if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
