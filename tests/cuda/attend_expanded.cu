@@ -541,6 +541,23 @@ TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
   }
 }
 
+TEST_F(AttendExpanded, TilesOf128And256RowsGiveTheSameBits) {
+  for (Batch b : kinds()) {
+    if (b.tile != sm90::ExpandedTile::rows_256) continue;
+    b.queries = {700, 0, 129, 64, 1, 300};
+    b.keys = {900, 20, 129, 0, 77, 100};
+    b.heads = 3;
+    b.accumulate = b.out == Dtype::f32;
+    Problem p(b, 31);
+    p.run();
+    const std::vector<uint32_t> out = p.out_bits(), lse = p.lse_bits();
+    p.batch.tile = sm90::ExpandedTile::rows_128;
+    p.run();
+    EXPECT_EQ(p.out_bits(), out) << name(b);
+    EXPECT_EQ(p.lse_bits(), lse) << name(b);
+  }
+}
+
 TEST_F(AttendExpanded, ACapturedLaunchServesOtherLengths) {
   Batch b{.queries = {300, 300, 300}, .keys = {400, 400, 400}, .heads = 4};
   Problem p(b, 21);

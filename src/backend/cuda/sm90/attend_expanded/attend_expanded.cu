@@ -1155,13 +1155,12 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
       "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
 }
 
-/// What `automatic` stands for. Items are taken to be alike, for their lengths are on the device.
+/// What `automatic` stands for: tiles whose bits are the same. Items are taken to be alike, for their lengths are on
+/// the device.
 ExpandedTile suitable(const AttendExpandedArgs& a) {
   const double items = static_cast<double>(a.item_count), heads = static_cast<double>(a.q.extent<Head>()),
                queries = static_cast<double>(a.q.extent<Token>()) / items,
                keys = static_cast<double>(a.k_nope.extent<Key>()) / items;
-  // Short items: three warpgroups hide more of what a tile begins and ends with.
-  if (a.k_nope.extent<Nope>() == 128 && (keys < 1024 || queries < 128)) return ExpandedTile::rows_192;
   if (queries < 512 || keys < 4096) return ExpandedTile::rows_128;
   // Both tiles are 128 rows a multiprocessor. Pairs read half as much, for which some percent of the power goes to
   // arithmetic instead; in exchange they come in larger pieces.

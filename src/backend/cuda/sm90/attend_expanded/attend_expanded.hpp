@@ -5,8 +5,8 @@
 // A row that sees nothing: out 0, lse -inf. Rows of no item are left alone. No row belongs to two items of a call.
 //
 // The items are read on the device: a captured launch serves other lengths, as long as they fit the extents and limits
-// it was captured with. A row's bits depend only on its query, its item's keys, its index in the item, the tile (and
-// what it is merged with).
+// it was captured with. A row's bits depend only on its query, its item's keys and its index in the item (and what it
+// is merged with).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -20,10 +20,10 @@ namespace mla::cuda::sm90 {
 
 /// Query rows that share their keys and values on the way from memory.
 enum class ExpandedTile : uint8_t {
-  automatic,  ///< chosen from the extents of q and k_nope and from item_count
-  rows_128,   ///< between
-  rows_192,   ///< short items; 128/64/128 only
-  rows_256,   ///< long items: two multiprocessors share a tile
+  automatic,  ///< rows_128 or rows_256, whose bits are the same: by the extents of q and k_nope and by item_count
+  rows_128,
+  rows_192,  ///< other bits; some percent faster for items under 1024 keys or 128 queries; 128/64/128 only
+  rows_256,  ///< two multiprocessors share a tile
 };
 
 struct AttendExpandedArgs {
@@ -40,7 +40,7 @@ struct AttendExpandedArgs {
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it. An lse of -inf, +inf or
   /// NaN holds nothing, and its out is not read.
   bool accumulate = false;
-  ExpandedTile tile = ExpandedTile::automatic;  ///< fixed: bits that do not depend on the batch's size
+  ExpandedTile tile = ExpandedTile::automatic;
   void* workspace = nullptr;  ///< device, attend_expanded_workspace bytes, zeroed once; each launch leaves it zeroed.
                               ///< Not for two launches at a time
 };
