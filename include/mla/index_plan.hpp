@@ -17,6 +17,8 @@ constexpr int64_t kMostTopk = 8192;
 /// Bytes that a tile of scores and its selection state take together, unless the caller says otherwise. The last-level
 /// caches of servers hold it.
 constexpr size_t kIndexTileBytes = size_t{8} << 20;
+/// The same on a GPU, whose calls must be large: a step of 64 tokens over 128K positions is one tile.
+constexpr size_t kIndexTileBytesGpu = size_t{64} << 20;
 
 /// Candidates that a row's selection keeps at most before it drops all but the best topk.
 constexpr int64_t topk_capacity(int64_t topk) {

@@ -99,7 +99,8 @@ void plan_selection(Plan& plan) {
     r.q_begin = static_cast<int32_t>(i);
     ++r.query_len;
   }
-  plan.index_schedule = schedule_index(rows, plan.topk);
+  plan.index_schedule = schedule_index(
+      rows, plan.topk, plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes);
 }
 
 }  // namespace mla::planning

@@ -14,7 +14,7 @@ TEST(IndexTiles, AreBounded) {
   for (int64_t topk : {1, 64, 2048, 8192})
     for (int64_t rows : {1, 7, 64, 1000})
       for (int64_t longest : {1, 1000, 65536, 1 << 20})
-        for (size_t bytes : {size_t{1} << 18, size_t{1} << 20, kIndexTileBytes}) {
+        for (size_t bytes : {size_t{1} << 18, size_t{1} << 20, kIndexTileBytes, kIndexTileBytesGpu}) {
           const IndexTiles t = index_tiles(rows, longest, topk, bytes);
           EXPECT_LE(t.score_bytes + t.state_bytes, bytes) << topk << " " << rows << " " << longest;
           EXPECT_GE(t.rows, 1);
@@ -27,6 +27,9 @@ TEST(IndexTiles, AreBounded) {
   // A decode step over 64K takes one round; a long prefill shares each key among 64 rows.
   EXPECT_EQ(index_tiles(1, 65536, 2048).keys, 65536);
   EXPECT_EQ(index_tiles(4096, 65536, 2048).rows, 64);
+  // A GPU's: a decode step of 64 takes one over 128K.
+  EXPECT_EQ(index_tiles(64, 131072, 2048, kIndexTileBytesGpu).keys, 131072);
+  EXPECT_EQ(index_tiles(4096, 16384, 2048, kIndexTileBytesGpu).rows, 512);
   EXPECT_EQ(index_tiles(0, 100, 5).rows, 0);
 }
 
