@@ -95,9 +95,10 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
   store_rows(core, tile, rows, a.out, first_column, columns, a.accumulate);
 }
 
-template <int kColumnTiles>
-struct Mma : MmaCore<64, 64, kColumnTiles, 8> {
-  static constexpr int kBlocks = kColumnTiles < 8 ? 2 : 1;
+// Values of up to 128 leave room for two CTAs an SM.
+template <int kColumnTiles, int warps>
+struct Mma : MmaCore<64, 64, kColumnTiles, warps> {
+  static constexpr int kBlocks = warps > 8 ? 1 : 2;
 };
 struct Fma : FmaCore<1> {
   static constexpr int kBlocks = 1;
@@ -116,8 +117,8 @@ Variant variant(const FlatAttention& a) {
 
 Variant choose(const FlatAttention& a, Dtype keys) {
   if (keys == Dtype::f32) return variant<Fma>(a);
-  if (a.value_width <= Mma<2>::kColumns) return variant<Mma<2>>(a);
-  return a.value_width <= Mma<4>::kColumns ? variant<Mma<4>>(a) : variant<Mma<8>>(a);
+  if (a.value_width <= Mma<2, 8>::kColumns) return variant<Mma<2, 8>>(a);
+  return a.value_width <= Mma<2, 16>::kColumns ? variant<Mma<2, 16>>(a) : variant<Mma<4, 16>>(a);
 }
 
 template <class V>
