@@ -111,7 +111,8 @@ class Inputs {
     }
     out_bytes_ = static_cast<size_t>(tokens_) * c.heads * 512 * size_of(c.out);
     out_.emplace(out_bytes_ + 256), lse_.emplace(static_cast<size_t>(tokens_ + 3) * c.heads + 64);
-    args.q = d_q_->data(), args.cache = cache_->data(), args.cache_dtype = c.cache, args.pages = pages_;
+    args.q = d_q_->data(), args.cache = cache_->data(), args.pages = pages_;
+    args.format = c.cache == Dtype::bf16 ? CacheFormat::bf16 : CacheFormat::f16;
     args.page_size = c.page_size, args.items = d_items_->data();
     args.block_table = d_table_->data(), args.table_stride = stride_, args.scale = 0.0721688f;
     args.out = out_->data(), args.out_dtype = c.out, args.lse = lse_->data();
@@ -434,7 +435,7 @@ TEST_F(OnDevice, RefusesBadShapes) {
   EXPECT_NE(message([](AttendLatent& a) { a.partials_bytes -= 1; }).find("partials are"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.counter_count -= 1; }).find("counters are"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.items = nullptr; }).find("items"), std::string::npos);
-  EXPECT_NE(message([](AttendLatent& a) { a.cache_dtype = Dtype::f32; }).find("bf16 or f16"), std::string::npos);
+  EXPECT_NE(message([](AttendLatent& a) { a.format = CacheFormat::f32; }).find("bf16, f16"), std::string::npos);
 }
 
 }  // namespace

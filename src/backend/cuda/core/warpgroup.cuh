@@ -34,6 +34,20 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// barrier_sync that tells every thread whether x held in any.
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool x) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.or.pred q, %1, %2, p;\n"
+      "selp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(x))
+      : "memory");
+  return any != 0;
+}
+
 /// The warpgroup's registers per thread from here on; needs __launch_bounds__(threads, 1). Multiples of 8.
 template <int registers>
 __device__ __forceinline__ void give_registers() {
@@ -60,6 +74,15 @@ __device__ __forceinline__ void store_matrix_x4(uint32_t row, uint32_t a, uint32
 /// Loads four 8x8 matrices of 16-bit elements, rows addressed as for store_matrix_x4.
 __device__ __forceinline__ void load_matrix_x4(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
+               : "r"(row)
+               : "memory");
+}
+
+/// The same, each matrix transposed: lane l gets elements (2 (l % 4), l / 4) and (2 (l % 4) + 1, l / 4).
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t row, uint32_t& a, uint32_t& b, uint32_t& c,
+                                                          uint32_t& d) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a), "=r"(b), "=r"(c), "=r"(d)
                : "r"(row)
                : "memory");

@@ -19,6 +19,14 @@ constexpr int invariant_blocks = 16;  // 1024 positions
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
+bool is_fp8(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
+
+int64_t dense_page_stride(const AttendLatent& a) {
+  return int64_t{a.page_size} * (a.format == CacheFormat::fp8          ? latent::entry
+                                 : a.format == CacheFormat::fp8_ds_mla ? 656
+                                                                       : 2 * latent::entry);
+}
+
 /// Pieces that may have partials at a time.
 int64_t partial_slots(const AttendLatentLimits& l, const AttendLatentChoice& c) {
   if (!c.split_blocks) return 2 * static_cast<int64_t>(c.workers);
@@ -56,8 +64,21 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
                                         std::to_string(l.seq_len) + " needs " + std::to_string(needed));
   require(a.scale > 0 && std::isfinite(a.scale),
           "scale is " + std::to_string(a.scale) + ", a positive number is needed");
-  if (a.cache_dtype != Dtype::bf16 && a.cache_dtype != Dtype::f16)
-    throw UnsupportedError("attend_latent: a cache of bf16 or f16 is needed on sm90");
+  const bool fp8 = is_fp8(a.format);
+  if (!fp8 && a.format != CacheFormat::bf16 && a.format != CacheFormat::f16)
+    throw UnsupportedError("attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90");
+  const int64_t dense = dense_page_stride(a);
+  if (!fp8 && a.page_stride && a.page_stride != dense)
+    throw UnsupportedError("attend_latent: page stride is " + std::to_string(a.page_stride) +
+                           " bytes, a dense cache of bf16 or f16 has " + std::to_string(dense));
+  require(a.page_stride == 0 || (a.page_stride >= dense && a.page_stride % 16 == 0),
+          "page stride is " + std::to_string(a.page_stride) + " bytes, a multiple of 16 from " + std::to_string(dense) +
+              " on is needed");
+  require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
+          "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
+  require(!fp8 || (c.tile_rows <= 64 && c.box_rows >= 1 && c.box_rows <= 16),
+          "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
+              std::to_string(c.box_rows));
   if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32)
     throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
@@ -79,12 +100,17 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
 
 }  // namespace
 
-AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_size, int multiprocessors) {
+AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_size, int multiprocessors,
+                                        CacheFormat format) {
   AttendLatentChoice c;
   const int64_t rows = static_cast<int64_t>(l.heads) * l.query_tokens;
   const int fit = std::gcd(page_size, latent::block_tokens);
   c.box_rows = fit >= 8 ? fit : 0;
   c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
+  if (is_fp8(format)) {
+    c.box_rows = std::gcd(page_size, 16);
+    c.tile_rows = c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla ? 64 : std::min(c.tile_rows, 64);
+  }
   c.workers = multiprocessors / c.ctas();
   c.min_blocks = c.tile_rows <= 32 ? 1 : 2;
   if (l.batch_invariant) {
@@ -113,13 +139,15 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
+  p.page_stride = a.page_stride ? a.page_stride : dense_page_stride(a);
   p.requests = l.requests;
   p.heads = l.heads;
   p.page_size = a.page_size;
   p.by_heads = latent::Divisor(l.heads);
   p.by_page = latent::Divisor(a.page_size);
   p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
-  p.scale_log2 = a.scale * 1.4426950408889634f;
+  p.value_scale = a.format == CacheFormat::fp8 ? a.k_scale : 1.0f;
+  p.scale_log2 = a.scale * 1.4426950408889634f * p.value_scale;
   p.out = a.out;
   p.out_f32 = a.out_dtype == Dtype::f32;
   p.lse = a.lse;
@@ -137,13 +165,14 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const uint32_t q_box[2] = {64, static_cast<uint32_t>(std::min(c.tile_rows, 64))};
   const CUtensorMap q_map =
       tensor_map("attend_latent", "q", MapType::bf16, a.q, q_extents, {&row_bytes, 1}, q_box, Swizzle::b128);
+  if (is_fp8(a.format)) return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
   const uint64_t extents[2] = {latent::entry, static_cast<uint64_t>(a.pages) * a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
-  const MapType type = a.cache_dtype == Dtype::bf16 ? MapType::bf16 : MapType::f16;
+  const MapType type = a.format == CacheFormat::bf16 ? MapType::bf16 : MapType::f16;
   const CUtensorMap cache_map =
       tensor_map("attend_latent", "cache", type, a.cache, extents, {&row_bytes, 1}, box, Swizzle::b128);
 
-  if (a.cache_dtype == Dtype::bf16) latent::launch_kernel<__nv_bfloat16>(c, p, q_map, cache_map, shape, stream);
+  if (a.format == CacheFormat::bf16) latent::launch_kernel<__nv_bfloat16>(c, p, q_map, cache_map, shape, stream);
   else latent::launch_kernel<__half>(c, p, q_map, cache_map, shape, stream);
 }
 

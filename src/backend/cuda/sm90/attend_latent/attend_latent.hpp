@@ -1,4 +1,4 @@
-// attend_latent on Hopper: multi-query attention of latent queries over a paged bf16 or f16 cache, its items on device.
+// attend_latent on Hopper: multi-query attention of latent queries over a paged cache, its items on device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "mla/cache.hpp"
 #include "mla/dtype.hpp"
 #include "mla/work.hpp"
 
@@ -27,9 +28,13 @@ struct AttendLatentLimits {
 struct AttendLatent {
   AttendLatentLimits limits;
   const void* q = nullptr;  ///< [tokens, heads, 576] bf16: 512 latent, 64 rope; 16-byte aligned, dense
-  /// [pages, page_size, 576], dense, 16-byte aligned. What unused slots hold never reaches an output.
+  /// [pages, page_size, row] as the format lays it out, 16-byte aligned. What unused slots hold never reaches an
+  /// output.
   const void* cache = nullptr;
-  Dtype cache_dtype = Dtype::bf16;  ///< bf16, or f16 (queries are then rounded to f16, saturating)
+  /// bf16, f16 (queries are then rounded to f16, saturating), fp8 or fp8_ds_mla (scales below 2^96).
+  CacheFormat format = CacheFormat::bf16;
+  float k_scale = 1.0f;     ///< of fp8, positive
+  int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense, as bf16 and f16 must be
   int64_t pages = 0;
   int page_size = 64;
   /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
@@ -57,8 +62,8 @@ struct AttendLatent {
 struct AttendLatentChoice {
   int tile_rows = 64;  ///< rows (tokens x heads) that are attended together: 16, 32, 64, 128 (a cluster of two CTAs)
   int workers = 1;     ///< CTAs or clusters, all resident together
-  /// Cache rows of a copy box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they always are for 16 and
-  /// 32 (page sizes without a factor 8).
+  /// Cache rows of a copy. bf16, f16: of a box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they
+  /// always are for 16 and 32 (page sizes without a factor 8).
   int box_rows = 64;
   int split_blocks = 0;  ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;    ///< least blocks of a piece otherwise
@@ -69,7 +74,8 @@ struct AttendLatentChoice {
 
   int ctas() const { return tile_rows == 128 ? 2 : 1; }
 };
-AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors);
+AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors,
+                                        CacheFormat format = CacheFormat::bf16);
 
 size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< bytes
 size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< how many

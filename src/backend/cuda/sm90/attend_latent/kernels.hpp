@@ -1,4 +1,4 @@
-// The kernels of attend_latent by cache element type: kernels_bf16.cu and kernels_f16.cu hold one each.
+// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu and kernels_fp8.cu.
 #pragma once
 
 #include <cuda.h>
@@ -14,5 +14,9 @@ struct Params;
 template <class T>
 void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                    const CUtensorMap& cache_map, std::string_view shape, cudaStream_t stream);
+
+/// fp8 or fp8_ds_mla.
+void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+                std::string_view shape, cudaStream_t stream);
 
 }  // namespace mla::cuda::latent

@@ -43,12 +43,14 @@ struct Params {
   const LatentItem* items;
   const int32_t* block_table;
   int64_t table_stride;
-  const void* cache;  // for page sizes that boxes do not fit
-  int requests;       // items
+  const void* cache;    // for what is not copied by boxes
+  int64_t page_stride;  // bytes
+  int requests;         // items
   int heads, page_size;
   Divisor by_heads, by_page;
   int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
+  float value_scale;  // of outputs (fp8)
   void* out;
   bool out_f32;
   float* lse;  // may be null

@@ -1,0 +1,142 @@
+// What the kernels over caches of e4m3 share: how their rows lie in shared memory, and conversions to f16.
+//
+// e4m3 is exact in f16. So are queries, once a power of two brings each row's largest to about 2^8. Scales of the cache
+// never touch what is converted: one for all goes with the softmax scale and the output; those of 128 latents multiply
+// f32 scores of their group, and the probabilities that their group's values are given.
+#pragma once
+
+#include "backend/cuda/sm90/attend_latent/load.cuh"
+#include "backend/cuda/sm90/attend_latent/math.cuh"
+
+namespace mla::cuda::latent {
+
+constexpr int units = 4, unit_rows = 16;
+
+/// How a block of 64 cached rows lies in shared memory: 4 units of 16 rows, as in the cache, and a gap after each.
+/// Bank conflicts are met by choice of the order of positions: matrix loads take 2 rows of each unit, and the two rows
+/// of S that each 8 threads load together are an odd number of 64 bytes apart.
+struct Fp8Rows {
+  static constexpr int bytes = 576, unit_bytes = 16 * bytes + 16, groups = 1;
+  static constexpr bool scaled = false;  // rows carry scales
+  static __device__ int unit(int g) { return g / 2; }
+  static __device__ int odd_pair(int g) { return g % 2; }
+  static __device__ bool swapped(int g) { return g % 2; }
+};
+struct Fp8DsMlaRows {
+  static constexpr int bytes = 656, unit_bytes = 16 * bytes + 32, groups = 4;
+  static constexpr bool scaled = true;
+  static constexpr int scales_at = 512, rope_at = 528;
+  static __device__ int unit(int g) { return g % 2 * 2 + g / 2 % 2; }
+  static __device__ int odd_pair(int g) { return g / 4; }
+  static __device__ bool swapped(int) { return false; }
+};
+
+/// Two e4m3 codes, the low or high half of a word, to f16.
+__device__ __forceinline__ uint32_t e4m3_low(uint32_t four) {
+  uint32_t two;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, low;\n}" : "=r"(two) : "r"(four));
+  return two;
+}
+__device__ __forceinline__ uint32_t e4m3_high(uint32_t four) {
+  uint32_t two;
+  asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\ncvt.rn.f16x2.e4m3x2 %0, high;\n}" : "=r"(two) : "r"(four));
+  return two;
+}
+
+/// A row of queries in shared memory to f16, in the order in which threads take elements of cached rows; by one warp.
+/// Returns what brings its products back. The rope part of rows with scales stays bf16.
+template <class Rows, int row_count>
+__device__ float convert_query_row(char (&q)[9][row_count * 128], int row) {
+  const int lane = threadIdx.x % 32;
+  uint4 v[3];
+  uint32_t top = 0;
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const int at = lane + 32 * i;
+    if (i == 2 && lane >= 8) break;
+    v[i] = *reinterpret_cast<const uint4*>(q[at / 8] + row * 128 + (at % 8 ^ row % 8) * 16);
+    const auto magnitude = [](uint32_t x) { return max(x & 0x7fffu, x >> 16 & 0x7fffu); };
+    top = max(top, max(max(magnitude(v[i].x), magnitude(v[i].y)), max(magnitude(v[i].z), magnitude(v[i].w))));
+  }
+  top = __reduce_max_sync(0xffffffffu, top);
+  const int up = min(127 + 8 - static_cast<int>(top >> 7), 126);
+  const float scale = __int_as_float((up + 127) << 23);
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < 3; ++i) {
+    const int at = lane + 32 * i, m = at % 8;
+    if (i == 2 && lane >= 8) break;
+    const bool rope16 = Rows::scaled && at / 8 == 8;
+    const uint32_t words[4] = {v[i].x, v[i].y, v[i].z, v[i].w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float a = __int_as_float(static_cast<int>(words[k] << 16)) * scale,
+                  b = __int_as_float(static_cast<int>(words[k] & 0xffff0000u)) * scale;
+      const int to = (rope16 ? m / 4 : m % 2) * 4 + k, word = rope16 ? m % 4 : m / 2;
+      *reinterpret_cast<uint32_t*>(q[at / 8] + row * 128 + (to ^ row % 8) * 16 + word * 4) =
+          rope16 ? Pack<__nv_bfloat16>::two(a, b) : Pack<__half>::two(a, b);
+    }
+  }
+  return __int_as_float((127 - up) << 23);
+}
+
+/// Where an item's rows of one unit lie in the cache: lanes look up 32 runs of rows at a time, one such window ahead.
+template <class Rows>
+class UnitRows {
+ public:
+  UnitRows() = default;
+  __device__ UnitRows(const Params& p, const Item& it, int unit)
+      : table_(p.block_table + it.request * p.table_stride),
+        positions_(it.positions),
+        first_(it.block * block_tokens + unit * unit_rows) {
+    at_ = look_up(p, 0), next_ = look_up(p, 1);
+  }
+
+  /// Moves to the item's block i, not before the last one; all lanes of the warp.
+  __device__ void seek(const Params& p, int i) {
+    const int at = i << (4 - p.box_shift);
+    offset_ = at % 32;
+    if (at / 32 != window_) window_ = at / 32, at_ = next_, next_ = look_up(p, window_ + 1);
+  }
+  /// Bytes from the cache's start to run i of the block.
+  __device__ int64_t run(int i) const { return __shfl_sync(0xffffffffu, at_, offset_ + i); }
+
+ private:
+  __device__ int64_t look_up(const Params& p, int window) const {
+    const int index = window * 32 + static_cast<int>(threadIdx.x % 32), shift = 4 - p.box_shift;  // runs of a unit
+    const int position = first_ + (index >> shift) * block_tokens + ((index & ((1 << shift) - 1)) << p.box_shift);
+    if (position >= positions_) return 0;
+    const int page = p.by_page.divide(position);
+    return __ldg(table_ + page) * p.page_stride + (position - page * p.page_size) * int64_t{Rows::bytes};
+  }
+
+  const int* table_ = nullptr;
+  int positions_ = 0, first_ = 0, window_ = 0, offset_ = 0;
+  int64_t at_ = 0, next_ = 0;
+};
+
+/// Copies one unit of the item's block i to shared memory; rows past the sequence become zero: they must not be
+/// multiplied as they are, not even by 0. By one warp.
+template <class Rows>
+__device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows, int i, int unit, char* to,
+                          uint32_t full) {
+  const int lane = threadIdx.x % 32;
+  const int valid = min(max(it.positions - (it.block + i) * block_tokens - unit * unit_rows, 0), unit_rows);
+  rows.seek(p, i);
+  if (valid < unit_rows) {
+    for (int at = valid * Rows::bytes + lane * 16; at < unit_rows * Rows::bytes; at += 512)
+      *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
+    fence_async_proxy();  // before a later copy to the same place
+    __syncwarp();
+  }
+  if (lane == 0) mbarrier_arrive_expect(full, valid * Rows::bytes);
+  __syncwarp();
+  const int64_t from = rows.run(lane & ((unit_rows >> p.box_shift) - 1));
+  const int begin = lane << p.box_shift;
+  if (begin < valid)
+    bulk_load(smem_address(to) + begin * Rows::bytes, static_cast<const char*>(p.cache) + from,
+              min(1 << p.box_shift, valid - begin) * Rows::bytes, full);
+  __syncwarp();
+}
+
+}  // namespace mla::cuda::latent
