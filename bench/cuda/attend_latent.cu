@@ -2,6 +2,7 @@
 // MB, median and p90 of its replays, answers checked against float64 in the same run.
 //   attend_latent_bench [json=FILE] [only=SUBSTRING] [replays=N] [variant=min:2,coop:0]...
 #include <cuda_bf16.h>
+#include <cuda_fp8.h>
 
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <string_view>
 
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "cache/format.hpp"
 #include "cuda/device.hpp"
 
 namespace mla::cuda {
@@ -23,25 +25,25 @@ struct Shape {
   int batch, heads, query_tokens, context;
   int spread = 0;  // standard deviation of the context over requests
   int page_size = 64;
-  Dtype cache = Dtype::bf16;
+  CacheFormat cache = CacheFormat::bf16;
   bool invariant = false;
   double peer_us = 0;  // best of FlashMLA and FlashAttention-3 on another H200, for orientation
 };
 
 const Shape shapes[] = {
-    {"b1 h16 4K", 1, 16, 1, 4096, 0, 64, Dtype::bf16, false, 15.6},
-    {"b1 h128 4K", 1, 128, 1, 4096, 0, 64, Dtype::bf16, false, 22.0},
-    {"b1 h16 64K", 1, 16, 1, 65536, 0, 64, Dtype::bf16, false, 38.1},
-    {"b1 h128 64K", 1, 128, 1, 65536, 0, 64, Dtype::bf16, false, 60.4},
-    {"b8 h128 4K", 8, 128, 1, 4096, 0, 64, Dtype::bf16, false, 33.8},
-    {"b32 h16 4K", 32, 16, 1, 4096, 0, 64, Dtype::bf16, false, 45.4},
+    {"b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 15.6},
+    {"b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 22.0},
+    {"b1 h16 64K", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, false, 38.1},
+    {"b1 h128 64K", 1, 128, 1, 65536, 0, 64, CacheFormat::bf16, false, 60.4},
+    {"b8 h128 4K", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 33.8},
+    {"b32 h16 4K", 32, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 45.4},
     {"b32 h16 16K", 32, 16, 1, 16384},
-    {"b32 h128 4K", 32, 128, 1, 4096, 0, 64, Dtype::bf16, false, 70.8},
-    {"b128 h16 4K", 128, 16, 1, 4096, 0, 64, Dtype::bf16, false, 147},
-    {"b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, Dtype::bf16, false, 158},
-    {"b128 h128 4K", 128, 128, 1, 4096, 0, 64, Dtype::bf16, false, 255},
+    {"b32 h128 4K", 32, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 70.8},
+    {"b128 h16 4K", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 147},
+    {"b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, CacheFormat::bf16, false, 158},
+    {"b128 h128 4K", 128, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 255},
     {"b128 h128 4K varlen", 128, 128, 1, 4096, 2048},
-    {"b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, Dtype::bf16, false, 528},
+    {"b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, CacheFormat::bf16, false, 528},
     {"b128 h64 4K", 128, 64, 1, 4096},
     {"b128 s2 h16 4K", 128, 16, 2, 4096},
     {"b128 h16 4K page16", 128, 16, 1, 4096, 0, 16},
@@ -50,30 +52,83 @@ const Shape shapes[] = {
     {"b128 h16 4K page1", 128, 16, 1, 4096, 0, 1},
     {"b128 h128 4K page16", 128, 128, 1, 4096, 0, 16},
     {"b128 h128 4K page17", 128, 128, 1, 4096, 0, 17},
-    {"b128 h16 4K f16", 128, 16, 1, 4096, 0, 64, Dtype::f16},
-    {"b128 h128 4K f16", 128, 128, 1, 4096, 0, 64, Dtype::f16},
-    {"b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, Dtype::bf16, true},
-    {"b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, Dtype::bf16, true},
-    {"b8 h128 4K invariant", 8, 128, 1, 4096, 0, 64, Dtype::bf16, true},
-    {"b1 h16 64K invariant", 1, 16, 1, 65536, 0, 64, Dtype::bf16, true},
+    {"b128 h16 4K f16", 128, 16, 1, 4096, 0, 64, CacheFormat::f16},
+    {"b128 h128 4K f16", 128, 128, 1, 4096, 0, 64, CacheFormat::f16},
+    {"b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b8 h128 4K invariant", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b1 h16 64K invariant", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, true},
+    {"fp8 b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b1 h16 64K", 1, 16, 1, 65536, 0, 64, CacheFormat::fp8},
+    {"fp8 b8 h128 4K", 8, 128, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b32 h16 4K", 32, 16, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b128 h16 4K", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, CacheFormat::fp8},
+    {"fp8 b128 s2 h16 4K", 128, 16, 2, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b128 h64 4K", 128, 64, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b32 h128 4K", 32, 128, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b128 h128 4K", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8},
+    {"fp8 b128 h16 4K page16", 128, 16, 1, 4096, 0, 16, CacheFormat::fp8},
+    {"fp8 b128 h16 4K page17", 128, 16, 1, 4096, 0, 17, CacheFormat::fp8},
+    {"fp8 b128 h16 4K page1", 128, 16, 1, 4096, 0, 1, CacheFormat::fp8},
+    {"fp8 b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8, true},
+    {"ds b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b1 h16 64K", 1, 16, 1, 65536, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b8 h128 4K", 8, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b32 h16 4K", 32, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 h16 4K", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 s2 h16 4K", 128, 16, 2, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 h64 4K", 128, 64, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b32 h128 4K", 32, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 h128 4K", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
+    {"ds b128 h16 4K page1", 128, 16, 1, 4096, 0, 1, CacheFormat::fp8_ds_mla},
+    {"ds b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla, true},
 };
+
+/// Number i of a stream, nearly normal: the sum of four uniform ones.
+__device__ float random_number(size_t i, uint32_t seed) {
+  uint64_t x = i * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull + 0x2545f4914f6cdd1dull;
+  float sum = 0;
+  for (int k = 0; k < 2; ++k) {
+    x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull, x ^= x >> 31;
+    sum += static_cast<float>(x & 0xffffff) + static_cast<float>(x >> 40);
+  }
+  return (sum * 0x1p-24f - 2.0f) * 1.7320508f;
+}
 
 __global__ void fill_random(uint16_t* to, size_t n, uint32_t seed, bool bf16) {
   for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
        i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    uint64_t x = i * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull + 0x2545f4914f6cdd1dull;
-    float sum = 0;  // of four uniform values: nearly normal
-    for (int k = 0; k < 2; ++k) {
-      x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull, x ^= x >> 31;
-      sum += static_cast<float>(x & 0xffffff) + static_cast<float>(x >> 40);
-    }
-    const float v = (sum * 0x1p-24f - 2.0f) * 1.7320508f;
+    const float v = random_number(i, seed);
     if (bf16) {
       const __nv_bfloat16 b = __float2bfloat16(v);
       to[i] = reinterpret_cast<const uint16_t&>(b);
     } else {
       const __half b = __float2half(v);
       to[i] = reinterpret_cast<const uint16_t&>(b);
+    }
+  }
+}
+
+constexpr float k_scale = 0.0123f;  // of the fp8 cache
+
+/// Rows of fp8 (576 bytes) or fp8_ds_mla (656), one a block of threads.
+__global__ void fill_fp8(uint8_t* to, size_t rows, uint32_t seed, bool ds_mla) {
+  const int bytes = ds_mla ? 656 : 576;
+  for (size_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    uint8_t* at = to + row * bytes;
+    for (int i = threadIdx.x; i < 576; i += blockDim.x) {
+      const float v = random_number(row * 576 + i, seed);
+      if (ds_mla && i >= 512) {
+        reinterpret_cast<__nv_bfloat16*>(at + 528)[i - 512] = __float2bfloat16(v);
+      } else {
+        const float scale = ds_mla ? (1 + (row * 4 + i / 128) % 7) * 0.003f : k_scale;
+        at[i] = __nv_cvt_float_to_fp8(v / scale, __NV_SATFINITE, __NV_E4M3);
+        if (ds_mla && i % 128 == 0) reinterpret_cast<float*>(at + 512)[i / 128] = scale;
+      }
     }
   }
 }
@@ -131,15 +186,25 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     for (int i = 0; i < s.query_tokens; ++i) visible += n - s.query_tokens + i + 1;
   }
   const int tokens = s.batch * s.query_tokens;
-  const double bytes = positions * 1152.0 + tokens * s.heads * (1152.0 + 1024.0 + 4.0),
+  const bool fp8 = s.cache == CacheFormat::fp8 || s.cache == CacheFormat::fp8_ds_mla;
+  CacheSpec spec;
+  spec.format = s.cache, spec.page_size = s.page_size, spec.k_scale = k_scale;
+  const cache::Format& format = cache::format(s.cache);
+  const double bytes = positions * spec.token_bytes() + tokens * s.heads * (1152.0 + 1024.0 + 4.0),
                flops = visible * s.heads * 2176.0;
-  const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / (positions * 1152.0)))), calls = std::max(20, sets);
+  const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / (positions * spec.token_bytes())))),
+            calls = std::max(20, sets);
 
   // One cache; every set has its own pages of it, shuffled.
-  const size_t page_elements = static_cast<size_t>(s.page_size) * 576,
-               q_elements = static_cast<size_t>(tokens) * s.heads * 576;
-  DeviceArray<uint16_t> cache(pages * sets * page_elements), q(q_elements * sets);
-  fill_random<<<1024, 256>>>(cache.data(), cache.size(), 1, s.cache == Dtype::bf16);
+  const size_t page_bytes = spec.page_bytes(), q_elements = static_cast<size_t>(tokens) * s.heads * 576;
+  DeviceArray<std::byte> cache(pages * sets * page_bytes);
+  DeviceArray<uint16_t> q(q_elements * sets);
+  if (fp8)
+    fill_fp8<<<8192, 192>>>(reinterpret_cast<uint8_t*>(cache.data()), pages * sets * s.page_size, 1,
+                            s.cache == CacheFormat::fp8_ds_mla);
+  else
+    fill_random<<<1024, 256>>>(reinterpret_cast<uint16_t*>(cache.data()), cache.size() / 2, 1,
+                               s.cache == CacheFormat::bf16);
   fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
   check(cudaDeviceSynchronize(), "bench", "fill");
   std::vector<int32_t> order(pages * sets), tables(sets * s.batch * stride, -1);
@@ -164,7 +229,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                                   .seq_len = longest,
                                   .positions = positions,
                                   .batch_invariant = s.invariant};
-  AttendLatentChoice choice = attend_latent_choice(limits, s.page_size, processors);
+  AttendLatentChoice choice = attend_latent_choice(limits, s.page_size, processors, s.cache);
   for (size_t at = 0; at < variant.size();) {
     const size_t end = std::min(variant.find(',', at), variant.size()), colon = variant.find(':', at);
     const std::string key = variant.substr(at, colon - at);
@@ -181,7 +246,8 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   DeviceArray<unsigned> counters(attend_latent_counters(limits, choice), 0);
   AttendLatent args{.limits = limits,
                     .cache = cache.data(),
-                    .cache_dtype = s.cache,
+                    .format = s.cache,
+                    .k_scale = k_scale,
                     .pages = pages * sets,
                     .page_size = s.page_size,
                     .items = d_items.data(),
@@ -211,25 +277,24 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     const int token = static_cast<int>(random() % s.query_tokens), head = static_cast<int>(random() % s.heads);
     const int n = lens[r] - s.query_tokens + token + 1;
     std::vector<float> rows(static_cast<size_t>(lens[r]) * 576);
-    const auto as_float = [&](uint16_t bits, bool bf) { return bf ? to_float(bf16{bits}) : to_float(f16{bits}); };
+    const auto as_float = [](uint16_t bits) { return to_float(bf16{bits}); };
     const auto page_at = [&](int i) { return tables[(static_cast<size_t>(s.batch) + r) * stride + i]; };
     for (int at = 0; at < lens[r]; at += s.page_size) {
-      const int count = std::min(s.page_size, lens[r] - at) * 576;
-      const auto page = cache.download(page_at(at / s.page_size) * page_elements, count);
-      for (int i = 0; i < count; ++i)
-        rows[static_cast<size_t>(at) * 576 + i] = as_float(page[i], s.cache == Dtype::bf16);
+      const int count = std::min(s.page_size, lens[r] - at);
+      const auto page = cache.download(page_at(at / s.page_size) * page_bytes, page_bytes);
+      format.decode(spec, page.data(), 0, count, &rows[static_cast<size_t>(at) * 576], 576);
     }
     const size_t row = (static_cast<size_t>(starts[r]) + token) * s.heads + head;
     const auto q_bits = q.download(q_elements + row * 576, 576), got = out.download(row * 512, 512);
     float query[576];
-    for (int i = 0; i < 576; ++i) query[i] = as_float(q_bits[i], true);
-    const LatentRow want =
-        attend_row(query, n, args.scale, s.cache, [&](int j) { return &rows[static_cast<size_t>(j) * 576]; });
+    for (int i = 0; i < 576; ++i) query[i] = as_float(q_bits[i]);
+    const LatentRow want = attend_row(query, n, args.scale, s.cache == CacheFormat::f16 ? Dtype::f16 : Dtype::bf16,
+                                      [&](int j) { return &rows[static_cast<size_t>(j) * 576]; });
     for (int i = 0; i < 512; ++i) {
-      worst = std::max(worst, std::abs(as_float(got[i], true) - want.out[i]));
+      worst = std::max(worst, std::abs(as_float(got[i]) - want.out[i]));
       plain = std::max(plain, std::abs(to_float(to_bf16(want.plain[i])) - want.out[i]));
       square += want.out[i] * want.out[i];
-      if (std::isnan(as_float(got[i], true))) worst = 1e30;
+      if (std::isnan(as_float(got[i]))) worst = 1e30;
     }
     if (!(std::abs(lse.download(row, 1)[0] - want.lse) < 1e-3)) worst = 1e30;
   }
