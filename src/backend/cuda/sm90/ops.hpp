@@ -9,7 +9,7 @@ class Queue;
 
 namespace mla::cuda::sm90 {
 
-/// bf16 queries of 512 + 64 over whole requests of a bf16 or f16 cache, at most 128 heads.
+/// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, at most 128 heads.
 bool serves(const Queue& queue, const ops::AttendLatentArgs& a);
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
 

@@ -14,6 +14,10 @@ bool dense_rows(const auto& v, int64_t width) {
   return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
 }
 
+bool serves(CacheFormat f) {
+  return f == CacheFormat::bf16 || f == CacheFormat::f16 || f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla;
+}
+
 AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::AttendLatentArgs& a) {
   AttendLatentLimits l{.tokens = static_cast<int>(a.q.extent<Token>()),
                        .requests = static_cast<int>(items.size()),
@@ -32,11 +36,11 @@ AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::Atten
 
 bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
   const CacheSpec& spec = a.cache.spec;
-  const bool whole = std::all_of(a.items.begin(), a.items.end(),
-                                 [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
-  return queue.hopper() && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
-         (spec.format == CacheFormat::bf16 || spec.format == CacheFormat::f16) && spec.latent == kLatent &&
-         spec.rope == kRope && a.cache.page_stride == spec.page_bytes() && a.q.extent<Head>() <= kMostHeads &&
+  const bool whole =
+      std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
+  return queue.hopper() && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 && serves(spec.format) &&
+         spec.latent == kLatent && spec.rope == kRope && a.cache.page_stride == spec.page_bytes() &&
+         (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && a.q.extent<Head>() <= kMostHeads &&
          dense_rows(a.q, kLatent + kRope) && dense_rows(a.out, kLatent) && a.block_table.stride<Page>() == 1 &&
          a.q.extent<Token>() * a.q.extent<Head>() < std::numeric_limits<int32_t>::max() &&
          reinterpret_cast<uintptr_t>(a.q.data()) % 16 == 0 && reinterpret_cast<uintptr_t>(a.out.data()) % 16 == 0 &&
@@ -46,6 +50,7 @@ bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   const Queue& queue = stream.queue();
   const int page_size = static_cast<int>(a.cache.spec.page_size);
+  const CacheFormat format = a.cache.spec.format;
   const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
   std::byte* const partials = a.scratch.data + (-reinterpret_cast<uintptr_t>(a.scratch.data) & 255);
@@ -54,17 +59,18 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   for (size_t begin = 0; begin < a.items.size();) {
     size_t count = a.items.size() - begin;
     AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
-    AttendLatentChoice choice = attend_latent_choice(limits, page_size, queue.multiprocessors());
+    AttendLatentChoice choice = attend_latent_choice(limits, page_size, queue.multiprocessors(), format);
     while (count > 1 && (attend_latent_partials(limits, choice) > room ||
                          attend_latent_counters(limits, choice) > Queue::kCounters)) {
       count = (count + 1) / 2;
       limits = limits_of(a.items.subspan(begin, count), a);
-      choice = attend_latent_choice(limits, page_size, queue.multiprocessors());
+      choice = attend_latent_choice(limits, page_size, queue.multiprocessors(), format);
     }
     cuda::attend_latent({.limits = limits,
                          .q = a.q.data(),
                          .cache = a.cache.data,
-                         .cache_dtype = a.cache.spec.format == CacheFormat::bf16 ? Dtype::bf16 : Dtype::f16,
+                         .format = a.cache.spec.format,
+                         .k_scale = a.cache.spec.k_scale,
                          .pages = a.cache.pages,
                          .page_size = page_size,
                          .items = items + begin,
