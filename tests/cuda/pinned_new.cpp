@@ -2,9 +2,11 @@
 // conformance cases, made of host arrays, run on the GPU as they are. Blocks of powers of two, from one pinned arena;
 // what does not fit, and everything where there is no GPU, comes from malloc.
 #include <cuda_runtime_api.h>
+#include <gtest/gtest.h>
 
 #include <bit>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -89,3 +91,11 @@ void operator delete(void* p, size_t n) noexcept { give_back(p, n); }
 void operator delete[](void* p, size_t n) noexcept { give_back(p, n); }
 void operator delete(void* p, std::align_val_t) noexcept { give_back(p, 0); }
 void operator delete(void* p, size_t n, std::align_val_t) noexcept { give_back(p, n); }
+
+// Static objects outlive the arena, which goes with the runtime: nothing is torn down.
+int main(int argc, char** argv) {
+  testing::InitGoogleTest(&argc, argv);
+  const int failed = RUN_ALL_TESTS();
+  std::fflush(nullptr);
+  std::_Exit(failed);
+}
