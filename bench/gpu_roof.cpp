@@ -58,8 +58,8 @@ Roof measure_roof(Stream& gpu) {
   {
     constexpr size_t kBytes = size_t{1} << 30;
     const Buffer from(kBytes, gpu.device()), to(kBytes, gpu.device());
-    r.read_gbps = 2e-9 * static_cast<double>(kBytes) /
-                  best_seconds(gpu, [&] { copy(gpu, to.data(), from.data(), kBytes); });
+    r.read_gbps =
+        2e-9 * static_cast<double>(kBytes) / best_seconds(gpu, [&] { copy(gpu, to.data(), from.data(), kBytes); });
   }
   r.bf16_gflops = product_gflops(gpu, 8192, Dtype::bf16);
   r.fma_gflops = product_gflops(gpu, 4096, Dtype::f32);

@@ -256,9 +256,10 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
   std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds,
               percent(r.step_seconds - op_seconds, r.step_seconds));
   if (gpu)
-    std::printf("           of one layer in %lld of %lld steps, launched op by op and scaled; steps of decodes alone run as "
-                "one graph\n",
-                n(r.profiled_steps), n(r.steps));
+    std::printf(
+        "           of one layer in %lld of %lld steps, launched op by op and scaled; steps of decodes alone run as "
+        "one graph\n",
+        n(r.profiled_steps), n(r.steps));
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
   std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds,
               r.wall_seconds, n(r.steps), r.simulated_seconds);

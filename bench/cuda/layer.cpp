@@ -1,5 +1,5 @@
-// One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each beside
-// the sum of its ops' own times.
+// One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each
+// beside the sum of its ops' own times.
 //
 //   layer_bench [json=FILE]
 #include <algorithm>
@@ -56,7 +56,9 @@ double percentile(std::vector<double> v, double p) {
 
 class Layer {
  public:
-  Layer() : model_(preset("deepseek-v3")), weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16), Dtype::bf16, kGpu)) {}
+  Layer()
+      : model_(preset("deepseek-v3")),
+        weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16), Dtype::bf16, kGpu)) {}
 
   Measured measure(const Shape& s) {
     const CacheSpec spec = cache_spec(model_, s.format);
@@ -73,11 +75,13 @@ class Layer {
         slots.push_back(static_cast<int32_t>(table[static_cast<size_t>(r * pages + at / 64)] * 64 + at % 64));
     }
     const Batch batch{starts, lengths, {table.data(), {s.requests, pages}}, slots};
-    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), {.compute = Dtype::bf16});
+    const Plan p =
+        plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), {.compute = Dtype::bf16});
     const Buffer workspace(p.workspace_bytes, kGpu);
     std::vector<bf16> numbers(static_cast<size_t>(tokens * model_.hidden));
     uint32_t state = 7;
-    for (bf16& x : numbers) x = to_bf16(static_cast<float>((state = state * 1664525u + 1013904223u) >> 16) * 0x1p-15f - 1.0f);
+    for (bf16& x : numbers)
+      x = to_bf16(static_cast<float>((state = state * 1664525u + 1013904223u) >> 16) * 0x1p-15f - 1.0f);
     const Buffer hidden = Buffer::copy_of(numbers.data(), numbers.size() * 2, kGpu), out(numbers.size() * 2, kGpu);
     StagedStep staged(stream_);
     staged.stage(p, batch);
@@ -153,7 +157,8 @@ class Layer {
     copy(stream_, x.data(), out.data(), n * 2);
     stream_.synchronize();
     for (size_t i = 0; i < n; ++i)
-      if (!((x[i].bits & 0x7f80) != 0x7f80)) throw Error("layer: output element " + std::to_string(i) + " is not finite");
+      if (!((x[i].bits & 0x7f80) != 0x7f80))
+        throw Error("layer: output element " + std::to_string(i) + " is not finite");
   }
 
   Stream stream_{kGpu};

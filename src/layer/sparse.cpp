@@ -101,14 +101,13 @@ void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const flo
                                              .first = r * keys,
                                              .scores = scores,
                                              .scratch = scratch_});
-      run("select_topk",
-          ops::SelectTopkArgs{.scores = scores,
-                              .items = tile.rows,
-                              .first = r * keys,
-                              .positions = {},
-                              .begin = r == 0,
-                              .state = state,
-                              .scratch = scratch_});
+      run("select_topk", ops::SelectTopkArgs{.scores = scores,
+                                             .items = tile.rows,
+                                             .first = r * keys,
+                                             .positions = {},
+                                             .begin = r == 0,
+                                             .state = state,
+                                             .scratch = scratch_});
     }
     run("select_topk", ops::FinishTopkArgs{.state = state, .items = tile.rows, .indices = selected, .scores = {}});
   }

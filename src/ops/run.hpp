@@ -29,13 +29,13 @@ class OnDevice {
   int previous_ = -1;
 };
 
-#define MLA_RUN(Args, entry)                                          \
-  inline void run(Stream& stream, const Args& args) {                 \
-    check(args);                                                      \
-    const backend::Backend& b = backend::backend(stream.device());    \
+#define MLA_RUN(Args, entry)                                                       \
+  inline void run(Stream& stream, const Args& args) {                              \
+    check(args);                                                                   \
+    const backend::Backend& b = backend::backend(stream.device());                 \
     if (!b.entry) throw UnsupportedError(std::string(b.name) + " has no " #entry); \
-    const OnDevice on(stream.device());                               \
-    b.entry(stream, args);                                            \
+    const OnDevice on(stream.device());                                            \
+    b.entry(stream, args);                                                         \
   }
 MLA_RUN(NormArgs, norm)
 MLA_RUN(LayerNormArgs, layer_norm)

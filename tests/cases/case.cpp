@@ -13,9 +13,10 @@ std::string describe(const Params& p, std::string_view op) {
          " nope=" + n(p.nope) + " value=" + n(p.value) + " in=" + n(p.in) + " out=" + n(p.out) +
          " format=" + std::string(to_string(p.format)) + " page_size=" + n(p.page_size) +
          " dtype=" + std::string(to_string(p.dtype)) +
-         (p.activations == Dtype::f32 ? "" : " activations=" + std::string(to_string(p.activations))) + (p.neox ? " neox" : "") +
-         (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") + (p.causal ? " causal" : " full") +
-         (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) + " output=" + to_string(p.output) +
+         (p.activations == Dtype::f32 ? "" : " activations=" + std::string(to_string(p.activations))) +
+         (p.neox ? " neox" : "") + (p.yarn_factor > 1 ? " yarn_factor=" + std::to_string(p.yarn_factor) : "") +
+         (p.causal ? " causal" : " full") + (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) +
+         " output=" + to_string(p.output) +
          (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
          (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
          " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + " index_dim=" + n(p.index_dim) +

@@ -10,8 +10,8 @@ namespace mla::cases {
 namespace {
 
 // Rows of `requests` x `query_len` over up to `context` positions before each, fed in `splits` tiles, windows of whole
-// items or items of the tile by turns, and finished; the answer must be the definition's, exactly. Ragged: lengths vary,
-// tiles have random borders and come in random order, and scores are of a kind that the seed chooses: normal, few
+// items or items of the tile by turns, and finished; the answer must be the definition's, exactly. Ragged: lengths
+// vary, tiles have random borders and come in random order, and scores are of a kind that the seed chooses: normal, few
 // distinct ones, all equal, rising, falling, or with NaN and infinities. Scores that a row does not see are NaN.
 class SelectTopkCase final : public Case {
  public:

@@ -126,8 +126,8 @@ TEST_P(GoldenFile, CachedLatentsAgreeWithTheFile) {
   const std::vector<std::byte> cache = engine.cache_bytes();
   std::vector<float> rows;
   for (int64_t t = 0; t < g.length; ++t) {
-    const auto* row =
-        reinterpret_cast<const float*>(cache.data() + engine.pages(0)[t / 16] * spec.page_bytes()) + t % 16 * g.config.entry();
+    const auto* row = reinterpret_cast<const float*>(cache.data() + engine.pages(0)[t / 16] * spec.page_bytes()) +
+                      t % 16 * g.config.entry();
     rows.insert(rows.end(), row, row + g.config.latent);
   }
   EXPECT_LE(reference::relative_error(rows, std::vector<double>(g.kv_c_normed.begin(), g.kv_c_normed.end())), 1e-6)

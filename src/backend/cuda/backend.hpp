@@ -1,10 +1,11 @@
 // The GPU's ops, one function an op; registered in backend/registry.cpp. Each sits in generic/<op>/, for compute
-// capability 8.0 and newer; where sm90/<op>/ has a Hopper kernel, the generic function hands it what that kernel serves.
+// capability 8.0 and newer; where sm90/<op>/ has a Hopper kernel, the generic function hands it what that kernel
+// serves.
 //
 // Numbers (views of floats, caches, weights, tables, sinks, selections) lie in the device's memory. What a plan or a
-// batch decides (items, rows, positions, slots, block tables) are host arrays, as the contracts check them; kernels read
-// their staged copies (Queue::staged), so that a captured call serves what is staged when it is launched again. Launch
-// shapes follow from the host arrays: those of the captured call must be the largest.
+// batch decides (items, rows, positions, slots, block tables) are host arrays, as the contracts check them; kernels
+// read their staged copies (Queue::staged), so that a captured call serves what is staged when it is launched again.
+// Launch shapes follow from the host arrays: those of the captured call must be the largest.
 #pragma once
 
 #include "backend/backend.hpp"

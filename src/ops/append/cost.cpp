@@ -4,7 +4,9 @@ namespace mla::ops {
 namespace {
 
 Cost rows(double tokens, Dtype dtype, const CacheSpec& spec) {
-  return {.bytes = tokens * (static_cast<double>(size_of(dtype)) * static_cast<double>(spec.entry()) + spec.token_bytes()), .flops = 0};
+  return {
+      .bytes = tokens * (static_cast<double>(size_of(dtype)) * static_cast<double>(spec.entry()) + spec.token_bytes()),
+      .flops = 0};
 }
 
 }  // namespace
@@ -15,7 +17,8 @@ Cost cost(const RopeAppendArgs& a) {
   const double tokens = static_cast<double>(a.slots.size());
   Cost c = rows(tokens, a.kv_c.dtype(), a.cache.spec);
   const double rotated = tokens * static_cast<double>((a.q_pe.extent<Head>() + 1) * a.q_pe.extent<Rope>());
-  if (a.table->rotates()) c += {.bytes = 2.0 * static_cast<double>(size_of(a.q_pe.dtype())) * rotated, .flops = 3 * rotated};
+  if (a.table->rotates())
+    c += {.bytes = 2.0 * static_cast<double>(size_of(a.q_pe.dtype())) * rotated, .flops = 3 * rotated};
   return c;
 }
 

@@ -20,10 +20,12 @@ Cost cost(const AttendExpandedArgs& a) {
                  pairs = growing * (static_cast<double>(i.visible) + 1) +
                          growing * (static_cast<double>(first) + static_cast<double>(full) - 1) / 2 +
                          static_cast<double>(i.q_count - full) * i.k_count;
-    const double written = a.quantized && i.last ? quantized_bytes(a.quantized, i.q_count) : heads * i.q_count * v * static_cast<double>(size_of(a.out.dtype()));
-    c +=
-        {.bytes = heads * (i.q_count * qk * static_cast<double>(size_of(a.q.dtype())) + i.k_count * (qk - rope + v) * size) + written + i.k_count * rope * size,
-         .flops = 2 * pairs * heads * (qk + v)};
+    const double written = a.quantized && i.last ? quantized_bytes(a.quantized, i.q_count)
+                                                 : heads * i.q_count * v * static_cast<double>(size_of(a.out.dtype()));
+    c += {.bytes = heads * (i.q_count * qk * static_cast<double>(size_of(a.q.dtype())) +
+                            i.k_count * (qk - rope + v) * size) +
+                   written + i.k_count * rope * size,
+          .flops = 2 * pairs * heads * (qk + v)};
   }
   return c;
 }

@@ -16,9 +16,9 @@ namespace mla::ops {
 
 struct AttendExpandedArgs {
   AnyView<Token, Head, QueryKey> q;  ///< f32 or bf16, [nope | rope], rotated; QueryKey dense
-  AnyView<Key, Head, Nope> k_nope;             ///< f32 or bf16, Nope dense; rows and heads strided at will
-  AnyView<Key, Rope> k_pe;                     ///< dtype of k_nope, Rope dense; Rope may be 0
-  AnyView<Key, Head, Value> v;                 ///< dtype of k_nope, Value dense
+  AnyView<Key, Head, Nope> k_nope;   ///< f32 or bf16, Nope dense; rows and heads strided at will
+  AnyView<Key, Rope> k_pe;           ///< dtype of k_nope, Rope dense; Rope may be 0
+  AnyView<Key, Head, Value> v;       ///< dtype of k_nope, Value dense
   std::span<const ExpandedItem> items;
   float scale = 1.0f;
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; rows of no item are left alone

@@ -22,7 +22,8 @@ Cost cost(const AttendSparseArgs& a) {
         moved[source][slot] = true;
         c.bytes += a.sources[source].cache.spec.token_bytes();
       });
-    c += {.bytes = item.q_count * (heads * (entry * size + width * static_cast<double>(size_of(a.out.dtype()))) + 4.0 * (item.k_end - item.k_begin)),
+    c += {.bytes = item.q_count * (heads * (entry * size + width * static_cast<double>(size_of(a.out.dtype()))) +
+                                   4.0 * (item.k_end - item.k_begin)),
           .flops = 2 * keys * heads * (entry + width)};
   }
   return c;

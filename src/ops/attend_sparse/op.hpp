@@ -36,7 +36,7 @@ struct AttendSparseArgs {
   /// list's first, and the parts are joined in order: the bits that one item a part and merge_sparse give.
   int32_t part_keys = 0;
   float scale = 1.0f;
-  std::span<const float> sinks;         ///< [heads], or empty; those of split rows are applied by merge_sparse
+  std::span<const float> sinks;            ///< [heads], or empty; those of split rows are applied by merge_sparse
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;            ///< without data: not wanted
@@ -52,7 +52,7 @@ struct MergeSparseArgs {
   View<const float, Partial, Head> partial_lse;
   View<const float, Partial, Head> partial_max;  ///< needed for max_logits
   std::span<const SplitRows> items;
-  std::span<const float> sinks;  ///< [heads], or empty
+  std::span<const float> sinks;            ///< [heads], or empty
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;  ///< without data: not wanted

@@ -10,9 +10,9 @@
 namespace mla::ops {
 
 struct CastArgs {
-  AnyView<Token, Head, In> x;  ///< f32 or bf16, In dense
-  std::span<const int32_t> x_rows;       ///< row of x for each row of y; empty: the same row
-  AnyMutableView<Token, Head, In> y;     ///< In dense; its Token extent is the number of rows
+  AnyView<Token, Head, In> x;         ///< f32 or bf16, In dense
+  std::span<const int32_t> x_rows;    ///< row of x for each row of y; empty: the same row
+  AnyMutableView<Token, Head, In> y;  ///< In dense; its Token extent is the number of rows
   float scale = 1.0f;
 };
 

@@ -9,7 +9,7 @@
 namespace mla::ops {
 
 struct NormArgs {
-  AnyView<Token, In> x;  ///< f32 or bf16
+  AnyView<Token, In> x;           ///< f32 or bf16
   std::span<const float> weight;  ///< [In]
   double eps = 1e-6;
   AnyMutableView<Token, In> y;  ///< dtype of x; may be x itself

@@ -38,7 +38,12 @@ template <class Stored, class Element>
 class Kernel {
  public:
   explicit Kernel(const ops::AttendExpandedArgs& a)
-      : a_(a), q_(a.q.as<float>()), out_(a.out.as<float>()), k_nope_(a.k_nope.as<Stored>()), k_pe_(a.k_pe.as<Stored>()), v_(a.v.as<Stored>()) {}
+      : a_(a),
+        q_(a.q.as<float>()),
+        out_(a.out.as<float>()),
+        k_nope_(a.k_nope.as<Stored>()),
+        k_pe_(a.k_pe.as<Stored>()),
+        v_(a.v.as<Stored>()) {}
 
   void run(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
     Cutter cut(memory);

@@ -96,7 +96,8 @@ Target target_of(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t
   if (const int64_t p = item.partial + index; item.partial >= 0)
     return {&a.partial_out(p, head, 0), &a.partial_lse(p, head), a.partial_max ? &a.partial_max(p, head) : nullptr};
   const int64_t row = item.q_begin + index;
-  return {static_cast<float*>(a.out.at(row, head, 0)), &a.lse(row, head), a.max_logits ? &a.max_logits(row, head) : nullptr};
+  return {static_cast<float*>(a.out.at(row, head, 0)), &a.lse(row, head),
+          a.max_logits ? &a.max_logits(row, head) : nullptr};
 }
 
 template <class Element>

@@ -60,8 +60,8 @@ struct PackedLinear final : CpuLinear {
 
 }  // namespace
 
-std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads, int64_t out, int64_t in,
-                                   Dtype dtype, Device) {
+std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads, int64_t out, int64_t in, Dtype dtype,
+                                   Device) {
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw UnsupportedError("pack: dtype is " + std::string(to_string(dtype)) + "; f32 and bf16 are supported");
   if (heads < 1 || out < 1 || in < 1 || static_cast<int64_t>(weights.size()) != heads * out * in)

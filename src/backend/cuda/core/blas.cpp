@@ -134,15 +134,15 @@ cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std:
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
   // Sums split over blocks are joined in an order that may follow the number of rows.
-  if (p.invariant) set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
+  if (p.invariant)
+    set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
   cublasLtMatmulHeuristicResult_t found{};
   int count = 0;
-  const cublasStatus_t status =
-      l.heuristic(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc),
-                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w),
-                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
-                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y),
-                  const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &preference, 1, &found, &count);
+  const cublasStatus_t status = l.heuristic(
+      handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc),
+      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
+      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y),
+      &preference, 1, &found, &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0))
     throw UnsupportedError(std::string(op) + ": cuBLASLt has no algorithm for " + shape_of(p));
   require(status, op, "choice of an algorithm", p);
@@ -154,9 +154,19 @@ void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) 
   if (!missing_.empty()) throw DeviceError(std::string(op) + ": no matrix products on this machine: " + missing_);
   // Algorithms are chosen for a few numbers of rows; a product takes that of the next one up.
   constexpr int64_t kInvariantRows = 64;
-  const int64_t rows = p.invariant ? kInvariantRows : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(p.rows)));
-  const Key key{rows,    p.out,      p.in,    p.batch,    static_cast<int64_t>(p.dtype), static_cast<int64_t>(p.y_dtype),
-                p.x_row, p.x_matrix, p.y_row, p.y_matrix, p.invariant,
+  const int64_t rows =
+      p.invariant ? kInvariantRows : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(p.rows)));
+  const Key key{rows,
+                p.out,
+                p.in,
+                p.batch,
+                static_cast<int64_t>(p.dtype),
+                static_cast<int64_t>(p.y_dtype),
+                p.x_row,
+                p.x_matrix,
+                p.y_row,
+                p.y_matrix,
+                p.invariant,
                 alignment(p.x, 0, 0, p.dtype) * 512 + alignment(p.y, 0, 0, p.y_dtype)};
   auto at = algorithms_.find(key);
   if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;

@@ -34,7 +34,8 @@ Queue::Queue(int device, void* native) : device_(device) {
     own_ = true;
   }
   try {
-    check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
+    check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name,
+          "a stream's counters");
     check(cudaMemset(counters_, 0, (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
     blas_ = std::make_unique<Blas>(name);
   } catch (...) {

@@ -1,9 +1,10 @@
-// wgmma: matrix products of a warpgroup, D[64, N] += A[64, 16] B[16, N], 16-bit operands, f32 accumulators in registers.
+// wgmma: matrix products of a warpgroup, D[64, N] += A[64, 16] B[16, N], 16-bit operands, f32 accumulators in
+// registers.
 //
-// A comes from shared memory (descriptor) or registers, B from shared memory. Thread t of the warpgroup (warp w, lane l)
-// holds D rows 16 w + l/4 and + 8: d[4 j + {0, 1}] are columns 8 j + 2 (l % 4) + {0, 1} of the first row, d[4 j + {2, 3}]
-// of the second. A in registers has the same shape: a[0], a[2] columns 2 (l % 4) and + 8 of the first row, a[1], a[3] of
-// the second, two elements each.
+// A comes from shared memory (descriptor) or registers, B from shared memory. Thread t of the warpgroup (warp w, lane
+// l) holds D rows 16 w + l/4 and + 8: d[4 j + {0, 1}] are columns 8 j + 2 (l % 4) + {0, 1} of the first row, d[4 j +
+// {2, 3}] of the second. A in registers has the same shape: a[0], a[2] columns 2 (l % 4) and + 8 of the first row,
+// a[1], a[3] of the second, two elements each.
 //
 //   wgmma_fence();  Wgmma<64, __nv_bfloat16>::ss<K, K>(d, a, b, accumulate); ...  wgmma_commit();  wgmma_wait<0>();
 //
@@ -37,22 +38,24 @@ __device__ __forceinline__ void wgmma_pin(uint32_t (&a)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-/// Which dimension of an operand is contiguous in shared memory: the inner one of the product (k), or rows of A / columns
-/// of B (mn).
+/// Which dimension of an operand is contiguous in shared memory: the inner one of the product (k), or rows of A /
+/// columns of B (mn).
 enum class Major : int { k = 0, mn = 1 };
 
-/// Operand in shared memory with 128-byte swizzle: rows of 128 bytes, groups of 8 rows on 1024-byte boundaries; the copy
-/// engine's 128-byte swizzle writes it so.
-///   Major::k   rows are A rows or B columns, 64 elements of k wide. group: bytes from 8 rows to the next 8. The next 16
+/// Operand in shared memory with 128-byte swizzle: rows of 128 bytes, groups of 8 rows on 1024-byte boundaries; the
+/// copy engine's 128-byte swizzle writes it so.
+///   Major::k   rows are A rows or B columns, 64 elements of k wide. group: bytes from 8 rows to the next 8. The next
+///   16
 ///              of k: +32 bytes (+2 in the descriptor). `panel` is unused.
-///   Major::mn  rows are k, 64 A rows or B columns wide. group: bytes from 8 rows (k) to the next 8; panel: bytes from one
+///   Major::mn  rows are k, 64 A rows or B columns wide. group: bytes from 8 rows (k) to the next 8; panel: bytes from
+///   one
 ///              64-wide panel to the next. The next 16 of k: + 2 groups.
 __device__ __forceinline__ uint64_t operand_128b(uint32_t address, uint32_t group = 1024, uint32_t panel = 16) {
   return uint64_t{1} << 62 | static_cast<uint64_t>(group >> 4) << 32 | static_cast<uint64_t>(panel >> 4) << 16 |
          ((address & 0x3ffff) >> 4);
 }
-/// Operand in shared memory without swizzle, Major::k: 8 x 8 matrices of 128 bytes, `group` bytes from one to that of the
-/// next 8 rows of A or columns of B, `step` to that of the next 8 of k.
+/// Operand in shared memory without swizzle, Major::k: 8 x 8 matrices of 128 bytes, `group` bytes from one to that of
+/// the next 8 rows of A or columns of B, `step` to that of the next 8 of k.
 __device__ __forceinline__ uint64_t operand_plain(uint32_t address, uint32_t group, uint32_t step) {
   return static_cast<uint64_t>(group >> 4) << 32 | static_cast<uint64_t>(step >> 4) << 16 | ((address & 0x3ffff) >> 4);
 }
@@ -79,21 +82,39 @@ struct Wgmma;
 #define MLA_R14 MLA_R13 ",%112,%113,%114,%115,%116,%117,%118,%119"
 #define MLA_R15 MLA_R14 ",%120,%121,%122,%123,%124,%125,%126,%127"
 #define MLA_D0() "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-#define MLA_D1() MLA_D0(), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-#define MLA_D2() MLA_D1(), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-#define MLA_D3() MLA_D2(), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-#define MLA_D4() MLA_D3(), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
-#define MLA_D5() MLA_D4(), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
-#define MLA_D6() MLA_D5(), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
-#define MLA_D7() MLA_D6(), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-#define MLA_D8() MLA_D7(), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
-#define MLA_D9() MLA_D8(), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-#define MLA_D10() MLA_D9(), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
-#define MLA_D11() MLA_D10(), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define MLA_D12() MLA_D11(), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
-#define MLA_D13() MLA_D12(), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
-#define MLA_D14() MLA_D13(), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), "+f"(d[119])
-#define MLA_D15() MLA_D14(), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+#define MLA_D1() \
+  MLA_D0(), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define MLA_D2() \
+  MLA_D1(), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define MLA_D3() \
+  MLA_D2(), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define MLA_D4() \
+  MLA_D3(), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+#define MLA_D5() \
+  MLA_D4(), "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+#define MLA_D6() \
+  MLA_D5(), "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
+#define MLA_D7() \
+  MLA_D6(), "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+#define MLA_D8() \
+  MLA_D7(), "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71])
+#define MLA_D9() \
+  MLA_D8(), "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+#define MLA_D10() \
+  MLA_D9(), "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+#define MLA_D11() \
+  MLA_D10(), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
+#define MLA_D12() \
+  MLA_D11(), "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), "+f"(d[101]), "+f"(d[102]), "+f"(d[103])
+#define MLA_D13()                                                                                              \
+  MLA_D12(), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), \
+      "+f"(d[111])
+#define MLA_D14()                                                                                              \
+  MLA_D13(), "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), \
+      "+f"(d[119])
+#define MLA_D15()                                                                                              \
+  MLA_D14(), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), \
+      "+f"(d[127])
 
 // R, D(): the lists above; A0 to A6: the operand numbers that follow N / 2 accumulators.
 #define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6)                                                   \
@@ -101,7 +122,8 @@ struct Wgmma;
   struct Wgmma<N, TYPE> {                                                                                              \
     template <Major a_major = Major::k, Major b_major = Major::k>                                                      \
     __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {             \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2 ", 0;\n"                                                    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2                                                             \
+                   ", 0;\n"                                                                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, %" A0 ", %" A1             \
                    ", p, 1, 1, %" A3 ", %" A4 ";\n}"                                                                   \
                    : D()                                                                                               \
@@ -109,7 +131,8 @@ struct Wgmma;
     }                                                                                                                  \
     template <Major b_major = Major::k>                                                                                \
     __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {      \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5 ", 0;\n"                                                    \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5                                                             \
+                   ", 0;\n"                                                                                            \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, {%" A0 ",%" A1 ",%" A2     \
                    ",%" A3 "}, %" A4 ", p, 1, 1, %" A6 ";\n}"                                                          \
                    : D()                                                                                               \
@@ -117,8 +140,8 @@ struct Wgmma;
                      "n"(static_cast<int>(b_major)));                                                                  \
     }                                                                                                                  \
   };
-#define MLA_WGMMA(N, R, D, ...)                                \
-  MLA_WGMMA_OF(N, __nv_bfloat16, "bf16", R, D, __VA_ARGS__)    \
+#define MLA_WGMMA(N, R, D, ...)                             \
+  MLA_WGMMA_OF(N, __nv_bfloat16, "bf16", R, D, __VA_ARGS__) \
   MLA_WGMMA_OF(N, __half, "f16", R, D, __VA_ARGS__)
 
 MLA_WGMMA(16, MLA_R0, MLA_D0, "8", "9", "10", "11", "12", "13", "14")

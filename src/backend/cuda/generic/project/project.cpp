@@ -100,10 +100,9 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const size_t room = a.scratch.per_worker;
   const size_t for_weights = w_out > 0 ? (x_row + y_row > 0 ? room / 2 : room) : 0;
   const int64_t outs = w_out > 0 ? std::min<int64_t>(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
-  const int64_t rows =
-      x_row + y_row > 0
-          ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) / static_cast<int64_t>(x_row + y_row))
-          : a.rows;
+  const int64_t rows = x_row + y_row > 0 ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) /
+                                                                         static_cast<int64_t>(x_row + y_row))
+                                         : a.rows;
   if (outs < 1 || rows < 1)
     throw ShapeError("project: scratch is " + std::to_string(room) + " bytes, one row and one output need " +
                      std::to_string(x_row + y_row + w_out + 512));
@@ -134,7 +133,8 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
                              "project");
         x = staged;
       }
-      AnyMutableView<Token, Head, Out> y(a.y.dtype(), a.y.at(std::max<int64_t>(y_first, 0) + (y_rows ? 0 : first), 0, out),
+      AnyMutableView<Token, Head, Out> y(a.y.dtype(),
+                                         a.y.at(std::max<int64_t>(y_first, 0) + (y_rows ? 0 : first), 0, out),
                                          {n, w.heads, count}, a.y.strides());
       if (stage_y) y = {a.y.dtype(), y_at, {n, w.heads, count}};
       queue.blas().multiply({.rows = n,
