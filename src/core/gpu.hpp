@@ -7,6 +7,7 @@
 #include <string>
 
 #include "mla/device.hpp"
+#include "mla/error.hpp"
 
 namespace mla::gpu {
 
@@ -19,6 +20,29 @@ std::byte* allocate_pinned(size_t bytes);
 void release_pinned(std::byte* data) noexcept;
 int current();
 void make_current(int index);
+
+/// Makes a GPU the calling thread's for a scope; nothing for the CPU.
+class OnDevice {
+ public:
+  explicit OnDevice(Device device) {
+    if (device.kind != DeviceKind::cuda) return;
+    const int now = current();
+    if (now == device.index) return;
+    make_current(device.index);
+    previous_ = now;
+  }
+  ~OnDevice() {
+    try {
+      if (previous_ >= 0) make_current(previous_);
+    } catch (const DeviceError&) {  // a device that fails says so at the next call
+    }
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int previous_ = -1;
+};
 std::shared_ptr<cuda::Queue> open(int index, void* native);
 void* native(const cuda::Queue& queue);
 void synchronize(cuda::Queue& queue);

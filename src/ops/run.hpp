@@ -9,32 +9,12 @@
 
 namespace mla::ops {
 
-/// Makes a stream's GPU the calling thread's for a scope; nothing on the CPU.
-class OnDevice {
- public:
-  explicit OnDevice(Device device) {
-    if (device.kind != DeviceKind::cuda) return;
-    const int current = gpu::current();
-    if (current == device.index) return;
-    gpu::make_current(device.index);
-    previous_ = current;
-  }
-  ~OnDevice() {
-    if (previous_ >= 0) gpu::make_current(previous_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int previous_ = -1;
-};
-
 #define MLA_RUN(Args, entry)                                                       \
   inline void run(Stream& stream, const Args& args) {                              \
     check(args);                                                                   \
     const backend::Backend& b = backend::backend(stream.device());                 \
     if (!b.entry) throw UnsupportedError(std::string(b.name) + " has no " #entry); \
-    const OnDevice on(stream.device());                                            \
+    const gpu::OnDevice on(stream.device());                                       \
     b.entry(stream, args);                                                         \
   }
 MLA_RUN(NormArgs, norm)

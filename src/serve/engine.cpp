@@ -223,12 +223,14 @@ double Engine::run(const Batch& batch, std::span<const float> hidden, std::span<
   if (graph) {
     const size_t layer = static_cast<size_t>(graph->plan.tokens * o_.model.hidden) * size_of(io_);
     for (WantedRow& row : rows) take(row, p, graph->out.data() + static_cast<size_t>(row.layer) * layer);
-    if (hidden_.size() >= bytes) copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
   }
   // Spread over the run: at first every step, then ever fewer.
   if (gpu() && (profiled_ < kProfiledSteps / 2 || std::has_single_bit(static_cast<uint64_t>(r.steps + 1)) ||
                 r.steps % 64 == 63)) {
-    if (graph) staged_.stage(p, batch);
+    if (graph) {
+      staged_.stage(p, batch);
+      copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
+    }
     profile_layer(p, batch, r);
   }
   return seconds;

@@ -11,6 +11,12 @@ namespace mla::gpu {
 
 using cuda::check;
 
+namespace {
+void require_gpu(const std::string& name) {
+  if (count() == 0) throw DeviceError(name + ": no GPU is there, or its driver is not; the CPU serves everything");
+}
+}  // namespace
+
 int count() {
   int n = 0;
   if (cudaGetDeviceCount(&n) == cudaSuccess) return n;
@@ -27,8 +33,8 @@ std::string describe(int index) {
 
 std::byte* allocate(size_t bytes, int index) {
   const std::string name = "cuda:" + std::to_string(index);
-  if (count() == 0) throw DeviceError(name + ": no GPU is there, or its driver is not; the CPU serves everything");
-  const cuda::OnDevice on(index);
+  require_gpu(name);
+  const OnDevice on({DeviceKind::cuda, index});
   void* p = nullptr;
   const cudaError_t status = cudaMalloc(&p, bytes);
   if (status == cudaErrorMemoryAllocation) {
@@ -45,7 +51,7 @@ std::byte* allocate(size_t bytes, int index) {
 void release(std::byte* data, int) noexcept { cudaFree(data); }
 
 void upload(std::byte* to, const void* from, size_t bytes, int index) {
-  const cuda::OnDevice on(index);
+  const OnDevice on({DeviceKind::cuda, index});
   check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cuda:" + std::to_string(index), "upload",
         std::to_string(bytes) + " bytes");
 }
@@ -66,9 +72,7 @@ int current() {
 void make_current(int index) { check(cudaSetDevice(index), "device", "cuda:" + std::to_string(index)); }
 
 std::shared_ptr<cuda::Queue> open(int index, void* native) {
-  if (count() == 0)
-    throw DeviceError("cuda:" + std::to_string(index) +
-                      ": no GPU is there, or its driver is not; the CPU serves everything");
+  require_gpu("cuda:" + std::to_string(index));
   return std::make_shared<cuda::Queue>(index, native);
 }
 

@@ -5,14 +5,9 @@
 
 #include "backend/cuda/core/blas.hpp"
 #include "backend/cuda/core/check.hpp"
+#include "core/gpu.hpp"
 
 namespace mla::cuda {
-
-OnDevice::OnDevice(int device) {
-  check(cudaGetDevice(&previous_), "device", "current device");
-  if (device != previous_) check(cudaSetDevice(device), "device", "cuda:" + std::to_string(device));
-}
-OnDevice::~OnDevice() { cudaSetDevice(previous_); }
 
 Queue::Queue(int device, void* native) : device_(device) {
   const std::string name = "cuda:" + std::to_string(device);
@@ -20,7 +15,7 @@ Queue::Queue(int device, void* native) : device_(device) {
   check(cudaGetDeviceCount(&count), name, "looking for GPUs");
   if (device < 0 || device >= count)
     throw DeviceError(name + ": no such GPU, this machine has " + std::to_string(count));
-  const OnDevice on(device);
+  const gpu::OnDevice on({DeviceKind::cuda, device});
   int minor = 0;
   check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), name, "compute capability");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), name, "compute capability");

@@ -72,16 +72,4 @@ class Queue {
   std::vector<Range> ranges_;  // by host address
 };
 
-/// Makes a device the calling thread's for a scope.
-class OnDevice {
- public:
-  explicit OnDevice(int device);
-  ~OnDevice();
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int previous_ = 0;
-};
-
 }  // namespace mla::cuda
