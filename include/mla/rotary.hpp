@@ -24,6 +24,8 @@ class RotaryTable {
   int64_t pairs() const { return pairs_; }
   bool interleaved() const { return interleaved_; }
   bool rotates() const { return rotates_; }
+  /// Of the table's memory; the CPU when nothing rotates.
+  Device device() const { return table_ ? table_->device() : Device{}; }
   /// On the table's device: row p is pairs() cosines, then pairs() sines. Null when nothing rotates.
   const float* data() const { return table_ ? table_->as<float>() : nullptr; }
   const float* cos(int64_t position) const { return data() + 2 * position * pairs_; }

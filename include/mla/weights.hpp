@@ -180,6 +180,7 @@ struct IndexerWeights {
 /// What the paths need, on a device.
 struct LayerWeights {
   ModelConfig config;
+  Device device;
   Dtype dtype = Dtype::f32;  ///< bf16: activations round to bf16 before each product; sums are f32
   Absorption absorption = Absorption::runtime;
   std::shared_ptr<const Linear> query_down;  ///< hidden -> query latent; null without one

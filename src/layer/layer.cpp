@@ -19,6 +19,12 @@ class Walk : Runner {
       if (weights != plan)
         ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
     };
+    const Device here = stream.device();
+    auto lies = [&](const char* what, Device there) {
+      if (there != here)
+        throw UnsupportedError("layer: " + std::string(what) + " of " + to_string(there) + " on a stream of " +
+                               to_string(here));
+    };
     same("hidden", w.hidden, m.hidden);
     same("heads", w.heads, m.heads);
     same("query latent", w.query_latent, m.query_latent);
@@ -26,6 +32,9 @@ class Walk : Runner {
     same("nope", w.nope, m.nope);
     same("rope", w.rope, m.rope);
     same("value", w.value, m.value);
+    lies("weights", c_.weights.device);
+    lies("plan", plan_.device.device);
+    if (c_.rotary.rotates()) lies("rotary table", c_.rotary.device());
     if (c_.weights.absorbed() != plan_.options.absorbed)
       throw UnsupportedError("layer: weights are prepared with absorption " +
                              std::string(to_string(c_.weights.absorption)) + ", the plan is for " +

@@ -89,6 +89,7 @@ class Preparation {
     const int64_t query_in = m_.query_latent > 0 ? m_.query_latent : m_.hidden;
     LayerWeights w;
     w.config = m_;
+    w.device = device_;
     w.dtype = o_.dtype;
     w.absorption = o_.absorption;
     if (m_.query_latent > 0) {

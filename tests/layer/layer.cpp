@@ -146,6 +146,12 @@ TEST(Layer, MismatchesAreNamed) {
     const LayerContext c{s.plan, s.batch, weights, s.rotary, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
     EXPECT_EQ(message_of([&] { run(c); }), "layer: weights heads is 4, plan heads is 3");
   }
+  {
+    LayerWeights weights = s.weights;
+    weights.device = {DeviceKind::cuda, 0};
+    const LayerContext c{s.plan, s.batch, weights, s.rotary, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
+    EXPECT_EQ(message_of([&] { run(c); }), "layer: weights of cuda:0 on a stream of cpu");
+  }
   EXPECT_EQ(message_of([&] {
               forward(s.stream, s.context(), View<const float, Token, Hidden>(s.hidden.data(), {4, s.model.hidden - 1}),
                       s.out_view());

@@ -1,51 +1,18 @@
 // Sparse attention end to end: the golden DeepSeek V3.2 module by prefill, chunks, single tokens and mixed batches, on
-// every plan mode and cache format; invariance; shared selections; what must be refused.
+// every plan mode and cache format; invariance.
 #include <gtest/gtest.h>
 
 #include <cmath>
 
-#include "layer/reference.hpp"
-#include "mla/error.hpp"
-#include "ops/run.hpp"
+#include "layer/v32.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/golden.hpp"
-#include "support/models.hpp"
-#include "support/quantised.hpp"
 
 namespace mla::test {
 namespace {
 
 constexpr double kFileError = 5e-6, kFloor = 2e-6;
-
-struct V32 {
-  Golden golden = read_golden(golden_folder() / "v32.safetensors", true);
-  reference::Weights plain = reference::plain_weights(golden.tensors, Dtype::f32);
-  LayerWeights weights = prepare(golden.config, golden.tensors, Dtype::f32, kDevice);
-  LayerWeights without_indexer = weights;
-  std::vector<int64_t> rows = std::vector<int64_t>(static_cast<size_t>(golden.length));
-  std::vector<std::vector<double>> scores;
-
-  V32() {
-    without_indexer.indexer.reset();
-    std::iota(rows.begin(), rows.end(), 0);
-    scores = reference::index_scores(golden.config, plain, golden.hidden, rows);
-  }
-  int64_t topk() const { return golden.config.indexer->topk; }
-  /// The file's choice for a row, ascending; masked (future) tokens dropped.
-  std::vector<int32_t> chosen(int64_t row) const {
-    std::vector<int32_t> c;
-    for (int64_t k = 0; k < topk(); ++k)
-      if (const int32_t j = golden.topk[row * topk() + k]; j <= row) c.push_back(j);
-    std::sort(c.begin(), c.end());
-    return c;
-  }
-};
-
-const V32& v32() {
-  static const V32 v;
-  return v;
-}
 
 /// Runs the sequence through an engine by chunks; what each row attended to, and its output.
 struct Ran {
@@ -214,146 +181,6 @@ TEST(SparseLayer, AllocatesNothingAfterThePlan) {
       engine.run_alone(engine.add(g.hidden), 200, 90);
       EXPECT_EQ(engine.allocations, 0) << to_string(policy) << " " << to_string(index);
     }
-}
-
-// A step over one request with a context of 100, ready to be run, for what the layer must refuse.
-struct Step {
-  const V32& v = v32();
-  ModelConfig model = v.golden.config;
-  std::vector<int32_t> starts{0, 200}, lengths{200}, table{0, 1, 2, 3}, slots;
-  CacheSpec spec = cache_spec(model, CacheFormat::f32);
-  Cache cache{spec, 4};
-  IndexCache index{index_cache_spec(model, spec, IndexCacheFormat::fp8), 4};
-  RotaryTable rotary{model.rotary, model.rope, 256}, index_rotary{model.index_rotary(), model.rope, 256};
-  ThreadPool pool{2};
-  Stream stream{pool};
-  Buffer workspace, selection;
-  std::vector<float> out = std::vector<float>(200 * static_cast<size_t>(model.hidden));
-
-  Step() {
-    for (int32_t i = 0; i < 200; ++i) slots.push_back(i);
-  }
-  Batch batch() const { return {starts, lengths, {table.data(), {1, 4}}, slots}; }
-  Plan planned() const { return plan(model, spec, 4, batch(), device_info(stream, model)); }
-  std::string go(const LayerWeights& weights, const std::function<void(LayerContext&)>& breaks) {
-    const Plan p = planned();
-    const Batch b = batch();
-    workspace = Buffer(p.workspace_bytes);
-    selection = Buffer(p.selection_bytes);
-    LayerContext c{.plan = p,
-                   .batch = b,
-                   .weights = weights,
-                   .rotary = rotary,
-                   .cache = cache.view(),
-                   .workspace = {workspace.data(), workspace.size()},
-                   .index_cache = index.view(),
-                   .index_rotary = &index_rotary,
-                   .selection = {selection.data(), selection.size()}};
-    breaks(c);
-    try {
-      forward(stream, c, View<const float, Token, Hidden>(v.golden.hidden.data(), {200, model.hidden}),
-              View<float, Token, Hidden>(out.data(), {200, model.hidden}));
-    } catch (const Error& e) {
-      return e.what();
-    }
-    return "ran";
-  }
-};
-
-TEST(SparseLayer, ContextsThatDoNotFitAreNamed) {
-  Step s;
-  const LayerWeights& w = s.v.weights;
-  EXPECT_EQ(s.go(w, [](LayerContext&) {}), "ran");
-  EXPECT_EQ(s.go(w, [](LayerContext& c) { c.selection = {}; }),
-            "layer: selection is 0 bytes, plan needs " + std::to_string(s.planned().selection_bytes));
-  EXPECT_EQ(s.go(w, [](LayerContext& c) { c.index_rotary = nullptr; }), "layer: index_rotary is missing");
-  EXPECT_EQ(s.go(w, [](LayerContext& c) { c.index_cache = {}; }),
-            "layer: index cache's number of pages is 0, the cache's is 4");
-  IndexCacheSpec other = s.index.spec();
-  other.format = IndexCacheFormat::bf16;
-  const IndexCache wrong(other, 4);
-  EXPECT_EQ(s.go(w, [&](LayerContext& c) { c.index_cache = wrong.view(); }),
-            "layer: index cache format is bf16, plan was made for fp8");
-}
-
-// A layer without an indexer attends to what the one before it selected.
-TEST(SparseLayer, SharedSelection) {
-  Step s;
-  ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
-  const std::vector<float> own = s.out;
-  const Plan p = s.planned();
-  std::vector<std::byte> kept(s.selection.data(), s.selection.data() + s.selection.size());
-  Cache cache(s.spec, 4);
-  ASSERT_EQ(s.go(s.v.without_indexer,
-                 [&](LayerContext& c) {
-                   std::copy(kept.begin(), kept.end(), c.selection.data());
-                   c.cache = cache.view();
-                   c.index_cache = {};
-                   c.index_rotary = nullptr;
-                 }),
-            "ran");
-  EXPECT_EQ(s.out, own);
-}
-
-// The attention form on a choice of the caller's own gives the block form's heads, and quantised ones their bits.
-TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
-  Step s;
-  const ModelConfig& m = s.model;
-  ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
-  const Plan block = s.planned();
-  auto region = [&](const char* name, int64_t n) {
-    const float* p = reinterpret_cast<const float*>(s.workspace.data() + block.region(name).offset);
-    return std::vector<float>(p, p + n);
-  };
-  const int64_t width = m.heads * m.value;
-  const auto q = region("query", 200 * m.heads * m.query_key()), kv = region("kv", 200 * m.entry()),
-             heads = region("heads", 200 * width);
-  std::vector<int32_t> choice(200 * static_cast<size_t>(block.topk), -7);
-  const View<int32_t, Token, Topk> selected = block.selected({s.selection.data(), s.selection.size()});
-  for (int64_t row = 0; row < block.sparse_rows(); ++row)
-    for (int64_t k = 0; k < block.topk; ++k)
-      choice[block.latent_tokens[block.sparse_begin + row] * block.topk + k] = selected(row, k);
-
-  for (const char* name : {"none", "fp8_128_tma", "nvfp4"}) {
-    const OutputSpec spec = parse_output_spec(name);
-    const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec});
-    const Batch b = s.batch();
-    Cache cache(s.spec, 4);
-    const Buffer workspace(p.workspace_bytes), selection(p.selection_bytes);
-    const LayerContext c{.plan = p,
-                         .batch = b,
-                         .weights = s.v.without_indexer,
-                         .rotary = s.rotary,
-                         .cache = cache.view(),
-                         .workspace = {workspace.data(), workspace.size()},
-                         .selection = {selection.data(), selection.size()}};
-    select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk}));
-    const View<const float, Token, Head, QueryKey> queries(q.data(), {200, m.heads, m.query_key()});
-    const View<const float, Token, Latent> kv_c(kv.data(), {200, m.latent}, {m.entry(), 1});
-    const View<const float, Token, Rope> k_pe(kv.data() + m.latent, {200, m.rope}, {m.entry(), 1});
-    if (spec.kind == OutputKind::none) {
-      std::vector<float> out(heads.size());
-      attend(s.stream, c, queries, kv_c, k_pe, View<float, Token, Head, Value>(out.data(), {200, m.heads, m.value}));
-      EXPECT_EQ(out, heads);
-      continue;
-    }
-    QuantisedMemory got(spec, 200, width), right(spec, 200, width);
-    attend(s.stream, c, queries, kv_c, k_pe, got.view());
-    ops::run(s.stream, ops::QuantizeArgs{.x = {Dtype::f32, heads.data(), {200, width}}, .y = right.view()});
-    EXPECT_EQ(got.codes, right.codes) << name;
-    EXPECT_EQ(got.scales, right.scales) << name;
-  }
-  const Plan p = s.planned();
-  const Batch b = s.batch();
-  const LayerContext c{.plan = p,
-                       .batch = b,
-                       .weights = s.v.without_indexer,
-                       .rotary = s.rotary,
-                       .cache = s.cache.view(),
-                       .workspace = {s.workspace.data(), s.workspace.size()},
-                       .selection = {s.selection.data(), s.selection.size()}};
-  EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk - 1})), ShapeError);
-  EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {199, p.topk})), ShapeError);
 }
 
 }  // namespace

@@ -191,6 +191,7 @@ class Engine {
         std::copy(row.begin(), row.end(), positions.begin() + token * context.plan.topk);
       }
     select(stream, context, View<const int32_t, Token, Topk>(positions.data(), {token, context.plan.topk}));
+    stream.synchronize();  // a GPU reads the positions later
   }
 
   const LayerWeights& weights_;

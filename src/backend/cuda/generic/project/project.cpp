@@ -90,8 +90,10 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
     throw UnsupportedError("project: cuda writes no quantised output itself; the plan must quantise finished heads");
 
   const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows);
-  const bool stage_x = x_first < 0 || a.x.dtype() != w.dtype, stage_y = y_first < 0;
-  const size_t size = size_of(w.dtype), y_size = size_of(a.y.dtype());
+  // cuBLASLt writes f32 products as f32 alone.
+  const Dtype y_dtype = w.dtype == Dtype::f32 ? Dtype::f32 : a.y.dtype();
+  const bool stage_x = x_first < 0 || a.x.dtype() != w.dtype, stage_y = y_first < 0 || a.y.dtype() != y_dtype;
+  const size_t size = size_of(w.dtype), y_size = size_of(y_dtype);
 
   // Scratch: x rows | y rows | dequantised weights of some outputs.
   const size_t x_row = stage_x ? static_cast<size_t>(w.heads * w.in) * size : 0,
@@ -136,13 +138,14 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
       AnyMutableView<Token, Head, Out> y(a.y.dtype(),
                                          a.y.at(std::max<int64_t>(y_first, 0) + (y_rows ? 0 : first), 0, out),
                                          {n, w.heads, count}, a.y.strides());
-      if (stage_y) y = {a.y.dtype(), y_at, {n, w.heads, count}};
+      const AnyMutableView<Token, Head, Out> target = y;
+      if (stage_y) y = {y_dtype, y_at, {n, w.heads, count}};
       queue.blas().multiply({.rows = n,
                              .out = count,
                              .in = w.in,
                              .batch = w.heads,
                              .dtype = w.dtype,
-                             .y_dtype = a.y.dtype(),
+                             .y_dtype = y_dtype,
                              .x = x.data(),
                              .w = weights,
                              .y = y.data(),
@@ -156,10 +159,10 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
                             queue.stream(), "project");
       if (stage_y)
         generic::copy_rows(queue.stream(),
-                           {.x = {a.y.dtype(), y.data(), {n, w.heads, count}, y.strides()},
-                            .y = {a.y.dtype(), a.y.at(0, 0, out), {n, w.heads, count}, a.y.strides()},
+                           {.x = {y_dtype, y.data(), {n, w.heads, count}, y.strides()},
+                            .y = {target.dtype(), target.data(), target.extents(), target.strides()},
                             .x_rows = nullptr,
-                            .y_rows = y_rows + first,
+                            .y_rows = y_rows ? y_rows + first : nullptr,
                             .rows = n},
                            "project");
     }
