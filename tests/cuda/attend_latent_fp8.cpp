@@ -314,7 +314,7 @@ std::vector<Case> cases() {
                      {1500, 333, 64},
                      Dtype::f32,
                      false,
-                     scales == Scales::any ? 1e-3f : 1.0f,
+                     scales == Scales::any ? 2e-7f : 1.0f,
                      scales});
   for (const int heads : {16, 32, 64})
     all.push_back(
