@@ -11,7 +11,7 @@ namespace mla::cuda::latent {
 struct Fp8Tile16 {
   static constexpr int rows = 16;  // wgmma's N
   // Steps of 16 elements that are multiplied as a batch, and batches that have registers.
-  static constexpr int steps = 4, buffers = 3;
+  static constexpr int steps = 2, buffers = 4;
 };
 struct Fp8Tile32 {
   static constexpr int rows = 32, steps = 4, buffers = 2;
@@ -20,7 +20,7 @@ struct Fp8Tile32 {
 template <class Rows, class Tile>
 struct Fp8NarrowLayout {
   static constexpr int slot_bytes = units * Rows::unit_bytes, pitch = 132;  // of staged outputs
-  static constexpr int q_bytes = 9 * Tile::rows * 128, rest_bytes = Rows::scaled ? 9216 : 3072;
+  static constexpr int q_bytes = 9 * Tile::rows * 128, rest_bytes = Rows::scaled ? 5120 : 3072;
   static constexpr int p_bytes = 2 * Rows::groups * Tile::rows * 128, staged_bytes = 2 * Tile::rows * pitch * 4;
   static constexpr int fit =
       (232448 - rest_bytes - q_bytes - (p_bytes > staged_bytes ? p_bytes : staged_bytes)) / slot_bytes;
@@ -45,10 +45,10 @@ struct Fp8NarrowShared {
     float sum[2][4][rows];   // in the end, likewise
   };
   float shift[2][rows];
-  // By warpgroup, row and group: powers of two that bring probabilities times scales into f16's range. Two of each,
-  // the valid one changing with every change.
-  float room[Rows::scaled ? 2 : 1][2][Rows::scaled ? rows : 1][4];
-  float group_peak[Rows::scaled ? 2 : 1][4][Rows::scaled ? rows : 1][4];
+  // By warpgroup, row and group: powers of two that bring probabilities times scales into f16's range, and what a
+  // change of them makes of outputs.
+  float room[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4], ratio[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4];
+  float growth[2][rows];
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
   Split split;
@@ -76,11 +76,11 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init_fence();
     tma_prefetch_map(q_map);
   }
-  wait_for_previous_grids();
-  if (warp == 8) {  // beside the barriers' birth
+  if (warp == 8) {  // beside the barriers' birth, while the previous kernel ends
     const Split split = make_split<n>(p, blockIdx.x);
     if (lane == 0) s.split = split;
   }
+  wait_for_previous_grids();
   __syncthreads();
   allow_next_grid();
 
@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
     }
     if constexpr (Rows::scaled)
-      for (int at = threadIdx.x; at < 4 * n * 4; at += math_threads) (&s.room[0][0][0][0])[at] = 0x1p126f;
+      for (int at = threadIdx.x; at < 2 * n * 4; at += math_threads) (&s.room[0][0][0])[at] = 0x1p126f;
     fence_async_proxy();
     barrier_sync(math_barrier, math_threads);
 
@@ -191,7 +191,6 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
     for (int k = 0; k < mine; ++k) shift[k] = -3e38f, sum[k] = 0;
 
-    int version = 0;  // of s.room
     int j = h;
     if (j >= blocks) {
       __syncwarp();
@@ -248,7 +247,7 @@ __global__ void __launch_bounds__(threads, 1)
         wgmma_wait<0>();
         wgmma_pin(d);
       } else {
-        static_assert(steps == 4);
+        static_assert(steps == 2 && buffers == 4);
         float e[2][n / 2];  // of a group, in turn
         const auto fold = [&](int group) {
           const float f[2] = {reinterpret_cast<const float*>(&scale[0])[group],
@@ -259,32 +258,31 @@ __global__ void __launch_bounds__(threads, 1)
         };
         scale[0] = *reinterpret_cast<const float4*>(first + Rows::scales_at - c * 16);
         scale[1] = *reinterpret_cast<const float4*>(second + Rows::scales_at - c * 16);
-        // The rope's batch, then two of each group.
-        uint32_t(&rope)[16] = a[buffers - 1];
+        // The rope's two batches, then four of each group.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           load(Rows::rope_at + i * 64);
           const uint32_t from[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
 #pragma unroll
-          for (int k = 0; k < 8; ++k) rope[8 * i + k] = from[k % 2][k / 4 * 2 + k % 4 / 2];
-        }
-        load(0);
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < 4; ++k) Wgmma<n, __nv_bfloat16>::rs(d, rope + 4 * k, queries(8, k), k > 0);
-        wgmma_commit();
-        convert(0);
-        load(64);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
+          for (int k = 0; k < 8; ++k) a[2 + i][k] = from[k % 2][k / 4 * 2 + k % 4 / 2];
+          if (i == 1) load(0);
           wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < 4; ++k)
-            Wgmma<n, __half>::rs(e[i / 2 % 2], a[i % buffers] + 4 * k, queries(i, k), i % 2 + k > 0);
+          for (int k = 0; k < 2; ++k)
+            Wgmma<n, __nv_bfloat16>::rs(d, a[2 + i] + 4 * k, queries(8, i * 2 + k), i + k > 0);
           wgmma_commit();
-          prepare(i, 8);
-          if (i == 0) wgmma_pin(d);
-          if (i > 0 && i % 2 == 0) fold(i / 2 - 1);
+        }
+        convert(0);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            Wgmma<n, __half>::rs(e[i / 4 % 2], a[i % 4] + 4 * k, queries(i / 2, i % 2 * 2 + k), i % 4 + k > 0);
+          wgmma_commit();
+          prepare(i, 16);
+          if (i == 1) wgmma_pin(d);
+          if (i > 4 && i % 4 == 1) fold(i / 4 - 1);
         }
         wgmma_wait<0>();
         fold(3);
@@ -322,7 +320,7 @@ __global__ void __launch_bounds__(threads, 1)
                 swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
           } else {
             const int row = k / 4 * 8 + 2 * c + k % 2;
-            const float4 room4 = *reinterpret_cast<const float4*>(s.room[h][version][row]);
+            const float4 room4 = *reinterpret_cast<const float4*>(s.room[h][row]);
             const float room[4] = {room4.x, room4.y, room4.z, room4.w};
             const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
                         s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
@@ -369,40 +367,25 @@ __global__ void __launch_bounds__(threads, 1)
             for (int k = 0; k < n / 2; ++k) o[i][k] *= factor[k / 4 * 2 + k % 2];
         } else {
           // The same for each group's probabilities times scales, in powers of two.
-          const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
-                      s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
+          if (g == 0 && w == 0)
 #pragma unroll
-          for (int k = 0; k < mine; ++k)
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              const int at = k / 2 * 4 + k % 2;
-              float best = fmaxf(fabsf(v[at] * s0[q]), fabsf(v[at + 2] * s1[q]));
-#pragma unroll
-              for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
-              if (g == 0) s.group_peak[h][w][k / 2 * 8 + 2 * c + k % 2][q] = best;
-            }
+            for (int k = 0; k < mine; ++k) s.growth[h][k / 2 * 8 + 2 * c + k % 2] = factor[k];
+          static_assert(sizeof(ScaledPeaks<n>) <= sizeof(s.p[h]));
+          scaled_peaks(*reinterpret_cast<ScaledPeaks<n>*>(s.p[h]), v, scale, p0, own + h,
+                       [&](int row, int q, float peak) {
+                         const float old = s.room[h][row][q], growth = s.growth[h][row],
+                                     room = new_room(old, growth, peak, most);
+                         s.room[h][row][q] = room;
+                         s.ratio[h][row][q] = growth * room / old;
+                       });
           barrier_sync(own + h, 128);
 #pragma unroll
           for (int k = 0; k < mine; ++k)
 #pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              const int row = k / 2 * 8 + 2 * c + k % 2, at = k / 2 * 4 + k % 2;
-              const float best = fmaxf(fmaxf(s.group_peak[h][0][row][q], s.group_peak[h][1][row][q]),
-                                       fmaxf(s.group_peak[h][2][row][q], s.group_peak[h][3][row][q]));
-              const float old = s.room[h][version][row][q];
-              float room = old;
-              if (best * old > most || factor[k] != 1) {
-                const float reach = fmaxf(best, factor[k] * 0x1p7f / old);
-                const int exponent = 127 + 7 + 126 - (__float_as_int(reach) >> 23);
-                room = __int_as_float(min(max(exponent, 1), 253) << 23);
-              }
-              if (g == 0 && w == 0) s.room[h][version ^ 1][row][q] = room;
-              const float ratio = factor[k] * room / old;
-#pragma unroll
-              for (int i = 2 * q; i < 2 * q + 2; ++i) o[i][at] *= ratio, o[i][at + 2] *= ratio;
+            for (int i = 0; i < tiles; ++i) {
+              const float ratio = s.ratio[h][k / 2 * 8 + 2 * c + k % 2][i / 2];
+              o[i][k / 2 * 4 + k % 2] *= ratio, o[i][k / 2 * 4 + k % 2 + 2] *= ratio;
             }
-          version ^= 1;
-          barrier_sync(own + h, 128);
         }
         store();
         fence_async_proxy();
@@ -488,8 +471,7 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
         const int at = k / 2 * 4 + k % 2;
-        const float f =
-            Rows::scaled ? factor / s.room[Rows::scaled ? h : 0][version][Rows::scaled ? row : 0][i / 2] : factor;
+        const float f = Rows::scaled ? factor / s.room[Rows::scaled ? h : 0][Rows::scaled ? row : 0][i / 2] : factor;
         o[i][at] *= f, o[i][at + 2] *= f;
       }
     }

@@ -80,6 +80,56 @@ __device__ float convert_query_row(char (&q)[9][row_count * 128], int row) {
   return __int_as_float((127 - up) << 23);
 }
 
+/// Room for scaled_peaks, where P will be.
+template <int n>
+struct ScaledPeaks {
+  alignas(16) float scale[block_tokens][4];
+  float v[n][block_tokens + 1], part[128 / n][n][4];
+};
+
+/// For each row and group of scales, update(row, group, the largest |v scale| of a block); by a warpgroup, whose
+/// threads have v of n rows at `position` and the next as they come from S^T.
+template <int n, class Update>
+__device__ void scaled_peaks(ScaledPeaks<n>& space, const float (&v)[n / 2], const float4 (&scale)[2], int position,
+                             int barrier, Update update) {
+  const int thread = threadIdx.x % 128, c = threadIdx.x % 4;
+#pragma unroll
+  for (int k = 0; k < n / 2; ++k) space.v[k / 4 * 8 + 2 * c + k % 2][position + k % 4 / 2] = v[k];
+  if (c == 0)
+#pragma unroll
+    for (int i = 0; i < 2; ++i) *reinterpret_cast<float4*>(space.scale[position + i]) = scale[i];
+  barrier_sync(barrier, 128);
+  const int row = thread % n, part = thread / n;
+  float4 top = {0, 0, 0, 0};
+#pragma unroll 4
+  for (int i = part * (n / 2); i < (part + 1) * (n / 2); ++i) {
+    const float x = space.v[row][i];
+    const float4 s = *reinterpret_cast<const float4*>(space.scale[i]);
+    top = make_float4(fmaxf(top.x, fabsf(x * s.x)), fmaxf(top.y, fabsf(x * s.y)), fmaxf(top.z, fabsf(x * s.z)),
+                      fmaxf(top.w, fabsf(x * s.w)));
+  }
+  space.part[part][row][0] = top.x, space.part[part][row][1] = top.y;
+  space.part[part][row][2] = top.z, space.part[part][row][3] = top.w;
+  barrier_sync(barrier, 128);
+#pragma unroll
+  for (int i = 0; i < (4 * n + 127) / 128; ++i) {
+    const int at = thread + 128 * i;
+    if (at >= 4 * n) break;
+    float peak = 0;
+#pragma unroll
+    for (int k = 0; k < 128 / n; ++k) peak = fmaxf(peak, space.part[k][at / 4][at % 4]);
+    update(at / 4, at % 4, peak);
+  }
+}
+
+/// The power of two that brings a row's probabilities times a group's scales into f16's range, after a block of that
+/// peak: `room` until now, `growth` what sums until now are multiplied by.
+__device__ inline float new_room(float room, float growth, float peak, float most) {
+  if (!(peak * room > most) && growth == 1) return room;
+  const float reach = fmaxf(peak, growth * 0x1p7f / room);
+  return __int_as_float(min(max(127 + 7 + 126 - (__float_as_int(reach) >> 23), 1), 253) << 23);
+}
+
 /// Where an item's rows of one unit lie in the cache: lanes look up 32 runs of rows at a time, one such window ahead.
 template <class Rows>
 class UnitRows {

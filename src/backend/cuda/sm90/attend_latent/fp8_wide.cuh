@@ -1,42 +1,39 @@
 // attend_latent over caches of e4m3 for tiles of 64 rows, operands swapped and converted in registers as in the narrow
-// kernel. One warpgroup makes scores and probabilities, a block ahead of two that sum values, 256 latents each.
+// kernel. Two math warpgroups sum 256 latents each and make the scores and probabilities of every second block.
 #pragma once
 
 #include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
 
 namespace mla::cuda::latent {
 
-constexpr int wide_fp8_threads = 512;
-
 /// Units go through a ring of their own places, so that a block's first units may come before a whole block fits.
 template <class Rows>
 struct Fp8WideShared {
   static constexpr int rows = 64, buffers = Rows::scaled ? 1 : 2;  // of P
-  static constexpr int fixed = 9 * rows * 128 + buffers * Rows::groups * rows * 128 + 6400;
+  static constexpr int fixed = 9 * rows * 128 + buffers * Rows::groups * rows * 128 + 7168;
   static constexpr int places = (232448 - fixed) / Rows::unit_bytes;
   alignas(1024) char q[9][rows * 128];
   union {
     alignas(1024) char p[buffers][Rows::groups][rows * 128];  // rows x 64 positions, swizzled
-    float group_peak[4][Rows::groups][rows];                  // of a block, by warp; before P is written
+    ScaledPeaks<rows> peaks;                                  // before P is written
     MergeSpace merge;
   };
   alignas(128) char ring[places][Rows::unit_bytes];
   float2 factor_shift[rows];  // of scores, to log2 units; what these are taken relative to
   int limit[rows];            // a row sees positions below
-  float peak[4][rows], sum[4][rows];
-  float growth[rows];
+  float peak[4][rows], sum[2][4][rows];
   float room[Rows::groups][rows];  // powers of two that bring probabilities times scales into f16's range
-  float rescale[buffers][Rows::groups][rows], last[Rows::groups][rows];  // of outputs, before a block and in the end
-  int changed[buffers];                                                  // is any of rescale not 1?
-  alignas(16) Item item[4];
+  // Of sums and of outputs before a block, by parity of the block, and whether any is not 1; of outputs in the end.
+  float growth[2][rows], rescale[2][Rows::groups][rows], last[Rows::groups][rows];
+  int changed[2];
+  alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
   Split split;
-  alignas(8) uint64_t full[places], empty[places], item_full[4], q_full, q_empty;
-  uint64_t p_full[buffers], p_empty[buffers], last_full, last_empty;
+  alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2], p_empty;
 };
 
 template <class Rows>
-__global__ void __launch_bounds__(wide_fp8_threads, 1)
+__global__ void __launch_bounds__(threads, 1)
     fp8_wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   using Shared = Fp8WideShared<Rows>;
   constexpr int n = Shared::rows, places = Shared::places, groups = Rows::groups;
@@ -44,45 +41,28 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int w = warp % 4, g = lane / 4, c = lane % 4;
-  enum : int { own = 2, first_queries = 3 };  // barriers: of the scoring warpgroup; of all three that compute
+  constexpr int own = 2;  // barriers own + h: of math warpgroup h alone
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < places; ++i) {
       mbarrier_init(smem_address(&s.full[i]), 1);
-      mbarrier_init(smem_address(&s.empty[i]), 12);
+      mbarrier_init(smem_address(&s.empty[i]), 8);
     }
-    for (int i = 0; i < 4; ++i) mbarrier_init(smem_address(&s.item_full[i]), 1);
     mbarrier_init(smem_address(&s.q_full), 1);
-    mbarrier_init(smem_address(&s.q_empty), 4);
-    for (int i = 0; i < Shared::buffers; ++i) {
-      mbarrier_init(smem_address(&s.p_full[i]), 1);
-      mbarrier_init(smem_address(&s.p_empty[i]), 8);
-    }
-    mbarrier_init(smem_address(&s.last_full), 1);
-    mbarrier_init(smem_address(&s.last_empty), 8);
+    mbarrier_init(smem_address(&s.q_empty), 8);
+    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 1);
+    mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
     tma_prefetch_map(q_map);
   }
-  wait_for_previous_grids();
-  if (warp == 12) {  // beside the barriers' birth
+  if (warp == 8) {  // beside the barriers' birth, while the previous kernel ends
     const Split split = make_split<n>(p, blockIdx.x);
     if (lane == 0) s.split = split;
   }
+  wait_for_previous_grids();
   __syncthreads();
   allow_next_grid();
 
-  // Queries of an item, by warps first, first + step, ..
-  const auto convert_queries = [&](const Item& it, int first, int step) {
-#pragma unroll 1
-    for (int row = first; row < n; row += step) {
-      const float back = convert_query_row<Rows, n>(s.q, row);
-      if (lane == 0) {
-        s.factor_shift[row] = make_float2(p.scale_log2 * back, -3e38f);
-        s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, it.positions);
-      }
-    }
-    fence_async_proxy();
-  };
   // Units of the CTA's block i.
   const auto place_of = [](int block, int unit) { return (block * units + unit) % places; };
   const auto lap_of = [](int block, int unit) { return (block * units + unit) / places & 1; };
@@ -96,9 +76,9 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
     if (lane < units) mbarrier_arrive(smem_address(&s.empty[place_of(block, lane)]));
   };
 
-  if (warpgroup == 3) {  // ---- load: a warp for each unit; the first also brings queries
+  if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
     give_registers<40>();
-    const int unit = warp - 12;
+    const int unit = warp - 8;
     Walk<n> walk(p, s.split, blockIdx.x);
     Item it;
     int block = 0, count = 0;
@@ -119,8 +99,7 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
       const auto start = [&] {  // the item and its queries
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (lane == 0) {
-          s.item[count & 3] = it;
-          mbarrier_arrive(smem_address(&s.item_full[count & 3]));
+          s.item[count & 1] = it;
           mbarrier_arrive_expect(smem_address(&s.q_full), 9 * n * 128);
         }
         __syncwarp();
@@ -145,304 +124,271 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
     if (unit == 0) {
       mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
       if (lane == 0) {
-        s.item[count & 3].blocks = -1;
-        mbarrier_arrive(smem_address(&s.item_full[count & 3]));
+        s.item[count & 1].blocks = -1;
+        mbarrier_arrive(smem_address(&s.q_full));
       }
     }
     return;
   }
 
-  if (warpgroup == 2) {  // ---- scores and probabilities
-    give_registers<120>();
-    constexpr int mine = n / 4;  // rows a thread has positions of
-    const int thread = threadIdx.x % 128;
-    // The thread's two positions in a block, p0 even and p0 + 1: rows g and g + 8 of the warp's 16 of S^T.
-    const int unit = Rows::unit(g), chunk = 2 * w + Rows::odd_pair(g), p0 = unit_rows * unit + 2 * chunk;
-    const bool swapped = Rows::swapped(g);
-    const int first_at = (2 * chunk + swapped) * Rows::bytes + c * 16,
-              second_at = (2 * chunk + 1 - swapped) * Rows::bytes + c * 16;
-    // Probabilities: a thread's two positions are a word, 4 units a 16-byte chunk.
-    int p_at[2];
+  // ---- math
+  take_registers<232>();
+  constexpr int tiles = 4, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of
+  const int h = warpgroup, thread = threadIdx.x % 128;
+  // The thread's two positions in a block, p0 even and p0 + 1: rows g and g + 8 of the warp's 16 of S^T.
+  const int unit = Rows::unit(g), chunk = 2 * w + Rows::odd_pair(g), p0 = unit_rows * unit + 2 * chunk;
+  const bool swapped = Rows::swapped(g);
+  const int first_at = (2 * chunk + swapped) * Rows::bytes + c * 16,
+            second_at = (2 * chunk + 1 - swapped) * Rows::bytes + c * 16;
+  // Probabilities: a thread's two positions are a word, 4 units a 16-byte chunk.
+  int p_at[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) p_at[i] = (2 * c + i) * 128 + (chunk ^ (2 * c + i)) * 16 + unit * 4;
-    int block = 0;  // of the CTA, counted
-
-    for (int count = 0;; ++count) {
-      mbarrier_wait(smem_address(&s.item_full[count & 3]), count >> 2 & 1);
-      const Item& it = s.item[count & 3];
-      const int blocks = it.blocks, block0 = it.block;
-      if (blocks < 0) break;
-      mbarrier_wait(smem_address(&s.q_full), count & 1);
-      if constexpr (Rows::scaled)
-        for (int at = thread; at < groups * n; at += 128) (&s.room[0][0])[at] = 0x1p126f;
-      if (count == 0) {
-        convert_queries(it, warp, 12);
-        barrier_sync(first_queries, 384);
-      } else {
-        convert_queries(it, w, 4);
-        barrier_sync(own, 128);
-      }
-      const int limit_all = s.limit[0];
-      float sum[mine];  // of this thread's positions, of rows k / 2 * 8 + 2 c + k % 2
-#pragma unroll
-      for (int k = 0; k < mine; ++k) sum[k] = 0;
-      if (blocks == 0) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
-      }
-
-#pragma unroll 1
-      for (int j = 0; j < blocks; ++j, ++block) {
-        const int buffer = block % Shared::buffers;
-        wait_for_block(block);
-
-        // S^T, two steps of 16 elements a batch: while one or two are multiplied the next is converted
-        float d[n / 2];
-        uint32_t a[3][8];
-        const char* from = s.ring[place_of(block, unit)];
-        uint4 x, y;  // 16 bytes of each of the thread's rows: a box of e4m3
-        const auto load = [&](int at) {
-          x = *reinterpret_cast<const uint4*>(from + first_at + at);
-          y = *reinterpret_cast<const uint4*>(from + second_at + at);
-        };
-        const auto convert = [&](int i, uint32_t(&to)[8]) {
-          const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-          for (int k = 0; k < 8; ++k) {
-            const uint32_t four = words[k % 2][i % 2 * 2 + k / 4];
-            to[k] = k % 4 < 2 ? e4m3_low(four) : e4m3_high(four);
-          }
-        };
-        const auto queries = [&](int box, int at) {
-          return operand_advance(operand_128b(smem_address(s.q[box])), at * 32);
-        };
-        float4 scale[2] = {};  // of the thread's positions
-        if constexpr (!Rows::scaled) {
-          load(0);
-          convert(0, a[0]);
-#pragma unroll
-          for (int i = 0; i < 18; ++i) {
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-              Wgmma<n, __half>::rs(d, a[i % 3] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
-            wgmma_commit();
-            if (i < 17) convert(i + 1, a[(i + 1) % 3]);
-            if (i % 2 == 0 && i < 16) load((i / 2 + 1) * 64);
-            wgmma_wait<1>();
-            if (i > 0) wgmma_pin(a[(i + 2) % 3]);
-          }
-          wgmma_wait<0>();
-          wgmma_pin(d);
-        } else {
-          float e[n / 2];  // of a group
-          const auto fold = [&](int group) {
-            wgmma_wait<0>();
-            wgmma_pin(e);
-            const float f[2] = {reinterpret_cast<const float*>(&scale[0])[group],
-                                reinterpret_cast<const float*>(&scale[1])[group]};
-#pragma unroll
-            for (int k = 0; k < n / 2; ++k) d[k] = fmaf(f[k % 4 / 2], e[k], d[k]);
-          };
-          scale[0] = *reinterpret_cast<const float4*>(from + first_at + Rows::scales_at - c * 16);
-          scale[1] = *reinterpret_cast<const float4*>(from + second_at + Rows::scales_at - c * 16);
-#pragma unroll
-          for (int i = 0; i < 2; ++i) {  // the rope
-            load(Rows::rope_at + i * 64);
-            const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-            for (int k = 0; k < 8; ++k) a[1 + i][k] = words[k % 2][k / 4 * 2 + k % 4 / 2];
-            if (i == 1) load(0);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-              Wgmma<n, __nv_bfloat16>::rs(d, a[1 + i] + 4 * k, queries(8, i * 2 + k), i + k > 0);
-            wgmma_commit();
-          }
-          convert(0, a[0]);
-          wgmma_wait<0>();
-          wgmma_pin(d);
-#pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            if (i % 4 == 0 && i > 0) fold(i / 4 - 1);
-            wgmma_fence();
-#pragma unroll
-            for (int k = 0; k < 2; ++k)
-              Wgmma<n, __half>::rs(e, a[i % 3] + 4 * k, queries(i / 2, i % 2 * 2 + k), i % 4 + k > 0);
-            wgmma_commit();
-            if (i < 15) convert(i + 1, a[(i + 1) % 3]);
-            if (i % 2 == 0 && i < 14) load((i / 2 + 1) * 64);
-            wgmma_wait<1>();
-            if (i > 0) wgmma_pin(a[(i + 2) % 3]);
-          }
-          fold(3);
-        }
-        release_block(block);
-        if (j + 1 == blocks && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
-
-        // Softmax. Element k of d: row k / 4 * 8 + 2 c + k % 2, the thread's position k % 4 / 2.
-        const int base = (block0 + j) * block_tokens + p0;
-        const bool masked = (block0 + j + 1) * block_tokens > limit_all;
-        float v[n / 2], top = 0;
-#pragma unroll
-        for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
-          const int row = k / 4 * 8 + 2 * c + k % 2;
-          const float2 fs = s.factor_shift[row];
-          d[k] *= fs.x, d[k + 2] *= fs.x;
-          if (masked) {
-            if (base + swapped >= s.limit[row]) d[k] = -INFINITY;
-            if (base + 1 - swapped >= s.limit[row]) d[k + 2] = -INFINITY;
-          }
-          v[k] = exp2_approx(d[k] - fs.y), v[k + 2] = exp2_approx(d[k + 2] - fs.y);
-          top = fmaxf(top, fmaxf(v[k], v[k + 2]));
-        }
-        const auto store = [&] {  // to shared memory
-#pragma unroll
-          for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
-            char* const to = s.p[buffer][0] + k / 4 * 1024 + p_at[k % 2];
-            if constexpr (!Rows::scaled) {
-              *reinterpret_cast<uint32_t*>(to) =
-                  swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
-            } else {
-              const int row = k / 4 * 8 + 2 * c + k % 2;
-              const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
-                          s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
-#pragma unroll
-              for (int q = 0; q < 4; ++q) {
-                const float w0 = v[k] * s0[q] * s.room[q][row], w1 = v[k + 2] * s1[q] * s.room[q][row];
-                *reinterpret_cast<uint32_t*>(to + q * n * 128) = Pack<__half>::two(w0, w1);
-                top = fmaxf(top, fmaxf(fabsf(w0), fabsf(w1)));
-              }
-            }
-          }
-          fence_async_proxy();
-        };
-        constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
-        mbarrier_wait(smem_address(&s.p_empty[buffer]), block / Shared::buffers & 1 ^ 1);
-        store();
-        const bool changed = barrier_any(own, 128, top > most);
-        if (changed) {
-#pragma unroll
-          for (int k = 0; k < mine; ++k) {
-            float best = fmaxf(d[k / 2 * 4 + k % 2], d[k / 2 * 4 + 2 + k % 2]);
-#pragma unroll
-            for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
-            if (g == 0) s.peak[w][k / 2 * 8 + 2 * c + k % 2] = best;
-          }
-          barrier_sync(own, 128);
-          if (thread < n) {
-            const float best =
-                fmaxf(fmaxf(s.peak[0][thread], s.peak[1][thread]), fmaxf(s.peak[2][thread], s.peak[3][thread]));
-            const float old = s.factor_shift[thread].y, shift = best - old > 15 ? best - 7 : old;
-            const float growth = exp2_approx(old - shift);
-            s.factor_shift[thread].y = shift;
-            s.growth[thread] = growth;
-            if constexpr (!Rows::scaled) s.rescale[buffer][0][thread] = growth;
-          }
-          barrier_sync(own, 128);
-#pragma unroll
-          for (int k = 0; k < n / 2; ++k) {
-            const int row = k / 4 * 8 + 2 * c + k % 2;
-            v[k] = exp2_approx(d[k] - s.factor_shift[row].y);
-            if (k % 4 < 2) sum[k / 4 * 2 + k % 2] *= s.growth[row];
-          }
-          if constexpr (Rows::scaled) {  // the same for each group's probabilities times scales, in powers of two
-            const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
-                        s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
-#pragma unroll
-            for (int k = 0; k < mine; ++k)
-#pragma unroll
-              for (int q = 0; q < 4; ++q) {
-                const int at = k / 2 * 4 + k % 2;
-                float best = fmaxf(fabsf(v[at] * s0[q]), fabsf(v[at + 2] * s1[q]));
-#pragma unroll
-                for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
-                if (g == 0) s.group_peak[w][q][k / 2 * 8 + 2 * c + k % 2] = best;
-              }
-            barrier_sync(own, 128);
-#pragma unroll
-            for (int i = thread; i < groups * n; i += 128) {
-              const int q = i / n, row = i % n;
-              const float best = fmaxf(fmaxf(s.group_peak[0][q][row], s.group_peak[1][q][row]),
-                                       fmaxf(s.group_peak[2][q][row], s.group_peak[3][q][row]));
-              const float old = s.room[q][row], growth = s.growth[row];
-              float room = old;
-              if (best * old > most || growth != 1) {
-                const float reach = fmaxf(best, growth * 0x1p7f / old);
-                const int exponent = 127 + 7 + 126 - (__float_as_int(reach) >> 23);
-                room = __int_as_float(min(max(exponent, 1), 253) << 23);
-              }
-              s.room[q][row] = room;
-              s.rescale[buffer][q][row] = growth * room / old;
-            }
-            barrier_sync(own, 128);
-          }
-          store();
-          barrier_sync(own, 128);
-        }
-        if (thread == 0) {
-          s.changed[buffer] = changed;
-          mbarrier_arrive(smem_address(&s.p_full[buffer]));
-        }
-#pragma unroll
-        for (int k = 0; k < n / 2; ++k) sum[k / 4 * 2 + k % 2] += v[k];
-      }
-
-#pragma unroll
-      for (int k = 0; k < mine; ++k) {
-#pragma unroll
-        for (int m = 4; m < 32; m *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], m);
-        if (g == 0) s.sum[w][k / 2 * 8 + 2 * c + k % 2] = sum[k];
-      }
-      barrier_sync(own, 128);
-      mbarrier_wait(smem_address(&s.last_empty), (count & 1) ^ 1);
-      if (thread < n) {
-        const float all = s.sum[0][thread] + s.sum[1][thread] + (s.sum[2][thread] + s.sum[3][thread]);
-        const float factor = all == 0 ? 0.0f : p.value_scale / all;
-#pragma unroll
-        for (int q = 0; q < groups; ++q) s.last[q][thread] = Rows::scaled ? factor / s.room[q][thread] : factor;
-        if (thread < it.rows) {
-          const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all);
-          if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
-          else p.partial_lse[static_cast<int64_t>(it.slot) * n + thread] = lse2;
-        }
-      }
-      barrier_sync(own, 128);
-      if (thread == 0) mbarrier_arrive(smem_address(&s.last_full));
-    }
-    return;
-  }
-
-  // ---- values
-  take_registers<176>();
-  constexpr int tiles = 4;  // of 64 latents
-  const int h = warpgroup;
+  for (int i = 0; i < 2; ++i) p_at[i] = (2 * c + i) * 128 + (chunk ^ (2 * c + i)) * 16 + unit * 4;
   // Matrix m of four has positions 16 u + 2 m + {0, 1} of all units u, and 16 latents.
   const int matrix_unit = lane % 8 / 2, matrix_at = (lane / 8 * 2 + lane % 2) * Rows::bytes + h * (width / 2) + w * 16;
-  float o[tiles][n / 2];
-  int block = 0, partials = 0;
+  float o[tiles][n / 2], d[n / 2];
+  float sum[2];  // of this warp's positions, of rows 8 g + 2 c + {0, 1}
+  uint32_t a[2][8];
+  int blocks_before = 0, made0 = 0, made1 = 0, partials = 0;  // of the CTA so far; P by each warpgroup
 
   for (int count = 0;; ++count) {
-    mbarrier_wait(smem_address(&s.item_full[count & 3]), count >> 2 & 1);
-    const Item& it = s.item[count & 3];
+    mbarrier_wait(smem_address(&s.q_full), count & 1);
+    const Item& it = s.item[count & 1];
     const int blocks = it.blocks;
     if (blocks < 0) break;
-    if (count == 0) {
-      mbarrier_wait(smem_address(&s.q_full), 0);
-      convert_queries(it, warp, 12);
-      barrier_arrive(first_queries, 384);
+#pragma unroll 1
+    for (int row = warp; row < n; row += 8) {
+      const float back = convert_query_row<Rows, n>(s.q, row);
+      if (lane == 0) {
+        s.factor_shift[row] = make_float2(p.scale_log2 * back, -3e38f);
+        s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, it.positions);
+      }
     }
+    if constexpr (Rows::scaled)
+      for (int at = threadIdx.x; at < groups * n; at += math_threads) (&s.room[0][0])[at] = 0x1p126f;
+    fence_async_proxy();
+    barrier_sync(math_barrier, math_threads);
 #pragma unroll
     for (int i = 0; i < tiles; ++i)
 #pragma unroll
       for (int k = 0; k < n / 2; ++k) o[i][k] = 0;
+#pragma unroll
+    for (int k = 0; k < 2; ++k) sum[k] = 0;
+    if (h >= blocks) {
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+    }
 
-#pragma unroll 1
-    for (int j = 0; j < blocks; ++j, ++block) {
-      const int buffer = block % Shared::buffers;
+    const auto scores = [&](int j) {  // to d
+      const int block = blocks_before + j;
       wait_for_block(block);
+      // S^T, two steps of 16 elements a batch: while one or two are multiplied the next is converted
+      const char* from = s.ring[place_of(block, unit)];
+      uint4 x, y;  // 16 bytes of each of the thread's rows: a box of e4m3
+      const auto load = [&](int at) {
+        x = *reinterpret_cast<const uint4*>(from + first_at + at);
+        y = *reinterpret_cast<const uint4*>(from + second_at + at);
+      };
+      const auto convert = [&](int i, uint32_t(&to)[8]) {
+        const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+        for (int k = 0; k < 8; ++k) {
+          const uint32_t four = words[k % 2][i % 2 * 2 + k / 4];
+          to[k] = k % 4 < 2 ? e4m3_low(four) : e4m3_high(four);
+        }
+      };
+      const auto queries = [&](int box, int at) {
+        return operand_advance(operand_128b(smem_address(s.q[box])), at * 32);
+      };
+      if constexpr (!Rows::scaled) {
+        load(0);
+        convert(0, a[0]);
+#pragma unroll
+        for (int i = 0; i < 18; ++i) {
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            Wgmma<n, __half>::rs(d, a[i % 2] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
+          wgmma_commit();
+          wgmma_wait<1>();
+          if (i > 0) wgmma_pin(a[(i + 1) % 2]);
+          if (i < 17) convert(i + 1, a[(i + 1) % 2]);
+          if (i % 2 == 0 && i < 16) load((i / 2 + 1) * 64);
+        }
+        wgmma_wait<0>();
+        wgmma_pin(d);
+      } else {
+        // Products of a group are brought to the scale of the next, so that one sum serves all: what remains after each
+        // group. A scale far below the row's others is taken as 2^-40 of the largest: its products are lost beside
+        // theirs.
+        float f[2][4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float4 four =
+              *reinterpret_cast<const float4*>(from + (r ? second_at : first_at) - c * 16 + Rows::scales_at);
+          float v[4] = {four.x, four.y, four.z, four.w};
+          const float top = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
+#pragma unroll
+          for (int q = 0; q < 4; ++q) v[q] = top == 0 ? 1.0f : copysignf(fmaxf(fabsf(v[q]), top * 0x1p-40f), v[q]);
+#pragma unroll
+          for (int q = 0; q < 3; ++q) f[r][q] = __fdividef(v[q], v[q + 1]);
+          f[r][3] = top == 0 ? 0.0f : v[3];
+        }
+        const auto scale_sums = [&](int group) {
+          wgmma_wait<0>();
+          wgmma_pin(d);
+#pragma unroll
+          for (int k = 0; k < n / 2; ++k) d[k] *= f[k % 4 / 2][group];
+        };
+        load(0);
+        convert(0, a[0]);
+#pragma unroll
+        for (int i = 0; i < 16; ++i) {
+          if (i % 4 == 0 && i > 0) scale_sums(i / 4 - 1);
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 2; ++k)
+            Wgmma<n, __half>::rs(d, a[i % 2] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
+          wgmma_commit();
+          wgmma_wait<1>();
+          if (i > 0) wgmma_pin(a[(i + 1) % 2]);
+          if (i < 15) convert(i + 1, a[(i + 1) % 2]);
+          if (i % 2 == 0 && i < 14) load((i / 2 + 1) * 64);
+        }
+        scale_sums(3);
+        wgmma_pin(a[0]), wgmma_pin(a[1]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {  // the rope
+          load(Rows::rope_at + i * 64);
+          const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+          for (int k = 0; k < 8; ++k) a[i][k] = words[k % 2][k / 4 * 2 + k % 4 / 2];
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < 2; ++k) Wgmma<n, __nv_bfloat16>::rs(d, a[i] + 4 * k, queries(8, i * 2 + k), 1);
+          wgmma_commit();
+        }
+        wgmma_wait<0>();
+        wgmma_pin(d);
+        wgmma_pin(a[0]), wgmma_pin(a[1]);
+      }
+    };
+    const auto softmax = [&](int j) {  // d to P
+      const int block = blocks_before + j;
+      // Softmax. Element k of d: row k / 4 * 8 + 2 c + k % 2, the thread's position k % 4 / 2.
+      const int base = (it.block + j) * block_tokens + p0;
+      const bool masked = (it.block + j + 1) * block_tokens > s.limit[0];
+      float v[n / 2], top = 0;
+#pragma unroll
+      for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
+        const int row = k / 4 * 8 + 2 * c + k % 2;
+        const float2 fs = s.factor_shift[row];
+        d[k] *= fs.x, d[k + 2] *= fs.x;
+        if (masked) {
+          if (base + swapped >= s.limit[row]) d[k] = -INFINITY;
+          if (base + 1 - swapped >= s.limit[row]) d[k + 2] = -INFINITY;
+        }
+        v[k] = exp2_approx(d[k] - fs.y), v[k + 2] = exp2_approx(d[k + 2] - fs.y);
+        top = fmaxf(top, fmaxf(v[k], v[k + 2]));
+      }
+      float4 scale[2] = {};  // of the thread's positions
+      if constexpr (Rows::scaled) {
+        const char* from = s.ring[place_of(block, unit)] + Rows::scales_at - c * 16;
+        scale[0] = *reinterpret_cast<const float4*>(from + first_at);
+        scale[1] = *reinterpret_cast<const float4*>(from + second_at);
+      }
+      const auto store = [&] {  // to shared memory
+#pragma unroll
+        for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
+          char* const to = s.p[j % Shared::buffers][0] + k / 4 * 1024 + p_at[k % 2];
+          if constexpr (!Rows::scaled) {
+            *reinterpret_cast<uint32_t*>(to) =
+                swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
+          } else {
+            const int row = k / 4 * 8 + 2 * c + k % 2;
+            const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
+                        s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+              const float w0 = v[k] * s0[q] * s.room[q][row], w1 = v[k + 2] * s1[q] * s.room[q][row];
+              *reinterpret_cast<uint32_t*>(to + q * n * 128) = Pack<__half>::two(w0, w1);
+              top = fmaxf(top, fmaxf(fabsf(w0), fabsf(w1)));
+            }
+          }
+        }
+        fence_async_proxy();
+      };
+      constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
+      // The other warpgroup has used P of the block before last, or it could not have made that of the last.
+      // Of two buffers ours is free: the other warpgroup had used it before it made the last block's P.
+      if (Shared::buffers == 1) mbarrier_wait(smem_address(&s.p_empty), block & 1 ^ 1);
+      store();
+      const bool changed = barrier_any(own + h, 128, top > most);
+      if (changed) {
+#pragma unroll
+        for (int k = 0; k < mine; ++k) {
+          float best = fmaxf(d[k / 2 * 4 + k % 2], d[k / 2 * 4 + 2 + k % 2]);
+#pragma unroll
+          for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
+          if (g == 0) s.peak[w][k / 2 * 8 + 2 * c + k % 2] = best;
+        }
+        barrier_sync(own + h, 128);
+        if (thread < n) {
+          const float best =
+              fmaxf(fmaxf(s.peak[0][thread], s.peak[1][thread]), fmaxf(s.peak[2][thread], s.peak[3][thread]));
+          const float old = s.factor_shift[thread].y, shift = best - old > 15 ? best - 7 : old;
+          const float growth = exp2_approx(old - shift);
+          s.factor_shift[thread].y = shift;
+          s.growth[j & 1][thread] = growth;
+          if constexpr (!Rows::scaled) s.rescale[j & 1][0][thread] = growth;
+        }
+        barrier_sync(own + h, 128);
+#pragma unroll
+        for (int k = 0; k < n / 2; ++k) {
+          const int row = k / 4 * 8 + 2 * c + k % 2;
+          v[k] = exp2_approx(d[k] - s.factor_shift[row].y);
+        }
+#pragma unroll
+        for (int k = 0; k < 2; ++k) sum[k] *= s.growth[j & 1][8 * g + 2 * c + k];
+        if constexpr (Rows::scaled) {  // the same for each group's probabilities times scales, in powers of two
+          scaled_peaks<n>(s.peaks, v, scale, p0, own + h, [&](int row, int q, float peak) {
+            const float old = s.room[q][row], growth = s.growth[j & 1][row], room = new_room(old, growth, peak, most);
+            s.room[q][row] = room;
+            s.rescale[j & 1][q][row] = growth * room / old;
+          });
+          barrier_sync(own + h, 128);
+        }
+        store();
+        barrier_sync(own + h, 128);
+      }
+      if (thread == 0) {
+        s.changed[j & 1] = changed;
+        mbarrier_arrive(smem_address(&s.p_full[j & 1]));
+      }
+      // Sums over the warp's positions: each exchange halves the rows that a lane goes on with.
+      float part[mine];
+#pragma unroll
+      for (int k = 0; k < mine; ++k) part[k] = v[k / 2 * 4 + k % 2] + v[k / 2 * 4 + k % 2 + 2];
+#pragma unroll
+      for (int step = 0; step < 3; ++step) {
+        const int half = mine >> (step + 1);
+        const bool upper = lane & 16 >> step;
+#pragma unroll
+        for (int k = 0; k < mine / 2; ++k) {
+          if (k >= half) break;
+          const float send = upper ? part[k] : part[k + half];
+          part[k] = (upper ? part[k + half] : part[k]) + __shfl_xor_sync(0xffffffffu, send, 16 >> step);
+        }
+      }
+      sum[0] += part[0], sum[1] += part[1];
+    };
+    // Sums this warpgroup's latents of a block whose P is there.
+    const auto values = [&](int j, bool others) {
+      const int block = blocks_before + j;
+      wait_for_block(block);
+      mbarrier_wait(smem_address(&s.p_full[j & 1]), (j & 1 ? made1 : made0) + j / 2 & 1);
       const uint32_t matrices = smem_address(s.ring[place_of(block, matrix_unit)]) + matrix_at;
-      uint32_t a[2][8], m[4];
+      uint32_t m[4];
       const auto load_values = [&](int i) {  // 32 positions of 16 latents: a batch
         load_matrix_x4_transposed(matrices + i / 2 * 64 + i % 2 * (unit_rows / 2 * Rows::bytes), m[0], m[1], m[2],
                                   m[3]);
@@ -457,14 +403,15 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
       load_values(0);
       convert_values(a[0]);
       load_values(1);
-      mbarrier_wait(smem_address(&s.p_full[buffer]), block / Shared::buffers & 1);
-      if (s.changed[buffer]) {
+      if (s.changed[j & 1]) {
+        if (others)
+          for (int k = 0; k < 2; ++k) sum[k] *= s.growth[j & 1][8 * g + 2 * c + k];
 #pragma unroll
         for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
           const int row = k / 4 * 8 + 2 * c + k % 2;
 #pragma unroll
           for (int i = 0; i < tiles; ++i) {
-            const float factor = s.rescale[buffer][Rows::scaled ? h * 2 + i / 2 : 0][row];
+            const float factor = s.rescale[j & 1][Rows::scaled ? h * 2 + i / 2 : 0][row];
             o[i][k] *= factor, o[i][k + 2] *= factor;
           }
         }
@@ -473,7 +420,8 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
       for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
 #pragma unroll
       for (int i = 0; i < 2 * tiles; ++i) {
-        const uint64_t probability = operand_128b(smem_address(s.p[buffer][Rows::scaled ? h * 2 + i / 4 : 0]));
+        const uint64_t probability =
+            operand_128b(smem_address(s.p[j % Shared::buffers][Rows::scaled ? h * 2 + i / 4 : 0]));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 2; ++k)
@@ -488,11 +436,49 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem_address(&s.p_empty[buffer]));
-    }
+      wgmma_pin(a[0]), wgmma_pin(a[1]);
+      if constexpr (Shared::buffers == 1) {
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&s.p_empty));
+      }
+    };
 
-    mbarrier_wait(smem_address(&s.last_full), count & 1);
+#pragma unroll 1
+    for (int j = h; j < blocks + h; j += 2) {
+      if (j < blocks) {
+        scores(j);
+        if (j + 2 >= blocks) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+        }
+      }
+      if (j > 0) values(j - 1, true);
+      if (j < blocks) {
+        softmax(j);
+        values(j, false);
+      }
+    }
+    if (h == 0 && blocks % 2 == 0 && blocks > 0) values(blocks - 1, true);
+    blocks_before += blocks, made0 += (blocks + 1) / 2, made1 += blocks / 2;
+
+    // ---- epilogue
+#pragma unroll
+    for (int k = 0; k < 2; ++k) s.sum[h][w][8 * g + 2 * c + k] = sum[k];
+    barrier_sync(math_barrier, math_threads);
+    if (threadIdx.x < n) {
+      float all = 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) all += s.sum[i / 4][i % 4][thread];
+      const float factor = all == 0 ? 0.0f : p.value_scale / all;
+#pragma unroll
+      for (int q = 0; q < groups; ++q) s.last[q][thread] = Rows::scaled ? factor / s.room[q][thread] : factor;
+      if (thread < it.rows) {
+        const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all);
+        if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
+        else p.partial_lse[static_cast<int64_t>(it.slot) * n + thread] = lse2;
+      }
+    }
+    barrier_sync(math_barrier, math_threads);
 #pragma unroll
     for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
       const int row = k / 4 * 8 + 2 * c + k % 2;
@@ -502,8 +488,6 @@ __global__ void __launch_bounds__(wide_fp8_threads, 1)
         o[i][k] *= factor, o[i][k + 2] *= factor;
       }
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(smem_address(&s.last_empty));
     const bool whole = it.pieces == 1;
     const int rows = it.rows;
     const int64_t out_row = whole ? it.row0 : static_cast<int64_t>(it.slot) * n;

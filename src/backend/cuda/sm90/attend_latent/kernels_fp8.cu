@@ -21,7 +21,7 @@ void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, 
       go(fp8_narrow_kernel<Fp8DsMlaRows, Fp8Tile16>, threads,
          static_cast<const Fp8NarrowShared<Fp8DsMlaRows, Fp8Tile16>*>(nullptr), "fp8_ds_mla kernel, 16 rows");
     else
-      go(fp8_wide_kernel<Fp8DsMlaRows>, wide_fp8_threads, static_cast<const Fp8WideShared<Fp8DsMlaRows>*>(nullptr),
+      go(fp8_wide_kernel<Fp8DsMlaRows>, threads, static_cast<const Fp8WideShared<Fp8DsMlaRows>*>(nullptr),
          "fp8_ds_mla kernel, 64 rows");
   } else if (choice.tile_rows == 16) {
     go(fp8_narrow_kernel<Fp8Rows, Fp8Tile16>, threads, static_cast<const Fp8NarrowShared<Fp8Rows, Fp8Tile16>*>(nullptr),
@@ -30,8 +30,7 @@ void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, 
     go(fp8_narrow_kernel<Fp8Rows, Fp8Tile32>, threads, static_cast<const Fp8NarrowShared<Fp8Rows, Fp8Tile32>*>(nullptr),
        "fp8 kernel, 32 rows");
   } else {
-    go(fp8_wide_kernel<Fp8Rows>, wide_fp8_threads, static_cast<const Fp8WideShared<Fp8Rows>*>(nullptr),
-       "fp8 kernel, 64 rows");
+    go(fp8_wide_kernel<Fp8Rows>, threads, static_cast<const Fp8WideShared<Fp8Rows>*>(nullptr), "fp8 kernel, 64 rows");
   }
 }
 
