@@ -206,7 +206,7 @@ class CacheRow {
 #pragma unroll
         for (int e = 0; e < n; ++e) wide_x[e] *= scale;
       }
-      narrow_all(wide_x, x);
+      narrow_all<false>(wide_x, x);
     }
   }
 

@@ -6,6 +6,7 @@
 #include <cuda_fp8.h>
 
 #include <cstdint>
+#include <cstring>
 
 #include "mla/dtype.hpp"
 #include "mla/view.hpp"
@@ -55,10 +56,21 @@ template <class T, int n>
 struct alignas(sizeof(T) * n < 16 ? sizeof(T) * n : 16) Pack {
   T at[n];
 };
+/// Elements that fill words of 32 bits are moved and converted by the word: taken apart and put together one by one, a
+/// conversion would be several times as long.
+template <class T, int n>
+constexpr int kWordsOf = sizeof(T) * n % 4 == 0 ? sizeof(T) * n / 4 : 0;
+
 /// n neighbours, in accesses of up to 16 bytes when wide (then `from` is so aligned), otherwise one by one.
 template <bool wide, class T, int n>
 __device__ inline void load(const T* from, T (&x)[n]) {
-  if constexpr (wide) {
+  if constexpr (wide && kWordsOf < T, n >> 0) {
+    struct alignas(Pack<T, n>) Words {
+      uint32_t at[kWordsOf<T, n>];
+    };
+    const Words words = *reinterpret_cast<const Words*>(from);
+    memcpy(&x, &words, sizeof(x));
+  } else if constexpr (wide) {
     const auto pack = *reinterpret_cast<const Pack<T, n>*>(from);
 #pragma unroll
     for (int e = 0; e < n; ++e) x[e] = pack.at[e];
@@ -69,7 +81,13 @@ __device__ inline void load(const T* from, T (&x)[n]) {
 }
 template <bool wide, class T, int n>
 __device__ inline void store(const T (&x)[n], T* to) {
-  if constexpr (wide) {
+  if constexpr (wide && kWordsOf < T, n >> 0) {
+    struct alignas(Pack<T, n>) Words {
+      uint32_t at[kWordsOf<T, n>];
+    } words;
+    memcpy(&words, &x, sizeof(x));
+    *reinterpret_cast<Words*>(to) = words;
+  } else if constexpr (wide) {
     Pack<T, n> pack;
 #pragma unroll
     for (int e = 0; e < n; ++e) pack.at[e] = x[e];
@@ -82,57 +100,90 @@ __device__ inline void store(const T (&x)[n], T* to) {
 
 template <class T, int n>
 __device__ inline void widen_all(const T (&x)[n], float (&y)[n]) {
-  if constexpr (dtype_of<T>::value == Dtype::fp8_e4m3 && n % 2 == 0) {
-#pragma unroll
-    for (int e = 0; e < n; e += 2) {
-      const auto pair = static_cast<__nv_fp8x2_storage_t>(x[e].bits | x[e + 1].bits << 8);
-      const float2 wide = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
-      y[e] = wide.x;
-      y[e + 1] = wide.y;
-    }
-  } else {
+  constexpr Dtype dtype = dtype_of<T>::value;
+  if constexpr (dtype == Dtype::f32 || kWordsOf<T, n> == 0) {
 #pragma unroll
     for (int e = 0; e < n; ++e) y[e] = widen(x[e]);
+  } else {
+    uint32_t words[kWordsOf<T, n>];
+    memcpy(words, &x, sizeof(x));
+#pragma unroll
+    for (int w = 0; w < kWordsOf<T, n>; ++w) {
+      if constexpr (dtype == Dtype::bf16) {
+        y[2 * w] = __uint_as_float(words[w] << 16);
+        y[2 * w + 1] = __uint_as_float(words[w] & 0xffff0000u);
+      } else if constexpr (dtype == Dtype::f16) {
+        __half2 pair;
+        memcpy(&pair, &words[w], 4);
+        const float2 wide = __half22float2(pair);
+        y[2 * w] = wide.x;
+        y[2 * w + 1] = wide.y;
+      } else {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const auto pair = static_cast<__nv_fp8x2_storage_t>(words[w] >> (16 * h));
+          const float2 wide = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(pair, __NV_E4M3)));
+          y[4 * w + 2 * h] = wide.x;
+          y[4 * w + 2 * h + 1] = wide.y;
+        }
+      }
+    }
   }
 }
 
-/// As the portable conversions round, bit for bit; the hardware's differ in NaN alone, which is mended where it occurs.
-template <class T, int n>
+/// Two neighbours in the low bits, or f32's alone.
+template <class T>
+__device__ inline uint32_t narrow_pair(float a, float b) {
+  if constexpr (dtype_of<T>::value == Dtype::bf16) {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(a, b);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+  } else if constexpr (dtype_of<T>::value == Dtype::f16) {
+    const __half2 pair = __floats2half2_rn(a, b);
+    uint32_t word;
+    memcpy(&word, &pair, 4);
+    return word;
+  } else {
+    return __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, __NV_E4M3);
+  }
+}
+
+/// As the portable conversions round, bit for bit; the hardware's differ in NaN alone, whose payload and sign are
+/// mended where one occurs unless the caller has no use for them.
+template <bool mend = true, class T, int n>
 __device__ inline void narrow_all(const float (&x)[n], T (&y)[n]) {
   if constexpr (dtype_of<T>::value == Dtype::f32) {
 #pragma unroll
     for (int e = 0; e < n; ++e) y[e] = x[e];
+  } else if constexpr (kWordsOf<T, n> == 0) {
+#pragma unroll
+    for (int e = 0; e < n; ++e) y[e] = from_float<T>(x[e]);
   } else {
+    constexpr int per_word = 4 / sizeof(T), bits = 8 * sizeof(T);
+    uint32_t words[kWordsOf<T, n>];
     bool odd = false;
 #pragma unroll
-    for (int e = 0; e < n; ++e) odd |= x[e] != x[e];
-    if constexpr (n % 2 == 0) {
+    for (int w = 0; w < kWordsOf<T, n>; ++w) {
+      words[w] = narrow_pair<T>(x[per_word * w], x[per_word * w + 1]);
+      if constexpr (per_word == 4) words[w] |= narrow_pair<T>(x[4 * w + 2], x[4 * w + 3]) << 16;
+    }
+    if constexpr (mend) {
 #pragma unroll
-      for (int e = 0; e < n; e += 2) {
-        if constexpr (dtype_of<T>::value == Dtype::bf16) {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(x[e], x[e + 1]);
-          y[e].bits = __bfloat16_as_ushort(pair.x);
-          y[e + 1].bits = __bfloat16_as_ushort(pair.y);
-        } else if constexpr (dtype_of<T>::value == Dtype::f16) {
-          const __half2 pair = __floats2half2_rn(x[e], x[e + 1]);
-          y[e].bits = __half_as_ushort(pair.x);
-          y[e + 1].bits = __half_as_ushort(pair.y);
-        } else {
-          const __nv_fp8x2_storage_t pair =
-              __nv_cvt_float2_to_fp8x2(make_float2(x[e], x[e + 1]), __NV_SATFINITE, __NV_E4M3);
-          y[e].bits = static_cast<uint8_t>(pair);
-          y[e + 1].bits = static_cast<uint8_t>(pair >> 8);
+      for (int e = 0; e < n; e += 2) odd |= x[e] != x[e] || x[e + 1] != x[e + 1];
+      if (odd) {
+#pragma unroll
+        for (int e = 0; e < n; ++e) {
+          const int shift = e % per_word * bits;
+          const uint32_t u = __float_as_uint(x[e]), mask = ((1u << bits) - 1) << shift;
+          const uint32_t nan = dtype_of<T>::value == Dtype::bf16  ? u >> 16 | 0x40
+                               : dtype_of<T>::value == Dtype::f16 ? (u >> 16 & 0x8000) | 0x7e00 | (u >> 13 & 0x1ff)
+                                                                  : (u >> 24 & 0x80) | 0x7f;
+          if (x[e] != x[e]) words[e / per_word] = (words[e / per_word] & ~mask) | nan << shift;
         }
       }
-    } else {
-#pragma unroll
-      for (int e = 0; e < n; ++e) y[e] = narrow<T>(x[e]);
     }
-    if (odd) {
-#pragma unroll
-      for (int e = 0; e < n; ++e)
-        if (x[e] != x[e]) y[e] = from_float<T>(x[e]);
-    }
+    memcpy(&y, words, sizeof(y));
   }
 }
 

@@ -57,18 +57,20 @@ struct QuantizeRows {
   Padding padding;
 };
 
-// e2m1 of |q|, saturating: least of the roundings to multiples of 1/2, 1 and 2, each counted in codes from where it
-// begins. The sum with 1.5 * 2^23 rounds to a whole number, ties to even, in its low bits.
+// e2m1 of |q|: least of the roundings to multiples of 1/2, 1 and 2, each counted in codes from where it begins. The sum
+// with 1.5 * 2^23 rounds to a whole number, ties to even, in its low bits. Past 6.5 it must be told to saturate.
+template <bool saturate>
 __device__ inline uint32_t e2m1_bits(float q) {
   constexpr float kMagic = 12582912.0f;
-  const float a = fabsf(q);
-  return __float_as_uint(fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)),
-                               fminf(__fmaf_rn(a, 0.5f, kMagic + 4), kMagic + 7)));
+  const float a = fabsf(q), high = __fmaf_rn(a, 0.5f, kMagic + 4);
+  return __float_as_uint(
+      fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)), saturate ? fminf(high, kMagic + 7) : high));
 }
 
-// Sixteen e2m1 codes of x * g / s in two words.
+// Sixteen e2m1 codes of x * g / s in two words, s above 0. plain: no NaN among them, and no quotient above 6.5.
+template <bool plain>
 __device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint32_t (&codes)[2]) {
-  const float inverse = s > 0 ? __frcp_rn(s) : 0.0f;
+  const float inverse = __frcp_rn(s);
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
     uint32_t word = 0;
@@ -76,13 +78,24 @@ __device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint3
     for (int e = 7; e >= 0; --e) {
       // NaN becomes the largest; past 6 * 448 all is 6. One step of the remainder puts a quotient on the right side of
       // every boundary: those times s have few bits, and no number lies closer to one than its own last place.
-      const float p = fmaxf(fminf(__fmul_rn(x[8 * w + e], g), 4096.0f), -4096.0f);
+      float p = __fmul_rn(x[8 * w + e], g);
+      if constexpr (!plain) p = fmaxf(fminf(p, 4096.0f), -4096.0f);
       float q = __fmul_rn(p, inverse);
       q = __fmaf_rn(__fmaf_rn(-q, s, p), inverse, q);
-      word = word << 4 | (e2m1_bits(q) & 7) | (__float_as_uint(p) >> 28 & 8);
+      word = word << 4 | (e2m1_bits<!plain>(q) & 7u) | (__float_as_uint(p) >> 28 & ~7u);
     }
-    codes[w] = s > 0 ? word : 0;
+    codes[w] = word;
   }
+}
+// amax: the largest magnitude, infinity too. A normal scale that did not saturate lies within 1/16 of g * amax / 6.
+__device__ inline void encode_e2m1(const float (&x)[kN], float g, fp8_e4m3 scale, float amax, uint32_t (&codes)[2]) {
+  const float s = widen(scale);
+  bool odd = !(g * amax <= 6 * 448.0f) || s < 0x1p-6f;
+#pragma unroll
+  for (int e = 0; e < kN; e += 2) odd |= x[e] != x[e] || x[e + 1] != x[e + 1];
+  if (!odd) encode_e2m1<true>(x, g, s, codes);
+  else if (s > 0) encode_e2m1<false>(x, g, s, codes);
+  else codes[0] = codes[1] = 0;
 }
 
 template <class T, Form form, int group, bool wide>
@@ -118,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
     const float amax = fminf(own, FLT_MAX);
     const fp8_e4m3 scale = narrow<fp8_e4m3>(a.number * amax / 6.0f);
     alignas(8) uint32_t packed[2];
-    encode_e2m1(x, a.number, widen(scale), packed);
+    encode_e2m1(x, a.number, scale, own, packed);
     if constexpr (wide) {
       if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(packed[0], packed[1]);
     } else {
