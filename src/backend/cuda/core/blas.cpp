@@ -71,10 +71,11 @@ void require(cublasStatus_t status, std::string_view op, const char* what, const
                     std::to_string(static_cast<int>(status)));
 }
 
-// Largest power of two up to 256 that divides addresses and distances in bytes.
-uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype) {
+// Largest power of two up to `most` that divides addresses and distances in bytes. Where bits must not depend on a
+// batch, neither may the algorithm, so that `most` is then what every batch's memory has.
+uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype, bool invariant) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(row) * size_of(dtype) |
-                        static_cast<uint64_t>(matrix) * size_of(dtype) | 256;
+                        static_cast<uint64_t>(matrix) * size_of(dtype) | (invariant ? 16 : 256);
   return uint32_t{1} << std::countr_zero(bits);
 }
 
@@ -129,10 +130,10 @@ cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std:
     require(l.preference_set(&preference, what, &value, sizeof value), op, "preference", p);
   };
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kWorkspace));
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.w, p.w_row, p.w_matrix, p.dtype));
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.x, p.x_row, p.x_matrix, p.dtype));
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment(p.w, p.w_row, p.w_matrix, p.dtype, p.invariant));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment(p.x, p.x_row, p.x_matrix, p.dtype, p.invariant));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype, p.invariant));
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, alignment(p.y, p.y_row, p.y_matrix, p.y_dtype, p.invariant));
   // Sums split over blocks are joined in an order that may follow the number of rows.
   if (p.invariant)
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
@@ -167,7 +168,7 @@ void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) 
                 p.y_row,
                 p.y_matrix,
                 p.invariant,
-                alignment(p.x, 0, 0, p.dtype) * 512 + alignment(p.y, 0, 0, p.y_dtype)};
+                alignment(p.x, 0, 0, p.dtype, p.invariant) * 512 + alignment(p.y, 0, 0, p.y_dtype, p.invariant)};
   auto at = algorithms_.find(key);
   if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;
   Problem problem(p, p.rows, op);

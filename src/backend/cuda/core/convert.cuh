@@ -64,7 +64,7 @@ constexpr int kWordsOf = sizeof(T) * n % 4 == 0 ? sizeof(T) * n / 4 : 0;
 /// n neighbours, in accesses of up to 16 bytes when wide (then `from` is so aligned), otherwise one by one.
 template <bool wide, class T, int n>
 __device__ inline void load(const T* from, T (&x)[n]) {
-  if constexpr (wide && kWordsOf < T, n >> 0) {
+  if constexpr (wide && kWordsOf<T, n> != 0) {
     struct alignas(Pack<T, n>) Words {
       uint32_t at[kWordsOf<T, n>];
     };
@@ -81,7 +81,7 @@ __device__ inline void load(const T* from, T (&x)[n]) {
 }
 template <bool wide, class T, int n>
 __device__ inline void store(const T (&x)[n], T* to) {
-  if constexpr (wide && kWordsOf < T, n >> 0) {
+  if constexpr (wide && kWordsOf<T, n> != 0) {
     struct alignas(Pack<T, n>) Words {
       uint32_t at[kWordsOf<T, n>];
     } words;
