@@ -212,11 +212,11 @@ TEST_F(LargeOnGpu, CallsOfOver65535Rows) {
     const ops::SparseSource source{cache.view(), View<const int32_t, Token, Topk>(slots.data(), {kRows, 1}), {}};
     in_parts(
         [&](int64_t first, int64_t count, auto& y) {
-          const SparseItem rows{
-              .q_begin = static_cast<int32_t>(first), .q_count = static_cast<int32_t>(count), .k_end = 1};
+          const std::vector<SparseItem> rows{
+              {.q_begin = static_cast<int32_t>(first), .q_count = static_cast<int32_t>(count), .k_end = 1}};
           ops::run(stream, ops::AttendSparseArgs{.q = q.any(),
                                                  .sources = {&source, 1},
-                                                 .items = {&rows, 1},
+                                                 .items = rows,
                                                  .scale = 0.2f,
                                                  .sinks = {},
                                                  .out = y.any(),

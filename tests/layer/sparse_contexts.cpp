@@ -5,6 +5,7 @@
 
 #include "layer/v32.hpp"
 #include "mla/error.hpp"
+#include "mla/layer.hpp"
 #include "ops/run.hpp"
 #include "support/quantised.hpp"
 
