@@ -1,0 +1,45 @@
+// Devices, streams, memory.
+#ifndef MLA_C_DEVICE_H
+#define MLA_C_DEVICE_H
+
+#include "mla/c/base.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/// How many devices of a type (kDLCPU or kDLCUDA) this build can use; 1 CPU, 0 GPUs without CUDA or a driver.
+/// MLA_ERROR_UNSUPPORTED for another type.
+MLA_API mla_status mla_device_count(int32_t device_type, int32_t* count);
+/// A device in one line: a GPU's name, memory and architecture. MLA_ERROR_DEVICE when there is no such device.
+MLA_API mla_status mla_device_describe(DLDevice device, char* text, size_t capacity, size_t* length);
+
+/// An order of execution on a device. On the CPU calls run at once, on the stream's threads; on a GPU they are queued
+/// and return. Calls of several threads on one stream take turns.
+typedef struct mla_stream mla_stream;
+
+/// On the CPU, with threads of its own (1 to 1024, the caller's included).
+MLA_API mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream);
+/// On a GPU. cuda_stream: a cudaStream_t, borrowed, that outlives this; NULL: a stream of its own. MLA_ERROR_DEVICE
+/// when there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
+MLA_API mla_status mla_stream_create_cuda(int32_t device_id, void* cuda_stream, mla_stream** stream);
+MLA_API mla_status mla_stream_destroy(mla_stream* stream);
+MLA_API mla_status mla_stream_device(const mla_stream* stream, DLDevice* device);
+/// Waits for everything queued so far; MLA_ERROR_DEVICE for what failed since the last wait.
+MLA_API mla_status mla_stream_synchronize(mla_stream* stream);
+/// Bytes from any memory to any other, in the stream's order.
+MLA_API mla_status mla_copy(mla_stream* stream, void* to, const void* from, size_t bytes);
+
+/// Memory on a device, 64-byte aligned: zero on the CPU, anything on a GPU.
+typedef struct mla_buffer mla_buffer;
+/// MLA_ERROR_DEVICE when the device has no such memory.
+MLA_API mla_status mla_buffer_create(DLDevice device, size_t bytes, mla_buffer** buffer);
+MLA_API mla_status mla_buffer_destroy(mla_buffer* buffer);
+/// NULL data for 0 bytes.
+MLA_API mla_status mla_buffer_data(const mla_buffer* buffer, void** data, size_t* bytes);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // MLA_C_DEVICE_H

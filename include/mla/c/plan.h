@@ -1,0 +1,116 @@
+// A step: a batch in, a plan out. Planning is host work; nothing is launched.
+#ifndef MLA_C_PLAN_H
+#define MLA_C_PLAN_H
+
+#include "mla/c/base.h"
+#include "mla/c/cache.h"
+#include "mla/c/device.h"
+#include "mla/c/model.h"
+#include "mla/c/quant.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { MLA_PATH_LATENT = 0, MLA_PATH_EXPANDED = 1, MLA_PATH_SPARSE = 2 };
+enum { MLA_PATHS_AUTOMATIC = 0, MLA_PATHS_LATENT = 1, MLA_PATHS_EXPANDED = 2, MLA_PATHS_BY_LENGTH = 3 };
+enum { MLA_SPLIT_FAST = 0, MLA_SPLIT_BATCH_INVARIANT = 1 };
+enum {
+  MLA_SPARSE_AUTOMATIC = 0,
+  MLA_SPARSE_MIXED = 1,
+  MLA_SPARSE_DIRECT = 2,
+  MLA_SPARSE_UPCONVERT = 3,
+  MLA_SPARSE_DENSE = 4,
+};
+
+/// One step's requests. All arrays are host memory and copied into the plan.
+typedef struct mla_batch {
+  size_t struct_size;
+  int64_t requests;
+  int64_t tokens;                  ///< new tokens of all requests
+  const int32_t* query_start_loc;  ///< [requests + 1]: first token row of each request; starts at 0, ends at tokens
+  const int32_t* seq_lens;         ///< [requests]: cached context + new tokens
+  const int32_t* block_table;      ///< [requests, block_table_pages]; entries past a request's end may hold anything
+  int64_t block_table_pages;
+  int64_t block_table_stride;   ///< from one request's row to the next; 0: block_table_pages
+  const int32_t* slot_mapping;  ///< [tokens]: where each new token's row goes; < 0: nowhere
+} mla_batch;
+
+typedef struct mla_plan_options {
+  size_t struct_size;
+  int32_t path;                     ///< MLA_PATHS_...; default automatic
+  int32_t split;                    ///< MLA_SPLIT_...; default fast
+  int64_t reorder_batch_threshold;  ///< by length: longest query of the latent path; default 1
+  int32_t absorbed;                 ///< 1: the weights have full absorption; default 0
+  int32_t up;                       ///< MLA_WEIGHTS_... of W_UK and W_UV; default plain
+  int32_t compute;                  ///< operands of attention's products: MLA_F32 (default) or MLA_BF16
+  int32_t fp8_query;                ///< 1: latent queries as fp8 with q_scale; default 0
+  float q_scale;                    ///< default 1
+  int32_t sparse;                   ///< MLA_SPARSE_...; default automatic
+  int32_t index_format;             ///< MLA_INDEX_CACHE_...; default fp8
+  int32_t index_hadamard;           ///< 1: the indexer's queries and keys are rotated; default 0
+  const mla_output_spec* output;    ///< of the attention form; NULL: not quantised. Its scales are not read here
+  int64_t context_rows;             ///< of the context workspace; 0: by the default rule
+  int64_t max_model_len;            ///< 0: the batch's longest sequence
+  int64_t max_requests;             ///< 0: the batch's
+} mla_plan_options;
+
+static inline mla_plan_options mla_plan_options_default(void) {
+  mla_plan_options o;
+  memset(&o, 0, sizeof o);
+  o.struct_size = sizeof o;
+  o.reorder_batch_threshold = 1;
+  o.q_scale = 1.0f;
+  o.index_format = MLA_INDEX_CACHE_FP8;
+  return o;
+}
+
+/// A plan in numbers.
+typedef struct mla_plan_info {
+  size_t struct_size;
+  int64_t tokens, requests;
+  size_t workspace_bytes;  ///< that a layer's call needs, 64-byte aligned
+  size_t selection_bytes;  ///< that layers which share a selection pass on; 0: nothing is selected
+  int64_t latent_rows;     ///< tokens on the latent path
+  int64_t expanded_rows;   ///< tokens on the expanded path
+  int64_t sparse_rows;     ///< tokens on the sparse path
+  int64_t latent_items;    ///< pieces of attention on the latent path
+  int64_t split_rows;      ///< groups of rows whose partial results are merged
+  int64_t partial_rows;    ///< of split-KV partial results in the workspace
+  int64_t context_chunks;  ///< gathers of cached context for the expanded path
+  int64_t context_rows;    ///< of the workspace for them
+  int64_t topk;            ///< positions selected for a sparse row
+  int32_t fused_output;    ///< 1: heads are quantised where they are finished
+  int32_t activations;     ///< MLA_F32 or MLA_BF16: dtype of the attention form's inputs
+} mla_plan_info;
+
+typedef struct mla_request_plan {
+  size_t struct_size;
+  int32_t path;         ///< MLA_PATH_...
+  int32_t query_begin;  ///< first token row
+  int32_t query_length;
+  int32_t context;  ///< cached tokens before them
+} mla_request_plan;
+
+typedef struct mla_plan mla_plan;
+
+/// For a stream's device. pages is the cache's page count; options may be NULL. The plan holds what it needs of its
+/// arguments. MLA_ERROR_BATCH, MLA_ERROR_SHAPE or MLA_ERROR_UNSUPPORTED, naming request, value and limit.
+MLA_API mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
+                                   int64_t pages, const mla_batch* batch, const mla_plan_options* options,
+                                   mla_plan** plan);
+MLA_API mla_status mla_plan_destroy(mla_plan* plan);
+/// Fills the fields that info->struct_size has room for.
+MLA_API mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info);
+/// request: 0 to requests - 1.
+MLA_API mla_status mla_plan_request(const mla_plan* plan, int64_t request, mla_request_plan* info);
+/// [tokens]: position of each token in its sequence. The plan's own memory.
+MLA_API mla_status mla_plan_positions(const mla_plan* plan, const int32_t** positions, int64_t* count);
+/// Several lines: paths, chunks, splits, workspace.
+MLA_API mla_status mla_plan_describe(const mla_plan* plan, char* text, size_t capacity, size_t* length);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // MLA_C_PLAN_H

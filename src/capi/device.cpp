@@ -1,0 +1,88 @@
+#include "capi/objects.hpp"
+#include "capi/tensor.hpp"
+
+using namespace mla;
+using namespace mla::capi;
+
+mla_status mla_device_count(int32_t device_type, int32_t* count) {
+  return guarded("mla_device_count", [&] {
+    required("count", count) = 0;
+    if (device_type != kDLCPU && device_type != kDLCUDA)
+      throw UnsupportedError("device type is " + std::to_string(device_type) + ", allowed: 1 (CPU) 2 (CUDA)");
+    *count = device_type == kDLCPU ? 1 : gpu_count();
+  });
+}
+
+mla_status mla_device_describe(DLDevice device, char* text, size_t capacity, size_t* length) {
+  return guarded("mla_device_describe", [&] { write_text(describe(read_device(device)), text, capacity, length); });
+}
+
+mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream) {
+  return guarded("mla_stream_create_cpu", [&] {
+    expect_handle("stream", stream);
+    auto made = std::make_shared<mla_stream>();
+    made->pool = std::make_unique<ThreadPool>(static_cast<int>(read_range("threads", threads, 1, 1024)));
+    made->stream = std::make_unique<Stream>(*made->pool);
+    put(stream, std::move(made));
+  });
+}
+
+mla_status mla_stream_create_cuda(int32_t device_id, void* cuda_stream, mla_stream** stream) {
+  return guarded("mla_stream_create_cuda", [&] {
+    expect_handle("stream", stream);
+    auto made = std::make_shared<mla_stream>();
+    made->stream = std::make_unique<Stream>(read_device({kDLCUDA, device_id}), cuda_stream);
+    put(stream, std::move(made));
+  });
+}
+
+mla_status mla_stream_destroy(mla_stream* stream) { return destroy("mla_stream_destroy", "stream", stream); }
+
+mla_status mla_stream_device(const mla_stream* stream, DLDevice* device) {
+  return guarded("mla_stream_device",
+                 [&] { required("device", device) = write_device(get("stream", stream)->stream->device()); });
+}
+
+mla_status mla_stream_synchronize(mla_stream* stream) {
+  return guarded("mla_stream_synchronize", [&] { Turn(stream).stream().synchronize(); });
+}
+
+mla_status mla_copy(mla_stream* stream, void* to, const void* from, size_t bytes) {
+  return guarded("mla_copy", [&] {
+    const Turn turn(stream);
+    if (bytes == 0) return;
+    required("to", static_cast<char*>(to));
+    required("from", static_cast<const char*>(from));
+    copy(turn.stream(), to, from, bytes);
+  });
+}
+
+mla_status mla_buffer_create(DLDevice device, size_t bytes, mla_buffer** buffer) {
+  return guarded("mla_buffer_create", [&] {
+    expect_handle("buffer", buffer);
+    auto made = std::make_shared<mla_buffer>();
+    made->buffer = Buffer(bytes, read_device(device));
+    put(buffer, std::move(made));
+  });
+}
+
+mla_status mla_buffer_destroy(mla_buffer* buffer) { return destroy("mla_buffer_destroy", "buffer", buffer); }
+
+mla_status mla_buffer_data(const mla_buffer* buffer, void** data, size_t* bytes) {
+  return guarded("mla_buffer_data", [&] {
+    const auto b = get("buffer", buffer);
+    required("data", data) = b->buffer.data();
+    if (bytes) *bytes = b->buffer.size();
+  });
+}
+
+std::span<std::byte> mla::capi::read_memory(const char* name, void* data, size_t bytes) {
+  if (!data) {
+    if (bytes > 0) throw ShapeError(std::string(name) + " is NULL with " + std::to_string(bytes) + " bytes");
+    return {};
+  }
+  if (const uintptr_t past = reinterpret_cast<uintptr_t>(data) % 64; past != 0)
+    throw ShapeError(std::string(name) + " is at an address that is " + std::to_string(past) +
+                     " past a multiple of 64");
+  return {static_cast<std::byte*>(data), bytes};
+}

@@ -1,0 +1,62 @@
+#include "capi/op.hpp"
+
+using namespace mla;
+using namespace mla::capi;
+
+static_assert(offsetof(ops::PageCopy, to) == offsetof(mla_page_copy, to));
+static_assert(offsetof(GatherPiece, start) == offsetof(mla_gather_piece, start) &&
+              offsetof(GatherPiece, count) == offsetof(mla_gather_piece, count) &&
+              offsetof(GatherPiece, row) == offsetof(mla_gather_piece, row));
+
+mla_status mla_append(mla_stream* stream, const mla_append_args* args) {
+  return op("mla_append", stream, args, [](const OpCall& c, const mla_append_args& a) {
+    const auto cache = c.cache("cache", a.cache);
+    c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, {Dtype::f32, Dtype::bf16}),
+                          .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, {Dtype::f32, Dtype::bf16}),
+                          .slots = read_list("slots", a.slots, a.slots_count),
+                          .cache = cache->view});
+  });
+}
+
+mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args) {
+  return op("mla_rope_append", stream, args, [](const OpCall& c, const mla_rope_append_args& a) {
+    const auto table = c.table(a.table);
+    const auto cache = c.cache("cache", a.cache);
+    c.run(ops::RopeAppendArgs{.q_pe = c.tensors.write<Token, Head, Rope>("q_pe", a.q_pe, {Dtype::f32, Dtype::bf16}),
+                              .kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, {Dtype::f32, Dtype::bf16}),
+                              .k_pe = c.tensors.write<Token, Rope>("k_pe", a.k_pe, {Dtype::f32, Dtype::bf16}),
+                              .positions = read_list("positions", a.positions, a.positions_count),
+                              .table = &table->table,
+                              .slots = read_list("slots", a.slots, a.slots_count),
+                              .cache = cache->view});
+  });
+}
+
+mla_status mla_copy_pages(mla_stream* stream, const mla_copy_pages_args* args) {
+  return op("mla_copy_pages", stream, args, [](const OpCall& c, const mla_copy_pages_args& a) {
+    if ((a.cache != nullptr) == (a.index_cache != nullptr))
+      throw InputError(a.cache ? "cache and index_cache are both given, one is needed"
+                               : "neither cache nor index_cache is given");
+    const std::span<const mla_page_copy> list = read_list("copies", a.copies, a.copies_count);
+    const std::span<const ops::PageCopy> copies(reinterpret_cast<const ops::PageCopy*>(list.data()), list.size());
+    if (a.cache) {
+      const auto cache = c.cache("cache", a.cache);
+      c.run(ops::CopyPagesArgs{cache->view, copies});
+    } else {
+      const auto cache = c.cache("index_cache", a.index_cache);
+      c.run(ops::CopyPagesArgs{cache->view, copies});
+    }
+  });
+}
+
+mla_status mla_gather(mla_stream* stream, const mla_gather_args* args) {
+  return op("mla_gather", stream, args, [](const OpCall& c, const mla_gather_args& a) {
+    const auto cache = c.cache("cache", a.cache);
+    const std::initializer_list<Dtype> dtypes{Dtype::f32, Dtype::bf16, Dtype::f16};
+    c.run(ops::GatherArgs{.cache = cache->view,
+                          .block_table = read_block_table(a.block_table),
+                          .pieces = read_items<GatherPiece>(a.pieces, a.pieces_count),
+                          .kv_c = c.tensors.write<Key, Latent>("kv_c", a.kv_c, dtypes),
+                          .k_pe = c.tensors.write<Key, Rope>("k_pe", a.k_pe, dtypes)});
+  });
+}

@@ -1,0 +1,137 @@
+#include <limits>
+
+#include "capi/objects.hpp"
+#include "capi/tensor.hpp"
+
+using namespace mla;
+using namespace mla::capi;
+
+static_assert(static_cast<int>(Path::expanded) == MLA_PATH_EXPANDED &&
+              static_cast<int>(Path::sparse) == MLA_PATH_SPARSE);
+static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
+              static_cast<int>(PathPolicy::expanded) == MLA_PATHS_EXPANDED &&
+              static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
+static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
+static_assert(static_cast<int>(SparsePolicy::mixed) == MLA_SPARSE_MIXED &&
+              static_cast<int>(SparsePolicy::direct) == MLA_SPARSE_DIRECT &&
+              static_cast<int>(SparsePolicy::upconvert) == MLA_SPARSE_UPCONVERT &&
+              static_cast<int>(SparsePolicy::dense) == MLA_SPARSE_DENSE);
+
+namespace {
+
+constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+PlanOptions read_options(const mla_plan_options* options) {
+  mla_plan_options o = mla_plan_options_default();
+  if (options) o = read_struct("options", options, o);
+  PlanOptions p;
+  p.path = read_enum("options path", o.path, PathPolicy::by_length);
+  p.split = read_enum("options split", o.split, SplitPolicy::batch_invariant);
+  p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);
+  p.absorbed = read_flag("options absorbed", o.absorbed);
+  p.up = read_enum("options up", o.up, WeightFormat::mxfp4);
+  p.compute = read_enum("options compute", o.compute, Dtype::fp8_e4m3);
+  p.fp8_query = read_flag("options fp8_query", o.fp8_query);
+  p.q_scale = o.q_scale;
+  p.sparse = read_enum("options sparse", o.sparse, SparsePolicy::dense);
+  p.index_format = read_enum("options index_format", o.index_format, IndexCacheFormat::fp8);
+  p.index_hadamard = read_flag("options index_hadamard", o.index_hadamard);
+  if (o.output) p.output = read_output_spec("options output", o.output);
+  p.context_rows = read_range("options context_rows", o.context_rows, 0, kMost);
+  p.max_model_len = read_range("options max_model_len", o.max_model_len, 0, kMost);
+  p.max_requests = read_range("options max_requests", o.max_requests, 0, kMost);
+  return p;
+}
+
+// The caller's arrays are copied: calls with the plan come later.
+void read_batch(const mla_batch& b, mla_plan& p) {
+  const auto copy = [](const char* name, const int32_t* data, int64_t count) {
+    if (count > 0) required(name, data);
+    return std::vector<int32_t>(data, data + count);
+  };
+  const int64_t requests = read_range("batch requests", b.requests, 0, kMost - 1),
+                pages = read_range("batch block_table_pages", b.block_table_pages, 0, kMost);
+  const int64_t stride = b.block_table_stride == 0 ? pages : b.block_table_stride;
+  if (stride < pages)
+    throw ShapeError("batch block_table_stride is " + std::to_string(stride) + ", rows have " + std::to_string(pages) +
+                     " entries");
+  p.query_start_loc = copy("batch query_start_loc", b.query_start_loc, requests + 1);
+  p.seq_lens = copy("batch seq_lens", b.seq_lens, requests);
+  p.slot_mapping = copy("batch slot_mapping", b.slot_mapping, read_range("batch tokens", b.tokens, 0, kMost));
+  if (requests > 0 && pages > 0) {
+    required("batch block_table", b.block_table);
+    p.block_table.resize(static_cast<size_t>(requests) * static_cast<size_t>(pages));
+    for (int64_t r = 0; r < requests; ++r)
+      std::memcpy(p.block_table.data() + r * pages, b.block_table + r * stride,
+                  static_cast<size_t>(pages) * sizeof(int32_t));
+  }
+  p.batch = {p.query_start_loc, p.seq_lens, {p.block_table.data(), {requests, pages}}, p.slot_mapping};
+}
+
+}  // namespace
+
+mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache, int64_t pages,
+                           const mla_batch* batch, const mla_plan_options* options, mla_plan** out) {
+  return guarded("mla_plan_create", [&] {
+    expect_handle("plan", out);
+    const auto s = get("stream", stream);
+    const auto m = get("model", model);
+    const CacheSpec spec = read_cache_spec("cache", cache);
+    auto made = std::make_shared<mla_plan>();
+    read_batch(read_struct("batch", batch), *made);
+    made->plan = plan(m->config, spec, pages, made->batch, device_info(*s->stream, m->config), read_options(options));
+    put(out, std::move(made));
+  });
+}
+
+mla_status mla_plan_destroy(mla_plan* plan) { return destroy("mla_plan_destroy", "plan", plan); }
+
+mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
+  return guarded("mla_plan_get", [&] {
+    const auto held = get("plan", plan);
+    const Plan& p = held->plan;
+    mla_plan_info i;
+    std::memset(&i, 0, sizeof i);
+    i.tokens = p.tokens;
+    i.requests = static_cast<int64_t>(p.requests.size());
+    i.workspace_bytes = p.workspace_bytes;
+    i.selection_bytes = p.selection_bytes;
+    i.sparse_rows = p.sparse_rows();
+    i.latent_rows = static_cast<int64_t>(p.latent_tokens.size()) - i.sparse_rows;
+    i.expanded_rows = static_cast<int64_t>(p.expanded_tokens.size());
+    i.latent_items = static_cast<int64_t>(p.latent_items.size());
+    i.split_rows = static_cast<int64_t>(p.splits.size());
+    i.partial_rows = p.partial_rows;
+    i.context_chunks = static_cast<int64_t>(p.chunks.size());
+    i.context_rows = p.context_rows;
+    i.topk = p.topk;
+    i.fused_output = p.fused_output;
+    i.activations = static_cast<int32_t>(p.activations());
+    write_struct("info", info, i);
+  });
+}
+
+mla_status mla_plan_request(const mla_plan* plan, int64_t request, mla_request_plan* info) {
+  return guarded("mla_plan_request", [&] {
+    const auto held = get("plan", plan);
+    const auto& requests = held->plan.requests;
+    if (request < 0 || request >= static_cast<int64_t>(requests.size()))
+      throw InputError("request is " + std::to_string(request) + ", the plan has " + std::to_string(requests.size()));
+    const RequestPlan& r = requests[request];
+    write_struct(
+        "info", info,
+        mla_request_plan{sizeof(mla_request_plan), static_cast<int32_t>(r.path), r.q_begin, r.query_len, r.context});
+  });
+}
+
+mla_status mla_plan_positions(const mla_plan* plan, const int32_t** positions, int64_t* count) {
+  return guarded("mla_plan_positions", [&] {
+    const auto held = get("plan", plan);
+    required("positions", positions) = held->plan.positions.data();
+    if (count) *count = static_cast<int64_t>(held->plan.positions.size());
+  });
+}
+
+mla_status mla_plan_describe(const mla_plan* plan, char* text, size_t capacity, size_t* length) {
+  return guarded("mla_plan_describe", [&] { write_text(get("plan", plan)->plan.describe(), text, capacity, length); });
+}
