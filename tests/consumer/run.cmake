@@ -1,11 +1,18 @@
-# Installs the build to a scratch prefix, then configures, builds and runs a project that finds it there.
-foreach(step
-    "${CMAKE_COMMAND};--install;${BUILD};--prefix;${WORK}/prefix"
-    "${CMAKE_COMMAND};-S;${SOURCE};-B;${WORK}/build;-G;${GENERATOR};-DCMAKE_PREFIX_PATH=${WORK}/prefix;-DCMAKE_BUILD_TYPE=Release"
-    "${CMAKE_COMMAND};--build;${WORK}/build"
-    "${WORK}/build/consumer")
-  execute_process(COMMAND ${step} RESULT_VARIABLE result)
+# Installs the build to a scratch prefix, then configures, builds and runs projects that find it there.
+function(run)
+  execute_process(COMMAND ${ARGV} RESULT_VARIABLE result)
   if(NOT result EQUAL 0)
-    message(FATAL_ERROR "consumer: '${step}' ended with ${result}")
+    message(FATAL_ERROR "consumer: '${ARGV}' ended with ${result}")
   endif()
-endforeach()
+endfunction()
+function(consume source build)
+  run(${CMAKE_COMMAND} -S ${source} -B ${build} -G ${GENERATOR} -DCMAKE_PREFIX_PATH=${WORK}/prefix -DCMAKE_BUILD_TYPE=Release)
+  run(${CMAKE_COMMAND} --build ${build})
+  run(${build}/consumer)
+endfunction()
+
+run(${CMAKE_COMMAND} --install ${BUILD} --prefix ${WORK}/prefix)
+consume(${SOURCE} ${WORK}/build)
+if(C)
+  consume(${SOURCE}/c ${WORK}/build_c)
+endif()

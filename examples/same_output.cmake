@@ -1,0 +1,10 @@
+# Runs the C++ and the C program; what they print must be the same.
+foreach(language CXX C)
+  execute_process(COMMAND ${${language}} RESULT_VARIABLE result OUTPUT_VARIABLE printed_${language})
+  if(NOT result EQUAL 0)
+    message(FATAL_ERROR "${${language}} ended with ${result}")
+  endif()
+endforeach()
+if(NOT printed_C STREQUAL printed_CXX)
+  message(FATAL_ERROR "C++ printed:\n${printed_CXX}\nC printed:\n${printed_C}")
+endif()

@@ -1,0 +1,138 @@
+// Handles that are none, messages by thread, destruction in any order.
+#include <thread>
+
+#include "call.hpp"
+
+namespace capi {
+namespace {
+
+TEST(CHandles, NullStaleAndForeignOnesAreErrors) {
+  mla_plan_info info = make<mla_plan_info>();
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_get(nullptr, &info), "mla_plan_get: plan is NULL");
+  int on_the_stack[64] = {};
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_get(reinterpret_cast<mla_plan*>(on_the_stack), &info), "no handle");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_get(reinterpret_cast<mla_plan*>(uintptr_t{8}), &info), "no handle");
+
+  mla_model* model = nullptr;
+  ASSERT_OK(mla_model_create_preset("deepseek-v3", &model));
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_get(reinterpret_cast<mla_plan*>(model), &info),
+               "plan is a model, needed: plan");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_destroy(reinterpret_cast<mla_plan*>(model)), "needed: plan");
+  double scale = 0;
+  EXPECT_OK(mla_model_softmax_scale(model, &scale));
+  EXPECT_OK(mla_model_destroy(model));
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_model_destroy(model), "mla_model_destroy: model is no handle, or a destroyed one");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_model_softmax_scale(model, &scale), "destroyed");
+}
+
+TEST(CHandles, DestroyTakesNull) {
+  EXPECT_OK(mla_stream_destroy(nullptr));
+  EXPECT_OK(mla_buffer_destroy(nullptr));
+  EXPECT_OK(mla_model_destroy(nullptr));
+  EXPECT_OK(mla_rotary_destroy(nullptr));
+  EXPECT_OK(mla_checkpoint_destroy(nullptr));
+  EXPECT_OK(mla_weights_destroy(nullptr));
+  EXPECT_OK(mla_linear_destroy(nullptr));
+  EXPECT_OK(mla_cache_destroy(nullptr));
+  EXPECT_OK(mla_index_cache_destroy(nullptr));
+  EXPECT_OK(mla_pages_destroy(nullptr));
+  EXPECT_OK(mla_plan_destroy(nullptr));
+  EXPECT_OK(mla_staged_step_destroy(nullptr));
+  EXPECT_OK(mla_profile_destroy(nullptr));
+}
+
+TEST(CHandles, MissingResultPlacesAreErrors) {
+  Stream stream;
+  Model model;
+  make_model(&model);
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_stream_create_cpu(1, nullptr));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_model_create_preset("deepseek-v3", nullptr));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_model_create_preset(nullptr, &model + 0));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_device_count(kDLCPU, nullptr));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_stream_device(stream, nullptr));
+  const mla_cache_spec spec = mla_cache_spec_default();
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_cache_page_bytes(&spec, nullptr));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_cache_page_bytes(nullptr, nullptr));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_plan_create(nullptr, nullptr, nullptr, 0, nullptr, nullptr, nullptr));
+}
+
+TEST(CHandles, AFailedCreateLeavesNull) {
+  int some = 0;
+  mla_stream* stream = reinterpret_cast<mla_stream*>(&some);
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_stream_create_cpu(0, &stream), "threads is 0, allowed 1 to 1024");
+  EXPECT_EQ(stream, nullptr);
+}
+
+TEST(CHandles, MessagesBelongToTheirThread) {
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_stream_synchronize(nullptr));
+  const std::string here = mla_last_error();
+  std::string before, after;
+  std::thread([&] {
+    before = mla_last_error();
+    EXPECT_EQ(MLA_ERROR_INPUT, mla_stream_create_cpu(-3, std::make_unique<mla_stream*>().get()));
+    after = mla_last_error();
+  }).join();
+  EXPECT_EQ(before, "");
+  EXPECT_EQ(after, "mla_stream_create_cpu: threads is -3, allowed 1 to 1024");
+  EXPECT_EQ(here, "mla_stream_synchronize: stream is NULL");
+  EXPECT_EQ(here, mla_last_error());
+}
+
+TEST(CHandles, StatusesHaveNames) {
+  EXPECT_STREQ(mla_status_name(MLA_OK), "MLA_OK");
+  EXPECT_STREQ(mla_status_name(MLA_ERROR_INTERNAL), "MLA_ERROR_INTERNAL");
+  for (int s = MLA_OK; s <= MLA_ERROR_INTERNAL; ++s)
+    EXPECT_EQ(std::string(mla_status_name(static_cast<mla_status>(s))).substr(0, 4), "MLA_") << s;
+  EXPECT_STREQ(mla_status_name(static_cast<mla_status>(11)), "unknown status");
+}
+
+TEST(CHandles, OneStreamServesManyThreadsInTurn) {
+  Stream stream;
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 4; ++t)
+    threads.emplace_back([&] {
+      Tensor<float> x({64, 256}), weight({256}, 1.0f), y({64, 256});
+      x.random(7);
+      mla_norm_args a = make<mla_norm_args>();
+      a.x = x;
+      a.weight = weight;
+      a.eps = 1e-6;
+      a.y = y;
+      for (int i = 0; i < 50; ++i) EXPECT_OK(mla_norm(stream, &a));
+    });
+  for (std::thread& t : threads) t.join();
+}
+
+TEST(CHandles, DevicesAreCountedAndStreamsKnowTheirs) {
+  int32_t count = -1;
+  EXPECT_OK(mla_device_count(kDLCPU, &count));
+  EXPECT_EQ(count, 1);
+  EXPECT_OK(mla_device_count(kDLCUDA, &count));
+  EXPECT_GE(count, 0);
+  mla_stream* none = nullptr;
+  EXPECT_EQ(MLA_ERROR_DEVICE, mla_stream_create_cuda(count, nullptr, &none)) << mla_last_error();
+  EXPECT_EQ(MLA_ERROR_INPUT, mla_stream_create_cuda(-1, nullptr, &none)) << mla_last_error();
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_device_count(8, &count), "device type is 8");
+  Stream stream;
+  DLDevice device{kDLCUDA, 9};
+  EXPECT_OK(mla_stream_device(stream, &device));
+  EXPECT_EQ(device.device_type, kDLCPU);
+  EXPECT_EQ(device.device_id, 0);
+  EXPECT_OK(mla_stream_synchronize(stream));
+  int from = 5, to = 0;
+  EXPECT_OK(mla_copy(stream, &to, &from, sizeof to));
+  EXPECT_EQ(to, 5);
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_copy(stream, nullptr, &from, 4));
+}
+
+TEST(CHandles, BuffersAreAlignedAndRefuseWhatIsTooLarge) {
+  Bytes b(100);
+  EXPECT_EQ(reinterpret_cast<uintptr_t>(b.data) % 64, 0u);
+  EXPECT_EQ(b.size, 100u);
+  mla_buffer* none = nullptr;
+  EXPECT_EQ(MLA_ERROR_DEVICE, mla_buffer_create(kCpu, size_t{1} << 62, &none)) << mla_last_error();
+  EXPECT_EQ(none, nullptr);
+}
+
+}  // namespace
+}  // namespace capi

@@ -1,0 +1,401 @@
+// The layer through the C interface: both forms, quantised outputs, sparse attention, memory of the caller's.
+#include <algorithm>
+
+#include "call.hpp"
+
+namespace capi {
+namespace {
+
+constexpr int64_t kPages = 8, kPageSize = 16, kHeads = 4, kLatent = 128, kRope = 16, kQueryKey = 48, kValue = 64;
+
+// One request of 40 new tokens after `context` cached ones, on pages 1, 2, ... in order.
+struct Step {
+  Stream stream;
+  Model model;
+  Weights weights;
+  Rotary rotary, index_rotary;
+  mla_cache_spec spec = mla_cache_spec_default();
+  mla_index_cache_spec index_spec = mla_index_cache_spec_default();
+  Cache cache;
+  IndexCache index_cache;
+  std::vector<int32_t> starts, lengths, table{1, 2, 3, 4, 5, 6, 7}, slots;
+  mla_batch batch = make<mla_batch>();
+  mla_plan_options options = mla_plan_options_default();
+
+  explicit Step(int32_t tokens = 40, int32_t context = 0) {
+    make_model(&model);
+    mla_prepare_options prepare = mla_prepare_options_default();
+    EXPECT_OK(mla_weights_create_random(model, 0, 3, MLA_F32, &prepare, kCpu, &weights));
+    EXPECT_OK(mla_rotary_create(model, 0, 256, kCpu, &rotary));
+    EXPECT_OK(mla_rotary_create(model, 1, 256, kCpu, &index_rotary));
+    EXPECT_OK(mla_cache_spec_of(model, MLA_CACHE_F32, kPageSize, &spec));
+    EXPECT_OK(mla_index_cache_spec_of(model, &spec, MLA_INDEX_CACHE_F32, &index_spec));
+    EXPECT_OK(mla_cache_create(&spec, kPages, kCpu, &cache));
+    EXPECT_OK(mla_index_cache_create(&index_spec, kPages, kCpu, &index_cache));
+    options.index_format = MLA_INDEX_CACHE_F32;
+    options.sparse = MLA_SPARSE_DENSE;
+    set(tokens, context);
+  }
+  void set(int32_t tokens, int32_t context) {
+    starts = {0, tokens};
+    lengths = {context + tokens};
+    slots.clear();
+    for (int32_t t = context; t < context + tokens; ++t) slots.push_back(static_cast<int32_t>(kPageSize) + t);
+    batch.requests = 1;
+    batch.tokens = tokens;
+    batch.query_start_loc = starts.data();
+    batch.seq_lens = lengths.data();
+    batch.block_table = table.data();
+    batch.block_table_pages = 7;
+    batch.slot_mapping = slots.data();
+  }
+  mla_layer_args args(mla_plan* plan, Bytes& workspace) {
+    mla_layer_args a = make<mla_layer_args>();
+    a.plan = plan;
+    a.weights = weights;
+    a.rotary = rotary;
+    a.cache = cache;
+    a.workspace = workspace.data;
+    a.workspace_bytes = workspace.size;
+    a.index_cache = index_cache;
+    a.index_rotary = index_rotary;
+    return a;
+  }
+};
+
+mla_plan_info describe(mla_plan* plan) {
+  mla_plan_info info = make<mla_plan_info>();
+  EXPECT_OK(mla_plan_get(plan, &info));
+  return info;
+}
+
+std::vector<float> forward(Step& s, uint32_t seed) {
+  Plan plan;
+  EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  const mla_plan_info info = describe(plan);
+  Bytes workspace(info.workspace_bytes), selection(info.selection_bytes + 64);
+  mla_layer_args a = s.args(plan, workspace);
+  a.selection = selection.data;
+  a.selection_bytes = selection.size;
+  Tensor<float> hidden({s.batch.tokens, 96}), out({s.batch.tokens, 96});
+  hidden.random(seed);
+  EXPECT_OK(mla_forward(s.stream, &a, hidden, out));
+  return out.data;
+}
+
+TEST(CLayer, PathsAgreeAndCachedContextGivesTheSameRows) {
+  std::vector<float> outs[2];
+  for (int32_t path : {MLA_PATHS_LATENT, MLA_PATHS_EXPANDED}) {
+    Step s;
+    s.options.path = path;
+    outs[path - 1] = forward(s, 5);
+  }
+  float most = 0, error = 0;
+  for (size_t i = 0; i < outs[0].size(); ++i) {
+    most = std::max(most, std::abs(outs[0][i]));
+    error = std::max(error, std::abs(outs[0][i] - outs[1][i]));
+  }
+  EXPECT_GT(most, 0.01f);
+  EXPECT_LT(error, 1e-4f * most);
+
+  // The same tokens one after another: the first 39 cached, then one.
+  Step s;
+  s.options.path = MLA_PATHS_LATENT;
+  forward(s, 5);
+  Tensor<float> hidden({40, 96}), out({1, 96});
+  hidden.random(5);
+  s.set(1, 39);
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  const mla_layer_args a = s.args(plan, workspace);
+  int64_t shape[] = {1, 96};
+  DLTensor last = *hidden;
+  last.shape = shape;
+  last.byte_offset = 39 * 96 * sizeof(float);
+  ASSERT_OK(mla_forward(s.stream, &a, &last, out));
+  for (int i = 0; i < 96; ++i) EXPECT_NEAR(out[i], outs[0][39 * 96 + i], 1e-4f * most);
+}
+
+TEST(CLayer, PlansAreNumbersAndText) {
+  Step s(40, 20);
+  s.options.path = MLA_PATHS_EXPANDED;
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  const mla_plan_info info = describe(plan);
+  EXPECT_EQ(info.tokens, 40);
+  EXPECT_EQ(info.requests, 1);
+  EXPECT_EQ(info.expanded_rows, 40);
+  EXPECT_EQ(info.latent_rows, 0);
+  EXPECT_EQ(info.context_chunks, 1);
+  EXPECT_EQ(info.activations, MLA_F32);
+  EXPECT_GT(info.workspace_bytes, 0u);
+  mla_request_plan r = make<mla_request_plan>();
+  EXPECT_OK(mla_plan_request(plan, 0, &r));
+  EXPECT_EQ(r.path, MLA_PATH_EXPANDED);
+  EXPECT_EQ(r.query_length, 40);
+  EXPECT_EQ(r.context, 20);
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_request(plan, 1, &r), "request is 1, the plan has 1");
+  const int32_t* positions = nullptr;
+  int64_t count = 0;
+  EXPECT_OK(mla_plan_positions(plan, &positions, &count));
+  ASSERT_EQ(count, 40);
+  EXPECT_EQ(positions[39], 59);
+  size_t length = 0;
+  EXPECT_OK(mla_plan_describe(plan, nullptr, 0, &length));
+  std::string text(length, ' ');
+  EXPECT_OK(mla_plan_describe(plan, text.data(), length + 1, nullptr));
+  EXPECT_NE(text.find("plan: small, 4 heads, 40 tokens"), std::string::npos) << text;
+}
+
+TEST(CLayer, APlanNeedsNothingOfWhatItWasMadeOf) {
+  Step s;
+  const std::vector<float> expected = forward(s, 5);
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  std::fill(s.slots.begin(), s.slots.end(), 1 << 30);
+  std::fill(s.table.begin(), s.table.end(), -9);
+  std::fill(s.starts.begin(), s.starts.end(), -9);
+  Bytes workspace(describe(plan).workspace_bytes);
+  const mla_layer_args a = s.args(plan, workspace);
+  Tensor<float> hidden({40, 96}), out({40, 96});
+  hidden.random(5);
+  ASSERT_OK(mla_forward(s.stream, &a, hidden, out));
+  EXPECT_EQ(out.data, expected);
+}
+
+TEST(CLayer, ACacheInTheCallersMemory) {
+  Step s;
+  const std::vector<float> expected = forward(s, 5);
+  size_t bytes = 0;
+  ASSERT_OK(mla_cache_page_bytes(&s.spec, &bytes));
+  const size_t stride = bytes + 32;
+  Bytes memory(kPages * stride);
+  std::memset(memory.data, 0xff, memory.size);
+  Cache cache;
+  ASSERT_OK(mla_cache_create_in(&s.spec, kPages, memory.data, stride, kCpu, &cache));
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  mla_layer_args a = s.args(plan, workspace);
+  a.cache = cache;
+  Tensor<float> hidden({40, 96}), out({40, 96});
+  hidden.random(5);
+  ASSERT_OK(mla_forward(s.stream, &a, hidden, out));
+  EXPECT_EQ(out.data, expected);
+  // Written are the request's pages: neither page 0 nor a gap.
+  const auto* byte = static_cast<const unsigned char*>(memory.data);
+  for (size_t i = 0; i < stride; ++i) ASSERT_EQ(byte[i], 0xff);
+  for (size_t i = bytes; i < stride; ++i) ASSERT_EQ(byte[stride + i], 0xff);
+  EXPECT_NE(byte[stride], 0xff);
+}
+
+TEST(CLayer, QuantisedOutputIsTheAttentionFormQuantised) {
+  Step s;
+  mla_output_spec fp8 = mla_output_spec_default();
+  fp8.kind = MLA_OUTPUT_FP8;
+  fp8.scale = 0.01f;
+  Tensor<float> q({40, kHeads, kQueryKey}), kv_c({40, kLatent}), k_pe({40, kRope}), out({40, kHeads, kValue});
+  q.random(1);
+  kv_c.random(2);
+  k_pe.random(3);
+  Tensor<uint8_t> codes({40, kHeads * kValue}), expected({40, kHeads, kValue});
+  for (bool quantised : {false, true}) {
+    s.options.output = quantised ? &fp8 : nullptr;
+    Plan plan;
+    ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+    Bytes workspace(describe(plan).workspace_bytes);
+    const mla_layer_args a = s.args(plan, workspace);
+    mla_quantized y = make<mla_quantized>();
+    y.spec = &fp8;
+    y.width = kHeads * kValue;
+    y.codes = codes;
+    if (quantised) {
+      ASSERT_OK(mla_attend_quantized(s.stream, &a, q, kv_c, k_pe, &y));
+      EXPECT_FAILS(MLA_ERROR_SHAPE, mla_attend(s.stream, &a, q, kv_c, k_pe, out), "plan was made for fp8");
+    } else {
+      ASSERT_OK(mla_attend(s.stream, &a, q, kv_c, k_pe, out));
+      EXPECT_EQ(MLA_ERROR_SHAPE, mla_attend_quantized(s.stream, &a, q, kv_c, k_pe, &y));
+    }
+  }
+  mla_cast_args cast = make<mla_cast_args>();
+  cast.x = out;
+  cast.y = expected;
+  cast.scale = fp8.scale;
+  ASSERT_OK(mla_cast(s.stream, &cast));
+  EXPECT_EQ(codes.data, expected.data);
+  EXPECT_TRUE(std::any_of(codes.data.begin(), codes.data.end(), [](uint8_t c) { return (c & 0x7f) > 8; }));
+}
+
+TEST(CLayer, SparseStepsSelectAndTakeSelections) {
+  Step s(40, 0);
+  const std::vector<float> dense = forward(s, 5);
+  Step sparse(40, 0);
+  sparse.options.sparse = MLA_SPARSE_DIRECT;
+  const std::vector<float> selected = forward(sparse, 5);
+  // The first 16 tokens see no more than topk keys; later ones leave some out.
+  for (int i = 0; i < 16 * 96; ++i) ASSERT_NEAR(dense[i], selected[i], 1e-3f);
+  EXPECT_NE(dense, selected);
+
+  // A choice of the caller's own, in the attention form: every row its own position alone, so that its values are its
+  // own row's.
+  Plan plan;
+  ASSERT_OK(mla_plan_create(sparse.stream, sparse.model, &sparse.spec, kPages, &sparse.batch, &sparse.options, &plan));
+  const mla_plan_info info = describe(plan);
+  EXPECT_EQ(info.topk, 16);
+  EXPECT_EQ(info.sparse_rows, 40);
+  EXPECT_GT(info.selection_bytes, 0u);
+  Bytes workspace(info.workspace_bytes), selection(info.selection_bytes);
+  mla_layer_args a = sparse.args(plan, workspace);
+  Tensor<int32_t> positions({40, 16}, -1);
+  for (int t = 0; t < 40; ++t) positions[t * 16 + 3] = t;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_select(sparse.stream, &a, positions), "selection");
+  a.selection = selection.data;
+  a.selection_bytes = selection.size;
+  ASSERT_OK(mla_select(sparse.stream, &a, positions));
+  Tensor<float> q({40, kHeads, kQueryKey}), kv_c({40, kLatent}), k_pe({40, kRope}), one({40, kHeads, kValue}),
+      other({40, kHeads, kValue});
+  q.random(1);
+  kv_c.random(2);
+  k_pe.random(3);
+  ASSERT_OK(mla_attend(sparse.stream, &a, q, kv_c, k_pe, one));
+  q.random(9);  // with a single key the softmax is 1 whatever the query
+  ASSERT_OK(mla_attend(sparse.stream, &a, q, kv_c, k_pe, other));
+  for (size_t i = 0; i < one.data.size(); ++i) ASSERT_NEAR(one[i], other[i], 1e-5f);
+}
+
+TEST(CLayer, ProfilesCountOps) {
+  Step s;
+  Profile profile;
+  ASSERT_OK(mla_profile_create(&profile));
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  mla_layer_args a = s.args(plan, workspace);
+  a.profile = profile;
+  Tensor<float> hidden({40, 96}), out({40, 96});
+  ASSERT_OK(mla_forward(s.stream, &a, hidden, out));
+  int64_t rows = 0;
+  ASSERT_OK(mla_profile_count(profile, &rows));
+  ASSERT_GT(rows, 4);
+  bool found = false;
+  for (int64_t i = 0; i < rows; ++i) {
+    mla_profile_row row = make<mla_profile_row>();
+    ASSERT_OK(mla_profile_get(profile, i, &row));
+    if (std::string(row.op) == "output") found = row.calls == 1 && row.flops > 0 && row.seconds > 0;
+  }
+  EXPECT_TRUE(found);
+  mla_profile_row row = make<mla_profile_row>();
+  EXPECT_EQ(MLA_ERROR_INPUT, mla_profile_get(profile, rows, &row));
+  ASSERT_OK(mla_profile_clear(profile));
+  ASSERT_OK(mla_profile_count(profile, &rows));
+  EXPECT_EQ(rows, 0);
+}
+
+TEST(CLayer, StagingDoesNothingOnTheCpu) {
+  Step s;
+  mla_staged_step* staged = nullptr;
+  ASSERT_OK(mla_staged_step_create(s.stream, &staged));
+  {
+    Plan plan;
+    ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+    EXPECT_OK(mla_staged_step_stage(staged, plan));
+  }
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_staged_step_stage(staged, nullptr));
+  EXPECT_OK(mla_staged_step_destroy(staged));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_staged_step_destroy(staged));
+}
+
+TEST(CLayer, WhatDoesNotFitIsRefused) {
+  Step s;
+  mla_plan* none = nullptr;
+  s.lengths[0] = 39;
+  EXPECT_FAILS(MLA_ERROR_BATCH, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, nullptr, &none),
+               "seq_len is 39");
+  s.lengths[0] = 40;
+  s.batch.block_table = nullptr;
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, nullptr, &none),
+               "block_table");
+  s.batch.block_table = s.table.data();
+  s.batch.block_table_stride = 3;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, nullptr, &none),
+               "block_table_stride is 3");
+  s.batch.block_table_stride = 0;
+  s.batch.requests = -1;
+  EXPECT_EQ(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, nullptr, &none));
+  s.batch.requests = 1;
+  s.options.compute = MLA_F16;
+  EXPECT_NE(MLA_OK, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none));
+  s.options.compute = MLA_F32;
+
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  const mla_layer_args good = s.args(plan, workspace);
+  Tensor<float> hidden({40, 96}), out({40, 96}), narrow({40, 95}), few({39, 96});
+  mla_layer_args a = good;
+  a.workspace_bytes -= 64;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_forward(s.stream, &a, hidden, out), "workspace is");
+  a = good;
+  a.workspace = static_cast<char*>(a.workspace) + 16;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_forward(s.stream, &a, hidden, out), "16 past a multiple of 64");
+  a = good;
+  a.weights = nullptr;
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_forward(s.stream, &a, hidden, out), "weights is NULL");
+  a = good;
+  a.rotary = reinterpret_cast<mla_rotary*>(static_cast<mla_plan*>(plan));
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_forward(s.stream, &a, hidden, out), "rotary is a plan, needed: rotary");
+  EXPECT_EQ(MLA_ERROR_SHAPE, mla_forward(s.stream, &good, narrow, out));
+  EXPECT_EQ(MLA_ERROR_SHAPE, mla_forward(s.stream, &good, hidden, few));
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_forward(s.stream, &good, nullptr, out), "hidden is missing");
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_forward(s.stream, nullptr, hidden, out));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_forward(nullptr, &good, hidden, out));
+  EXPECT_OK(mla_forward(s.stream, &good, hidden, out));
+}
+
+TEST(CLayer, WeightsOfTensors) {
+  Model model;
+  make_model(&model);
+  Tensor<float> query({4 * 48, 48}), query_down({48, 96}), query_norm({48}, 1.0f), kv_down({144, 96}),
+      kv_norm({128}, 1.0f), kv_up({4 * 96, 128}), output({96, 256});
+  query.random(1);
+  query_down.random(2);
+  kv_down.random(3);
+  kv_up.random(4);
+  output.random(5);
+  mla_layer_tensors t = make<mla_layer_tensors>();
+  t.query.values = query;
+  t.query_down.values = query_down;
+  t.query_norm.values = query_norm;
+  t.kv_down.values = kv_down;
+  t.kv_norm.values = kv_norm;
+  t.kv_up.values = kv_up;
+  Weights weights;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_weights_create(model, &t, nullptr, kCpu, &weights), "output");
+  t.output.values = output;
+  ASSERT_OK(mla_weights_create(model, &t, nullptr, kCpu, &weights));
+  size_t bytes = 0;
+  EXPECT_OK(mla_weights_bytes(weights, &bytes));
+  EXPECT_GT(bytes, 4u * (192 * 48 + 48 * 96 + 144 * 96 + 384 * 128 + 96 * 256));
+
+  // fp8 codes with block scales.
+  Tensor<uint8_t> codes({96, 256}, 0x38);
+  Tensor<float> scales({1, 2}, 0.5f);
+  t.output = {codes, scales, 128, 128};
+  mla_weights* other = nullptr;
+  EXPECT_OK(mla_weights_create(model, &t, nullptr, kCpu, &other));
+  EXPECT_OK(mla_weights_destroy(other));
+  t.output.block_rows = 64;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_weights_create(model, &t, nullptr, kCpu, &other), "need [2, 2]");
+  t.output.block_rows = 0;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create(model, &t, nullptr, kCpu, &other), "block_rows is 0");
+  mla_prepare_options options = mla_prepare_options_default();
+  options.dtype = MLA_F16;
+  EXPECT_EQ(MLA_ERROR_UNSUPPORTED, mla_weights_create_random(model, 0, 1, MLA_F32, &options, kCpu, &other));
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_random(model, 2, 1, MLA_F32, nullptr, kCpu, &other),
+               "layer is 2, allowed 0 to 1");
+  EXPECT_EQ(other, nullptr);
+}
+
+}  // namespace
+}  // namespace capi
