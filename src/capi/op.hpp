@@ -7,6 +7,8 @@
 
 namespace mla::capi {
 
+inline constexpr std::initializer_list<Dtype> kFloat{Dtype::f32}, kFloatOrBf16{Dtype::f32, Dtype::bf16};
+
 /// f(call, args) on a stream, args read from the caller's struct.
 struct OpCall {
   Turn turn;
@@ -14,6 +16,8 @@ struct OpCall {
 
   explicit OpCall(const mla_stream* stream) : turn(stream), tensors(turn.device()) {}
   Device device() const { return turn.device(); }
+  /// Of rows between ops: the CPU's are f32, a GPU's may be bf16.
+  std::initializer_list<Dtype> rows() const { return device().kind == DeviceKind::cpu ? kFloat : kFloatOrBf16; }
   template <class Args>
   void run(const Args& args) const {
     ops::run(turn.stream(), args);

@@ -27,17 +27,16 @@ static_assert(offsetof(SplitRows, rows) == offsetof(mla_split_rows, rows) &&
 
 namespace {
 
-constexpr std::initializer_list<Dtype> kRows{Dtype::f32, Dtype::bf16};
 constexpr std::initializer_list<Dtype> kQueries{Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3};
 
 }  // namespace
 
 mla_status mla_attend_expanded(mla_stream* stream, const mla_attend_expanded_args* args) {
   return op("mla_attend_expanded", stream, args, [](const OpCall& c, const mla_attend_expanded_args& a) {
-    ops::AttendExpandedArgs e{.q = c.tensors.read<Token, Head, QueryKey>("q", a.q, kRows),
-                              .k_nope = c.tensors.read<Key, Head, Nope>("k_nope", a.k_nope, kRows),
-                              .k_pe = c.tensors.read<Key, Rope>("k_pe", a.k_pe, kRows),
-                              .v = c.tensors.read<Key, Head, Value>("v", a.v, kRows),
+    ops::AttendExpandedArgs e{.q = c.tensors.read<Token, Head, QueryKey>("q", a.q, c.rows()),
+                              .k_nope = c.tensors.read<Key, Head, Nope>("k_nope", a.k_nope, kFloatOrBf16),
+                              .k_pe = c.tensors.read<Key, Rope>("k_pe", a.k_pe, kFloatOrBf16),
+                              .v = c.tensors.read<Key, Head, Value>("v", a.v, kFloatOrBf16),
                               .items = read_items<ExpandedItem>(a.items, a.items_count),
                               .scale = a.scale,
                               .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse),
@@ -45,7 +44,7 @@ mla_status mla_attend_expanded(mla_stream* stream, const mla_attend_expanded_arg
                               .scratch = c.scratch(a.scratch, a.scratch_bytes)};
     for (int64_t i = 0; i < a.items_count; ++i) read_flag("item last", a.items[i].last);
     if (a.quantized) e.quantized = read_quantized("quantized", a.quantized, c.device());
-    if (a.out || !a.quantized) e.out = c.tensors.write<Token, Head, Value>("out", a.out, kRows);
+    if (a.out || !a.quantized) e.out = c.tensors.write<Token, Head, Value>("out", a.out, c.rows());
     else e.out = {Dtype::f32, nullptr, {0, e.q.extent<Head>(), e.v.extent<Value>()}};
     c.run(e);
   });
@@ -61,7 +60,7 @@ mla_status mla_attend_latent(mla_stream* stream, const mla_attend_latent_args* a
         .block_table = read_block_table(a.block_table),
         .items = read_items<LatentItem>(a.items, a.items_count),
         .scale = a.scale,
-        .out = c.tensors.write<Token, Head, Value>("out", a.out, kRows),
+        .out = c.tensors.write<Token, Head, Value>("out", a.out, c.rows()),
         .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse),
         .partial_out = c.tensors.write_optional_as<float, Partial, Head, Value>("partial_out", a.partial_out),
         .partial_lse = c.tensors.write_optional_as<float, Partial, Head>("partial_lse", a.partial_lse),
@@ -96,7 +95,7 @@ mla_status mla_attend_sparse(mla_stream* stream, const mla_attend_sparse_args* a
         .part_keys = a.part_keys,
         .scale = a.scale,
         .sinks = read_list("sinks", a.sinks, a.sinks_count),
-        .out = c.tensors.write<Token, Head, Value>("out", a.out, kRows),
+        .out = c.tensors.write<Token, Head, Value>("out", a.out, c.rows()),
         .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse),
         .max_logits = c.tensors.write_optional_as<float, Token, Head>("max_logits", a.max_logits),
         .partial_out = c.tensors.write_optional_as<float, Partial, Head, Value>("partial_out", a.partial_out),
@@ -135,7 +134,7 @@ mla_status mla_merge_sparse(mla_stream* stream, const mla_merge_sparse_args* arg
         .partial_max = c.tensors.read_optional_as<float, Partial, Head>("partial_max", a.partial_max),
         .items = read_items<SplitRows>(a.items, a.items_count),
         .sinks = read_list("sinks", a.sinks, a.sinks_count),
-        .out = c.tensors.write<Token, Head, Value>("out", a.out, kRows),
+        .out = c.tensors.write<Token, Head, Value>("out", a.out, kFloatOrBf16),
         .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse),
         .max_logits = c.tensors.write_optional_as<float, Token, Head>("max_logits", a.max_logits)});
   });

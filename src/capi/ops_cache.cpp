@@ -11,8 +11,8 @@ static_assert(offsetof(GatherPiece, start) == offsetof(mla_gather_piece, start) 
 mla_status mla_append(mla_stream* stream, const mla_append_args* args) {
   return op("mla_append", stream, args, [](const OpCall& c, const mla_append_args& a) {
     const auto cache = c.cache("cache", a.cache);
-    c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, {Dtype::f32, Dtype::bf16}),
-                          .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, {Dtype::f32, Dtype::bf16}),
+    c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, c.rows()),
+                          .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, c.rows()),
                           .slots = read_list("slots", a.slots, a.slots_count),
                           .cache = cache->view});
   });
@@ -22,9 +22,9 @@ mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args)
   return op("mla_rope_append", stream, args, [](const OpCall& c, const mla_rope_append_args& a) {
     const auto table = c.table(a.table);
     const auto cache = c.cache("cache", a.cache);
-    c.run(ops::RopeAppendArgs{.q_pe = c.tensors.write<Token, Head, Rope>("q_pe", a.q_pe, {Dtype::f32, Dtype::bf16}),
-                              .kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, {Dtype::f32, Dtype::bf16}),
-                              .k_pe = c.tensors.write<Token, Rope>("k_pe", a.k_pe, {Dtype::f32, Dtype::bf16}),
+    c.run(ops::RopeAppendArgs{.q_pe = c.tensors.write<Token, Head, Rope>("q_pe", a.q_pe, c.rows()),
+                              .kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, c.rows()),
+                              .k_pe = c.tensors.write<Token, Rope>("k_pe", a.k_pe, c.rows()),
                               .positions = read_list("positions", a.positions, a.positions_count),
                               .table = &table->table,
                               .slots = read_list("slots", a.slots, a.slots_count),

@@ -26,10 +26,10 @@ mla_status mla_scratch_bytes(const mla_stream* stream, const mla_scratch_shape* 
 
 mla_status mla_norm(mla_stream* stream, const mla_norm_args* args) {
   return op("mla_norm", stream, args, [](const OpCall& c, const mla_norm_args& a) {
-    c.run(ops::NormArgs{.x = c.tensors.read<Token, In>("x", a.x, {Dtype::f32, Dtype::bf16}),
+    c.run(ops::NormArgs{.x = c.tensors.read<Token, In>("x", a.x, c.rows()),
                         .weight = c.tensors.list<const float, In>("weight", a.weight),
                         .eps = a.eps,
-                        .y = c.tensors.write<Token, In>("y", a.y, {Dtype::f32, Dtype::bf16})});
+                        .y = c.tensors.write<Token, In>("y", a.y, c.rows())});
   });
 }
 
@@ -46,8 +46,8 @@ mla_status mla_layer_norm(mla_stream* stream, const mla_layer_norm_args* args) {
 mla_status mla_rope(mla_stream* stream, const mla_rope_args* args) {
   return op("mla_rope", stream, args, [](const OpCall& c, const mla_rope_args& a) {
     const auto table = c.table(a.table);
-    c.run(ops::RopeArgs{.q = c.tensors.write_optional<Token, Head, Rope>("q", a.q, {Dtype::f32, Dtype::bf16}),
-                        .k = c.tensors.write_optional<Token, Rope>("k", a.k, {Dtype::f32, Dtype::bf16}),
+    c.run(ops::RopeArgs{.q = c.tensors.write_optional<Token, Head, Rope>("q", a.q, c.rows()),
+                        .k = c.tensors.write_optional<Token, Rope>("k", a.k, c.rows()),
                         .positions = read_list("positions", a.positions, a.positions_count),
                         .table = &table->table});
   });
@@ -56,7 +56,7 @@ mla_status mla_rope(mla_stream* stream, const mla_rope_args* args) {
 mla_status mla_cast(mla_stream* stream, const mla_cast_args* args) {
   return op("mla_cast", stream, args, [](const OpCall& c, const mla_cast_args& a) {
     c.run(ops::CastArgs{
-        .x = c.tensors.read<Token, Head, In>("x", a.x, {Dtype::f32, Dtype::bf16}),
+        .x = c.tensors.read<Token, Head, In>("x", a.x, c.rows()),
         .x_rows = read_list("x_rows", a.x_rows, a.x_rows_count),
         .y = c.tensors.write<Token, Head, In>("y", a.y, {Dtype::f32, Dtype::bf16, Dtype::f16, Dtype::fp8_e4m3}),
         .scale = a.scale});

@@ -57,7 +57,7 @@ TEST(CTensors, StridedRowsAndOffsetsAreHonoured) {
 
 TEST(CTensors, Bf16) {
   Stream stream;
-  Tensor<float> x({1, 1, 3}), back({1, 1, 3});
+  Tensor<float> x({1, 1, 3});
   Tensor<uint16_t> y({1, 1, 3});
   x.data = {1.0f, -0.15625f, 3.0e38f};
   mla_cast_args args = make<mla_cast_args>();
@@ -67,16 +67,14 @@ TEST(CTensors, Bf16) {
   ASSERT_OK(mla_cast(stream, &args));
   EXPECT_EQ(y.data, (std::vector<uint16_t>{0x3f80, 0xbe20, 0x7f62}));
   args.x = y;
-  args.y = back;
-  ASSERT_OK(mla_cast(stream, &args));
-  for (int i = 0; i < 3; ++i) EXPECT_EQ(back[i], from_bf16(y[i]));
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_cast(stream, &args), "mla_cast: x dtype is bfloat16, allowed: float32");
 }
 
 TEST(CTensors, WrongDtypesAreNamed) {
   Norm n;
   (*n.x).dtype = {kDLFloat, 16, 1};
   EXPECT_EQ(MLA_ERROR_SHAPE, n.run());
-  EXPECT_STREQ(mla_last_error(), "mla_norm: x dtype is float16, allowed: float32 bfloat16");
+  EXPECT_STREQ(mla_last_error(), "mla_norm: x dtype is float16, allowed: float32");
   (*n.x).dtype = {kDLFloat, 32, 4};
   EXPECT_FAILS(MLA_ERROR_SHAPE, n.run(), "x dtype is float32x4");
   (*n.x).dtype = {6, 8, 1};

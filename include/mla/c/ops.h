@@ -80,7 +80,7 @@ MLA_API mla_status mla_scratch_bytes(const mla_stream* stream, const mla_scratch
 /// RMSNorm: y = x / sqrt(mean(x^2) + eps) * weight, each row by itself, in f32.
 typedef struct mla_norm_args {
   size_t struct_size;
-  const DLTensor* x;       ///< [Token, In], f32 or bf16, In dense
+  const DLTensor* x;       ///< [Token, In], rows, In dense
   const DLTensor* weight;  ///< [In], f32, dense
   double eps;              ///< such as 1e-6
   const DLTensor* y;       ///< as x, or x itself
@@ -100,8 +100,8 @@ MLA_API mla_status mla_layer_norm(mla_stream* stream, const mla_layer_norm_args*
 /// Rotates queries and the shared key in place. positions: one a token, each below the table's.
 typedef struct mla_rope_args {
   size_t struct_size;
-  const DLTensor* q;  ///< optional: [Token, Head, Rope], f32 or bf16, Rope dense
-  const DLTensor* k;  ///< optional: [Token, Rope], f32 or bf16, Rope dense
+  const DLTensor* q;  ///< optional: [Token, Head, Rope], rows, Rope dense
+  const DLTensor* k;  ///< optional: [Token, Rope], rows, Rope dense
   const int32_t* positions;
   int64_t positions_count;
   const mla_rotary* table;
@@ -111,7 +111,7 @@ MLA_API mla_status mla_rope(mla_stream* stream, const mla_rope_args* args);
 /// Copies rows to another dtype and layout: y = x / scale.
 typedef struct mla_cast_args {
   size_t struct_size;
-  const DLTensor* x;      ///< [Token, Head, In], f32 or bf16, In dense
+  const DLTensor* x;      ///< [Token, Head, In], rows, In dense
   const int32_t* x_rows;  ///< optional: row of x for each row of y
   int64_t x_rows_count;
   const DLTensor* y;  ///< [Token, Head, In], f32, bf16, f16 or fp8 (saturating), In dense; its rows are written
@@ -168,7 +168,7 @@ MLA_API mla_status mla_hadamard(mla_stream* stream, const mla_hadamard_args* arg
 /// New tokens' rows into the cache, one for each slot; a negative slot writes nothing.
 typedef struct mla_append_args {
   size_t struct_size;
-  const DLTensor* kv_c;  ///< [Token, Latent], f32 or bf16, Latent dense; at least as many rows as slots
+  const DLTensor* kv_c;  ///< [Token, Latent], rows, Latent dense; at least as many rows as slots
   const DLTensor* k_pe;  ///< [Token, Rope], dtype of kv_c, Rope dense, rotated
   const int32_t* slots;
   int64_t slots_count;
@@ -179,7 +179,7 @@ MLA_API mla_status mla_append(mla_stream* stream, const mla_append_args* args);
 /// rope and append in one pass. Rows with a negative slot are rotated all the same.
 typedef struct mla_rope_append_args {
   size_t struct_size;
-  const DLTensor* q_pe;      ///< [Token, Head, Rope], f32 or bf16, Rope dense; rotated in place
+  const DLTensor* q_pe;      ///< [Token, Head, Rope], rows, Rope dense; rotated in place
   const DLTensor* kv_c;      ///< [Token, Latent], dtype of q_pe, Latent dense
   const DLTensor* k_pe;      ///< [Token, Rope], dtype of q_pe, Rope dense; rotated in place
   const int32_t* positions;  ///< one for each slot
@@ -219,7 +219,7 @@ MLA_API mla_status mla_gather(mla_stream* stream, const mla_gather_args* args);
 /// that sees nothing: 0 and -inf.
 typedef struct mla_attend_expanded_args {
   size_t struct_size;
-  const DLTensor* q;       ///< [Token, Head, QueryKey] = [nope | rope], f32 or bf16, QueryKey dense
+  const DLTensor* q;       ///< [Token, Head, QueryKey] = [nope | rope], rows, QueryKey dense
   const DLTensor* k_nope;  ///< [Key, Head, Nope], f32 or bf16, Nope dense
   const DLTensor* k_pe;    ///< [Key, Rope], dtype of k_nope, Rope dense; Rope may be 0
   const DLTensor* v;       ///< [Key, Head, Value], dtype of k_nope, Value dense
@@ -227,7 +227,7 @@ typedef struct mla_attend_expanded_args {
   int64_t items_count;
   float scale;
   int32_t accumulate;              ///< 1: the result is merged into what out and lse hold
-  const DLTensor* out;             ///< [Token, Head, Value], f32 or bf16, Value dense
+  const DLTensor* out;             ///< [Token, Head, Value], rows, Value dense
   const DLTensor* lse;             ///< [Token, Head], f32
   const mla_quantized* quantized;  ///< optional: where rows of items that are `last` go instead of out
   void* scratch;
@@ -246,7 +246,7 @@ typedef struct mla_attend_latent_args {
   mla_block_table block_table;
   const mla_latent_item* items;
   int64_t items_count;
-  const DLTensor* out;          ///< [Token, Head, Value], f32 or bf16, Value dense
+  const DLTensor* out;          ///< [Token, Head, Value], rows, Value dense
   const DLTensor* lse;          ///< [Token, Head], f32
   const DLTensor* partial_out;  ///< [Partial, Head, Value], f32, Value dense; where an item has partial >= 0
   const DLTensor* partial_lse;  ///< [Partial, Head], f32; likewise
@@ -278,7 +278,7 @@ typedef struct mla_attend_sparse_args {
   int64_t items_count;
   const float* sinks;  ///< optional: [heads]
   int64_t sinks_count;
-  const DLTensor* out;          ///< [Token, Head, Value], f32 or bf16, Value dense
+  const DLTensor* out;          ///< [Token, Head, Value], rows, Value dense
   const DLTensor* lse;          ///< [Token, Head], f32
   const DLTensor* max_logits;   ///< optional: [Token, Head], f32
   const DLTensor* partial_out;  ///< [Partial, Head, Value], f32, Value dense; where an item has partial >= 0
