@@ -29,8 +29,9 @@ if [[ -z $bin ]]; then
   cmake --build build/gpu
   bin=build/gpu/programs
   mkdir -p "$bin"
-  find build/gpu/tests/cuda build/gpu/bench/cuda -maxdepth 1 -type f -perm -u+x \( -name 'test_cuda_*' -o -name '*_bench' \) \
-    -exec cp -u {} "$bin" \;
+  find build/gpu/tests/cuda build/gpu/tests/capi build/gpu/bench/cuda -maxdepth 1 -type f -perm -u+x \
+    \( -name 'test_cuda_*' -o -name '*_bench' \) -exec cp -u {} "$bin" \;
+  cp -uP build/gpu/src/libmla.so* "$bin"
 fi
 name=$(sed 's/NVIDIA //; s/[^A-Za-z0-9]\+/-/g' <<<"$card" | tr '[:upper:]' '[:lower:]')
 out=${out:-bench/results/$name}

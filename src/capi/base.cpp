@@ -72,6 +72,8 @@ mla_status failed(const char* function) noexcept {
     throw;
   } catch (const HandleError& e) {
     return failed(function, MLA_ERROR_HANDLE, e.what());
+  } catch (const RecordError& e) {
+    return failed(function, e.status, e.what());
   } catch (const ShapeError& e) {
     return failed(function, MLA_ERROR_SHAPE, e.what());
   } catch (const UnsupportedError& e) {

@@ -22,6 +22,13 @@ class HandleError : public Error {
   using Error::Error;
 };
 
+/// A status that the caller's own function gave.
+class RecordError : public Error {
+ public:
+  RecordError(mla_status s, const std::string& what) : Error(what), status(s) {}
+  mla_status status;
+};
+
 /// Base of what handles point to.
 struct Object {
   virtual ~Object() = default;

@@ -47,6 +47,11 @@ mla_status mla_stream_synchronize(mla_stream* stream) {
   return guarded("mla_stream_synchronize", [&] { Turn(stream).stream().synchronize(); });
 }
 
+mla_status mla_stream_native(const mla_stream* stream, void** cuda_stream) {
+  return guarded("mla_stream_native",
+                 [&] { required("cuda_stream", cuda_stream) = get("stream", stream)->stream->native(); });
+}
+
 mla_status mla_copy(mla_stream* stream, void* to, const void* from, size_t bytes) {
   return guarded("mla_copy", [&] {
     const Turn turn(stream);
@@ -56,6 +61,35 @@ mla_status mla_copy(mla_stream* stream, void* to, const void* from, size_t bytes
     copy(turn.stream(), to, from, bytes);
   });
 }
+
+mla_status mla_graph_create(mla_stream* stream, mla_status (*record)(void* context), void* context, mla_graph** graph) {
+  return guarded("mla_graph_create", [&] {
+    expect_handle("graph", graph);
+    const Turn turn(stream);
+    required("record", record);
+    auto made = std::make_shared<mla_graph>();
+    made->stream = get("stream", stream);
+    made->graph = Graph(turn.stream(), [&] {
+      const mla_status status = record(context);
+      if (status == MLA_OK) return;
+      const bool known = status > MLA_OK && status <= MLA_ERROR_INTERNAL;
+      throw RecordError(known ? status : MLA_ERROR_INPUT, "record returned " + std::to_string(status) + " (" +
+                                                              mla_status_name(status) + "); the last message is '" +
+                                                              mla_last_error() + "'");
+    });
+    put(graph, std::move(made));
+  });
+}
+
+mla_status mla_graph_launch(mla_graph* graph) {
+  return guarded("mla_graph_launch", [&] {
+    const auto g = get("graph", graph);
+    const std::scoped_lock turn(g->stream->turn);
+    g->graph.launch(*g->stream->stream);
+  });
+}
+
+mla_status mla_graph_destroy(mla_graph* graph) { return destroy("mla_graph_destroy", "graph", graph); }
 
 mla_status mla_buffer_create(DLDevice device, size_t bytes, mla_buffer** buffer) {
   return guarded("mla_buffer_create", [&] {

@@ -17,7 +17,13 @@ struct mla_stream final : mla::capi::Object {
   MLA_KIND("stream")
   std::unique_ptr<mla::ThreadPool> pool;  ///< the CPU's
   std::unique_ptr<mla::Stream> stream;
-  std::mutex turn;  ///< one call at a time
+  std::recursive_mutex turn;  ///< one call at a time; a capture holds it around its own calls
+};
+
+struct mla_graph final : mla::capi::Object {
+  MLA_KIND("graph")
+  std::shared_ptr<mla_stream> stream;  ///< the calls work in its memory too
+  mla::Graph graph;
 };
 
 struct mla_buffer final : mla::capi::Object {
@@ -124,7 +130,7 @@ class Turn {
 
  private:
   std::shared_ptr<mla_stream> stream_;
-  std::unique_lock<std::mutex> lock_;
+  std::unique_lock<std::recursive_mutex> lock_;
 };
 
 /// Bytes of caller's memory, 64-byte aligned.

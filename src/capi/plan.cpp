@@ -1,3 +1,4 @@
+#include <cmath>
 #include <limits>
 
 #include "capi/objects.hpp"
@@ -18,6 +19,23 @@ static_assert(static_cast<int>(SparsePolicy::mixed) == MLA_SPARSE_MIXED &&
               static_cast<int>(SparsePolicy::dense) == MLA_SPARSE_DENSE);
 
 namespace {
+
+// A rate of 0 is a thing that is not counted, where that makes sense.
+CostModel read_rates(const mla_cost_model* rates) {
+  const mla_cost_model r = read_struct("options rates", rates);
+  const auto rate = [](const char* name, double value, bool zero) {
+    if (!(value >= 0) || !std::isfinite(value) || (value == 0 && !zero))
+      throw InputError(std::string("options rates ") + name + " is " + std::to_string(value) + ", must be finite and " +
+                       (zero ? "at least 0" : "above 0"));
+    return value;
+  };
+  return {.latent_flops = rate("latent_flops", r.latent_flops, false),
+          .expanded_flops = rate("expanded_flops", r.expanded_flops, false),
+          .projection_flops = rate("projection_flops", r.projection_flops, false),
+          .bytes = rate("bytes", r.bytes, true),
+          .plain_elements = rate("plain_elements", r.plain_elements, true),
+          .fp8_elements = rate("fp8_elements", r.fp8_elements, true)};
+}
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
@@ -40,6 +58,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.context_rows = read_range("options context_rows", o.context_rows, 0, kMost);
   p.max_model_len = read_range("options max_model_len", o.max_model_len, 0, kMost);
   p.max_requests = read_range("options max_requests", o.max_requests, 0, kMost);
+  if (o.rates) p.rates = read_rates(o.rates);
   return p;
 }
 
@@ -69,6 +88,15 @@ void read_batch(const mla_batch& b, mla_plan& p) {
 }
 
 }  // namespace
+
+mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates) {
+  return guarded("mla_cost_model_of", [&] {
+    const CostModel r = default_cost_model(read_device(device));
+    write_struct("rates", rates,
+                 mla_cost_model{sizeof(mla_cost_model), r.latent_flops, r.expanded_flops, r.projection_flops, r.bytes,
+                                r.plain_elements, r.fp8_elements});
+  });
+}
 
 mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache, int64_t pages,
                            const mla_batch* batch, const mla_plan_options* options, mla_plan** out) {

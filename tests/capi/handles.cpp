@@ -39,6 +39,7 @@ TEST(CHandles, DestroyTakesNull) {
   EXPECT_OK(mla_plan_destroy(nullptr));
   EXPECT_OK(mla_staged_step_destroy(nullptr));
   EXPECT_OK(mla_profile_destroy(nullptr));
+  EXPECT_OK(mla_graph_destroy(nullptr));
 }
 
 TEST(CHandles, MissingResultPlacesAreErrors) {
@@ -119,10 +120,28 @@ TEST(CHandles, DevicesAreCountedAndStreamsKnowTheirs) {
   EXPECT_EQ(device.device_type, kDLCPU);
   EXPECT_EQ(device.device_id, 0);
   EXPECT_OK(mla_stream_synchronize(stream));
+  void* native = &stream;
+  EXPECT_OK(mla_stream_native(stream, &native));
+  EXPECT_EQ(native, nullptr);
   int from = 5, to = 0;
   EXPECT_OK(mla_copy(stream, &to, &from, sizeof to));
   EXPECT_EQ(to, 5);
   EXPECT_EQ(MLA_ERROR_HANDLE, mla_copy(stream, nullptr, &from, 4));
+}
+
+TEST(CHandles, TheCpusCallsAreNotCaptured) {
+  Stream stream;
+  bool recorded = false;
+  const auto record = [](void* context) {
+    *static_cast<bool*>(context) = true;
+    return MLA_OK;
+  };
+  mla_graph* graph = nullptr;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_graph_create(stream, record, &recorded, &graph), "cpu");
+  EXPECT_EQ(graph, nullptr);
+  EXPECT_FALSE(recorded);
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_graph_create(stream, nullptr, nullptr, &graph), "record is NULL");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_graph_launch(nullptr), "graph is NULL");
 }
 
 TEST(CHandles, BuffersAreAlignedAndRefuseWhatIsTooLarge) {

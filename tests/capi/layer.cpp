@@ -148,6 +148,37 @@ TEST(CLayer, PlansAreNumbersAndText) {
   EXPECT_NE(text.find("plan: small, 4 heads, 40 tokens"), std::string::npos) << text;
 }
 
+TEST(CLayer, RatesChooseThePath) {
+  mla_cost_model usual = make<mla_cost_model>();
+  ASSERT_OK(mla_cost_model_of(kCpu, &usual));
+  EXPECT_GT(usual.latent_flops, 0);
+  EXPECT_GT(usual.projection_flops, 0);
+  EXPECT_EQ(usual.struct_size, sizeof usual);
+
+  Step s;
+  const auto latent_rows = [&](const mla_cost_model& rates) {
+    s.options.rates = &rates;
+    Plan plan;
+    EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+    return describe(plan).latent_rows;
+  };
+  mla_cost_model rates = usual;
+  rates.latent_flops = 1e30;
+  rates.expanded_flops = 1;
+  EXPECT_EQ(latent_rows(rates), 40);
+  rates.latent_flops = 1;
+  rates.expanded_flops = 1e30;
+  EXPECT_EQ(latent_rows(rates), 0);
+
+  for (double bad : {0.0, -1.0, HUGE_VAL, std::nan("")}) {
+    rates.expanded_flops = bad;
+    mla_plan* plan = nullptr;
+    EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan),
+                 "options rates expanded_flops is");
+    EXPECT_EQ(plan, nullptr);
+  }
+}
+
 TEST(CLayer, APlanNeedsNothingOfWhatItWasMadeOf) {
   Step s;
   const std::vector<float> expected = forward(s, 5);

@@ -4,24 +4,26 @@
 // - Every function that can fail returns a status and, on failure, leaves a one-line message for its thread. What it
 // was
 //   to write is unspecified then, except for handles, which are set to NULL.
-// - Handles are opaque. Each is made by a `_create`, `_open` or `_read` function and ended by its `_destroy`, which
-// takes
-//   NULL too. What a handle was made of may be destroyed before it. A call with NULL, with a destroyed handle or with
-//   one of another kind is MLA_ERROR_HANDLE.
+// - Handles are opaque. Each is ended by its `_destroy` function, which takes NULL too. A call with NULL, with a
+//   destroyed handle or with one of another kind is MLA_ERROR_HANDLE.
+// - Handles may be destroyed in any order: what one was made of stays inside as long as it is needed. A running call
+//   keeps its handles. On a GPU calls go on after they return: a handle is destroyed, and memory given back, once the
+//   stream has done the calls that used it (mla_stream_synchronize); what a graph's calls use, once it is launched no
+//   more. The caller's memory behind mla_cache_create_in and a borrowed cudaStream_t outlive all that was made of them.
 // - A handle may be used by one thread at a time; models, weights, rotary tables, plans and caches by any number of
 //   readers. Calls on one stream wait for one another.
 // - Structs begin with struct_size, set to sizeof: a struct of an older header is read as if its missing fields had
-// their
-//   defaults, one of a newer header as long as what this library does not know is zero. The mla_..._default() functions
-//   fill every field; `{0}` with struct_size set leaves optional pointers and lists out.
+//   their defaults, one of a newer header as long as what this library does not know is zero. The mla_..._default()
+//   functions fill every field; `{0}` with struct_size set leaves optional pointers and lists out. Structs that lie in
+//   arrays or within others have no size of their own and do not grow.
 // - Tensors are DLPack's, borrowed for the call (on a GPU until its work is done). Shapes are written [Token, Head] by
 //   the dimensions' names. Strides are free unless a dimension is said to be dense; a tensor that is written has no
 //   stride 0. MLA_ERROR_SHAPE for a dtype, device, shape or stride that does not fit.
 // - dtypes: f32, bf16 and f16 are DLPack's float 32, bfloat 16 and float 16; fp8 is float8_e4m3fn, or uint8 that holds
 //   its codes.
-// - Plain arrays (`const int32_t*` and a count, work items) are host memory and read during the call. On a GPU they
-// must
-//   be of pinned or managed memory, and stay until the stream has done the call.
+// - Plain arrays (`const int32_t*` and a count, work items) are host memory and read during the call. A GPU's ops read
+//   them where they lie: in pinned or managed memory, as it is until the stream has done the call. A plan's own arrays
+//   are copied there by mla_staged_step_stage.
 // - Texts are written to `text`, at most `capacity` bytes with the closing 0; *length, unless NULL, is the whole text's
 //   length without it. text may be NULL with capacity 0.
 #ifndef MLA_C_BASE_H

@@ -20,15 +20,32 @@ typedef struct mla_stream mla_stream;
 
 /// On the CPU, with threads of its own (1 to 1024, the caller's included).
 MLA_API mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream);
-/// On a GPU. cuda_stream: a cudaStream_t, borrowed, that outlives this; NULL: a stream of its own. MLA_ERROR_DEVICE
-/// when there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
+/// On a GPU. cuda_stream: a cudaStream_t, borrowed (cudaStreamLegacy for CUDA's default stream); NULL: a stream of its
+/// own. MLA_ERROR_DEVICE when there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
 MLA_API mla_status mla_stream_create_cuda(int32_t device_id, void* cuda_stream, mla_stream** stream);
 MLA_API mla_status mla_stream_destroy(mla_stream* stream);
 MLA_API mla_status mla_stream_device(const mla_stream* stream, DLDevice* device);
 /// Waits for everything queued so far; MLA_ERROR_DEVICE for what failed since the last wait.
 MLA_API mla_status mla_stream_synchronize(mla_stream* stream);
-/// Bytes from any memory to any other, in the stream's order.
+/// The cudaStream_t; NULL on the CPU.
+MLA_API mla_status mla_stream_native(const mla_stream* stream, void** cuda_stream);
+/// Bytes from any memory to any other, in the stream's order. Host memory that a GPU's copy reads or writes stays as it
+/// is until the copy is done.
 MLA_API mla_status mla_copy(mla_stream* stream, void* to, const void* from, size_t bytes);
+
+/// Calls on a GPU's stream, to be queued again as a whole. They see the same addresses every time; what lies there may
+/// change, and so may the step (mla_staged_step_restage).
+typedef struct mla_graph mla_graph;
+/// Calls record(context), which makes the calls on `stream` from this thread; they are captured, not executed. Make
+/// them once before: products choose their algorithms at their first call. Other threads' calls on the stream wait. A
+/// status other than MLA_OK from record ends the capture and is returned. MLA_ERROR_UNSUPPORTED on the CPU,
+/// MLA_ERROR_DEVICE when a call cannot be captured: mla_stream_synchronize, memory. A profile's times are not measured
+/// within a graph.
+MLA_API mla_status mla_graph_create(mla_stream* stream, mla_status (*record)(void* context), void* context,
+                                    mla_graph** graph);
+/// Queues the calls on the stream that they were captured on.
+MLA_API mla_status mla_graph_launch(mla_graph* graph);
+MLA_API mla_status mla_graph_destroy(mla_graph* graph);
 
 /// Memory on a device, 64-byte aligned: zero on the CPU, anything on a GPU.
 typedef struct mla_buffer mla_buffer;

@@ -17,7 +17,7 @@ extern "C" {
 /// A step's host arrays copied to a GPU, where its kernels read them: needed there, does nothing on the CPU.
 typedef struct mla_staged_step mla_staged_step;
 MLA_API mla_status mla_staged_step_create(mla_stream* stream, mla_staged_step** staged);
-/// Withdraws what was staged. Not while the stream still works on it.
+/// Withdraws what was staged.
 MLA_API mla_status mla_staged_step_destroy(mla_staged_step* staged);
 /// One copy, queued on the stream. The plan stays alive while it is staged, whoever destroys its handle.
 MLA_API mla_status mla_staged_step_stage(mla_staged_step* staged, const mla_plan* plan);

@@ -36,6 +36,19 @@ typedef struct mla_batch {
   const int32_t* slot_mapping;  ///< [tokens]: where each new token's row goes; < 0: nowhere
 } mla_batch;
 
+/// Rates that turn counted work into time. Only their ratios matter for the choice of a path.
+typedef struct mla_cost_model {
+  size_t struct_size;
+  double latent_flops;      ///< attention over the cache; above 0
+  double expanded_flops;    ///< attention over flat keys; above 0
+  double projection_flops;  ///< matrix products; above 0
+  double bytes;             ///< memory traffic, bytes a second; 0: not counted
+  double plain_elements;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
+  double fp8_elements;      ///< the same for fp8 formats; 0: not counted
+} mla_cost_model;
+/// Rates fitted to measurements on a device. Fills the fields that rates->struct_size has room for.
+MLA_API mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates);
+
 typedef struct mla_plan_options {
   size_t struct_size;
   int32_t path;                     ///< MLA_PATHS_...; default automatic
@@ -53,6 +66,7 @@ typedef struct mla_plan_options {
   int64_t context_rows;             ///< of the context workspace; 0: by the default rule
   int64_t max_model_len;            ///< 0: the batch's longest sequence
   int64_t max_requests;             ///< 0: the batch's
+  const mla_cost_model* rates;      ///< for MLA_PATHS_AUTOMATIC; NULL: mla_cost_model_of the stream's device
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
