@@ -1,5 +1,7 @@
 // The layer through the C interface: both forms, quantised outputs, sparse attention, memory of the caller's.
 #include <algorithm>
+#include <filesystem>
+#include <fstream>
 
 #include "call.hpp"
 
@@ -426,6 +428,94 @@ TEST(CLayer, WeightsOfTensors) {
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_random(model, 2, 1, MLA_F32, nullptr, kCpu, &other),
                "layer is 2, allowed 0 to 1");
   EXPECT_EQ(other, nullptr);
+}
+
+// A layer of a checkpoint is the same layer as that of its tensors.
+TEST(CLayer, WeightsOfACheckpoint) {
+  Tensor<float> query({2 * 24, 32}), kv_down({40, 32}), kv_norm({32}, 1.0f), kv_up({2 * 32, 32}), output({32, 32});
+  query.random(1);
+  kv_down.random(2);
+  kv_up.random(4);
+  output.random(5);
+  const std::filesystem::path folder = std::filesystem::path(testing::TempDir()) / "mla_capi_checkpoint";
+  std::filesystem::create_directories(folder);
+  std::ofstream(folder / "config.json")
+      << R"({"model_type":"deepseek_v3","hidden_size":32,"num_hidden_layers":1,"num_attention_heads":2,)"
+      << R"("q_lora_rank":null,"kv_lora_rank":32,"qk_nope_head_dim":16,"qk_rope_head_dim":8,"v_head_dim":16,)"
+      << R"("rms_norm_eps":1e-6,"rope_theta":10000})";
+  std::string header = "{", values;
+  const auto add = [&](const char* name, Tensor<float>& t) {
+    std::string shape;
+    for (int32_t i = 0; i < (*t).ndim; ++i) shape += (i ? "," : "") + std::to_string((*t).shape[i]);
+    const size_t begin = values.size();
+    values.append(reinterpret_cast<const char*>(t.data.data()), t.data.size() * sizeof(float));
+    header += std::string(begin ? "," : "") + "\"model.layers.0.self_attn." + name +
+              ".weight\":{\"dtype\":\"F32\",\"shape\":[" + shape + "],\"data_offsets\":[" + std::to_string(begin) +
+              "," + std::to_string(values.size()) + "]}";
+  };
+  add("q_proj", query);
+  add("kv_a_proj_with_mqa", kv_down);
+  add("kv_a_layernorm", kv_norm);
+  add("kv_b_proj", kv_up);
+  add("o_proj", output);
+  header += "}";
+  const uint64_t length = header.size();
+  std::ofstream(folder / "model.safetensors", std::ios::binary)
+      << std::string(reinterpret_cast<const char*>(&length), sizeof length) << header << values;
+
+  Weights weights[2];
+  Model model;
+  {
+    Handle<mla_checkpoint, mla_checkpoint_destroy> checkpoint;
+    ASSERT_OK(mla_checkpoint_open(folder.c_str(), &checkpoint));
+    ASSERT_OK(mla_checkpoint_model(checkpoint, &model));
+    ASSERT_OK(mla_weights_create_checkpoint(checkpoint, 0, nullptr, kCpu, &weights[0]));
+    mla_weights* none = nullptr;
+    EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_checkpoint(checkpoint, 1, nullptr, kCpu, &none), "layer is 1");
+    EXPECT_EQ(none, nullptr);
+  }
+  std::filesystem::remove_all(folder);
+  mla_layer_tensors t = make<mla_layer_tensors>();
+  t.query.values = query;
+  t.kv_down.values = kv_down;
+  t.kv_norm.values = kv_norm;
+  t.kv_up.values = kv_up;
+  t.output.values = output;
+  ASSERT_OK(mla_weights_create(model, &t, nullptr, kCpu, &weights[1]));
+
+  Stream stream;
+  Rotary rotary;
+  ASSERT_OK(mla_rotary_create(model, 0, 16, kCpu, &rotary));
+  mla_cache_spec spec = mla_cache_spec_default();
+  ASSERT_OK(mla_cache_spec_of(model, MLA_CACHE_F32, 16, &spec));
+  Cache cache;
+  ASSERT_OK(mla_cache_create(&spec, 1, kCpu, &cache));
+  const int32_t starts[] = {0, 3}, lengths[] = {3}, table[] = {0}, slots[] = {0, 1, 2};
+  mla_batch batch = make<mla_batch>();
+  batch.requests = 1;
+  batch.tokens = 3;
+  batch.query_start_loc = starts;
+  batch.seq_lens = lengths;
+  batch.block_table = table;
+  batch.block_table_pages = 1;
+  batch.slot_mapping = slots;
+  Plan plan;
+  ASSERT_OK(mla_plan_create(stream, model, &spec, 1, &batch, nullptr, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  Tensor<float> hidden({3, 32}), outs[2] = {Tensor<float>({3, 32}), Tensor<float>({3, 32})};
+  hidden.random(7);
+  for (int i = 0; i < 2; ++i) {
+    mla_layer_args a = make<mla_layer_args>();
+    a.plan = plan;
+    a.weights = weights[i];
+    a.rotary = rotary;
+    a.cache = cache;
+    a.workspace = workspace.data;
+    a.workspace_bytes = workspace.size;
+    ASSERT_OK(mla_forward(stream, &a, hidden, outs[i]));
+  }
+  EXPECT_NE(outs[0][0], 0.0f);
+  EXPECT_EQ(outs[0].data, outs[1].data);
 }
 
 }  // namespace

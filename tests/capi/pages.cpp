@@ -112,6 +112,16 @@ TEST(CCaches, DescribeThemselves) {
   ASSERT_OK(mla_index_cache_create(&index, 3, kCpu, &keys));
   EXPECT_OK(mla_index_cache_get(keys, nullptr, &pages, nullptr, nullptr));
   EXPECT_EQ(pages, 3);
+
+  Bytes memory(3 * (bytes + 32));
+  IndexCache borrowed;
+  ASSERT_OK(mla_index_cache_create_in(&index, 3, memory.data, bytes + 32, kCpu, &borrowed));
+  mla_index_cache_spec found_index = mla_index_cache_spec_default();
+  EXPECT_OK(mla_index_cache_get(borrowed, &found_index, &pages, &data, &stride));
+  EXPECT_EQ(0, std::memcmp(&found_index, &index, sizeof index));
+  EXPECT_EQ(pages, 3);
+  EXPECT_EQ(data, memory.data);
+  EXPECT_EQ(stride, bytes + 32);
 }
 
 TEST(CCaches, CallersMemoryIsChecked) {
@@ -133,6 +143,10 @@ TEST(CCaches, CallersMemoryIsChecked) {
   spec.latent = 256;
   EXPECT_EQ(MLA_ERROR_UNSUPPORTED, mla_cache_create(&spec, 3, kCpu, &none));
   EXPECT_EQ(none, nullptr);
+  const mla_index_cache_spec index = mla_index_cache_spec_default();
+  mla_index_cache* no_keys = nullptr;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_index_cache_create_in(&index, 3, memory.data, 16, kCpu, &no_keys), "page_stride");
+  EXPECT_EQ(no_keys, nullptr);
 }
 
 }  // namespace

@@ -116,6 +116,25 @@ TEST(CStructs, ImpossibleModelsAreRefused) {
   EXPECT_EQ(none, nullptr);
 }
 
+TEST(CStructs, LayersThatShareAnIndexerHaveNone) {
+  Model model;
+  make_model(&model);
+  mla_model_fields f = mla_model_fields_default();
+  ASSERT_OK(mla_model_get(model, &f));
+  const uint8_t full[] = {1, 0};
+  f.indexer_full = full;
+  Model shared;
+  ASSERT_OK(mla_model_create(&f, &shared));
+  int32_t has = -1;
+  EXPECT_OK(mla_model_layer_has_indexer(model, 1, &has));
+  EXPECT_EQ(has, 1);
+  EXPECT_OK(mla_model_layer_has_indexer(shared, 0, &has));
+  EXPECT_EQ(has, 1);
+  EXPECT_OK(mla_model_layer_has_indexer(shared, 1, &has));
+  EXPECT_EQ(has, 0);
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_model_layer_has_indexer(shared, 2, &has), "layer is 2, allowed 0 to 1");
+}
+
 TEST(CStructs, TextsAreCutAndMeasured) {
   char text[8] = "xxxxxxx";
   size_t length = 0;
