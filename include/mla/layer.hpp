@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -31,11 +32,18 @@ class Profile {
     double seconds = 0, bytes = 0, flops = 0;
     int64_t calls = 0;
   };
+  /// One call as it happened.
+  struct Call {
+    std::string_view op;  ///< a string literal
+    double start = 0;     ///< seconds on std::chrono::steady_clock; 0 on a GPU, whose calls follow one another
+    double seconds = 0, bytes = 0, flops = 0;
+  };
   Profile();
   ~Profile();
   Profile(Profile&&) noexcept;
   Profile& operator=(Profile&&) noexcept;
 
+  /// A call that has just ended and took `seconds`.
   void add(std::string_view op, double seconds, double bytes, double flops);
   /// The same with the time that the watch will have measured.
   void add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops);
@@ -43,10 +51,14 @@ class Profile {
   /// Multiplies all sums and counts: of a sample, to stand for the whole.
   void scale(double factor);
   void clear();
+  /// Also tells `observer` of every call, in their order: on a CPU from within add(), on a GPU from within rows().
+  /// Empty for none.
+  void observe(std::function<void(const Call&)> observer);
 
  private:
   struct Pending;
   void settle() const;
+  std::function<void(const Call&)> observer_;
   mutable std::vector<Row> rows_;
   mutable std::vector<Pending> pending_;
 };

@@ -1,3 +1,6 @@
+#include <chrono>
+#include <utility>
+
 #include "core/gpu.hpp"
 #include "mla/layer.hpp"
 
@@ -31,6 +34,10 @@ Profile& Profile::operator=(Profile&&) noexcept = default;
 
 void Profile::add(std::string_view op, double seconds, double bytes, double flops) {
   settle();
+  if (observer_) {
+    const double now = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+    observer_({op, now - seconds, seconds, bytes, flops});
+  }
   add_to(rows_, op, seconds, bytes, flops);
 }
 
@@ -39,7 +46,11 @@ void Profile::add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, do
 }
 
 void Profile::settle() const {
-  for (const Pending& p : pending_) add_to(rows_, p.op, p.watch->seconds(), p.bytes, p.flops);
+  for (const Pending& p : pending_) {
+    const double seconds = p.watch->seconds();
+    if (observer_) observer_({p.op, 0, seconds, p.bytes, p.flops});
+    add_to(rows_, p.op, seconds, p.bytes, p.flops);
+  }
   pending_.clear();
 }
 
@@ -61,6 +72,11 @@ void Profile::scale(double factor) {
 void Profile::clear() {
   pending_.clear();
   rows_.clear();
+}
+
+void Profile::observe(std::function<void(const Call&)> observer) {
+  settle();
+  observer_ = std::move(observer);
 }
 
 }  // namespace mla

@@ -11,6 +11,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+double seconds_of(Clock::time_point t) { return std::chrono::duration<double>(t.time_since_epoch()).count(); }
+
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
 // Larger decode batches are launched op by op: their kernels are long enough.
@@ -94,9 +96,25 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
       pool.run(index.pages(),
                [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec_.page_bytes()); });
   }
+  if (o.spans > 0) keep_spans(r);
 }
 
 Engine::~Engine() = default;
+
+void Engine::keep_spans(Result& r) {
+  r.profile.observe([this, &r](const Profile::Call& call) {
+    if (static_cast<int64_t>(r.spans.size()) >= o_.spans) {
+      ++r.spans_left_out;
+      return;
+    }
+    double start = call.start;
+    if (gpu()) {
+      start = span_start_;
+      span_start_ += call.seconds;
+    }
+    r.spans.push_back({call.op, r.steps, layer_, start, call.seconds, call.bytes, call.flops});
+  });
+}
 
 LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
                              Profile* profile) {
@@ -119,6 +137,7 @@ void Engine::forward_all(const Plan& plan, const Batch& batch, std::span<std::by
   const int64_t width = o_.model.hidden;
   const size_t layer_bytes = static_cast<size_t>(plan.tokens * width) * size_of(io_);
   for (int64_t l = 0; l < o_.layers; ++l) {
+    layer_ = l;
     std::byte* to = static_cast<std::byte*>(out) + (keep_all ? static_cast<size_t>(l) * layer_bytes : 0);
     forward(stream_, context(l, plan, batch, workspace, profile),
             AnyView<Token, Hidden>(io_, hidden, {plan.tokens, width}),
@@ -181,7 +200,7 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
   return slot.get();
 }
 
-double Engine::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
+StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
   const size_t count = static_cast<size_t>(batch.tokens() * o_.model.hidden), bytes = count * size_of(io_);
   const auto planning = Clock::now();
   const Plan p = mla::plan(o_.model, spec_, o_.limits.pages, batch, device_, o_.plan);
@@ -218,7 +237,11 @@ double Engine::run(const Batch& batch, std::span<const float> hidden, std::span<
                 gpu() ? nullptr : &r.profile);
     stream_.synchronize();
   }
-  const double seconds = plan_seconds + since(step);
+  const auto end = Clock::now();
+  const StepTime time{.seconds = plan_seconds + std::chrono::duration<double>(end - step).count(),
+                      .plan = plan_seconds,
+                      .start = seconds_of(planning),
+                      .end = seconds_of(end)};
 
   if (graph) {
     const size_t layer = static_cast<size_t>(graph->plan.tokens * o_.model.hidden) * size_of(io_);
@@ -231,9 +254,11 @@ double Engine::run(const Batch& batch, std::span<const float> hidden, std::span<
       staged_.stage(p, batch);
       copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
     }
+    layer_ = 0;
+    span_start_ = time.start;
     profile_layer(p, batch, r);
   }
-  return seconds;
+  return time;
 }
 
 // The same calls once more for one layer, each under a stopwatch; held back until all are queued, so that none waits
@@ -247,10 +272,12 @@ void Engine::profile_layer(const Plan& p, const Batch& batch, Result& r) {
     forward(stream_, context(0, p, batch, workspace, &r.profile), hidden, out);
   }
   stream_.synchronize();
+  if (o_.spans > 0) (void)r.profile.rows();  // the calls are this step's
   ++profiled_;
 }
 
 void Engine::finish(Result& r) {
+  r.profile.observe({});  // it refers to this engine
   if (gpu() && profiled_ > 0)
     r.profile.scale(static_cast<double>(o_.layers * r.steps) / static_cast<double>(profiled_));
   r.profiled_steps = gpu() ? profiled_ : r.steps;

@@ -22,6 +22,12 @@ struct WantedRow {
   Path path = Path::latent;
 };
 
+/// A step's measured time: `seconds`, of which the first `plan` went into its plan; and when it ran, on
+/// std::chrono::steady_clock, which also counts what an engine would not do in a step.
+struct StepTime {
+  double seconds = 0, plan = 0, start = 0, end = 0;
+};
+
 class Engine {
  public:
   /// Options are complete (layers, limits.pages). `positions`: of the longest sequence. Stops between layers when
@@ -29,8 +35,8 @@ class Engine {
   Engine(const Options& options, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& result);
   ~Engine();
 
-  /// Plans and runs a step of hidden states [tokens, hidden]; returns its seconds. Rows are filled in.
-  double run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
+  /// Plans and runs a step of hidden states [tokens, hidden]. Rows are filled in.
+  StepTime run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
   /// Closes what was measured by op.
   void finish(Result& result);
 
@@ -42,6 +48,7 @@ class Engine {
   LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
                        Profile* profile);
   void profile_layer(const Plan& plan, const Batch& batch, Result& result);
+  void keep_spans(Result& result);
   void take(WantedRow& row, const Plan& plan, const std::byte* out);
   bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
 
@@ -62,6 +69,8 @@ class Engine {
   StagedStep staged_;
   std::map<int64_t, std::unique_ptr<DecodeGraph>> graphs_;  // by requests
   int64_t profiled_ = 0;
+  int64_t layer_ = 0;      // whose ops run
+  double span_start_ = 0;  // on a GPU: where the next call is put
 };
 
 }  // namespace mla::serve

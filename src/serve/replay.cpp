@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "serve/engine.hpp"
 #include "serve/hidden.hpp"
@@ -155,6 +156,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
 
   const auto start = Clock::now();
   double now = 0, page_seconds = 0;
+  int64_t looked_up = 0, found = 0;  // before the step
   while (!stop && !scheduler.done()) {
     const std::vector<StepPiece>& pieces = scheduler.plan_step(now);
     if (pieces.empty()) {
@@ -167,7 +169,8 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     const std::vector<Reservoir::Pick> picks = reservoir.next(tokens);
     rows.clear();
     for (const Reservoir::Pick& pick : picks) rows.push_back({.row = pick.row, .layer = pick.layer});
-    const double seconds = engine.run(input.batch, input.hidden, rows, r);
+    const StepTime time = engine.run(input.batch, input.hidden, rows, r);
+    const double seconds = time.seconds;
     for (size_t i = 0; i < picks.size(); ++i) {
       const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), rows[i].row) -
                                                input.starts.begin() - 1);
@@ -182,12 +185,21 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
       r.samples[slot] = std::move(sample);
     }
 
+    StepRecord record{.start = now,
+                      .seconds = seconds,
+                      .wall_start = time.start,
+                      .wall_end = time.end,
+                      .plan_seconds = time.plan,
+                      .requests = static_cast<int64_t>(pieces.size())};
     now += seconds;
     r.step_seconds += seconds;
     r.step_latencies.push_back(seconds);
     ++r.steps;
     int64_t decodes = 0;
-    for (const StepPiece& piece : pieces) decodes += piece.decode;
+    for (const StepPiece& piece : pieces) {
+      decodes += piece.decode;
+      record.context_tokens += piece.start;
+    }
     r.decode_tokens += decodes;
     r.prefill_tokens += tokens - decodes;
     r.decode_seconds += seconds * static_cast<double>(decodes) / static_cast<double>(tokens);
@@ -195,7 +207,15 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     const int64_t used = scheduler.allocator().counts().referenced;
     r.peak_pages = std::max(r.peak_pages, used);
     page_seconds += static_cast<double>(used) * seconds;
+    record.prefill_tokens = tokens - decodes;
+    record.decode_tokens = decodes;
+    record.pages = used;
+    record.prompt_tokens = scheduler.prompt_tokens() - std::exchange(looked_up, scheduler.prompt_tokens());
+    record.hit_tokens = scheduler.hit_tokens() - std::exchange(found, scheduler.hit_tokens());
+    const int64_t before = scheduler.finished();
     scheduler.commit(now);
+    record.finished = scheduler.finished() - before;
+    r.series.push_back(record);
     if (progress)
       progress({.elapsed = since(start),
                 .finished = scheduler.finished(),

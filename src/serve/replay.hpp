@@ -8,6 +8,7 @@
 #include <functional>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "mla/mla.hpp"
@@ -31,6 +32,7 @@ struct Options {
   int threads = 2;
   uint64_t seed = 1;
   int64_t verify = 0;  ///< output rows to sample for verification
+  int64_t spans = 0;   ///< op calls to keep one by one, at most
 };
 
 /// One output row as the run computed it.
@@ -39,6 +41,28 @@ struct Sample {
   Path path = Path::latent;
   std::vector<float> row;
   std::vector<int32_t> selected;  ///< sparse path: the positions it attended to, ascending
+};
+
+/// What one step did.
+struct StepRecord {
+  double start = 0, seconds = 0;        ///< on the simulated clock; seconds as measured
+  double wall_start = 0, wall_end = 0;  ///< on std::chrono::steady_clock, seconds
+  double plan_seconds = 0;              ///< of `seconds`, at their start
+  int64_t requests = 0;                 ///< with tokens in the step
+  int64_t prefill_tokens = 0, decode_tokens = 0;
+  int64_t context_tokens = 0;                 ///< cached before the step, of its requests together
+  int64_t pages = 0;                          ///< in use while it ran
+  int64_t prompt_tokens = 0, hit_tokens = 0;  ///< of requests admitted for it: looked up in the cache, and found
+  int64_t finished = 0;                       ///< requests that ended with it
+};
+
+/// One op's call. On a CPU as it happened; on a GPU of the layer that was sampled after a step, device time, one after
+/// another from the step's start.
+struct Span {
+  std::string_view op;
+  int64_t step = 0, layer = 0;
+  double start = 0, seconds = 0;  ///< start on std::chrono::steady_clock
+  double bytes = 0, flops = 0;
 };
 
 struct Progress {
@@ -59,6 +83,9 @@ struct Result {
   int64_t prefill_tokens = 0, decode_tokens = 0;
   double prefill_seconds = 0, decode_seconds = 0;  ///< step time, divided by tokens in mixed steps
   std::vector<double> step_latencies, ttft, tpot;
+  std::vector<StepRecord> series;  ///< of every step
+  std::vector<Span> spans;         ///< the first Options::spans calls, by start
+  int64_t spans_left_out = 0;      ///< calls past those
   int64_t finished = 0, refused = 0, preemptions = 0, requests = 0;
   int64_t pages = 0, page_size = 0, peak_pages = 0;
   double mean_pages = 0;
