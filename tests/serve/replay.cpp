@@ -6,8 +6,13 @@
 
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <sstream>
 
 #include "mla/error.hpp"
+#include "serve/chrome_trace.hpp"
+#include "serve/series.hpp"
 #include "support/models.hpp"
 
 namespace mla::serve {
@@ -193,6 +198,139 @@ TEST(Percentile, Interpolates) {
   EXPECT_EQ(percentile({4, 1, 2, 3}, 50), 2.5);
   EXPECT_EQ(percentile({4, 1, 2, 3}, 100), 4);
   EXPECT_NEAR(percentile({0, 10}, 90), 9, 1e-12);
+}
+
+TEST(Replay, RecordsOfStepsAddUpToTheRun) {
+  Replayed run;
+  const Result r = run.go();
+  ASSERT_EQ(static_cast<int64_t>(r.series.size()), r.steps);
+  ASSERT_GT(r.steps, 10);
+  StepRecord sum;
+  double now = 0;
+  for (const StepRecord& s : r.series) {
+    EXPECT_GE(s.start, now);  // steps do not overlap
+    now = s.start + s.seconds;
+    EXPECT_GT(s.requests, 0);
+    EXPECT_GT(s.pages, 0);
+    EXPECT_LE(s.pages, r.peak_pages);
+    EXPECT_LE(s.plan_seconds, s.seconds);
+    EXPECT_LE(s.seconds, s.wall_end - s.wall_start + 1e-9);
+    EXPECT_LE(s.prefill_tokens + s.decode_tokens, 50);
+    sum.prefill_tokens += s.prefill_tokens;
+    sum.decode_tokens += s.decode_tokens;
+    sum.prompt_tokens += s.prompt_tokens;
+    sum.hit_tokens += s.hit_tokens;
+    sum.finished += s.finished;
+    sum.context_tokens += s.context_tokens;
+  }
+  EXPECT_EQ(now, r.simulated_seconds);
+  EXPECT_EQ(sum.prefill_tokens, r.prefill_tokens);
+  EXPECT_EQ(sum.decode_tokens, r.decode_tokens);
+  EXPECT_EQ(sum.prompt_tokens, r.prompt_tokens);
+  EXPECT_EQ(sum.hit_tokens, r.hit_tokens);
+  EXPECT_EQ(sum.finished, r.finished);
+  EXPECT_GT(sum.context_tokens, sum.hit_tokens);
+}
+
+TEST(Replay, BucketsKeepSumsAndBounds) {
+  std::vector<StepRecord> steps(1001);
+  for (size_t i = 0; i < steps.size(); ++i)
+    steps[i] = {.start = 2.0 * static_cast<double>(i),
+                .seconds = i == 700 ? 1.5 : 1,
+                .prefill_tokens = static_cast<int64_t>(i),
+                .pages = static_cast<int64_t>(i % 7),
+                .finished = 1};
+  for (int64_t most : {1, 2, 600, 1001, 5000}) {
+    const std::vector<StepBucket> all = buckets(steps, most);
+    EXPECT_LE(static_cast<int64_t>(all.size()), most);
+    StepBucket sum;
+    for (const StepBucket& b : all) {
+      sum.steps += b.steps;
+      sum.seconds += b.seconds;
+      sum.prefill_tokens += b.prefill_tokens;
+      sum.finished += b.finished;
+      sum.pages = std::max(sum.pages, b.pages);
+      sum.max_seconds = std::max(sum.max_seconds, b.max_seconds);
+    }
+    EXPECT_EQ(sum.steps, 1001);
+    EXPECT_EQ(sum.seconds, 1001.5);
+    EXPECT_EQ(sum.prefill_tokens, 1000 * 1001 / 2);
+    EXPECT_EQ(sum.finished, 1001);
+    EXPECT_EQ(sum.pages, 6);
+    EXPECT_EQ(sum.max_seconds, 1.5);
+    EXPECT_EQ(all.front().start, 0);
+    EXPECT_EQ(all.back().end, 2001);
+    EXPECT_EQ(all.front().median_seconds, 1);
+  }
+  EXPECT_TRUE(buckets({}, 600).empty());
+}
+
+// The trace that a browser would open: every event within its parent on its track, op times those of the profile.
+TEST(Replay, ChromeTraceNestsAndAddsUpToTheProfile) {
+  Replayed run;
+  run.options.model = test::small_sparse();
+  run.options.spans = 1000000;
+  const Result r = run.go();
+  std::ostringstream out;
+  write_chrome_trace(out, "run \"of\" </script>\xff", run.options, r);
+  const nlohmann::json trace = nlohmann::json::parse(out.str());
+  EXPECT_EQ(trace["otherData"]["op_calls_left_out"], 0);
+  std::map<std::string, double> seconds, calls, bytes;
+  std::vector<std::pair<int64_t, int64_t>> open;  // nanoseconds that are left for children, outermost first
+  int64_t steps = 0, prefill = 0, decode = 0;
+  for (const nlohmann::json& e : trace["traceEvents"]) {
+    if (e["ph"] != "X") continue;
+    const int64_t from = std::llround(e["ts"].get<double>() * 1e3),
+                  to = from + std::llround(e["dur"].get<double>() * 1e3);
+    const std::string category = e["cat"];
+    const int64_t depth = category == "step" ? 0 : category == "op" ? 2 : 1;
+    while (static_cast<int64_t>(open.size()) > depth) open.pop_back();
+    ASSERT_EQ(static_cast<int64_t>(open.size()), depth) << e;
+    if (depth > 0) {
+      EXPECT_GE(from, open.back().first) << e;
+      EXPECT_LE(to, open.back().second) << e;
+      open.back().first = to;  // siblings follow one another
+    }
+    open.emplace_back(from, to);
+    if (category == "step") {
+      EXPECT_EQ(e["name"], "step " + std::to_string(steps++));
+      prefill += e["args"]["prefill_tokens"].get<int64_t>();
+      decode += e["args"]["decode_tokens"].get<int64_t>();
+    } else if (category == "op") {
+      const std::string name = e["name"];
+      seconds[name] += e["dur"].get<double>() * 1e-6;
+      bytes[name] += e["args"]["bytes"].get<double>();
+      ++calls[name];
+      EXPECT_LT(e["args"]["layer"].get<int64_t>(), r.layers);
+    }
+  }
+  EXPECT_EQ(steps, r.steps);
+  EXPECT_EQ(prefill, r.prefill_tokens);
+  EXPECT_EQ(decode, r.decode_tokens);
+  ASSERT_EQ(seconds.size(), r.profile.rows().size());
+  for (const Profile::Row& row : r.profile.rows()) {
+    const std::string op(row.op);
+    EXPECT_EQ(calls[op], row.calls) << op;
+    EXPECT_NEAR(seconds[op], row.seconds, 1e-9 * static_cast<double>(row.calls)) << op;  // a nanosecond a call
+    EXPECT_NEAR(bytes[op], row.bytes, 1e-9 * row.bytes) << op;
+  }
+}
+
+TEST(Replay, CallsPastTheLimitAreCounted) {
+  Replayed run;
+  run.options.spans = 5;
+  const Result r = run.go();
+  ASSERT_EQ(r.spans.size(), 5u);
+  int64_t calls = 0;
+  for (const Profile::Row& row : r.profile.rows()) calls += row.calls;
+  EXPECT_EQ(r.spans_left_out, calls - 5);
+  std::ostringstream out;
+  write_chrome_trace(out, "run", run.options, r);
+  EXPECT_EQ(nlohmann::json::parse(out.str())["otherData"]["op_calls_left_out"], calls - 5);
+  run.options.spans = 0;
+  const Result none = run.go();
+  EXPECT_TRUE(none.spans.empty());
+  EXPECT_EQ(none.spans_left_out, 0);
 }
 
 }  // namespace
