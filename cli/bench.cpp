@@ -11,8 +11,10 @@
 #include "bench/machine.hpp"
 #include "bench/plan.hpp"
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
 #include "cli/params.hpp"
 #include "mla/error.hpp"
+#include "report/report.hpp"
 
 namespace mla::cli {
 namespace {
@@ -179,6 +181,34 @@ std::vector<Row> standing_rows() {
   return rows;
 }
 
+// Another implementation's time for a row.
+struct Peer {
+  std::string row, name;
+  double microseconds = 0;
+};
+
+std::vector<Peer> read_peers(const std::string& file) {
+  std::ifstream in(file, std::ios::binary);
+  if (!in) throw InputError(file + ": cannot be read");
+  const json all = json::parse(in, nullptr, false);
+  if (!all.is_array()) throw InputError(file + ": a JSON array of {\"row\", \"peer\", \"us\"} is needed");
+  std::vector<Peer> peers;
+  for (const json& p : all) {
+    const std::string where = file + ": entry " + std::to_string(peers.size());
+    auto text = [&](const char* key) {
+      if (!p.is_object() || !p.contains(key) || !p[key].is_string())
+        throw InputError(where + " has no text \"" + key + "\"");
+      return p[key].get<std::string>();
+    };
+    Peer peer{.row = text("row"), .name = text("peer")};
+    if (!p.contains("us") || !p["us"].is_number()) throw InputError(where + " has no number \"us\"");
+    peer.microseconds = p["us"].get<double>();
+    if (!(peer.microseconds > 0)) throw InputError(where + ": \"us\" is " + p["us"].dump() + ", above 0 is needed");
+    peers.push_back(std::move(peer));
+  }
+  return peers;
+}
+
 class Bench {
  public:
   explicit Bench(CLI::App& command) : shape_(command) {
@@ -193,6 +223,11 @@ class Bench {
         ->check(CLI::Range(0.0, 600.0));
     command.add_flag("--cold", options_.cold, "Empty the caches before each call, in every row");
     command.add_option("--json", json_file_, "Also write machine, roof, options and rows to this file");
+    command.add_option("--report", report_file_,
+                       "Also write the rows as tables and charts to this file: one HTML page that needs no network");
+    command.add_option("--peers", peers_file_,
+                       "Times of other implementations, for --json and --report: a JSON file of\n"
+                       "[{\"row\": name of a row, \"peer\": name, \"us\": microseconds}, ...]");
     std::string names;
     for (const cases::CaseType& c : cases::all()) names += " " + std::string(c.op);
     command.footer(
@@ -205,7 +240,8 @@ class Bench {
         "  mla bench\n"
         "  mla bench attend_latent --heads 128 --context 16384 --format fp8_ds_mla --dtype bf16\n"
         "  mla bench attend_latent attend_expanded --target avx2 --json avx2.json\n"
-        "  mla bench layer plan --rounds 9");
+        "  mla bench layer plan --rounds 9\n"
+        "  mla bench attend_latent --report bench.html --peers peers.json");
   }
 
   /// False when an answer was wrong.
@@ -215,11 +251,8 @@ class Bench {
     const cases::Params params = shape_.params();
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
-    std::ofstream file;
-    if (!json_file_.empty()) {
-      file.open(json_file_);
-      if (!file) throw InputError(json_file_ + ": cannot be written");
-    }
+    if (!peers_file_.empty()) peers_ = read_peers(peers_file_);
+    OutputFile json_out(json_file_), report_out(report_file_);
     cpu::restrict_target(target_);
 
     ThreadPool pool(threads_);
@@ -236,9 +269,11 @@ class Bench {
       if (wanted(kLayer)) layer(stream, probe);
     }
     if (!all_right_) std::printf("FAILED: a row's error is above its bound\n");
-    if (file.is_open()) {
-      file << report(roof).dump(2) << '\n';
-      if (!file.flush()) throw InputError(json_file_ + ": cannot be written");
+    add_peers();
+    if (json_out || report_out) {
+      const json all = everything(roof);
+      json_out.write([&](std::ostream& out) { out << dump(all) << '\n'; });
+      report_out.write([&](std::ostream& out) { out << report::html(all); });
     }
     return all_right_;
   }
@@ -381,9 +416,26 @@ class Bench {
     }
   }
 
-  json report(const bench::Roof& roof) const {
+  // Each row takes its peers; what names no row of this bench is said, for it may be a slip.
+  void add_peers() {
+    size_t matched = 0;
+    for (const Peer& p : peers_)
+      for (json& row : rows_)
+        if (row["name"] == p.row) {
+          row["peers"].push_back({{"peer", p.name}, {"us", p.microseconds}});
+          ++matched;
+          break;
+        }
+    if (matched < peers_.size())
+      std::fprintf(stderr, "mla: %zu of %zu peers name a row of this bench\n", matched, peers_.size());
+  }
+
+  json everything(const bench::Roof& roof) const {
     const bench::Machine machine = bench::this_machine();
     return {
+        {"command", "bench"},
+        {"version", MLA_VERSION},
+        {"date", utc_now()},
         {"machine",
          {{"cpu", machine.cpu},
           {"cores", machine.cores},
@@ -402,7 +454,8 @@ class Bench {
 
   ShapeFlags shape_;
   std::vector<std::string> ops_;
-  std::string target_, json_file_;
+  std::string target_, json_file_, report_file_, peers_file_;
+  std::vector<Peer> peers_;
   bench::Options options_;
   int threads_ = 1;
   bool all_right_ = true;

@@ -6,7 +6,6 @@
 #include <atomic>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 
@@ -14,17 +13,26 @@
 #include "bench/machine.hpp"
 #include "bench/roof.hpp"
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "report/report.hpp"
+#include "serve/chrome_trace.hpp"
 #include "serve/replay.hpp"
+#include "serve/series.hpp"
 
 namespace mla::cli {
 namespace {
 
 constexpr int kInterrupted = 130;  // as a shell reports a program that SIGINT ended
+// As many as a chart shows; longer runs are summed up by neighbours.
+constexpr int64_t kSeriesBuckets = 600;
+// Op calls in a Chrome trace, some 150 bytes each: browsers open files of this size.
+constexpr int64_t kSpans = 400000;
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain", json;
+              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain", json,
+              report, chrome_trace;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
@@ -265,6 +273,31 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
               r.wall_seconds, n(r.steps), r.simulated_seconds);
 }
 
+// By column: a number for each bucket of consecutive steps.
+nlohmann::json series_json(const serve::Result& r) {
+  const std::vector<serve::StepBucket> all = serve::buckets(r.series, kSeriesBuckets);
+  nlohmann::json j = nlohmann::json::object();
+  auto column = [&](const char* name, auto serve::StepBucket::*member) {
+    nlohmann::json& values = j[name] = nlohmann::json::array();
+    for (const serve::StepBucket& b : all) values.push_back(b.*member);
+  };
+  column("start_s", &serve::StepBucket::start);
+  column("end_s", &serve::StepBucket::end);
+  column("steps", &serve::StepBucket::steps);
+  column("seconds", &serve::StepBucket::seconds);
+  column("step_median_s", &serve::StepBucket::median_seconds);
+  column("step_max_s", &serve::StepBucket::max_seconds);
+  column("requests", &serve::StepBucket::requests);
+  column("prefill_tokens", &serve::StepBucket::prefill_tokens);
+  column("decode_tokens", &serve::StepBucket::decode_tokens);
+  column("context_tokens", &serve::StepBucket::context_tokens);
+  column("pages", &serve::StepBucket::pages);
+  column("prompt_tokens", &serve::StepBucket::prompt_tokens);
+  column("hit_tokens", &serve::StepBucket::hit_tokens);
+  column("finished", &serve::StepBucket::finished);
+  return j;
+}
+
 nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Options& o, const serve::Result& r,
                        const bench::Machine& machine, const bench::Roof& roof, const serve::Verification* v) {
   auto percentiles = [](const std::vector<double>& values) {
@@ -279,8 +312,12 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
                    {"calls", row.calls},
                    {"bytes", row.bytes},
                    {"flops", row.flops},
+                   {"peak_gflops", peak_of(row.op, o, roof)},
                    {"percent_of_roof", roof_share(row, o, roof)}});
   nlohmann::json j{
+      {"command", "run"},
+      {"version", MLA_VERSION},
+      {"date", utc_now()},
       {"model",
        {{"name", o.model.name},
         {"layers", r.layers},
@@ -344,6 +381,8 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
        {{"step", percentiles(r.step_latencies)}, {"ttft", percentiles(r.ttft)}, {"tpot", percentiles(r.tpot)}}},
       {"ops", ops},
       {"steps", r.steps},
+      {"profiled_steps", r.profiled_steps},
+      {"steps_series", series_json(r)},
       {"seconds",
        {{"setup", r.setup_seconds},
         {"replay", r.wall_seconds},
@@ -368,14 +407,11 @@ bench::Roof roof_of(const serve::Options& o, ThreadPool& pool) {
 }
 
 void run(const CLI::App& command, const Flags& f, int& status) {
-  const serve::Options o = options_of(command, f);
+  serve::Options o = options_of(command, f);
+  if (!f.chrome_trace.empty()) o.spans = kSpans;
   const serve::Trace t = trace_of(f);
-  // The file is opened first: a run must not end in a path that cannot be written.
-  std::ofstream json;
-  if (!f.json.empty()) {
-    json.open(f.json);
-    if (!json) throw InputError(f.json + ": cannot be written");
-  }
+  // Files are opened first: a run must not end in a path that cannot be written.
+  OutputFile json(f.json), report(f.report), trace(f.chrome_trace);
   ThreadPool pool(o.threads);
   const bench::Roof roof = roof_of(o, pool);
   const StopOnInterrupt interrupt;
@@ -397,10 +433,15 @@ void run(const CLI::App& command, const Flags& f, int& status) {
       std::printf("           %lld of them with their selection of keys\n", static_cast<long long>(v.selections));
     if (v.failed > 0 || v.rows == 0) status = 1;
   }
-  if (json.is_open()) {
-    json << json_of(f, t, o, r, machine, roof, verifies ? &v : nullptr).dump(2) << '\n';
-    if (!json.flush()) throw InputError(f.json + ": could not be written whole");
+  if (json || report) {
+    const nlohmann::json all = json_of(f, t, o, r, machine, roof, verifies ? &v : nullptr);
+    json.write([&](std::ostream& out) { out << dump(all) << '\n'; });
+    report.write([&](std::ostream& out) { out << report::html(all); });
   }
+  trace.write([&](std::ostream& out) { serve::write_chrome_trace(out, "mla run " + o.model.name, o, r); });
+  if (r.spans_left_out > 0)
+    std::printf("trace      holds the first %lld op calls of the run, %lld more are left out\n",
+                static_cast<long long>(kSpans), static_cast<long long>(r.spans_left_out));
   if (r.interrupted) status = kInterrupted;
 }
 
@@ -455,6 +496,10 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--seed", f->seed, "of weights, hidden states and generated traces")->capture_default_str();
   c->add_option("--verify", f->verify, "recompute this many sampled output rows in float64")->capture_default_str();
   c->add_option("--json", f->json, "write everything measured to this file");
+  c->add_option("--report", f->report,
+                "write charts and tables of the run to this file: one HTML page that needs no network");
+  c->add_option("--chrome-trace", f->chrome_trace,
+                "write steps and op calls as trace events to this file, for ui.perfetto.dev or chrome://tracing");
   f->device = std::make_unique<DeviceFlag>(*c);
   add_threads(*c, f->threads);
   c->footer(
@@ -462,6 +507,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run\n"
       "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --verify 50\n"
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
+      "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
       "Ctrl-C ends the run after the step in progress and reports what was measured; the exit code is then 130.");
   c->callback([c, f, &status] { run(*c, *f, status); });

@@ -256,6 +256,83 @@ TEST_F(Command, BenchWritesJson) {
   EXPECT_GE(row.at("calls").get<int>(), 4);
 }
 
+TEST_F(Command, RunWritesReportAndChromeTrace) {
+  const fs::path report = folder_ / "run.html", data = folder_ / "run.json", trace = folder_ / "trace.json";
+  const Outcome o = mla("run --model " + sparse_config() + " --requests 9 --input-len 40 --output-len 8 --json " +
+                        data.string() + " --report " + report.string() + " --chrome-trace " + trace.string());
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  const json j = json::parse(contents(data));
+  EXPECT_EQ(j["command"], "run");
+  const json& series = j["steps_series"];
+  const size_t points = series["start_s"].size();
+  EXPECT_GT(points, 3u);
+  int64_t steps = 0, prefill = 0, decode = 0;
+  for (size_t i = 0; i < points; ++i) {
+    steps += series["steps"][i].get<int64_t>();
+    prefill += series["prefill_tokens"][i].get<int64_t>();
+    decode += series["decode_tokens"][i].get<int64_t>();
+  }
+  EXPECT_EQ(steps, j["steps"]);
+  EXPECT_EQ(prefill, j["throughput"]["prefill_tokens"]);
+  EXPECT_EQ(decode, j["throughput"]["decode_tokens"]);
+  for (const auto& [name, column] : series.items()) EXPECT_EQ(column.size(), points) << name;
+
+  // The page carries the same object.
+  const std::string page = contents(report), open = "<script id=\"data\" type=\"application/json\">";
+  const size_t at = page.find(open) + open.size();
+  EXPECT_EQ(json::parse(page.substr(at, page.find("</script", at) - at)), j);
+
+  std::vector<std::string> categories;
+  const json events = json::parse(contents(trace))["traceEvents"];
+  for (const json& e : events)
+    if (e["ph"] == "X") categories.push_back(e["cat"]);
+  EXPECT_EQ(std::count(categories.begin(), categories.end(), "step"), steps);
+  EXPECT_EQ(std::count(categories.begin(), categories.end(), "layer"), 2 * steps);
+  EXPECT_GT(std::count(categories.begin(), categories.end(), "op"), 10 * steps);
+
+  expect_bad("run --report /no/such/folder/x.html", {"/no/such/folder/x.html", "cannot be written"});
+  expect_bad("run --chrome-trace /no/such/folder/x.json", {"/no/such/folder/x.json", "cannot be written"});
+}
+
+TEST_F(Command, LongRunsAreSummedUpInTheSeries) {
+  const fs::path data = folder_ / "run.json";
+  const Outcome o = mla("run --model " + sparse_config() +
+                        " --requests 30 --input-len 60 --output-len 20 --token-budget 3 --json " + data.string());
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  const json j = json::parse(contents(data));
+  ASSERT_GT(j["steps"].get<int64_t>(), 600);
+  EXPECT_LE(j["steps_series"]["start_s"].size(), 600u);
+  EXPECT_EQ(j["steps_series"]["steps"][0], 2);
+}
+
+TEST_F(Command, BenchWritesReportWithPeers) {
+  const std::string bench = "bench norm --requests 4 --in 64 --rounds 4 --min-time 0 ";
+  const fs::path data = folder_ / "bench.json", report = folder_ / "bench.html";
+  ASSERT_EQ(mla(bench + "--json " + data.string()).status, 0);
+  const std::string name = json::parse(contents(data))["rows"][0]["name"];
+  const auto peers = [&](const json& all) { return " --peers " + write("peers.json", all.dump()).string(); };
+  const Outcome o = mla(bench + "--json " + data.string() + " --report " + report.string() +
+                        peers({{{"row", name}, {"peer", "theirs"}, {"us", 12.5}},
+                               {{"row", name}, {"peer", "others"}, {"us", 3}},
+                               {{"row", "no such row"}, {"peer", "theirs"}, {"us", 1}}}));
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_EQ(o.err, "mla: 2 of 3 peers name a row of this bench\n");
+  const json row = json::parse(contents(data))["rows"][0];
+  EXPECT_EQ(row["peers"], json::parse(R"([{"peer":"theirs","us":12.5},{"peer":"others","us":3.0}])"));
+  EXPECT_NE(contents(report).find("\"theirs\""), std::string::npos);
+
+  const auto refuse = [&](const json& all, const std::vector<std::string>& says) {
+    expect_bad(bench + peers(all), says);
+  };
+  refuse(json::object(), {"peers.json", "array"});
+  refuse({{{"row", name}, {"us", 1}}}, {"peers.json: entry 0", "\"peer\""});
+  refuse({{{"row", name}, {"peer", "a"}, {"us", "1"}}}, {"peers.json: entry 0", "no number"});
+  refuse({{{"row", name}, {"peer", "a"}, {"us", 0}}}, {"peers.json: entry 0", "is 0", "above 0"});
+  expect_bad(bench + "--peers " + write("peers.json", "[{").string(), {"peers.json", "array"});
+  expect_bad(bench + "--peers /no/such/peers.json", {"/no/such/peers.json", "cannot be read"});
+  expect_bad(bench + "--report /no/such/folder/x.html", {"/no/such/folder/x.html", "cannot be written"});
+}
+
 TEST_F(Command, BenchPlanIsVerified) {
   const Outcome o = mla("bench plan --rounds 4 --min-time 0.01");
   EXPECT_EQ(o.status, 0) << o.out << o.err;
