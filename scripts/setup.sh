@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
-# Installs what the build needs on Debian 12, if it is not there yet. Sourced by run.sh and test.sh.
+# Installs what the build needs on Debian 12, if it is not there yet, and the packages in more_packages. Sourced by run.sh
+# and test.sh.
 set -euo pipefail
 
 # ocl-icd-opencl-dev: Debian's oneDNN package looks for it when CMake finds it; nothing here uses it.
-packages=(g++ cmake ninja-build libhwy-dev libdnnl-dev ocl-icd-opencl-dev libgomp1 nlohmann-json3-dev libcli11-dev libgtest-dev)
+packages=(g++ cmake ninja-build libhwy-dev libdnnl-dev ocl-icd-opencl-dev libgomp1 nlohmann-json3-dev libcli11-dev libgtest-dev
+  "${more_packages[@]}")
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")
