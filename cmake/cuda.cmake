@@ -19,6 +19,7 @@ if(MLA_CUDA AND NOT MLA_SANITIZE)  # compute-sanitizer looks after kernels
       else()
         message(STATUS "CUDA backend left out: no cublasLt.h")
       endif()
+      find_path(MLA_NVTX_INCLUDE_DIR nvtx3/nvToolsExt.h HINTS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
     else()
       message(STATUS "CUDA kernels left out: nvcc is ${CMAKE_CUDA_COMPILER_VERSION}, they need 12.5")
     endif()
