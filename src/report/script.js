@@ -194,7 +194,8 @@ function chart({title, description, legend, draw, table, wide, tall, nearest}) {
     if (view) clear(view.mark);
     hideTip();
   }
-  new ResizeObserver(() => render()).observe(plot);
+  // Not within the observer's turn: what it draws changes sizes again.
+  new ResizeObserver(() => requestAnimationFrame(() => render())).observe(plot);
   figure.render = render;
   figure.printWidth = wide || tall ? 680 : 330;
   return figure;
@@ -256,10 +257,10 @@ function seriesChart({title, description, from, to, xUnit, xName, series, yUnit,
           style: `fill:none;stroke:${color(s.series)};stroke-width:1.6;stroke-linejoin:round${s.dash ? ';stroke-dasharray:4 3' : ''}`}));
       }
       const points = from.map((a, i) => {
-        const px = x((a + to[i]) / 2), py = y(Math.min(top, totals[i]));
+        const px = x((a + to[i]) / 2), py = y(Math.min(top, totals[i])), w = Math.max(2, x(to[i]) - x(a));
         return {x: px, y: py, title: heading(i),
                 lines: () => [...series.map((s) => [s.name, s.format(s.values[i]) + (yUnit && yUnit !== '%' ? ' ' + yUnit : '')]), ...(extra ? extra(i) : [])],
-                cursor: () => sv('path', {class: 'cursor', d: `M${px} ${above}V${bottom}`})};
+                cursor: () => sv('rect', {class: 'cursor', x: px - w / 2, y: above, width: w, height: bottom - above})};
       });
       return {height, points};
     },
@@ -305,7 +306,7 @@ function kindOf(op) {
   return 2;
 }
 
-/* points: {name, kind, intensity, gflops, lines, label, peers: [{name, gflops}]} */
+/* points: {name, op, kind, intensity, gflops, lines, label, peers: [{name, gflops}]} */
 function roofline(title, points, roof, note) {
   const drawn = points.filter((p) => p.intensity > 0 && p.gflops > 0), left_out = points.filter((p) => !drawn.includes(p));
   const roofs = [{name: 'f32', gflops: roof.fma_gflops}, {name: 'bf16', gflops: roof.bf16_gflops}].filter((r) => r.gflops > 0);
@@ -392,7 +393,8 @@ function roofline(title, points, roof, note) {
     },
   });
   const notes = [];
-  if (left_out.length) notes.push(`Without counted arithmetic, so not in this chart: ${left_out.map((p) => p.name).join('; ')}.`);
+  const ops = [...new Set(left_out.map((p) => p.op))];
+  if (ops.length) notes.push(`Without arithmetic that is counted, so not in this chart: ${ops.join(', ')}.`);
   if (note) notes.unshift(note);
   for (const n of notes) add(figure, el('p', {class: 'soft'}, n));
   return figure;
@@ -457,13 +459,16 @@ function runPage() {
   if (v && (v.failed > 0 || v.rows === 0))
     notice(v.rows === 0 ? 'No row was verified.' : `${count(v.failed)} of ${count(v.rows)} verified rows are above their bound. The worst: ${v.worst}.`, true);
 
-  const split = (s) => time(s).split(' ');
+  const waits = (name, l) => {
+    const [value, unit] = (l.count ? time(l.p50) : '–').split(' ');
+    return [name, value, unit || '', l.count ? `p99 ${time(l.p99)}` : 'none'];
+  };
   add(main, figures([
     ['Prefill', short(throughput.prefill_tokens_per_second), 'tokens/s', count(throughput.prefill_tokens) + ' tokens'],
     ['Decode', short(throughput.decode_tokens_per_second), 'tokens/s', count(throughput.decode_tokens) + ' tokens'],
-    ['Step, p50', ...split(latency.step.p50), `p99 ${time(latency.step.p99)}`],
-    ['TTFT, p50', ...split(latency.ttft.p50), `p99 ${time(latency.ttft.p99)}`],
-    ['TPOT, p50', ...split(latency.tpot.p50), `p99 ${time(latency.tpot.p99)}`],
+    waits('Step, p50', latency.step),
+    waits('TTFT, p50', latency.ttft),
+    waits('TPOT, p50', latency.tpot),
     ['Cache, peak', percent(ratio(cache.peak_pages, cache.pages)), '', `mean ${percent(ratio(cache.mean_pages, cache.pages))}`],
     ['Prefix hits', percent(prefix.hit_rate), '', `${count(prefix.hit_tokens)} of ${count(prefix.prompt_tokens)} tokens`],
     v && ['Verified', count(v.rows), 'rows', v.failed ? `${count(v.failed)} FAILED` : `worst: ${percent(ratio(v.worst_error, v.worst_bound), 0)} of bound`],
@@ -519,12 +524,12 @@ function runPage() {
            fixed(ratio(o.flops, o.seconds) * 1e-9, 1), fixed(ratio(o.bytes, o.seconds) * 1e-9, 1), o.flops > 0 ? short(ratio(o.flops, o.bytes)) : '–'])),
     }), sampled && el('p', {class: 'soft'}, sampled)], 'tall'),
     roofline('Roofline of ops', ops.map((o) => ({
-      name: o.op, label: o.op, kind: kindOf(o.op), intensity: ratio(o.flops, o.bytes), gflops: ratio(o.flops, o.seconds) * 1e-9, peers: [],
+      name: o.op, op: o.op, label: o.op, kind: kindOf(o.op), intensity: ratio(o.flops, o.bytes), gflops: ratio(o.flops, o.seconds) * 1e-9, peers: [],
       lines: () => [...opLines(o, seconds.steps), ['intensity', short(ratio(o.flops, o.bytes)) + ' FLOP/byte']]})), machine,
       'Above the roof: what an op reads was still in a processor cache.'));
 
   const waited = timeColumn([latency.step.p99, latency.ttft.p99, latency.tpot.p99]);
-  const row = (name, l) => [name, count(l.count), waited.of(l.p50), waited.of(l.p90), waited.of(l.p99)];
+  const row = (name, l) => [name, count(l.count), ...[l.p50, l.p90, l.p99].map((v) => (l.count ? waited.of(v) : '–'))];
   columns('Summary',
     card('Latency', tableOf('Latency', {
       columns: [{name: ''}, {name: 'count'}, ...['p50', 'p90', 'p99'].map((p) => ({name: `${p}, ${waited.unit}`}))],
@@ -564,7 +569,7 @@ function benchPage() {
     r.flops > 0 && r.bytes > 0 && ['intensity', short(r.flops / r.bytes) + ' FLOP/byte'],
     ...(r.peers || []).map((p) => [p.peer, `${time(p.us * 1e-6)}, ${fixed(p.us * 1e-6 / r.median_s, 2)} × ours`])].filter(Boolean);
   section('Rows against the machine', roofline('Roofline of rows', rows.map((r) => ({
-    name: r.name, label: rows.length <= 12 ? r.name : '', kind: kindOf(r.op), intensity: ratio(r.flops, r.bytes), gflops: ratio(r.flops, r.median_s) * 1e-9,
+    name: r.name, op: r.op, label: rows.length <= 12 ? r.name : '', kind: kindOf(r.op), intensity: ratio(r.flops, r.bytes), gflops: ratio(r.flops, r.median_s) * 1e-9,
     lines: lines(r), peers: (r.peers || []).map((p) => ({name: p.peer, gflops: ratio(r.flops, p.us * 1e-6) * 1e-9}))})), roof,
     'The roof is as measured at the start; rows are judged by what was probed around their rounds. Above it: operands were still in a processor cache.'));
   const small = (v) => (!isNumber(v) ? '–' : v === 0 ? '0' : v.toExponential(1));
@@ -591,8 +596,9 @@ function benchPage() {
 if (data.command === 'run') runPage();
 else benchPage();
 
-// Paper is narrower than most windows: text in the charts is to stay as large as the text around them.
 const draw = (width) => { for (const f of document.querySelectorAll('figure')) f.render(width(f)); };
+draw(() => 0);
+// Paper is narrower than most windows: text in the charts is to stay as large as the text around them.
 addEventListener('beforeprint', () => draw((f) => f.printWidth));
 addEventListener('afterprint', () => draw(() => 0));
 
