@@ -253,6 +253,7 @@ class Bench {
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
     if (!peers_file_.empty()) peers_ = read_peers(peers_file_);
     OutputFile json_out(json_file_), report_out(report_file_);
+    if (!peers_file_.empty() && !json_out && !report_out) throw InputError("--peers goes with --report or --json");
     cpu::restrict_target(target_);
 
     ThreadPool pool(threads_);

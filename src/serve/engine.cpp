@@ -255,7 +255,7 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
       copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
     }
     layer_ = 0;
-    span_start_ = time.start;
+    span_start_ = std::max(span_start_, time.start);  // its layer may outlast a step that ran as a graph
     profile_layer(p, batch, r);
   }
   return time;

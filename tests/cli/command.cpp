@@ -329,6 +329,7 @@ TEST_F(Command, BenchWritesReportWithPeers) {
   refuse({{{"row", name}, {"peer", "a"}, {"us", "1"}}}, {"peers.json: entry 0", "no number"});
   refuse({{{"row", name}, {"peer", "a"}, {"us", 0}}}, {"peers.json: entry 0", "is 0", "above 0"});
   expect_bad(bench + "--peers " + write("peers.json", "[{").string(), {"peers.json", "array"});
+  expect_bad(bench + peers(json::array()), {"--peers", "--report or --json"});
   expect_bad(bench + "--peers /no/such/peers.json", {"/no/such/peers.json", "cannot be read"});
   expect_bad(bench + "--report /no/such/folder/x.html", {"/no/such/folder/x.html", "cannot be written"});
 }
