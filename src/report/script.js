@@ -51,6 +51,8 @@ function scaled(v, unit) {  // 12300000 -> 12.3 M
     if (Math.abs(v) >= size) return short(v / size) + ' ' + prefix + unit;
   return short(v) + (unit ? ' ' + unit : '');
 }
+// A rate among the first figures: six digits and more do not fit.
+const rate = (v) => (v >= 1e5 ? scaled(v, '') : short(v));
 const time = (s) => (!isNumber(s) ? '–' : s >= 1 ? short(s) + ' s' : s >= 1e-3 ? short(s * 1e3) + ' ms' : short(s * 1e6) + ' µs');
 // One unit for a column of times, so that their points stand below each other.
 function timeColumn(values) {
@@ -73,7 +75,7 @@ function tickText(v, all, unit) {
   const [size, prefix] = [[1e12, 'T'], [1e9, 'G'], [1e6, 'M'], [1e4, 'k']].find(([s]) => top >= s) || [1, ''];
   const by = prefix === 'k' ? 1e3 : size;
   const digits = Math.max(0, Math.min(6, -Math.floor(Math.log10(step / by || 1) + 1e-9)));
-  return fixed(v / by, digits) + ((prefix && v) || unit ? '\u2009' + (v ? prefix : '') + (unit || '') : '');
+  return (v ? fixed(v / by, digits) : '0') + ((prefix && v) || unit ? '\u2009' + (v ? prefix : '') + (unit || '') : '');
 }
 
 // ---- Theme
@@ -353,9 +355,11 @@ function roofline(title, points, roof, note) {
       for (const r of roofs) {
         const from = x(Math.max(10 ** x0, r.gflops / roof.read_gbps));
         if (r.gflops < peak) add(svg, sv('path', {...slope, d: `M${from} ${y(r.gflops)}H${width - right}`, 'stroke-dasharray': '5 3'}));
-        const content = `${r.name} ${flopRate(r.gflops)}`, at = y(r.gflops) - 5;
+        const content = `${r.name} ${flopRate(r.gflops)}`, begin = width - right - 6.4 * content.length;
+        const clears = (at) => !drawn.some((p) => x(p.intensity) > begin - 5 && y(p.gflops) > at - 14 && y(p.gflops) < at + 6);
+        const over = y(r.gflops) - 5, under = y(r.gflops) + 13, at = clears(over) || !clears(under) ? over : under;
         names.push(text(width - right - 2, at, 'end', content, {class: 'strong halo'}));
-        taken.push([width - right - 6 * content.length, at - 10, width, at + 2]);
+        taken.push([begin, at - 10, width, at + 2]);
       }
       const bx = Math.sqrt(start * Math.min(ridge, 10 ** x1)), angle = Math.atan2(y(bx * 10 * roof.read_gbps) - y(bx * roof.read_gbps), x(bx * 10) - x(bx)) * 180 / Math.PI;
       names.push(sv('text', {class: 'strong halo', 'text-anchor': 'middle', transform: `translate(${x(bx) - 4} ${y(bx * roof.read_gbps) - 6}) rotate(${angle})`},
@@ -464,8 +468,8 @@ function runPage() {
     return [name, value, unit || '', l.count ? `p99 ${time(l.p99)}` : 'none'];
   };
   add(main, figures([
-    ['Prefill', short(throughput.prefill_tokens_per_second), 'tokens/s', count(throughput.prefill_tokens) + ' tokens'],
-    ['Decode', short(throughput.decode_tokens_per_second), 'tokens/s', count(throughput.decode_tokens) + ' tokens'],
+    ['Prefill', rate(throughput.prefill_tokens_per_second), 'tokens/s', count(throughput.prefill_tokens) + ' tokens'],
+    ['Decode', rate(throughput.decode_tokens_per_second), 'tokens/s', count(throughput.decode_tokens) + ' tokens'],
     waits('Step, p50', latency.step),
     waits('TTFT, p50', latency.ttft),
     waits('TPOT, p50', latency.tpot),
@@ -511,21 +515,25 @@ function runPage() {
       {name: 'context', series: 2, values: perStep(s.context_tokens), format: short}],
       extra: (i) => [['requests a step', short(ratio(s.requests[i], s.steps[i]))]]}));
 
-  const rest = Math.max(0, seconds.steps - sum(ops.map((o) => o.seconds)));
-  const all = [...ops, {op: 'plan and rest', seconds: rest, rest: true}];
+  // A GPU's ops are sampled one by one, which may take longer than the steps that they stand for.
+  const inOps = sum(ops.map((o) => o.seconds)), total = Math.max(seconds.steps, inOps);
+  const all = inOps < seconds.steps ? [...ops, {op: 'plan and rest', seconds: seconds.steps - inOps, rest: true}] : ops;
   const spent = timeColumn(all.map((o) => o.seconds));
-  const sampled = gpu ? ` Sampled: one layer of ${count(data.profiled_steps)} of ${count(data.steps)} steps, scaled to all.` : '';
+  const sampled = gpu ? `Sampled: one layer of ${count(data.profiled_steps)} of ${count(data.steps)} steps, op by op, scaled to all: ` +
+    `${percent(ratio(inOps, seconds.steps), 0)} of the steps' own time.` : '';
+  const gflops = ops.map((o) => ratio(o.flops, o.seconds) * 1e-9), gbps = ops.map((o) => ratio(o.bytes, o.seconds) * 1e-9);
+  const [perSecond, by] = Math.max(...gflops, 0) >= 1e4 ? ['TFLOP/s', 1e-3] : ['GFLOP/s', 1], gbDigits = Math.max(...gbps, 0) >= 1000 ? 0 : 1;
   section('Ops against the machine',
-    opBars(all, seconds.steps),
+    opBars(all, total),
     card('Ops', [tableOf('Ops', {
-      columns: [{name: 'op'}, {name: 'time, ' + spent.unit}, {name: 'share'}, {name: '% of roof'}, {name: 'calls'}, {name: 'GFLOP/s'}, {name: 'GB/s'}, {name: 'FLOP/byte'}],
-      rows: all.map((o) => (o.rest ? [o.op, spent.of(o.seconds), percent(ratio(o.seconds, seconds.steps)), '–', '–', '–', '–', '–']
-        : [o.op, spent.of(o.seconds), percent(ratio(o.seconds, seconds.steps)), percent(o.percent_of_roof / 100), count(o.calls),
-           fixed(ratio(o.flops, o.seconds) * 1e-9, 1), fixed(ratio(o.bytes, o.seconds) * 1e-9, 1), o.flops > 0 ? short(ratio(o.flops, o.bytes)) : '–'])),
+      columns: [{name: 'op'}, {name: 'time, ' + spent.unit}, {name: 'share'}, {name: '% of roof'}, {name: 'calls'}, {name: perSecond}, {name: 'GB/s'}, {name: 'FLOP/byte'}],
+      rows: all.map((o, i) => (o.rest ? [o.op, spent.of(o.seconds), percent(ratio(o.seconds, total)), '–', '–', '–', '–', '–']
+        : [o.op, spent.of(o.seconds), percent(ratio(o.seconds, total)), percent(o.percent_of_roof / 100), count(o.calls),
+           fixed(gflops[i] * by, 1), fixed(gbps[i], gbDigits), o.flops > 0 ? short(ratio(o.flops, o.bytes)) : '–'])),
     }), sampled && el('p', {class: 'soft'}, sampled)], 'tall'),
     roofline('Roofline of ops', ops.map((o) => ({
       name: o.op, op: o.op, label: o.op, kind: kindOf(o.op), intensity: ratio(o.flops, o.bytes), gflops: ratio(o.flops, o.seconds) * 1e-9, peers: [],
-      lines: () => [...opLines(o, seconds.steps), ['intensity', short(ratio(o.flops, o.bytes)) + ' FLOP/byte']]})), machine,
+      lines: () => [...opLines(o, total), ['intensity', short(ratio(o.flops, o.bytes)) + ' FLOP/byte']]})), machine,
       'Above the roof: what an op reads was still in a processor cache.'));
 
   const waited = timeColumn([latency.step.p99, latency.ttft.p99, latency.tpot.p99]);
@@ -546,6 +554,9 @@ function runPage() {
       ['weights', `${model.weights}, ${bytes(model.weight_bytes)}`], ['absorption', model.absorption], ['up weights', model.up_weights],
       ['cache format', cache.format], ['cache', `${count(cache.pages)} pages of ${count(cache.page_size)} tokens, ${bytes(cache.bytes)}`],
       cache.index_bytes > 0 && ['index cache', bytes(cache.index_bytes)], ['evictions', count(cache.evictions)]]),
+    options.topk > 0 && options.sparse !== 'dense' && facts('Sparse attention', [['topk', count(options.topk)],
+      ['rows that selected', `${count(data.sparse.selected_rows)} of ${count(data.sparse.selected_rows + data.sparse.unscored_rows)}`],
+      ['keys they attended to', `${count(data.sparse.selected_keys)} of ${count(data.sparse.seen_keys)} that they see`]]),
     facts('Options', Object.entries(options).map(([k, x]) => [words(k), plain(x)])));
 }
 
