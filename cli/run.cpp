@@ -176,6 +176,13 @@ std::vector<Profile::Row> by_time(const Profile& profile) {
   return rows;
 }
 
+// Of all ops. A GPU's are sampled one by one, which may take longer than the steps that they stand for.
+double op_seconds(const serve::Result& r) {
+  double seconds = 0;
+  for (const Profile::Row& row : r.profile.rows()) seconds += row.seconds;
+  return seconds;
+}
+
 // Where a sparse model's time goes.
 enum class Part { indexer, sparse, dense, products };
 Part part_of(std::string_view op) {
@@ -188,7 +195,8 @@ Part part_of(std::string_view op) {
 void print_sparse(const serve::Options& o, const serve::Result& r) {
   double seconds[4] = {};
   for (const Profile::Row& row : r.profile.rows()) seconds[static_cast<int>(part_of(row.op))] += row.seconds;
-  auto share = [&](Part p) { return 100 * seconds[static_cast<int>(p)] / std::max(r.step_seconds, 1e-9); };
+  const double spent = std::max(op_seconds(r), r.step_seconds);
+  auto share = [&](Part p) { return 100 * seconds[static_cast<int>(p)] / std::max(spent, 1e-9); };
   auto of = [](int64_t part, int64_t whole) {
     return 100.0 * static_cast<double>(part) / static_cast<double>(std::max<int64_t>(whole, 1));
   };
@@ -253,21 +261,21 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
       {"  step", &r.step_latencies}, {"  TTFT", &r.ttft}, {"  TPOT", &r.tpot}};
   for (const auto& [name, v] : latencies)
     std::printf("%-10s %10.2f %10.2f %10.2f\n", name, ms(*v, 50), ms(*v, 90), ms(*v, 99));
-  double op_seconds = 0;
-  for (const Profile::Row& row : r.profile.rows()) op_seconds += row.seconds;
+  const double in_ops = op_seconds(r), whole = std::max(in_ops, r.step_seconds);
   std::printf("%-16s %9s %7s %9s %10s %8s %7s\n", "time by op", "seconds", "share", "calls", "GFLOP/s", "GB/s",
               "% roof");
   for (const Profile::Row& row : by_time(r.profile))
     std::printf("  %-14s %9.3f %6.1f%% %9lld %10.1f %8.1f %6.1f%%\n", std::string(row.op).c_str(), row.seconds,
-                percent(row.seconds, r.step_seconds), n(row.calls), rate(row.flops * 1e-9, row.seconds),
+                percent(row.seconds, whole), n(row.calls), rate(row.flops * 1e-9, row.seconds),
                 rate(row.bytes * 1e-9, row.seconds), roof_share(row, o, roof));
-  std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - op_seconds,
-              percent(r.step_seconds - op_seconds, r.step_seconds));
+  if (in_ops <= r.step_seconds)
+    std::printf("  %-14s %9.3f %6.1f%%\n", "plan and rest", r.step_seconds - in_ops,
+                percent(r.step_seconds - in_ops, whole));
   if (gpu)
     std::printf(
-        "           of one layer in %lld of %lld steps, launched op by op and scaled; steps of decodes alone run as "
-        "one graph\n",
-        n(r.profiled_steps), n(r.steps));
+        "           of one layer in %lld of %lld steps, launched op by op and scaled: %.0f%% of the steps' time;\n"
+        "           steps of decodes alone run as one graph\n",
+        n(r.profiled_steps), n(r.steps), percent(in_ops, r.step_seconds));
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
   std::printf("time       %.1f s setup, %.1f s replay in %lld steps, %.1f s simulated\n", r.setup_seconds,
               r.wall_seconds, n(r.steps), r.simulated_seconds);
