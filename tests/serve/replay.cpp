@@ -8,6 +8,7 @@
 #include <cmath>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <sstream>
 
 #include "mla/error.hpp"
@@ -314,6 +315,35 @@ TEST(Replay, ChromeTraceNestsAndAddsUpToTheProfile) {
     EXPECT_NEAR(seconds[op], row.seconds, 1e-9 * static_cast<double>(row.calls)) << op;  // a nanosecond a call
     EXPECT_NEAR(bytes[op], row.bytes, 1e-9 * row.bytes) << op;
   }
+}
+
+// A GPU's calls are a sample that ran after its step: they lie on a track of their own, in which layers hold ops.
+TEST(Replay, ChromeTraceOfAGpuHasATrackOfSampledCalls) {
+  Replayed run;
+  run.options.spans = 1000000;
+  const Result r = run.go();
+  run.options.device = {DeviceKind::cuda, 0};
+  std::ostringstream out;
+  write_chrome_trace(out, "gpu", run.options, r);
+  const nlohmann::json trace = nlohmann::json::parse(out.str());
+  std::map<std::string, std::set<int>> tracks;
+  std::set<int> named;
+  int64_t ops = 0;
+  for (const nlohmann::json& e : trace["traceEvents"]) {
+    EXPECT_EQ(e["pid"], 1) << e;
+    if (e["ph"] == "M" && e["name"] == "thread_name") named.insert(e["tid"].get<int>());
+    if (e["ph"] != "X") continue;
+    tracks[e["cat"]].insert(e["tid"].get<int>());
+    EXPECT_GE(e["ts"].get<double>(), 0) << e;
+    EXPECT_GE(e["dur"].get<double>(), 0) << e;
+    ops += e["cat"] == "op";
+  }
+  EXPECT_EQ(tracks["step"], std::set<int>{1});
+  EXPECT_EQ(tracks["plan"], std::set<int>{1});
+  EXPECT_EQ(tracks["layer"], std::set<int>{2});
+  EXPECT_EQ(tracks["op"], std::set<int>{2});
+  EXPECT_EQ(named, (std::set<int>{1, 2}));
+  EXPECT_EQ(ops, static_cast<int64_t>(r.spans.size()));
 }
 
 TEST(Replay, CallsPastTheLimitAreCounted) {
