@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <regex>
 #include <string>
 
 #include "mla/error.hpp"
@@ -62,7 +61,9 @@ TEST(Report, LoadsNothing) {
   const std::string page = html({{"command", "run"}});
   EXPECT_NE(page.find("default-src 'none'"), std::string::npos);
   // The one address is SVG's name space, which is never fetched.
-  std::string rest = std::regex_replace(page, std::regex("http://www\\.w3\\.org/2000/svg"), "");
+  const std::string name_space = "http://www.w3.org/2000/svg";
+  std::string rest = page;
+  for (size_t at; (at = rest.find(name_space)) != std::string::npos;) rest.erase(at, name_space.size());
   for (const char* s : {"http:", "https:", "@import", "url(", " src=", "innerHTML", "insertAdjacentHTML",
                         "document.write", "eval(", "fetch(", "XMLHttpRequest"})
     EXPECT_EQ(rest.find(s), std::string::npos) << s;
