@@ -14,6 +14,9 @@ namespace mla::cuda::generic {
 namespace {
 
 constexpr int kMostSources = 16, kJoinThreads = 128;
+// Batch-invariant items of attend_latent are split by their own length and rows: as many parts as there are kPart
+// positions, at most kMostParts, whatever else the call holds.
+constexpr int kPart = 1024, kMostParts = 64;
 
 struct CacheAttention {
   Queries q;
@@ -25,6 +28,7 @@ struct CacheAttention {
   const SparseItem* lists = nullptr;
   int32_t items = 0;
   int32_t splits = 1;       // CTAs along a tile's keys
+  int64_t part_tokens = 0;  // batch-invariant: tokens times parts that scratch holds; 0: every item has `splits`
   int32_t part_keys = 0;    // lists: of a split; 0: one split has all
   int64_t first_token = 0;  // of this launch, in the items' order
   int64_t tokens = 0;       // scratch rows of a split
@@ -34,6 +38,14 @@ struct CacheAttention {
   Layout layout;
   CacheSource sources[kMostSources];
 };
+
+/// Of an item whose splits must not depend on the others.
+__host__ __device__ inline int parts_of(const LatentItem& item, int64_t part_tokens) {
+  const int64_t length = static_cast<int64_t>(item.kv_end) - item.kv_begin, parts = (length + kPart - 1) / kPart,
+                room = part_tokens / (item.q_count > 0 ? item.q_count : 1),
+                most = room < kMostParts ? room : kMostParts;
+  return static_cast<int>(parts < 1 || most < 1 ? 1 : parts < most ? parts : most);
+}
 
 __device__ inline int64_t lists_end(const CacheAttention& a, int64_t row, int64_t end) {
   int64_t last = 0;  // no key lies past it
@@ -78,7 +90,9 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     if (partial >= 0) {
       if (split > 0) return;
     } else {
-      const int each = (blocks + a.splits - 1) / a.splits, skipped = min(blocks, split * each);
+      const int all = a.part_tokens ? static_cast<int>((item.kv_end - begin + N - 1) / N) : blocks;
+      const int splits = a.part_tokens ? parts_of(item, a.part_tokens) : a.splits;
+      const int each = (all + splits - 1) / splits, skipped = min(blocks, split * each);
       blocks = min(each, blocks - skipped);
       begin += static_cast<int64_t>(skipped) * N;
       end = min(end, begin + static_cast<int64_t>(blocks) * N);
@@ -340,17 +354,15 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
   a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
   a.out = destination<Token>(args.out, args.lse, {});
   a.partial = destination<Partial>(args.partial_out, args.partial_lse, {});
-  a.items = static_cast<int32_t>(args.items.size());
-  int64_t tokens = 0, most = 0, longest = 0;
+  int64_t all_tokens = 0, most = 0;
   bool explicit_partials = false;
   for (const LatentItem& i : args.items) {
-    tokens += i.q_count;
+    all_tokens += i.q_count;
     most = std::max<int64_t>(most, i.q_count);
-    longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
     explicit_partials = explicit_partials || i.partial >= 0;
   }
-  if (tokens == 0 || a.heads == 0 || a.width == 0) return;
-  a.positions = queue.staged(args.items, op, "items");
+  if (all_tokens == 0 || a.heads == 0 || a.width == 0) return;
+  const LatentItem* const items = queue.staged(args.items, op, "items");
   a.sources[0] = source(op, args.cache);
   const auto table = queue.staged(args.block_table, op, "block_table");
   if (table.template extent<Page>() > 1 && table.template stride<Page>() != 1)
@@ -360,23 +372,46 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
   a.sources[0].table_stride = table.template stride<Request>();
   a.count = 1;
   const bool f32 = args.q.dtype() == Dtype::f32 || args.cache.spec.format == CacheFormat::f32;
+  // Tiles of other rows sum in another order: they too must not follow from the longest query.
+  const bool invariant = args.batch_invariant && !explicit_partials;
   int blocks = 1;
-  const Variant v = choose(a, f32, most * a.heads, op, &blocks);
+  const Variant v = choose(a, f32, invariant ? a.heads : most * a.heads, op, &blocks);
   a.layout = v.layout, a.copies = v.copies;
-  int64_t tiles = 0;
-  for (const LatentItem& i : args.items) tiles += divide_up(static_cast<int64_t>(i.q_count) * a.heads, v.rows);
+  const int64_t room = static_cast<int64_t>(kScratch / (static_cast<size_t>(a.heads) * (a.width + 2) * 4));
+  if (invariant) a.part_tokens = std::max<int64_t>(1, room);
 
-  // As many CTAs as run at a time, at least four blocks of keys each.
-  const int64_t room = static_cast<int64_t>(kScratch / (static_cast<size_t>(tokens) * a.heads * (a.width + 2) * 4));
-  const int64_t splits = std::min({static_cast<int64_t>(queue.multiprocessors()) * blocks / tiles,
-                                   divide_up(longest, 4 * v.keys), room, int64_t{64}});
-  a.splits = explicit_partials ? 1 : static_cast<int32_t>(std::max<int64_t>(1, splits));
-  a.tokens = tokens;
-  use_scratch(a, args.scratch.data);
-  const std::string shape = "items " + std::to_string(a.items) + ", tokens " + std::to_string(tokens) + ", heads " +
-                            std::to_string(a.heads) + ", splits " + std::to_string(a.splits);
-  run(queue, a, v, tiles, op, shape);
-  join(queue, a, tokens, op, shape);
+  // As many items at a time as scratch holds the parts of: all of them unless they are batch-invariant and long.
+  for (size_t begin = 0; begin < args.items.size();) {
+    size_t count = args.items.size() - begin;
+    int64_t tokens = 0, tiles = 0, longest = 0;
+    const auto measure = [&] {
+      tokens = tiles = longest = 0;
+      a.splits = 1;
+      for (const LatentItem& i : args.items.subspan(begin, count)) {
+        tokens += i.q_count;
+        tiles += divide_up(static_cast<int64_t>(i.q_count) * a.heads, v.rows);
+        longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
+        if (invariant) a.splits = std::max(a.splits, parts_of(i, a.part_tokens));
+      }
+    };
+    measure();
+    while (invariant && count > 1 && a.splits > 1 && tokens * a.splits > room) count = (count + 1) / 2, measure();
+    // Otherwise as many CTAs as run at a time, at least four blocks of keys each.
+    if (!invariant && !explicit_partials && tiles > 0)
+      a.splits = static_cast<int32_t>(
+          std::clamp<int64_t>(std::min({static_cast<int64_t>(queue.multiprocessors()) * blocks / tiles,
+                                        divide_up(longest, 4 * v.keys), room / tokens}),
+                              1, kMostParts));
+    a.positions = items + begin;
+    a.items = static_cast<int32_t>(count);
+    a.tokens = tokens;
+    use_scratch(a, args.scratch.data);
+    const std::string shape = "items " + std::to_string(a.items) + ", tokens " + std::to_string(tokens) + ", heads " +
+                              std::to_string(a.heads) + ", splits " + std::to_string(a.splits);
+    run(queue, a, v, tiles, op, shape);
+    join(queue, a, tokens, op, shape);
+    begin += count;
+  }
 }
 
 void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
