@@ -1,5 +1,5 @@
-// Memory-bound: each row of O is read once from every part and written once. A warp joins a block of columns of one
-// row and head.
+// Memory-bound: each row of O is read once from every part and written once. A warp joins columns of one row and
+// head.
 #include <algorithm>
 #include <string>
 
@@ -84,45 +84,59 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(Part<float> to, Part<co
   }
 }
 
-// Units of an item: rows, then heads, then blocks of 32 n columns. Lanes find the splits' weights, 32 at a time.
-template <bool wide>
-__global__ void __launch_bounds__(kThreads)
+// Units of an item: rows, then heads, then spans of `blocks` times 32 n columns. The first splits' rows are on their
+// way while lanes find the splits' weights, 32 at a time.
+template <bool wide, int blocks>
+__global__ void __launch_bounds__(kThreads, 3)
     merge_splits_kernel(Part<float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
                         int width) {
-  constexpr int n = wide ? 4 : 1, unroll = 8;
-  const int lane = static_cast<int>(threadIdx.x % 32), blocks = (width + 32 * n - 1) / (32 * n);
-  const auto units_of = [&](const SplitRows& s) { return int64_t{s.rows} * heads * blocks; };
+  constexpr int n = wide ? 4 : 1, unroll = 8 / blocks;
+  const int lane = static_cast<int>(threadIdx.x % 32), spans = (width + blocks * 32 * n - 1) / (blocks * 32 * n);
+  const auto units_of = [&](const SplitRows& s) { return int64_t{s.rows} * heads * spans; };
   for_item_rows(items, count, 1, units_of, [&](const SplitRows& s, int64_t unit, int32_t) {
-    const int block = static_cast<int>(unit % blocks), i = (32 * block + lane) * n;
-    const int64_t h = unit / blocks % heads, r = unit / blocks / heads;
+    const int span = static_cast<int>(unit % spans), first = (span * blocks * 32 + lane) * n;
+    const int64_t h = unit / spans % heads, r = unit / spans / heads;
+    float x[unroll][blocks][n];
+    const auto load_rows = [&](int split) {
+#pragma unroll
+      for (int j = 0; j < unroll; ++j)
+#pragma unroll
+        for (int b = 0; b < blocks; ++b)
+          if (const int i = first + b * 32 * n; split + j < s.splits && i < width)
+            load<wide>(from.row(s.partial + int64_t{split + j} * s.rows + r, h) + i, x[j][b]);
+    };
+    load_rows(0);
+
     const auto lse_of = [&](int split) {
       return split < s.splits ? usable_lse(*from.lse_at(s.partial + int64_t{split} * s.rows + r, h)) : empty_lse();
     };
-    float m = empty_lse();
-    for (int split = lane; split < s.splits; split += 32) m = fmaxf(m, lse_of(split));
+    const float mine = lse_of(lane);
+    float m = mine;
+    for (int split = lane + 32; split < s.splits; split += 32) m = fmaxf(m, lse_of(split));
     m = warp_max(m);
-    float sum = 0;
-    if (m != empty_lse())
-      for (int split = lane; split < s.splits; split += 32) sum += expf(lse_of(split) - m);
-    sum = warp_sum(sum);
-    float out[n] = {};
-    for (int base = 0; m != empty_lse() && base < s.splits; base += 32) {
-      const float weight = expf(lse_of(base + lane) - m) / sum;
-      for (int k = 0; k < 32 && base + k < s.splits; k += unroll) {
-        float x[unroll][n] = {}, w[unroll];
+    const bool empty = m == empty_lse();
+    float sum = expf(mine - m);
+    for (int split = lane + 32; split < s.splits; split += 32) sum += expf(lse_of(split) - m);
+    sum = empty ? 0.0f : warp_sum(sum);
+
+    float out[blocks][n] = {}, weight = 0;
+    for (int split = 0; !empty && split < s.splits; split += unroll) {
+      if (split > 0) load_rows(split);
+      if (split % 32 == 0) weight = expf((split == 0 ? mine : lse_of(split + lane)) - m) / sum;
 #pragma unroll
-        for (int j = 0; j < unroll; ++j) {
-          w[j] = __shfl_sync(0xffffffffu, weight, k + j);  // 0 past the last split, and of empty parts
-          if (w[j] != 0 && i < width) load<wide>(from.row(s.partial + int64_t{base + k + j} * s.rows + r, h) + i, x[j]);
-        }
+      for (int j = 0; j < unroll; ++j) {
+        const float w = __shfl_sync(0xffffffffu, weight, (split + j) % 32);
+        if (w == 0) continue;  // past the last split, or an empty part, whose row may hold anything
 #pragma unroll
-        for (int j = 0; j < unroll; ++j)
+        for (int b = 0; b < blocks; ++b)
 #pragma unroll
-          for (int e = 0; e < n; ++e) out[e] += w[j] * x[j][e];
+          for (int e = 0; e < n; ++e) out[b][e] += w * x[j][b][e];
       }
     }
-    if (i < width) store<wide>(out, to.row(s.row + r, h) + i);
-    if (block == 0 && lane == 0) *to.lse_at(s.row + r, h) = m == empty_lse() ? m : m + logf(sum);
+#pragma unroll
+    for (int b = 0; b < blocks; ++b)
+      if (const int i = first + b * 32 * n; i < width) store<wide>(out[b], to.row(s.row + r, h) + i);
+    if (span == 0 && lane == 0) *to.lse_at(s.row + r, h) = empty ? m : m + logf(sum);
   });
 }
 
@@ -160,16 +174,21 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
   const Part<float> to = part_of(a.out, a.lse);
   const Part<const float> from = part_of(a.partial_out, a.partial_lse);
   const bool wide = width % 4 == 0 && aligned(to) && aligned(from);
-  const int64_t columns = wide ? 128 : 32;
   int64_t rows = 0;
   for (const SplitRows& s : a.items) rows += s.rows;
-  const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
-  if (units == 0) return;
-  const ItemGrid grid(units, queue.multiprocessors(), kThreads, 1);
-  launch(wide ? merge_splits_kernel<true> : merge_splits_kernel<false>,
-         {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "merge_splits", "merge_splits_kernel",
-         shape_of(rows, heads, width), to, from, queue.staged(a.items, "merge_splits", "items"),
-         static_cast<int32_t>(a.items.size()), static_cast<int>(heads), static_cast<int>(width));
+  if (rows * heads == 0) return;
+  const auto go = [&](auto kernel, int64_t columns) {
+    const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
+    const ItemGrid grid(units, queue.multiprocessors(), kThreads, 1);
+    launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "merge_splits",
+           "merge_splits_kernel", shape_of(rows, heads, width), to, from,
+           queue.staged(a.items, "merge_splits", "items"), static_cast<int32_t>(a.items.size()),
+           static_cast<int>(heads), static_cast<int>(width));
+  };
+  // A warp takes a whole row of 512 where rows are many: its weights are found once.
+  if (!wide) go(merge_splits_kernel<false, 1>, 32);
+  else if (width >= 512 && rows * heads >= int64_t{queue.multiprocessors()} * 32) go(merge_splits_kernel<true, 4>, 512);
+  else go(merge_splits_kernel<true, 1>, 128);
 }
 
 }  // namespace mla::cuda
