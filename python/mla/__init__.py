@@ -1,0 +1,164 @@
+"""Multi-head Latent Attention for LLM serving.
+
+A step is planned on the host as plain data, then executed:
+
+    stream = mla.Stream(threads=2)
+    step = mla.plan(model, cache, batch, stream=stream)
+    out = mla.forward(step, weights, rotary, cache, hidden, stream=stream)
+
+Arrays are NumPy's (bfloat16 and float8_e4m3fn by ml_dtypes) or anything with DLPack, torch tensors
+among them; none is copied. Bad input raises a subclass of `mla.Error` that names value and limit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _mla
+from ._arrays import empty, stream_for
+from ._mla import (
+    Batch,
+    BatchError,
+    Cache,
+    CacheSpec,
+    Checkpoint,
+    CheckpointError,
+    DeviceError,
+    Error,
+    IndexCache,
+    IndexerConfig,
+    InputError,
+    LayerTensors,
+    LayerWeights,
+    ModelConfig,
+    OutOfPages,
+    PageAllocator,
+    Plan,
+    PlanOptions,
+    Profile,
+    RopeConfig,
+    RotaryTable,
+    ShapeError,
+    Stream,
+    UnsupportedError,
+    __version__,
+    cache_formats,
+    cache_spec,
+    chain_hash,
+    gpu_count,
+    parse_config,
+    prepare,
+    preset,
+    preset_names,
+    random_layer,
+    read_config,
+)
+
+
+def plan(
+    model: ModelConfig,
+    cache: Cache,
+    batch: Batch,
+    *,
+    stream: Stream | None = None,
+    options: PlanOptions | None = None,
+) -> Plan:
+    """Validates a batch and plans its step for a stream, by default the CPU's.
+
+    BatchError, ShapeError or UnsupportedError on anything that does not fit. The batch's arrays are
+    those of its construction; the plan keeps them.
+    """
+    return _mla.plan(model, cache, batch, stream=stream or stream_for(None), options=options)
+
+
+def forward(
+    plan: Plan,
+    weights: LayerWeights,
+    rotary: RotaryTable,
+    cache: Cache,
+    hidden: Any,
+    out: Any = None,
+    *,
+    stream: Stream | None = None,
+    index_cache: IndexCache | None = None,
+    index_rotary: RotaryTable | None = None,
+    profile: Profile | None = None,
+) -> Any:
+    """The layer from hidden states to hidden states.
+
+    hidden: [tokens or more, hidden], f32 or bf16. out: the same, f32 or bf16, written and returned;
+    without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
+    Appends the step's rows to the cache. A model with an indexer needs index_cache and
+    index_rotary in layers that have one. stream: by default that of hidden's device.
+    """
+    if out is None:
+        out = empty(hidden, tuple(hidden.shape))
+    _mla.forward(
+        stream or stream_for(hidden), plan, weights, rotary, cache, hidden, out,
+        index_cache=index_cache, index_rotary=index_rotary, profile=profile,
+    )
+    return out
+
+
+def attend(
+    plan: Plan,
+    weights: LayerWeights,
+    rotary: RotaryTable,
+    cache: Cache,
+    q: Any,
+    kv_c: Any,
+    k_pe: Any,
+    out: Any = None,
+    *,
+    stream: Stream | None = None,
+    index_cache: IndexCache | None = None,
+    index_rotary: RotaryTable | None = None,
+    profile: Profile | None = None,
+) -> Any:
+    """The attention alone, between the projections.
+
+    q: [tokens, heads, nope + rope], rotated; kv_c: [tokens, latent], normed; k_pe: [tokens, rope],
+    rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written and
+    returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what `select`
+    chose.
+    """
+    if out is None:
+        out = empty(q, (q.shape[0], q.shape[1], plan.model.value))
+    _mla.attend(
+        stream or stream_for(q), plan, weights, rotary, cache, q, kv_c, k_pe, out,
+        index_cache=index_cache, index_rotary=index_rotary, profile=profile,
+    )
+    return out
+
+
+def select(
+    plan: Plan,
+    weights: LayerWeights,
+    rotary: RotaryTable,
+    cache: Cache,
+    positions: Any,
+    *,
+    stream: Stream | None = None,
+    index_cache: IndexCache | None = None,
+    index_rotary: RotaryTable | None = None,
+) -> None:
+    """Puts a choice of one's own in the place of the indexer's: positions [tokens, topk], int32.
+
+    Counted from each token's request's start, unused entries negative. For the attention form, and
+    for layers without an indexer.
+    """
+    _mla.select(
+        stream or stream_for(positions), plan, weights, rotary, cache, positions,
+        index_cache=index_cache, index_rotary=index_rotary,
+    )
+
+
+__all__ = [
+    "Batch", "BatchError", "Cache", "CacheSpec", "Checkpoint", "CheckpointError", "DeviceError",
+    "Error", "IndexCache", "IndexerConfig", "InputError", "LayerTensors", "LayerWeights",
+    "ModelConfig", "OutOfPages", "PageAllocator", "Plan", "PlanOptions", "Profile", "RopeConfig",
+    "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__", "attend",
+    "cache_formats", "cache_spec", "chain_hash", "forward", "gpu_count",
+    "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer", "read_config",
+    "select",
+]

@@ -1,0 +1,215 @@
+#include "mla/model.hpp"
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/filesystem.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "mla/rotary.hpp"
+#include "mla/weights.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace mla::python {
+namespace {
+
+using Weights = Placed<LayerWeights>;
+using Rotary = Placed<RotaryTable>;
+
+void bind_config(nb::module_& m) {
+  nb::class_<RopeConfig>(m, "RopeConfig", "Rotary embedding of a model.")
+      .def(nb::init<>())
+      .def_rw("rotate", &RopeConfig::rotate)
+      .def_rw("interleaved", &RopeConfig::interleaved)
+      .def_rw("theta", &RopeConfig::theta)
+      .def_prop_rw(
+          "yarn", [](const RopeConfig& r) { return r.scaling == RopeConfig::Scaling::yarn; },
+          [](RopeConfig& r, bool yarn) { r.scaling = yarn ? RopeConfig::Scaling::yarn : RopeConfig::Scaling::none; })
+      .def_rw("factor", &RopeConfig::factor)
+      .def_rw("beta_fast", &RopeConfig::beta_fast)
+      .def_rw("beta_slow", &RopeConfig::beta_slow)
+      .def_rw("mscale", &RopeConfig::mscale)
+      .def_rw("mscale_all_dim", &RopeConfig::mscale_all_dim)
+      .def_rw("attention_factor", &RopeConfig::attention_factor)
+      .def_rw("original_max_position", &RopeConfig::original_max_position);
+  nb::class_<IndexerConfig>(m, "IndexerConfig", "The indexer of sparse attention.")
+      .def(nb::init<>())
+      .def_rw("heads", &IndexerConfig::heads)
+      .def_rw("dim", &IndexerConfig::dim)
+      .def_rw("topk", &IndexerConfig::topk)
+      .def_rw("interleaved", &IndexerConfig::interleaved);
+  nb::class_<ModelConfig>(m, "ModelConfig", "The attention of a model: dimensions, rotary embedding, softmax scale.")
+      .def(nb::init<>())
+      .def(nb::init<const ModelConfig&>(), nb::arg("other"), "A copy.")
+      .def_rw("name", &ModelConfig::name)
+      .def_rw("hidden", &ModelConfig::hidden)
+      .def_rw("layers", &ModelConfig::layers)
+      .def_rw("heads", &ModelConfig::heads)
+      .def_rw("query_latent", &ModelConfig::query_latent, "q_lora_rank; 0: queries are projected from hidden directly")
+      .def_rw("latent", &ModelConfig::latent, "kv_lora_rank")
+      .def_rw("nope", &ModelConfig::nope, "qk_nope_head_dim")
+      .def_rw("rope", &ModelConfig::rope, "qk_rope_head_dim")
+      .def_rw("value", &ModelConfig::value, "v_head_dim")
+      .def_rw("rms_eps", &ModelConfig::rms_eps)
+      .def_rw("rotary", &ModelConfig::rotary)
+      .def_rw("indexer", &ModelConfig::indexer, nb::arg().none())
+      .def_prop_ro("query_key", &ModelConfig::query_key, "nope + rope")
+      .def_prop_ro("entry", &ModelConfig::entry, "latent + rope")
+      .def_prop_ro("softmax_scale", &ModelConfig::softmax_scale)
+      .def("validate", &ModelConfig::validate, "ShapeError naming the field that is impossible.")
+      .def("__repr__", [](const ModelConfig& c) {
+        return "mla.ModelConfig('" + c.name + "', hidden=" + std::to_string(c.hidden) +
+               ", heads=" + std::to_string(c.heads) + ", query_latent=" + std::to_string(c.query_latent) +
+               ", latent=" + std::to_string(c.latent) + ", nope=" + std::to_string(c.nope) +
+               ", rope=" + std::to_string(c.rope) + ", value=" + std::to_string(c.value) + ")";
+      });
+  m.def(
+      "preset_names",
+      [] {
+        std::vector<std::string> names;
+        for (std::string_view n : preset_names()) names.emplace_back(n);
+        return names;
+      },
+      "Names of the built-in models.");
+  m.def("preset", &preset, nb::arg("name"), "A built-in model; InputError listing the names when there is none.");
+  m.def("read_config", &read_config, nb::arg("file"),
+        "A Hugging Face config.json; CheckpointError names the key that is missing or impossible.");
+  m.def("parse_config", &parse_config, nb::arg("json"), nb::arg("where") = "config.json",
+        "The same of a string; `where` names it in messages.");
+}
+
+// f(role, tensor) for every tensor that a layer may have.
+template <class Tensors, class F>
+void for_roles(Tensors& t, F&& f) {
+  f("query", t.query);
+  f("query_down", t.query_down);
+  f("query_norm", t.query_norm);
+  f("kv_down", t.kv_down);
+  f("kv_norm", t.kv_norm);
+  f("kv_up", t.kv_up);
+  f("output", t.output);
+  if (!t.indexer) return;
+  f("indexer.query", t.indexer->query);
+  f("indexer.key", t.indexer->key);
+  f("indexer.key_norm", t.indexer->key_norm);
+  f("indexer.key_norm_bias", t.indexer->key_norm_bias);
+  f("indexer.head_weights", t.indexer->head_weights);
+}
+
+HostTensor borrow_array(const std::string& role, nb::handle array) {
+  // Freed by whichever thread drops it last.
+  std::shared_ptr<Tensor> held(new Tensor(array, role, Access::read), [](Tensor* t) {
+    nb::gil_scoped_acquire gil;
+    delete t;
+  });
+  held->require_device({});
+  HostTensor h{.name = role, .dtype = held->dtype(), .data = held->data(), .owner = held};
+  int64_t step = 1;
+  for (size_t i = held->rank(); i-- > 0; step *= held->extent(i))
+    if (held->extent(i) > 1 && held->stride(i) != step)
+      throw ShapeError(role + ": dimension " + std::to_string(i) + " has stride " + std::to_string(held->stride(i)) +
+                       ", " + std::to_string(step) + " is needed");
+  for (size_t i = 0; i < held->rank(); ++i) h.shape.push_back(held->extent(i));
+  return h;
+}
+
+LayerTensors tensors_of(const nb::dict& arrays) {
+  LayerTensors t;
+  for (const auto& [key, value] : arrays)
+    if (nb::cast<std::string>(key).starts_with("indexer.")) t.indexer.emplace();
+  size_t used = 0;
+  for_roles(t, [&](const char* role, HostTensor& tensor) {
+    if (!arrays.contains(role)) return;
+    tensor = borrow_array(role, arrays[role]);
+    ++used;
+  });
+  if (used == arrays.size()) return t;
+  std::string roles;
+  t.indexer.emplace();
+  for_roles(t, [&](const char* role, HostTensor&) { roles += std::string(" ") + role; });
+  for (const auto& [key, value] : arrays)
+    if ((roles + " ").find(" " + nb::cast<std::string>(key) + " ") == std::string::npos)
+      throw InputError("LayerTensors: no tensor is called '" + nb::cast<std::string>(key) + "'; there are" + roles);
+  return t;
+}
+
+nb::dict arrays_of(const LayerTensors& t) {
+  nb::dict d;
+  for_roles(t, [&](const char* role, const HostTensor& tensor) {
+    if (!tensor) return;
+    auto* values = new std::vector<float>(tensor.to_f32());
+    const nb::capsule owner(values, [](void* p) noexcept { delete static_cast<std::vector<float>*>(p); });
+    const std::vector<size_t> shape(tensor.shape.begin(), tensor.shape.end());
+    d[role] = nb::cast(nb::ndarray<nb::numpy, float>(values->data(), shape.size(), shape.data(), owner));
+  });
+  return d;
+}
+
+void bind_weights(nb::module_& m) {
+  nb::class_<LayerTensors>(m, "LayerTensors",
+                           "One layer's attention weights as a checkpoint stores them: maps are [out, in] row-major.")
+      .def(nb::new_(&tensors_of), nb::arg("arrays"),
+           "By role: query, query_down, query_norm, kv_down, kv_norm, kv_up, output, and indexer.query, indexer.key,\n"
+           "indexer.key_norm, indexer.key_norm_bias, indexer.head_weights. f32, bf16 or f16, dense, in CPU memory;\n"
+           "borrowed. `prepare` says which a model needs, and their shapes.")
+      .def("arrays", &arrays_of, "Copies in f32, by role.");
+  nb::class_<Checkpoint>(m, "Checkpoint", "A Hugging Face checkpoint folder: config.json and safetensors.")
+      .def(nb::init<const std::filesystem::path&>(), nb::arg("folder"))
+      .def_prop_ro("config", &Checkpoint::config)
+      .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "random_layer",
+      [](const ModelConfig& config, int64_t layer, uint64_t seed, std::string_view dtype) {
+        const Dtype t = parse_dtype(dtype);
+        nb::gil_scoped_release released;
+        return random_layer(config, layer, seed, t);
+      },
+      nb::arg("model"), nb::arg("layer") = 0, nb::arg("seed") = 1, nb::arg("dtype") = "bf16",
+      "Weights of the right shapes and a trained model's scale, a pure function of the arguments.");
+  nb::class_<Weights>(m, "LayerWeights", "A layer's weights, prepared for a device.")
+      .def_prop_ro("model", [](const Weights& w) { return w.value.config; })
+      .def_prop_ro("dtype", [](const Weights& w) { return std::string(to_string(w.value.dtype)); })
+      .def_prop_ro("absorption", [](const Weights& w) { return std::string(to_string(w.value.absorption)); })
+      .def_prop_ro("up", [](const Weights& w) { return std::string(to_string(w.value.up())); })
+      .def_prop_ro("device", [](const Weights& w) { return to_string(w.device); })
+      .def_prop_ro("nbytes", [](const Weights& w) { return w.value.bytes(); });
+  m.def(
+      "prepare",
+      [](const ModelConfig& config, const LayerTensors& tensors, std::string_view dtype, std::string_view absorption,
+         std::string_view up, std::string_view device) {
+        const PrepareOptions options{
+            .dtype = parse_dtype(dtype), .absorption = parse_absorption(absorption), .up = parse_weight_format(up)};
+        const Device d = parse_device(device);
+        nb::gil_scoped_release released;
+        return Weights{prepare(config, tensors, options, d), d};
+      },
+      nb::arg("model"), nb::arg("tensors"), nb::kw_only(), nb::arg("dtype") = "bf16", nb::arg("absorption") = "runtime",
+      nb::arg("up") = "plain", nb::arg("device") = "cpu",
+      "Converts and lays out a layer's tensors. dtype: f32 or bf16. absorption: runtime, full or full_fp8. up: how "
+      "W_UK\n"
+      "and W_UV of the latent path are held, plain, fp8 or mxfp4.");
+  nb::class_<Rotary>(m, "RotaryTable", "cos and sin for positions [0, positions), made once a model.")
+      .def(
+          "__init__",
+          [](Rotary* self, const ModelConfig& model, int64_t positions, bool indexer, std::string_view device) {
+            const Device d = parse_device(device);
+            const RopeConfig config = indexer ? model.index_rotary() : model.rotary;
+            nb::gil_scoped_release released;
+            new (self) Rotary{RotaryTable(config, model.rope, positions, d), d};
+          },
+          nb::arg("model"), nb::arg("positions"), nb::kw_only(), nb::arg("indexer") = false, nb::arg("device") = "cpu",
+          "indexer: of the model's indexer instead of its attention.")
+      .def_prop_ro("positions", [](const Rotary& r) { return r.value.positions(); })
+      .def_prop_ro("device", [](const Rotary& r) { return to_string(r.device); });
+}
+
+}  // namespace
+
+void bind_model(nb::module_& m) {
+  bind_config(m);
+  bind_weights(m);
+}
+
+}  // namespace mla::python

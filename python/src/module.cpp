@@ -1,0 +1,32 @@
+#include <nanobind/nanobind.h>
+
+#include "mla/error.hpp"
+#include "stream.hpp"
+
+namespace {
+
+namespace nb = nanobind;
+
+// Later translators are asked first, so the base comes first.
+void bind_errors(nb::module_& m) {
+  const nb::exception<mla::Error> base(m, "Error", PyExc_RuntimeError);
+  nb::exception<mla::ShapeError>(m, "ShapeError", base);
+  nb::exception<mla::UnsupportedError>(m, "UnsupportedError", base);
+  nb::exception<mla::BatchError>(m, "BatchError", base);
+  nb::exception<mla::CheckpointError>(m, "CheckpointError", base);
+  nb::exception<mla::InputError>(m, "InputError", base);
+  nb::exception<mla::OutOfPages>(m, "OutOfPages", base);
+  nb::exception<mla::DeviceError>(m, "DeviceError", base);
+}
+
+}  // namespace
+
+NB_MODULE(_mla, m) {
+  m.doc() = "libmla's C++ interface; the package mla is its public form.";
+  m.attr("__version__") = MLA_VERSION;
+  bind_errors(m);
+  mla::python::bind_stream(m);
+  mla::python::bind_model(m);
+  mla::python::bind_cache(m);
+  mla::python::bind_step(m);
+}

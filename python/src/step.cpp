@@ -1,0 +1,245 @@
+#include "step.hpp"
+
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/vector.h>
+
+#include "cache.hpp"
+#include "mla/layer.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace mla::python {
+namespace {
+
+// Vectors of int32: arrays without conversion, or any sequence of integers.
+std::vector<int32_t> int32_values(nb::handle values, const char* name) {
+  if (std::vector<int32_t> list; nb::isinstance<nb::list>(values) || nb::isinstance<nb::tuple>(values)) {
+    if (!nb::try_cast(values, list)) throw ShapeError(std::string(name) + ": holds something other than int32");
+    return list;
+  }
+  return Tensor(values, name, Access::read).int32_values();
+}
+
+std::shared_ptr<BatchArrays> make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table,
+                                        nb::handle slot_mapping) {
+  auto b = std::make_shared<BatchArrays>();
+  b->query_start_loc = int32_values(query_start_loc, "query_start_loc");
+  b->seq_lens = int32_values(seq_lens, "seq_lens");
+  b->slot_mapping = int32_values(slot_mapping, "slot_mapping");
+  const Tensor table(block_table, "block_table", Access::read);
+  table.require_device({});
+  const View<const int32_t, Request, Page> t = table.int32_view<Request, Page>();
+  ops::require_equal("Batch", "block_table Request", t.extent<Request>(), "seq_lens length",
+                     static_cast<int64_t>(b->seq_lens.size()));
+  b->table_columns = t.extent<Page>();
+  b->block_table.reserve(static_cast<size_t>(t.size()));
+  for (int64_t r = 0; r < t.extent<Request>(); ++r)
+    for (int64_t p = 0; p < t.extent<Page>(); ++p) b->block_table.push_back(t(r, p));
+  return b;
+}
+
+struct Call {
+  PyStream& stream;
+  std::shared_ptr<Step> step;
+  const Placed<LayerWeights>& weights;
+  const Placed<RotaryTable>& rotary;
+  const PyCache& cache;
+  const PyIndexCache* index_cache;
+  const Placed<RotaryTable>* index_rotary;
+  Profile* profile;
+
+  // With other Python threads running and the stream taken.
+  template <class Run>
+  void operator()(Run&& run) const {
+    const Device device = stream.device();
+    require_device("weights", weights.device, device);
+    require_device("rotary", rotary.device, device);
+    require_device("cache", cache.device, device);
+    if (step->plan.device.device != device)
+      throw ShapeError("plan was made for " + to_string(step->plan.device.device) + ", the stream is on " +
+                       to_string(device));
+    ops::require_range("layer", "cache pages", cache.view.pages, step->pages, int64_t{1} << 31);
+    if (index_cache) {
+      require_device("index_cache", index_cache->device, device);
+      ops::require_range("layer", "index_cache pages", index_cache->view.pages, step->pages, int64_t{1} << 31);
+    }
+    if (index_rotary) require_device("index_rotary", index_rotary->device, device);
+    stream.stage(step);
+    run(stream.stream, LayerContext{.plan = step->plan,
+                                    .batch = step->batch->view(),
+                                    .weights = weights.value,
+                                    .rotary = rotary.value,
+                                    .cache = cache.view,
+                                    .workspace = stream.memory(step->plan.workspace_bytes),
+                                    .profile = profile,
+                                    .index_cache = index_cache ? index_cache->view : IndexCacheView{},
+                                    .index_rotary = index_rotary ? &index_rotary->value : nullptr,
+                                    .selection = {step->selection.data(), step->selection.size()}});
+  }
+};
+
+void bind_batch(nb::module_& m) {
+  nb::class_<BatchArrays>(m, "Batch", "One step's requests. Arrays are int32 on the CPU, and are copied.")
+      .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
+           nb::arg("slot_mapping"),
+           "query_start_loc [requests + 1]: first token row of each request. seq_lens [requests]: cached and new "
+           "tokens.\n"
+           "block_table [requests, columns]: pages of each request; entries past its end may hold anything.\n"
+           "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
+      .def_prop_ro("requests", [](const BatchArrays& b) { return b.view().requests(); })
+      .def_prop_ro("tokens", [](const BatchArrays& b) { return b.view().tokens(); });
+}
+
+void bind_plan(nb::module_& m) {
+  nb::class_<PlanOptions>(m, "PlanOptions", "How a step is to be executed.")
+      .def(
+          "__init__",
+          [](PlanOptions* self, std::string_view path, std::string_view split, std::string_view compute,
+             std::string_view sparse, int64_t reorder_batch_threshold, bool absorbed, std::string_view up,
+             bool fp8_query, float q_scale, std::string_view index_format, bool index_hadamard, int64_t context_rows,
+             int64_t max_model_len, int64_t max_requests) {
+            new (self) PlanOptions{.path = parse_path_policy(path),
+                                   .reorder_batch_threshold = reorder_batch_threshold,
+                                   .absorbed = absorbed,
+                                   .up = parse_weight_format(up),
+                                   .split = parse_split_policy(split),
+                                   .compute = parse_dtype(compute),
+                                   .fp8_query = fp8_query,
+                                   .q_scale = q_scale,
+                                   .sparse = parse_sparse_policy(sparse),
+                                   .index_format = parse_index_cache_format(index_format),
+                                   .index_hadamard = index_hadamard,
+                                   .context_rows = context_rows,
+                                   .max_model_len = max_model_len,
+                                   .max_requests = max_requests};
+          },
+          nb::kw_only(), nb::arg("path") = "automatic", nb::arg("split") = "fast", nb::arg("compute") = "f32",
+          nb::arg("sparse") = "automatic", nb::arg("reorder_batch_threshold") = 1, nb::arg("absorbed") = false,
+          nb::arg("up") = "plain", nb::arg("fp8_query") = false, nb::arg("q_scale") = 1.0f,
+          nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false, nb::arg("context_rows") = 0,
+          nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
+          "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
+          "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were prepared.")
+      .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
+      .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
+      .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })
+      .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); });
+  nb::class_<Step>(m, "Plan", "A planned step: which path each request takes, chunks, splits, workspace. Immutable.")
+      .def_prop_ro("tokens", [](const Step& s) { return s.plan.tokens; })
+      .def_prop_ro(
+          "topk", [](const Step& s) { return s.plan.topk; }, "Positions selected for a row; 0: none are.")
+      .def_prop_ro("workspace_bytes", [](const Step& s) { return s.plan.workspace_bytes; })
+      .def_prop_ro("selection_bytes", [](const Step& s) { return s.plan.selection_bytes; })
+      .def_prop_ro("device", [](const Step& s) { return to_string(s.plan.device.device); })
+      .def_prop_ro("model", [](const Step& s) { return s.plan.model; })
+      .def_prop_ro(
+          "paths",
+          [](const Step& s) {
+            std::vector<std::string> paths;
+            for (const RequestPlan& r : s.plan.requests) paths.emplace_back(to_string(r.path));
+            return paths;
+          },
+          "Of each request: latent, expanded or sparse.")
+      .def(
+          "describe", [](const Step& s) { return s.plan.describe(); }, "Several lines a person can read.");
+  m.def(
+      "plan",
+      [](const ModelConfig& model, const PyCache& cache, std::shared_ptr<BatchArrays> batch, PyStream& stream,
+         const PlanOptions* options) {
+        auto step = std::make_shared<Step>();
+        nb::gil_scoped_release released;
+        step->pages = cache.view.pages;
+        step->plan = plan(model, cache.view.spec, cache.view.pages, batch->view(), device_info(stream.stream, model),
+                          options ? *options : PlanOptions{});
+        step->batch = std::move(batch);
+        step->selection = Buffer(step->plan.selection_bytes, stream.device());
+        return step;
+      },
+      nb::arg("model"), nb::arg("cache"), nb::arg("batch"), nb::kw_only(), nb::arg("stream"),
+      nb::arg("options").none() = nb::none(),
+      "Validates the batch and plans it: BatchError, ShapeError or UnsupportedError on anything that does not fit.");
+}
+
+void bind_layer(nb::module_& m) {
+  nb::class_<Profile>(m, "Profile", "Time and counted work by op, summed over the calls it is given to.")
+      .def(nb::init<>())
+      .def_prop_ro("rows",
+                   [](const Profile& p) {
+                     nb::list rows;
+                     for (const Profile::Row& r : p.rows()) {
+                       nb::dict d;
+                       d["op"] = std::string(r.op);
+                       d["seconds"] = r.seconds;
+                       d["bytes"] = r.bytes;
+                       d["flops"] = r.flops;
+                       d["calls"] = r.calls;
+                       rows.append(d);
+                     }
+                     return rows;
+                   })
+      .def("clear", &Profile::clear);
+  m.def(
+      "forward",
+      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
+         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle hidden, nb::handle out,
+         const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
+        const Tensor h(hidden, "hidden", Access::read), o(out, "out", Access::write);
+        h.require_device(stream.device());
+        o.require_device(stream.device());
+        const auto h_view = h.view<Token, Hidden>();
+        const auto o_view = o.mutable_view<Token, Hidden>();
+        const Turn turn(stream);
+        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, profile}(
+            [&](Stream& s, const LayerContext& c) { forward(s, c, h_view, o_view); });
+      },
+      nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("hidden"),
+      nb::arg("out"), nb::kw_only(), nb::arg("index_cache").none() = nb::none(),
+      nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
+  m.def(
+      "attend",
+      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
+         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle q, nb::handle kv_c, nb::handle k_pe,
+         nb::handle out, const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
+        const Tensor q_t(q, "q", Access::read), c_t(kv_c, "kv_c", Access::read), p_t(k_pe, "k_pe", Access::read),
+            o(out, "out", Access::write);
+        for (const Tensor* t : {&q_t, &c_t, &p_t, &o}) t->require_device(stream.device());
+        const auto q_view = q_t.view<Token, Head, QueryKey>();
+        const auto c_view = c_t.view<Token, Latent>();
+        const auto p_view = p_t.view<Token, Rope>();
+        const auto o_view = o.mutable_view<Token, Head, Value>();
+        const Turn turn(stream);
+        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, profile}(
+            [&](Stream& s, const LayerContext& c) { attend(s, c, q_view, c_view, p_view, o_view); });
+      },
+      nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("q"),
+      nb::arg("kv_c"), nb::arg("k_pe"), nb::arg("out"), nb::kw_only(), nb::arg("index_cache").none() = nb::none(),
+      nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
+  m.def(
+      "select",
+      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
+         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle positions, const PyIndexCache* index_cache,
+         const Placed<RotaryTable>* index_rotary) {
+        const Tensor p(positions, "positions", Access::read);
+        p.require_device(stream.device());
+        const auto view = p.int32_view<Token, Topk>();
+        const Turn turn(stream);
+        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, nullptr}(
+            [&](Stream& s, const LayerContext& c) { select(s, c, view); });
+      },
+      nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("positions"),
+      nb::kw_only(), nb::arg("index_cache").none() = nb::none(), nb::arg("index_rotary").none() = nb::none(),
+      "The caller's own choice of positions [tokens, topk] for the attention form, unused entries negative.");
+}
+
+}  // namespace
+
+void bind_step(nb::module_& m) {
+  bind_batch(m);
+  bind_plan(m);
+  bind_layer(m);
+}
+
+}  // namespace mla::python

@@ -1,0 +1,162 @@
+#include "tensor.hpp"
+
+#include <charconv>
+
+namespace mla::python {
+namespace {
+
+[[noreturn]] void fail(std::string_view name, const std::string& what) {
+  throw ShapeError(std::string(name) + ": " + what);
+}
+
+std::string class_of(nb::handle x) { return Py_TYPE(x.ptr())->tp_name; }
+
+// NumPy exports no array of ml_dtypes through DLPack or the buffer protocol: the dtype's name says what its bits are,
+// and the array is taken as integers of that size. Other arrays pass through.
+struct Export {
+  nb::object array;
+  Element element = Element::f32;
+  bool renamed = false;
+};
+
+Export exported(nb::handle array) {
+  static PyObject* const ndarray = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
+  Export e{nb::borrow(array)};
+  if (!PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(ndarray))) return e;
+  const nb::object dtype = array.attr("dtype");
+  if (nb::cast<int>(dtype.attr("num")) < 256) return e;  // NumPy's own
+  std::string_view name = reinterpret_cast<PyTypeObject*>(nb::object(dtype.attr("type")).ptr())->tp_name;
+  name = name.substr(name.rfind('.') + 1);
+  if (name == "bfloat16") e.element = Element::bf16;
+  else if (name == "float8_e4m3fn") e.element = Element::fp8_e4m3;
+  else return e;
+  e.renamed = true;
+  e.array = array.attr("view")(e.element == Element::bf16 ? "uint16" : "uint8");
+  return e;
+}
+
+Element element_of(std::string_view name, nb::dlpack::dtype t) {
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(t.code);
+  if (t.lanes == 1) {
+    if (code == Code::Float && t.bits == 32) return Element::f32;
+    if (code == Code::Float && t.bits == 16) return Element::f16;
+    if (code == Code::Bfloat && t.bits == 16) return Element::bf16;
+    if (t.code == 10 && t.bits == 8) return Element::fp8_e4m3;  // kDLFloat8_e4m3fn
+    if ((code == Code::UInt || code == Code::Int) && t.bits == 8) return Element::byte;
+    if (code == Code::Int && t.bits == 32) return Element::i32;
+  }
+  const char* kind = code == Code::Float ? "float" : code == Code::Int ? "int" : code == Code::UInt ? "uint" : nullptr;
+  fail(name, "is " +
+                 (kind && t.lanes == 1
+                      ? kind + std::to_string(t.bits)
+                      : "of DLPack type " + std::to_string(t.code) + " in " + std::to_string(t.bits) + " bits") +
+                 ", allowed: f32 bf16 f16 fp8_e4m3 uint8 int8 int32");
+}
+
+}  // namespace
+
+std::string_view to_string(Element e) {
+  switch (e) {
+    case Element::f32: return "f32";
+    case Element::bf16: return "bf16";
+    case Element::f16: return "f16";
+    case Element::fp8_e4m3: return "fp8_e4m3";
+    case Element::byte: return "8-bit integers";
+    case Element::i32: return "int32";
+  }
+  return "?";
+}
+
+Tensor::Tensor(nb::handle array, std::string_view name, Access access) : name_(name) {
+  const Export e = exported(array);
+  if (access == Access::write) {
+    nb::ndarray<> writable;
+    if (nb::try_cast(e.array, writable, false)) held_ = nb::ndarray<nb::ro>(writable);
+  } else {
+    nb::try_cast(e.array, held_, false);
+  }
+  if (!held_.is_valid()) {
+    PyErr_Clear();
+    if (nb::ndarray<nb::ro> readable; access == Access::write && nb::try_cast(e.array, readable, false))
+      fail(name, "is read-only, and is to be written");
+    PyErr_Clear();
+    fail(name, "is a " + class_of(array) + " that exports no memory of a known element type; an array is needed");
+  }
+  element_ = e.renamed ? e.element : element_of(name, held_.dtype());
+  bytes_ = static_cast<int64_t>(held_.itemsize());
+  data_ = static_cast<std::byte*>(const_cast<void*>(held_.data()));
+  for (size_t i = 0; i < held_.ndim(); ++i) {
+    shape_.push_back(static_cast<int64_t>(held_.shape(i)));
+    strides_.push_back(held_.stride(i));
+  }
+  // Frameworks do not agree on the strides of nothing.
+  if (std::find(shape_.begin(), shape_.end(), 0) != shape_.end()) {
+    int64_t step = 1;
+    for (size_t i = shape_.size(); i-- > 0; step *= std::max<int64_t>(1, shape_[i])) strides_[i] = step;
+  }
+  if (reinterpret_cast<uintptr_t>(data_) % static_cast<uintptr_t>(bytes_) != 0)
+    fail(name, "lies at an address that is no multiple of its elements' " + std::to_string(bytes_) + " bytes");
+  switch (held_.device_type()) {
+    case nb::device::cpu::value:
+    case nb::device::cuda_host::value: break;
+    case nb::device::cuda::value:
+    case nb::device::cuda_managed::value: device_ = {DeviceKind::cuda, held_.device_id()}; break;
+    default:
+      fail(name,
+           "lies on DLPack device type " + std::to_string(held_.device_type()) + ", allowed: CPU and CUDA memory");
+  }
+}
+
+std::string Tensor::shape_text() const {
+  std::string s;
+  for (int64_t n : shape_) s += (s.empty() ? "[" : ", ") + std::to_string(n);
+  return s.empty() ? "[]" : s + "]";
+}
+
+void Tensor::require_rank(size_t rank, std::string_view dims) const {
+  if (shape_.size() != rank) fail(name_, "has shape " + shape_text() + ", " + std::string(dims) + " is needed");
+}
+
+void Tensor::require_device(Device device) const {
+  if (device_ != device)
+    fail(name_, "lies on " + mla::to_string(device_) + ", the stream is on " + mla::to_string(device));
+}
+
+Dtype Tensor::dtype() const {
+  switch (element_) {
+    case Element::f32: return Dtype::f32;
+    case Element::bf16: return Dtype::bf16;
+    case Element::f16: return Dtype::f16;
+    case Element::fp8_e4m3: return Dtype::fp8_e4m3;
+    default: fail(name_, "is " + std::string(to_string(element_)) + ", allowed: f32 bf16 f16 fp8_e4m3");
+  }
+}
+
+void Tensor::require_int32() const {
+  if (element_ != Element::i32) fail(name_, "is " + std::string(to_string(element_)) + ", int32 is needed");
+}
+
+std::vector<int32_t> Tensor::int32_values() const {
+  require_int32();
+  require_rank(1, "one dimension");
+  require_device({});
+  std::vector<int32_t> values(static_cast<size_t>(shape_[0]));
+  for (size_t i = 0; i < values.size(); ++i)
+    values[i] = reinterpret_cast<const int32_t*>(data_)[static_cast<int64_t>(i) * strides_[0]];
+  return values;
+}
+
+Device parse_device(std::string_view name) {
+  if (name == "cpu") return {};
+  int index = 0;
+  if (name == "cuda") return {DeviceKind::cuda, index};
+  if (name.starts_with("cuda:")) {
+    const std::string_view digits = name.substr(5);
+    const auto [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), index);
+    if (error == std::errc() && end == digits.data() + digits.size() && index >= 0) return {DeviceKind::cuda, index};
+  }
+  throw InputError("device is '" + std::string(name) + "', allowed: cpu cuda cuda:N");
+}
+
+}  // namespace mla::python
