@@ -29,4 +29,5 @@ NB_MODULE(_mla, m) {
   mla::python::bind_model(m);
   mla::python::bind_cache(m);
   mla::python::bind_step(m);
+  mla::python::bind_flash_mla(m);
 }

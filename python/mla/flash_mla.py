@@ -1,0 +1,152 @@
+"""FlashMLA's calls, with its arguments and conventions, over any head count, page size and topk.
+
+    from mla.flash_mla import flash_mla_with_kvcache, get_mla_metadata, flash_mla_sparse_fwd
+
+Log-sum-exps are natural logarithms. A row that sees nothing has out 0 and lse +inf, and max_logits
+-inf. Attention sinks change out, never lse. Serves arrays in CPU memory (NumPy, torch): out is bf16
+for bf16 and fp8 queries and f32 for f32 ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from . import _mla
+from ._arrays import empty, stream_for
+
+ShapeError = _mla.ShapeError
+UnsupportedError = _mla.UnsupportedError
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+]
+
+
+@dataclass(frozen=True)
+class FlashMLASchedMeta:
+    """Stands for a schedule. Calls plan by themselves, so it holds nothing and serves any shape."""
+
+
+def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
+    """What flash_mla_with_kvcache takes as tile_scheduler_metadata and num_splits."""
+    return FlashMLASchedMeta(), None
+
+
+def _rank(name: str, array: Any, dims: str) -> None:
+    rank = dims.count(",") + 1
+    if array.ndim != rank:
+        raise ShapeError(f"{name}: has shape {list(array.shape)}, {dims} is needed")
+
+
+def _empty_out(q: Any, shape: tuple[int, ...]) -> Any:
+    return empty(q, shape, "bfloat16" if q.dtype.itemsize == 1 else None)
+
+
+def flash_mla_with_kvcache(
+    q: Any,
+    k_cache: Any,
+    block_table: Any,
+    cache_seqlens: Any,
+    head_dim_v: int = 512,
+    tile_scheduler_metadata: Any = None,
+    num_splits: None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: Any = None,
+    attn_sink: Any = None,
+    extra_k_cache: Any = None,
+    extra_indices_in_kvcache: Any = None,
+    topk_length: Any = None,
+    extra_topk_length: Any = None,
+) -> tuple[Any, Any]:
+    """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
+
+    q: [batch, queries, heads, head dim], f32, bf16 or fp8 e4m3. k_cache: [blocks, page, 1, row]: rows
+    of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576 (fp8_ds_mla), 584
+    for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
+
+    Dense: block_table [batch, columns] and cache_seqlens [batch], int32; causal: queries are the
+    sequence's last. Sparse: indices [batch, queries, topk] int32, slots page * page_size + offset,
+    those below 0 or past the cache unused; the first topk_length[batch] of them count; attn_sink
+    [heads]; a second cache with indices and lengths of its own joins the same softmax.
+
+    softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
+    lse f32 [batch, heads, queries].
+    """
+    _rank("q", q, "[batch, queries, heads, head dim]")
+    _rank("k_cache", k_cache, "[blocks, page, 1, row]")
+    batch, queries, heads, head_dim = q.shape
+    if softmax_scale is None:
+        softmax_scale = head_dim**-0.5
+    for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
+        if cache is None:
+            continue
+        fp8 = cache.dtype.itemsize == 1
+        if is_fp8_kvcache and not fp8:
+            raise ShapeError(f"{name}: is {cache.dtype}, is_fp8_kvcache says 8-bit elements")
+        if fp8 and not is_fp8_kvcache and cache.shape[-1] != head_dim:
+            raise ShapeError(f"{name}: rows of {cache.shape[-1]} bytes need is_fp8_kvcache=True")
+    stream = stream_for(q)
+    out = _empty_out(q, (batch, queries, heads, head_dim_v))
+    lse = empty(q, (batch, heads, queries), "float32")
+    if indices is None:
+        if block_table is None or cache_seqlens is None:
+            missing = "block_table" if block_table is None else "cache_seqlens"
+            raise ShapeError(f"{missing}: is None, and needed without indices")
+        sparse_only = {
+            "attn_sink": attn_sink,
+            "extra_k_cache": extra_k_cache,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "topk_length": topk_length,
+            "extra_topk_length": extra_topk_length,
+        }
+        for name, value in sparse_only.items():
+            if value is not None:
+                raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
+        _mla.flash_mla_dense(
+            stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse
+        )
+        return out, lse
+    if causal:
+        raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
+    _rank("indices", indices, "[batch, queries, topk]")
+    _mla.flash_mla_sparse(
+        stream, q, k_cache, indices, softmax_scale, out, lse,
+        attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
+        extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+    )
+    return out, lse
+
+
+def flash_mla_sparse_fwd(
+    q: Any,
+    kv: Any,
+    indices: Any,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: Any = None,
+    topk_length: Any = None,
+) -> tuple[Any, Any, Any]:
+    """Attention of each query row over the rows of kv that it chose.
+
+    q: [rows, heads, head dim]; kv: [kv rows, 1, head dim]; indices: [rows, 1, topk] int32, those below
+    0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
+    [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
+    """
+    _rank("q", q, "[rows, heads, head dim]")
+    _rank("kv", kv, "[kv rows, 1, head dim]")
+    _rank("indices", indices, "[rows, 1, topk]")
+    rows, heads, _ = q.shape
+    out = _empty_out(q, (rows, heads, d_v))
+    max_logits = empty(q, (rows, heads), "float32")
+    lse = empty(q, (rows, heads), "float32")
+    _mla.flash_mla_sparse(
+        stream_for(q), q, kv, indices, sm_scale, out, lse[:, :, None],
+        max_logits=max_logits, attn_sink=attn_sink, topk_length=topk_length,
+    )
+    return out, max_logits, lse

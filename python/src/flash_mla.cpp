@@ -1,0 +1,409 @@
+// The calls behind mla.flash_mla: attention over a paged cache whose layout follows from the array that holds it.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <optional>
+#include <vector>
+
+#include "backend/backend.hpp"
+#include "mla/plan.hpp"
+#include "ops/run.hpp"
+#include "stream.hpp"
+#include "tensor.hpp"
+
+namespace mla::python {
+namespace {
+
+constexpr std::string_view kOp = "flash_mla";
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+using Optional = std::optional<nb::object>;
+
+// Bytes a token of the formats that bring their own scales.
+constexpr int64_t kDsMlaBytes = 656, kDsV4Bytes = 584;
+
+// A cache of rows that `entry` query elements meet; `value` of them are the value.
+CacheSpec spec_of(const Tensor& t, int64_t row, int64_t page_size, int64_t entry, int64_t value) {
+  CacheSpec spec{.format = CacheFormat::bf16, .latent = value, .rope = entry - value, .page_size = page_size};
+  const bool bytes = t.element_bytes() == 1;
+  if (bytes && row == kDsMlaBytes) {
+    spec.format = CacheFormat::fp8_ds_mla;
+  } else if (bytes && row == kDsV4Bytes) {
+    spec.format = CacheFormat::fp8_ds_v4;
+    spec.latent = 448;
+    spec.rope = 64;
+  } else {
+    if (t.element() == Element::byte)
+      throw ShapeError(t.name() + " is " + std::string(to_string(t.element())) + " with rows of " +
+                       std::to_string(row) + " bytes, formats of such elements have 656 or 584");
+    ops::require_equal(kOp, t.name() + "'s row", row, "q's head dim", entry);
+    switch (t.dtype()) {
+      case Dtype::f32: spec.format = CacheFormat::f32; break;
+      case Dtype::bf16: spec.format = CacheFormat::bf16; break;
+      case Dtype::f16: spec.format = CacheFormat::f16; break;
+      case Dtype::fp8_e4m3: spec.format = CacheFormat::fp8; break;
+    }
+  }
+  spec.validate();
+  ops::require_equal(kOp, "q's head dim", entry, t.name() + "'s entry", spec.entry());
+  ops::require_equal(kOp, "value width", value, t.name() + "'s", spec.value_width());
+  return spec;
+}
+
+// [blocks, page, 1, row], or a page of one row a block as [rows, 1, row].
+CacheView cache_of(const Tensor& t, int64_t entry, int64_t value) {
+  const bool paged = t.rank() != 3;
+  if (paged) t.require_rank(4, "[blocks, page, 1, row]");
+  const size_t last = t.rank() - 1;
+  const int64_t page_size = paged ? t.extent(1) : 1, row = t.extent(last);
+  ops::require_equal(kOp, t.name() + "'s KV heads", t.extent(last - 1), "needed", 1);
+  ops::require_range(kOp, t.name() + "'s page size", page_size, 1, int64_t{1} << 31);
+  const CacheSpec spec = spec_of(t, row, page_size, entry, value);
+  if (row > 1 && t.stride(last) != 1)
+    throw ShapeError(t.name() + ": a row's elements have stride " + std::to_string(t.stride(last)) + ", 1 is needed");
+  if (paged && page_size > 1 && t.stride(1) != row)
+    throw ShapeError(t.name() + ": rows of a page have stride " + std::to_string(t.stride(1)) + ", " +
+                     std::to_string(row) + " is needed");
+  const int64_t stride = t.extent(0) > 1 ? t.stride(0) : page_size * row;
+  if (stride < page_size * row)
+    throw ShapeError(t.name() + ": pages have stride " + std::to_string(stride) + ", at least " +
+                     std::to_string(page_size * row) + " is needed");
+  ops::require_range(kOp, t.name() + "'s pages", t.extent(0), 0, (int64_t{1} << 31) / page_size + 1);
+  return {spec, t.data(), t.extent(0), static_cast<size_t>(stride * t.element_bytes())};
+}
+
+// A part of a call's memory, cut off the front: the first pass, without memory, counts.
+class Cut {
+ public:
+  explicit Cut(std::byte* memory) : memory_(memory) {}
+  template <class T>
+  T* take(int64_t count) {
+    T* at = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
+    used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
+    return at;
+  }
+  size_t used() const { return used_; }
+
+ private:
+  std::byte* memory_;
+  size_t used_ = 0;
+};
+
+// What both forms share: queries, outputs and where they are computed. Ops of the CPU write f32; bf16 follows from it.
+struct Heads {
+  AnyView<Token, Head, Entry> q;
+  AnyMutableView<Token, Head, Value> out;
+  int64_t tokens = 0, heads = 0, value = 0, entry = 0;
+
+  bool direct() const { return out.dtype() == Dtype::f32; }
+};
+
+struct Memory {
+  Memory(std::byte* at, const Heads& h, int64_t partial_rows, size_t scratch_per_worker, int workers) : cut(at) {
+    out = {h.direct() ? static_cast<float*>(h.out.data()) : cut.take<float>(h.tokens * h.heads * h.value),
+           {h.tokens, h.heads, h.value}};
+    lse = {cut.take<float>(h.tokens * h.heads), {h.tokens, h.heads}};
+    max_logits = {cut.take<float>(h.tokens * h.heads), {h.tokens, h.heads}};
+    partial_out = {cut.take<float>(partial_rows * h.heads * h.value), {partial_rows, h.heads, h.value}};
+    partial_lse = {cut.take<float>(partial_rows * h.heads), {partial_rows, h.heads}};
+    partial_max = {cut.take<float>(partial_rows * h.heads), {partial_rows, h.heads}};
+    scratch = {cut.take<std::byte>(static_cast<int64_t>(scratch_per_worker) * workers), scratch_per_worker};
+  }
+  Cut cut;
+  View<float, Token, Head, Value> out;
+  View<float, Token, Head> lse, max_logits;
+  View<float, Partial, Head, Value> partial_out;
+  View<float, Partial, Head> partial_lse, partial_max;
+  ops::Scratch scratch;
+};
+
+Memory memory_for(PyStream& stream, const Heads& h, int64_t partial_rows) {
+  const size_t scratch =
+      backend::backend(stream.device())
+          .scratch_per_worker({.heads = h.heads, .latent = h.value, .rope = h.entry, .value = h.value});
+  const size_t bytes = Memory(nullptr, h, partial_rows, scratch, stream.threads()).cut.used();
+  return Memory(stream.memory(bytes).data(), h, partial_rows, scratch, stream.threads());
+}
+
+// [.., heads, head dim] as rows: leading dimensions must follow one another evenly.
+AnyView<Token, Head, Entry> rows_of(const Tensor& q) {
+  const size_t head = q.rank() - 2;
+  int64_t tokens = 1, stride = q.extent(head) * q.extent(head + 1);
+  bool found = false;
+  for (size_t i = head; i-- > 0;) {
+    if (q.extent(i) != 1) {
+      if (found && q.stride(i) != stride * tokens)
+        throw ShapeError(q.name() + ": dimension " + std::to_string(i) + " has stride " + std::to_string(q.stride(i)) +
+                         ", " + std::to_string(stride * tokens) + " is needed for evenly spaced rows");
+      if (!found) stride = q.stride(i);
+      found = true;
+    }
+    tokens *= q.extent(i);
+  }
+  return {
+      q.dtype(), q.data(), {tokens, q.extent(head), q.extent(head + 1)}, {stride, q.stride(head), q.stride(head + 1)}};
+}
+
+Heads heads_of(const PyStream& stream, const Tensor& q, const Tensor& out) {
+  if (stream.device().kind != DeviceKind::cpu)
+    throw UnsupportedError("flash_mla: serves CPU memory, the stream is on " + to_string(stream.device()) +
+                           "; a planned layer (forward, attend) serves it");
+  q.require_device(stream.device());
+  out.require_device(stream.device());
+  Heads h;
+  h.q = rows_of(q);
+  const AnyView<Token, Head, Entry> rows = rows_of(out);
+  ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
+  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  h.tokens = h.q.extent<Token>();
+  h.heads = h.q.extent<Head>();
+  h.entry = h.q.extent<Entry>();
+  h.value = rows.extent<Entry>();
+  if (!rows.dense()) throw ShapeError("out: must lie dense");
+  ops::require_equal(kOp, "out's rows", rows.extent<Token>(), "q's", h.tokens);
+  ops::require_equal(kOp, "out's heads", rows.extent<Head>(), "q's", h.heads);
+  ops::require_range(kOp, "q's rows", h.tokens, 0, int64_t{1} << 31);
+  h.out = {out.dtype(), out.data(), {h.tokens, h.heads, h.value}};
+  return h;
+}
+
+// A row's results in the caller's form: bf16, lse +inf for a row that sees nothing, and lse's own strides.
+void finish(PyStream& stream, const Heads& h, const Memory& m, View<float, Request, Head, Token> lse,
+            View<float, Token, Head> max_logits) {
+  const int64_t queries = std::max<int64_t>(1, lse.extent<Token>());
+  stream.stream.pool().run(h.tokens, [&](int64_t token, int) {
+    for (int64_t head = 0; head < h.heads; ++head) {
+      const float l = m.lse(token, head);
+      lse(token / queries, head, token % queries) = l == -kInfinity ? kInfinity : l;
+      if (max_logits) max_logits(token, head) = m.max_logits(token, head);
+    }
+    if (h.direct()) return;
+    const float* x = &m.out(token, 0, 0);
+    bf16* y = static_cast<bf16*>(h.out.data()) + token * h.heads * h.value;
+    for (int64_t i = 0; i < h.heads * h.value; ++i) y[i] = to_bf16(x[i]);
+  });
+}
+
+View<float, Request, Head, Token> lse_view(const Tensor& t, int64_t requests, int64_t heads, int64_t queries) {
+  const AnyMutableView<Request, Head, Token> v = t.mutable_view<Request, Head, Token>();
+  ops::require_equal(kOp, "lse's batch", v.extent<Request>(), "q's", requests);
+  ops::require_equal(kOp, "lse's heads", v.extent<Head>(), "q's", heads);
+  ops::require_equal(kOp, "lse's queries", v.extent<Token>(), "q's", queries);
+  return v.as<float>();
+}
+
+// Items over the cached positions of every request. Enough of them for many threads to share, and never by the number
+// of threads: results must not depend on it.
+struct DenseWork {
+  std::vector<LatentItem> items;
+  std::vector<SplitRows> splits;
+  int64_t partial_rows = 0;
+};
+
+DenseWork dense_work(std::span<const int32_t> lengths, int64_t queries, int64_t heads, bool causal) {
+  constexpr int64_t kTileTokens = 64, kUnits = 64, kShortest = 512, kGrain = 64, kHeadsOfUnit = 64;
+  const int64_t tile = std::min(queries, kTileTokens);
+  const int64_t units_a_tile = std::max<int64_t>(1, (tile * heads + kHeadsOfUnit - 1) / kHeadsOfUnit);
+  const int64_t tiles = (queries + kTileTokens - 1) / kTileTokens;
+  int64_t total = 0;
+  for (int32_t n : lengths) total += n * tiles * units_a_tile;
+  const int64_t longest = std::max(kShortest, (total / kUnits + kGrain - 1) / kGrain * kGrain);
+  DenseWork work;
+  for (size_t b = 0; b < lengths.size(); ++b)
+    for (int64_t first = 0; first < queries; first += kTileTokens) {
+      const int64_t count = std::min(kTileTokens, queries - first), length = lengths[b];
+      // Causal queries are a sequence's last: query i sees positions up to length - queries + i.
+      const int64_t visible = causal ? length - queries + first : length - 1;
+      const int64_t end = causal ? std::max<int64_t>(0, visible + count) : length;
+      const int64_t parts = std::max<int64_t>(1, (end + longest - 1) / longest);
+      const int64_t step = std::max(kGrain, ((end + parts - 1) / parts + kGrain - 1) / kGrain * kGrain);
+      const int32_t row = static_cast<int32_t>(static_cast<int64_t>(b) * queries + first);
+      LatentItem item{.request = static_cast<int32_t>(b),
+                      .q_begin = row,
+                      .q_count = static_cast<int32_t>(count),
+                      .visible = static_cast<int32_t>(visible)};
+      int32_t written = 0;
+      do {
+        item.kv_begin = static_cast<int32_t>(written * step);
+        item.kv_end = static_cast<int32_t>(std::min(end, (written + 1) * step));
+        item.partial = end > step ? static_cast<int32_t>(work.partial_rows + written * count) : -1;
+        work.items.push_back(item);
+      } while (++written * step < end);
+      if (written > 1) {
+        work.splits.push_back({row, static_cast<int32_t>(count), static_cast<int32_t>(work.partial_rows), written});
+        work.partial_rows += written * count;
+      }
+    }
+  return work;
+}
+
+void dense(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
+           nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array) {
+  const Tensor q(q_array, "q", Access::read), cache_t(cache_array, "k_cache", Access::read),
+      table_t(table_array, "block_table", Access::read), lengths_t(lengths_array, "cache_seqlens", Access::read),
+      out(out_array, "out", Access::write), lse_t(lse_array, "lse", Access::write);
+  q.require_rank(4, "[batch, queries, heads, head dim]");
+  out.require_rank(4, "[batch, queries, heads, value]");
+  const Heads h = heads_of(stream, q, out);
+  for (const Tensor* t : {&cache_t, &table_t, &lse_t}) t->require_device(stream.device());
+  const int64_t requests = q.extent(0), queries = q.extent(1);
+  const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
+  const CacheView cache = cache_of(cache_t, h.entry, h.value);
+  const auto table = table_t.int32_view<Request, Page>();
+  ops::require_equal(kOp, "block_table's batch", table.extent<Request>(), "q's", requests);
+  const std::vector<int32_t> lengths = lengths_t.int32_values();
+  ops::require_equal(kOp, "cache_seqlens length", static_cast<int64_t>(lengths.size()), "q's batch", requests);
+  const int64_t most = std::min<int64_t>(table.extent<Page>() * cache.spec.page_size, (int64_t{1} << 31) - 1);
+  for (int32_t n : lengths) ops::require_range(kOp, "cache_seqlens entry", n, 0, most + 1);
+
+  const Turn turn(stream);
+  if (h.tokens == 0 || h.heads == 0) return;
+  const DenseWork work = dense_work(lengths, queries, h.heads, causal);
+  const Memory m = memory_for(stream, h, work.partial_rows);
+  ops::run(stream.stream, ops::AttendLatentArgs{.q = h.q,
+                                                .cache = cache,
+                                                .block_table = table,
+                                                .items = work.items,
+                                                .scale = scale,
+                                                .out = m.out,
+                                                .lse = m.lse,
+                                                .partial_out = m.partial_out,
+                                                .partial_lse = m.partial_lse,
+                                                .scratch = m.scratch});
+  if (!work.splits.empty())
+    ops::run(stream.stream, ops::MergeSplitsArgs{m.partial_out, m.partial_lse, work.splits, m.out, m.lse});
+  finish(stream, h, m, lse, {});
+}
+
+// A cache and the slots chosen from it, [.., topk], with the rows' lengths given once a request or not at all.
+struct Source {
+  Source(nb::handle cache_array, nb::handle slots_array, const Optional& lengths_array, std::string_view prefix,
+         const Heads& h, int64_t requests)
+      : cache_t(cache_array, std::string(prefix) + "k_cache", Access::read),
+        slots_t(slots_array, std::string(prefix) + "indices", Access::read) {
+    slots_t.require_int32();
+    if (slots_t.rank() < 2) slots_t.require_rank(3, "[batch, queries, topk]");
+    for (const Tensor* t : {&cache_t, &slots_t}) t->require_device({});
+    const int64_t topk = slots_t.extent(slots_t.rank() - 1);
+    int64_t rows = 1, stride = topk;
+    bool found = false;
+    for (size_t i = slots_t.rank() - 1; i-- > 0;) {
+      if (slots_t.extent(i) != 1) {
+        if (found && slots_t.stride(i) != stride * rows)
+          throw ShapeError(slots_t.name() + ": dimension " + std::to_string(i) + " has stride " +
+                           std::to_string(slots_t.stride(i)) + ", " + std::to_string(stride * rows) +
+                           " is needed for evenly spaced rows");
+        if (!found) stride = slots_t.stride(i);
+        found = true;
+      }
+      rows *= slots_t.extent(i);
+    }
+    ops::require_equal(kOp, slots_t.name() + "'s rows", rows, "q's", h.tokens);
+    if (lengths_array) {
+      const std::string name = std::string(prefix) + "topk_length";
+      const std::vector<int32_t> given = Tensor(*lengths_array, name, Access::read).int32_values();
+      ops::require_equal(kOp, name + " length", static_cast<int64_t>(given.size()), "q's batch", requests);
+      for (int32_t n : given) ops::require_range(kOp, name + " entry", n, 0, topk + 1);
+      for (int64_t row = 0; row < h.tokens; ++row) lengths.push_back(given[row / (h.tokens / requests)]);
+    }
+    source = {
+        cache_of(cache_t, h.entry, h.value),
+        {reinterpret_cast<const int32_t*>(slots_t.data()), {rows, topk}, {stride, slots_t.stride(slots_t.rank() - 1)}},
+        lengths};
+  }
+  Source(const Source&) = delete;
+  Tensor cache_t, slots_t;
+  std::vector<int32_t> lengths;
+  ops::SparseSource source;
+};
+
+std::vector<float> sinks_of(const Optional& array) {
+  std::vector<float> sinks;
+  if (!array) return sinks;
+  const Tensor t(*array, "attn_sink", Access::read);
+  t.require_device({});
+  const View<const float, Head> v = t.view<Head>().as<float>();
+  for (int64_t i = 0; i < v.extent<Head>(); ++i) sinks.push_back(v(i));
+  return sinks;
+}
+
+void sparse(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::handle slots_array, float scale,
+            nb::handle out_array, nb::handle lse_array, const Optional& max_array, const Optional& sinks_array,
+            const Optional& lengths_array, const Optional& extra_cache, const Optional& extra_slots,
+            const Optional& extra_lengths) {
+  const Tensor q(q_array, "q", Access::read), out(out_array, "out", Access::write),
+      lse_t(lse_array, "lse", Access::write);
+  if (q.rank() != 3) q.require_rank(4, "[batch, queries, heads, head dim]");
+  out.require_rank(q.rank(), "as many dimensions as q");
+  const Heads h = heads_of(stream, q, out);
+  lse_t.require_device(stream.device());
+  const int64_t requests = q.extent(0), queries = q.rank() == 4 ? q.extent(1) : 1;
+  const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
+  if (extra_cache.has_value() != extra_slots.has_value())
+    throw ShapeError("flash_mla: extra_k_cache and extra_indices_in_kvcache go together, one is missing");
+  if (extra_lengths && !extra_cache) throw ShapeError("flash_mla: extra_topk_length without extra_k_cache");
+  const Source first(cache_array, slots_array, lengths_array, "", h, requests);
+  std::vector<ops::SparseSource> sources{first.source};
+  std::optional<Source> second;
+  if (extra_cache)
+    sources.push_back(second.emplace(*extra_cache, *extra_slots, extra_lengths, "extra_", h, requests).source);
+  const std::vector<float> sinks = sinks_of(sinks_array);
+  std::optional<Tensor> max_t;
+  View<float, Token, Head> max_logits;
+  if (max_array) {
+    max_t.emplace(*max_array, "max_logits", Access::write);
+    max_t->require_device(stream.device());
+    max_logits = max_t->mutable_view<Token, Head>().as<float>();
+    ops::require_equal(kOp, "max_logits' rows", max_logits.extent<Token>(), "q's", h.tokens);
+    ops::require_equal(kOp, "max_logits' heads", max_logits.extent<Head>(), "q's", h.heads);
+  }
+  int64_t keys = 0;
+  for (const ops::SparseSource& s : sources) keys += s.slots.extent<Topk>();
+
+  const Turn turn(stream);
+  if (h.tokens == 0 || h.heads == 0) return;
+  const SparseWork work = plan_sparse(h.tokens, keys, h.heads, SplitPolicy::fast);
+  const Memory m = memory_for(stream, h, work.partial_rows);
+  ops::run(stream.stream, ops::AttendSparseArgs{.q = h.q,
+                                                .sources = sources,
+                                                .items = work.items,
+                                                .part_keys = work.part_keys,
+                                                .scale = scale,
+                                                .sinks = sinks,
+                                                .out = m.out,
+                                                .lse = m.lse,
+                                                .max_logits = m.max_logits,
+                                                .partial_out = m.partial_out,
+                                                .partial_lse = m.partial_lse,
+                                                .partial_max = m.partial_max,
+                                                .scratch = m.scratch});
+  if (!work.splits.empty())
+    ops::run(stream.stream, ops::MergeSparseArgs{.partial_out = m.partial_out,
+                                                 .partial_lse = m.partial_lse,
+                                                 .partial_max = m.partial_max,
+                                                 .items = work.splits,
+                                                 .sinks = sinks,
+                                                 .out = m.out,
+                                                 .lse = m.lse,
+                                                 .max_logits = m.max_logits});
+  finish(stream, h, m, lse, max_logits);
+}
+
+}  // namespace
+
+void bind_flash_mla(nb::module_& m) {
+  m.def("flash_mla_dense", &dense, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("block_table"),
+        nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"),
+        "out [batch, queries, heads, value] and lse [batch, heads, queries], both written.");
+  m.def("flash_mla_sparse", &sparse, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("indices"),
+        nb::arg("scale"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("max_logits") = nb::none(),
+        nb::arg("attn_sink") = nb::none(), nb::arg("topk_length") = nb::none(), nb::arg("extra_k_cache") = nb::none(),
+        nb::arg("extra_indices") = nb::none(), nb::arg("extra_topk_length") = nb::none(),
+        "The same over chosen slots; lse [batch, heads, queries], of q [rows, heads, head dim] with one query each.");
+}
+
+}  // namespace mla::python
