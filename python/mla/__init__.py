@@ -16,6 +16,8 @@ from typing import Any
 
 from . import _mla
 from ._arrays import empty, stream_for
+from ._bench import bench
+from ._command import command_path
 from ._mla import (
     Batch,
     BatchError,
@@ -157,8 +159,8 @@ __all__ = [
     "Batch", "BatchError", "Cache", "CacheSpec", "Checkpoint", "CheckpointError", "DeviceError",
     "Error", "IndexCache", "IndexerConfig", "InputError", "LayerTensors", "LayerWeights",
     "ModelConfig", "OutOfPages", "PageAllocator", "Plan", "PlanOptions", "Profile", "RopeConfig",
-    "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__", "attend",
-    "cache_formats", "cache_spec", "chain_hash", "forward", "gpu_count",
+    "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__", "attend", "bench",
+    "cache_formats", "cache_spec", "chain_hash", "command_path", "forward", "gpu_count",
     "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer", "read_config",
     "select",
 ]
