@@ -120,9 +120,9 @@ def attend(
     """The attention alone, between the projections.
 
     q: [tokens, heads, nope + rope], rotated; kv_c: [tokens, latent], normed; k_pe: [tokens, rope],
-    rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written and
-    returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what `select`
-    chose.
+    rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written
+    and returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what
+    `select` chose.
     """
     if out is None:
         out = empty(q, (q.shape[0], q.shape[1], plan.model.value))

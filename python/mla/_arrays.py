@@ -34,16 +34,16 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
 def stream_for(array: Any) -> Stream:
     """The stream that work on an array runs on.
 
-    Of a CUDA tensor torch's current stream, held once for each. Of the CPU one with a thread for each
-    of the process's cores.
+    Of a CUDA tensor torch's current stream, held once for each. Of the CPU one with a thread for
+    each of the process's cores.
     """
     device, native = "cpu", 0
     if array is not None and _torch_tensor(array) and array.is_cuda:
         torch = sys.modules["torch"]
-        device, native = (
-            f"cuda:{array.device.index}",
-            torch.cuda.current_stream(array.device).cuda_stream,
-        )
+        device = f"cuda:{array.device.index}"
+        # torch's default stream is CUDA's legacy one, 0 to torch. Here 0 asks for a stream of its
+        # own, and 1 is CUDA's other name for the legacy one (cudaStreamLegacy).
+        native = torch.cuda.current_stream(array.device).cuda_stream or 1
     key = (device, native)
     stream = _streams.get(key)
     if stream is None:

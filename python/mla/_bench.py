@@ -15,10 +15,10 @@ from ._mla import Error
 def bench(*ops: str, **options: Any) -> list[dict[str, Any]]:
     """Measures ops, by default every one at its standing shapes, and gives a row for each.
 
-    ops and options are those of `mla bench --help`: `bench("attend_latent", heads=16, context=4096)`.
-    True gives a flag without a value. A row has name, op, median_s, p90_s, bytes, flops, of_roof (the
-    share of this machine's roof), error and bound against float64, ok, and params. Raises Error with
-    the command's message when it refuses.
+    ops and options are those of `mla bench --help`:
+    `bench("attend_latent", heads=16, context=4096)`. True gives a flag without a value. A row has
+    name, op, median_s, p90_s, bytes, flops, of_roof (the share of this machine's roof), error and
+    bound against float64, ok, and params. Raises Error with the command's message when it refuses.
     """
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "bench.json"
@@ -34,4 +34,5 @@ def bench(*ops: str, **options: Any) -> list[dict[str, Any]]:
         # Exit code 1: a row is wrong, which its "ok" says.
         if done.returncode not in (0, 1):
             raise Error(done.stderr.strip() or f"mla bench ended with exit code {done.returncode}")
-        return json.loads(report.read_text())["rows"]
+        rows: list[dict[str, Any]] = json.loads(report.read_text())["rows"]
+        return rows

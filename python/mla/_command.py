@@ -12,6 +12,6 @@ def command_path() -> Path:
     path = Path(__file__).resolve().parent / "bin" / "mla"
     if not path.is_file():
         raise UnsupportedError(
-            f"{path}: no such file; the package was built without the mla command (MLA_BUILD_CLI=OFF)"
+            f"{path}: no such file; the package was built without the command (MLA_BUILD_CLI=OFF)"
         )
     return path

@@ -66,9 +66,9 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
 
-    q: [batch, queries, heads, head dim], f32, bf16 or fp8 e4m3. k_cache: [blocks, page, 1, row]: rows
-    of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576 (fp8_ds_mla), 584
-    for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
+    q: [batch, queries, heads, head dim], f32, bf16 or fp8 e4m3. k_cache: [blocks, page, 1, row]:
+    rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576
+    (fp8_ds_mla), 584 for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
 
     Dense: block_table [batch, columns] and cache_seqlens [batch], int32; causal: queries are the
     sequence's last. Sparse: indices [batch, queries, topk] int32, slots page * page_size + offset,
@@ -134,8 +134,8 @@ def flash_mla_sparse_fwd(
 ) -> tuple[Any, Any, Any]:
     """Attention of each query row over the rows of kv that it chose.
 
-    q: [rows, heads, head dim]; kv: [kv rows, 1, head dim]; indices: [rows, 1, topk] int32, those below
-    0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
+    q: [rows, heads, head dim]; kv: [kv rows, 1, head dim]; indices: [rows, 1, topk] int32, those
+    below 0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
     [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
     """
     _rank("q", q, "[rows, heads, head dim]")

@@ -1,5 +1,7 @@
 #include "tensor.hpp"
 
+#include <nanobind/stl/string.h>
+
 #include <charconv>
 
 namespace mla::python {
@@ -33,6 +35,20 @@ Export exported(nb::handle array) {
   e.renamed = true;
   e.array = array.attr("view")(e.element == Element::bf16 ? "uint16" : "uint8");
   return e;
+}
+
+// Why an array cannot be taken, in its own framework's words.
+std::string refusal(nb::handle array) {
+  if (!nb::hasattr(array, "__dlpack__"))
+    return "is a " + class_of(array) + ", an array of a framework with DLPack is needed";
+  try {
+    array.attr("__dlpack__")();
+  } catch (nb::python_error& e) {
+    std::string text = nb::cast<std::string>(nb::str(e.value()));
+    std::replace(text.begin(), text.end(), '\n', ' ');
+    return "is an array that exports no memory: " + text;
+  }
+  return "is an array whose memory is of no known kind";
 }
 
 Element element_of(std::string_view name, nb::dlpack::dtype t) {
@@ -81,7 +97,7 @@ Tensor::Tensor(nb::handle array, std::string_view name, Access access) : name_(n
     if (nb::ndarray<nb::ro> readable; access == Access::write && nb::try_cast(e.array, readable, false))
       fail(name, "is read-only, and is to be written");
     PyErr_Clear();
-    fail(name, "is a " + class_of(array) + " that exports no memory of a known element type; an array is needed");
+    fail(name, refusal(array));
   }
   element_ = e.renamed ? e.element : element_of(name, held_.dtype());
   bytes_ = static_cast<int64_t>(held_.itemsize());

@@ -74,7 +74,7 @@ def chosen(slots: np.ndarray, length: int | None, count: int) -> np.ndarray:
 
 
 def assert_near(found: np.ndarray, wanted: np.ndarray, what: str, rounding: float) -> None:
-    """Infinities and zero rows exactly; the rest to a relative and an absolute part of `rounding`."""
+    """Infinities exactly; the rest to a relative and an absolute part of `rounding`."""
     found, wanted = found.astype(F64), np.asarray(wanted)
     assert found.shape == wanted.shape, what
     infinite = np.isinf(wanted)
