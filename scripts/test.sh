@@ -12,3 +12,10 @@ done
 for preset in "${presets[@]}"; do
   ctest --preset "$preset" -j"$(nproc)"
 done
+
+# The Python package is tested over the last of these builds that has no sanitizer.
+for ((i = ${#presets[@]} - 1; i >= 0; --i)); do
+  case "${presets[i]}" in asan | tsan) continue ;; esac
+  scripts/test-python.sh "build/${presets[i]}"
+  break
+done

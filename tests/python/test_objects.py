@@ -1,0 +1,174 @@
+"""Models, caches, pages, and arrays from elsewhere than NumPy."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+import mla
+
+
+def test_models(tmp_path):
+    assert "deepseek-v3.2" in mla.preset_names()
+    for name in mla.preset_names():
+        mla.preset(name).validate()
+    model = mla.preset("deepseek-v3")
+    assert (model.hidden, model.heads, model.latent, model.rope) == (7168, 128, 512, 64)
+    assert model.query_key == 192 and model.entry == 576 and model.indexer is None
+    assert model.rotary.yarn and model.rotary.factor == 40
+    assert 192**-0.5 < model.softmax_scale < 2 * 192**-0.5
+    assert mla.preset("deepseek-v3.2").indexer.topk == 2048
+    copy = mla.ModelConfig(model)
+    copy.heads = 16
+    assert model.heads == 128 and "heads=16" in repr(copy)
+    copy.rope = 63
+    with pytest.raises(mla.ShapeError, match="rope.*63"):
+        copy.validate()
+    with pytest.raises(mla.InputError, match="unknown model 'deepseek'"):
+        mla.preset("deepseek")
+    with pytest.raises(mla.CheckpointError, match="nowhere.json"):
+        mla.read_config(tmp_path / "nowhere.json")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(mla.CheckpointError, match="config.json"):
+        mla.read_config(tmp_path / "config.json")
+    with pytest.raises(mla.CheckpointError, match="^here"):
+        mla.parse_config("[]", "here")
+    with pytest.raises(mla.Error):
+        mla.Checkpoint(tmp_path)
+
+
+def test_weights_are_a_function_of_their_seed(small_model):
+    a, b, c = (mla.random_layer(small_model, 0, seed).arrays() for seed in (1, 1, 2))
+    assert set(a) == {"query", "kv_down", "kv_norm", "kv_up", "output"}
+    assert a["kv_down"].shape == (576, 256) and a["kv_down"].dtype == np.float32
+    np.testing.assert_array_equal(a["query"], b["query"])
+    assert np.any(a["query"] != c["query"])
+    weights = mla.prepare(small_model, mla.random_layer(small_model), absorption="full_fp8")
+    assert (weights.absorption, weights.dtype, weights.device) == ("full_fp8", "bf16", "cpu")
+    assert weights.nbytes > 0 and weights.model.heads == 4
+    with pytest.raises(mla.InputError, match="half.*runtime"):
+        mla.prepare(small_model, mla.random_layer(small_model), absorption="half")
+    with pytest.raises(mla.DeviceError if mla.gpu_count() else mla.Error):
+        mla.prepare(small_model, mla.random_layer(small_model), device="cuda:99")
+
+
+def test_cache_memory_is_shared():
+    spec = mla.CacheSpec("fp8_ds_mla", page_size=3)
+    assert spec.page_bytes == 3 * 656 and spec.value_width == 512
+    cache = mla.Cache(spec, 4)
+    memory = cache.memory
+    assert memory.shape == (4, 3 * 656) and memory.dtype == np.uint8 and not memory.any()
+    memory[2] = 9
+    assert np.all(cache.memory[2] == 9) and not cache.memory[3].any()
+    del cache
+    assert np.all(memory[2] == 9)
+
+    own = np.zeros((4, 2, 3 * 656), np.uint8)
+    cache = mla.Cache(spec, memory=own[:, 0])
+    cache.memory[3, 5] = 1
+    assert own[3, 0, 5] == 1 and cache.pages == 4 and not own[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    "error,make",
+    [
+        (mla.InputError, lambda: mla.CacheSpec("fp9")),
+        (mla.UnsupportedError, lambda: mla.CacheSpec("fp8_ds_mla", latent=256)),
+        (mla.ShapeError, lambda: mla.CacheSpec(page_size=0)),
+        (mla.ShapeError, lambda: mla.Cache(mla.CacheSpec(), -1)),
+        (mla.ShapeError, lambda: mla.Cache(mla.CacheSpec(), 2**40)),
+        (mla.InputError, lambda: mla.Cache(mla.CacheSpec())),
+        (mla.InputError, lambda: mla.Cache(mla.CacheSpec(), 1, memory=np.zeros((1, 2), np.uint8))),
+        (mla.InputError, lambda: mla.Cache(mla.CacheSpec(), 1, device="gpu")),
+        (mla.ShapeError, lambda: mla.Cache(mla.CacheSpec(), memory=np.zeros((1, 7), np.uint8))),
+        (mla.ShapeError, lambda: mla.Cache(mla.CacheSpec(), memory=np.zeros(7, np.uint8))),
+        (mla.ShapeError, lambda: mla.Cache(mla.CacheSpec(), memory=np.zeros((1, 73728), "f4"))),
+        (
+            mla.ShapeError,
+            lambda: mla.Cache(
+                mla.CacheSpec(), memory=np.broadcast_to(np.zeros(73728, np.uint8), (9, 73728))
+            ),
+        ),
+        (mla.InputError, lambda: mla.Stream(0)),
+        (mla.InputError, lambda: mla.Stream(device="cuda:x")),
+        (mla.Error, lambda: mla.Stream(device="cuda:99")),
+        (mla.InputError, lambda: mla.PageAllocator(2).release(7)),
+        (
+            mla.UnsupportedError,
+            lambda: mla.IndexCache(
+                mla.preset("deepseek-v3"), mla.Cache(mla.cache_spec(mla.preset("deepseek-v3")), 1)
+            ),
+        ),
+    ],
+)
+def test_bad_objects(error, make):
+    with pytest.raises(error) as raised:
+        make()
+    assert str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_errors_form_a_tree():
+    for name in (
+        "ShapeError", "UnsupportedError", "BatchError", "CheckpointError", "InputError",
+        "OutOfPages", "DeviceError",
+    ):
+        assert issubclass(getattr(mla, name), mla.Error)
+    assert issubclass(mla.Error, RuntimeError)
+
+
+def test_pages():
+    pages = mla.PageAllocator(4, reserve_null_page=True)
+    assert pages.available == 3
+    first = pages.allocate(2)
+    assert 0 not in first and pages.available == 1
+    with pytest.raises(mla.OutOfPages, match="2 wanted, 1 of 3"):
+        pages.allocate(2)
+    hashes = [mla.chain_hash(0, 5)]
+    hashes.append(mla.chain_hash(hashes[0], 6))
+    for page, h in zip(first, hashes, strict=True):
+        pages.publish(page, h)
+    assert pages.match_prefix(hashes) == 2 and pages.match_prefix(hashes[1:] + [1]) == 1
+    assert pages.acquire_prefix(hashes) == first and pages.references(first[0]) == 2
+    page, copy = pages.make_writable(first[1])
+    assert copy and page not in first
+    pages.release_all([first[0], page])
+    pages.release_all(first[:1])
+    assert pages.references(first[0]) == 0
+    counts = pages.counts
+    assert counts["total"] == 3 and counts["copies"] == 1 and counts["hits"] == 2
+
+
+class Dlpack:
+    """Memory of a NumPy array given by DLPack alone, as bf16 where it holds uint16."""
+
+    def __init__(self, array):
+        self.array, self.shape, self.dtype, self.ndim = array, array.shape, array.dtype, array.ndim
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+    def __dlpack__(self, **_):
+        capsule = self.array.__dlpack__()
+        if self.array.dtype == np.uint16:
+            pointer = ctypes.pythonapi.PyCapsule_GetPointer
+            pointer.restype, pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+            # data, device, ndim, then the element's type code: 4 is kDLBfloat
+            ctypes.c_uint8.from_address(pointer(capsule, b"dltensor") + 20).value = 4
+        return capsule
+
+
+def test_dlpack(small_model, stream):
+    weights = mla.prepare(small_model, mla.random_layer(small_model))
+    rotary = mla.RotaryTable(small_model, 16)
+    cache = mla.Cache(mla.cache_spec(small_model), 1)
+    batch = mla.Batch([0, 3], [3], np.zeros((1, 1), np.int32), [0, 1, 2])
+    step = mla.plan(small_model, cache, batch, stream=stream)
+    arguments = (step, weights, rotary, cache)
+    hidden = np.random.default_rng(0).standard_normal((3, 256)).astype(np.float32)
+    import ml_dtypes
+
+    narrow = hidden.astype(ml_dtypes.bfloat16)
+    wanted = mla.forward(*arguments, narrow, np.empty((3, 256), np.float32), stream=stream)
+    found = np.empty((3, 256), np.float32)
+    mla.forward(*arguments, Dlpack(narrow.view(np.uint16)), Dlpack(found), stream=stream)
+    np.testing.assert_array_equal(found, wanted)
