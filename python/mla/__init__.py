@@ -18,6 +18,7 @@ from . import _mla
 from ._arrays import empty, stream_for
 from ._bench import bench
 from ._command import command_path
+from ._mla import VERSION as __version__
 from ._mla import (
     Batch,
     BatchError,
@@ -43,7 +44,6 @@ from ._mla import (
     ShapeError,
     Stream,
     UnsupportedError,
-    __version__,
     cache_formats,
     cache_spec,
     chain_hash,

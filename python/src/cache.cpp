@@ -184,7 +184,7 @@ void bind_pages(nb::module_& m) {
       .def_prop_ro("available", &PageAllocator::available)
       .def_prop_ro("counts", [](const PageAllocator& a) {
         const PageCounts c = a.counts();
-        nb::dict d;
+        nb::typed<nb::dict, nb::str, int64_t> d;
         d["total"] = c.total;
         d["referenced"] = c.referenced;
         d["cached"] = c.cached;

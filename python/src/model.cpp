@@ -80,6 +80,8 @@ void bind_config(nb::module_& m) {
         "The same of a string; `where` names it in messages.");
 }
 
+using ArraysByRole = nb::typed<nb::dict, nb::str, nb::ndarray<nb::numpy, float>>;
+
 // f(role, tensor) for every tensor that a layer may have.
 template <class Tensors, class F>
 void for_roles(Tensors& t, F&& f) {
@@ -115,7 +117,7 @@ HostTensor borrow_array(const std::string& role, nb::handle array) {
   return h;
 }
 
-LayerTensors tensors_of(const nb::dict& arrays) {
+LayerTensors tensors_of(const nb::typed<nb::dict, nb::str, nb::object>& arrays) {
   LayerTensors t;
   for (const auto& [key, value] : arrays)
     if (nb::cast<std::string>(key).starts_with("indexer.")) t.indexer.emplace();
@@ -135,8 +137,8 @@ LayerTensors tensors_of(const nb::dict& arrays) {
   return t;
 }
 
-nb::dict arrays_of(const LayerTensors& t) {
-  nb::dict d;
+ArraysByRole arrays_of(const LayerTensors& t) {
+  ArraysByRole d;
   for_roles(t, [&](const char* role, const HostTensor& tensor) {
     if (!tensor) return;
     auto* values = new std::vector<float>(tensor.to_f32());

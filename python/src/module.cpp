@@ -23,7 +23,7 @@ void bind_errors(nb::module_& m) {
 
 NB_MODULE(_mla, m) {
   m.doc() = "libmla's C++ interface; the package mla is its public form.";
-  m.attr("__version__") = MLA_VERSION;
+  m.attr("VERSION") = MLA_VERSION;
   bind_errors(m);
   mla::python::bind_stream(m);
   mla::python::bind_model(m);

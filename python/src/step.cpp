@@ -163,14 +163,16 @@ void bind_plan(nb::module_& m) {
       "Validates the batch and plans it: BatchError, ShapeError or UnsupportedError on anything that does not fit.");
 }
 
+using ProfileRow = nb::typed<nb::dict, nb::str, nb::object>;
+
 void bind_layer(nb::module_& m) {
   nb::class_<Profile>(m, "Profile", "Time and counted work by op, summed over the calls it is given to.")
       .def(nb::init<>())
       .def_prop_ro("rows",
                    [](const Profile& p) {
-                     nb::list rows;
+                     nb::typed<nb::list, ProfileRow> rows;
                      for (const Profile::Row& r : p.rows()) {
-                       nb::dict d;
+                       ProfileRow d;
                        d["op"] = std::string(r.op);
                        d["seconds"] = r.seconds;
                        d["bytes"] = r.bytes;
