@@ -20,6 +20,14 @@ def _torch_tensor(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
+def _framework(array: Any) -> Any:
+    """The module of an array's own functions: torch, cupy or numpy."""
+    if _torch_tensor(array):
+        return sys.modules["torch"]
+    cupy = sys.modules.get("cupy")
+    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
+
+
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
     """An array of `like`'s framework and device, of its dtype or of the one named."""
     if _torch_tensor(like):
@@ -28,22 +36,53 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
             shape, dtype=getattr(torch, dtype) if dtype else like.dtype, device=like.device
         )
     # ml_dtypes has given its names to NumPy by the time that an array of them exists.
-    return np.empty(shape, np.dtype(dtype) if dtype else like.dtype)
+    return _framework(like).empty(shape, np.dtype(dtype) if dtype else like.dtype)
+
+
+def cast(array: Any, dtype: str) -> Any:
+    """The array's values in another dtype."""
+    if _torch_tensor(array):
+        return array.to(getattr(sys.modules["torch"], dtype))
+    return array.astype(np.dtype(dtype))
+
+
+def is_half(array: Any) -> bool:
+    if _torch_tensor(array):
+        return bool(array.dtype == sys.modules["torch"].float16)
+    return bool(array.dtype == np.float16)
+
+
+def cuda_stream(array: Any) -> tuple[int, int] | None:
+    """A CUDA array's device and its framework's current cudaStream_t there; None for others.
+
+    0 is CUDA's legacy default stream.
+    """
+    if _torch_tensor(array):
+        if not array.is_cuda:
+            return None
+        index = array.device.index
+        return index, sys.modules["torch"]._C._cuda_getCurrentRawStream(index)
+    cupy = sys.modules.get("cupy")
+    if cupy is None or not isinstance(array, cupy.ndarray):
+        return None
+    index = array.device.id
+    with cupy.cuda.Device(index):
+        return index, cupy.cuda.get_current_stream().ptr
 
 
 def stream_for(array: Any) -> Stream:
     """The stream that work on an array runs on.
 
-    Of a CUDA tensor torch's current stream, held once for each. Of the CPU one with a thread for
-    each of the process's cores.
+    Of a CUDA array its framework's current stream, held once for each. Of the CPU one with a thread
+    for each of the process's cores.
     """
     device, native = "cpu", 0
-    if array is not None and _torch_tensor(array) and array.is_cuda:
-        torch = sys.modules["torch"]
-        device = f"cuda:{array.device.index}"
-        # torch's default stream is CUDA's legacy one, 0 to torch. Here 0 asks for a stream of its
-        # own, and 1 is CUDA's other name for the legacy one (cudaStreamLegacy).
-        native = torch.cuda.current_stream(array.device).cuda_stream or 1
+    current = None if array is None else cuda_stream(array)
+    if current is not None:
+        device = f"cuda:{current[0]}"
+        # A framework's default stream is CUDA's legacy one, 0 to it. Here 0 asks for a stream of
+        # its own, and 1 is CUDA's other name for the legacy one (cudaStreamLegacy).
+        native = current[1] or 1
     key = (device, native)
     stream = _streams.get(key)
     if stream is None:

@@ -3,8 +3,15 @@
     from mla.flash_mla import flash_mla_with_kvcache, get_mla_metadata, flash_mla_sparse_fwd
 
 Log-sum-exps are natural logarithms. A row that sees nothing has out 0 and lse +inf, and max_logits
--inf. Attention sinks change out, never lse. Serves arrays in CPU memory (NumPy, torch): out is bf16
-for bf16 and fp8 queries and f32 for f32 ones.
+-inf. Attention sinks change out, never lse. out is bf16 for bf16 and fp8 queries, f32 for f32 ones;
+f16 queries are attended as f32, exactly but slower than bf16, and out is f16.
+
+Arrays lie in CPU memory (NumPy, torch) or on a GPU (torch, CuPy). There a call is queued on the
+framework's current stream; lengths, tables and indices are read by the GPU alone, so that nothing
+waits, calls can be captured in CUDA graphs once a call of the same kind has been made outside, and
+a graph serves other lengths and tables of the same shapes. Outputs and working memory come from the
+framework's allocator. What the GPU alone reads is not checked: lengths count up to what their table
+or list holds, and pages must be the cache's.
 """
 
 from __future__ import annotations
@@ -13,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _mla
-from ._arrays import empty, stream_for
+from ._arrays import cast, cuda_stream, empty, is_half, stream_for
 
 ShapeError = _mla.ShapeError
 UnsupportedError = _mla.UnsupportedError
@@ -46,6 +53,14 @@ def _empty_out(q: Any, shape: tuple[int, ...]) -> Any:
     return empty(q, shape, "bfloat16" if q.dtype.itemsize == 1 else None)
 
 
+def _place(q: Any) -> tuple[Any, Any]:
+    """The stream that a call runs on, and what gives it memory there."""
+    current = cuda_stream(q)
+    if current is None:
+        return stream_for(q), None
+    return current[1], lambda size: empty(q, (size,), "uint8")
+
+
 def flash_mla_with_kvcache(
     q: Any,
     k_cache: Any,
@@ -66,7 +81,7 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
 
-    q: [batch, queries, heads, head dim], f32, bf16 or fp8 e4m3. k_cache: [blocks, page, 1, row]:
+    q: [batch, queries, heads, head dim], f32, bf16, f16 or fp8 e4m3. k_cache: [blocks, page, 1, row]:
     rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576
     (fp8_ds_mla), 584 for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
 
@@ -91,7 +106,15 @@ def flash_mla_with_kvcache(
             raise ShapeError(f"{name}: is {cache.dtype}, is_fp8_kvcache says 8-bit elements")
         if fp8 and not is_fp8_kvcache and cache.shape[-1] != head_dim:
             raise ShapeError(f"{name}: rows of {cache.shape[-1]} bytes need is_fp8_kvcache=True")
-    stream = stream_for(q)
+    if is_half(q):
+        q = cast(q, "float32")
+        out, lse = flash_mla_with_kvcache(
+            q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal,
+            is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
+            topk_length, extra_topk_length,
+        )
+        return cast(out, "float16"), lse
+    stream, allocate = _place(q)
     out = _empty_out(q, (batch, queries, heads, head_dim_v))
     lse = empty(q, (batch, heads, queries), "float32")
     if indices is None:
@@ -109,7 +132,8 @@ def flash_mla_with_kvcache(
             if value is not None:
                 raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
         _mla.flash_mla_dense(
-            stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse
+            stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse,
+            allocate=allocate,
         )
         return out, lse
     if causal:
@@ -119,6 +143,7 @@ def flash_mla_with_kvcache(
         stream, q, k_cache, indices, softmax_scale, out, lse,
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
         extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
+        allocate=allocate,
     )
     return out, lse
 
@@ -141,12 +166,18 @@ def flash_mla_sparse_fwd(
     _rank("q", q, "[rows, heads, head dim]")
     _rank("kv", kv, "[kv rows, 1, head dim]")
     _rank("indices", indices, "[rows, 1, topk]")
+    if is_half(q):
+        out, max_logits, lse = flash_mla_sparse_fwd(
+            cast(q, "float32"), kv, indices, sm_scale, d_v, attn_sink, topk_length
+        )
+        return cast(out, "float16"), max_logits, lse
     rows, heads, _ = q.shape
+    stream, allocate = _place(q)
     out = _empty_out(q, (rows, heads, d_v))
     max_logits = empty(q, (rows, heads), "float32")
     lse = empty(q, (rows, heads), "float32")
     _mla.flash_mla_sparse(
-        stream_for(q), q, kv, indices, sm_scale, out, lse[:, :, None],
-        max_logits=max_logits, attn_sink=attn_sink, topk_length=topk_length,
+        stream, q, kv, indices, sm_scale, out, lse[:, :, None],
+        max_logits=max_logits, attn_sink=attn_sink, topk_length=topk_length, allocate=allocate,
     )
     return out, max_logits, lse

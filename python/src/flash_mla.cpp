@@ -1,15 +1,18 @@
-// The calls behind mla.flash_mla: attention over a paged cache whose layout follows from the array that holds it.
+// The calls behind mla.flash_mla: attention over a paged cache whose layout follows from the array that holds it. On
+// the CPU lengths and lists are read and planned here; on a GPU they stay where they are (core/device_attention.hpp).
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "core/device_attention.hpp"
 #include "mla/plan.hpp"
 #include "ops/run.hpp"
 #include "stream.hpp"
@@ -129,40 +132,53 @@ Memory memory_for(PyStream& stream, const Heads& h, int64_t partial_rows) {
   return Memory(stream.memory(bytes).data(), h, partial_rows, scratch, stream.threads());
 }
 
-// [.., heads, head dim] as rows: leading dimensions must follow one another evenly.
-AnyView<Token, Head, Entry> rows_of(const Tensor& q) {
-  const size_t head = q.rank() - 2;
-  int64_t tokens = 1, stride = q.extent(head) * q.extent(head + 1);
+// A dimension before the last ones, evenly spaced over several of the array's.
+struct Rows {
+  int64_t count = 1, stride = 0;
+};
+
+// [.., last dimensions] as rows of the last `inner` dimensions: the leading ones must follow one another evenly.
+Rows rows_of(const Tensor& t, size_t inner) {
+  Rows rows;
+  int64_t dense = 1;
+  for (size_t i = t.rank() - inner; i < t.rank(); ++i) dense *= t.extent(i);
+  rows.stride = dense;
   bool found = false;
-  for (size_t i = head; i-- > 0;) {
-    if (q.extent(i) != 1) {
-      if (found && q.stride(i) != stride * tokens)
-        throw ShapeError(q.name() + ": dimension " + std::to_string(i) + " has stride " + std::to_string(q.stride(i)) +
-                         ", " + std::to_string(stride * tokens) + " is needed for evenly spaced rows");
-      if (!found) stride = q.stride(i);
+  for (size_t i = t.rank() - inner; i-- > 0;) {
+    if (t.extent(i) != 1) {
+      if (found && t.stride(i) != rows.stride * rows.count)
+        throw ShapeError(t.name() + ": dimension " + std::to_string(i) + " has stride " + std::to_string(t.stride(i)) +
+                         ", " + std::to_string(rows.stride * rows.count) + " is needed for evenly spaced rows");
+      if (!found) rows.stride = t.stride(i);
       found = true;
     }
-    tokens *= q.extent(i);
+    rows.count *= t.extent(i);
   }
-  return {
-      q.dtype(), q.data(), {tokens, q.extent(head), q.extent(head + 1)}, {stride, q.stride(head), q.stride(head + 1)}};
+  return rows;
 }
 
-Heads heads_of(const PyStream& stream, const Tensor& q, const Tensor& out) {
-  if (stream.device().kind != DeviceKind::cpu)
-    throw UnsupportedError("flash_mla: serves CPU memory, the stream is on " + to_string(stream.device()) +
-                           "; a planned layer (forward, attend) serves it");
-  q.require_device(stream.device());
-  out.require_device(stream.device());
+AnyView<Token, Head, Entry> heads_view(const Tensor& q) {
+  const size_t head = q.rank() - 2;
+  const Rows rows = rows_of(q, 2);
+  return {q.dtype(),
+          q.data(),
+          {rows.count, q.extent(head), q.extent(head + 1)},
+          {rows.stride, q.stride(head), q.stride(head + 1)}};
+}
+
+Heads heads_of(const Tensor& q, const Tensor& out) {
+  out.require_device(q.device());
   Heads h;
-  h.q = rows_of(q);
-  const AnyView<Token, Head, Entry> rows = rows_of(out);
+  h.q = heads_view(q);
+  const AnyView<Token, Head, Entry> rows = heads_view(out);
   ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
   ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
   h.tokens = h.q.extent<Token>();
   h.heads = h.q.extent<Head>();
   h.entry = h.q.extent<Entry>();
   h.value = rows.extent<Entry>();
+  if (h.entry > 1 && h.q.stride<Entry>() != 1)
+    throw ShapeError("q: head dim has stride " + std::to_string(h.q.stride<Entry>()) + ", 1 is needed");
   if (!rows.dense()) throw ShapeError("out: must lie dense");
   ops::require_equal(kOp, "out's rows", rows.extent<Token>(), "q's", h.tokens);
   ops::require_equal(kOp, "out's heads", rows.extent<Head>(), "q's", h.heads);
@@ -170,6 +186,37 @@ Heads heads_of(const PyStream& stream, const Tensor& q, const Tensor& out) {
   h.out = {out.dtype(), out.data(), {h.tokens, h.heads, h.value}};
   return h;
 }
+
+// Where a call runs: a Stream of the CPU, or on a GPU a cudaStream_t, with memory that `allocate(bytes)` gives for the
+// call.
+struct Place {
+  nb::handle stream;
+  nb::handle allocate;
+
+  PyStream& cpu(const Tensor& q) const {
+    if (!nb::isinstance<PyStream>(stream))
+      throw ShapeError("q lies on " + to_string(q.device()) + ", a mla.Stream is needed as its stream");
+    PyStream& found = nb::cast<PyStream&>(stream);
+    q.require_device(found.device());
+    return found;
+  }
+
+  template <class Attention>
+  void run(const Attention& a, Device device) const {
+    uintptr_t native = 0;
+    if (!nb::try_cast(stream, native) || allocate.is_none())
+      throw ShapeError("q lies on " + to_string(device) + ", a cudaStream_t and an allocator are needed");
+    constexpr size_t kAlignment = 256;
+    const size_t bytes = gpu::workspace_bytes(a) + kAlignment;
+    const Tensor workspace(allocate(bytes), "workspace", Access::write);
+    workspace.require_device(device);
+    ops::require_range(kOp, "workspace bytes", workspace.extent(0) * workspace.element_bytes(),
+                       static_cast<int64_t>(bytes), std::numeric_limits<int64_t>::max());
+    std::byte* const at = workspace.data() + (-reinterpret_cast<uintptr_t>(workspace.data()) & (kAlignment - 1));
+    const nb::gil_scoped_release released;
+    gpu::attend(a, {device.index, reinterpret_cast<void*>(native), at});
+  }
+};
 
 // A row's results in the caller's form: bf16, lse +inf for a row that sees nothing, and lse's own strides.
 void finish(PyStream& stream, const Heads& h, const Memory& m, View<float, Request, Head, Token> lse,
@@ -241,27 +288,49 @@ DenseWork dense_work(std::span<const int32_t> lengths, int64_t queries, int64_t 
   return work;
 }
 
-void dense(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
-           nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array) {
+void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
+           nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array,
+           nb::handle allocate) {
   const Tensor q(q_array, "q", Access::read), cache_t(cache_array, "k_cache", Access::read),
       table_t(table_array, "block_table", Access::read), lengths_t(lengths_array, "cache_seqlens", Access::read),
       out(out_array, "out", Access::write), lse_t(lse_array, "lse", Access::write);
   q.require_rank(4, "[batch, queries, heads, head dim]");
   out.require_rank(4, "[batch, queries, heads, value]");
-  const Heads h = heads_of(stream, q, out);
-  for (const Tensor* t : {&cache_t, &table_t, &lse_t}) t->require_device(stream.device());
+  const Heads h = heads_of(q, out);
+  for (const Tensor* t : {&cache_t, &table_t, &lengths_t, &lse_t}) t->require_device(q.device());
   const int64_t requests = q.extent(0), queries = q.extent(1);
   const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
   const CacheView cache = cache_of(cache_t, h.entry, h.value);
   const auto table = table_t.int32_view<Request, Page>();
   ops::require_equal(kOp, "block_table's batch", table.extent<Request>(), "q's", requests);
-  const std::vector<int32_t> lengths = lengths_t.int32_values();
-  ops::require_equal(kOp, "cache_seqlens length", static_cast<int64_t>(lengths.size()), "q's batch", requests);
-  const int64_t most = std::min<int64_t>(table.extent<Page>() * cache.spec.page_size, (int64_t{1} << 31) - 1);
-  for (int32_t n : lengths) ops::require_range(kOp, "cache_seqlens entry", n, 0, most + 1);
-
-  const Turn turn(stream);
+  const auto given = lengths_t.int32_view<Request>();
+  ops::require_equal(kOp, "cache_seqlens length", given.extent<Request>(), "q's batch", requests);
+  const Place place{stream_object, allocate};
   if (h.tokens == 0 || h.heads == 0) return;
+
+  if (q.device().kind == DeviceKind::cuda) {
+    ops::require_dense<Page>(kOp, "block_table", table);
+    const int64_t columns = table.extent<Page>(), stride = requests > 1 ? table.stride<Request>() : columns;
+    return place.run(gpu::PagedAttention{.q = h.q,
+                                         .queries = queries,
+                                         .cache = cache,
+                                         .block_table = {table.data(), {requests, columns}, {stride, 1}},
+                                         .lengths = given,
+                                         .causal = causal,
+                                         .scale = scale,
+                                         .out = h.out,
+                                         .lse = lse},
+                     q.device());
+  }
+
+  PyStream& stream = place.cpu(q);
+  std::vector<int32_t> lengths;
+  const int64_t most = std::min<int64_t>(table.extent<Page>() * cache.spec.page_size, (int64_t{1} << 31) - 1);
+  for (int64_t r = 0; r < requests; ++r) {
+    ops::require_range(kOp, "cache_seqlens entry", given(r), 0, most + 1);
+    lengths.push_back(given(r));
+  }
+  const Turn turn(stream);
   const DenseWork work = dense_work(lengths, queries, h.heads, causal);
   const Memory m = memory_for(stream, h, work.partial_rows);
   ops::run(stream.stream, ops::AttendLatentArgs{.q = h.q,
@@ -282,98 +351,119 @@ void dense(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::han
 // A cache and the slots chosen from it, [.., topk], with the rows' lengths given once a request or not at all.
 struct Source {
   Source(nb::handle cache_array, nb::handle slots_array, const Optional& lengths_array, std::string_view prefix,
-         const Heads& h, int64_t requests)
+         const Heads& h, int64_t requests, Device device)
       : cache_t(cache_array, std::string(prefix) + "k_cache", Access::read),
         slots_t(slots_array, std::string(prefix) + "indices", Access::read) {
     slots_t.require_int32();
     if (slots_t.rank() < 2) slots_t.require_rank(3, "[batch, queries, topk]");
-    for (const Tensor* t : {&cache_t, &slots_t}) t->require_device({});
-    const int64_t topk = slots_t.extent(slots_t.rank() - 1);
-    int64_t rows = 1, stride = topk;
-    bool found = false;
-    for (size_t i = slots_t.rank() - 1; i-- > 0;) {
-      if (slots_t.extent(i) != 1) {
-        if (found && slots_t.stride(i) != stride * rows)
-          throw ShapeError(slots_t.name() + ": dimension " + std::to_string(i) + " has stride " +
-                           std::to_string(slots_t.stride(i)) + ", " + std::to_string(stride * rows) +
-                           " is needed for evenly spaced rows");
-        if (!found) stride = slots_t.stride(i);
-        found = true;
-      }
-      rows *= slots_t.extent(i);
-    }
-    ops::require_equal(kOp, slots_t.name() + "'s rows", rows, "q's", h.tokens);
-    if (lengths_array) {
-      const std::string name = std::string(prefix) + "topk_length";
-      const std::vector<int32_t> given = Tensor(*lengths_array, name, Access::read).int32_values();
-      ops::require_equal(kOp, name + " length", static_cast<int64_t>(given.size()), "q's batch", requests);
-      for (int32_t n : given) ops::require_range(kOp, name + " entry", n, 0, topk + 1);
-      for (int64_t row = 0; row < h.tokens; ++row) lengths.push_back(given[row / (h.tokens / requests)]);
-    }
-    source = {
-        cache_of(cache_t, h.entry, h.value),
-        {reinterpret_cast<const int32_t*>(slots_t.data()), {rows, topk}, {stride, slots_t.stride(slots_t.rank() - 1)}},
-        lengths};
+    for (const Tensor* t : {&cache_t, &slots_t}) t->require_device(device);
+    cache = cache_of(cache_t, h.entry, h.value);
+    const Rows rows = rows_of(slots_t, 1);
+    ops::require_equal(kOp, slots_t.name() + "'s rows", rows.count, "q's", h.tokens);
+    const size_t last = slots_t.rank() - 1;
+    slots = {reinterpret_cast<const int32_t*>(slots_t.data()),
+             {rows.count, slots_t.extent(last)},
+             {rows.stride, slots_t.stride(last)}};
+    if (slots_t.extent(last) > 1 && slots_t.stride(last) != 1)
+      throw ShapeError(slots_t.name() + ": topk has stride " + std::to_string(slots_t.stride(last)) + ", 1 is needed");
+    if (!lengths_array) return;
+    lengths_t.emplace(*lengths_array, std::string(prefix) + "topk_length", Access::read);
+    lengths_t->require_device(device);
+    lengths = lengths_t->int32_view<Request>();
+    ops::require_equal(kOp, lengths_t->name() + " length", lengths.extent<Request>(), "q's batch", requests);
   }
   Source(const Source&) = delete;
+
+  /// With the lengths of every row, in host memory.
+  ops::SparseSource planned(int64_t queries) {
+    if (lengths)
+      for (int64_t row = 0; row < slots.extent<Token>(); ++row) {
+        const int32_t n = lengths(row / queries);
+        ops::require_range(kOp, lengths_t->name() + " entry", n, 0, slots.extent<Topk>() + 1);
+        row_lengths.push_back(n);
+      }
+    return {cache, slots, row_lengths};
+  }
+
   Tensor cache_t, slots_t;
-  std::vector<int32_t> lengths;
-  ops::SparseSource source;
+  std::optional<Tensor> lengths_t;
+  CacheView cache;
+  View<const int32_t, Token, Topk> slots;
+  View<const int32_t, Request> lengths;
+  std::vector<int32_t> row_lengths;
 };
 
-std::vector<float> sinks_of(const Optional& array) {
-  std::vector<float> sinks;
-  if (!array) return sinks;
-  const Tensor t(*array, "attn_sink", Access::read);
-  t.require_device({});
-  const View<const float, Head> v = t.view<Head>().as<float>();
-  for (int64_t i = 0; i < v.extent<Head>(); ++i) sinks.push_back(v(i));
-  return sinks;
-}
-
-void sparse(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::handle slots_array, float scale,
+void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle slots_array, float scale,
             nb::handle out_array, nb::handle lse_array, const Optional& max_array, const Optional& sinks_array,
             const Optional& lengths_array, const Optional& extra_cache, const Optional& extra_slots,
-            const Optional& extra_lengths) {
+            const Optional& extra_lengths, nb::handle allocate) {
   const Tensor q(q_array, "q", Access::read), out(out_array, "out", Access::write),
       lse_t(lse_array, "lse", Access::write);
   if (q.rank() != 3) q.require_rank(4, "[batch, queries, heads, head dim]");
   out.require_rank(q.rank(), "as many dimensions as q");
-  const Heads h = heads_of(stream, q, out);
-  lse_t.require_device(stream.device());
+  const Heads h = heads_of(q, out);
+  const Device device = q.device();
+  lse_t.require_device(device);
   const int64_t requests = q.extent(0), queries = q.rank() == 4 ? q.extent(1) : 1;
   const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
   if (extra_cache.has_value() != extra_slots.has_value())
     throw ShapeError("flash_mla: extra_k_cache and extra_indices_in_kvcache go together, one is missing");
   if (extra_lengths && !extra_cache) throw ShapeError("flash_mla: extra_topk_length without extra_k_cache");
-  const Source first(cache_array, slots_array, lengths_array, "", h, requests);
-  std::vector<ops::SparseSource> sources{first.source};
-  std::optional<Source> second;
+  std::vector<std::unique_ptr<Source>> sources;
+  sources.push_back(std::make_unique<Source>(cache_array, slots_array, lengths_array, "", h, requests, device));
   if (extra_cache)
-    sources.push_back(second.emplace(*extra_cache, *extra_slots, extra_lengths, "extra_", h, requests).source);
-  const std::vector<float> sinks = sinks_of(sinks_array);
-  std::optional<Tensor> max_t;
+    sources.push_back(
+        std::make_unique<Source>(*extra_cache, *extra_slots, extra_lengths, "extra_", h, requests, device));
+  std::optional<Tensor> sinks_t, max_t;
+  View<const float, Head> sinks;
+  if (sinks_array) {
+    sinks_t.emplace(*sinks_array, "attn_sink", Access::read);
+    sinks_t->require_device(device);
+    sinks = sinks_t->view<Head>().as<float>();
+    ops::require_equal(kOp, "attn_sink's heads", sinks.extent<Head>(), "q's", h.heads);
+  }
   View<float, Token, Head> max_logits;
   if (max_array) {
     max_t.emplace(*max_array, "max_logits", Access::write);
-    max_t->require_device(stream.device());
+    max_t->require_device(device);
     max_logits = max_t->mutable_view<Token, Head>().as<float>();
     ops::require_equal(kOp, "max_logits' rows", max_logits.extent<Token>(), "q's", h.tokens);
     ops::require_equal(kOp, "max_logits' heads", max_logits.extent<Head>(), "q's", h.heads);
   }
   int64_t keys = 0;
-  for (const ops::SparseSource& s : sources) keys += s.slots.extent<Topk>();
-
-  const Turn turn(stream);
+  for (const auto& s : sources) keys += s->slots.extent<Topk>();
+  ops::require_range(kOp, "slots of all caches", keys, 0, int64_t{1} << 31);
+  const Place place{stream_object, allocate};
   if (h.tokens == 0 || h.heads == 0) return;
+
+  if (device.kind == DeviceKind::cuda) {
+    ops::require_dense<Head>(kOp, "attn_sink", sinks);
+    gpu::ListAttention a{.q = h.q,
+                         .queries = queries,
+                         .sources = {},
+                         .sinks = sinks,
+                         .scale = scale,
+                         .out = h.out,
+                         .lse = lse,
+                         .max_logits = max_logits};
+    for (const auto& s : sources) a.sources.push_back({s->cache, s->slots, s->lengths});
+    return place.run(a, device);
+  }
+
+  PyStream& stream = place.cpu(q);
+  std::vector<ops::SparseSource> planned;
+  for (const auto& s : sources) planned.push_back(s->planned(queries));
+  std::vector<float> sink_values;
+  for (int64_t i = 0; sinks && i < h.heads; ++i) sink_values.push_back(sinks(i));
+  const Turn turn(stream);
   const SparseWork work = plan_sparse(h.tokens, keys, h.heads, SplitPolicy::fast);
   const Memory m = memory_for(stream, h, work.partial_rows);
   ops::run(stream.stream, ops::AttendSparseArgs{.q = h.q,
-                                                .sources = sources,
+                                                .sources = planned,
                                                 .items = work.items,
                                                 .part_keys = work.part_keys,
                                                 .scale = scale,
-                                                .sinks = sinks,
+                                                .sinks = sink_values,
                                                 .out = m.out,
                                                 .lse = m.lse,
                                                 .max_logits = m.max_logits,
@@ -386,7 +476,7 @@ void sparse(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::ha
                                                  .partial_lse = m.partial_lse,
                                                  .partial_max = m.partial_max,
                                                  .items = work.splits,
-                                                 .sinks = sinks,
+                                                 .sinks = sink_values,
                                                  .out = m.out,
                                                  .lse = m.lse,
                                                  .max_logits = m.max_logits});
@@ -397,12 +487,16 @@ void sparse(PyStream& stream, nb::handle q_array, nb::handle cache_array, nb::ha
 
 void bind_flash_mla(nb::module_& m) {
   m.def("flash_mla_dense", &dense, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("block_table"),
-        nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"),
-        "out [batch, queries, heads, value] and lse [batch, heads, queries], both written.");
+        nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"), nb::kw_only(),
+        nb::arg("allocate") = nb::none(),
+        "out [batch, queries, heads, value] and lse [batch, heads, queries], both written. stream: a Stream of the "
+        "CPU,\n"
+        "or on a GPU a cudaStream_t, with allocate(bytes) for the call's memory there.");
   m.def("flash_mla_sparse", &sparse, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("indices"),
         nb::arg("scale"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("max_logits") = nb::none(),
         nb::arg("attn_sink") = nb::none(), nb::arg("topk_length") = nb::none(), nb::arg("extra_k_cache") = nb::none(),
         nb::arg("extra_indices") = nb::none(), nb::arg("extra_topk_length") = nb::none(),
+        nb::arg("allocate") = nb::none(),
         "The same over chosen slots; lse [batch, heads, queries], of q [rows, heads, head dim] with one query each.");
 }
 

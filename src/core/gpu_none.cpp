@@ -1,4 +1,6 @@
 #include "core/gpu.hpp"
+
+#include "core/device_attention.hpp"
 #include "mla/error.hpp"
 
 namespace mla::gpu {
@@ -40,5 +42,9 @@ void Stopwatch::stop(cuda::Queue&) {}
 double Stopwatch::seconds() const { return 0; }
 void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
 void withdraw(cuda::Queue&, const void*) noexcept {}
+size_t workspace_bytes(const PagedAttention&) { return 0; }
+size_t workspace_bytes(const ListAttention&) { return 0; }
+void attend(const PagedAttention&, const CallerStream& at) { none(at.device); }
+void attend(const ListAttention&, const CallerStream& at) { none(at.device); }
 
 }  // namespace mla::gpu

@@ -8,7 +8,7 @@ namespace mla::cuda {
 std::string_view target() { return "sm_80 and newer, sm_90a kernels on Hopper"; }
 // Hopper's kernels where they serve the call, the generic ones everywhere else.
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
-  if (sm90::serves(stream.queue(), a)) sm90::attend_latent(stream, a);
+  if (sm90::serves(stream.queue(), a)) sm90::attend_latent(stream.queue(), a);
   else generic::attend_latent(stream, a);
 }
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {

@@ -9,13 +9,9 @@
 
 namespace mla::cuda {
 
-Queue::Queue(int device, void* native) : device_(device) {
+Queue::Queue(int device, void* native, unsigned* counters)
+    : device_(device), stream_(static_cast<cudaStream_t>(native)), counters_(counters) {
   const std::string name = "cuda:" + std::to_string(device);
-  int count = 0;
-  check(cudaGetDeviceCount(&count), name, "looking for GPUs");
-  if (device < 0 || device >= count)
-    throw DeviceError(name + ": no such GPU, this machine has " + std::to_string(count));
-  const gpu::OnDevice on({DeviceKind::cuda, device});
   int minor = 0;
   check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), name, "compute capability");
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), name, "compute capability");
@@ -23,27 +19,38 @@ Queue::Queue(int device, void* native) : device_(device) {
   if (major_ < 8)
     throw DeviceError(name + ": compute capability is " + std::to_string(major_) + "." + std::to_string(minor) +
                       ", 8.0 is needed");
-  stream_ = static_cast<cudaStream_t>(native);
+}
+
+namespace {
+int existing(int device) {
+  const std::string name = "cuda:" + std::to_string(device);
+  int count = 0;
+  check(cudaGetDeviceCount(&count), name, "looking for GPUs");
+  if (device < 0 || device >= count)
+    throw DeviceError(name + ": no such GPU, this machine has " + std::to_string(count));
+  return device;
+}
+}  // namespace
+
+Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr) {
+  const std::string name = "cuda:" + std::to_string(device);
+  const gpu::OnDevice on({DeviceKind::cuda, device});
+  // The delegate has made a Queue: what follows is undone by the destructor.
   if (!stream_) {
     check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), name, "a stream");
-    own_ = true;
+    own_stream_ = true;
   }
-  try {
-    check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name,
-          "a stream's counters");
-    check(cudaMemset(counters_, 0, (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
-    blas_ = std::make_unique<Blas>(name);
-  } catch (...) {
-    cudaFree(counters_);
-    if (own_) cudaStreamDestroy(stream_);
-    throw;
-  }
+  check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name,
+        "a stream's counters");
+  own_counters_ = true;
+  check(cudaMemset(counters_, 0, (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
+  blas_ = std::make_unique<Blas>(name);
 }
 
 Queue::~Queue() {
   blas_.reset();
-  cudaFree(counters_);
-  if (own_) cudaStreamDestroy(stream_);
+  if (own_counters_) cudaFree(counters_);
+  if (own_stream_) cudaStreamDestroy(stream_);
 }
 
 void Queue::publish(const Range& range) {

@@ -20,6 +20,9 @@ class Queue {
  public:
   /// native: a cudaStream_t to borrow, or null for a stream of its own. DeviceError when the GPU cannot serve.
   Queue(int device, void* native);
+  /// For a call or two on a caller's stream, also one that is being captured: nothing is made on the GPU. counters: as
+  /// below, the caller's. Without matrix products.
+  Queue(int device, void* native, unsigned* counters);
   ~Queue();
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
@@ -66,7 +69,7 @@ class Queue {
 
   int device_ = 0, major_ = 0, multiprocessors_ = 0;
   cudaStream_t stream_ = nullptr;
-  bool own_ = false;
+  bool own_stream_ = false, own_counters_ = false;
   unsigned* counters_ = nullptr;
   std::unique_ptr<Blas> blas_;
   std::vector<Range> ranges_;  // by host address

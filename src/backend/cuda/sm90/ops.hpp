@@ -11,7 +11,8 @@ namespace mla::cuda::sm90 {
 
 /// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, at most 128 heads.
 bool serves(const Queue& queue, const ops::AttendLatentArgs& a);
-void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
+/// after_writer: the stream's previous kernel writes the items, which are then waited for before the launch.
+void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool after_writer = false);
 
 /// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256.
 bool serves(const Queue& queue, const ops::AttendExpandedArgs& a);

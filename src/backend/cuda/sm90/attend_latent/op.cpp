@@ -47,8 +47,7 @@ bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
          reinterpret_cast<uintptr_t>(a.cache.data) % 16 == 0 && a.scale > 0;
 }
 
-void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
-  const Queue& queue = stream.queue();
+void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool after_writer) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
   const CacheFormat format = a.cache.spec.format;
   const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
@@ -66,6 +65,7 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
       limits = limits_of(a.items.subspan(begin, count), a);
       choice = attend_latent_choice(limits, page_size, queue.multiprocessors(), format);
     }
+    choice.overlap = choice.overlap && !after_writer;
     cuda::attend_latent({.limits = limits,
                          .q = a.q.data(),
                          .cache = a.cache.data,
