@@ -1,0 +1,114 @@
+"""mla.flash_mla's calls as torch custom operators.
+
+    import mla.torch
+
+registers torch.ops.mla.flash_mla_with_kvcache and torch.ops.mla.flash_mla_sparse_fwd, for CPU and
+CUDA tensors, with fake implementations: torch.compile and torch.export see their shapes without
+running them. Arguments and conventions are those of mla.flash_mla, less the schedule's.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import flash_mla
+from ._mla import ShapeError
+
+_library = torch.library.Library("mla", "DEF")
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int = 512,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of mla.flash_mla.flash_mla_with_kvcache."""
+    return flash_mla.flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal,
+        is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
+        extra_topk_length,
+    )
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out, max_logits, lse) of mla.flash_mla.flash_mla_sparse_fwd."""
+    return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+
+
+def _out_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
+
+
+def _require_rank(name: str, tensor: torch.Tensor, dims: str) -> None:
+    if tensor.ndim != dims.count(",") + 1:
+        raise ShapeError(f"{name}: has shape {list(tensor.shape)}, {dims} is needed")
+
+
+def _fake_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int = 512,
+    *_: object,
+    **__: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    _require_rank("q", q, "[batch, queries, heads, head dim]")
+    batch, queries, heads, _dim = q.shape
+    return (
+        q.new_empty((batch, queries, heads, head_dim_v), dtype=_out_dtype(q)),
+        q.new_empty((batch, heads, queries), dtype=torch.float32),
+    )
+
+
+def _fake_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    *_: object,
+    **__: object,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    _require_rank("q", q, "[rows, heads, head dim]")
+    rows, heads, _dim = q.shape
+    return (
+        q.new_empty((rows, heads, d_v), dtype=_out_dtype(q)),
+        q.new_empty((rows, heads), dtype=torch.float32),
+        q.new_empty((rows, heads), dtype=torch.float32),
+    )
+
+
+for _function, _fake in (
+    (flash_mla_with_kvcache, _fake_with_kvcache),
+    (flash_mla_sparse_fwd, _fake_sparse_fwd),
+):
+    _name = _function.__name__
+    _library.define(
+        _name + torch.library.infer_schema(_function, mutates_args=()),
+        tags=(torch.Tag.needs_exact_strides,),
+    )
+    for _device in ("CPU", "CUDA"):
+        _library.impl(_name, _function, _device)
+    torch.library.register_fake(f"mla::{_name}", _fake, lib=_library)
+
+__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]

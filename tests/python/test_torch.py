@@ -1,0 +1,101 @@
+"""torch tensors and custom operators, on the CPU. scripts/gpu-python.py has the GPU's."""
+
+import time
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", minversion="2.4")
+
+import mla  # noqa: E402
+import mla.torch  # noqa: E402
+from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
+
+OPS = torch.ops.mla
+
+
+def dense_arguments(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, 5, 576, generator=generator).to(dtype)
+    cache = torch.randn(6, 16, 1, 576, generator=generator).bfloat16()
+    table = torch.tensor([[1, 4, 0], [2, 3, 5]], dtype=torch.int32)
+    return q, cache, table, torch.tensor([40, 7], dtype=torch.int32)
+
+
+def sparse_arguments(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(4, 5, 576, generator=generator).to(dtype)
+    kv = torch.randn(30, 1, 576, generator=generator).bfloat16()
+    indices = torch.randint(-1, 30, (4, 1, 12), generator=generator, dtype=torch.int32)
+    return q, kv, indices, 0.05
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_tensors_give_what_arrays_give(dtype):
+    q, cache, table, lengths = dense_arguments(dtype)
+    out, lse = flash_mla_with_kvcache(q, cache, table, lengths, causal=True)
+    assert out.dtype is dtype and lse.dtype is torch.float32
+    wanted, wanted_lse = flash_mla_with_kvcache(
+        q.float().numpy(), cache.float().numpy(), table.numpy(), lengths.numpy(), causal=True
+    )
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}[dtype]
+    np.testing.assert_allclose(out.float().numpy(), wanted, atol=bound, rtol=bound)
+    np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=bound, rtol=bound)
+
+
+def test_bad_tensors_are_refused_in_words():
+    q, cache, table, lengths = dense_arguments()
+    with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed|int64"):
+        flash_mla_with_kvcache(q, cache, table.long(), lengths)
+    with pytest.raises(mla.ShapeError, match="q: lies|q: is an array that exports no memory"):
+        flash_mla_with_kvcache(q.to("meta"), cache, table, lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_custom_operators(dtype):
+    dense, sparse = dense_arguments(dtype), sparse_arguments(dtype)
+    torch.library.opcheck(OPS.flash_mla_with_kvcache, dense)
+    torch.library.opcheck(OPS.flash_mla_sparse_fwd, sparse)
+    for found, wanted in zip(
+        OPS.flash_mla_sparse_fwd(*sparse), flash_mla_sparse_fwd(*sparse), strict=True
+    ):
+        assert torch.equal(found, wanted)
+
+
+def test_fake_tensors_have_the_shapes_of_real_ones():
+    for op, arguments in (
+        (OPS.flash_mla_with_kvcache, dense_arguments()),
+        (OPS.flash_mla_sparse_fwd, sparse_arguments()),
+    ):
+        real = op(*arguments)
+        fake = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments))
+        for r, f in zip(real, fake, strict=True):
+            assert f.is_meta and f.shape == r.shape and f.dtype == r.dtype
+            assert f.stride() == r.stride()
+
+
+def test_compiled_without_a_graph_break():
+    arguments = dense_arguments()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(*tensors):
+        out, lse = OPS.flash_mla_with_kvcache(*tensors)
+        return out * 2, lse
+
+    out, lse = compiled(*arguments)
+    wanted, wanted_lse = flash_mla_with_kvcache(*arguments)
+    assert torch.equal(out, wanted * 2) and torch.equal(lse, wanted_lse)
+
+
+def test_a_call_costs_less_than_ten_microseconds():
+    """Of a batch without requests: all that is left is the binding."""
+    q, cache, table, lengths = dense_arguments()
+    arguments = q[:0], cache, table[:0], lengths[:0]
+    best = np.inf
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(500):
+            flash_mla_with_kvcache(*arguments)
+        best = min(best, (time.perf_counter() - start) / 500)
+    print(f"\nflash_mla_with_kvcache of nothing: {1e6 * best:.2f} us")
+    assert best < 10e-6
