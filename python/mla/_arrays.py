@@ -31,10 +31,9 @@ def _framework(array: Any) -> Any:
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
     """An array of `like`'s framework and device, of its dtype or of the one named."""
     if _torch_tensor(like):
-        torch = sys.modules["torch"]
-        return torch.empty(
-            shape, dtype=getattr(torch, dtype) if dtype else like.dtype, device=like.device
-        )
+        if dtype is None:
+            return like.new_empty(shape)
+        return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     # ml_dtypes has given its names to NumPy by the time that an array of them exists.
     return _framework(like).empty(shape, np.dtype(dtype) if dtype else like.dtype)
 

@@ -38,18 +38,20 @@ const Torch& torch() {
   return found;
 }
 
+// A torch tensor's capsule, which owns it; nothing for other arrays and for tensors that torch does not export.
+nb::object torch_capsule(nb::handle array) {
+  const Torch& t = torch();
+  if (!t.tensor.is_valid() || !PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(t.tensor.ptr())))
+    return {};
+  nb::object capsule = nb::steal(PyObject_CallOneArg(t.to_dlpack.ptr(), array.ptr()));
+  PyErr_Clear();  // refusal() says why
+  return capsule;
+}
+
 Export exported(nb::handle array) {
   static PyObject* const ndarray = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
   Export e{nb::borrow(array)};
-  if (!PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(ndarray))) {
-    const nb::handle tensor = torch().tensor;
-    if (tensor.is_valid() && PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(tensor.ptr()))) {
-      nb::object capsule = nb::steal(PyObject_CallOneArg(torch().to_dlpack.ptr(), array.ptr()));
-      if (capsule.is_valid()) e.array = std::move(capsule);
-      else PyErr_Clear();  // refusal() says why
-    }
-    return e;
-  }
+  if (!PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(ndarray))) return e;
   const nb::object dtype = array.attr("dtype");
   if (nb::cast<int>(dtype.attr("num")) < 256) return e;  // NumPy's own
   std::string_view name = reinterpret_cast<PyTypeObject*>(nb::object(dtype.attr("type")).ptr())->tp_name;
@@ -110,6 +112,14 @@ std::string_view to_string(Element e) {
 }
 
 Tensor::Tensor(nb::handle array, std::string_view name, Access access) : name_(name) {
+  capsule_ = torch_capsule(array);
+  if (capsule_.is_valid()) {
+    // A DLManagedTensor begins with its DLTensor.
+    const void* managed = PyCapsule_GetPointer(capsule_.ptr(), "dltensor");
+    if (!managed) throw nb::python_error();
+    read(*static_cast<const nb::dlpack::dltensor*>(managed), nullptr);
+    return;
+  }
   const Export e = exported(array);
   if (access == Access::write) {
     nb::ndarray<> writable;
@@ -124,39 +134,51 @@ Tensor::Tensor(nb::handle array, std::string_view name, Access access) : name_(n
     PyErr_Clear();
     fail(name, refusal(array));
   }
-  element_ = e.renamed ? e.element : element_of(name, held_.dtype());
-  bytes_ = static_cast<int64_t>(held_.itemsize());
-  data_ = static_cast<std::byte*>(const_cast<void*>(held_.data()));
-  for (size_t i = 0; i < held_.ndim(); ++i) {
-    shape_.push_back(static_cast<int64_t>(held_.shape(i)));
-    strides_.push_back(held_.stride(i));
-  }
+  nb::dlpack::dltensor t;
+  t.data = const_cast<void*>(held_.data());
+  t.device = {held_.device_type(), held_.device_id()};
+  t.ndim = static_cast<int32_t>(held_.ndim());
+  t.dtype = held_.dtype();
+  t.shape = const_cast<int64_t*>(held_.shape_ptr());
+  t.strides = const_cast<int64_t*>(held_.stride_ptr());
+  read(t, e.renamed ? &e.element : nullptr);
+}
+
+void Tensor::read(const nb::dlpack::dltensor& t, const Element* element) {
+  element_ = element ? *element : element_of(name_, t.dtype);
+  bytes_ = t.dtype.bits / 8;
+  data_ = static_cast<std::byte*>(t.data) + t.byte_offset;
+  if (t.ndim > static_cast<int32_t>(kMostDimensions))
+    fail(name_,
+         "has " + std::to_string(t.ndim) + " dimensions, at most " + std::to_string(kMostDimensions) + " are allowed");
+  rank_ = static_cast<size_t>(t.ndim);
+  bool empty = false;
+  for (size_t i = 0; i < rank_; ++i) empty = (shape_[i] = t.shape[i]) == 0 || empty;
   // Frameworks do not agree on the strides of nothing.
-  if (std::find(shape_.begin(), shape_.end(), 0) != shape_.end()) {
-    int64_t step = 1;
-    for (size_t i = shape_.size(); i-- > 0; step *= std::max<int64_t>(1, shape_[i])) strides_[i] = step;
-  }
+  int64_t step = 1;
+  for (size_t i = rank_; i-- > 0; step *= std::max<int64_t>(1, shape_[i]))
+    strides_[i] = empty || !t.strides ? step : t.strides[i];
   if (reinterpret_cast<uintptr_t>(data_) % static_cast<uintptr_t>(bytes_) != 0)
-    fail(name, "lies at an address that is no multiple of its elements' " + std::to_string(bytes_) + " bytes");
-  switch (held_.device_type()) {
+    fail(name_, "lies at an address that is no multiple of its elements' " + std::to_string(bytes_) + " bytes");
+  switch (t.device.device_type) {
     case nb::device::cpu::value:
     case nb::device::cuda_host::value: break;
     case nb::device::cuda::value:
-    case nb::device::cuda_managed::value: device_ = {DeviceKind::cuda, held_.device_id()}; break;
+    case nb::device::cuda_managed::value: device_ = {DeviceKind::cuda, t.device.device_id}; break;
     default:
-      fail(name,
-           "lies on DLPack device type " + std::to_string(held_.device_type()) + ", allowed: CPU and CUDA memory");
+      fail(name_,
+           "lies on DLPack device type " + std::to_string(t.device.device_type) + ", allowed: CPU and CUDA memory");
   }
 }
 
 std::string Tensor::shape_text() const {
   std::string s;
-  for (int64_t n : shape_) s += (s.empty() ? "[" : ", ") + std::to_string(n);
+  for (size_t i = 0; i < rank_; ++i) s += (s.empty() ? "[" : ", ") + std::to_string(shape_[i]);
   return s.empty() ? "[]" : s + "]";
 }
 
 void Tensor::require_rank(size_t rank, std::string_view dims) const {
-  if (shape_.size() != rank) fail(name_, "has shape " + shape_text() + ", " + std::string(dims) + " is needed");
+  if (rank_ != rank) fail(name_, "has shape " + shape_text() + ", " + std::string(dims) + " is needed");
 }
 
 void Tensor::require_device(Device device) const {

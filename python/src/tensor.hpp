@@ -38,7 +38,7 @@ class Tensor {
   Element element() const { return element_; }
   Device device() const { return device_; }
   std::byte* data() const { return data_; }
-  size_t rank() const { return shape_.size(); }
+  size_t rank() const { return rank_; }
   int64_t extent(size_t i) const { return shape_[i]; }
   int64_t stride(size_t i) const { return strides_[i]; }  ///< in elements
   int64_t element_bytes() const { return bytes_; }
@@ -86,13 +86,19 @@ class Tensor {
     return {extents, strides};
   }
 
+  void read(const nb::dlpack::dltensor& t, const Element* element);
+
+  // The array, one way or the other.
   nb::ndarray<nb::ro> held_;
+  nb::object capsule_;
   std::string name_;
   Element element_ = Element::f32;
   Device device_;
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
-  std::vector<int64_t> shape_, strides_;
+  static constexpr size_t kMostDimensions = 8;
+  std::array<int64_t, kMostDimensions> shape_{}, strides_{};
+  size_t rank_ = 0;
 };
 
 /// "cpu", "cuda" or "cuda:1"; InputError for anything else.
