@@ -1,0 +1,552 @@
+#!/usr/bin/env python3
+"""The Python package on a GPU, with PyTorch and transformers: right, captured, cheap to call.
+
+    scripts/gpu-python.py [--json bench/results/<card>/python.json] [section ...]
+
+Sections: flash_mla (its whole argument space against float64), graph (calls captured, launched
+again with other lengths, tables and lists), custom_op, layer (forward against the CPU's, and
+captured), attach (greedy tokens of small random models) and overhead. Exit code 1 when one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
+
+import mla
+from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+
+DEVICE = "cuda:0"
+F64 = torch.float64
+DTYPES = {
+    "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+# Absolute and relative error allowed, by the queries' dtype: f32 sums; bf16 rounds the softmax's
+# weights and out to 8 bits. An f16 cache is multiplied in bf16 by some kernels.
+ROUNDING = {"f32": 2e-4, "f16": 2e-3, "bf16": 1e-2, "fp8": 1e-2}
+
+
+# Caches, and what they must give.
+
+
+def rows_of(cache: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """A cache [blocks, page, 1, row] as float64 [slots, head_dim]."""
+    blocks, page, _, row = cache.shape
+    if cache.dtype.itemsize > 1 or row == head_dim:
+        return cache.reshape(blocks * page, row).to(F64)
+    raw = cache.view(torch.uint8).reshape(blocks, page * row)
+    if row == 656:
+        tokens = raw.reshape(-1, 656)
+        codes = tokens[:, :512].contiguous().view(torch.float8_e4m3fn).to(F64)
+        scales = tokens[:, 512:528].contiguous().view(torch.float32).to(F64)
+        rope = tokens[:, 528:].contiguous().view(torch.bfloat16).to(F64)
+        return torch.cat([codes * scales.repeat_interleave(128, 1), rope], 1)
+    rows = raw[:, : page * 576].reshape(-1, 576)
+    codes = rows[:, :448].contiguous().view(torch.float8_e4m3fn).to(F64)
+    rope = rows[:, 448:].contiguous().view(torch.bfloat16).to(F64)
+    exponents = raw[:, page * 576 :].reshape(-1, 8)[:, :7].to(F64) - 127
+    return torch.cat([codes * (2.0**exponents).repeat_interleave(64, 1), rope], 1)
+
+
+def cache_of(kind: str, blocks: int, page: int, head_dim: int) -> torch.Tensor:
+    """Pages of random rows."""
+    values = torch.randn(blocks * page, head_dim, device=DEVICE)
+    if kind in DTYPES:
+        return values.to(DTYPES[kind]).reshape(blocks, page, 1, head_dim)
+    width, group = (512, 128) if kind == "fp8_ds_mla" else (448, 64)
+    parts = values[:, :width].reshape(len(values), -1, group)
+    exponents = torch.ceil(torch.log2(torch.clamp(parts.abs().amax(2) / 448, min=1e-4)))
+    codes = (parts / torch.exp2(exponents)[:, :, None]).to(torch.float8_e4m3fn)
+    codes = codes.reshape(len(values), width).view(torch.uint8)
+    rope = values[:, width:].to(torch.bfloat16).view(torch.uint8)
+    if kind == "fp8_ds_mla":
+        scales = torch.exp2(exponents).float().view(torch.uint8)
+        rows = torch.cat([codes, scales, rope], 1)
+        return rows.reshape(blocks, page, 1, 656).view(torch.float8_e4m3fn)
+    scales = torch.zeros(len(values), 8, dtype=torch.uint8, device=DEVICE)
+    scales[:, :7] = (exponents + 127).to(torch.uint8)
+    body = torch.cat([codes, rope], 1).reshape(blocks, -1)
+    raw = torch.cat([body, scales.reshape(blocks, -1)], 1).reshape(blocks, page, 1, 584)
+    return raw.view(torch.float8_e4m3fn)
+
+
+def attended(
+    q: torch.Tensor, rows: torch.Tensor, value: int, scale: float, sink: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A query row [heads, head_dim] over rows [keys, head_dim]: out, max_logits, lse in float64."""
+    heads = q.shape[0]
+    if len(rows) == 0:
+        none = torch.full((heads,), torch.inf, dtype=F64, device=q.device)
+        return torch.zeros(heads, value, dtype=F64, device=q.device), -none, none
+    logits = q.to(F64) @ rows.T * scale
+    lse = torch.logsumexp(logits, 1)
+    out = torch.softmax(logits, 1) @ rows[:, :value]
+    if sink is not None:
+        out = out / (1 + torch.exp(sink.to(F64) - lse))[:, None]
+    return out, logits.amax(1), lse
+
+
+def dense_wanted(
+    q: torch.Tensor, rows: torch.Tensor, table: torch.Tensor, lengths: list[int], page: int,
+    value: int, scale: float, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, queries, heads, _ = q.shape
+    out = torch.zeros(batch, queries, heads, value, dtype=F64, device=q.device)
+    lse = torch.zeros(batch, heads, queries, dtype=F64, device=q.device)
+    for b, length in enumerate(lengths):
+        at = torch.arange(length, device=q.device)
+        slots = table[b].long()[at // page] * page + at % page
+        for i in range(queries):
+            seen = max(0, length - queries + 1 + i) if causal else length
+            out[b, i], _, lse[b, :, i] = attended(q[b, i], rows[slots[:seen]], value, scale)
+    return out, lse
+
+
+def sparse_wanted(
+    q: torch.Tensor, parts: list[tuple[torch.Tensor, torch.Tensor, list[int] | None]], value: int,
+    scale: float, sink: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """parts: rows, slots [batch, queries, topk] and lengths of each cache."""
+    batch, queries, heads, _ = q.shape
+    out = torch.zeros(batch, queries, heads, value, dtype=F64, device=q.device)
+    lse = torch.zeros(batch, heads, queries, dtype=F64, device=q.device)
+    largest = torch.zeros(batch, heads, queries, dtype=F64, device=q.device)
+    for b, i in itertools.product(range(batch), range(queries)):
+        keys = []
+        for rows, slots, lengths in parts:
+            chosen = slots[b, i].long()
+            chosen = chosen if lengths is None else chosen[: lengths[b]]
+            keys.append(rows[chosen[(chosen >= 0) & (chosen < len(rows))]])
+        out[b, i], largest[b, :, i], lse[b, :, i] = attended(
+            q[b, i], torch.cat(keys), value, scale, sink
+        )
+    return out, largest, lse
+
+
+def error_of(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> float:
+    """The largest error, in units of what is allowed; infinite where infinities differ."""
+    found = found.to(F64)
+    finite = torch.isfinite(wanted)
+    if not torch.equal(found[~finite], wanted[~finite]) or not torch.isfinite(found[finite]).all():
+        return float("inf")
+    error = (found - wanted).abs()[finite]
+    allowed = rounding * (1 + wanted.abs()[finite])
+    return float((error / allowed).max()) if error.numel() else 0.0
+
+
+def queries_of(dtype: str, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE).to(DTYPES[dtype])
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def table_of(lengths: list[int], page: int, blocks: int, columns: int) -> torch.Tensor:
+    """Distinct pages in random order, absurd ones past the sequences' ends."""
+    pages = torch.randperm(blocks).tolist()
+    table = torch.full((len(lengths), columns), 2**31 - 1, dtype=torch.int32)
+    for b, length in enumerate(lengths):
+        for c in range(-(-length // page)):
+            table[b, c] = pages.pop()
+    return table.to(DEVICE)
+
+
+# Sections: each yields (case, error in units of what is allowed).
+
+Row = tuple[str, float]
+
+
+def dense_case(
+    kind: str, dtype: str, heads: int, page: int, queries: int, causal: bool, lengths: list[int],
+    head_dim: int = 576,
+) -> Row:
+    columns = max(1, max(-(-n // page) for n in lengths) + 1)
+    blocks = sum(-(-n // page) for n in lengths) + 2
+    cache = cache_of(kind, blocks, page, head_dim)
+    rows = rows_of(cache, head_dim)
+    table = table_of(lengths, page, blocks, columns)
+    q = queries_of(dtype, len(lengths), queries, heads, head_dim)
+    schedule, splits = get_mla_metadata(int32(lengths), queries * heads, 1)
+    out, lse = flash_mla_with_kvcache(
+        q, cache, table, int32(lengths), 512, schedule, splits, None, causal,
+        is_fp8_kvcache=cache.dtype.itemsize == 1,
+    )
+    wanted = dense_wanted(q, rows, table, lengths, page, 512, head_dim**-0.5, causal)
+    bound = ROUNDING[dtype]
+    worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[1], bound))
+    name = f"dense {kind} q {dtype} d{head_dim} h{heads} page{page} s{queries}"
+    return name + (" causal" if causal else "") + f" b{len(lengths)} <={max(lengths)}", worst
+
+
+def slots_of(batch: int, queries: int, topk: int, slots: int) -> torch.Tensor:
+    """Slots of a cache, duplicates and ones that do not exist among them."""
+    chosen = torch.randint(0, slots, (batch, queries, topk), dtype=torch.int32)
+    chosen[torch.rand(chosen.shape) < 0.1] = -1
+    chosen[torch.rand(chosen.shape) < 0.05] = slots + 7
+    return chosen.to(DEVICE)
+
+
+def sparse_case(
+    kind: str, dtype: str, heads: int, page: int, batch: int, queries: int, topk: int,
+    lengths: list[int] | None, sink: bool, extra: int, head_dim: int = 576,
+) -> Row:
+    q = queries_of(dtype, batch, queries, heads, head_dim)
+    caches = [cache_of(kind, 40, page, head_dim)]
+    lists = [slots_of(batch, queries, topk, 40 * page)]
+    options: dict[str, Any] = {}
+    if extra:
+        caches.append(cache_of(kind, 9, page + 1, head_dim))
+        lists.append(slots_of(batch, queries, extra, 9 * (page + 1)))
+        options = dict(extra_k_cache=caches[1], extra_indices_in_kvcache=lists[1])
+    counts: list[list[int] | None] = [lengths, None]
+    if lengths is not None:
+        options["topk_length"] = int32(lengths)
+        if extra:
+            counts[1] = [extra - i % 2 for i in range(batch)]
+            options["extra_topk_length"] = int32(counts[1])
+    sinks = torch.randn(heads, device=DEVICE) * 3 if sink else None
+    if sinks is not None:
+        sinks[0], sinks[-1] = torch.inf, -torch.inf
+    schedule, splits = get_mla_metadata()
+    out, lse = flash_mla_with_kvcache(
+        q, caches[0], None, None, 512, schedule, splits, None, False,
+        caches[0].dtype.itemsize == 1, lists[0], sinks, **options,
+    )
+    parts = [
+        (rows_of(c, head_dim), s, n) for c, s, n in zip(caches, lists, counts, strict=False)
+    ]
+    wanted = sparse_wanted(q, parts, 512, head_dim**-0.5, sinks)
+    bound = ROUNDING[dtype]
+    worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[2], bound))
+    name = f"sparse {kind} q {dtype} d{head_dim} h{heads} page{page} b{batch} s{queries} k{topk}"
+    marks = [" lengths"] * (lengths is not None) + [" sinks"] * sink + [f" +{extra}"] * bool(extra)
+    return name + "".join(marks), worst
+
+
+def prefill_case(
+    dtype: str, kind: str, heads: int, rows: int, keys: int, topk: int, lengths: bool, sink: bool,
+    head_dim: int = 576,
+) -> Row:
+    q = queries_of(dtype, rows, heads, head_dim)
+    kv = torch.randn(keys, 1, head_dim, device=DEVICE).to(DTYPES[kind])
+    slots = slots_of(rows, 1, topk, keys)
+    count = [max(0, topk - 3 * i) for i in range(rows)] if lengths else None
+    sinks = torch.randn(heads, device=DEVICE) if sink else None
+    out, largest, lse = flash_mla_sparse_fwd(
+        q, kv, slots, 0.05, 512, sinks, None if count is None else int32(count)
+    )
+    wanted = sparse_wanted(
+        q[:, None], [(kv[:, 0].to(F64), slots, count)], 512, 0.05, sinks
+    )
+    bound = ROUNDING[dtype]
+    worst = max(
+        error_of(out, wanted[0][:, 0], bound), error_of(largest, wanted[1][..., 0], bound),
+        error_of(lse, wanted[2][..., 0], bound),
+    )
+    name = f"prefill {kind} q {dtype} d{head_dim} h{heads} rows{rows} of {keys} k{topk}"
+    return name + " lengths" * lengths + " sinks" * sink, worst
+
+
+def flash_mla() -> Iterator[Row]:
+    kinds = ["f32", "bf16", "f16", "fp8", "fp8_ds_mla"]
+    for kind, dtype, causal in itertools.product(kinds, ["f32", "f16", "bf16", "fp8"], [0, 1]):
+        yield dense_case(kind, dtype, 5, 64, 2, bool(causal), [70, 0, 129])
+    for kind, heads, page in itertools.product(
+        ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 16, 33, 64, 128, 130], [1, 16, 64, 100]
+    ):
+        yield dense_case(kind, "bf16", heads, page, 1, False, [37, 1500, 1, 640])
+    for kind, queries, causal in itertools.product(
+        ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 2, 4, 70], [False, True]
+    ):
+        yield dense_case(kind, "bf16", 16, 64, queries, causal, [3, 900, 64])
+        yield dense_case(kind, "bf16", 128, 64, queries, causal, [3000, 0, 65])
+    for kind, dtype, page in itertools.product(
+        ["bf16", "f16", "fp8_ds_v4"], ["f32", "bf16"], [16, 64, 3]
+    ):
+        yield dense_case(kind, dtype, 7, page, 3, True, [33, 1, 200], head_dim=512)
+    yield dense_case("bf16", "bf16", 128, 64, 1, False, [20000] + [10] * 30)
+    yield dense_case("fp8_ds_mla", "bf16", 128, 64, 2, True, [9000, 8000] + [700] * 126)
+
+    for kind, dtype, sink, extra in itertools.product(
+        kinds, ["f32", "bf16", "fp8"], [False, True], [0, 24]
+    ):
+        yield sparse_case(kind, dtype, 6, 8, 3, 2, 40, [40, 17, 0], sink, extra)
+    for kind, heads, topk in itertools.product(
+        ["bf16", "fp8_ds_mla"], [1, 16, 64, 128, 130], [0, 1, 64, 300, 2048]
+    ):
+        yield sparse_case(kind, "bf16", heads, 64, 2, 1, topk, None, True, 0)
+    for kind, dtype, extra in itertools.product(["bf16", "fp8_ds_v4"], ["f32", "bf16"], [0, 130]):
+        yield sparse_case(kind, dtype, 64, 64, 2, 2, 128, [128, 50], True, extra, head_dim=512)
+        yield sparse_case(kind, dtype, 16, 64, 64, 1, 512, None, False, extra, head_dim=512)
+
+    for dtype, kind, head_dim in itertools.product(["f32", "bf16", "f16"], ["f32", "bf16", "f16"],
+                                                   [576, 512]):
+        yield prefill_case(dtype, kind, 5, 9, 50, 33, True, True, head_dim)
+    for heads, topk in itertools.product([1, 64, 128, 130], [0, 64, 2048]):
+        yield prefill_case("bf16", "bf16", heads, 40, 4000, topk, False, True)
+
+
+def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[torch.Tensor, ...]]:
+    call()  # loads kernels
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+    return graph, outputs
+
+
+def graph() -> Iterator[Row]:
+    for kind, heads, queries in itertools.product(
+        ["bf16", "f16", "fp8_ds_mla", "f32"], [16, 128], [1, 3]
+    ):
+        page, blocks, columns = 64, 120, 40
+        cache = cache_of(kind, blocks, page, 576)
+        q = queries_of("bf16", 4, queries, heads, 576)
+        lengths, table = int32([1] * 4), table_of([1] * 4, page, blocks, columns)
+        replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
+            q, cache, table, lengths, causal=True, is_fp8_kvcache=cache.dtype.itemsize == 1
+        ))
+        worst = 0.0
+        for now in ([2500, 3, 0, 700], [5, 2000, 64, 1], [1, 1, 1, 1]):
+            q.copy_(queries_of("bf16", *q.shape))
+            lengths.copy_(int32(now))
+            table.copy_(table_of(now, page, blocks, columns))
+            replay.replay()
+            wanted = dense_wanted(
+                q, rows_of(cache, 576), table, now, page, 512, 576**-0.5, True
+            )
+            worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
+        yield f"dense {kind} h{heads} s{queries}", worst
+    for kind, heads, topk in itertools.product(["bf16", "fp8_ds_mla"], [16, 128], [64, 2048]):
+        cache, q = cache_of(kind, 50, 64, 576), queries_of("bf16", 3, 2, heads, 576)
+        indices, counts = slots_of(3, 2, topk, 3200), int32([topk] * 3)
+        sinks = torch.randn(heads, device=DEVICE)
+        replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
+            q, cache, None, None, is_fp8_kvcache=cache.dtype.itemsize == 1, indices=indices,
+            attn_sink=sinks, topk_length=counts,
+        ))
+        worst = 0.0
+        for now in ([topk, 1, 0], [topk // 2] * 3):
+            indices.copy_(slots_of(3, 2, topk, 3200))
+            counts.copy_(int32(now))
+            sinks.normal_()
+            replay.replay()
+            wanted = sparse_wanted(
+                q, [(rows_of(cache, 576), indices, now)], 512, 576**-0.5, sinks
+            )
+            worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[2], 2e-2))
+        yield f"sparse {kind} h{heads} k{topk}", worst
+    kv, q = torch.randn(500, 1, 576, device=DEVICE).bfloat16(), queries_of("bf16", 30, 128, 576)
+    indices = slots_of(30, 1, 256, 500)
+    replay, (out, largest, lse) = captured(lambda: flash_mla_sparse_fwd(q, kv, indices, 0.05))
+    indices.copy_(slots_of(30, 1, 256, 500))
+    replay.replay()
+    wanted = sparse_wanted(q[:, None], [(kv[:, 0].to(F64), indices, None)], 512, 0.05, None)
+    yield "prefill bf16 h128 k256", max(
+        error_of(out, wanted[0][:, 0], 2e-2), error_of(largest, wanted[1][..., 0], 2e-2),
+        error_of(lse, wanted[2][..., 0], 2e-2),
+    )
+
+
+def custom_op() -> Iterator[Row]:
+    import mla.torch  # noqa: F401
+
+    cache, q = cache_of("bf16", 20, 64, 576), queries_of("bf16", 2, 1, 16, 576)
+    table, lengths = table_of([300, 5], 64, 20, 6), int32([300, 5])
+    kv, indices = torch.randn(90, 1, 576, device=DEVICE).bfloat16(), slots_of(2, 1, 64, 90)
+    ops = torch.ops.mla
+    dense, sparse = (q, cache, table, lengths), (q[:, 0], kv, indices, 0.05)
+    torch.library.opcheck(ops.flash_mla_with_kvcache, dense)
+    torch.library.opcheck(ops.flash_mla_sparse_fwd, sparse)
+    yield "opcheck", 0.0
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def compiled(*arguments: torch.Tensor) -> torch.Tensor:
+        return ops.flash_mla_with_kvcache(*arguments)[0] * 2
+
+    same = torch.equal(compiled(*dense), flash_mla_with_kvcache(*dense)[0] * 2)
+    yield "compiled without a graph break", 0.0 if same else float("inf")
+
+
+def layer() -> Iterator[Row]:
+    """The planned layer on the GPU beside the CPU's, and captured on the stream it has run on."""
+    import ml_dtypes
+
+    model = mla.preset("deepseek-v2-lite")
+    tensors = mla.random_layer(model)
+    lengths, new = [300, 41], [100, 1]
+    slots = [*range(200, 300), 320 + 40]
+    batch = mla.Batch([0, 100, 101], lengths, np.arange(10, dtype=np.int32).reshape(2, 5), slots)
+    hidden = torch.randn(sum(new), model.hidden) / 4
+    for compute in ("f32", "bf16"):
+        results = []
+        for device in ("cpu", DEVICE):
+            weights = mla.prepare(model, tensors, dtype=compute, device=device)
+            rotary = mla.RotaryTable(model, 1024, device=device)
+            spec = mla.cache_spec(model, "fp8_ds_mla")
+            generator = np.random.default_rng(1)
+            rows = np.zeros((10 * 64, 656), np.uint8)
+            rows[:, :512] = generator.integers(0, 0x70, (640, 512))
+            rows[:, 512:528] = np.full((640, 4), 0.01, np.float32).view(np.uint8)
+            rope = generator.standard_normal((640, 64)).astype(ml_dtypes.bfloat16)
+            rows[:, 528:] = rope.view(np.uint8).reshape(640, 128)
+            memory = torch.from_numpy(rows.reshape(10, -1).copy()).to(device)
+            cache = mla.Cache(spec, memory=memory)
+            x = hidden.to(device, DTYPES[compute])
+            options = mla.PlanOptions(compute=compute)
+            stream = torch.cuda.Stream() if device != "cpu" else None
+            with torch.cuda.stream(stream):
+                if stream is None:
+                    step = mla.plan(model, cache, batch, options=options)
+                else:
+                    torch.cuda.synchronize()
+                    # The stream that forward will find to be torch's current one.
+                    step = mla.plan(model, cache, batch, stream=mla.stream_for(x), options=options)
+                out = mla.forward(step, weights, rotary, cache, x)
+                if stream is not None:
+                    torch.cuda.synchronize()
+                    again = torch.cuda.CUDAGraph()
+                    kept = torch.empty_like(out)
+                    with torch.cuda.graph(again, stream=stream):
+                        mla.forward(step, weights, rotary, cache, x, kept)
+                    again.replay()
+                    torch.cuda.synchronize()
+                    yield f"forward {compute} captured", (
+                        0.0 if torch.equal(kept, out) else float("inf")
+                    )
+            results.append(out.float().cpu())
+        scale = float(results[0].abs().max())
+        bound = {"f32": 1e-3, "bf16": 2e-2}[compute] * scale
+        yield f"forward {compute}", float((results[1] - results[0]).abs().max()) / bound
+
+
+def attach() -> Iterator[Row]:
+    import hf_models
+
+    import mla.transformers
+
+    wide = dict(
+        hidden_size=512, kv_lora_rank=512, qk_rope_head_dim=64, qk_nope_head_dim=128,
+        v_head_dim=128, num_attention_heads=16, num_key_value_heads=16, initializer_range=0.08,
+    )
+    for kind, dtype, shape in itertools.product(
+        hf_models.KINDS, (torch.float32, torch.bfloat16), ("small", "wide")
+    ):
+        changes = {} if shape == "small" else dict(wide)
+        if changes and kind == "v3.2":
+            changes["index_head_dim"] = 128
+        model = hf_models.make_model(kind, dtype, **changes).to(DEVICE)
+        wanted, logits = hf_models.greedy(model)
+        caches = [None]
+        if shape == "wide" and dtype is torch.bfloat16 and kind == "v3":
+            caches.append("fp8_ds_mla")
+        for cache in caches:
+            attachment = mla.transformers.attach(model, cache)
+            found, own = hf_models.greedy(model)
+            attachment.detach()
+            differ = (found != wanted).any(dim=0).nonzero()
+            name = f"{kind} {str(dtype)[6:]} {shape} cache {cache or 'as weights'}: 64 tokens x 2"
+            first = f", first differs at {int(differ[0])}" if len(differ) else ""
+            error = float((own - logits).abs().max())
+            yield f"{name}{first}, logits {error:.2g}", float("inf") if len(differ) else 0.0
+
+
+def overhead() -> Iterator[Row]:
+    """CPU time of a call, in units of 10 us: of an empty batch, where nothing is launched."""
+
+    def best(call: Callable[[], Any], calls: int = 500, rounds: int = 20) -> float:
+        fastest = float("inf")
+        for _ in range(rounds):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            fastest = min(fastest, (time.perf_counter() - start) / calls)
+        torch.cuda.synchronize()
+        return fastest
+
+    import mla.torch  # noqa: F401
+
+    cache, q = cache_of("bf16", 64, 64, 576), queries_of("bf16", 8, 1, 128, 576)
+    table, lengths = table_of([100] * 8, 64, 64, 8), int32([100] * 8)
+    indices = slots_of(8, 1, 64, 4096)
+    empty = (q[:0], cache, table[:0], lengths[:0])
+    calls = {
+        "flash_mla_with_kvcache, binding alone": (lambda: flash_mla_with_kvcache(*empty), True),
+        "flash_mla_with_kvcache, queued": (
+            lambda: flash_mla_with_kvcache(q, cache, table, lengths), False),
+        "sparse, queued": (
+            lambda: flash_mla_with_kvcache(q, cache, None, None, indices=indices), False),
+        "torch.ops.mla.flash_mla_with_kvcache, queued": (
+            lambda: torch.ops.mla.flash_mla_with_kvcache(q, cache, table, lengths), False),
+    }
+    for name, (call, judged) in calls.items():
+        call()
+        micros = 1e6 * best(call, calls=100 if "queued" in name else 500)
+        yield f"{name}: {micros:.2f} us", micros / 10 if judged else 0.0
+
+
+SECTIONS = {f.__name__: f for f in (flash_mla, graph, custom_op, layer, attach, overhead)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("section", nargs="*", choices=[*SECTIONS, []], help="by default all")
+    options = parser.parse_args()
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(1)
+    torch.set_grad_enabled(False)
+    report: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(0), "mla": mla.__version__,
+        "torch": torch.__version__, "transformers": transformers.__version__,
+        "python": sys.version.split()[0], "sections": {},
+    }
+    failed = False
+    for name in options.section or SECTIONS:
+        rows: list[dict[str, Any]] = []
+        start, trouble = time.perf_counter(), None
+        cases = SECTIONS[name]()
+        try:
+            for case, error in cases:
+                rows.append({"case": case, "error": error, "ok": error <= 1})
+        except Exception as e:
+            trouble = f"after {rows[-1]['case'] if rows else 'nothing'}: {type(e).__name__}: {e}"
+            traceback.print_exc()
+        bad = [r for r in rows if not r["ok"]]
+        worst = max((r["error"] for r in rows), default=0.0)
+        seconds = time.perf_counter() - start
+        verdict = "FAILED" if bad or trouble else "ok"
+        print(f"{name:10} {len(rows):4} cases, {len(bad)} failed, worst {worst:.2f} of what is "
+              f"allowed, {seconds:.1f} s: {verdict}", flush=True)
+        for row in bad[:20] if name not in ("attach", "overhead") else rows:
+            print(f"    {row['case']}" + ("" if row["ok"] else f": {row['error']:.3g}"), flush=True)
+        if trouble:
+            print(f"    {trouble}", flush=True)
+        report["sections"][name] = {"seconds": seconds, "trouble": trouble, "rows": rows}
+        failed = failed or bool(bad) or trouble is not None
+        if options.json:
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(report, indent=1).replace("Infinity", '"inf"')
+            options.json.write_text(text + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
