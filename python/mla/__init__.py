@@ -162,5 +162,5 @@ __all__ = [
     "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__", "attend", "bench",
     "cache_formats", "cache_spec", "chain_hash", "command_path", "forward", "gpu_count",
     "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer", "read_config",
-    "select",
+    "select", "stream_for",
 ]

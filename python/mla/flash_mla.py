@@ -81,8 +81,8 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
 
-    q: [batch, queries, heads, head dim], f32, bf16, f16 or fp8 e4m3. k_cache: [blocks, page, 1, row]:
-    rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576
+    q: [batch, queries, heads, head dim], f32, bf16, f16 or fp8 e4m3. k_cache: [blocks, page, 1,
+    row]: rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576
     (fp8_ds_mla), 584 for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
 
     Dense: block_table [batch, columns] and cache_seqlens [batch], int32; causal: queries are the
