@@ -5,14 +5,17 @@
 
 Sections: flash_mla (its whole argument space against float64), graph (calls captured, launched
 again with other lengths, tables and lists), custom_op, layer (forward against the CPU's, and
-captured), attach (greedy tokens of small random models) and overhead. Exit code 1 when one fails.
+captured), attach (greedy tokens of small random models), overhead and frameworks (CuPy's and JAX's
+arrays). Exit code 1 when one fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import json
+import os
 import sys
 import time
 import traceback
@@ -382,6 +385,33 @@ def custom_op() -> Iterator[Row]:
     yield "compiled without a graph break", 0.0 if same else float("inf")
 
 
+def frameworks() -> Iterator[Row]:
+    """CuPy's and JAX's arrays give what torch's do."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    cache, q = cache_of("f32", 20, 64, 576), queries_of("f32", 2, 1, 16, 576)
+    table, lengths = table_of([300, 5], 64, 20, 6), int32([300, 5])
+    kv, indices = cache_of("f32", 90, 1, 576)[:, 0], slots_of(2, 1, 64, 90)
+    dense, sparse = (q, cache, table, lengths), (q[:, 0].contiguous(), kv, indices)
+    wanted = (*flash_mla_with_kvcache(*dense), *flash_mla_sparse_fwd(*sparse, 0.05))
+    for name in ("cupy", "jax"):
+        try:
+            framework = importlib.import_module(name)
+        except ImportError:
+            yield f"{name} is not installed", 0.0
+            continue
+        take = framework.from_dlpack if name == "cupy" else framework.dlpack.from_dlpack
+        torch.cuda.synchronize()
+        found = (
+            *flash_mla_with_kvcache(*map(take, dense)),
+            *flash_mla_sparse_fwd(*map(take, sparse), 0.05),
+        )
+        same = all(
+            type(f) is type(take(w)) and torch.equal(torch.from_dlpack(f), w)
+            for f, w in zip(found, wanted, strict=True)
+        )
+        yield name, 0.0 if same else float("inf")
+
+
 def layer() -> Iterator[Row]:
     """The planned layer on the GPU beside the CPU's, and captured on the stream it has run on."""
     import ml_dtypes
@@ -500,7 +530,10 @@ def overhead() -> Iterator[Row]:
         yield f"{name}: {micros:.2f} us", micros / 10 if judged else 0.0
 
 
-SECTIONS = {f.__name__: f for f in (flash_mla, graph, custom_op, layer, attach, overhead)}
+SECTIONS = {
+    f.__name__: f
+    for f in (flash_mla, graph, custom_op, layer, attach, overhead, frameworks)
+}
 
 
 def main() -> int:
