@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _mla
-from ._arrays import empty, stream_for
+from ._arrays import empty, finish, settle, stream_for
 from ._bench import bench
 from ._command import command_path
 from ._mla import VERSION as __version__
@@ -95,10 +95,12 @@ def forward(
     """
     if out is None:
         out = empty(hidden, tuple(hidden.shape))
+    settle(hidden, out)
     _mla.forward(
         stream or stream_for(hidden), plan, weights, rotary, cache, hidden, out,
         index_cache=index_cache, index_rotary=index_rotary, profile=profile,
     )
+    finish(hidden)
     return out
 
 
@@ -125,11 +127,13 @@ def attend(
     `select` chose.
     """
     if out is None:
-        out = empty(q, (q.shape[0], q.shape[1], plan.model.value))
+        out = empty(q, (q.shape[0], q.shape[1], plan.model.value), "float32")
+    settle(q, kv_c, k_pe, out)
     _mla.attend(
         stream or stream_for(q), plan, weights, rotary, cache, q, kv_c, k_pe, out,
         index_cache=index_cache, index_rotary=index_rotary, profile=profile,
     )
+    finish(q)
     return out
 
 
@@ -149,6 +153,7 @@ def select(
     Counted from each token's request's start, unused entries negative. For the attention form, and
     for layers without an indexer.
     """
+    settle(positions)
     _mla.select(
         stream or stream_for(positions), plan, weights, rotary, cache, positions,
         index_cache=index_cache, index_rotary=index_rotary,

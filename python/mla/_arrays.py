@@ -20,22 +20,33 @@ def _torch_tensor(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _framework(array: Any) -> Any:
-    """The module of an array's own functions: torch, cupy or numpy."""
-    if _torch_tensor(array):
-        return sys.modules["torch"]
+def _cupy_array(array: Any) -> bool:
     cupy = sys.modules.get("cupy")
-    return cupy if cupy is not None and isinstance(array, cupy.ndarray) else np
+    return cupy is not None and isinstance(array, cupy.ndarray)
+
+
+def _jax_on_gpu(array: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.Array) and array.device.platform != "cpu"
 
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
-    """An array of `like`'s framework and device, of its dtype or of the one named."""
+    """An array of `like`'s framework and device, of its dtype or of the one named.
+
+    NumPy's for JAX arrays of the CPU.
+    """
     if _torch_tensor(like):
         if dtype is None:
             return like.new_empty(shape)
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
     # ml_dtypes has given its names to NumPy by the time that an array of them exists.
-    return _framework(like).empty(shape, np.dtype(dtype) if dtype else like.dtype)
+    element = np.dtype(dtype) if dtype else like.dtype
+    if _cupy_array(like):
+        return sys.modules["cupy"].empty(shape, element)
+    if _jax_on_gpu(like):
+        jax = sys.modules["jax"]
+        return jax.numpy.empty(shape, element, device=like.device).block_until_ready()
+    return np.empty(shape, element)
 
 
 def cast(array: Any, dtype: str) -> Any:
@@ -54,19 +65,33 @@ def is_half(array: Any) -> bool:
 def cuda_stream(array: Any) -> tuple[int, int] | None:
     """A CUDA array's device and its framework's current cudaStream_t there; None for others.
 
-    0 is CUDA's legacy default stream.
+    0 is CUDA's legacy default stream, which also serves JAX: its own is not to be had, see
+    `settle`.
     """
     if _torch_tensor(array):
         if not array.is_cuda:
             return None
         index = array.device.index
         return index, sys.modules["torch"]._C._cuda_getCurrentRawStream(index)
-    cupy = sys.modules.get("cupy")
-    if cupy is None or not isinstance(array, cupy.ndarray):
-        return None
-    index = array.device.id
-    with cupy.cuda.Device(index):
-        return index, cupy.cuda.get_current_stream().ptr
+    if _cupy_array(array):
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(array.device.id):
+            return array.device.id, cupy.cuda.get_current_stream().ptr
+    return (array.device.local_hardware_id, 0) if _jax_on_gpu(array) else None
+
+
+def settle(*arrays: Any) -> None:
+    """Before a call: JAX's queued work on its arrays is done. Other frameworks share a stream."""
+    if "jax" in sys.modules:
+        for array in arrays:
+            if array is not None and _jax_on_gpu(array):
+                array.block_until_ready()
+
+
+def finish(array: Any) -> None:
+    """After a call: it is done before JAX, which does not know of it, uses its results."""
+    if "jax" in sys.modules and _jax_on_gpu(array):
+        stream_for(array).synchronize()
 
 
 def stream_for(array: Any) -> Stream:

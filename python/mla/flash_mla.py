@@ -6,12 +6,12 @@ Log-sum-exps are natural logarithms. A row that sees nothing has out 0 and lse +
 -inf. Attention sinks change out, never lse. out is bf16 for bf16 and fp8 queries, f32 for f32 ones;
 f16 queries are attended as f32, exactly but slower than bf16, and out is f16.
 
-Arrays lie in CPU memory (NumPy, torch) or on a GPU (torch, CuPy). There a call is queued on the
-framework's current stream; lengths, tables and indices are read by the GPU alone, so that nothing
-waits, calls can be captured in CUDA graphs once a call of the same kind has been made outside, and
-a graph serves other lengths and tables of the same shapes. Outputs and working memory come from the
-framework's allocator. What the GPU alone reads is not checked: lengths count up to what their table
-or list holds, and pages must be the cache's.
+Arrays lie in CPU memory (NumPy, torch, JAX) or on a GPU (torch, CuPy; JAX's calls wait there). On a
+GPU a call is queued on the framework's current stream; lengths, tables and indices are read by the
+GPU alone, so that nothing waits, calls can be captured in CUDA graphs once a call of the same kind
+has been made outside, and a graph serves other lengths and tables of the same shapes. Outputs and
+working memory come from the framework's allocator. What the GPU alone reads is not checked: lengths
+count up to what their table or list holds, and pages must be the cache's.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _mla
-from ._arrays import cast, cuda_stream, empty, is_half, stream_for
+from ._arrays import cast, cuda_stream, empty, finish, is_half, settle, stream_for
 
 ShapeError = _mla.ShapeError
 UnsupportedError = _mla.UnsupportedError
@@ -53,8 +53,9 @@ def _empty_out(q: Any, shape: tuple[int, ...]) -> Any:
     return empty(q, shape, "bfloat16" if q.dtype.itemsize == 1 else None)
 
 
-def _place(q: Any) -> tuple[Any, Any]:
+def _place(q: Any, *arrays: Any) -> tuple[Any, Any]:
     """The stream that a call runs on, and what gives it memory there."""
+    settle(q, *arrays)
     current = cuda_stream(q)
     if current is None:
         return stream_for(q), None
@@ -114,7 +115,10 @@ def flash_mla_with_kvcache(
             topk_length, extra_topk_length,
         )
         return cast(out, "float16"), lse
-    stream, allocate = _place(q)
+    stream, allocate = _place(
+        q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache,
+        extra_indices_in_kvcache, topk_length, extra_topk_length,
+    )
     out = _empty_out(q, (batch, queries, heads, head_dim_v))
     lse = empty(q, (batch, heads, queries), "float32")
     if indices is None:
@@ -135,6 +139,7 @@ def flash_mla_with_kvcache(
             stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse,
             allocate=allocate,
         )
+        finish(q)
         return out, lse
     if causal:
         raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
@@ -145,6 +150,7 @@ def flash_mla_with_kvcache(
         extra_indices=extra_indices_in_kvcache, extra_topk_length=extra_topk_length,
         allocate=allocate,
     )
+    finish(q)
     return out, lse
 
 
@@ -172,12 +178,13 @@ def flash_mla_sparse_fwd(
         )
         return cast(out, "float16"), max_logits, lse
     rows, heads, _ = q.shape
-    stream, allocate = _place(q)
+    stream, allocate = _place(q, kv, indices, attn_sink, topk_length)
     out = _empty_out(q, (rows, heads, d_v))
     max_logits = empty(q, (rows, heads), "float32")
     lse = empty(q, (rows, heads), "float32")
     _mla.flash_mla_sparse(
-        stream, q, kv, indices, sm_scale, out, lse[:, :, None],
-        max_logits=max_logits, attn_sink=attn_sink, topk_length=topk_length, allocate=allocate,
+        stream, q, kv, indices, sm_scale, out, lse, max_logits=max_logits, attn_sink=attn_sink,
+        topk_length=topk_length, allocate=allocate,
     )
+    finish(q)
     return out, max_logits, lse

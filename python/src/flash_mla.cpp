@@ -243,6 +243,14 @@ View<float, Request, Head, Token> lse_view(const Tensor& t, int64_t requests, in
   return v.as<float>();
 }
 
+// [rows, heads] of rows with one query each.
+View<float, Request, Head, Token> one_query(const Tensor& t, int64_t rows, int64_t heads) {
+  const View<float, Request, Head> v = t.mutable_view<Request, Head>().as<float>();
+  ops::require_equal(kOp, "lse's rows", v.extent<Request>(), "q's", rows);
+  ops::require_equal(kOp, "lse's heads", v.extent<Head>(), "q's", heads);
+  return {v.data(), {rows, heads, 1}, {v.stride<Request>(), v.stride<Head>(), 1}};
+}
+
 // Items over the cached positions of every request. Enough of them for many threads to share, and never by the number
 // of threads: results must not depend on it.
 struct DenseWork {
@@ -405,7 +413,8 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
   const Device device = q.device();
   lse_t.require_device(device);
   const int64_t requests = q.extent(0), queries = q.rank() == 4 ? q.extent(1) : 1;
-  const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
+  const View<float, Request, Head, Token> lse =
+      lse_t.rank() == 2 ? one_query(lse_t, requests, h.heads) : lse_view(lse_t, requests, h.heads, queries);
   if (extra_cache.has_value() != extra_slots.has_value())
     throw ShapeError("flash_mla: extra_k_cache and extra_indices_in_kvcache go together, one is missing");
   if (extra_lengths && !extra_cache) throw ShapeError("flash_mla: extra_topk_length without extra_k_cache");
@@ -497,7 +506,7 @@ void bind_flash_mla(nb::module_& m) {
         nb::arg("attn_sink") = nb::none(), nb::arg("topk_length") = nb::none(), nb::arg("extra_k_cache") = nb::none(),
         nb::arg("extra_indices") = nb::none(), nb::arg("extra_topk_length") = nb::none(),
         nb::arg("allocate") = nb::none(),
-        "The same over chosen slots; lse [batch, heads, queries], of q [rows, heads, head dim] with one query each.");
+        "The same over chosen slots, also of q [rows, heads, head dim] with one query each; lse then [rows, heads].");
 }
 
 }  // namespace mla::python
