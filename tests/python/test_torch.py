@@ -1,5 +1,8 @@
 """torch tensors and custom operators, on the CPU. scripts/gpu-python.py has the GPU's."""
 
+import gc
+import resource
+import sys
 import time
 
 import numpy as np
@@ -99,3 +102,25 @@ def test_a_call_costs_less_than_ten_microseconds():
         best = min(best, (time.perf_counter() - start) / 500)
     print(f"\nflash_mla_with_kvcache of nothing: {1e6 * best:.2f} us")
     assert best < 10e-6
+
+
+def test_calls_leave_nothing_behind():
+    arguments = dense_arguments()
+    sparse = sparse_arguments()[:3]
+    watched = [*arguments, *sparse]
+
+    def work(times):
+        for _ in range(times):
+            flash_mla_with_kvcache(*arguments)
+            flash_mla_sparse_fwd(*sparse, 0.05)
+            with pytest.raises(mla.ShapeError):
+                flash_mla_with_kvcache(*arguments[:3], arguments[3] + 1000)
+
+    work(200)
+    gc.collect()
+    references = [sys.getrefcount(x) for x in watched]
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    work(1000)
+    gc.collect()
+    assert [sys.getrefcount(x) for x in watched] == references
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 4096  # KiB
