@@ -1,11 +1,10 @@
-// Times attend_expanded on Hopper: graph replays over rotating inputs, the answer checked in the same program.
-//   attend_expanded_bench [file.json [name ...]]     names: only shapes whose name contains one of them
+// Times whole calls of attend_expanded on Hopper, answers checked against float64 in the same run.
+//   attend_expanded_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 // With MLA_EXPANDED_TILE=128, 192 or 256 in the environment: that tile for every shape that has it.
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -14,17 +13,16 @@
 #include <utility>
 
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 
 namespace mla::cuda {
 namespace {
 
 using test::DeviceArray;
-using test::have_hopper;
 
 constexpr double read_gbps = 4560, peak_tflops = 680;  // the roof that shares are given of
 constexpr double rotation_bytes = 320e6;
-constexpr int replays = 15;
 
 struct Shape {
   std::string name;
@@ -34,8 +32,6 @@ struct Shape {
   bool causal = true;
   Dtype dtype = Dtype::bf16;
   bool accumulate = false;  // f32 outputs, merged with what they hold
-  double peer_tflops =
-      0;  // FlashAttention-3 (commit 0251105, keys concatenated beforehand) on another H200, measured the same way
 };
 
 std::vector<int32_t> repeat(int count, int32_t length) {
@@ -49,24 +45,16 @@ std::vector<Shape> shapes() {
   for (int i = 0; i < 24; ++i)
     mixed.push_back(static_cast<int32_t>(32 * std::exp2(static_cast<double>(random() % 1000) / 1000 * 6)));
   return {
-      {.name = "h16 2K causal", .queries = {2048}, .keys = {2048}, .heads = 16, .peer_tflops = 405},
-      {.name = "h16 8K causal", .queries = {8192}, .keys = {8192}, .heads = 16, .peer_tflops = 688},
-      {.name = "h16 32K causal", .queries = {32768}, .keys = {32768}, .heads = 16, .peer_tflops = 697},
-      {.name = "h16 16 x 512 causal",
-       .queries = repeat(16, 512),
-       .keys = repeat(16, 512),
-       .heads = 16,
-       .peer_tflops = 241},
-      {.name = "h16 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 16, .peer_tflops = 510},
-      {.name = "h128 2K causal", .queries = {2048}, .keys = {2048}, .heads = 128, .peer_tflops = 516},
-      {.name = "h128 8K causal", .queries = {8192}, .keys = {8192}, .heads = 128, .peer_tflops = 609},
-      {.name = "h128 16K causal", .queries = {16384}, .keys = {16384}, .heads = 128, .peer_tflops = 669},
-      {.name = "h128 16 x 512 causal",
-       .queries = repeat(16, 512),
-       .keys = repeat(16, 512),
-       .heads = 128,
-       .peer_tflops = 301},
-      {.name = "h128 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 128, .peer_tflops = 554},
+      {.name = "h16 2K causal", .queries = {2048}, .keys = {2048}, .heads = 16},
+      {.name = "h16 8K causal", .queries = {8192}, .keys = {8192}, .heads = 16},
+      {.name = "h16 32K causal", .queries = {32768}, .keys = {32768}, .heads = 16},
+      {.name = "h16 16 x 512 causal", .queries = repeat(16, 512), .keys = repeat(16, 512), .heads = 16},
+      {.name = "h16 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 16},
+      {.name = "h128 2K causal", .queries = {2048}, .keys = {2048}, .heads = 128},
+      {.name = "h128 8K causal", .queries = {8192}, .keys = {8192}, .heads = 128},
+      {.name = "h128 16K causal", .queries = {16384}, .keys = {16384}, .heads = 128},
+      {.name = "h128 16 x 512 causal", .queries = repeat(16, 512), .keys = repeat(16, 512), .heads = 128},
+      {.name = "h128 6 mixed causal", .queries = uneven, .keys = uneven, .heads = 128},
       {.name = "h128 64 x 128 causal", .queries = repeat(64, 128), .keys = repeat(64, 128), .heads = 128},
       {.name = "h128 4 x 2K causal", .queries = repeat(4, 2048), .keys = repeat(4, 2048), .heads = 128},
       {.name = "h128 24 mixed, 32 to 2K causal", .queries = mixed, .keys = mixed, .heads = 128},
@@ -219,11 +207,12 @@ sm90::ExpandedTile forced_tile(const Shape& s) {
 }
 
 struct Result {
-  double median_us, p90_us, tflops, gbps, floor_us, error;
+  bench::Times times;
+  double tflops, gbps, floor_us, error;
   int tile;  // rows
 };
 
-Result measure(const Shape& s, cudaStream_t stream) {
+Result measure(const Shape& s, cudaStream_t stream, int replays) {
   const int64_t tokens = starts(s.queries).back(), keys = starts(s.keys).back(), h = s.heads, qk = s.nope + s.rope,
                 kv = s.nope + s.value;
   double pairs = 0;
@@ -277,104 +266,54 @@ Result measure(const Shape& s, cudaStream_t stream) {
     tile = sm90::attend_expanded_tile(a);
     sm90::attend_expanded(stream, a);
   };
-  const int calls = std::max(20, sets);
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
-  for (int i = 0; i < calls; ++i) call(inputs[static_cast<size_t>(i % sets)]);
-  check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "bench", "event");
-  check(cudaEventCreate(&end), "bench", "event");
-  std::vector<double> us;
-  for (int i = 0; i < replays + 2; ++i) {
-    check(cudaEventRecord(begin, stream), "bench", "event");
-    check(cudaGraphLaunch(exec, stream), "bench", "replay");
-    check(cudaEventRecord(end, stream), "bench", "event");
-    check(cudaEventSynchronize(end), "bench", "replay");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-    if (i >= 2) us.push_back(1e3 * static_cast<double>(ms) / calls);
-  }
-  std::ranges::sort(us);
-  cudaGraphExecDestroy(exec);
-  cudaGraphDestroy(graph);
-  cudaEventDestroy(begin);
-  cudaEventDestroy(end);
-  const double median = us[us.size() / 2];
+  const int calls = bench::calls_for(sets);
+  const bench::Times times =
+      bench::time_calls(stream, calls, replays, [&](int i) { call(inputs[static_cast<size_t>(i % sets)]); });
   // How often set i was merged.
-  const auto times = [&](int i) { return s.accumulate ? (replays + 2) * ((calls - i + sets - 1) / sets) : 1; };
-  return {median,
-          us[us.size() * 9 / 10],
-          flops / median * 1e-6,
-          bytes / median * 1e-3,
+  const auto merges = [&](int i) { return s.accumulate ? times.launches * ((calls - i + sets - 1) / sets) : 1; };
+  return {times,
+          flops / times.median * 1e-6,
+          bytes / times.median * 1e-3,
           std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
-          std::max(worst(s, inputs.front(), times(0)), worst(s, inputs.back(), times(sets - 1))),
+          std::max(worst(s, inputs.front(), merges(0)), worst(s, inputs.back(), merges(sets - 1))),
           tile == sm90::ExpandedTile::rows_128   ? 128
           : tile == sm90::ExpandedTile::rows_192 ? 192
                                                  : 256};
 }
 
-int main(int argc, char** argv) {
-  if (!have_hopper()) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+void measure_all(bench::Report& report) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  std::string json =
-      std::string("{\n  \"device\": \"") + device.name +
-      "\",\n  \"command\": \"attend_expanded_bench FILE\",\n  \"roof\": {\"read_gbps\": " + std::to_string(read_gbps) +
-      ", \"tflops\": " + std::to_string(peak_tflops) + "},\n  \"rows\": [";
-  bool good = true, comma = false;
-  std::printf("%-36s %4s %10s %10s %9s %7s %8s %7s %6s\n", "shape", "tile", "median us", "p90 us", "TFLOP/s", "GB/s",
-              "% floor", "x peer", "error");
   for (const Shape& s : shapes()) {
-    bool wanted = argc <= 2;
-    for (int i = 2; i < argc; ++i) wanted |= s.name.find(argv[i]) != std::string::npos;
-    if (!wanted) continue;
-    const Result r = measure(s, stream);
-    const bool ok = r.error <= 1.01;
-    good &= ok;
-    std::printf("%-36s %4d %10.1f %10.1f %9.1f %7.0f %8.1f %7.2f %6.2f%s\n", s.name.c_str(), r.tile, r.median_us,
-                r.p90_us, r.tflops, r.gbps, 100 * r.floor_us / r.median_us,
-                s.peer_tflops > 0 ? r.tflops / s.peer_tflops : 0.0, r.error, ok ? "" : " WRONG");
-    std::fflush(stdout);
-    char row[600];
-    std::snprintf(row, sizeof row,
-                  "%s\n    {\"name\": \"%s\", \"heads\": %d, \"dims\": [%d, %d, %d], \"causal\": %s, \"merged\": %s, "
-                  "\"tile\": %d, \"items\": "
-                  "%zu, \"tokens\": %d, \"keys\": %d, "
-                  "\"median_us\": %.2f, \"p90_us\": %.2f, \"tflops\": %.1f, \"gbps\": %.0f, \"of_floor\": %.3f, "
-                  "\"peer_tflops\": %.0f, \"error_of_bound\": %.3f, "
-                  "\"ok\": %s}",
-                  comma ? "," : "", s.name.c_str(), s.heads, s.nope, s.rope, s.value, s.causal ? "true" : "false",
-                  s.accumulate ? "true" : "false", r.tile, s.queries.size(), starts(s.queries).back(),
-                  starts(s.keys).back(), r.median_us, r.p90_us, r.tflops, r.gbps, r.floor_us / r.median_us,
-                  s.peer_tflops, r.error, ok ? "true" : "false");
-    json += row;
-    comma = true;
+    if (!report.wants(s.name)) continue;
+    const Result r = measure(s, stream, report.replays());
+    report.add({{"op", "attend_expanded"},
+                {"shape", s.name},
+                {"heads", s.heads},
+                {"dims", {s.nope, s.rope, s.value}},
+                {"causal", s.causal},
+                {"merged", s.accumulate},
+                {"tile", r.tile},
+                {"items", s.queries.size()},
+                {"tokens", starts(s.queries).back()},
+                {"keys", starts(s.keys).back()},
+                {"tflop_per_s", bench::rounded(r.tflops, 1)},
+                {"gb_per_s", bench::rounded(r.gbps, 0)},
+                {"floor_us", bench::rounded(r.floor_us, 2)},
+                {"of_floor", bench::rounded(r.floor_us / r.times.median, 3)},
+                {"error_of_bound", bench::rounded(r.error, 3)}},
+               r.times, r.error <= 1.01);
   }
-  json += "\n  ]\n}\n";
-  if (argc > 1 && std::strlen(argv[1]) > 0) {
-    std::FILE* f = std::fopen(argv[1], "w");
-    if (!f) {
-      std::fprintf(stderr, "attend_expanded_bench: cannot write %s\n", argv[1]);
-      return 1;
-    }
-    std::fputs(json.c_str(), f);
-    std::fclose(f);
-  }
-  return good ? 0 : 1;
+  cudaStreamDestroy(stream);
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::main(argc, argv); } catch (const std::exception& e) {
-  std::fprintf(stderr, "attend_expanded_bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  using namespace mla::cuda;
+  return bench::run(argc, argv,
+                    {.columns = {"tile", "tflop_per_s", "gb_per_s", "of_floor", "error_of_bound"},
+                     .head = {{"roof", {{"gb_per_s", read_gbps}, {"tflop_per_s", peak_tflops}}}}},
+                    measure_all);
 }

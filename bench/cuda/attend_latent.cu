@@ -1,18 +1,16 @@
-// Times whole calls of attend_latent on Hopper: a CUDA graph of at least 20 calls over rotating inputs of at least 300
-// MB, median and p90 of its replays, answers checked against float64 in the same run.
-//   attend_latent_bench [json=FILE] [only=SUBSTRING] [replays=N] [variant=min:2,coop:0]...
+// Times whole calls of attend_latent on Hopper, answers checked against float64 in the same run.
+//   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,coop:0]...
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
-#include <cstdio>
 #include <cstdlib>
-#include <fstream>
 #include <numeric>
 #include <string>
 #include <string_view>
 
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "cache/format.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 
 namespace mla::cuda {
@@ -27,23 +25,23 @@ struct Shape {
   int page_size = 64;
   CacheFormat cache = CacheFormat::bf16;
   bool invariant = false;
-  double peer_us = 0;  // best of FlashMLA and FlashAttention-3 on another H200, for orientation
 };
 
 const Shape shapes[] = {
-    {"b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 15.6},
-    {"b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 22.0},
-    {"b1 h16 64K", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, false, 38.1},
-    {"b1 h128 64K", 1, 128, 1, 65536, 0, 64, CacheFormat::bf16, false, 60.4},
-    {"b8 h128 4K", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 33.8},
-    {"b32 h16 4K", 32, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 45.4},
+    {"b1 h16 4K", 1, 16, 1, 4096},
+    {"b1 h128 4K", 1, 128, 1, 4096},
+    {"b1 h16 64K", 1, 16, 1, 65536},
+    {"b1 h128 64K", 1, 128, 1, 65536},
+    {"b8 h16 4K", 8, 16, 1, 4096},
+    {"b8 h128 4K", 8, 128, 1, 4096},
+    {"b32 h16 4K", 32, 16, 1, 4096},
     {"b32 h16 16K", 32, 16, 1, 16384},
-    {"b32 h128 4K", 32, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 70.8},
-    {"b128 h16 4K", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, 147},
-    {"b128 h16 4K varlen", 128, 16, 1, 4096, 2048, 64, CacheFormat::bf16, false, 158},
-    {"b128 h128 4K", 128, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, 255},
+    {"b32 h128 4K", 32, 128, 1, 4096},
+    {"b128 h16 4K", 128, 16, 1, 4096},
+    {"b128 h16 4K varlen", 128, 16, 1, 4096, 2048},
+    {"b128 h128 4K", 128, 128, 1, 4096},
     {"b128 h128 4K varlen", 128, 128, 1, 4096, 2048},
-    {"b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, CacheFormat::bf16, false, 528},
+    {"b128 s2 h128 4K", 128, 128, 2, 4096},
     {"b128 h64 4K", 128, 64, 1, 4096},
     {"b128 s2 h16 4K", 128, 16, 2, 4096},
     {"b128 h16 4K page16", 128, 16, 1, 4096, 0, 16},
@@ -166,7 +164,8 @@ double read_roof() {
 }
 
 struct Result {
-  double median, p90, floor, bytes, flops, error, bound;
+  bench::Times times;
+  double floor, bytes, flops, error, bound;
 };
 
 Result measure(const Shape& s, const std::string& variant, int replays) {
@@ -193,7 +192,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   const double bytes = positions * spec.token_bytes() + tokens * s.heads * (1152.0 + 1024.0 + 4.0),
                flops = visible * s.heads * 2176.0;
   const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / (positions * spec.token_bytes())))),
-            calls = std::max(20, sets);
+            calls = bench::calls_for(sets);
 
   // One cache; every set has its own pages of it, shuffled.
   const size_t page_bytes = spec.page_bytes(), q_elements = static_cast<size_t>(tokens) * s.heads * 576;
@@ -303,105 +302,45 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
 
   // Fast?
   cudaStream_t stream;
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  check(cudaEventCreate(&begin), "bench", "event");
-  check(cudaEventCreate(&end), "bench", "event");
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
-  for (int i = 0; i < calls; ++i) call(i % sets, stream);
-  check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-  for (int i = 0; i < 60; ++i)  // clocks of a busy card
-    fill_random<<<1024, 256>>>(out.data(), out.size(), i, true);
-  for (double us = 0; us < 30e3; us += 25 * calls) check(cudaGraphLaunch(exec, stream), "bench", "warm up");
-  check(cudaDeviceSynchronize(), "bench", "warm up");
-  std::vector<double> times;
-  for (int i = 0; i < replays + 2; ++i) {
-    check(cudaEventRecord(begin, stream), "bench", "event");
-    check(cudaGraphLaunch(exec, stream), "bench", "replay");
-    check(cudaEventRecord(end, stream), "bench", "event");
-    check(cudaStreamSynchronize(stream), "bench", "replay");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-    if (i >= 2) times.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream), cudaEventDestroy(begin),
-      cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
+  result.times = bench::time_calls(stream, calls, replays, [&](int i) { call(i % sets, stream); });
+  cudaStreamDestroy(stream);
   return result;
 }
 
-int run(int argc, char** argv) {
-  if (!have_hopper()) {
-    std::printf("no CUDA device of compute capability 9.0: skipped\n");
-    return 0;
-  }
-  std::string json, command = argv[0];
-  std::vector<std::string> only, variants;
-  int replays = 15;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view arg = argv[i];
-    command += " " + std::string(arg);
-    if (arg.starts_with("json=")) json = arg.substr(5);
-    else if (arg.starts_with("only=")) only.emplace_back(arg.substr(5));
-    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
-    else if (arg.starts_with("variant=")) variants.emplace_back(arg.substr(8));
-    else {
-      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
+void measure_all(bench::Report& report) {
+  report.head()["read_roof_gb_per_s"] = std::round(read_roof());
+  std::vector<std::string> variants = report.values("variant");
   if (variants.empty()) variants.emplace_back("");
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
-  int failed = 0;
-  std::string lines;
-  const double roof = read_roof();
-  std::printf("%s, read roof %.0f GB/s, whole calls, median of %d replays\n%-24s %-16s %8s %8s %8s %7s %7s %8s  %s\n",
-              device.name, roof, replays, "shape", "variant", "us", "p90", "floor", "% floor", "GB/s", "TFLOP/s",
-              "peer us / error of bound");
   for (const Shape& s : shapes) {
-    bool wanted = only.empty();
-    for (const std::string& o : only)
-      wanted |= o == s.name || (o.back() == '*' && std::string_view(s.name).starts_with(o.substr(0, o.size() - 1)));
-    if (!wanted) continue;
+    if (!report.wants(s.name)) continue;
     for (const std::string& v : variants) {
-      const Result r = measure(s, v, replays);
-      const bool right = r.error <= r.bound;
-      failed += !right;
-      char text[512];
-      std::printf("%-24s %-16s %8.2f %8.2f %8.2f %7.1f %7.0f %8.1f  %6.1f  %.4f of %.4f%s\n", s.name, v.c_str(),
-                  r.median, r.p90, r.floor, 100 * r.floor / r.median, r.bytes / r.median * 1e-3,
-                  r.flops / r.median * 1e-6, s.peer_us, r.error, r.bound, right ? "" : " WRONG");
-      std::fflush(stdout);
-      std::snprintf(
-          text, sizeof text,
-          "{\"op\": \"attend_latent\", \"shape\": \"%s\", \"variant\": \"%s\", \"batch\": %d, \"heads\": %d, "
-          "\"query_tokens\": "
-          "%d, \"context\": %d, \"context_deviation\": %d, \"page_size\": %d, \"us_median\": %.2f, \"us_p90\": %.2f, "
-          "\"floor_us\": %.2f, \"gb_per_s\": %.0f, \"tflop_per_s\": %.1f, \"error\": %.5f, \"bound\": %.5f}",
-          s.name, v.c_str(), s.batch, s.heads, s.query_tokens, s.context, s.spread, s.page_size, r.median, r.p90,
-          r.floor, r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound);
-      lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+      const Result r = measure(s, v, report.replays());
+      report.add({{"op", "attend_latent"},
+                  {"shape", s.name},
+                  {"variant", v},
+                  {"batch", s.batch},
+                  {"heads", s.heads},
+                  {"query_tokens", s.query_tokens},
+                  {"context", s.context},
+                  {"context_deviation", s.spread},
+                  {"page_size", s.page_size},
+                  {"floor_us", bench::rounded(r.floor, 2)},
+                  {"of_floor", bench::rounded(r.floor / r.times.median, 3)},
+                  {"gb_per_s", bench::rounded(r.bytes / r.times.median * 1e-3, 0)},
+                  {"tflop_per_s", bench::rounded(r.flops / r.times.median * 1e-6, 1)},
+                  {"error", bench::rounded(r.error, 5)},
+                  {"bound", bench::rounded(r.bound, 5)}},
+                 r.times, r.error <= r.bound);
     }
   }
-  if (!json.empty())
-    std::ofstream(json)
-        << "{\n  \"device\": \"" << device.name << "\",\n  \"read_roof_gb_per_s\": " << static_cast<int>(roof)
-        << ",\n  \"command\": \"" << command
-        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls, rotating inputs of at least 320 MB, " << replays
-        << " replays\",\n  \"results\": [\n"
-        << lines << "\n  ]\n}\n";
-  return failed ? 1 : 0;
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
-  std::fprintf(stderr, "bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(
+      argc, argv, {.columns = {"variant", "floor_us", "of_floor", "gb_per_s", "tflop_per_s"}, .arguments = {"variant"}},
+      mla::cuda::measure_all);
 }

@@ -1,18 +1,14 @@
-// Times whole calls of attend_sparse on a GPU: a CUDA graph of at least 20 calls over rotating inputs of at least 300
-// MB, median and p90 of its replays, answers checked against float64 in the same run.
+// Times whole calls of attend_sparse on a GPU, answers checked against float64 in the same run. Calls above 500 GFLOP
+// are timed in graphs of 2.
 //   attend_sparse_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
-#include <string>
-#include <string_view>
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/check.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 
@@ -25,13 +21,12 @@ struct Shape {
   const char* name;
   int requests, query_tokens, heads, context, topk;
   CacheFormat format;
-  int splits = 1;      // of every row, joined by merge_sparse
-  double peer_us = 0;  // FlashMLA's on another H200, for orientation
+  int splits = 1;  // of every row, joined by merge_sparse
 };
 
 constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16;
 const Shape shapes[] = {
-    {"decode b64 h128 fp8_ds_mla", 64, 1, 128, 8192, 2048, kFp8, 1, 90},
+    {"decode b64 h128 fp8_ds_mla", 64, 1, 128, 8192, 2048, kFp8},
     {"decode b128 h128 fp8_ds_mla", 128, 1, 128, 8192, 2048, kFp8},
     {"decode b64 s2 h128 fp8_ds_mla", 64, 2, 128, 8192, 2048, kFp8},
     {"decode b64 h16 fp8_ds_mla", 64, 1, 16, 8192, 2048, kFp8, 4},
@@ -116,7 +111,8 @@ struct Pinned {
 };
 
 struct Result {
-  double median, p90, floor, bytes, flops, error, bound;
+  bench::Times times;
+  double floor, bytes, flops, error, bound;
 };
 
 Result measure(const Shape& s, int replays) {
@@ -130,7 +126,7 @@ Result measure(const Shape& s, int replays) {
                        rows * (s.heads * (2.0 * kEntry + 2.0 * kWidth + 4.0) + s.topk * 4.0),
                flops = static_cast<double>(rows) * s.topk * s.heads * 2.0 * (kEntry + kWidth);
   const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / bytes))),
-            calls = flops > 5e11 ? 2 : std::max(20, sets);
+            calls = flops > 5e11 ? 2 : bench::calls_for(sets);
 
   // Every set has its own cache, or its own slots of one that is larger than the last-level cache.
   const int caches = positions * row_bytes > 400e6 ? 1 : static_cast<int>(std::ceil(400e6 / (positions * row_bytes)));
@@ -215,90 +211,35 @@ Result measure(const Shape& s, int replays) {
   result.error = worst / rms, result.bound = 2 * plain / rms;
 
   // Fast?
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "bench", "event");
-  check(cudaEventCreate(&end), "bench", "event");
-  check(cudaStreamBeginCapture(native, cudaStreamCaptureModeRelaxed), "bench", "capture");
-  for (int i = 0; i < calls; ++i) call(i % sets);
-  check(cudaStreamEndCapture(native, &graph), "bench", "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-  std::vector<double> times;
-  for (int i = 0; i < replays + 3; ++i) {
-    check(cudaEventRecord(begin, native), "bench", "event");
-    check(cudaGraphLaunch(exec, native), "bench", "replay");
-    check(cudaEventRecord(end, native), "bench", "event");
-    check(cudaStreamSynchronize(native), "bench", "replay");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-    if (i >= 3) times.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
+  result.times = bench::time_calls(native, calls, replays, [&](int i) { call(i % sets); });
   return result;
 }
 
-int run(int argc, char** argv) {
-  if (!have_hopper()) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  std::string json, command = "attend_sparse_bench";
-  std::vector<std::string> only;
-  int replays = 15;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view arg = argv[i];
-    command += " " + std::string(arg);
-    if (arg.starts_with("json=")) json = arg.substr(5);
-    else if (arg.starts_with("only=")) only.emplace_back(arg.substr(5));
-    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
-    else {
-      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
-  std::printf("%s, whole calls, median of %d replays\n%-30s %9s %9s %9s %7s %8s %8s  %s\n", device.name, replays,
-              "shape", "us", "p90", "floor", "% floor", "TFLOP/s", "peer us", "error of bound");
-  int failed = 0;
-  std::string lines;
+void measure_all(bench::Report& report) {
   for (const Shape& s : shapes) {
-    bool wanted = only.empty();
-    for (const std::string& o : only) wanted |= std::string_view(s.name).find(o) != std::string_view::npos;
-    if (!wanted) continue;
-    const Result r = measure(s, replays);
-    const bool right = r.error <= r.bound;
-    failed += !right;
-    std::printf("%-30s %9.2f %9.2f %9.2f %7.1f %8.1f %8.1f  %.4f of %.4f%s\n", s.name, r.median, r.p90, r.floor,
-                100 * r.floor / r.median, r.flops / r.median * 1e-6, s.peer_us, r.error, r.bound,
-                right ? "" : " WRONG");
-    std::fflush(stdout);
-    char text[512];
-    std::snprintf(
-        text, sizeof text,
-        "{\"op\": \"attend_sparse\", \"shape\": \"%s\", \"requests\": %d, \"query_tokens\": %d, \"heads\": %d, "
-        "\"context\": %d, \"topk\": %d, \"splits\": %d, \"us_median\": %.2f, \"us_p90\": %.2f, \"floor_us\": "
-        "%.2f, \"tflop_per_s\": %.1f, \"error\": %.5f, \"bound\": %.5f}",
-        s.name, s.requests, s.query_tokens, s.heads, s.context, s.topk, s.splits, r.median, r.p90, r.floor,
-        r.flops / r.median * 1e-6, r.error, r.bound);
-    lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+    if (!report.wants(s.name)) continue;
+    const Result r = measure(s, report.replays());
+    report.add({{"op", "attend_sparse"},
+                {"shape", s.name},
+                {"requests", s.requests},
+                {"query_tokens", s.query_tokens},
+                {"heads", s.heads},
+                {"context", s.context},
+                {"topk", s.topk},
+                {"splits", s.splits},
+                {"floor_us", bench::rounded(r.floor, 2)},
+                {"of_floor", bench::rounded(r.floor / r.times.median, 3)},
+                {"tflop_per_s", bench::rounded(r.flops / r.times.median * 1e-6, 1)},
+                {"error", bench::rounded(r.error, 5)},
+                {"bound", bench::rounded(r.bound, 5)}},
+               r.times, r.error <= r.bound);
   }
-  if (!json.empty())
-    std::ofstream(json) << "{\n  \"device\": \"" << device.name << "\",\n  \"command\": \"" << command
-                        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls (2 of calls above 500 GFLOP), "
-                           "rotating inputs of at least 320 MB, "
-                        << replays << " replays\",\n  \"results\": [\n"
-                        << lines << "\n  ]\n}\n";
-  return failed ? 1 : 0;
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
-  std::fprintf(stderr, "bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(argc, argv, {.columns = {"floor_us", "of_floor", "tflop_per_s"}},
+                               mla::cuda::measure_all);
 }

@@ -1,20 +1,17 @@
 // Times prefill over cached context, part by part and as a whole: new tokens of one request attend their cached context
 // chunk by chunk. A chunk is gathered from the paged cache, expanded by the kv_up product (cuBLASLt) and attended,
 // merging into what the chunks before it left; the first part is the causal attention among the new tokens.
-//   context_chunk_bench [file.json]     cuBLASLt is looked for where the loader looks, or at $MLA_CUBLASLT
-#include <cublasLt.h>
-#include <dlfcn.h>
-
+//   context_chunk_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <numeric>
 #include <random>
 #include <string>
 
+#include "backend/cuda/core/blas.hpp"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 
 namespace mla::cuda {
@@ -23,96 +20,10 @@ namespace {
 using namespace test;
 
 constexpr int nope = 128, rope = 64, value = 128, latent = 512, row = latent + rope, page = 64;
-constexpr int replays = 12;
-// FlashAttention-3 at 128 heads, causal 8K and 16K, on another H200 (keys concatenated beforehand).
-constexpr double peer_tflops[2] = {609, 669};
 
 struct Shape {
   int tokens, context, heads, chunk;
 };
-
-// ---- cuBLASLt ------------------------------------------------------------------------------------------------------
-
-/// out[rows, n] = a[rows, k (stride lda)] w[n, k]^T, bf16 in and out, f32 sums.
-class Product {
- public:
-  Product() {
-    const char* named = std::getenv("MLA_CUBLASLT");
-    for (const char* name : {named, "libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so"})
-      if (name && !library_) library_ = dlopen(name, RTLD_NOW);
-    if (!library_) throw DeviceError("bench: no libcublasLt found: give its path as MLA_CUBLASLT");
-    expect(entry<decltype(&cublasLtCreate)>("cublasLtCreate")(&handle_), "cublasLtCreate");
-    workspace_ = DeviceArray<uint8_t>(workspace_bytes);
-  }
-  void operator()(cudaStream_t stream, const uint16_t* a, int lda, int rows, const uint16_t* w, int n, int k,
-                  uint16_t* out) {
-    Plan& plan = planned(lda, rows, n, k);
-    const float one = 1, zero = 0;
-    static const auto matmul = entry<decltype(&cublasLtMatmul)>("cublasLtMatmul");
-    expect(matmul(handle_, plan.op, &one, w, plan.w, a, plan.a, &zero, out, plan.out, out, plan.out, &plan.algo,
-                  workspace_.data(), workspace_bytes, stream),
-           "cublasLtMatmul");
-  }
-
- private:
-  static constexpr size_t workspace_bytes = 32 << 20;
-  struct Plan {
-    int lda, rows, n, k;
-    cublasLtMatmulDesc_t op;
-    cublasLtMatrixLayout_t w, a, out;
-    cublasLtMatmulAlgo_t algo;
-  };
-  template <class F>
-  F entry(const char* name) {
-    void* found = dlsym(library_, name);
-    if (!found) throw DeviceError(std::string("bench: libcublasLt has no ") + name);
-    return reinterpret_cast<F>(found);
-  }
-  static void expect(cublasStatus_t status, const char* what) {
-    if (status != CUBLAS_STATUS_SUCCESS)
-      throw DeviceError(std::string("bench: ") + what + ": cuBLAS status " + std::to_string(static_cast<int>(status)));
-  }
-  Plan& planned(int lda, int rows, int n, int k) {
-    for (Plan& p : plans_)
-      if (p.lda == lda && p.rows == rows && p.n == n && p.k == k) return p;
-    Plan p{lda, rows, n, k, {}, {}, {}, {}, {}};
-    const auto layout = entry<decltype(&cublasLtMatrixLayoutCreate)>("cublasLtMatrixLayoutCreate");
-    const auto u64 = [](int x) { return static_cast<uint64_t>(x); };
-    expect(
-        entry<decltype(&cublasLtMatmulDescCreate)>("cublasLtMatmulDescCreate")(&p.op, CUBLAS_COMPUTE_32F, CUDA_R_32F),
-        "cublasLtMatmulDescCreate");
-    const cublasOperation_t transposed = CUBLAS_OP_T;
-    expect(entry<decltype(&cublasLtMatmulDescSetAttribute)>("cublasLtMatmulDescSetAttribute")(
-               p.op, CUBLASLT_MATMUL_DESC_TRANSA, &transposed, sizeof transposed),
-           "cublasLtMatmulDescSetAttribute");
-    // Column-major: w [k, n] transposed, a [k, rows], out [n, rows].
-    expect(layout(&p.w, CUDA_R_16BF, u64(k), u64(n), k), "cublasLtMatrixLayoutCreate");
-    expect(layout(&p.a, CUDA_R_16BF, u64(k), u64(rows), lda), "cublasLtMatrixLayoutCreate");
-    expect(layout(&p.out, CUDA_R_16BF, u64(n), u64(rows), n), "cublasLtMatrixLayoutCreate");
-    cublasLtMatmulPreference_t preference;
-    expect(entry<decltype(&cublasLtMatmulPreferenceCreate)>("cublasLtMatmulPreferenceCreate")(&preference),
-           "cublasLtMatmulPreferenceCreate");
-    expect(entry<decltype(&cublasLtMatmulPreferenceSetAttribute)>("cublasLtMatmulPreferenceSetAttribute")(
-               preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &workspace_bytes, sizeof workspace_bytes),
-           "cublasLtMatmulPreferenceSetAttribute");
-    cublasLtMatmulHeuristicResult_t result;
-    int found = 0;
-    expect(entry<decltype(&cublasLtMatmulAlgoGetHeuristic)>("cublasLtMatmulAlgoGetHeuristic")(
-               handle_, p.op, p.w, p.a, p.out, p.out, preference, 1, &result, &found),
-           "cublasLtMatmulAlgoGetHeuristic");
-    if (found == 0) throw DeviceError("bench: cuBLASLt has no algorithm for the kv_up product");
-    p.algo = result.algo;
-    plans_.push_back(p);
-    return plans_.back();
-  }
-
-  void* library_ = nullptr;
-  cublasLtHandle_t handle_ = nullptr;
-  DeviceArray<uint8_t> workspace_;
-  std::vector<Plan> plans_;
-};
-
-// ---- inputs --------------------------------------------------------------------------------------------------------
 
 __global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed, float size) {
   for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
@@ -144,11 +55,11 @@ struct Prefill {
   DeviceArray<int32_t> block_table, workspace;
   DeviceArray<float> out, lse;
   DeviceArray<ExpandedItem> items;  // causal, then one a chunk
-  Product& product;
+  Blas& blas;
   cudaStream_t stream;
 
-  Prefill(const Shape& shape, Product& gemm, cudaStream_t on)
-      : s(shape), kv(shape.heads * (nope + value)), product(gemm), stream(on) {
+  Prefill(const Shape& shape, Blas& products, cudaStream_t on)
+      : s(shape), kv(shape.heads * (nope + value)), blas(products), stream(on) {
     const auto array = [&](int64_t count, uint32_t seed, float size) {
       DeviceArray<uint16_t> a(count);
       fill_normal<<<1024, 256, 0, stream>>>(a.data(), count, seed, size);
@@ -183,7 +94,18 @@ struct Prefill {
                                              c * s.chunk, length(c), reinterpret_cast<uint4*>(rows.data()));
     check(cudaGetLastError(), "bench", "gather");
   }
-  void expand(int c) { product(stream, rows.data(), row, length(c), weights.data(), kv, latent, expanded.data()); }
+  void expand(int c) {
+    blas.multiply({.rows = length(c),
+                   .out = kv,
+                   .in = latent,
+                   .x = rows.data(),
+                   .w = weights.data(),
+                   .y = expanded.data(),
+                   .x_row = row,
+                   .w_row = latent,
+                   .y_row = kv},
+                  stream, "bench");
+  }
   void attend(int item) {
     const int64_t keys = item == 0 ? s.tokens : length(item - 1), h = s.heads, head = nope + value;
     const uint16_t* k = item == 0 ? kv_new.data() : expanded.data();
@@ -209,35 +131,6 @@ struct Prefill {
       expand(c);
       attend(1 + c);
     }
-  }
-
-  /// Median microseconds of a captured call.
-  double time(const std::function<void()>& call) {
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
-    call();
-    check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
-    check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-    cudaEvent_t begin, end;
-    check(cudaEventCreate(&begin), "bench", "event");
-    check(cudaEventCreate(&end), "bench", "event");
-    std::vector<double> us;
-    for (int i = 0; i < replays + 2; ++i) {
-      check(cudaEventRecord(begin, stream), "bench", "event");
-      check(cudaGraphLaunch(exec, stream), "bench", "replay");
-      check(cudaEventRecord(end, stream), "bench", "event");
-      check(cudaEventSynchronize(end), "bench", "replay");
-      float ms = 0;
-      check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-      if (i >= 2) us.push_back(1e3 * static_cast<double>(ms));
-    }
-    std::ranges::sort(us);
-    cudaGraphExecDestroy(exec);
-    cudaGraphDestroy(graph);
-    cudaEventDestroy(begin);
-    cudaEventDestroy(end);
-    return us[us.size() / 2];
   }
 
   /// Largest error over its bound of sampled rows against float64: entries of the product against the gathered rows of
@@ -329,72 +222,56 @@ struct Prefill {
   }
 };
 
-int main(int argc, char** argv) {
-  if (!have_hopper()) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+void measure_all(bench::Report& report) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  Product product;
-  std::string json = std::string("{\n  \"device\": \"") + device.name +
-                     "\",\n  \"command\": \"context_chunk_bench FILE\",\n  \"rows\": [";
-  bool good = true, comma = false;
-  std::printf("%6s %7s %5s %6s | %9s %9s %9s %9s | %9s %8s | %9s %9s | %6s\n", "new", "context", "heads", "chunk",
-              "causal us", "gather", "product", "attend", "whole us", "TFLOP/s", "peer slow", "peer fast", "error");
+  Blas blas("bench");
   for (const Shape& s :
        {Shape{4096, 61440, 128, 8192}, Shape{4096, 61440, 128, 16384}, Shape{4096, 61440, 128, 32768},
         Shape{4096, 61440, 128, 61440}, Shape{512, 61440, 128, 16384}, Shape{2048, 30000, 16, 16384}}) {
-    Prefill p(s, product, stream);
-    const auto chunks = [&](void (Prefill::*part)(int), int first) {
-      return p.time([&] {
-        for (int c = 0; c < p.chunks(); ++c) (p.*part)(first + c);
-      });
+    const std::string name = std::to_string(s.tokens) + " over " + std::to_string(s.context) + ", h" +
+                             std::to_string(s.heads) + ", chunks of " + std::to_string(s.chunk);
+    if (!report.wants(name)) continue;
+    Prefill p(s, blas, stream);
+    // One run of all parts moves hundreds of megabytes: its inputs have left the caches when the next begins.
+    const auto time = [&](const std::function<void(int)>& parts) {
+      return bench::time_calls(stream, 1, report.replays(), parts);
+    };
+    const auto each_chunk = [&](void (Prefill::*part)(int), int first) {
+      return time([&, part, first](int) {
+               for (int c = 0; c < p.chunks(); ++c) (p.*part)(first + c);
+             })
+          .median;
     };
     p.whole();
-    const double whole = p.time([&] { p.whole(); }), causal = p.time([&] { p.attend(0); }),
-                 gather = chunks(&Prefill::gather, 0), product_us = chunks(&Prefill::expand, 0),
-                 attend = chunks(&Prefill::attend, 1);
-    const double per_pair = 2.0 * s.heads * (nope + rope + value), n = s.tokens;
-    const double flops = per_pair * n * s.context, causal_flops = per_pair * n * (n + 1) / 2;
-    double peer[2];
-    for (int i = 0; i < 2; ++i) peer[i] = gather + product_us + (flops + causal_flops) / peer_tflops[i] * 1e-6;
+    const bench::Times whole = time([&](int) { p.whole(); });
+    const double causal = time([&](int) { p.attend(0); }).median, gather = each_chunk(&Prefill::gather, 0),
+                 product = each_chunk(&Prefill::expand, 0), attend = each_chunk(&Prefill::attend, 1);
+    const double flops = 2.0 * s.tokens * s.context * s.heads * (nope + rope + value);
     const double error = p.worst();
-    const bool ok = error <= 1.01;
-    good &= ok;
-    std::printf("%6d %7d %5d %6d | %9.0f %9.0f %9.0f %9.0f | %9.0f %8.1f | %9.0f %9.0f | %6.2f%s\n", s.tokens,
-                s.context, s.heads, s.chunk, causal, gather, product_us, attend, whole, flops / attend * 1e-6, peer[0],
-                peer[1], error, ok ? "" : " WRONG");
-    std::fflush(stdout);
-    char text[600];
-    std::snprintf(text, sizeof text,
-                  "%s\n    {\"tokens\": %d, \"context\": %d, \"heads\": %d, \"chunk\": %d, \"causal_us\": %.1f, "
-                  "\"gather_us\": %.1f, \"product_us\": %.1f, \"attend_us\": %.1f, \"attend_tflops\": %.1f, "
-                  "\"whole_us\": %.1f, \"peer_us\": [%.1f, %.1f], \"error_of_bound\": %.3f, \"ok\": %s}",
-                  comma ? "," : "", s.tokens, s.context, s.heads, s.chunk, causal, gather, product_us, attend,
-                  flops / attend * 1e-6, whole, peer[0], peer[1], error, ok ? "true" : "false");
-    json += text;
-    comma = true;
+    report.add({{"op", "context_chunk"},
+                {"shape", name},
+                {"tokens", s.tokens},
+                {"context", s.context},
+                {"heads", s.heads},
+                {"chunk", s.chunk},
+                {"causal_us", bench::rounded(causal, 1)},
+                {"gather_us", bench::rounded(gather, 1)},
+                {"product_us", bench::rounded(product, 1)},
+                {"attend_us", bench::rounded(attend, 1)},
+                {"attend_tflop_per_s", bench::rounded(flops / attend * 1e-6, 1)},
+                {"error_of_bound", bench::rounded(error, 3)}},
+               whole, error <= 1.01);
   }
-  json += "\n  ]\n}\n";
-  if (argc > 1) {
-    std::FILE* f = std::fopen(argv[1], "w");
-    if (!f) {
-      std::fprintf(stderr, "context_chunk_bench: cannot write %s\n", argv[1]);
-      return 1;
-    }
-    std::fputs(json.c_str(), f);
-    std::fclose(f);
-  }
-  return good ? 0 : 1;
+  cudaStreamDestroy(stream);
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::main(argc, argv); } catch (const std::exception& e) {
-  std::fprintf(stderr, "context_chunk_bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(
+      argc, argv,
+      {.columns = {"causal_us", "gather_us", "product_us", "attend_us", "attend_tflop_per_s", "error_of_bound"}},
+      mla::cuda::measure_all);
 }

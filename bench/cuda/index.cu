@@ -1,21 +1,17 @@
-// Times whole calls of the sparse indexer's ops on a GPU: scores of a step's tokens, and the selection from them. A
-// CUDA graph of at least 20 calls over rotating inputs of at least 300 MB, median and p90 of its replays, answers
-// checked in the same run: sampled scores against float64, selections exactly.
-//   index_bench [json=FILE] [only=SUBSTRING] [replays=N]
+// Times whole calls of the sparse indexer's ops on a GPU: scores of a step's tokens, and the selection from them.
+// Answers are checked in the same run: sampled scores against float64, selections exactly. The floor's peak is a cool
+// card's.
+//   index_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <cuda_fp8.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <numeric>
 #include <random>
-#include <string>
-#include <string_view>
 
 #include "core/gpu.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
@@ -84,7 +80,8 @@ __global__ void fill_normal(float* to, int64_t n, uint64_t seed, float deviation
 }
 
 struct Result {
-  double median, p90, floor, bytes, flops, error, bound;
+  bench::Times times;
+  double floor, bytes, flops, error, bound;
 };
 
 // A stream whose host arrays have copies in device memory while this lives.
@@ -105,32 +102,6 @@ class Published {
   Stream& stream_;
   std::vector<DeviceArray<std::byte>> copies_;
 };
-
-template <class Call>
-void time_calls(cudaStream_t stream, int calls, int replays, Call&& call, Result& result) {
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "bench", "event");
-  check(cudaEventCreate(&end), "bench", "event");
-  check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "bench", "capture");
-  for (int i = 0; i < calls; ++i) call(i);
-  check(cudaStreamEndCapture(stream, &graph), "bench", "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-  std::vector<double> times;
-  for (int i = 0; i < replays + 3; ++i) {
-    check(cudaEventRecord(begin, stream), "bench", "event");
-    check(cudaGraphLaunch(exec, stream), "bench", "replay");
-    check(cudaEventRecord(end, stream), "bench", "event");
-    check(cudaStreamSynchronize(stream), "bench", "replay");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-    if (i >= 3) times.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
-}
 
 std::vector<IndexItem> items_of(const Shape& s) {
   std::vector<IndexItem> items;
@@ -153,7 +124,7 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
                 .flops = 2 * seen * kHeads * kDim};
   result.floor = std::max(result.bytes / 4560e9, result.flops / 790e12) * 1e6;
   const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1, static_cast<int>(pages / needed)),
-            calls = std::max(20, sets);
+            calls = bench::calls_for(sets);
   std::vector<int32_t> order(pages);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
@@ -218,7 +189,7 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
   }
   const double rms = std::sqrt(square / 2000);
   result.error = worst / rms, result.bound = 4 * plain / rms;
-  time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call, result);
+  result.times = bench::time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call);
   return result;
 }
 
@@ -230,7 +201,7 @@ Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceA
   // A selection follows its scoring: the scores of its rows lie in L2 as far as they fit. Sets rotate all the same.
   const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1,
                               static_cast<int>(static_cast<int64_t>(memory.size()) / elements)),
-            calls = std::max(20, sets);
+            calls = bench::calls_for(sets);
   const std::vector<IndexItem> items = items_of(s);
   Published published(stream);
   published.add(items);
@@ -264,30 +235,11 @@ Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceA
     wrong += best != indices.download(int64_t{row} * kTopk, kTopk);
   }
   result.error = wrong, result.bound = 0;
-  time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call, result);
+  result.times = bench::time_calls(static_cast<cudaStream_t>(stream.native()), calls, replays, call);
   return result;
 }
 
-int run(int argc, char** argv) {
-  if (!have_hopper()) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  std::string json, only, command = argv[0];
-  int replays = 15;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view arg = argv[i];
-    command += " " + std::string(arg);
-    if (arg.starts_with("json=")) json = arg.substr(5);
-    else if (arg.starts_with("only=")) only = arg.substr(5);
-    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
-    else {
-      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+void measure_all(bench::Report& report) {
   Stream stream(Device{DeviceKind::cuda, 0});
   const int64_t pages = (int64_t{3} << 30) / kPageBytes;
   DeviceArray<uint8_t> cache(pages * kPageBytes);
@@ -295,45 +247,29 @@ int run(int argc, char** argv) {
   fill_pages<<<4096, 256>>>(cache.data(), pages);
   fill_normal<<<4096, 256>>>(scores.data(), static_cast<int64_t>(scores.size()), 5, 1.0f);
   check(cudaDeviceSynchronize(), "bench", "fill");
-  std::printf(
-      "%s, whole calls, median of %d replays; floor: 4560 GB/s, 790 TFLOP/s\n%-22s %8s %8s %8s %7s %7s %8s  %s\n",
-      device.name, replays, "shape", "us", "p90", "floor", "% floor", "GB/s", "TFLOP/s", "error of bound");
-  int failed = 0;
-  std::string lines;
   for (const Shape& s : shapes) {
-    if (std::string_view(s.name).find(only) == std::string_view::npos) continue;
-    const Result r =
-        s.select ? measure_select(s, replays, stream, scores) : measure_score(s, replays, stream, cache, pages);
-    const bool right = r.error <= r.bound;
-    failed += !right;
-    char text[512];
-    std::printf("%-22s %8.2f %8.2f %8.2f %7.1f %7.0f %8.1f  %.2g of %.2g%s\n", s.name, r.median, r.p90, r.floor,
-                100 * r.floor / r.median, r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound,
-                right ? "" : " WRONG");
-    std::fflush(stdout);
-    std::snprintf(
-        text, sizeof text,
-        "{\"op\": \"%s\", \"shape\": \"%s\", \"batch\": %d, \"query_tokens\": %d, \"context\": %d, \"us_median\": "
-        "%.2f, \"us_p90\": %.2f, \"floor_us\": %.2f, \"gb_per_s\": %.0f, \"tflop_per_s\": %.1f, \"error\": %.3g, "
-        "\"bound\": %.3g}",
-        s.select ? "select_topk" : "index_score", s.name, s.batch, s.tokens, s.context, r.median, r.p90, r.floor,
-        r.bytes / r.median * 1e-3, r.flops / r.median * 1e-6, r.error, r.bound);
-    lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+    if (!report.wants(s.name)) continue;
+    const Result r = s.select ? measure_select(s, report.replays(), stream, scores)
+                              : measure_score(s, report.replays(), stream, cache, pages);
+    report.add({{"op", s.select ? "select_topk" : "index_score"},
+                {"shape", s.name},
+                {"batch", s.batch},
+                {"query_tokens", s.tokens},
+                {"context", s.context},
+                {"floor_us", bench::rounded(r.floor, 2)},
+                {"of_floor", bench::rounded(r.floor / r.times.median, 3)},
+                {"gb_per_s", bench::rounded(r.bytes / r.times.median * 1e-3, 0)},
+                {"tflop_per_s", bench::rounded(r.flops / r.times.median * 1e-6, 1)},
+                {"error", r.error},
+                {"bound", r.bound}},
+               r.times, r.error <= r.bound);
   }
-  if (!json.empty())
-    std::ofstream(json)
-        << "{\n  \"device\": \"" << device.name << "\",\n  \"command\": \"" << command
-        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls, rotating inputs of at least 320 "
-           "MB, "
-        << replays << " replays\",\n  \"results\": [\n"
-        << lines << "\n  ]\n}\n";
-  return failed ? 1 : 0;
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
-  std::fprintf(stderr, "bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(argc, argv, {.columns = {"floor_us", "of_floor", "gb_per_s", "tflop_per_s"}},
+                               mla::cuda::measure_all);
 }

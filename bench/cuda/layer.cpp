@@ -1,18 +1,12 @@
 // One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each
 // beside the sum of its ops' own times.
-//
-//   layer_bench [json=FILE]
+//   layer_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
-#include <chrono>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
-#include <memory>
-#include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
 
-#include "core/gpu.hpp"
+#include "cuda/bench.hpp"
 #include "mla/mla.hpp"
 
 namespace {
@@ -20,7 +14,6 @@ namespace {
 using namespace mla;
 
 constexpr Device kGpu{DeviceKind::cuda, 0};
-constexpr int kRounds = 15;
 
 struct Shape {
   const char* name;
@@ -39,20 +32,16 @@ constexpr Shape kShapes[] = {
     {"context 4K over 60K", 1, 4096, 61440, CacheFormat::bf16},
 };
 
-struct Row {
+struct OpRow {
   std::string op;
   double us = 0, bytes = 0, flops = 0;
   int64_t calls = 0;
 };
 struct Measured {
-  double median = 0, p90 = 0, sum = 0;  // us
-  std::vector<Row> ops;
+  cuda::bench::Times times;
+  double sum = 0;  // of the ops, us
+  std::vector<OpRow> ops;
 };
-
-double percentile(std::vector<double> v, double p) {
-  std::sort(v.begin(), v.end());
-  return v[static_cast<size_t>(p * static_cast<double>(v.size() - 1) + 0.5)];
-}
 
 class Layer {
  public:
@@ -60,7 +49,7 @@ class Layer {
       : model_(preset("deepseek-v3")),
         weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16), Dtype::bf16, kGpu)) {}
 
-  Measured measure(const Shape& s) {
+  Measured measure(const Shape& s, int replays) {
     const CacheSpec spec = cache_spec(model_, s.format);
     const int64_t length = s.context + s.query, pages = (length + 63) / 64, tokens = s.requests * s.query;
     Cache cache(spec, s.requests * pages, kGpu);
@@ -101,25 +90,19 @@ class Layer {
     stream_.synchronize();
     require_finite(out, numbers.size());
 
-    const Graph graph(stream_, [&] { call(nullptr); });
+    // The weights alone, 374 MB, leave nothing of a step's inputs in the caches: steps follow each other as they are.
+    // Prefill is long enough by itself.
+    const int calls = tokens <= 512 ? cuda::bench::calls_for(1) : 1;
+    const Graph graph(stream_, [&] {
+      for (int i = 0; i < calls; ++i) call(nullptr);
+    });
     Measured m;
-    std::vector<double> times;
-    for (int i = 0; i < kRounds; ++i) {
-      gpu::Stopwatch watch;
-      {
-        const HeldStream held(stream_);
-        watch.start(stream_.queue());
-        graph.launch(stream_);
-        watch.stop(stream_.queue());
-      }
-      if (i >= 2) times.push_back(1e6 * watch.seconds());
-    }
-    m.median = percentile(times, 0.5);
-    m.p90 = percentile(times, 0.9);
+    m.times = cuda::bench::time_launches(static_cast<cudaStream_t>(stream_.native()), calls, replays,
+                                         [&] { graph.launch(stream_); });
 
     // Each op by the median of its rounds.
     std::vector<std::vector<double>> seconds;
-    for (int i = 0; i < kRounds; ++i) {
+    for (int i = 0; i < replays + 2; ++i) {
       Profile profile;
       {
         const HeldStream held(stream_);
@@ -133,7 +116,10 @@ class Layer {
         m.ops.push_back({std::string(rows[k].op), 0, rows[k].bytes, rows[k].flops, rows[k].calls});
       }
     }
-    for (size_t k = 0; k < m.ops.size(); ++k) m.sum += m.ops[k].us = percentile(seconds[k], 0.5);
+    for (size_t k = 0; k < m.ops.size(); ++k) {
+      std::sort(seconds[k].begin(), seconds[k].end());
+      m.sum += m.ops[k].us = seconds[k][seconds[k].size() / 2];
+    }
     return m;
   }
 
@@ -166,39 +152,37 @@ class Layer {
   LayerWeights weights_;
 };
 
+void measure_all(cuda::bench::Report& report) {
+  Layer layer;
+  for (const Shape& s : kShapes) {
+    if (!report.wants(s.name)) continue;
+    const Measured m = layer.measure(s, report.replays());
+    cuda::bench::Row ops = cuda::bench::Row::array();
+    for (const OpRow& r : m.ops)
+      ops.push_back({{"op", r.op},
+                     {"us", cuda::bench::rounded(r.us, 2)},
+                     {"calls", r.calls},
+                     {"bytes", r.bytes},
+                     {"flops", r.flops}});
+    report.add({{"op", "layer"},
+                {"shape", s.name},
+                {"requests", s.requests},
+                {"query", s.query},
+                {"context", s.context},
+                {"cache", to_string(s.format)},
+                {"sum_of_ops_us", cuda::bench::rounded(m.sum, 2)},
+                {"of_sum", cuda::bench::rounded(m.times.median / m.sum, 3)},
+                {"ops", ops}},
+               m.times, true);
+  }
+}
+
 }  // namespace
 
-int main(int argc, char** argv) try {
-  std::string file;
-  for (int i = 1; i < argc; ++i)
-    if (const std::string arg = argv[i]; arg.starts_with("json=")) file = arg.substr(5);
-  if (gpu_count() == 0) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  Layer layer;
-  nlohmann::json json{{"device", describe(kGpu)}, {"model", "deepseek-v3, 1 layer, bf16 weights"}};
-  std::printf("%-26s %10s %10s %10s %8s\n", "one layer of deepseek-v3", "us", "p90", "sum of ops", "ratio");
-  for (const Shape& s : kShapes) {
-    const Measured m = layer.measure(s);
-    std::printf("%-26s %10.1f %10.1f %10.1f %8.3f\n", s.name, m.median, m.p90, m.sum, m.median / m.sum);
-    nlohmann::json ops = nlohmann::json::array();
-    for (const Row& r : m.ops)
-      ops.push_back({{"op", r.op}, {"us", r.us}, {"calls", r.calls}, {"bytes", r.bytes}, {"flops", r.flops}});
-    json["rows"].push_back({{"name", s.name},
-                            {"requests", s.requests},
-                            {"query", s.query},
-                            {"context", s.context},
-                            {"cache", to_string(s.format)},
-                            {"median_us", m.median},
-                            {"p90_us", m.p90},
-                            {"sum_of_ops_us", m.sum},
-                            {"ops", ops}});
-    std::fflush(stdout);
-  }
-  if (!file.empty()) std::ofstream(file) << json.dump(1) << '\n';
-  return 0;
-} catch (const mla::Error& e) {
-  std::fprintf(stderr, "layer_bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(argc, argv,
+                               {.columns = {"sum_of_ops_us", "of_sum"},
+                                .head = {{"model", "deepseek-v3, 1 layer, bf16 weights"}},
+                                .hopper = false},
+                               measure_all);
 }

@@ -1,25 +1,21 @@
-// Times the GPU's row ops, whole calls: a CUDA graph of calls over rotating inputs of at least 300 MB in all, median
-// and p90 of its replays, against the bytes that must be read and written at a copy's speed. Answers are checked in the
-// same run, sampled rows against a plain computation on the host.
-//   rows_bench [json=FILE] [only=PREFIX] [replays=N]
+// Times the GPU's row ops, whole calls, against the bytes that must be read and written at a copy's speed. Answers are
+// checked in the same run, sampled rows against a plain computation on the host.
+//   rows_bench [json=FILE] [only=SUBSTRING]... [replays=N]     only: of an op's name
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <cmath>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <functional>
 #include <memory>
 #include <numeric>
 #include <random>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "backend/cuda/core/queue.hpp"
 #include "cache/format.hpp"
+#include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 #include "mla/rotary.hpp"
@@ -102,46 +98,6 @@ struct Job {
   std::function<bool()> right;  // of set 0's answer
 };
 
-struct Result {
-  double median = 0, p90 = 0;
-  bool right = true;
-};
-
-Result measure(Stream& stream, const Job& job, int replays) {
-  Result result;
-  check(cudaDeviceSynchronize(), "bench", "inputs");
-  job.call(0);
-  stream.synchronize();
-  result.right = job.right();
-  const cudaStream_t s = stream.queue().stream();
-  cudaGraph_t graph;
-  cudaGraphExec_t exec;
-  cudaEvent_t begin, end;
-  check(cudaEventCreate(&begin), "bench", "event");
-  check(cudaEventCreate(&end), "bench", "event");
-  const int calls = std::max(20, job.sets);
-  check(cudaStreamBeginCapture(s, cudaStreamCaptureModeRelaxed), "bench", "capture");
-  for (int i = 0; i < calls; ++i) job.call(i % job.sets);
-  check(cudaStreamEndCapture(s, &graph), "bench", "capture");
-  check(cudaGraphInstantiate(&exec, graph, 0), "bench", "instantiate");
-  const double one = job.bytes / 4e6 + 3;  // us, about
-  for (double us = 0; us < 20e3; us += one * calls) check(cudaGraphLaunch(exec, s), "bench", "warm up");
-  std::vector<double> times;
-  for (int i = 0; i < replays + 2; ++i) {
-    check(cudaEventRecord(begin, s), "bench", "event");
-    check(cudaGraphLaunch(exec, s), "bench", "replay");
-    check(cudaEventRecord(end, s), "bench", "event");
-    check(cudaStreamSynchronize(s), "bench", "replay");
-    float ms = 0;
-    check(cudaEventElapsedTime(&ms, begin, end), "bench", "event");
-    if (i >= 2) times.push_back(ms * 1e3 / calls);
-  }
-  cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaEventDestroy(begin), cudaEventDestroy(end);
-  std::sort(times.begin(), times.end());
-  result.median = times[times.size() / 2], result.p90 = times[times.size() * 9 / 10];
-  return result;
-}
-
 int sets_for(double bytes) { return static_cast<int>(std::clamp(std::ceil(320e6 / bytes), 1.0, 64.0)); }
 
 template <class T>
@@ -151,12 +107,6 @@ Sets<T> random_sets(int sets, size_t n, uint32_t seed) {
   Sets<T> all;
   for (int i = 0; i < sets; ++i) all.push_back(random_array<T>(n, seed + 77 * i));
   return all;
-}
-
-std::string size_name(double bytes) {
-  char text[32];
-  std::snprintf(text, sizeof text, bytes < 1e6 ? "%.0f KB" : "%.0f MB", bytes < 1e6 ? bytes / 1e3 : bytes / 1e6);
-  return text;
 }
 
 // --- jobs: each made when its turn comes, so that memory is held for one at a time ---
@@ -538,26 +488,7 @@ Job map_job(Stream& stream, int64_t rows) {
   return job;
 }
 
-int run(int argc, char** argv) {
-  if (!test::have_hopper()) {
-    std::printf("no CUDA device: skipped\n");
-    return 0;
-  }
-  std::string json, command = argv[0], only;
-  int replays = 15;
-  for (int i = 1; i < argc; ++i) {
-    const std::string_view arg = argv[i];
-    command += " " + std::string(arg);
-    if (arg.starts_with("json=")) json = arg.substr(5);
-    else if (arg.starts_with("only=")) only = arg.substr(5);
-    else if (arg.starts_with("replays=")) replays = std::max(1, std::atoi(argv[i] + 8));
-    else {
-      std::fprintf(stderr, "unknown argument %s\n", argv[i]);
-      return 2;
-    }
-  }
-  cudaDeviceProp device;
-  check(cudaGetDeviceProperties(&device, 0), "bench", "device");
+void measure_all(bench::Report& report) {
   Stream stream(kGpu);
   std::vector<std::pair<const char*, std::function<Job()>>> jobs;
   for (const CacheFormat f : cache_formats()) {
@@ -597,42 +528,31 @@ int run(int argc, char** argv) {
   jobs.emplace_back("norm", [&] { return norm_job(stream, 64, 1536); });
   jobs.emplace_back("map_to_slots", [&] { return map_job(stream, 4096); });
 
-  std::printf("%s, copy roof %.0f GB/s, whole calls, median of %d replays\n%-13s %-46s %9s %9s %9s %7s %6s\n",
-              device.name, kCopyRoof, replays, "op", "shape", "moved", "us", "p90", "GB/s", "% roof");
-  std::string lines;
-  int failed = 0;
   for (const auto& [name, make] : jobs) {
-    if (!std::string_view(name).starts_with(only)) continue;
+    if (!report.wants(name)) continue;
     const Job job = make();
-    const Result r = measure(stream, job, replays);
-    failed += !r.right;
-    const double rate = job.bytes / r.median * 1e-3;
-    std::printf("%-13s %-46s %9s %9.2f %9.2f %7.0f %6.1f%s\n", job.op.c_str(), job.shape.c_str(),
-                size_name(job.bytes).c_str(), r.median, r.p90, rate, 100 * rate / kCopyRoof, r.right ? "" : " WRONG");
-    std::fflush(stdout);
-    char text[512];
-    std::snprintf(text, sizeof text,
-                  "{\"op\": \"%s\", \"shape\": \"%s\", \"bytes\": %.0f, \"us_median\": %.2f, \"us_p90\": %.2f, "
-                  "\"gb_per_s\": %.0f, \"percent_of_copy\": %.1f, \"right\": %s}",
-                  job.op.c_str(), job.shape.c_str(), job.bytes, r.median, r.p90, rate, 100 * rate / kCopyRoof,
-                  r.right ? "true" : "false");
-    lines += (lines.empty() ? "    " : ",\n    ") + std::string(text);
+    check(cudaDeviceSynchronize(), "bench", "inputs");
+    job.call(0);
+    stream.synchronize();
+    const bool right = job.right();
+    const bench::Times times = bench::time_calls(stream.queue().stream(), bench::calls_for(job.sets), report.replays(),
+                                                 [&](int i) { job.call(i % job.sets); });
+    const double rate = job.bytes / times.median * 1e-3;
+    report.add({{"op", job.op},
+                {"shape", job.shape},
+                {"bytes", static_cast<int64_t>(job.bytes)},
+                {"gb_per_s", bench::rounded(rate, 0)},
+                {"percent_of_copy", bench::rounded(100 * rate / kCopyRoof, 1)}},
+               times, right);
   }
-  if (!json.empty())
-    std::ofstream(json) << "{\n  \"device\": \"" << device.name
-                        << "\",\n  \"copy_roof_gb_per_s\": " << static_cast<int>(kCopyRoof) << ",\n  \"command\": \""
-                        << command
-                        << "\",\n  \"method\": \"CUDA graph of at least 20 whole calls, rotating inputs of at least "
-                           "320 MB, "
-                        << replays << " replays\",\n  \"results\": [\n"
-                        << lines << "\n  ]\n}\n";
-  return failed ? 1 : 0;
 }
 
 }  // namespace
 }  // namespace mla::cuda
 
-int main(int argc, char** argv) try { return mla::cuda::run(argc, argv); } catch (const mla::Error& e) {
-  std::fprintf(stderr, "bench: %s\n", e.what());
-  return 1;
+int main(int argc, char** argv) {
+  return mla::cuda::bench::run(
+      argc, argv,
+      {.columns = {"bytes", "gb_per_s", "percent_of_copy"}, .head = {{"copy_roof_gb_per_s", mla::cuda::kCopyRoof}}},
+      mla::cuda::measure_all);
 }
