@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds and runs the tests. Arguments: presets to test, by default release.
 cd "$(dirname "$0")/.."
-more_packages=(chromium)  # opens the reports
+more_packages=(chromium python3)  # to open the reports, to check the page of figures
 source scripts/setup.sh
 presets=("$@")
 ((${#presets[@]})) || presets=(release)

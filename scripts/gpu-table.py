@@ -1,0 +1,215 @@
+#!/usr/bin/env python3
+"""What the GPU's benches measured, beside its marks: peers, the memory's rate, sums of ops.
+
+    scripts/gpu-table.py [DIR]               the JSON in DIR, by default bench/results/h200
+    scripts/gpu-table.py [DIR] --markdown    the same as a markdown table
+    scripts/gpu-table.py [DIR] --write       puts that table into docs/performance.md
+    scripts/gpu-table.py [DIR] --check       exit code 1 when the page shows another one
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- made by scripts/gpu-table.py --write -->", "<!-- end of the table -->"
+
+# Peers, on another H200 (700 W, CUDA 13.0, torch 2.11): whole calls, CUDA graphs of 20 over
+# rotating inputs of at least 300 MB, median of 12 replays; the better of the two where both ran.
+FLASH_MLA, FA3 = "FlashMLA 9241ae3", "FlashAttention-3 0251105"
+COPY_GB_PER_S = 3996  # read and written by a plain copy kernel, of the same card
+LARGE = 64e6  # bytes, from which on a row op is held against the memory
+
+# Dense decode over bf16: shape, peer, its us, how much faster to be.
+DENSE = [
+    ("b128 h16 4K", FLASH_MLA, 147.4, 1.0),
+    ("b32 h16 16K", FLASH_MLA, 148.5, 1.0),
+    ("b128 h128 4K", FA3, 255.0, 1.0),
+    ("b128 s2 h128 4K", FLASH_MLA, 528.1, 1.0),
+    ("b1 h16 4K", FA3, 15.58, 1.5),
+    ("b1 h128 4K", FA3, 21.95, 1.5),
+    ("b1 h16 64K", FA3, 38.10, 1.5),
+    ("b1 h128 64K", FLASH_MLA, 60.36, 1.5),
+    ("b8 h16 4K", FA3, 22.19, 1.5),
+    ("b8 h128 4K", FA3, 33.79, 1.5),
+    ("b128 h16 4K varlen", FLASH_MLA, 158.2, 1.0),
+    ("b128 h128 4K varlen", FLASH_MLA, 260.6, 1.0),
+]
+# Dense decode over 8-bit caches: shape, the shape in bf16, how much faster to be.
+FP8 = [("fp8 b128 h16 4K", "b128 h16 4K", 1.4), ("ds b128 h16 4K", "b128 h16 4K", 1.4)]
+# Expanded prefill: shape, FlashAttention-3's TFLOP/s (keys concatenated beforehand), what share of
+# it to reach.
+EXPANDED = [
+    ("h16 8K causal", 688.4, 0.9),
+    ("h128 8K causal", 609.3, 0.9),
+    ("h128 16 x 512 causal", 300.7, 1.0),
+]
+# FlashAttention-3 was not timed on context chunks: its TFLOP/s at 128 heads, causal, stand for it.
+CHUNK_PEERS = [("8K", 609.3), ("16K", 668.8)]
+ROW_OPS = ["append", "rope_append", "gather", "merge", "merge_splits", "quantize"]
+ROW_OPS_LEAST = 0.75
+LAYER, LAYER_MOST = "decode b64 8K", 1.05
+
+Row = dict[str, Any]
+
+
+class Line(NamedTuple):
+    what: str
+    shape: str
+    measured: str
+    against: str
+    ratio: float | None  # above 1: better than what it is held against
+    least: float
+    of_floor: float | None = None  # the larger of bytes and arithmetic at the card's peaks
+    wrong: bool = False
+
+
+def read(folder: Path) -> dict[tuple[str, str], Row]:
+    """Rows by op and shape. Of rows of one name the first counts, files in alphabetical order."""
+    rows: dict[tuple[str, str], Row] = {}
+    for file in sorted(folder.glob("*.json")):
+        try:
+            for row in json.loads(file.read_text(encoding="utf-8"))["results"]:
+                rows.setdefault((row["op"], row["shape"]), row)
+        except (ValueError, KeyError, TypeError) as e:
+            raise SystemExit(f"gpu-table: {file} is not a bench's JSON: {e!r}") from e
+    if not rows:
+        raise SystemExit(f"gpu-table: no bench's JSON in {folder}")
+    return rows
+
+
+def lines(rows: dict[tuple[str, str], Row]) -> Iterator[Line]:
+    def line(what: str, op: str, shape: str, against: str, least: float, field: str, unit: str,
+             reference: float | None) -> Line:
+        """Held against `reference`, in the field's unit; None: not known."""
+        row = rows.get((op, shape))
+        if row is None:
+            return Line(what, shape, "not measured", against, None, least)
+        value, wrong = row[field], not row.get("right", True)
+        ratio = None
+        if reference is not None:
+            ratio = reference / value if unit == "us" else value / reference
+        digits = 1 if unit == "us" and value < 10000 else 0
+        floor = row["floor_us"] / row["us_median"] if "floor_us" in row else row.get("of_floor")
+        measured = f"{value:.{digits}f} {unit}" + (" WRONG" if wrong else "")
+        return Line(what, shape, measured, against, ratio, least, floor, wrong)
+
+    def us(op: str, shape: str) -> float | None:
+        row = rows.get((op, shape))
+        return row["us_median"] if row else None
+
+    for shape, peer, peer_us, least in DENSE:
+        yield line("dense decode, bf16", "attend_latent", shape, f"{peer}, {peer_us:.4g} us", least,
+                   "us_median", "us", peer_us)
+    for shape, own, least in FP8:
+        own_us = us("attend_latent", own)
+        known = f", {own_us:.1f} us" if own_us else ""
+        yield line("dense decode, 8 bits", "attend_latent", shape, f"ours in bf16{known}", least,
+                   "us_median", "us", own_us)
+    for shape, rate, least in EXPANDED:
+        yield line("expanded prefill, bf16", "attend_expanded", shape, f"{FA3}, {rate:.0f} TFLOP/s",
+                   least, "tflop_per_s", "TFLOP/s", rate)
+
+    chunked = [r for (op, _), r in rows.items() if op == "context_chunk"
+               and (r["tokens"], r["context"], r["heads"]) == (4096, 61440, 128)]
+    if not chunked:
+        yield Line("prefill over context", "4096 over 61440, h128", "not measured", FA3, None, 1.0)
+    else:
+        row = min(chunked, key=lambda r: r["us_median"])
+        new, context = row["tokens"], row["context"]
+        flops = 2 * row["heads"] * (192 + 128) * (new * context + new * (new + 1) / 2)
+        for at, rate in CHUNK_PEERS:
+            peer_us = row["gather_us"] + row["product_us"] + flops / rate * 1e-6
+            yield line("prefill over context", "context_chunk", row["shape"],
+                       f"gather, product and FA3 at its {at} rate, {peer_us:.0f} us", 1.0,
+                       "us_median", "us", peer_us)
+
+    for op in ROW_OPS:
+        least_of: dict[str, Row] = {}
+        for (row_op, shape), row in rows.items():
+            if row_op != op or row["bytes"] < LARGE:
+                continue
+            format = "" if shape.startswith("tokens") else shape.split(",")[0]
+            if format not in least_of or row["gb_per_s"] < least_of[format]["gb_per_s"]:
+                least_of[format] = row
+        if not least_of:
+            yield Line(f"{op}, 64 MB and more", "", "not measured", "a copy", None, ROW_OPS_LEAST)
+        for row in least_of.values():
+            yield line(op, op, row["shape"], f"a copy, {COPY_GB_PER_S} GB/s", ROW_OPS_LEAST,
+                       "gb_per_s", "GB/s", COPY_GB_PER_S)
+
+    layer = rows.get(("layer", LAYER))
+    known = f", {layer['sum_of_ops_us']:.1f} us" if layer else ""
+    yield line("layer of deepseek-v3", "layer", LAYER, f"the sum of its ops{known}", 1 / LAYER_MOST,
+               "us_median", "us", layer["sum_of_ops_us"] if layer else None)
+
+
+HEAD = ("what", "shape", "measured", "of floor", "against", "ratio", "at least", "met")
+
+
+def cells(line: Line) -> tuple[str, ...]:
+    met = "-"
+    if line.ratio is not None:
+        met = "yes" if line.ratio >= line.least and not line.wrong else "no"
+    ratio = "-" if line.ratio is None else f"{line.ratio:.3f}"
+    floor = "-" if line.of_floor is None else f"{100 * line.of_floor:.0f}%"
+    return (line.what, line.shape, line.measured, floor, line.against, ratio, f"{line.least:.2f}",
+            met)
+
+
+def plain(table: list[tuple[str, ...]]) -> str:
+    widths = [max(len(row[i]) for row in table) for i in range(len(HEAD))]
+    right = {2, 3, 5, 6}
+    return "".join("  ".join(c.rjust(w) if i in right else c.ljust(w)
+                             for i, (c, w) in enumerate(zip(row, widths))).rstrip() + "\n"
+                   for row in table)
+
+
+def markdown(table: list[tuple[str, ...]]) -> str:
+    rule = ("---", "---", "--:", "--:", "---", "--:", "--:", "---")
+    return "".join(f"| {' | '.join(row)} |\n" for row in [table[0], rule, *table[1:]])
+
+
+def page_with(text: str, table: str) -> str:
+    before, begin, rest = text.partition(BEGIN + "\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"gpu-table: {PAGE} has no lines {BEGIN} and {END}")
+    return f"{before}{begin}\n{table}\n{end}{after}"  # markdown's tables stand by themselves
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The GPU's benches, beside its marks.")
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "bench/results/h200")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--markdown", action="store_true", help="as a markdown table")
+    how.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
+    how.add_argument("--check", action="store_true",
+                     help=f"does {PAGE.relative_to(ROOT)} show this table?")
+    options = parser.parse_args()
+
+    table = [HEAD, *(cells(line) for line in lines(read(options.folder)))]
+    if not options.write and not options.check:
+        print(markdown(table) if options.markdown else plain(table), end="")
+        return 0
+    shown = PAGE.read_text(encoding="utf-8")
+    made = page_with(shown, markdown(table))
+    if options.write:
+        PAGE.write_text(made, encoding="utf-8")
+        return 0
+    sys.stdout.writelines(difflib.unified_diff(shown.splitlines(True), made.splitlines(True),
+                                               "shown", "made"))
+    if shown != made:
+        print(f"gpu-table: {PAGE.relative_to(ROOT)} differs from the JSON: run it with --write")
+    return int(shown != made)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
