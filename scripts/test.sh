@@ -9,13 +9,12 @@ for preset in "${presets[@]}"; do
   cmake --preset "$preset" "${launcher[@]}" >/dev/null
   cmake --build --preset "$preset"
 done
-for preset in "${presets[@]}"; do
-  ctest --preset "$preset" -j"$(nproc)"
-done
-
 # The Python package is tested over the last of these builds that has no sanitizer.
 for ((i = ${#presets[@]} - 1; i >= 0; --i)); do
   case "${presets[i]}" in asan | tsan) continue ;; esac
   scripts/test-python.sh "build/${presets[i]}"
   break
+done
+for preset in "${presets[@]}"; do
+  ctest --preset "$preset" -j"$(nproc)"
 done
