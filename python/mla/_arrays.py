@@ -11,6 +11,7 @@ import numpy as np
 
 from ._mla import Stream
 
+_CPU = ("cpu", 0)
 _streams: dict[tuple[str, int], Stream] = {}
 _lock = threading.Lock()
 
@@ -56,12 +57,6 @@ def cast(array: Any, dtype: str) -> Any:
     return array.astype(np.dtype(dtype))
 
 
-def is_half(array: Any) -> bool:
-    if _torch_tensor(array):
-        return bool(array.dtype == sys.modules["torch"].float16)
-    return bool(array.dtype == np.float16)
-
-
 def cuda_stream(array: Any) -> tuple[int, int] | None:
     """A CUDA array's device and its framework's current cudaStream_t there; None for others.
 
@@ -94,13 +89,37 @@ def finish(array: Any) -> None:
         stream_for(array).synchronize()
 
 
+def place(array: Any) -> tuple[Any, Any, bool]:
+    """Where a single op on an array runs, and whether the array is f16.
+
+    A Stream of the CPU and None, or on a GPU the framework's current cudaStream_t and a function
+    that gives so many bytes there.
+    """
+    if _torch_tensor(array):
+        torch = sys.modules["torch"]
+        half = array.dtype is torch.float16
+        if not array.is_cuda:
+            return _cpu_stream(), None, half
+        native = torch._C._cuda_getCurrentRawStream(array.get_device())
+        return native, lambda size: array.new_empty((size,), dtype=torch.uint8), half
+    half = array.dtype == np.float16
+    current = cuda_stream(array)
+    if current is None:
+        return _cpu_stream(), None, half
+    return current[1], lambda size: empty(array, (size,), "uint8"), half
+
+
+def _cpu_stream() -> Stream:
+    return _streams.get(_CPU) or stream_for(None)
+
+
 def stream_for(array: Any) -> Stream:
     """The stream that work on an array runs on.
 
     Of a CUDA array its framework's current stream, held once for each. Of the CPU one with a thread
     for each of the process's cores.
     """
-    device, native = "cpu", 0
+    device, native = _CPU
     current = None if array is None else cuda_stream(array)
     if current is not None:
         device = f"cuda:{current[0]}"

@@ -16,11 +16,12 @@ count up to what their table or list holds, and pages must be the cache's.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
 from . import _mla
-from ._arrays import cast, cuda_stream, empty, finish, is_half, settle, stream_for
+from ._arrays import cast, empty, finish, place, settle
 
 ShapeError = _mla.ShapeError
 UnsupportedError = _mla.UnsupportedError
@@ -43,23 +44,21 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
-def _rank(name: str, array: Any, dims: str) -> None:
-    rank = dims.count(",") + 1
-    if array.ndim != rank:
+def _require_rank(name: str, array: Any, dims: str) -> None:
+    if array.ndim != dims.count(",") + 1:
         raise ShapeError(f"{name}: has shape {list(array.shape)}, {dims} is needed")
+
+
+def _require_format(name: str, cache: Any, head_dim: int, is_fp8: bool) -> None:
+    fp8 = cache.dtype.itemsize == 1
+    if is_fp8 and not fp8:
+        raise ShapeError(f"{name}: is {cache.dtype}, is_fp8_kvcache says 8-bit elements")
+    if fp8 and not is_fp8 and cache.shape[-1] != head_dim:
+        raise ShapeError(f"{name}: rows of {cache.shape[-1]} bytes need is_fp8_kvcache=True")
 
 
 def _empty_out(q: Any, shape: tuple[int, ...]) -> Any:
     return empty(q, shape, "bfloat16" if q.dtype.itemsize == 1 else None)
-
-
-def _place(q: Any, *arrays: Any) -> tuple[Any, Any]:
-    """The stream that a call runs on, and what gives it memory there."""
-    settle(q, *arrays)
-    current = cuda_stream(q)
-    if current is None:
-        return stream_for(q), None
-    return current[1], lambda size: empty(q, (size,), "uint8")
 
 
 def flash_mla_with_kvcache(
@@ -94,20 +93,19 @@ def flash_mla_with_kvcache(
     softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
     lse f32 [batch, heads, queries].
     """
-    _rank("q", q, "[batch, queries, heads, head dim]")
-    _rank("k_cache", k_cache, "[blocks, page, 1, row]")
+    if q.ndim != 4:
+        _require_rank("q", q, "[batch, queries, heads, head dim]")
+    if k_cache.ndim != 4:
+        _require_rank("k_cache", k_cache, "[blocks, page, 1, row]")
     batch, queries, heads, head_dim = q.shape
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
-    for name, cache in (("k_cache", k_cache), ("extra_k_cache", extra_k_cache)):
-        if cache is None:
-            continue
-        fp8 = cache.dtype.itemsize == 1
-        if is_fp8_kvcache and not fp8:
-            raise ShapeError(f"{name}: is {cache.dtype}, is_fp8_kvcache says 8-bit elements")
-        if fp8 and not is_fp8_kvcache and cache.shape[-1] != head_dim:
-            raise ShapeError(f"{name}: rows of {cache.shape[-1]} bytes need is_fp8_kvcache=True")
-    if is_half(q):
+    if is_fp8_kvcache != (k_cache.dtype.itemsize == 1):
+        _require_format("k_cache", k_cache, head_dim, is_fp8_kvcache)
+    if extra_k_cache is not None:
+        _require_format("extra_k_cache", extra_k_cache, head_dim, is_fp8_kvcache)
+    stream, allocate, half = place(q)
+    if half:
         q = cast(q, "float32")
         out, lse = flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal,
@@ -115,26 +113,30 @@ def flash_mla_with_kvcache(
             topk_length, extra_topk_length,
         )
         return cast(out, "float16"), lse
-    stream, allocate = _place(
-        q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache,
-        extra_indices_in_kvcache, topk_length, extra_topk_length,
-    )
+    if "jax" in sys.modules:
+        settle(
+            q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache,
+            extra_indices_in_kvcache, topk_length, extra_topk_length,
+        )
     out = _empty_out(q, (batch, queries, heads, head_dim_v))
     lse = empty(q, (batch, heads, queries), "float32")
     if indices is None:
         if block_table is None or cache_seqlens is None:
             missing = "block_table" if block_table is None else "cache_seqlens"
             raise ShapeError(f"{missing}: is None, and needed without indices")
-        sparse_only = {
-            "attn_sink": attn_sink,
-            "extra_k_cache": extra_k_cache,
-            "extra_indices_in_kvcache": extra_indices_in_kvcache,
-            "topk_length": topk_length,
-            "extra_topk_length": extra_topk_length,
-        }
-        for name, value in sparse_only.items():
-            if value is not None:
-                raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
+        if not (
+            attn_sink is extra_k_cache is extra_indices_in_kvcache is None
+            and topk_length is extra_topk_length is None
+        ):
+            given = {
+                "attn_sink": attn_sink,
+                "extra_k_cache": extra_k_cache,
+                "extra_indices_in_kvcache": extra_indices_in_kvcache,
+                "topk_length": topk_length,
+                "extra_topk_length": extra_topk_length,
+            }
+            name = next(name for name, value in given.items() if value is not None)
+            raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
         _mla.flash_mla_dense(
             stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse,
             allocate=allocate,
@@ -143,7 +145,7 @@ def flash_mla_with_kvcache(
         return out, lse
     if causal:
         raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
-    _rank("indices", indices, "[batch, queries, topk]")
+    _require_rank("indices", indices, "[batch, queries, topk]")
     _mla.flash_mla_sparse(
         stream, q, k_cache, indices, softmax_scale, out, lse,
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
@@ -169,16 +171,17 @@ def flash_mla_sparse_fwd(
     below 0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
     [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
     """
-    _rank("q", q, "[rows, heads, head dim]")
-    _rank("kv", kv, "[kv rows, 1, head dim]")
-    _rank("indices", indices, "[rows, 1, topk]")
-    if is_half(q):
+    _require_rank("q", q, "[rows, heads, head dim]")
+    _require_rank("kv", kv, "[kv rows, 1, head dim]")
+    _require_rank("indices", indices, "[rows, 1, topk]")
+    stream, allocate, half = place(q)
+    if half:
         out, max_logits, lse = flash_mla_sparse_fwd(
             cast(q, "float32"), kv, indices, sm_scale, d_v, attn_sink, topk_length
         )
         return cast(out, "float16"), max_logits, lse
     rows, heads, _ = q.shape
-    stream, allocate = _place(q, kv, indices, attn_sink, topk_length)
+    settle(q, kv, indices, attn_sink, topk_length)
     out = _empty_out(q, (rows, heads, d_v))
     max_logits = empty(q, (rows, heads), "float32")
     lse = empty(q, (rows, heads), "float32")

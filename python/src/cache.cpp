@@ -34,7 +34,7 @@ void make_cache(PyAnyCache& cache, const Spec& spec, std::optional<int64_t> page
     cache.view.page_stride = page_bytes;
     return;
   }
-  cache.memory.emplace(*memory, "memory", Access::write);
+  cache.memory.emplace(*memory, "memory", Access::write, Use::kept);
   const Tensor& t = *cache.memory;
   t.require_rank(2, "[pages, page bytes]");
   if (t.element() != Element::byte)

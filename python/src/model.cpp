@@ -102,7 +102,7 @@ void for_roles(Tensors& t, F&& f) {
 
 HostTensor borrow_array(const std::string& role, nb::handle array) {
   // Freed by whichever thread drops it last.
-  std::shared_ptr<Tensor> held(new Tensor(array, role, Access::read), [](Tensor* t) {
+  std::shared_ptr<Tensor> held(new Tensor(array, role, Access::read, Use::kept), [](Tensor* t) {
     nb::gil_scoped_acquire gil;
     delete t;
   });

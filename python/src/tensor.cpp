@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 
 #include <charconv>
+#include <unordered_map>
 
 namespace mla::python {
 namespace {
@@ -21,6 +22,35 @@ struct Export {
   bool renamed = false;
 };
 
+// DLPack 1.3's table of C functions, which a framework's array type may carry: no Python is run to read an array.
+struct ExchangeApi {
+  struct {
+    uint32_t major, minor;
+  } version;
+  ExchangeApi* older;
+  void *allocate, *from_object, *to_object;
+  int (*view)(void* object, nb::dlpack::dltensor* out);  ///< of memory that the object owns; may be null
+  void* current_stream;
+};
+
+// Of an array's type; null when it has none.
+const ExchangeApi* exchange_api(nb::handle array) {
+  static std::unordered_map<PyTypeObject*, const ExchangeApi*> known;  // types are few, and stay
+  PyTypeObject* const type = Py_TYPE(array.ptr());
+  if (const auto found = known.find(type); found != known.end()) return found->second;
+  const ExchangeApi* api = nullptr;
+  if (const nb::object capsule =
+          nb::steal(PyObject_GetAttrString(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__"));
+      capsule.is_valid() && PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api"))
+    api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  PyErr_Clear();
+  while (api && api->version.major > 1) api = api->older;
+  if (api && (api->version.major != 1 || !api->view)) api = nullptr;
+  Py_INCREF(type);
+  known.emplace(type, api);
+  return api;
+}
+
 // torch's own export without its Python wrapper, an eighth of the time; null until torch is there.
 struct Torch {
   nb::handle tensor, to_dlpack;
@@ -38,7 +68,7 @@ const Torch& torch() {
   return found;
 }
 
-// A torch tensor's capsule, which owns it; nothing for other arrays and for tensors that torch does not export.
+// A torch tensor's capsule, which owns its memory; nothing for other arrays and for tensors that torch does not export.
 nb::object torch_capsule(nb::handle array) {
   const Torch& t = torch();
   if (!t.tensor.is_valid() || !PyObject_TypeCheck(array.ptr(), reinterpret_cast<PyTypeObject*>(t.tensor.ptr())))
@@ -111,11 +141,20 @@ std::string_view to_string(Element e) {
   return "?";
 }
 
-Tensor::Tensor(nb::handle array, std::string_view name, Access access) : name_(name) {
-  capsule_ = torch_capsule(array);
-  if (capsule_.is_valid()) {
+Tensor::Tensor(nb::handle array, std::string_view name, Access access, Use use) : name_(name) {
+  if (const ExchangeApi* api = use == Use::call ? exchange_api(array) : nullptr) {
+    nb::dlpack::dltensor t;
+    if (api->view(array.ptr(), &t) == 0) {
+      owner_ = nb::borrow(array);
+      read(t, nullptr);
+      return;
+    }
+    PyErr_Clear();  // refusal() says why
+  }
+  owner_ = torch_capsule(array);
+  if (owner_.is_valid()) {
     // A DLManagedTensor begins with its DLTensor.
-    const void* managed = PyCapsule_GetPointer(capsule_.ptr(), "dltensor");
+    const void* managed = PyCapsule_GetPointer(owner_.ptr(), "dltensor");
     if (!managed) throw nb::python_error();
     read(*static_cast<const nb::dlpack::dltensor*>(managed), nullptr);
     return;
