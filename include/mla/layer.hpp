@@ -47,6 +47,8 @@ class Profile {
   void add(std::string_view op, double seconds, double bytes, double flops);
   /// The same with the time that the watch will have measured.
   void add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops);
+  /// Sums measured elsewhere.
+  void add(const Row& sums);
   const std::vector<Row>& rows() const;
   /// Multiplies all sums and counts: of a sample, to stand for the whole.
   void scale(double factor);

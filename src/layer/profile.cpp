@@ -7,16 +7,16 @@
 namespace mla {
 namespace {
 
-void add_to(std::vector<Profile::Row>& rows, std::string_view op, double seconds, double bytes, double flops) {
+void add_to(std::vector<Profile::Row>& rows, const Profile::Row& more) {
   for (Profile::Row& row : rows)
-    if (row.op == op) {
-      row.seconds += seconds;
-      row.bytes += bytes;
-      row.flops += flops;
-      ++row.calls;
+    if (row.op == more.op) {
+      row.seconds += more.seconds;
+      row.bytes += more.bytes;
+      row.flops += more.flops;
+      row.calls += more.calls;
       return;
     }
-  rows.push_back({op, seconds, bytes, flops, 1});
+  rows.push_back(more);
 }
 
 }  // namespace
@@ -38,18 +38,23 @@ void Profile::add(std::string_view op, double seconds, double bytes, double flop
     const double now = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
     observer_({op, now - seconds, seconds, bytes, flops});
   }
-  add_to(rows_, op, seconds, bytes, flops);
+  add_to(rows_, {op, seconds, bytes, flops, 1});
 }
 
 void Profile::add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops) {
   pending_.push_back({op, std::move(watch), bytes, flops});
 }
 
+void Profile::add(const Row& sums) {
+  settle();
+  add_to(rows_, sums);
+}
+
 void Profile::settle() const {
   for (const Pending& p : pending_) {
     const double seconds = p.watch->seconds();
     if (observer_) observer_({p.op, 0, seconds, p.bytes, p.flops});
-    add_to(rows_, p.op, seconds, p.bytes, p.flops);
+    add_to(rows_, {p.op, seconds, p.bytes, p.flops, 1});
   }
   pending_.clear();
 }

@@ -102,7 +102,7 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
 Engine::~Engine() = default;
 
 void Engine::keep_spans(Result& r) {
-  r.profile.observe([this, &r](const Profile::Call& call) {
+  const auto keep = [this, &r](const Profile::Call& call) {
     if (static_cast<int64_t>(r.spans.size()) >= o_.spans) {
       ++r.spans_left_out;
       return;
@@ -113,7 +113,8 @@ void Engine::keep_spans(Result& r) {
       span_start_ += call.seconds;
     }
     r.spans.push_back({call.op, r.steps, layer_, start, call.seconds, call.bytes, call.flops});
-  });
+  };
+  for (Profile* p : {&r.profile, &decodes_.profile, &others_.profile}) p->observe(keep);
 }
 
 LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
@@ -247,8 +248,10 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
     const size_t layer = static_cast<size_t>(graph->plan.tokens * o_.model.hidden) * size_of(io_);
     for (WantedRow& row : rows) take(row, p, graph->out.data() + static_cast<size_t>(row.layer) * layer);
   }
-  // Spread over the run: at first every step, then ever fewer.
-  if (gpu() && (profiled_ < kProfiledSteps / 2 || std::has_single_bit(static_cast<uint64_t>(r.steps + 1)) ||
+  Sample& kind = graph ? decodes_ : others_;
+  kind.all_seconds += time.seconds;
+  // Spread over the run: at first every step of a kind, then ever fewer.
+  if (gpu() && (kind.steps < kProfiledSteps / 4 || std::has_single_bit(static_cast<uint64_t>(r.steps + 1)) ||
                 r.steps % 64 == 63)) {
     if (graph) {
       staged_.stage(p, batch);
@@ -256,31 +259,35 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
     }
     layer_ = 0;
     span_start_ = std::max(span_start_, time.start);  // its layer may outlast a step that ran as a graph
-    profile_layer(p, batch, r);
+    profile_layer(p, batch, kind.profile);
+    ++kind.steps;
+    kind.seconds += time.seconds;
   }
   return time;
 }
 
 // The same calls once more for one layer, each under a stopwatch; held back until all are queued, so that none waits
 // for the host.
-void Engine::profile_layer(const Plan& p, const Batch& batch, Result& r) {
+void Engine::profile_layer(const Plan& p, const Batch& batch, Profile& profile) {
   const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, o_.model.hidden});
   const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, o_.model.hidden});
   const std::span<std::byte> workspace(workspace_.data(), workspace_.size());
   {
     const HeldStream held(stream_);
-    forward(stream_, context(0, p, batch, workspace, &r.profile), hidden, out);
+    forward(stream_, context(0, p, batch, workspace, &profile), hidden, out);
   }
   stream_.synchronize();
-  if (o_.spans > 0) (void)r.profile.rows();  // the calls are this step's
-  ++profiled_;
+  if (o_.spans > 0) (void)profile.rows();  // the calls are this step's
 }
 
 void Engine::finish(Result& r) {
+  r.profiled_steps = gpu() ? decodes_.steps + others_.steps : r.steps;
+  for (Sample* sample : {&decodes_, &others_}) {
+    if (sample->seconds > 0)
+      sample->profile.scale(static_cast<double>(o_.layers) * sample->all_seconds / sample->seconds);
+    for (const Profile::Row& row : sample->profile.rows()) r.profile.add(row);
+  }
   r.profile.observe({});  // it refers to this engine
-  if (gpu() && profiled_ > 0)
-    r.profile.scale(static_cast<double>(o_.layers * r.steps) / static_cast<double>(profiled_));
-  r.profiled_steps = gpu() ? profiled_ : r.steps;
 }
 
 }  // namespace mla::serve

@@ -47,7 +47,13 @@ class Engine {
                    bool keep_all, std::span<WantedRow> rows, Profile* profile);
   LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
                        Profile* profile);
-  void profile_layer(const Plan& plan, const Batch& batch, Result& result);
+  /// On a GPU: the steps of a kind, and those of them whose ops were timed. What was measured stands for all by time.
+  struct Sample {
+    Profile profile;
+    int64_t steps = 0;
+    double seconds = 0, all_seconds = 0;
+  };
+  void profile_layer(const Plan& plan, const Batch& batch, Profile& profile);
   void keep_spans(Result& result);
   void take(WantedRow& row, const Plan& plan, const std::byte* out);
   bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
@@ -68,9 +74,9 @@ class Engine {
   std::vector<bf16> narrow_;
   StagedStep staged_;
   std::map<int64_t, std::unique_ptr<DecodeGraph>> graphs_;  // by requests
-  int64_t profiled_ = 0;
-  int64_t layer_ = 0;      // whose ops run
-  double span_start_ = 0;  // on a GPU: where the next call is put
+  Sample decodes_, others_;                                 // steps that run as a graph; and the rest
+  int64_t layer_ = 0;                                       // whose ops run
+  double span_start_ = 0;                                   // on a GPU: where the next call is put
 };
 
 }  // namespace mla::serve
