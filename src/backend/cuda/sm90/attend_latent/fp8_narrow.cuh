@@ -49,6 +49,7 @@ struct Fp8NarrowShared {
   // change of them makes of outputs.
   float room[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4], ratio[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4];
   float growth[2][rows];
+  int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
   Split split;
@@ -71,6 +72,7 @@ __global__ void __launch_bounds__(threads, 1)
       mbarrier_init(smem_address(&s.full[i]), units);
       mbarrier_init(smem_address(&s.empty[i]), 4);
     }
+    for (int i = 0; i < 2; ++i) s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
@@ -339,7 +341,7 @@ __global__ void __launch_bounds__(threads, 1)
       barrier_sync(own + h, 128);  // P of the block before has been used
       top = fmaxf(top, store());
       fence_async_proxy();
-      if (barrier_any(own + h, 128, top > most)) {
+      if (barrier_any(own + h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
         float factor[mine];
 #pragma unroll
         for (int k = 0; k < mine; ++k) {

@@ -26,6 +26,7 @@ struct Fp8WideShared {
   // Of sums and of outputs before a block, by parity of the block, and whether any is not 1; of outputs in the end.
   float growth[2][rows], rescale[2][Rows::groups][rows], last[Rows::groups][rows];
   int changed[2];
+  int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
   Split split;
@@ -50,7 +51,7 @@ __global__ void __launch_bounds__(threads, 1)
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 1);
+    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 1), s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
     tma_prefetch_map(q_map);
@@ -323,7 +324,7 @@ __global__ void __launch_bounds__(threads, 1)
       // Of two buffers ours is free: the other warpgroup had used it before it made the last block's P.
       if (Shared::buffers == 1) mbarrier_wait(smem_address(&s.p_empty), block & 1 ^ 1);
       store();
-      const bool changed = barrier_any(own + h, 128, top > most);
+      const bool changed = barrier_any(own + h, 128, top > most, s.beyond[h], block + 1);
       if (changed) {
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
