@@ -390,21 +390,21 @@ TEST_F(OnDevice, AGraphServesOtherLengths) {
   }
 }
 
-/// batch_invariant: a request's bits stay, whatever stands beside it.
+/// batch_invariant: a request's bits stay, whatever stands beside it, longer queries too.
 TEST_F(OnDevice, BatchInvariantBits) {
   for (const int heads : {16, 64, 128}) {
     Case alone{"alone", heads, 64, {1}, {5000}, Dtype::bf16, Dtype::f32, true};
     Case beside = alone;
-    beside.q_lens = {1, 1, 1, 1}, beside.seq_lens = {5000, 9000, 100, 3000};
+    beside.q_lens = {1, 7, 1, 3}, beside.seq_lens = {5000, 9000, 100, 3000};
     Inputs b(beside, 5);
     b.set_items({0, 3, 1, 2});
     attend_latent(b.args, b.choice, nullptr);
     synchronize();
     const auto together = b.out();
     AttendLatent one = b.args;
-    one.limits.requests = 1;
+    one.limits.requests = one.limits.tokens = one.limits.query_tokens = 1;
     b.poison();
-    attend_latent(one, b.choice, nullptr);
+    attend_latent(one, attend_latent_choice(one.limits, one.page_size, b.choice.workers * b.choice.ctas()), nullptr);
     synchronize();
     const auto single = b.out();
     const size_t bytes = static_cast<size_t>(heads) * 512 * 4;

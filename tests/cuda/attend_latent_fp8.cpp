@@ -332,14 +332,14 @@ TEST(AttendLatentFp8Bits, BatchInvariant) {
   if (!have_hopper()) GTEST_SKIP() << "no Hopper GPU: skipped";
   for (const CacheFormat format : {fp8, ds})
     for (const int heads : {16, 64, 128}) {
-      Inputs b({"beside", format, heads, 64, {1, 1, 1, 1}, {5000, 9000, 100, 3000}, Dtype::f32, true}, 5);
+      Inputs b({"beside", format, heads, 64, {1, 7, 1, 3}, {5000, 9000, 100, 3000}, Dtype::f32, true}, 5);
       attend_latent(b.args, b.choice, nullptr);
       synchronize();
       const auto together = b.out();
       AttendLatent one = b.args;
-      one.limits.requests = 1, one.limits.tokens = 1;
+      one.limits.requests = one.limits.tokens = one.limits.query_tokens = 1;
       b.poison();
-      attend_latent(one, b.choice, nullptr);
+      attend_latent(one, attend_latent_choice(one.limits, one.page_size, b.choice.workers, format), nullptr);
       synchronize();
       const auto single = b.out();
       EXPECT_EQ(0, std::memcmp(together.data(), single.data(), static_cast<size_t>(heads) * 512 * 4))

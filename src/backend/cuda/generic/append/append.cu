@@ -116,7 +116,7 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
 
 // Blocks [0, row_blocks): the cache's rows. The rest: queries.
 template <CacheFormat f, class T, bool wide>
-__global__ void __launch_bounds__(256, 5) append_kernel(AppendRows<T> a, unsigned row_blocks, unsigned chunks) {
+__global__ void append_kernel(AppendRows<T> a, unsigned row_blocks, unsigned chunks) {
   if (blockIdx.x < row_blocks) {
     const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * warps + thread / 32;

@@ -103,7 +103,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_size, int multiprocessors,
                                         CacheFormat format) {
   AttendLatentChoice c;
-  const int64_t rows = static_cast<int64_t>(l.heads) * l.query_tokens;
+  // Kernels sum in different orders: which one runs must then not follow from the longest query.
+  const int64_t rows = l.batch_invariant ? l.heads : static_cast<int64_t>(l.heads) * l.query_tokens;
   const int fit = std::gcd(page_size, latent::block_tokens);
   c.box_rows = fit >= 8 ? fit : 0;
   c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;

@@ -21,7 +21,8 @@ struct AttendLatentLimits {
   int query_tokens = 1;   ///< of one request
   int seq_len = 0;        ///< positions of one request: its item's kv_end
   int64_t positions = 0;  ///< of all requests, when known to be less than requests * seq_len; 0: not known
-  /// Splits chosen from the row alone (pieces of 1024 positions): its bits do not depend on its neighbours.
+  /// Splits chosen from the row alone (pieces of 1024 positions), tiles from the heads: its bits do not depend on its
+  /// neighbours.
   bool batch_invariant = false;
 };
 
