@@ -72,13 +72,14 @@ class Line(NamedTuple):
 
 
 def read(folder: Path) -> dict[tuple[str, str], Row]:
-    """Rows by op and shape. Of rows of one name the first counts, files in alphabetical order."""
+    """Rows by op and shape. Of rows of one name the first counts, files in alphabetical order; what beside benches lies
+    there (of a replay, of the Python package) has no "results"."""
     rows: dict[tuple[str, str], Row] = {}
     for file in sorted(folder.glob("*.json")):
         try:
-            for row in json.loads(file.read_text(encoding="utf-8"))["results"]:
+            for row in json.loads(file.read_text(encoding="utf-8")).get("results", []):
                 rows.setdefault((row["op"], row["shape"]), row)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, AttributeError) as e:
             raise SystemExit(f"gpu-table: {file} is not a bench's JSON: {e!r}") from e
     if not rows:
         raise SystemExit(f"gpu-table: no bench's JSON in {folder}")
