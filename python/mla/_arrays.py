@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._mla import Stream
+from ._mla import ShapeError, Stream
 
 _CPU = ("cpu", 0)
 _streams: dict[tuple[str, int], Stream] = {}
@@ -29,6 +29,16 @@ def _cupy_array(array: Any) -> bool:
 def _jax_on_gpu(array: Any) -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(array, jax.Array) and array.device.platform != "cpu"
+
+
+def require_rank(name: str, array: Any, dims: str) -> None:
+    """ShapeError unless an array has as many dimensions as "[rows, heads]" names."""
+    if not hasattr(array, "ndim"):
+        raise ShapeError(
+            f"{name}: is a {type(array).__name__}, an array of a framework with DLPack is needed"
+        )
+    if array.ndim != dims.count(",") + 1:
+        raise ShapeError(f"{name}: has shape {list(array.shape)}, {dims} is needed")
 
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import _mla
-from ._arrays import cast, empty, finish, place, settle
+from ._arrays import cast, empty, finish, place, require_rank, settle
 
 ShapeError = _mla.ShapeError
 UnsupportedError = _mla.UnsupportedError
@@ -44,9 +44,9 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
-def _require_rank(name: str, array: Any, dims: str) -> None:
-    if array.ndim != dims.count(",") + 1:
-        raise ShapeError(f"{name}: has shape {list(array.shape)}, {dims} is needed")
+def _require_width(name: str, width: int, head_dim: int) -> None:
+    if not 0 < width <= head_dim:
+        raise ShapeError(f"{name}: is {width}, allowed 1 to {head_dim}, the head dim")
 
 
 def _require_format(name: str, cache: Any, head_dim: int, is_fp8: bool) -> None:
@@ -93,11 +93,12 @@ def flash_mla_with_kvcache(
     softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
     lse f32 [batch, heads, queries].
     """
-    if q.ndim != 4:
-        _require_rank("q", q, "[batch, queries, heads, head dim]")
-    if k_cache.ndim != 4:
-        _require_rank("k_cache", k_cache, "[blocks, page, 1, row]")
+    if getattr(q, "ndim", None) != 4:
+        require_rank("q", q, "[batch, queries, heads, head dim]")
+    if getattr(k_cache, "ndim", None) != 4:
+        require_rank("k_cache", k_cache, "[blocks, page, 1, row]")
     batch, queries, heads, head_dim = q.shape
+    _require_width("head_dim_v", head_dim_v, head_dim)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
     if is_fp8_kvcache != (k_cache.dtype.itemsize == 1):
@@ -145,7 +146,7 @@ def flash_mla_with_kvcache(
         return out, lse
     if causal:
         raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
-    _require_rank("indices", indices, "[batch, queries, topk]")
+    require_rank("indices", indices, "[batch, queries, topk]")
     _mla.flash_mla_sparse(
         stream, q, k_cache, indices, softmax_scale, out, lse,
         attn_sink=attn_sink, topk_length=topk_length, extra_k_cache=extra_k_cache,
@@ -171,16 +172,17 @@ def flash_mla_sparse_fwd(
     below 0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
     [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
     """
-    _require_rank("q", q, "[rows, heads, head dim]")
-    _require_rank("kv", kv, "[kv rows, 1, head dim]")
-    _require_rank("indices", indices, "[rows, 1, topk]")
+    require_rank("q", q, "[rows, heads, head dim]")
+    require_rank("kv", kv, "[kv rows, 1, head dim]")
+    require_rank("indices", indices, "[rows, 1, topk]")
     stream, allocate, half = place(q)
     if half:
         out, max_logits, lse = flash_mla_sparse_fwd(
             cast(q, "float32"), kv, indices, sm_scale, d_v, attn_sink, topk_length
         )
         return cast(out, "float16"), max_logits, lse
-    rows, heads, _ = q.shape
+    rows, heads, head_dim = q.shape
+    _require_width("d_v", d_v, head_dim)
     settle(q, kv, indices, attn_sink, topk_length)
     out = _empty_out(q, (rows, heads, d_v))
     max_logits = empty(q, (rows, heads), "float32")

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from . import flash_mla
-from ._mla import ShapeError
+from ._arrays import require_rank
 
 _library = torch.library.Library("mla", "DEF")
 
@@ -58,11 +58,6 @@ def _out_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
 
 
-def _require_rank(name: str, tensor: torch.Tensor, dims: str) -> None:
-    if tensor.ndim != dims.count(",") + 1:
-        raise ShapeError(f"{name}: has shape {list(tensor.shape)}, {dims} is needed")
-
-
 def _fake_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -72,7 +67,7 @@ def _fake_with_kvcache(
     *_: object,
     **__: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    _require_rank("q", q, "[batch, queries, heads, head dim]")
+    require_rank("q", q, "[batch, queries, heads, head dim]")
     batch, queries, heads, _dim = q.shape
     return (
         q.new_empty((batch, queries, heads, head_dim_v), dtype=_out_dtype(q)),
@@ -89,7 +84,7 @@ def _fake_sparse_fwd(
     *_: object,
     **__: object,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    _require_rank("q", q, "[rows, heads, head dim]")
+    require_rank("q", q, "[rows, heads, head dim]")
     rows, heads, _dim = q.shape
     return (
         q.new_empty((rows, heads, d_v), dtype=_out_dtype(q)),

@@ -37,8 +37,7 @@ void make_cache(PyAnyCache& cache, const Spec& spec, std::optional<int64_t> page
   cache.memory.emplace(*memory, "memory", Access::write, Use::kept);
   const Tensor& t = *cache.memory;
   t.require_rank(2, "[pages, page bytes]");
-  if (t.element() != Element::byte)
-    throw ShapeError("memory: is " + std::string(to_string(t.element())) + ", uint8 is needed");
+  if (t.element() != Element::byte) throw ShapeError("memory: is " + t.element_text() + ", uint8 is needed");
   require_pages(t.extent(0));
   ops::require_equal("Cache", "memory's page bytes", t.extent(1), "the format's page",
                      static_cast<int64_t>(page_bytes));

@@ -32,7 +32,7 @@ constexpr int64_t kDsMlaBytes = 656, kDsV4Bytes = 584;
 // A cache of rows that `entry` query elements meet; `value` of them are the value.
 CacheSpec spec_of(const Tensor& t, int64_t row, int64_t page_size, int64_t entry, int64_t value) {
   CacheSpec spec{.format = CacheFormat::bf16, .latent = value, .rope = entry - value, .page_size = page_size};
-  const bool bytes = t.element_bytes() == 1;
+  const bool bytes = t.element() == Element::byte || t.element() == Element::fp8_e4m3;
   if (bytes && row == kDsMlaBytes) {
     spec.format = CacheFormat::fp8_ds_mla;
   } else if (bytes && row == kDsV4Bytes) {
@@ -41,8 +41,8 @@ CacheSpec spec_of(const Tensor& t, int64_t row, int64_t page_size, int64_t entry
     spec.rope = 64;
   } else {
     if (t.element() == Element::byte)
-      throw ShapeError(t.name() + " is " + std::string(to_string(t.element())) + " with rows of " +
-                       std::to_string(row) + " bytes, formats of such elements have 656 or 584");
+      throw ShapeError(t.name() + " is " + t.element_text() + " with rows of " + std::to_string(row) +
+                       " bytes, formats of such elements have 656 or 584");
     ops::require_equal(kOp, t.name() + "'s row", row, "q's head dim", entry);
     switch (t.dtype()) {
       case Dtype::f32: spec.format = CacheFormat::f32; break;
@@ -358,9 +358,9 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
 
 // A cache and the slots chosen from it, [.., topk], with the rows' lengths given once a request or not at all.
 struct Source {
-  Source(nb::handle cache_array, nb::handle slots_array, const Optional& lengths_array, std::string_view prefix,
-         const Heads& h, int64_t requests, Device device)
-      : cache_t(cache_array, std::string(prefix) + "k_cache", Access::read),
+  Source(nb::handle cache_array, std::string_view cache_name, nb::handle slots_array, const Optional& lengths_array,
+         std::string_view prefix, const Heads& h, int64_t requests, Device device)
+      : cache_t(cache_array, cache_name, Access::read),
         slots_t(slots_array, std::string(prefix) + "indices", Access::read) {
     slots_t.require_int32();
     if (slots_t.rank() < 2) slots_t.require_rank(3, "[batch, queries, topk]");
@@ -419,10 +419,11 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
     throw ShapeError("flash_mla: extra_k_cache and extra_indices_in_kvcache go together, one is missing");
   if (extra_lengths && !extra_cache) throw ShapeError("flash_mla: extra_topk_length without extra_k_cache");
   std::vector<std::unique_ptr<Source>> sources;
-  sources.push_back(std::make_unique<Source>(cache_array, slots_array, lengths_array, "", h, requests, device));
+  sources.push_back(std::make_unique<Source>(cache_array, q.rank() == 3 ? "kv" : "k_cache", slots_array, lengths_array,
+                                             "", h, requests, device));
   if (extra_cache)
-    sources.push_back(
-        std::make_unique<Source>(*extra_cache, *extra_slots, extra_lengths, "extra_", h, requests, device));
+    sources.push_back(std::make_unique<Source>(*extra_cache, "extra_k_cache", *extra_slots, extra_lengths, "extra_", h,
+                                               requests, device));
   std::optional<Tensor> sinks_t, max_t;
   View<const float, Head> sinks;
   if (sinks_array) {

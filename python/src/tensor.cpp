@@ -108,38 +108,29 @@ std::string refusal(nb::handle array) {
   return "is an array whose memory is of no known kind";
 }
 
-Element element_of(std::string_view name, nb::dlpack::dtype t) {
+Element element_of(nb::dlpack::dtype t) {
   using Code = nb::dlpack::dtype_code;
   const auto code = static_cast<Code>(t.code);
-  if (t.lanes == 1) {
-    if (code == Code::Float && t.bits == 32) return Element::f32;
-    if (code == Code::Float && t.bits == 16) return Element::f16;
-    if (code == Code::Bfloat && t.bits == 16) return Element::bf16;
-    if (t.code == 10 && t.bits == 8) return Element::fp8_e4m3;  // kDLFloat8_e4m3fn
-    if ((code == Code::UInt || code == Code::Int) && t.bits == 8) return Element::byte;
-    if (code == Code::Int && t.bits == 32) return Element::i32;
-  }
+  if (t.lanes != 1) return Element::other;
+  if (code == Code::Float && t.bits == 32) return Element::f32;
+  if (code == Code::Float && t.bits == 16) return Element::f16;
+  if (code == Code::Bfloat && t.bits == 16) return Element::bf16;
+  if (t.code == 10 && t.bits == 8) return Element::fp8_e4m3;  // kDLFloat8_e4m3fn
+  if ((code == Code::UInt || code == Code::Int) && t.bits == 8) return Element::byte;
+  if (code == Code::Int && t.bits == 32) return Element::i32;
+  return Element::other;
+}
+
+std::string text_of(nb::dlpack::dtype t) {
+  using Code = nb::dlpack::dtype_code;
+  const auto code = static_cast<Code>(t.code);
   const char* kind = code == Code::Float ? "float" : code == Code::Int ? "int" : code == Code::UInt ? "uint" : nullptr;
-  fail(name, "is " +
-                 (kind && t.lanes == 1
-                      ? kind + std::to_string(t.bits)
-                      : "of DLPack type " + std::to_string(t.code) + " in " + std::to_string(t.bits) + " bits") +
-                 ", allowed: f32 bf16 f16 fp8_e4m3 uint8 int8 int32");
+  if (code == Code::Bool && t.lanes == 1) return "bool";
+  if (kind && t.lanes == 1) return kind + std::to_string(t.bits);
+  return "of DLPack type " + std::to_string(t.code) + " in " + std::to_string(t.bits) + " bits";
 }
 
 }  // namespace
-
-std::string_view to_string(Element e) {
-  switch (e) {
-    case Element::f32: return "f32";
-    case Element::bf16: return "bf16";
-    case Element::f16: return "f16";
-    case Element::fp8_e4m3: return "fp8_e4m3";
-    case Element::byte: return "8-bit integers";
-    case Element::i32: return "int32";
-  }
-  return "?";
-}
 
 Tensor::Tensor(nb::handle array, std::string_view name, Access access, Use use) : name_(name) {
   if (const ExchangeApi* api = use == Use::call ? exchange_api(array) : nullptr) {
@@ -184,8 +175,9 @@ Tensor::Tensor(nb::handle array, std::string_view name, Access access, Use use) 
 }
 
 void Tensor::read(const nb::dlpack::dltensor& t, const Element* element) {
-  element_ = element ? *element : element_of(name_, t.dtype);
-  bytes_ = t.dtype.bits / 8;
+  element_ = element ? *element : element_of(t.dtype);
+  type_ = t.dtype;
+  bytes_ = std::max(1, t.dtype.bits * t.dtype.lanes / 8);
   data_ = static_cast<std::byte*>(t.data) + t.byte_offset;
   if (t.ndim > static_cast<int32_t>(kMostDimensions))
     fail(name_,
@@ -225,18 +217,31 @@ void Tensor::require_device(Device device) const {
     fail(name_, "lies on " + mla::to_string(device_) + ", the stream is on " + mla::to_string(device));
 }
 
+std::string Tensor::element_text() const {
+  switch (element_) {
+    case Element::f32: return "f32";
+    case Element::bf16: return "bf16";
+    case Element::f16: return "f16";
+    case Element::fp8_e4m3: return "fp8_e4m3";
+    case Element::byte: return "8-bit integers";
+    case Element::i32: return "int32";
+    case Element::other: return text_of(type_);
+  }
+  return "?";
+}
+
 Dtype Tensor::dtype() const {
   switch (element_) {
     case Element::f32: return Dtype::f32;
     case Element::bf16: return Dtype::bf16;
     case Element::f16: return Dtype::f16;
     case Element::fp8_e4m3: return Dtype::fp8_e4m3;
-    default: fail(name_, "is " + std::string(to_string(element_)) + ", allowed: f32 bf16 f16 fp8_e4m3");
+    default: fail(name_, "is " + element_text() + ", allowed: f32 bf16 f16 fp8_e4m3");
   }
 }
 
 void Tensor::require_int32() const {
-  if (element_ != Element::i32) fail(name_, "is " + std::string(to_string(element_)) + ", int32 is needed");
+  if (element_ != Element::i32) fail(name_, "is " + element_text() + ", int32 is needed");
 }
 
 std::vector<int32_t> Tensor::int32_values() const {

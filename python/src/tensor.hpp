@@ -22,22 +22,23 @@ namespace mla::python {
 
 namespace nb = nanobind;
 
-enum class Element : uint8_t { f32, bf16, f16, fp8_e4m3, byte, i32 };
-std::string_view to_string(Element e);
+enum class Element : uint8_t { f32, bf16, f16, fp8_e4m3, byte, i32, other };
 
 enum class Access : uint8_t { read, write };
 /// How long an array is used: what outlives the call holds the memory itself, whatever becomes of the array.
 enum class Use : uint8_t { call, kept };
 
 /// An array of the caller's, held while this lives. NumPy (with ml_dtypes' bfloat16 and float8_e4m3fn) and anything
-/// with DLPack; device memory stays where it is. ShapeError naming `name` for what is no array or has an element type
-/// or memory that no op takes, and where it is to be written, for a read-only one.
+/// with DLPack; device memory stays where it is. ShapeError naming `name` for what is no array or lies in memory that
+/// no op takes, and where it is to be written, for a read-only one.
 class Tensor {
  public:
   Tensor(nb::handle array, std::string_view name, Access access, Use use = Use::call);
 
   const std::string& name() const { return name_; }
   Element element() const { return element_; }
+  /// "f32", "int64"
+  std::string element_text() const;
   Device device() const { return device_; }
   std::byte* data() const { return data_; }
   size_t rank() const { return rank_; }
@@ -95,6 +96,7 @@ class Tensor {
   nb::object owner_;
   std::string name_;
   Element element_ = Element::f32;
+  nb::dlpack::dtype type_{};
   Device device_;
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;

@@ -226,7 +226,8 @@ def dense_arguments(rng, **changes):
     "changes,error,words",
     [
         (dict(q=np.zeros((1, 2, 576), np.float32)), mla.ShapeError, ["q", "[1, 2, 576]"]),
-        (dict(q=np.zeros((1, 1, 2, 576))), mla.ShapeError, ["q", "float64"]),
+        (dict(q=[1.0]), mla.ShapeError, ["q: is a list"]),
+        (dict(q=np.zeros((1, 1, 2, 576))), mla.ShapeError, ["q: is float64", "f32 bf16"]),
         (dict(q=np.zeros((1, 1, 2, 512), np.float32)), mla.ShapeError, ["k_cache", "576", "512"]),
         (dict(q=np.zeros((1, 1, 2, 1152), np.float32)[..., ::2]), mla.ShapeError, ["stride", "2"]),
         (dict(k_cache=np.zeros((2, 4, 2, 576), np.float32)), mla.ShapeError, ["KV heads", "2"]),
@@ -236,20 +237,26 @@ def dense_arguments(rng, **changes):
             ["656", "is_fp8_kvcache"],
         ),
         (
+            dict(k_cache=np.zeros((2, 4, 1, 656), bool), is_fp8_kvcache=True), mla.ShapeError,
+            ["k_cache", "656", "576"],
+        ),
+        (
             dict(k_cache=np.zeros((2, 4, 1, 600), np.uint8), is_fp8_kvcache=True), mla.ShapeError,
             ["600", "656"],
         ),
         (dict(is_fp8_kvcache=True), mla.ShapeError, ["k_cache", "float32"]),
         (dict(cache_seqlens=np.array([9], np.int32)), mla.ShapeError, ["cache_seqlens", "9", "8"]),
         (dict(cache_seqlens=np.array([-1], np.int32)), mla.ShapeError, ["cache_seqlens", "-1"]),
-        (dict(cache_seqlens=np.array([5], np.int64)), mla.ShapeError, ["cache_seqlens", "int64"]),
+        (dict(cache_seqlens=np.array([5], np.int64)), mla.ShapeError,
+         ["cache_seqlens: is int64, int32 is needed"]),
         (dict(cache_seqlens=np.array([5, 5], np.int32)), mla.ShapeError, ["2", "1"]),
         (dict(block_table=np.array([[0, 2]], np.int32)), mla.ShapeError, ["page id", "2", "1"]),
         (dict(block_table=np.array([[0, -1]], np.int32)), mla.ShapeError, ["page id", "-1"]),
         (dict(block_table=np.array([0, 1], np.int32)), mla.ShapeError, ["block_table", "[2]"]),
         (dict(block_table=None), mla.ShapeError, ["block_table", "None"]),
         (dict(attn_sink=np.zeros(2, np.float32)), mla.UnsupportedError, ["attn_sink"]),
-        (dict(head_dim_v=577), mla.ShapeError, []),
+        (dict(head_dim_v=577), mla.ShapeError, ["head_dim_v", "577", "576"]),
+        (dict(head_dim_v=-1), mla.ShapeError, ["head_dim_v", "-1"]),
     ],
 )
 def test_bad_dense_input(rng, changes, error, words):
@@ -287,6 +294,26 @@ def test_bad_sparse_input(rng, changes, error, words):
     arguments = dense_arguments(rng, indices=np.zeros((1, 1, 4), np.int32)) | changes
     with pytest.raises(error) as raised:
         flash_mla_with_kvcache(**arguments)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "changes,words",
+    [
+        (dict(kv=np.zeros((5, 2, 576), np.float32)), ["kv's KV heads", "2"]),
+        (dict(kv=np.zeros((5, 1, 512), np.float32)), ["kv's row", "512", "576"]),
+        (dict(d_v=0), ["d_v", "0", "576"]),
+        (dict(indices=np.zeros((3, 1, 4), np.int32)), ["indices", "3", "2"]),
+    ],
+)
+def test_bad_sparse_fwd_input(changes, words):
+    arguments = dict(
+        q=np.zeros((2, 3, 576), np.float32), kv=np.zeros((5, 1, 576), np.float32),
+        indices=np.zeros((2, 1, 4), np.int32), sm_scale=1.0,
+    )
+    with pytest.raises(mla.ShapeError) as raised:
+        flash_mla_sparse_fwd(**arguments | changes)
     for word in words:
         assert word in str(raised.value), str(raised.value)
 

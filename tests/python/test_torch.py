@@ -48,7 +48,7 @@ def test_tensors_give_what_arrays_give(dtype):
 
 def test_bad_tensors_are_refused_in_words():
     q, cache, table, lengths = dense_arguments()
-    with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed|int64"):
+    with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed"):
         flash_mla_with_kvcache(q, cache, table.long(), lengths)
     with pytest.raises(mla.ShapeError, match="q: lies|q: is an array that exports no memory"):
         flash_mla_with_kvcache(q.to("meta"), cache, table, lengths)
