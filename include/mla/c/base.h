@@ -2,8 +2,7 @@
 //
 // Rules
 // - Every function that can fail returns a status and, on failure, leaves a one-line message for its thread. What it
-// was
-//   to write is unspecified then, except for handles, which are set to NULL.
+//   was to write is unspecified then, except for handles, which are set to NULL.
 // - Handles are opaque. Each is ended by its `_destroy` function, which takes NULL too. A call with NULL, with a
 //   destroyed handle or with one of another kind is MLA_ERROR_HANDLE.
 // - Handles may be destroyed in any order: what one was made of stays inside as long as it is needed. A running call
