@@ -499,9 +499,8 @@ void bind_flash_mla(nb::module_& m) {
   m.def("flash_mla_dense", &dense, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("block_table"),
         nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"), nb::kw_only(),
         nb::arg("allocate") = nb::none(),
-        "out [batch, queries, heads, value] and lse [batch, heads, queries], both written. stream: a Stream of the "
-        "CPU,\n"
-        "or on a GPU a cudaStream_t, with allocate(bytes) for the call's memory there.");
+        "out [batch, queries, heads, value] and lse [batch, heads, queries], both written.\n"
+        "stream: a Stream of the CPU, or on a GPU a cudaStream_t, with allocate(bytes) for the call's memory there.");
   m.def("flash_mla_sparse", &sparse, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("indices"),
         nb::arg("scale"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("max_logits") = nb::none(),
         nb::arg("attn_sink") = nb::none(), nb::arg("topk_length") = nb::none(), nb::arg("extra_k_cache") = nb::none(),

@@ -189,9 +189,8 @@ void bind_weights(nb::module_& m) {
       },
       nb::arg("model"), nb::arg("tensors"), nb::kw_only(), nb::arg("dtype") = "bf16", nb::arg("absorption") = "runtime",
       nb::arg("up") = "plain", nb::arg("device") = "cpu",
-      "Converts and lays out a layer's tensors. dtype: f32 or bf16. absorption: runtime, full or full_fp8. up: how "
-      "W_UK\n"
-      "and W_UV of the latent path are held, plain, fp8 or mxfp4.");
+      "Converts and lays out a layer's tensors. dtype: f32 or bf16. absorption: runtime, full or full_fp8.\n"
+      "up: how W_UK and W_UV of the latent path are held, plain, fp8 or mxfp4.");
   nb::class_<Rotary>(m, "RotaryTable", "cos and sin for positions [0, positions), made once a model.")
       .def(
           "__init__",

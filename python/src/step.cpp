@@ -85,8 +85,8 @@ void bind_batch(nb::module_& m) {
   nb::class_<BatchArrays>(m, "Batch", "One step's requests. Arrays are int32 on the CPU, and are copied.")
       .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
            nb::arg("slot_mapping"),
-           "query_start_loc [requests + 1]: first token row of each request. seq_lens [requests]: cached and new "
-           "tokens.\n"
+           "query_start_loc [requests + 1]: first token row of each request.\n"
+           "seq_lens [requests]: cached and new tokens.\n"
            "block_table [requests, columns]: pages of each request; entries past its end may hold anything.\n"
            "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
       .def_prop_ro("requests", [](const BatchArrays& b) { return b.view().requests(); })
