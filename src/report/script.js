@@ -357,7 +357,9 @@ function roofline(title, points, roof, note) {
         if (r.gflops < peak) add(svg, sv('path', {...slope, d: `M${from} ${y(r.gflops)}H${width - right}`, 'stroke-dasharray': '5 3'}));
         const content = `${r.name} ${flopRate(r.gflops)}`, begin = width - right - 6.4 * content.length;
         const clears = (at) => !drawn.some((p) => x(p.intensity) > begin - 5 && y(p.gflops) > at - 14 && y(p.gflops) < at + 6);
-        const over = y(r.gflops) - 5, under = y(r.gflops) + 13, at = clears(over) || !clears(under) ? over : under;
+        const over = y(r.gflops) - 5, under = y(r.gflops) + 13;
+        const crowded = roofs.some((s) => s.gflops > r.gflops && y(r.gflops) - y(s.gflops) < 16);  // the line above is as near
+        const at = !crowded && (clears(over) || !clears(under)) ? over : under;
         names.push(text(width - right - 2, at, 'end', content, {class: 'strong halo'}));
         taken.push([begin, at - 10, width, at + 2]);
       }
