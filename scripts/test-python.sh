@@ -6,8 +6,8 @@ more_packages=(python3-dev python3-venv)
 source scripts/setup.sh
 venv=build/python-venv
 options=()
-if (($#)); then options+=(-C "cmake.define.MLA_LIBRARY_DIR=$(realpath "$1")"); fi
-if ((${#launcher[@]})); then options+=(-C "cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"); fi
+if (($#)); then options+=("--config-settings=cmake.define.MLA_LIBRARY_DIR=$(realpath "$1")"); fi
+if ((${#launcher[@]})); then options+=("--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"); fi
 python3 -m venv --clear "$venv"
 "$venv/bin/pip" install -q --disable-pip-version-check "${options[@]}" ".[test]"
 "$venv/bin/python" -m pytest -q
