@@ -16,6 +16,7 @@ count up to what their table or list holds, and pages must be the cache's.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 from . import _mla
 from ._arrays import cast, empty, finish, place, require_rank, settle
 
+InputError = _mla.InputError
 ShapeError = _mla.ShapeError
 UnsupportedError = _mla.UnsupportedError
 
@@ -47,6 +49,15 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
 def _require_width(name: str, width: int, head_dim: int) -> None:
     if not 0 < width <= head_dim:
         raise ShapeError(f"{name}: is {width}, allowed 1 to {head_dim}, the head dim")
+
+
+def _require_scale(name: str, scale: Any) -> None:
+    try:
+        usable = math.isfinite(scale) and scale > 0
+    except TypeError:
+        usable = False
+    if not usable:
+        raise InputError(f"{name}: is {scale!r}, a positive number is needed")
 
 
 def _require_format(name: str, cache: Any, head_dim: int, is_fp8: bool) -> None:
@@ -101,6 +112,8 @@ def flash_mla_with_kvcache(
     _require_width("head_dim_v", head_dim_v, head_dim)
     if softmax_scale is None:
         softmax_scale = head_dim**-0.5
+    else:
+        _require_scale("softmax_scale", softmax_scale)
     if is_fp8_kvcache != (k_cache.dtype.itemsize == 1):
         _require_format("k_cache", k_cache, head_dim, is_fp8_kvcache)
     if extra_k_cache is not None:
@@ -175,6 +188,7 @@ def flash_mla_sparse_fwd(
     require_rank("q", q, "[rows, heads, head dim]")
     require_rank("kv", kv, "[kv rows, 1, head dim]")
     require_rank("indices", indices, "[rows, 1, topk]")
+    _require_scale("sm_scale", sm_scale)
     stream, allocate, half = place(q)
     if half:
         out, max_logits, lse = flash_mla_sparse_fwd(

@@ -40,6 +40,7 @@ const grouped = (text) => {
 };
 const fixed = (v, digits) => (isNumber(v) ? grouped(v.toFixed(digits)) : '–');
 const count = (v) => fixed(v, 0);
+const threads = (n) => `${n} thread${n === 1 ? '' : 's'}`;
 // Three digits that count, without an exponent.
 function short(v) {
   if (!isNumber(v)) return '–';
@@ -459,7 +460,7 @@ const date = data.date ? String(data.date).replace('T', ' ').replace('Z', ' UTC'
 function runPage() {
   const {model, machine, options, trace, cache, prefix, throughput, latency_seconds: latency, ops, seconds} = data;
   const s = data.steps_series, n = s.start_s.length, gpu = machine.device !== 'cpu';
-  head('mla run · ' + model.name, [gpu ? machine.device : `${machine.cpu}, ${machine.threads} threads`, trace.source, date].filter(Boolean).join(' · '));
+  head('mla run · ' + model.name, [gpu ? machine.device : `${machine.cpu}, ${threads(machine.threads)}`, trace.source, date].filter(Boolean).join(' · '));
   if (data.interrupted) notice('The run was interrupted: this covers it up to then.');
   const v = data.verification;
   if (v && (v.failed > 0 || v.rows === 0))
@@ -564,7 +565,7 @@ function runPage() {
 
 function benchPage() {
   const {machine, roof, options, rows} = data;
-  head('mla bench', [`${machine.cpu}, ${options.threads} threads, ${machine.target}`, `${rows.length} rows`, date].filter(Boolean).join(' · '));
+  head('mla bench', [`${machine.cpu}, ${threads(options.threads)}, ${machine.target}`, `${rows.length} rows`, date].filter(Boolean).join(' · '));
   const failed = rows.filter((r) => !r.ok);
   if (failed.length) notice(`${failed.length} of ${rows.length} rows have an error above their bound: ${failed.map((r) => r.name).join('; ')}.`, true);
   const counted = rows.filter((r) => r.of_roof > 0).map((r) => r.of_roof).sort((a, b) => a - b);

@@ -257,6 +257,9 @@ def dense_arguments(rng, **changes):
         (dict(attn_sink=np.zeros(2, np.float32)), mla.UnsupportedError, ["attn_sink"]),
         (dict(head_dim_v=577), mla.ShapeError, ["head_dim_v", "577", "576"]),
         (dict(head_dim_v=-1), mla.ShapeError, ["head_dim_v", "-1"]),
+        (dict(softmax_scale=float("nan")), mla.InputError, ["softmax_scale", "nan", "positive"]),
+        (dict(softmax_scale=0), mla.InputError, ["softmax_scale", "0"]),
+        (dict(softmax_scale="1"), mla.InputError, ["softmax_scale", "'1'"]),
     ],
 )
 def test_bad_dense_input(rng, changes, error, words):
