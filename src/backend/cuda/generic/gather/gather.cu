@@ -45,7 +45,7 @@ __device__ void gather_row(const GatherRows<T>& a, int32_t page, int32_t offset,
 }
 
 template <CacheFormat f, class T, bool wide>
-__global__ void __launch_bounds__(kThreads, 5) gather_kernel(GatherRows<T> a, int32_t run) {
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 4) gather_kernel(GatherRows<T> a, int32_t run) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const auto rows_of = [](const GatherPiece& p) { return p.count; };
   for_item_rows(a.pieces, a.count, run, rows_of, [&](const GatherPiece& piece, int64_t first, int32_t count) {
