@@ -59,6 +59,7 @@ struct Backend {
   void (*project)(Stream&, const ops::ProjectArgs&);
   void (*append)(Stream&, const ops::AppendArgs&);
   void (*rope_append)(Stream&, const ops::RopeAppendArgs&);
+  void (*norm_rope_append)(Stream&, const ops::NormRopeAppendArgs&);
   void (*copy_pages)(Stream&, const ops::CopyPagesArgs&);
   void (*gather)(Stream&, const ops::GatherArgs&);
   void (*cast)(Stream&, const ops::CastArgs&);

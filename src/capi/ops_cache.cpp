@@ -32,6 +32,22 @@ mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args)
   });
 }
 
+mla_status mla_norm_rope_append(mla_stream* stream, const mla_norm_rope_append_args* args) {
+  return op("mla_norm_rope_append", stream, args, [](const OpCall& c, const mla_norm_rope_append_args& a) {
+    const auto table = c.table(a.table);
+    const auto cache = c.cache("cache", a.cache);
+    c.run(ops::NormRopeAppendArgs{.q_pe = c.tensors.write<Token, Head, Rope>("q_pe", a.q_pe, c.rows()),
+                                  .kv_c = c.tensors.write<Token, Latent>("kv_c", a.kv_c, c.rows()),
+                                  .k_pe = c.tensors.write<Token, Rope>("k_pe", a.k_pe, c.rows()),
+                                  .weight = c.tensors.list<const float, Latent>("weight", a.weight),
+                                  .eps = a.eps,
+                                  .positions = read_list("positions", a.positions, a.positions_count),
+                                  .table = &table->table,
+                                  .slots = read_list("slots", a.slots, a.slots_count),
+                                  .cache = cache->view});
+  });
+}
+
 mla_status mla_copy_pages(mla_stream* stream, const mla_copy_pages_args* args) {
   return op("mla_copy_pages", stream, args, [](const OpCall& c, const mla_copy_pages_args& a) {
     if ((a.cache != nullptr) == (a.index_cache != nullptr))

@@ -197,17 +197,17 @@ class Walk : Runner {
     const int64_t t = plan_.tokens;
     const AnyMutableView<Token, Entry> kv(act_, at<std::byte>("kv"), {t, m.entry()});
     project("kv_down", hidden, {}, *c_.weights.kv_down, flat(act_, kv.data(), t, m.entry()), {}, t);
-    const AnyMutableView<Token, In> kv_rows(act_, kv.data(), {t, m.latent}, kv.strides());
-    run("norm", ops::NormArgs{kv_rows, c_.weights.kv_norm.values(), m.rms_eps, kv_rows});
     const AnyMutableView<Token, Latent> kv_c(act_, kv.data(), {t, m.latent}, kv.strides());
     const AnyMutableView<Token, Rope> k_pe(act_, kv.at(0, m.latent), {t, m.rope}, kv.strides());
-    run("rope_append", ops::RopeAppendArgs{.q_pe = q_pe,
-                                           .kv_c = kv_c,
-                                           .k_pe = k_pe,
-                                           .positions = plan_.positions,
-                                           .table = &c_.rotary,
-                                           .slots = c_.batch.slot_mapping,
-                                           .cache = c_.cache});
+    run("norm_rope_append", ops::NormRopeAppendArgs{.q_pe = q_pe,
+                                                    .kv_c = kv_c,
+                                                    .k_pe = k_pe,
+                                                    .weight = c_.weights.kv_norm.values(),
+                                                    .eps = m.rms_eps,
+                                                    .positions = plan_.positions,
+                                                    .table = &c_.rotary,
+                                                    .slots = c_.batch.slot_mapping,
+                                                    .cache = c_.cache});
     return {kv_c, k_pe};
   }
 

@@ -133,7 +133,7 @@ TEST_P(CacheOnTarget, AppendAndGatherPassTheirCases) {
 
 INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 
-TEST(RopeAppend, GivesTheBitsOfRopeThenAppend) {
+TEST(RopeAppend, GivesTheBitsOfItsParts) {
   constexpr int64_t kTokens = 37;
   for (CacheFormat format : cache_formats())
     for (bool interleaved : {true, false})
@@ -174,6 +174,36 @@ TEST(RopeAppend, GivesTheBitsOfRopeThenAppend) {
           EXPECT_EQ(fused.q.bytes() == before.q.bytes(), !rotate);
           // A token without a slot is rotated all the same.
           EXPECT_EQ(fused.k_pe.view()(1, 1) == Rows(before).k_pe.view()(1, 1), !rotate);
+
+          // The norm before it too.
+          std::vector<float> weight(spec.latent);
+          random.fill_normal(weight);
+          Rows normed = before, all = before;
+          PoisonedCache normed_cache = fused_cache, all_cache = fused_cache;
+          const View<float, Token, In> rows(normed.kv_c.view().data(), {kTokens, spec.latent},
+                                            normed.kv_c.view().strides());
+          ops::run(stream, ops::NormArgs{.x = rows, .weight = weight, .eps = 1e-5, .y = rows});
+          ops::run(stream, ops::RopeAppendArgs{.q_pe = normed.q.view(),
+                                               .kv_c = normed.kv_c.view(),
+                                               .k_pe = normed.k_pe.view(),
+                                               .positions = positions,
+                                               .table = &table,
+                                               .slots = slots,
+                                               .cache = normed_cache.view()});
+          ops::run(stream, ops::NormRopeAppendArgs{.q_pe = all.q.view(),
+                                                   .kv_c = all.kv_c.view(),
+                                                   .k_pe = all.k_pe.view(),
+                                                   .weight = weight,
+                                                   .eps = 1e-5,
+                                                   .positions = positions,
+                                                   .table = &table,
+                                                   .slots = slots,
+                                                   .cache = all_cache.view()});
+          EXPECT_EQ(all.q.bytes(), normed.q.bytes()) << where;
+          EXPECT_EQ(all.kv_c.bytes(), normed.kv_c.bytes()) << where;
+          EXPECT_NE(all.kv_c.bytes(), before.kv_c.bytes()) << where;
+          EXPECT_EQ(all.k_pe.bytes(), normed.k_pe.bytes()) << where;
+          EXPECT_EQ(all_cache.bytes(), normed_cache.bytes()) << where;
         }
       }
 }
@@ -250,6 +280,21 @@ TEST(AppendArguments, EveryViolationIsNamed) {
   EXPECT_EQ(fused_with([&](F& f) { f.q_pe = {x, {2, 3, 6}}; }), "rope_append: q_pe Rope is 6, cache rope is 8");
   const RotaryTable wide({}, 16, 100);
   EXPECT_EQ(fused_with([&](F& f) { f.table = &wide; }), "rope_append: table's rope is 16, cache rope is 8");
+
+  const std::vector<float> weight(41);
+  ops::NormRopeAppendArgs normed{.q_pe = fused.q_pe,
+                                 .kv_c = {x, {2, 40}},
+                                 .k_pe = fused.k_pe,
+                                 .weight = std::span(weight).first(40),
+                                 .positions = positions,
+                                 .table = &table,
+                                 .slots = good,
+                                 .cache = cache.view()};
+  EXPECT_EQ(refusal(normed), "accepted");
+  normed.weight = weight;
+  EXPECT_EQ(refusal(normed), "norm_rope_append: weight length is 41, cache latent is 40");
+  normed.positions = late;
+  EXPECT_EQ(refusal(normed), "rope_append: position is 100, allowed 0 to 99");
 
   const std::vector<ops::PageCopy> from{{3, 0}}, to{{0, -1}};
   EXPECT_EQ(refusal(ops::CopyPagesArgs{cache.view(), from}), "copy_pages: source page is 3, allowed 0 to 2");

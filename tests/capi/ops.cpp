@@ -96,6 +96,35 @@ TEST(COps, RopeAndAppendAndGather) {
   ASSERT_OK(mla_rope_append(s, &ra));
   for (int i = 0; i < 48; ++i) EXPECT_NEAR(k[i], kr[i], 1e-6f);
 
+  // With the norm before it: the rows that mla_norm makes, in the same cache.
+  const std::vector<float> turned = k.data;
+  Tensor<float> weight({128}), plain({3, 128}), fused({3, 128});
+  plain.data = kv.data;
+  fused.data = kv.data;
+  for (int i = 0; i < 128; ++i) weight[i] = 1.0f + 0.01f * static_cast<float>(i);
+  mla_norm_args na = make<mla_norm_args>();
+  na.x = na.y = plain;
+  na.weight = weight;
+  na.eps = 1e-6;
+  ASSERT_OK(mla_norm(s, &na));
+  Cache third;
+  ASSERT_OK(mla_cache_create(&spec, 5, kCpu, &third));
+  mla_norm_rope_append_args nra = make<mla_norm_rope_append_args>();
+  nra.q_pe = q;
+  nra.kv_c = fused;
+  nra.k_pe = k;
+  nra.weight = weight;
+  nra.eps = 1e-6;
+  nra.positions = positions;
+  nra.positions_count = 3;
+  nra.table = table;
+  nra.slots = slots;
+  nra.slots_count = 3;
+  nra.cache = third;
+  ASSERT_OK(mla_norm_rope_append(s, &nra));
+  EXPECT_EQ(fused.data, plain.data);
+  k.data = turned;
+
   // Position 5 and 17 of a request whose pages are in order, through a copy of page 4 on page 0.
   const mla_page_copy copy{4, 0};
   mla_copy_pages_args cp = make<mla_copy_pages_args>();

@@ -235,6 +235,7 @@ TEST(COpsIndex, EveryOpRefusesNothing) {
   REJECT(mla_rope);
   REJECT(mla_append);
   REJECT(mla_rope_append);
+  REJECT(mla_norm_rope_append);
   REJECT(mla_copy_pages);
   REJECT(mla_gather);
   REJECT(mla_attend_expanded);

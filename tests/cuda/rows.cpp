@@ -38,7 +38,7 @@ struct Rows {
 };
 
 // The append of a rotated row is checked against the portable codec by its cases; here only the order is.
-TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfRopeThenAppend) {
+TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfItsParts) {
   constexpr int64_t kTokens = 37;
   Stream stream(kGpu);
   for (CacheFormat format : cache_formats())
@@ -84,6 +84,37 @@ TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfRopeThenAppend) {
             EXPECT_EQ(one.bytes(), separate_cache.bytes()) << where;
             EXPECT_NE(one.bytes(), cache.bytes()) << where;
             EXPECT_EQ(fused.q.bytes() == before.q.bytes(), !rotate || rope == 0) << where;
+
+            // The norm before it too.
+            std::vector<float> weight(spec.latent);
+            random.fill_normal(weight);
+            Rows normed = before, all = before;
+            PoisonedCache normed_cache = cache, all_cache = cache;
+            const AnyMutableView<Token, In> rows(dtype, normed.kv_c.any().data(), {kTokens, spec.latent},
+                                                 normed.kv_c.any().strides());
+            ops::run(stream, ops::NormArgs{.x = rows, .weight = weight, .eps = 1e-5, .y = rows});
+            ops::run(stream, ops::RopeAppendArgs{.q_pe = normed.q.any(),
+                                                 .kv_c = normed.kv_c.any(),
+                                                 .k_pe = normed.k_pe.any(),
+                                                 .positions = positions,
+                                                 .table = &table,
+                                                 .slots = slots,
+                                                 .cache = normed_cache.view()});
+            ops::run(stream, ops::NormRopeAppendArgs{.q_pe = all.q.any(),
+                                                     .kv_c = all.kv_c.any(),
+                                                     .k_pe = all.k_pe.any(),
+                                                     .weight = weight,
+                                                     .eps = 1e-5,
+                                                     .positions = positions,
+                                                     .table = &table,
+                                                     .slots = slots,
+                                                     .cache = all_cache.view()});
+            stream.synchronize();
+            EXPECT_EQ(all.q.bytes(), normed.q.bytes()) << where;
+            EXPECT_EQ(all.kv_c.bytes(), normed.kv_c.bytes()) << where;
+            EXPECT_NE(all.kv_c.bytes(), before.kv_c.bytes()) << where;
+            EXPECT_EQ(all.k_pe.bytes(), normed.k_pe.bytes()) << where;
+            EXPECT_EQ(all_cache.bytes(), normed_cache.bytes()) << where;
           }
 }
 

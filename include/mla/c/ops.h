@@ -191,6 +191,24 @@ typedef struct mla_rope_append_args {
 } mla_rope_append_args;
 MLA_API mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args);
 
+/// mla_norm of kv_c in place, then mla_rope_append, in one pass. Rows with a negative slot are normed and rotated all the
+/// same.
+typedef struct mla_norm_rope_append_args {
+  size_t struct_size;
+  const DLTensor* q_pe;      ///< [Token, Head, Rope], rows, Rope dense; rotated in place
+  const DLTensor* kv_c;      ///< [Token, Latent], dtype of q_pe, Latent dense; normed in place
+  const DLTensor* k_pe;      ///< [Token, Rope], dtype of q_pe, Rope dense; rotated in place
+  const DLTensor* weight;    ///< [Latent], f32, dense
+  double eps;                ///< such as 1e-6
+  const int32_t* positions;  ///< one for each slot
+  int64_t positions_count;
+  const mla_rotary* table;
+  const int32_t* slots;
+  int64_t slots_count;
+  mla_cache* cache;
+} mla_norm_rope_append_args;
+MLA_API mla_status mla_norm_rope_append(mla_stream* stream, const mla_norm_rope_append_args* args);
+
 /// Whole pages within a cache (copy on write): of latent rows, or of index keys. Give one of the two caches.
 typedef struct mla_copy_pages_args {
   size_t struct_size;

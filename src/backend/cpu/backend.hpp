@@ -17,6 +17,7 @@ void rope(Stream& stream, const ops::RopeArgs& a);
 void project(Stream& stream, const ops::ProjectArgs& a);
 void append(Stream& stream, const ops::AppendArgs& a);
 void rope_append(Stream& stream, const ops::RopeAppendArgs& a);
+void norm_rope_append(Stream& stream, const ops::NormRopeAppendArgs& a);
 void copy_pages(Stream& stream, const ops::CopyPagesArgs& a);
 void gather(Stream& stream, const ops::GatherArgs& a);
 void cast(Stream& stream, const ops::CastArgs& a);

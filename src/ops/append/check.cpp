@@ -46,6 +46,13 @@ void check(const RopeAppendArgs& a) {
   for (int32_t p : a.positions) require_range("rope_append", "position", p, 0, a.table->positions());
 }
 
+void check(const NormRopeAppendArgs& a) {
+  check(a.rope_append());
+  require_equal("norm_rope_append", "weight length", static_cast<int64_t>(a.weight.size()), "cache latent",
+                a.cache.spec.latent);
+  check(a.norm());
+}
+
 void check(const CopyPagesArgs& a) {
   for (const PageCopy& c : a.copies) {
     require_range("copy_pages", "source page", c.from, 0, a.cache.pages);

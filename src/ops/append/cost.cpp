@@ -22,6 +22,15 @@ Cost cost(const RopeAppendArgs& a) {
   return c;
 }
 
+Cost cost(const NormRopeAppendArgs& a) {
+  // kv_c is read once.
+  const double elements = static_cast<double>(a.slots.size()) * static_cast<double>(a.kv_c.extent<Latent>());
+  Cost c = cost(a.norm());
+  c += cost(a.rope_append());
+  c.bytes -= elements * static_cast<double>(size_of(a.kv_c.dtype()));
+  return c;
+}
+
 Cost cost(const CopyPagesArgs& a) {
   return {.bytes = 2 * static_cast<double>(a.copies.size()) * static_cast<double>(a.cache.page_bytes), .flops = 0};
 }

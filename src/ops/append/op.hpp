@@ -10,6 +10,7 @@
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/norm/op.hpp"
 
 namespace mla::ops {
 
@@ -30,6 +31,28 @@ struct RopeAppendArgs {
   const RotaryTable* table = nullptr;
   std::span<const int32_t> slots;
   CacheView cache;
+};
+
+/// norm of kv_c in place, then rope_append, in one pass: the bits of the two. Rows with a negative slot are normed and
+/// rotated all the same.
+struct NormRopeAppendArgs {
+  AnyMutableView<Token, Head, Rope> q_pe;  ///< f32 or bf16
+  AnyMutableView<Token, Latent> kv_c;      ///< dtype of q_pe
+  AnyMutableView<Token, Rope> k_pe;        ///< dtype of q_pe
+  std::span<const float> weight;           ///< [Latent]
+  double eps = 1e-6;
+  std::span<const int32_t> positions;
+  const RotaryTable* table = nullptr;
+  std::span<const int32_t> slots;
+  CacheView cache;
+
+  /// The two, one after the other.
+  NormArgs norm() const {
+    const AnyMutableView<Token, In> rows(kv_c.dtype(), kv_c.data(),
+                                         {static_cast<int64_t>(slots.size()), kv_c.extent<Latent>()}, kv_c.strides());
+    return {.x = rows, .weight = weight, .eps = eps, .y = rows};
+  }
+  RopeAppendArgs rope_append() const { return {q_pe, kv_c, k_pe, positions, table, slots, cache}; }
 };
 
 struct PageCopy {
@@ -58,9 +81,11 @@ struct CopyPagesArgs {
 
 void check(const AppendArgs& a);
 void check(const RopeAppendArgs& a);
+void check(const NormRopeAppendArgs& a);
 void check(const CopyPagesArgs& a);
 Cost cost(const AppendArgs& a);
 Cost cost(const RopeAppendArgs& a);
+Cost cost(const NormRopeAppendArgs& a);
 Cost cost(const CopyPagesArgs& a);
 /// One token at a time through the format's portable codec, straight from the definition.
 void reference(const AppendArgs& a);

@@ -96,6 +96,11 @@ void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
   });
 }
 
+void norm_rope_append(Stream& stream, const ops::NormRopeAppendArgs& a) {
+  norm(stream, a.norm());  // a pass of its own costs nothing here: rows stay in the caches
+  rope_append(stream, a.rope_append());
+}
+
 void copy_pages(Stream& stream, const ops::CopyPagesArgs& a) {
   stream.pool().run(static_cast<int64_t>(a.copies.size()), [&](int64_t task, int) {
     std::memmove(a.cache.page(a.copies[task].to), a.cache.page(a.copies[task].from), a.cache.page_bytes);

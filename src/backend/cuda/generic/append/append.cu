@@ -23,7 +23,38 @@ struct AppendRows {
   Rotation rotation;
   HeadRows<T> q;
   CacheMemory cache;
+  T* normed = nullptr;  // kv_c again, to be normed in place: see norms_in_lanes()
+  const float* weight = nullptr;
+  float eps = 0;
 };
+
+/// Rows that a warp norms in registers as norm's own kernel does, in the same order: two rounds of sixteen bytes a
+/// lane.
+template <class T>
+bool norms_in_lanes(const CacheMemory& cache) {
+  return cache.latent == 2 * 32 * 16 / static_cast<int>(sizeof(T));
+}
+
+template <class T, int rounds, int n>
+__device__ void norm_in_lanes(T (&x)[rounds][n], const AppendRows<T>& a, int64_t token, int lane) {
+  float squares = 0;
+#pragma unroll
+  for (int k = 0; k < 2; ++k)
+#pragma unroll
+    for (int e = 0; e < n; ++e) squares += widen(x[k][e]) * widen(x[k][e]);
+  const float variance = warp_sum(squares) * (1.0f / static_cast<float>(a.cache.latent));
+  const float inverse = 1.0f / sqrtf(variance + a.eps);
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const int i = n * (32 * k + lane);
+    float w[n], y[n];
+    load<true>(a.weight + i, w);
+#pragma unroll
+    for (int e = 0; e < n; ++e) y[e] = widen(x[k][e]) * inverse * w[e];
+    narrow_all(y, x[k]);
+    store<true>(x[k], a.normed + token * a.kv_c_row + i);
+  }
+}
 
 // The rope part of a row in the lanes' registers, rotated and written back: lane u holds elements [n u, n u + n), as
 // many lanes as it takes, which are at most 32. Halves meet by shuffles.
@@ -80,7 +111,8 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
       rotate_pairs<wide, m>(k_pe, a.rotation, cos_sin, unit);
     __syncwarp();
   }
-  if (slot < 0 && !(cos_sin && in_lanes)) return;
+  const bool norms = wide && a.weight;
+  if (slot < 0 && !norms && !(cos_sin && in_lanes)) return;
 
   const CacheRow<f> row = CacheRow<f>::at(a.cache, slot < 0 ? 0 : slot);
   T pe[n];
@@ -91,8 +123,10 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
 #pragma unroll
     for (int k = 0; k < rounds; ++k) {
       const int i = first + n * (32 * k + lane);
-      if (i < latent && slot >= 0) load<wide>(kv_c + i, x[k]);
+      if (i < latent && (slot >= 0 || norms)) load<wide>(kv_c + i, x[k]);
     }
+    if constexpr (wide)
+      if (norms) norm_in_lanes(x, a, token, lane);
 #pragma unroll
     for (int k = 0; k < rounds; ++k) {
       const int i = first + n * (32 * k + lane);
@@ -131,14 +165,17 @@ __global__ void append_kernel(AppendRows<T> a, unsigned row_blocks, unsigned chu
 }
 
 template <class T>
+bool wide_rows(const AppendRows<T>& a) {
+  return a.cache.wide(16 / sizeof(T)) && rows_aligned<T>(a.kv_c, a.kv_c_row) &&
+         (a.cache.rope == 0 || rows_aligned<T>(a.k_pe, a.k_pe_row)) &&
+         (a.rotation.pairs == 0 || (a.rotation.pairs % 4 == 0 && rows_aligned<T>(a.q.data, a.q.token, a.q.head) &&
+                                    rows_aligned<float>(a.rotation.table)));
+}
+
+template <class T>
 void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
   if (a.tokens == 0) return;
-  constexpr int n = 16 / sizeof(T);
-  const bool rotates = a.rotation.pairs > 0;
-  const bool wide = a.cache.wide(n) && rows_aligned<T>(a.kv_c, a.kv_c_row) &&
-                    (a.cache.rope == 0 || rows_aligned<T>(a.k_pe, a.k_pe_row)) &&
-                    (!rotates || (a.rotation.pairs % 4 == 0 && rows_aligned<T>(a.q.data, a.q.token, a.q.head) &&
-                                  rows_aligned<float>(a.rotation.table)));
+  const bool rotates = a.rotation.pairs > 0, wide = wide_rows(a);
   const int64_t heads = rotates ? a.q.heads : 0;
   RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads);
   if (heads == 0) shape.block = dim3(128);
@@ -174,7 +211,8 @@ void run_append(Stream& stream, const ops::AppendArgs& a) {
   });
 }
 
-void run_append(Stream& stream, const ops::RopeAppendArgs& a) {
+// norm: of kv_c, if it is wanted.
+void run_append(Stream& stream, const ops::RopeAppendArgs& a, const ops::NormArgs* norm) {
   const Queue& queue = stream.queue();
   for_activation(a.kv_c.dtype(), [&](auto element) {
     using T = decltype(element);
@@ -190,7 +228,17 @@ void run_append(Stream& stream, const ops::RopeAppendArgs& a) {
     rows.q = {static_cast<T*>(a.q_pe.data()), a.q_pe.stride<Token>(), a.q_pe.stride<Head>(),
               static_cast<int32_t>(a.q_pe.extent<Head>())};
     rows.cache = CacheMemory("rope_append", a.cache);
-    run(queue, rows, "rope_append");
+    if (norm) {
+      rows.normed = static_cast<T*>(norm->y.data());
+      rows.weight = norm->weight.data();
+      rows.eps = static_cast<float>(norm->eps);
+    }
+    // What no warp norms in registers on the way is normed before.
+    if (norm && !(norms_in_lanes<T>(rows.cache) && wide_rows(rows) && rows_aligned<float>(rows.weight))) {
+      cuda::norm(stream, *norm);
+      rows.weight = nullptr;
+    }
+    run(queue, rows, norm ? "norm_rope_append" : "rope_append");
   });
 }
 
@@ -222,7 +270,11 @@ __global__ void copy_pages_kernel(std::byte* data, int64_t stride, int64_t words
 }  // namespace generic
 
 void append(Stream& stream, const ops::AppendArgs& a) { generic::run_append(stream, a); }
-void rope_append(Stream& stream, const ops::RopeAppendArgs& a) { generic::run_append(stream, a); }
+void rope_append(Stream& stream, const ops::RopeAppendArgs& a) { generic::run_append(stream, a, nullptr); }
+void norm_rope_append(Stream& stream, const ops::NormRopeAppendArgs& a) {
+  const ops::NormArgs norm = a.norm();
+  generic::run_append(stream, a.rope_append(), &norm);
+}
 
 void copy_pages(Stream& stream, const ops::CopyPagesArgs& a) {
   const Queue& queue = stream.queue();
