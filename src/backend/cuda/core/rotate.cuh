@@ -1,6 +1,8 @@
 // The one place where rotations are computed, so that rope and rope_append give equal bits.
 #pragma once
 
+#include <algorithm>
+
 #include "backend/cuda/core/convert.cuh"
 #include "mla/rotary.hpp"
 
@@ -27,46 +29,64 @@ __device__ inline Pair rotated(float a, float b, float cos, float sin) {
   return {__fmaf_rn(a, cos, -__fmul_rn(b, sin)), __fmaf_rn(b, cos, __fmul_rn(a, sin))};
 }
 
-/// Pairs [m * unit, m * unit + m) of a row, in place. wide: m divides pairs, and the row and the table's are aligned to
-/// 16 bytes.
-template <bool wide, int m, class T>
-__device__ void rotate_pairs(T* row, const Rotation& r, const float* cos_sin, int unit) {
+/// Pairs [m * unit, m * unit + m) of `count` rows of one position, in place: the first at `row`, the next `step`
+/// elements on. All are under way before cos_sin(), which may wait for the position, says where the table's row lies.
+/// wide: m divides pairs, and the rows and the table's are aligned to 16 bytes.
+template <bool wide, int m, int most, class T, class CosSin>
+__device__ void rotate_pairs(T* row, int64_t step, int count, const Rotation& r, CosSin&& cos_sin, int unit) {
   const int first = m * unit;
   float cos[m], sin[m];
+  const auto load_table = [&] {
+    const float* const at = cos_sin();
+    load<wide>(at + first, cos);
+    load<wide>(at + r.pairs + first, sin);
+  };
   if (r.interleaved) {
-    T x[2 * m];
-    float y[2 * m];
-    load<wide>(row + 2 * first, x);
-    load<wide>(cos_sin + first, cos);
-    load<wide>(cos_sin + r.pairs + first, sin);
-    widen_all(x, y);
+    T x[most][2 * m];
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-      const Pair p = rotated(y[2 * i], y[2 * i + 1], cos[i], sin[i]);
-      y[2 * i] = p.a;
-      y[2 * i + 1] = p.b;
+    for (int k = 0; k < most; ++k)
+      if (k < count) load<wide>(row + k * step + 2 * first, x[k]);
+    load_table();
+#pragma unroll
+    for (int k = 0; k < most; ++k) {
+      if (k >= count) break;
+      float y[2 * m];
+      widen_all(x[k], y);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        const Pair p = rotated(y[2 * i], y[2 * i + 1], cos[i], sin[i]);
+        y[2 * i] = p.a;
+        y[2 * i + 1] = p.b;
+      }
+      narrow_all(y, x[k]);
+      store<wide>(x[k], row + k * step + 2 * first);
     }
-    narrow_all(y, x);
-    store<wide>(x, row + 2 * first);
   } else {
-    T xa[m], xb[m];
-    float a[m], b[m];
-    load<wide>(row + first, xa);
-    load<wide>(row + r.pairs + first, xb);
-    load<wide>(cos_sin + first, cos);
-    load<wide>(cos_sin + r.pairs + first, sin);
-    widen_all(xa, a);
-    widen_all(xb, b);
+    T xa[most][m], xb[most][m];
 #pragma unroll
-    for (int i = 0; i < m; ++i) {
-      const Pair p = rotated(a[i], b[i], cos[i], sin[i]);
-      a[i] = p.a;
-      b[i] = p.b;
+    for (int k = 0; k < most; ++k)
+      if (k < count) {
+        load<wide>(row + k * step + first, xa[k]);
+        load<wide>(row + k * step + r.pairs + first, xb[k]);
+      }
+    load_table();
+#pragma unroll
+    for (int k = 0; k < most; ++k) {
+      if (k >= count) break;
+      float a[m], b[m];
+      widen_all(xa[k], a);
+      widen_all(xb[k], b);
+#pragma unroll
+      for (int i = 0; i < m; ++i) {
+        const Pair p = rotated(a[i], b[i], cos[i], sin[i]);
+        a[i] = p.a;
+        b[i] = p.b;
+      }
+      narrow_all(a, xa[k]);
+      narrow_all(b, xb[k]);
+      store<wide>(xa[k], row + k * step + first);
+      store<wide>(xb[k], row + k * step + r.pairs + first);
     }
-    narrow_all(a, xa);
-    narrow_all(b, xb);
-    store<wide>(xa, row + first);
-    store<wide>(xb, row + r.pairs + first);
   }
 }
 
@@ -78,29 +98,45 @@ struct HeadRows {
   int32_t heads = 0;
 };
 
-/// Blocks of (units of a row) x (heads), `chunks` blocks a token.
+/// Rows that a thread turns together, at most: enough bytes under way to wait for memory.
+template <bool wide>
+constexpr int kRotateRows = wide ? 4 : 1;
+
+/// Blocks of (units of a row) x (heads) x (tokens). A thread takes `rows` heads, block.y apart, once that leaves blocks
+/// for all of a GPU.
 struct RotateShape {
-  int32_t units = 1, chunks = 1;
+  int32_t units = 1, rows = 1, chunks = 1;  ///< chunks: blocks of a token
   dim3 block;
 
-  RotateShape(int32_t pairs, int m, int64_t heads) {
-    constexpr int kThreads = 256;
+  RotateShape(int32_t pairs, int m, int64_t heads, int64_t tokens, int most_rows, int multiprocessors) {
+    constexpr int64_t kThreads = 256;
     units = pairs / m;
-    block.x = static_cast<unsigned>(units < 1 ? 1 : units < kThreads ? units : kThreads);
-    const int64_t most = kThreads / block.x;
-    chunks = static_cast<int32_t>((heads + most - 1) / most);
-    if (chunks > 0) block.y = static_cast<unsigned>((heads + chunks - 1) / chunks);
+    block.x = static_cast<unsigned>(std::clamp<int64_t>(units, 1, kThreads));
+    while (rows < most_rows && tokens * heads * units > int64_t{multiprocessors} * 2048 * 2 * rows) rows *= 2;
+    const int64_t wanted = (heads + rows - 1) / rows, most = kThreads / block.x;
+    chunks = static_cast<int32_t>((wanted + most - 1) / most);
+    if (chunks > 0) block.y = static_cast<unsigned>((wanted + chunks - 1) / chunks);
+    if (chunks <= 1) block.z = static_cast<unsigned>(std::clamp<int64_t>(kThreads / (block.x * block.y), 1, 64));
     // At least a warp, for what else a block may do.
-    if (block.x * block.y < 32) block.y = (32 + block.x - 1) / block.x;
+    if (block.x * block.y * block.z < 32) block.y = (32 + block.x - 1) / block.x;
   }
+  int64_t blocks(int64_t tokens) const { return (tokens + block.z - 1) / block.z * chunks; }
 };
 
-/// One row, by the threads along x.
-template <bool wide, int m, class T>
-__device__ void rotate_row(T* row, const Rotation& r, int32_t position) {
-  const float* const cos_sin = r.at(position);
+/// The part of thread (x, y, z) of a block of that shape.
+template <bool wide, class T>
+__device__ void rotate_heads(const HeadRows<T>& q, const Rotation& r, const int32_t* positions, int64_t tokens,
+                             unsigned block, int rows, int chunks) {
+  constexpr int m = wide ? 4 : 1;
+  const int y = static_cast<int>(blockDim.y);
+  const int64_t token = static_cast<int64_t>(block / static_cast<unsigned>(chunks)) * blockDim.z + threadIdx.z;
+  const int head = static_cast<int>(block % static_cast<unsigned>(chunks)) * rows * y + static_cast<int>(threadIdx.y),
+            count = min(rows, (q.heads - head + y - 1) / y);
+  if (token >= tokens || head >= q.heads) return;
+  T* const row = q.data + token * q.token + head * q.head;
   for (int unit = static_cast<int>(threadIdx.x); unit < r.pairs / m; unit += static_cast<int>(blockDim.x))
-    rotate_pairs<wide, m>(row, r, cos_sin, unit);
+    rotate_pairs<wide, m, kRotateRows<wide>>(
+        row, y * q.head, count, r, [&] { return r.at(positions[token]); }, unit);
 }
 
 /// Do rows of T at these strides lie at multiples of 16 bytes?

@@ -1,6 +1,7 @@
 // Memory-bound. Rows of the cache: a warp a token, each lane sixteen bytes of the input at a time, all of a row's loads
 // ahead of its first store; groups find their scale by shuffles. Queries, with rope_append: blocks of their own in the
 // same launch, as in rope.
+#include <algorithm>
 #include <string>
 
 #include "backend/cuda/backend.hpp"
@@ -108,7 +109,8 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
   if (cos_sin && !in_lanes) {
     constexpr int m = wide ? 4 : 1;
     for (int unit = lane; unit < a.rotation.pairs / m; unit += 32)
-      rotate_pairs<wide, m>(k_pe, a.rotation, cos_sin, unit);
+      rotate_pairs<wide, m, 1>(
+          k_pe, 0, 1, a.rotation, [=] { return cos_sin; }, unit);
     __syncwarp();
   }
   const bool norms = wide && a.weight;
@@ -148,20 +150,18 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
   }
 }
 
-// Blocks [0, row_blocks): the cache's rows. The rest: queries.
+// Blocks [0, row_blocks): the cache's rows. The rest: queries, as RotateShape has them.
 template <CacheFormat f, class T, bool wide>
-__global__ void append_kernel(AppendRows<T> a, unsigned row_blocks, unsigned chunks) {
+__global__ void __launch_bounds__(256, wide && sizeof(T) == 2 ? 3 : 1)
+    append_kernel(AppendRows<T> a, unsigned row_blocks, int rows, int chunks) {
   if (blockIdx.x < row_blocks) {
-    const unsigned thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
+    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
+                   warps = blockDim.x * blockDim.y * blockDim.z / 32;
     const int64_t token = static_cast<int64_t>(blockIdx.x) * warps + thread / 32;
     if (thread / 32 < warps && token < a.tokens) append_row<f, T, wide>(a, token, static_cast<int>(thread % 32));
     return;
   }
-  const unsigned block = blockIdx.x - row_blocks;
-  const int64_t token = block / chunks;
-  const int head = static_cast<int>(block % chunks * blockDim.y + threadIdx.y);
-  if (head < a.q.heads)
-    rotate_row<wide, wide ? 4 : 1>(a.q.data + token * a.q.token + head * a.q.head, a.rotation, a.positions[token]);
+  rotate_heads<wide>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
 }
 
 template <class T>
@@ -177,10 +177,11 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
   if (a.tokens == 0) return;
   const bool rotates = a.rotation.pairs > 0, wide = wide_rows(a);
   const int64_t heads = rotates ? a.q.heads : 0;
-  RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads);
+  RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads, a.tokens,
+                    wide ? kRotateRows<true> : kRotateRows<false>, queue.multiprocessors());
   if (heads == 0) shape.block = dim3(128);
-  const int64_t warps = shape.block.x * shape.block.y / 32, row_blocks = (a.tokens + warps - 1) / warps,
-                blocks = row_blocks + a.tokens * shape.chunks;
+  const int64_t warps = shape.block.x * shape.block.y * shape.block.z / 32, row_blocks = (a.tokens + warps - 1) / warps,
+                blocks = row_blocks + shape.blocks(a.tokens);
   const std::string what = "tokens " + std::to_string(a.tokens) + ", heads " + std::to_string(heads) + ", latent " +
                            std::to_string(a.cache.latent) + ", rope " + std::to_string(a.cache.rope) + ", format " +
                            std::string(to_string(a.cache.format));
@@ -189,7 +190,7 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
   for_format(a.cache.format, [&](auto format) {
     constexpr CacheFormat f = decltype(format)::value;
     launch(wide ? append_kernel<f, T, true> : append_kernel<f, T, false>, config, queue.stream(), op, "append_kernel",
-           what, a, static_cast<unsigned>(row_blocks), static_cast<unsigned>(shape.chunks > 0 ? shape.chunks : 1));
+           what, a, static_cast<unsigned>(row_blocks), shape.rows, std::max(shape.chunks, 1));
   });
 }
 

@@ -1,5 +1,6 @@
-// Memory-bound: a thread turns four pairs at a time, sixteen bytes of bf16. A row of the table serves all heads of a
-// token and stays in L1. k is rotated as one more head.
+// Memory-bound: a thread turns four pairs at a time, sixteen bytes of bf16, of up to four heads. A row of the table
+// serves all heads of a token and stays in L1. k's rows have blocks of their own.
+#include <algorithm>
 #include <string>
 
 #include "backend/cuda/backend.hpp"
@@ -11,15 +12,19 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
+// Blocks [0, q_blocks): the heads of q. The rest: k.
 template <class T, bool wide>
-__global__ void rope_kernel(HeadRows<T> q, HeadRows<T> k, Rotation rotation, const int32_t* positions, int chunks) {
+__global__ void __launch_bounds__(256)
+    rope_kernel(HeadRows<T> q, HeadRows<T> k, Rotation rotation, const int32_t* positions, int64_t tokens,
+                unsigned q_blocks, int rows, int chunks) {
+  if (blockIdx.x < q_blocks) return rotate_heads<wide>(q, rotation, positions, tokens, blockIdx.x, rows, chunks);
   constexpr int m = wide ? 4 : 1;
-  const int64_t token = blockIdx.x / static_cast<unsigned>(chunks);
-  const int chunk = static_cast<int>(blockIdx.x % static_cast<unsigned>(chunks));
-  const int32_t position = positions[token];
-  const int head = chunk * static_cast<int>(blockDim.y) + static_cast<int>(threadIdx.y);
-  if (head < q.heads) rotate_row<wide, m>(q.data + token * q.token + head * q.head, rotation, position);
-  else if (head < q.heads + k.heads) rotate_row<wide, m>(k.data + token * k.token, rotation, position);
+  const int64_t token =
+      (static_cast<int64_t>(blockIdx.x - q_blocks) * blockDim.z + threadIdx.z) * blockDim.y + threadIdx.y;
+  if (token >= tokens) return;
+  for (int unit = static_cast<int>(threadIdx.x); unit < rotation.pairs / m; unit += static_cast<int>(blockDim.x))
+    rotate_pairs<wide, m, 1>(
+        k.data + token * k.token, 0, 1, rotation, [&] { return rotation.at(positions[token]); }, unit);
 }
 
 template <class T>
@@ -27,16 +32,20 @@ void run(const Queue& queue, const HeadRows<T>& q, const HeadRows<T>& k, const o
   const Rotation rotation(*a.table);
   const bool wide = rotation.pairs % 4 == 0 && rows_aligned<T>(q.data, q.token, q.head) &&
                     rows_aligned<T>(k.data, k.token) && rows_aligned<float>(rotation.table);
-  const RotateShape shape(rotation.pairs, wide ? 4 : 1, q.heads + k.heads);
-  const int64_t blocks = static_cast<int64_t>(a.positions.size()) * shape.chunks;
+  const int64_t tokens = static_cast<int64_t>(a.positions.size());
+  const RotateShape shape(rotation.pairs, wide ? 4 : 1, q.heads, tokens, wide ? kRotateRows<true> : kRotateRows<false>,
+                          queue.multiprocessors());
+  const int64_t q_blocks = shape.blocks(tokens), in_block = int64_t{shape.block.y} * shape.block.z,
+                blocks = q_blocks + (k.heads > 0 ? (tokens + in_block - 1) / in_block : 0);
   if (blocks == 0) return;
   if (blocks > INT32_MAX)
-    throw ShapeError("rope: tokens times heads is too large: " + std::to_string(a.positions.size()) + " tokens, " +
+    throw ShapeError("rope: tokens times heads is too large: " + std::to_string(tokens) + " tokens, " +
                      std::to_string(q.heads) + " heads");
   launch(wide ? rope_kernel<T, true> : rope_kernel<T, false>,
          {.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block}, queue.stream(), "rope", "rope_kernel",
-         "tokens " + std::to_string(a.positions.size()) + ", heads " + std::to_string(q.heads), q, k, rotation,
-         queue.staged(a.positions, "rope", "positions"), shape.chunks);
+         "tokens " + std::to_string(tokens) + ", heads " + std::to_string(q.heads), q, k, rotation,
+         queue.staged(a.positions, "rope", "positions"), tokens, static_cast<unsigned>(q_blocks), shape.rows,
+         std::max(shape.chunks, 1));
 }
 
 }  // namespace
