@@ -88,6 +88,8 @@ class CacheRow {
  public:
   using Traits = CacheTraits<f>;
   using Element = typename Traits::Element;
+  /// Formats with groups: the rope part's first byte.
+  static constexpr int kRopeAt = f == CacheFormat::fp8_ds_mla ? cache::fp8_ds_mla::kRopeAt : cache::fp8_ds_v4::kLatent;
 
   __device__ CacheRow(const CacheMemory& c, int32_t page, int32_t offset)
       : k_scale_(c.k_scale), powers_of_two_(c.powers_of_two) {
@@ -112,6 +114,10 @@ class CacheRow {
     const uint32_t page = static_cast<uint32_t>(slot) / static_cast<uint32_t>(c.page_size);
     return CacheRow(c, static_cast<int32_t>(page), slot - static_cast<int32_t>(page) * c.page_size);
   }
+
+  /// The row's first byte; where its scales begin, of a format with groups.
+  __device__ std::byte* bytes() const { return row_; }
+  __device__ std::byte* scales() const { return scales_; }
 
   /// Elements [i, i + n) of [latent | rope], all of one part, dequantised to T (float, bf16 or f16): in f32, then
   /// rounded. wide: CacheMemory::wide(n) holds and i is a multiple of n. Otherwise they are read one by one; formats
@@ -188,10 +194,7 @@ class CacheRow {
   }
 
  private:
-  __device__ bf16* rope() const {
-    return reinterpret_cast<bf16*>(
-        row_ + (f == CacheFormat::fp8_ds_mla ? cache::fp8_ds_mla::kRopeAt : cache::fp8_ds_v4::kLatent));
-  }
+  __device__ bf16* rope() const { return reinterpret_cast<bf16*>(row_ + kRopeAt); }
   template <bool wide, class S, class T, int n>
   __device__ static void read_as(const S* from, float scale, T (&x)[n]) {
     S stored[n];

@@ -192,7 +192,10 @@ __device__ inline void narrow_all(const float (&x)[n], T (&y)[n]) {
 __device__ inline float power_of_two(int e) { return __uint_as_float(static_cast<uint32_t>(e + 127) << 23); }
 /// Exponent of the smallest power of two not below x; x positive, normal and finite.
 __device__ inline int ceil_log2(float x) { return static_cast<int>((__float_as_uint(x) + 0x7fffffu) >> 23) - 127; }
-__device__ inline int scale_exponent(float amax) { return ceil_log2(fmaxf(amax / 448.0f, 1e-4f)); }
+/// ceil_log2 of max(amax / 448, 1e-4), infinity as the largest number: past 1.75 * 2^k it is k - 7, up to there k - 8.
+__device__ inline int scale_exponent(float amax) {
+  return max(static_cast<int>((__float_as_uint(amax) + 0x1fffffu) >> 23) - 135, -13);
+}
 __device__ inline float from_ue8m0(uint8_t e) {
   return __uint_as_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
 }
@@ -211,6 +214,34 @@ __device__ inline float largest_in_lanes(float m) {
 #pragma unroll
   for (int d = lanes / 2; d; d /= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
   return m;
+}
+
+/// Of each half's two bf16 numbers the larger. nan: NaN if either is, otherwise only if both are.
+template <bool nan = false>
+__device__ inline uint32_t max_bf16x2(uint32_t a, uint32_t b) {
+  __nv_bfloat162 x, y;
+  memcpy(&x, &a, 4);
+  memcpy(&y, &b, 4);
+  x = nan ? __hmax2_nan(x, y) : __hmax2(x, y);
+  memcpy(&a, &x, 4);
+  return a;
+}
+/// Largest magnitude of 2 n bf16 numbers, in both halves; n a power of two.
+template <bool nan = false, int n>
+__device__ inline uint32_t largest_bf16(const uint32_t (&x)[n]) {
+  uint32_t m[n];
+#pragma unroll
+  for (int w = 0; w < n; ++w) {
+    __nv_bfloat162 pair;
+    memcpy(&pair, &x[w], 4);
+    pair = __habs2(pair);
+    memcpy(&m[w], &pair, 4);
+  }
+#pragma unroll
+  for (int d = n / 2; d; d /= 2)
+#pragma unroll
+    for (int w = 0; w < d; ++w) m[w] = max_bf16x2<nan>(m[w], m[w + d]);
+  return max_bf16x2<nan>(m[0], __byte_perm(m[0], 0, 0x1032));
 }
 
 /// y = x / s, rounded once, s above 0, and `most` the x's largest magnitude. Where nothing over- or underflows, by the

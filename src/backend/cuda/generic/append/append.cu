@@ -1,6 +1,7 @@
 // Memory-bound. Rows of the cache: a warp a token, each lane sixteen bytes of the input at a time, all of a row's loads
-// ahead of its first store; groups find their scale by shuffles. Queries, with rope_append: blocks of their own in the
-// same launch, as in rope.
+// ahead of its first store; groups find their scale by shuffles. Many bf16 rows of the usual shape, nothing else being
+// asked for: a warp four tokens, in a kernel of few instructions. Queries, with rope_append: blocks of their own in
+// the same launch, as in rope.
 #include <algorithm>
 #include <string>
 
@@ -9,6 +10,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/rotate.cuh"
+#include "backend/cuda/core/row_batch.cuh"
 
 namespace mla::cuda {
 namespace generic {
@@ -164,6 +166,85 @@ __global__ void __launch_bounds__(256, wide && sizeof(T) == 2 ? 3 : 1)
   rotate_heads<wide>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
 }
 
+constexpr int kBatchThreads = 128;
+
+// Four tokens a warp: see RowBatch. What is read of a token without a slot is not written.
+template <CacheFormat f>
+__global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale) {
+  using Batch = RowBatch<f>;
+  using Traits = CacheTraits<f>;
+  constexpr bool coded = std::is_same_v<typename Traits::Element, fp8_e4m3>;
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  const int64_t first =
+      (static_cast<int64_t>(blockIdx.x) * (kBatchThreads / 32) + threadIdx.x / 32) * int64_t{Batch::kRows};
+  if (first >= a.tokens) return;
+  const int rows = static_cast<int>(min(int64_t{Batch::kRows}, a.tokens - first));
+  const int32_t slot = lane < rows ? a.slots[first + lane] : -1;  // lane r: of row r
+  uint32_t x[Batch::kRounds][4];                                  // pairs
+#pragma unroll
+  for (int k = 0; k < Batch::kRounds; ++k) {
+    const int64_t token = first + min(Batch::row(k, lane), rows - 1);  // of a short batch, the last row again
+    const bf16* const from = Batch::rope(k) ? a.k_pe + token * a.k_pe_row : a.kv_c + token * a.kv_c_row;
+    load<true>(reinterpret_cast<const uint32_t*>(from + Batch::at(k, lane)), x[k]);
+  }
+  const uint32_t live = __ballot_sync(0xffffffffu, slot >= 0);
+  const CacheRow<f> mine = CacheRow<f>::at(a.cache, max(slot, 0));
+  const int64_t place = mine.bytes() - a.cache.data;
+  const int32_t scales_from_row = static_cast<int32_t>(mine.scales() - mine.bytes());
+
+  // Of this lane's group in round k, in half k % 2 of word k / 2.
+  uint32_t most[(Batch::kRounds + 1) / 2] = {};
+  if constexpr (Traits::kGrouped) {
+#pragma unroll
+    for (int k = 0; k < Batch::kRounds - 1; k += 2) {
+      uint32_t m = largest_bf16(x[k]);
+      if (!Batch::rope(k + 1)) m = __byte_perm(m, largest_bf16(x[k + 1]), 0x5410);
+      m = max_bf16x2(m, 0);  // where all are NaN
+#pragma unroll
+      for (int d = Traits::kGroup / Batch::kN / 2; d; d /= 2) m = max_bf16x2(m, __shfl_xor_sync(0xffffffffu, m, d));
+      most[k / 2] = m;
+    }
+  }
+  std::byte* row = nullptr;
+  int32_t scales = 0;
+#pragma unroll
+  for (int k = 0; k < Batch::kRounds; ++k) {
+    const int r = Batch::row(k, lane), at = Batch::at(k, lane);
+    if (!Batch::same_row(k)) {
+      row = a.cache.data + __shfl_sync(0xffffffffu, place, r);
+      if constexpr (Traits::kGrouped) scales = __shfl_sync(0xffffffffu, scales_from_row, r);
+    }
+    if (!(live >> r & 1)) continue;
+    if constexpr (!coded) {
+      store<true>(x[k], reinterpret_cast<uint32_t*>(row + 2 * (Batch::rope(k) ? Batch::kLatent + at : at)));
+    } else if constexpr (!Traits::kGrouped) {
+      *reinterpret_cast<uint2*>(row + (Batch::rope(k) ? Batch::kLatent + at : at)) =
+          encode8(x[k], [&](float v) { return over(by_k_scale, v); });
+    } else if (Batch::rope(k)) {
+      store<true>(x[k], reinterpret_cast<uint32_t*>(row + CacheRow<f>::kRopeAt + 2 * at));
+      if (f == CacheFormat::fp8_ds_v4 && at == 0) row[scales + 7] = std::byte{0};
+    } else {
+      const float amax = __uint_as_float(k % 2 == 0 ? most[k / 2] << 16 : most[k / 2] & 0xffff0000u);
+      const int exponent = scale_exponent(amax);
+      const float inverse = power_of_two(-exponent);
+      *reinterpret_cast<uint2*>(row + at) = encode8(x[k], [&](float v) { return v * inverse; });
+      if (at % Traits::kGroup != 0) continue;
+      if constexpr (f == CacheFormat::fp8_ds_v4)
+        row[scales + at / Traits::kGroup] = static_cast<std::byte>(exponent + 127);
+      else *reinterpret_cast<float*>(row + Batch::kLatent + at / (Traits::kGroup / 4)) = power_of_two(exponent);
+    }
+  }
+}
+
+// Does append_batches_kernel serve the call? Few rows are sooner done by a warp each.
+template <CacheFormat f>
+bool by_batches(const Queue& queue, const AppendRows<bf16>& a) {
+  constexpr bool grouped = CacheTraits<f>::kGrouped;
+  return a.rotation.pairs == 0 && !a.weight && RowBatch<f>::fits(a.cache) && (!grouped || a.cache.powers_of_two) &&
+         (f != CacheFormat::fp8 || Reciprocal::serves(a.cache.k_scale)) &&
+         a.tokens >= int64_t{8} * RowBatch<f>::kRows * queue.multiprocessors();
+}
+
 template <class T>
 bool wide_rows(const AppendRows<T>& a) {
   return a.cache.wide(16 / sizeof(T)) && rows_aligned<T>(a.kv_c, a.kv_c_row) &&
@@ -189,6 +270,16 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
   const LaunchConfig config{.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block};
   for_format(a.cache.format, [&](auto format) {
     constexpr CacheFormat f = decltype(format)::value;
+    if constexpr (std::is_same_v<T, bf16> && f != CacheFormat::f32 && f != CacheFormat::f16) {
+      if (wide && by_batches<f>(queue, a)) {
+        constexpr int64_t tokens = kBatchThreads / 32 * RowBatch<f>::kRows;  // a block's
+        return launch(
+            append_batches_kernel<f>,
+            {.grid = dim3(static_cast<unsigned>((a.tokens + tokens - 1) / tokens)), .block = dim3(kBatchThreads)},
+            queue.stream(), op, "append_batches_kernel", what, a,
+            f == CacheFormat::fp8 ? Reciprocal(a.cache.k_scale) : Reciprocal());
+      }
+    }
     launch(wide ? append_kernel<f, T, true> : append_kernel<f, T, false>, config, queue.stream(), op, "append_kernel",
            what, a, static_cast<unsigned>(row_blocks), shape.rows, std::max(shape.chunks, 1));
   });
