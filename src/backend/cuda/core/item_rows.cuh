@@ -7,14 +7,15 @@
 
 namespace mla::cuda {
 
-/// Blocks, and the run of rows a warp takes at a time: short ones while there are warps to fill.
+/// Blocks, and the run of rows a warp takes at a time: short ones while there are warps to fill, then whole batches.
 struct ItemGrid {
   unsigned blocks = 1;
   int32_t run = 1;
 
-  ItemGrid(int64_t rows, int multiprocessors, int threads, int most_run = 16) {
+  ItemGrid(int64_t rows, int multiprocessors, int threads, int most_run = 16, int batch = 1) {
     const int64_t warps = threads / 32, most = int64_t{multiprocessors} * 2048 / 32;
     run = static_cast<int32_t>(std::clamp<int64_t>(rows / most, 1, most_run));
+    if (run > batch / 2) run = (run + batch - 1) / batch * batch;
     blocks = static_cast<unsigned>(std::clamp<int64_t>((rows + warps * run - 1) / (warps * run), 1, int64_t{1} << 24));
   }
 };
