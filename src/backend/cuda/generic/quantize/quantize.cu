@@ -67,6 +67,10 @@ __device__ inline uint32_t e2m1_bits(float q) {
       fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)), saturate ? fminf(high, kMagic + 7) : high));
 }
 
+// p / 6 by 1 / 6 in two parts. It may be off by a unit in the last place, but is not where e4m3 would see it: tried
+// with every mantissa.
+__device__ inline float over_six(float p) { return __fmaf_rn(p, 0x1.555554p-3f, __fmul_rn(p, 0x1.555556p-27f)); }
+
 // Sixteen e2m1 codes of x * g / s in two words, s above 0. plain: no NaN among them, and no quotient above 6.5.
 template <bool plain>
 __device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint32_t (&codes)[2]) {
@@ -98,6 +102,41 @@ __device__ inline void encode_e2m1(const float (&x)[kN], float g, fp8_e4m3 scale
   else codes[0] = codes[1] = 0;
 }
 
+// The same of bf16 numbers two a word, if they are plain: otherwise false, and nothing is done. amax is NaN if one of
+// them is.
+__device__ inline bool encode_e2m1(const uint32_t (&x)[kN / 2], float g, fp8_e4m3 scale, float amax,
+                                   uint32_t (&codes)[2]) {
+  const float s = widen(scale);
+  if (!(g * amax <= 6 * 448.0f) || s < 0x1p-6f) return false;
+  // 1 / s as a sum: the quotient is rounded once, from one that is right to 2^-44. That puts it on the right side of
+  // every boundary, for the reason above.
+  float high;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(s));
+  const float low = __fmul_rn(__fmaf_rn(-high, s, 1.0f), high);
+  const auto code = [&](float v) {  // in the low byte
+    const float p = __fmul_rn(v, g);
+    return e2m1_bits<false>(__fmaf_rn(p, high, __fmul_rn(p, low)));
+  };
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    const uint32_t* const in = x + 4 * w;
+    uint32_t even[4], odd[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      even[i] = code(__uint_as_float(in[i] << 16));
+      odd[i] = code(__uint_as_float(in[i] & 0xffff0000u));
+    }
+    const auto bytes = [](const uint32_t(&c)[4]) {
+      return __byte_perm(__byte_perm(c[0], c[1], 0x0040), __byte_perm(c[2], c[3], 0x0040), 0x5410);
+    };
+    // The high bytes of even elements, which hold their signs, then of odd ones.
+    const uint32_t first = __byte_perm(in[0], in[1], 0x7351), second = __byte_perm(in[2], in[3], 0x7351),
+                   even_signs = __byte_perm(first, second, 0x5410), odd_signs = __byte_perm(first, second, 0x7632);
+    codes[w] = (bytes(even) + 16 * bytes(odd)) | (even_signs >> 4 & 0x08080808u) | (odd_signs & 0x80808080u);
+  }
+  return true;
+}
+
 template <class T, Form form, int group, bool wide>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsigned row_blocks) {
   if (blockIdx.x >= row_blocks) {
@@ -113,7 +152,11 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   const T* const from = static_cast<const T*>(a.x) + row * a.x_row + i;
   const int here = wide ? i < a.width ? kN : 0 : max(0, min(kN, a.width - i));  // elements of this lane
   float x[kN] = {};
-  if constexpr (wide) {
+  [[maybe_unused]] uint32_t pairs[kN / 2] = {};
+  constexpr bool packed = form == Form::nvfp4 && std::is_same_v<T, bf16> && wide;
+  if constexpr (packed) {
+    if (here > 0) load<true>(reinterpret_cast<const uint32_t*>(from), pairs);
+  } else if constexpr (wide) {
     if (here > 0) {
       T stored[kN];
       load<true>(from, stored);
@@ -126,18 +169,32 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   }
   uint8_t* const codes = a.codes + row * a.codes_row;
 
-  const float own = largest_of(x);
   if constexpr (form == Form::nvfp4) {
-    const float amax = fminf(own, FLT_MAX);
-    const fp8_e4m3 scale = narrow<fp8_e4m3>(a.number * amax / 6.0f);
-    alignas(8) uint32_t packed[2];
-    encode_e2m1(x, a.number, scale, own, packed);
+    fp8_e4m3 scale;
+    uint32_t words[2];
+    const auto scale_of = [&](float amax) { return narrow<fp8_e4m3>(over_six(a.number * fminf(amax, FLT_MAX))); };
+    bool done = false;
+    if constexpr (packed) {
+      const float most = __uint_as_float(largest_bf16<true>(pairs) & 0xffff0000u);
+      scale = scale_of(most);
+      done = encode_e2m1(pairs, a.number, scale, most, words);
+      if (!done) {
+        bf16 stored[kN];
+        memcpy(stored, pairs, sizeof(stored));
+        widen_all(stored, x);
+      }
+    }
+    if (!done) {
+      const float own = largest_of(x);
+      scale = scale_of(own);
+      encode_e2m1(x, a.number, scale, own, words);
+    }
     if constexpr (wide) {
-      if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(packed[0], packed[1]);
+      if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(words[0], words[1]);
     } else {
 #pragma unroll
       for (int e = 0; e < kN; e += 2)
-        if (e < here) codes[(i + e) / 2] = static_cast<uint8_t>(packed[e / 8] >> (e % 8 * 4));
+        if (e < here) codes[(i + e) / 2] = static_cast<uint8_t>(words[e / 8] >> (e % 8 * 4));
     }
     // Four lanes' scales are a word; those past the row's end hold zeros.
     uint32_t word = here > 0 ? static_cast<uint32_t>(scale.bits) << (lane % 4 * 8) : 0;
@@ -146,6 +203,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
     if (lane % 4 == 0 && here > 0) *a.scales.at(row, i / (4 * kN)) = word;
     return;
   } else {
+    const float own = largest_of(x);
     float y[kN];
     if constexpr (form == Form::fp8) {
       divide_all(x, a.number, own, y);
