@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "ops/run.hpp"
@@ -139,6 +140,69 @@ TEST_F(RowsOnGpu, CopyPagesCopiesWholePagesAndNothingElse) {
       ops::run(stream, ops::CopyPagesArgs{view, copies});
       stream.synchronize();
       EXPECT_EQ(cache.bytes(), expected) << to_string(format) << " page size " << page_size;
+    }
+}
+
+// So many rows that warps take them by batches.
+TEST_F(RowsOnGpu, ManyRowsAreThePortableCodecs) {
+  Stream stream(kGpu);
+  const auto check = [&](const cases::CaseType& type, const cases::Params& p) {
+    auto c = type.make(p);
+    c->run(stream);
+    stream.synchronize();
+    const cases::Verdict v = c->verify();
+    EXPECT_TRUE(v.ok) << cases::describe(p, type.op) << ": " << v.error << " differ; " << v.detail;
+  };
+  for (CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::fp8_ds_mla, CacheFormat::fp8_ds_v4}) {
+    cases::Params p{.device = kGpu, .format = format, .activations = Dtype::bf16};
+    if (format == CacheFormat::fp8_ds_v4) p.latent = 448;
+    for (bool ragged : {false, true})
+      for (int64_t page_size : {64, 7})
+        for (uint64_t seed : {4, 12}) {  // rows are aligned, pages by 8 or 16 bytes
+          p.requests = 10003;
+          p.ragged = ragged;
+          p.page_size = page_size;
+          p.seed = seed;
+          check(cases::append, p);
+        }
+    p.requests = 4;
+    p.context = 10003;
+    p.ragged = false;
+    for (Dtype dtype : {Dtype::bf16, Dtype::f16})
+      for (uint64_t seed : {4, 12}) {
+        p.page_size = dtype == Dtype::bf16 ? 64 : 7;
+        p.dtype = dtype;
+        p.seed = seed;
+        check(cases::gather, p);
+      }
+  }
+}
+
+// Queries of so many heads that a thread turns several give the bits of one token at a time.
+TEST_F(RowsOnGpu, RopeOfManyHeadsGivesTheBitsOfSingleTokens) {
+  constexpr int64_t kTokens = 4000, kHeads = 53, kWidth = 64;
+  Stream stream(kGpu);
+  Random random(4);
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (bool interleaved : {true, false}) {
+      Padded<Token, Head, Rope> q(dtype, {kTokens, kHeads, kWidth}, Padded<Token>::kAligned);
+      Padded<Token, Rope> k(dtype, {kTokens, kWidth}, Padded<Token>::kAligned);
+      q.fill_normal(random);
+      k.fill_normal(random);
+      auto single_q = q;
+      auto single_k = k;
+      std::vector<int32_t> positions(kTokens);
+      for (int32_t& p : positions) p = static_cast<int32_t>(random.integer(0, 999));
+      const RotaryTable table({.interleaved = interleaved}, kWidth, 1000, kGpu);
+      ops::run(stream, ops::RopeArgs{.q = q.any(), .k = k.any(), .positions = positions, .table = &table});
+      for (int64_t t = 0; t < kTokens; ++t)
+        ops::run(stream, ops::RopeArgs{.q = single_q.any().template slice<Token>(t, 1),
+                                       .k = single_k.any().template slice<Token>(t, 1),
+                                       .positions = std::span(positions).subspan(static_cast<size_t>(t), 1),
+                                       .table = &table});
+      stream.synchronize();
+      EXPECT_TRUE(q.bytes() == single_q.bytes()) << to_string(dtype) << (interleaved ? "" : " neox");
+      EXPECT_TRUE(k.bytes() == single_k.bytes()) << to_string(dtype) << (interleaved ? "" : " neox");
     }
 }
 
