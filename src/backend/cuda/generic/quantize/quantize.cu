@@ -7,6 +7,7 @@
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/convert.cuh"
+#include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "ops/quantize/codec.hpp"
@@ -50,6 +51,7 @@ struct QuantizeRows {
   int64_t x_row = 0, rows = 0;
   int32_t width = 0;
   uint32_t chunks = 0;  // of kColumns, in a row
+  Divisor by_chunks;
   uint8_t* codes = nullptr;
   int64_t codes_row = 0;
   ScalePlaces scales;
@@ -145,10 +147,10 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
     return;
   }
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint32_t unit = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, line = unit / a.chunks;
+  const int unit = static_cast<int>(blockIdx.x * (kThreads / 32) + threadIdx.x / 32), line = a.by_chunks.divide(unit);
   const int64_t row = line;
   if (row >= a.rows) return;
-  const int i = static_cast<int>(unit - line * a.chunks) * kColumns + kN * lane;
+  const int i = (unit - line * static_cast<int>(a.chunks)) * kColumns + kN * lane;
   const T* const from = static_cast<const T*>(a.x) + row * a.x_row + i;
   const int here = wide ? i < a.width ? kN : 0 : max(0, min(kN, a.width - i));  // elements of this lane
   float x[kN] = {};
@@ -303,6 +305,7 @@ void run(const Queue& queue, const ops::QuantizeArgs& args) {
   a.rows = args.y.width == 0 ? 0 : args.x.extent<Token>();
   a.width = static_cast<int32_t>(args.y.width);
   a.chunks = static_cast<uint32_t>((a.width + kColumns - 1) / kColumns);
+  a.by_chunks = Divisor(std::max(a.chunks, 1u));
   a.codes = reinterpret_cast<uint8_t*>(args.y.data);
   a.codes_row = args.y.row_stride;
   a.scales = places(args.y);

@@ -15,6 +15,7 @@
 
 #include <cstdint>
 
+#include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "mla/work.hpp"
 
@@ -22,22 +23,6 @@ namespace mla::cuda::latent {
 
 constexpr int entry = 576, width = 512, block_tokens = 64;
 constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one that loads
-
-/// Division of numbers below 2^31 by one that the host knows.
-struct Divisor {
-  uint32_t multiplier = 0, shift = 0;
-
-  Divisor() = default;
-  explicit Divisor(uint32_t d) {
-    uint32_t log = 0;
-    while ((uint64_t{1} << log) < d) ++log;
-    shift = 31 + log;
-    multiplier = static_cast<uint32_t>((uint64_t{1} << shift) / d + 1);
-  }
-  __device__ int divide(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier >> shift);
-  }
-};
 
 struct Params {
   const LatentItem* items;
