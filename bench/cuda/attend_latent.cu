@@ -1,5 +1,5 @@
 // Times whole calls of attend_latent on Hopper, answers checked against float64 in the same run.
-//   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,coop:0]...
+//   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,over:0]...
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
 
@@ -235,9 +235,11 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     const int value = std::atoi(variant.c_str() + colon + 1);
     if (key == "min") choice.min_blocks = value;
     if (key == "over") choice.overlap = value;
-    if (key == "coop") choice.cooperative = value;
+    if (key == "patience") choice.patience = value;
     if (key == "box") choice.box_rows = value;
     if (key == "split") choice.split_blocks = value;
+    if (key == "line") choice.line_overhead = value;
+    if (key == "workers") choice.workers = value;
     if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
     at = end + 1;
   }

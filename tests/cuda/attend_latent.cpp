@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <optional>
 
@@ -99,10 +100,8 @@ class Inputs {
          .seq_len = longest,
          .batch_invariant = c.invariant};
     choice = attend_latent_choice(l, c.page_size, multiprocessor_count());
-    if (c.tile_rows) {
-      choice.tile_rows = c.tile_rows;
-      choice.workers = multiprocessor_count() / choice.ctas();
-    }
+    if (c.tile_rows) choice.tile_rows = c.tile_rows;
+    if (c.tile_rows) choice.workers = multiprocessor_count() / choice.ctas();
     partials_.emplace(attend_latent_partials(l, choice));
     counters_.emplace(attend_latent_counters(l, choice), 0);
     if (!c.invariant) {
@@ -268,12 +267,15 @@ TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
   s.verify();
   const auto out = s.out();
   const auto lse = s.lse();
-  for (int i = 0; i < 3; ++i) {
+  // Whoever merges, by how long workers wait for each other.
+  for (const int patience : {s.choice.patience, s.choice.patience, 0, 2000, 0}) {
+    s.choice.patience = patience;
     s.poison();
     attend_latent(s.args, s.choice, nullptr);
     synchronize();
-    EXPECT_EQ(out, s.out());
-    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4));
+    EXPECT_EQ(out, s.out()) << "patience " << patience;
+    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "patience " << patience;
+    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters, patience " << patience;
   }
 }
 
@@ -387,6 +389,40 @@ TEST_F(OnDevice, AGraphServesOtherLengths) {
       s.verify();
     }
     cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
+  }
+}
+
+/// Calls of several streams get the GPU's multiprocessors in any order: none waits for what cannot start, and bits
+/// stay.
+TEST_F(OnDevice, CallsOfSeveralStreams) {
+  for (const int heads : {16, 128}) {
+    const std::vector<Case> cases = {{"one", heads, 64, {1}, {9000}},
+                                     {"line", heads, 64, fill(140, 1), fill(140, 300)},
+                                     {"three", heads, 64, fill(3, 1), {3000, 100, 5000}}};
+    std::vector<std::unique_ptr<Inputs>> inputs;
+    std::vector<std::vector<std::byte>> out;
+    std::vector<cudaStream_t> streams(cases.size());
+    for (size_t i = 0; i < cases.size(); ++i) {
+      Inputs& s = *inputs.emplace_back(std::make_unique<Inputs>(cases[i]));
+      check(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), "test", "stream");
+      s.poison();
+      attend_latent(s.args, s.choice, nullptr);
+      synchronize();
+      s.verify();
+      out.push_back(s.out());
+    }
+    for (auto& s : inputs) s->poison();
+    for (int i = 0; i < 200; ++i)
+      for (size_t k = 0; k < cases.size(); ++k) {
+        if (i > 100) inputs[k]->choice.patience = i % 3 * 1000;
+        attend_latent(inputs[k]->args, inputs[k]->choice, streams[k]);
+      }
+    synchronize();
+    for (size_t k = 0; k < cases.size(); ++k) {
+      EXPECT_EQ(out[k], inputs[k]->out()) << cases[k].name << ", " << heads << " heads";
+      for (const unsigned n : inputs[k]->counters()) ASSERT_EQ(n, 0u) << "counters";
+      check(cudaStreamDestroy(streams[k]), "test", "stream");
+    }
   }
 }
 

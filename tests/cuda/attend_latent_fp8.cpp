@@ -137,6 +137,7 @@ class Inputs {
   void poison() { out_->poison(), lse_->poison(), partials_->poison(); }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
   std::vector<float> lse() const { return lse_->download(); }
+  std::vector<unsigned> counters() const { return counters_->download(); }
 
   /// Every row, or a sample of them when there are many, against float64; each group of 128 latents by itself.
   void verify() {
@@ -242,12 +243,15 @@ TEST_P(AttendLatentFp8, AgreesWithFloat64AndRepeats) {
   s.verify();
   const auto out = s.out();
   const auto lse = s.lse();
-  for (int i = 0; i < 3; ++i) {
+  // Whoever merges, by how long workers wait for each other.
+  for (const int patience : {s.choice.patience, s.choice.patience, 0, 2000, 0}) {
+    s.choice.patience = patience;
     s.poison();
     attend_latent(s.args, s.choice, nullptr);
     synchronize();
-    EXPECT_EQ(out, s.out());
-    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4));
+    EXPECT_EQ(out, s.out()) << "patience " << patience;
+    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "patience " << patience;
+    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters, patience " << patience;
   }
 }
 

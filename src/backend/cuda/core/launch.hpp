@@ -14,8 +14,7 @@ namespace mla::cuda {
 struct LaunchConfig {
   dim3 grid, block;
   size_t shared_bytes = 0;
-  int cluster = 1;           ///< CTAs of a cluster, along x
-  bool cooperative = false;  ///< all CTAs resident together: kernels whose CTAs wait for each other
+  int cluster = 1;  ///< CTAs of a cluster, along x
   /// May start while earlier kernels of the stream end: the kernel calls wait_for_previous_grids() before it touches
   /// memory.
   bool overlap = false;
@@ -40,7 +39,7 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t 
       limit = config.shared_bytes;
     }
   }
-  cudaLaunchAttribute attributes[3];
+  cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t launch{};
   launch.gridDim = config.grid;
   launch.blockDim = config.block;
@@ -50,10 +49,6 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t 
   if (config.cluster > 1) {
     attributes[launch.numAttrs].id = cudaLaunchAttributeClusterDimension;
     attributes[launch.numAttrs++].val.clusterDim = {static_cast<unsigned>(config.cluster), 1, 1};
-  }
-  if (config.cooperative) {
-    attributes[launch.numAttrs].id = cudaLaunchAttributeCooperative;
-    attributes[launch.numAttrs++].val.cooperative = 1;
   }
   if (config.overlap) {
     attributes[launch.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;

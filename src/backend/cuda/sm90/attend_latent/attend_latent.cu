@@ -110,10 +110,15 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
+    c.line_overhead = 6;
     c.tile_rows = c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla ? 64 : std::min(c.tile_rows, 64);
   }
-  c.workers = multiprocessors / c.ctas();
+  // No more workers than blocks that they could share.
+  const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
+                blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
   c.min_blocks = c.tile_rows <= 32 ? 1 : 2;
+  c.workers =
+      static_cast<int>(std::clamp<int64_t>(tiles * blocks / c.min_blocks, 1, std::max(multiprocessors / c.ctas(), 1)));
   if (l.batch_invariant) {
     const int blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
     c.split_blocks = std::max(invariant_blocks, (blocks + latent::most_pieces - 1) / latent::most_pieces);
@@ -121,8 +126,10 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   return c;
 }
 
+// A tile's pieces are counted by number of its first piece, or of its first worker; then a word for each piece.
 size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  return static_cast<size_t>((c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas());
+  const int64_t slots = partial_slots(l, c);
+  return static_cast<size_t>((slots + (c.split_blocks ? slots : c.workers)) * c.ctas());
 }
 
 size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c) {
@@ -155,11 +162,14 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
   p.counters = a.counters;
+  p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
+  p.patience = c.patience;
   p.partial_out = static_cast<float*>(a.partials);
   p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width;
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
+  p.line_overhead = c.line_overhead;
 
   constexpr uint64_t row_bytes = latent::entry * 2;
   const uint64_t q_extents[2] = {latent::entry, static_cast<uint64_t>(l.tokens) * l.heads};

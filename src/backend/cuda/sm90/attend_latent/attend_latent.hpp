@@ -62,18 +62,21 @@ struct AttendLatent {
 /// How a call runs: a pure function of limits, page size and device.
 struct AttendLatentChoice {
   int tile_rows = 64;  ///< rows (tokens x heads) that are attended together: 16, 32, 64, 128 (a cluster of two CTAs)
-  int workers = 1;     ///< CTAs or clusters, all resident together
+  int workers = 1;     ///< CTAs or clusters
   /// Cache rows of a copy. bf16, f16: of a box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they
   /// always are for 16 and 32 (page sizes without a factor 8).
   int box_rows = 64;
-  int split_blocks = 0;  ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
-  int min_blocks = 1;    ///< least blocks of a piece otherwise
-  bool cooperative = true;
+  int split_blocks = 0;   ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
+  int min_blocks = 1;     ///< least blocks of a piece otherwise
+  int line_overhead = 3;  ///< what a tile costs beside its blocks, in blocks, where workers take equal stretches of all
+  /// Cycles that a worker waits for the others' pieces of a tile before it leaves its share of merging them to whoever
+  /// is last: a call ends even if its workers never run together. 0: hardly any waiting.
+  int patience = 1 << 18;
   /// May start while the stream's previous kernel ends: items and block_table, read at once, must not be what that
   /// kernel writes (everything else may be).
   bool overlap = true;
 
-  int ctas() const { return tile_rows == 128 ? 2 : 1; }
+  int ctas() const { return tile_rows == 128 ? 2 : 1; }  ///< of a worker
 };
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors,
                                         CacheFormat format = CacheFormat::bf16);
@@ -86,7 +89,7 @@ size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLate
 constexpr size_t attend_latent_most_partials(int multiprocessors) {
   return (size_t{2} * multiprocessors * 64 * (512 + 1) * 4 + 255) / 256 * 256;
 }
-constexpr size_t attend_latent_most_counters(int multiprocessors) { return static_cast<size_t>(multiprocessors); }
+constexpr size_t attend_latent_most_counters(int multiprocessors) { return size_t{3} * multiprocessors; }
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
 /// f32 sums; a row that sees nothing: out 0, lse -inf. One launch on stream; no allocation, no synchronisation. Bitwise

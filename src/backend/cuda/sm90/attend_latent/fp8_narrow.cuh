@@ -35,7 +35,6 @@ struct Fp8NarrowShared {
   union {
     alignas(1024) char p[2][Rows::groups][rows * 128];  // P of each warpgroup: rows x 64 positions, swizzled
     float staged[2][rows * Layout::pitch];
-    MergeSpace merge;
   };
   alignas(128) char ring[Layout::slots][Layout::slot_bytes];
   float factor[rows];  // of a row's scores, to log2 units
@@ -52,6 +51,7 @@ struct Fp8NarrowShared {
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
+  int split_items;     // how many
   Split split;
   alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
@@ -76,15 +76,17 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
+    s.split_items = 0;
     tma_prefetch_map(q_map);
   }
-  if (warp == 8) {  // beside the barriers' birth, while the previous kernel ends
+  // Beside the barriers' birth and the previous kernel's end:
+  if (warp == 8) {
     const Split split = make_split<n>(p, blockIdx.x);
     if (lane == 0) s.split = split;
+  } else if (warp == 9) {
+    prefetch_table(p);
   }
-  wait_for_previous_grids();
   __syncthreads();
-  allow_next_grid();
 
   if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
     if constexpr (many_registers) give_registers<40>();
@@ -94,7 +96,11 @@ __global__ void __launch_bounds__(threads, 1)
     int slot = 0, parity = 1, count = 0;
     bool more = walk.next(it);
     UnitRows<Rows> rows;
-    if (more) rows = UnitRows<Rows>(p, it, unit);
+    if (more) {
+      rows = UnitRows<Rows>(p, it, unit);
+      if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+    }
+    wait_for_previous_grids();
     while (more) {
       Item following;
       UnitRows<Rows> following_rows;
@@ -142,6 +148,8 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- math
+  wait_for_previous_grids();
+  allow_next_grid();
   if constexpr (many_registers) take_registers<232>();
   constexpr int tiles = width / 64, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of
   constexpr int own = 2;                           // barriers own + h: of warpgroup h alone
@@ -161,7 +169,7 @@ __global__ void __launch_bounds__(threads, 1)
   for (int i = 0; i < 2; ++i) p_at[i] = (2 * c + i) * 128 + (chunk ^ (2 * c + i)) * 16 + Rows::unit(g) * 4;
   const uint32_t ring = smem_address(s.ring);
   float o[tiles][n / 2];
-  int blocks_before = 0, partials = 0;
+  int blocks_before = 0;
 
   for (int count = 0;; ++count) {
     mbarrier_wait(smem_address(&s.q_full), count & 1);
@@ -505,26 +513,16 @@ __global__ void __launch_bounds__(threads, 1)
       }
       barrier_sync(math_barrier, math_threads);
     }
-    if (!whole) {
-      if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
-      ++partials;
-      publish(p, it.counter);
+    if (!whole && publish(p, it, {})) {
+      if (!p.split_blocks) s.split_item[s.split_items] = it;
+      ++s.split_items;
     }
   }
 
   // ---- merge
-  if (p.split_blocks) {
-    if (!partials) return;
-    Walk<n> walk(p, s.split, blockIdx.x);
-    Item it;
-    while (walk.next(it))
-      if (it.pieces > 1) merge_share<n>(p, it, it.rows, it.row0, 1, 0, s.merge);
-  } else {
-    for (int i = 0; i < partials; ++i) {
-      const Item it = s.split_item[i];
-      merge_share<n>(p, it, it.rows, it.row0, 1, 0, s.merge);
-    }
-  }
+  merge_split_tiles<RowOrder<n>, n>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, false, [](const Item& it) {
+    return Part{it.rows, it.row0};
+  });
 }
 
 }  // namespace mla::cuda::latent

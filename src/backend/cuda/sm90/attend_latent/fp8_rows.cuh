@@ -7,6 +7,7 @@
 
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
+#include "backend/cuda/sm90/attend_latent/merge.cuh"
 
 namespace mla::cuda::latent {
 

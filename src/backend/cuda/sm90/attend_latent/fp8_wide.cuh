@@ -16,7 +16,6 @@ struct Fp8WideShared {
   union {
     alignas(1024) char p[buffers][Rows::groups][rows * 128];  // rows x 64 positions, swizzled
     ScaledPeaks<rows> peaks;                                  // before P is written
-    MergeSpace merge;
   };
   alignas(128) char ring[places][Rows::unit_bytes];
   float2 factor_shift[rows];  // of scores, to log2 units; what these are taken relative to
@@ -29,6 +28,7 @@ struct Fp8WideShared {
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
+  int split_items;     // how many
   Split split;
   alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2], p_empty;
 };
@@ -54,15 +54,17 @@ __global__ void __launch_bounds__(threads, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 1), s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
+    s.split_items = 0;
     tma_prefetch_map(q_map);
   }
-  if (warp == 8) {  // beside the barriers' birth, while the previous kernel ends
+  // Beside the barriers' birth and the previous kernel's end:
+  if (warp == 8) {
     const Split split = make_split<n>(p, blockIdx.x);
     if (lane == 0) s.split = split;
+  } else if (warp == 9) {
+    prefetch_table(p);
   }
-  wait_for_previous_grids();
   __syncthreads();
-  allow_next_grid();
 
   // Units of the CTA's block i.
   const auto place_of = [](int block, int unit) { return (block * units + unit) % places; };
@@ -85,7 +87,11 @@ __global__ void __launch_bounds__(threads, 1)
     int block = 0, count = 0;
     bool more = walk.next(it);
     UnitRows<Rows> rows;
-    if (more) rows = UnitRows<Rows>(p, it, unit);
+    if (more) {
+      rows = UnitRows<Rows>(p, it, unit);
+      if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+    }
+    wait_for_previous_grids();
     while (more) {
       Item following;
       UnitRows<Rows> following_rows;
@@ -133,6 +139,8 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- math
+  wait_for_previous_grids();
+  allow_next_grid();
   take_registers<232>();
   constexpr int tiles = 4, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of
   const int h = warpgroup, thread = threadIdx.x % 128;
@@ -150,7 +158,7 @@ __global__ void __launch_bounds__(threads, 1)
   float o[tiles][n / 2], d[n / 2];
   float sum[2];  // of this warp's positions, of rows 8 g + 2 c + {0, 1}
   uint32_t a[2][8];
-  int blocks_before = 0, made0 = 0, made1 = 0, partials = 0;  // of the CTA so far; P by each warpgroup
+  int blocks_before = 0, made0 = 0, made1 = 0;  // of the CTA so far; P by each warpgroup
 
   for (int count = 0;; ++count) {
     mbarrier_wait(smem_address(&s.q_full), count & 1);
@@ -512,27 +520,16 @@ __global__ void __launch_bounds__(threads, 1)
       float* const to = whole ? static_cast<float*>(p.out) : p.partial_out;
       store([&](int64_t at, float2 two) { *reinterpret_cast<float2*>(to + at) = two; });
     }
-    if (!whole) {
-      if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
-      ++partials;
-      publish(p, it.counter);
+    if (!whole && publish(p, it, {})) {
+      if (!p.split_blocks) s.split_item[s.split_items] = it;
+      ++s.split_items;
     }
   }
 
   // ---- merge
-  barrier_sync(math_barrier, math_threads);  // P is no longer read
-  if (p.split_blocks) {
-    if (!partials) return;
-    Walk<n> walk(p, s.split, blockIdx.x);
-    Item it;
-    while (walk.next(it))
-      if (it.pieces > 1) merge_share<n>(p, it, it.rows, it.row0, 1, 0, s.merge);
-  } else {
-    for (int i = 0; i < partials; ++i) {
-      const Item it = s.split_item[i];
-      merge_share<n>(p, it, it.rows, it.row0, 1, 0, s.merge);
-    }
-  }
+  merge_split_tiles<RowOrder<n>, n>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, false, [](const Item& it) {
+    return Part{it.rows, it.row0};
+  });
 }
 
 }  // namespace mla::cuda::latent

@@ -15,7 +15,6 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
                       .block = dim3(choice.tile_rows <= 32 ? threads : wide_threads),
                       .shared_bytes = 0,
                       .cluster = choice.ctas(),
-                      .cooperative = choice.cooperative,
                       .overlap = choice.overlap};
   const auto go = [&](auto kernel, size_t shared, std::string_view name, const auto&... maps) {
     config.shared_bytes = shared;

@@ -9,11 +9,8 @@ void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, 
                 std::string_view shape, cudaStream_t stream) {
   const auto go = [&]<class Shared>(auto kernel, int block, const Shared*, std::string_view name) {
     static_assert(sizeof(Shared) <= 232448);
-    const LaunchConfig config{.grid = dim3(choice.workers),
-                              .block = dim3(block),
-                              .shared_bytes = sizeof(Shared),
-                              .cooperative = choice.cooperative,
-                              .overlap = choice.overlap};
+    const LaunchConfig config{
+        .grid = dim3(choice.workers), .block = dim3(block), .shared_bytes = sizeof(Shared), .overlap = choice.overlap};
     launch(kernel, config, stream, "attend_latent", name, shape, p, q_map);
   };
   if (ds_mla) {

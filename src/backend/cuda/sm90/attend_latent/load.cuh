@@ -53,6 +53,14 @@ class RowCopies {
     look_up(p, it.block, row_), look_up(p, it.block + 1, next_);
   }
 
+  /// The first of an item's blocks on their way to L2, two at most, by four warps. Only where they are all there is: in
+  /// larger batches the previous kernel's own reads would wait for them.
+  __device__ void prefetch(const Params& p, int blocks, int warp) const {
+    const int row = warp < 2 ? row_[warp % 2] : next_[warp % 2];
+    if (blocks <= 2 && warp / 2 < blocks && row >= 0)
+      bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
+  }
+
   /// Moves to block j, the next one.
   __device__ void advance(const Params& p, int j) {
     row_[0] = next_[0], row_[1] = next_[1];

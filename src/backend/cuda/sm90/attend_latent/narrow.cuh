@@ -4,6 +4,7 @@
 
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
+#include "backend/cuda/sm90/attend_latent/merge.cuh"
 
 namespace mla::cuda::latent {
 
@@ -21,14 +22,12 @@ struct NarrowShared {
   static constexpr int score_pitch = block_tokens + 4;
   alignas(1024) char ring[Tile::boxes][box_bytes];
   alignas(1024) char q[9][Tile::rows * 128];
-  alignas(1024) char p[Tile::rows * 128];  // P: rows x 64 positions, swizzled
-  union alignas(16) {
-    float scores[2][Tile::rows * score_pitch];  // each warpgroup's half of the 576 products, transposed
-    MergeSpace merge;
-  };
-  float rescale[Tile::rows], sum[Tile::rows];
+  alignas(1024) char p[Tile::rows * 128];                 // P: rows x 64 positions, swizzled
+  alignas(16) float scores[2][Tile::rows * score_pitch];  // each warpgroup's half of the 576 products, transposed
+  float rescale[Tile::rows], sum[Tile::rows], other[Tile::rows];
   alignas(16) Item item[2];
-  Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
+  Item split_item[2];       // a worker's pieces of split tiles, unless batch-invariant
+  int split_items, joined;  // how many; has the tile that a worker's last piece is of been joined?
   Split split;
   int changed;  // the CTA's latest block whose maxima moved, counted from 1
   alignas(8) uint64_t full[Tile::boxes], empty[Tile::boxes], q_full, q_empty;
@@ -50,12 +49,15 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.changed = 0;
+    s.changed = s.split_items = 0;
     tma_prefetch_map(q_map);
   }
-  if (warp == 8) {  // beside the barriers' birth and the previous kernel's end
+  // Beside the barriers' birth and the previous kernel's end:
+  if (warp == 8) {
     const Split split = make_split<Tile::rows>(p, blockIdx.x);
     if (lane == 0) s.split = split;
+  } else if (warp == 9) {
+    prefetch_table(p);
   }
   __syncthreads();
 
@@ -66,8 +68,13 @@ __global__ void __launch_bounds__(threads, 1)
     int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
     int count = 0;
     bool more = walk.next(it);
-    if (more) rows = RowCopies(p, it);
+    if (more) {
+      rows = RowCopies(p, it);
+      rows.prefetch(p, it.blocks, warp - 8);
+      if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+    }
     wait_for_previous_grids();
+    int fresh = Tile::boxes / 9;  // blocks that the ring has room for at first
     while (more) {
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
       // page numbers and queries are asked for while this item is copied.
@@ -93,17 +100,18 @@ __global__ void __launch_bounds__(threads, 1)
         __syncwarp();
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
-      const int queries_at = it.block + min(it.blocks, count == 0 ? 1 : 2), end = it.block + it.blocks;
+      const int queries_at = it.block + min(it.blocks, count == 0 ? 0 : 2), end = it.block + it.blocks;
       const auto slot_of_column = [&](int column) {
         const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
         return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
       };
       for (int j = it.block; j < end; ++j) {
         if (j == queries_at) start();
-        for (int b = 0; b < 9; ++b) {
+        for (int b = 0; b < 9 && fresh == 0; ++b) {
           const int mine = slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
           mbarrier_wait(smem_address(&s.empty[mine]), mine < slot ? lap ^ 1 : lap);
         }
+        if (fresh) --fresh;
         rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
         rows.advance(p, j + 1);
         for (int column = 0; column < 9; ++column)
@@ -131,12 +139,11 @@ __global__ void __launch_bounds__(threads, 1)
   wait_for_previous_grids();
   allow_next_grid();
   constexpr int row_threads = math_threads / Tile::rows, chunks = Tile::rows / 16;  // of 4 positions a thread
-  const int h = warpgroup, g = lane / 4, pair = lane % 4 * 2, warp_row = warp % 4 * 16;
+  const int h = warpgroup, g = lane / 4, pair_row = lane % 4 * 2, warp_row = warp % 4 * 16;
   const int row = threadIdx.x / row_threads, row_lane = threadIdx.x % row_threads;
   float o[4][Tile::rows / 2];
   int first_slot = 0, lap = 0;  // of the block; parity of its full barriers
   int stamp = 0;                // blocks so far
-  int partials = 0;
   const auto slot_of = [&](int b, int& parity) {
     int slot = first_slot + b;
     parity = lap;
@@ -144,16 +151,14 @@ __global__ void __launch_bounds__(threads, 1)
     return slot;
   };
 
-  // Before the first item, one of no rows, so that the code below is fetched while the first copies are on their way.
-  for (int count = -1;; ++count) {
-    const bool dry = count < 0;
-    if (!dry) mbarrier_wait(smem_address(&s.q_full), count & 1);
+  for (int count = 0;; ++count) {
+    mbarrier_wait(smem_address(&s.q_full), count & 1);
     const Item& it = s.item[count & 1];
-    if (!dry && it.blocks < 0) break;
-    const int blocks = dry ? 1 : it.blocks, block0 = dry ? 0 : it.block, positions = dry ? block_tokens : it.positions;
+    if (it.blocks < 0) break;
+    const int blocks = it.blocks, block0 = it.block, positions = it.positions;
     // Row sees positions below:
-    const int limit = dry ? 0 : min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
-    if (!dry) convert_queries<T>(&s.q[0][0], 9 * Tile::rows * 128);
+    const int limit = min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
+    convert_queries<T>(&s.q[0][0], 9 * Tile::rows * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -165,7 +170,7 @@ __global__ void __launch_bounds__(threads, 1)
       int parity;
       float d[Tile::rows / 2];
       // S^T: this warpgroup's four boxes and half of the rope box
-      for (int i = 0; i < 5 && !dry; ++i) {
+      for (int i = 0; i < 5; ++i) {
         const int slot = slot_of(i < 4 ? 2 * i + h : 8, parity);
         mbarrier_wait(smem_address(&s.full[slot]), parity);
       }
@@ -198,11 +203,11 @@ __global__ void __launch_bounds__(threads, 1)
       wgmma_pin(d);
       if (j == blocks - 1) {
         __syncwarp();
-        if (lane == 0 && !dry) mbarrier_arrive(smem_address(&s.q_empty));
+        if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
 #pragma unroll
       for (int k = 0; k < Tile::rows / 2; ++k)
-        s.scores[h][(k / 4 * 8 + pair + k % 2) * Shared::score_pitch + warp_row + g + k % 4 / 2 * 8] = d[k];
+        s.scores[h][(k / 4 * 8 + pair_row + k % 2) * Shared::score_pitch + warp_row + g + k % 4 / 2 * 8] = d[k];
       barrier_sync(math_barrier, math_threads);
 
       // softmax: row_threads threads a row, 4 positions of each 4 * row_threads
@@ -247,7 +252,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (j > 0 && s.changed == stamp) {
 #pragma unroll
         for (int k = 0; k < Tile::rows / 2; ++k) {
-          const float factor = s.rescale[k / 4 * 8 + pair + k % 2];
+          const float factor = s.rescale[k / 4 * 8 + pair_row + k % 2];
 #pragma unroll
           for (int i = 0; i < 4; ++i) o[i][k] *= factor;
         }
@@ -269,7 +274,6 @@ __global__ void __launch_bounds__(threads, 1)
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_pin(o[i]);
-      if (dry) break;
       __syncwarp();
       if (lane == 0) {
 #pragma unroll
@@ -288,110 +292,101 @@ __global__ void __launch_bounds__(threads, 1)
     // ---- epilogue
 #pragma unroll
     for (int k = row_threads / 2; k; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
-    // Of a tile on the line that two workers share, one has its piece done at its start, the other joins it to what it
-    // holds at its end.
-    const bool shared = !dry && it.pieces == 2 && it.slot_step == 2, joins = shared && it.piece == 0;
-    const bool whole = !dry && (it.pieces == 1 || joins);
-    const int rows = dry ? 0 : it.rows;
-    const int64_t slot_row = dry ? 0 : static_cast<int64_t>(it.slot) * Tile::rows;
-    const int64_t other_row = joins ? static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows : 0;
+    const bool pair = shared_by_two(it);
+    bool joins = pair && it.piece == 0;
     if (joins) {
-      if (threadIdx.x == 0) wait_for_count(p.counters + it.counter, 1), p.counters[it.counter] = 0;
+      if (threadIdx.x == 0) s.joined = wait_for_pieces(p, p.counters + it.counter, 1) != 0;
       barrier_sync(math_barrier, math_threads);
+      joins = s.joined;
     }
+    const bool whole = it.pieces == 1 || joins;
+    const int rows = it.rows;
+    const int64_t slot_row = static_cast<int64_t>(it.slot) * Tile::rows;
+    const int64_t other_row = static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows;
     if (row_lane == 0) {
-      float inverse = sum > 0 ? 1.0f / sum : 0.0f, lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
+      float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
       if (row < rows) {
         if (joins) {
-          const float other = __ldcg(p.partial_lse + other_row + row), most = fmaxf(lse2, other);
-          const float shift = most == -INFINITY ? 0.0f : most;
-          const float mine = exp2_approx(lse2 - shift), its = exp2_approx(other - shift), all = mine + its;
-          inverse *= all > 0 ? mine / all : 0.0f;
-          s.rescale[row] = all > 0 ? its / all : 0.0f;
-          lse2 = all > 0 ? most + __log2f(all) : -INFINITY;
+          const Join join(lse2, __ldcg(p.partial_lse + other_row + row));
+          s.rescale[row] = join.first, s.other[row] = join.second;
+          lse2 = join.lse2;
         }
         if (whole) store_lse(p, it.row0 + row, lse2);
         else p.partial_lse[slot_row + row] = lse2;
       }
-      s.sum[row] = inverse;
+      s.sum[row] = sum > 0 ? 1.0f / sum : 0.0f;
     }
-    const int lane_column = lane / 16 * 256 + lane % 16 * 4;
-    float4 others[Tile::rows / 8];  // of the 64 latents at hand
-    const auto load_others = [&](int i) {
-#pragma unroll
-      for (int m = 0; m < Tile::rows / 8; ++m)
-        if (joins && warp + 8 * m < rows)
-          others[m] = __ldcg(reinterpret_cast<const float4*>(p.partial_out + (other_row + warp + 8 * m) * width +
-                                                             lane_column + i * 64));
-    };
-    load_others(0);
     barrier_sync(math_barrier, math_threads);
+    constexpr int chunks_of_8 = Tile::rows / 8;
+    const auto unit = [&](int64_t first_row, int i, int j) {  // of a partial
+      return reinterpret_cast<float4*>(p.partial_out) + first_row * (width / 4) + j * 1024 + i * 256 + threadIdx.x;
+    };
+#pragma unroll
+    for (int k = 0; k < Tile::rows / 2; ++k) {
+      const float scale = s.sum[k / 4 * 8 + pair_row + k % 2];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[i][k] *= scale;
+    }
+    if (!whole) {
+#pragma unroll
+      for (int j = 0; j < chunks_of_8; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (8 * j < rows)
+            *unit(slot_row, i, j) = make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]);
+      if (publish(p, it, {}, pair)) {
+        if (!p.split_blocks) s.split_item[s.split_items] = it;
+        ++s.split_items;
+      }
+      continue;
+    }
+    if (joins) {
+#pragma unroll
+      for (int j = 0; j < chunks_of_8; ++j) {
+        float4 other[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) other[i] = 8 * j < rows ? __ldcg(unit(other_row, i, j)) : float4{};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float theirs[4] = {other[i].x, other[i].y, other[i].z, other[i].w};
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const int r = 8 * j + pair_row + k % 2;
+            o[i][4 * j + k] = Join::sum(s.rescale[r], o[i][4 * j + k], s.other[r], theirs[k]);
+          }
+        }
+      }
+      if (threadIdx.x == 0) p.counters[it.counter] = 0;
+    }
     // 64 latents of each warpgroup at a time go through shared memory, to be stored in whole lines.
     constexpr int pitch = 132;
     static_assert(Tile::rows * pitch <= 2 * Tile::rows * Shared::score_pitch);
     float* staged = s.scores[0];
-    float scale[Tile::rows / 4];
-#pragma unroll
-    for (int k = 0; k < Tile::rows / 4; ++k) scale[k] = s.sum[k / 2 * 8 + pair + k % 2];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
       for (int k = 0; k < Tile::rows / 2; ++k)
-        staged[(k / 4 * 8 + pair + k % 2) * pitch + h * 64 + warp_row + g + k % 4 / 2 * 8] =
-            o[i][k] * scale[k / 4 * 2 + k % 2];
+        staged[(k / 4 * 8 + pair_row + k % 2) * pitch + h * 64 + warp_row + g + k % 4 / 2 * 8] = o[i][k];
       barrier_sync(math_barrier, math_threads);
 #pragma unroll
-      for (int m = 0; m < Tile::rows / 8; ++m) {
-        const int r = warp + 8 * m;
-        float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
-        const int column = lane_column + i * 64;
-        if (r < rows) {
-          if (joins) {
-            const float w = s.rescale[r];
-            v.x += w * others[m].x, v.y += w * others[m].y, v.z += w * others[m].z, v.w += w * others[m].w;
-          }
-          if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = v;
-          else if (p.out_f32)
-            *reinterpret_cast<float4*>(static_cast<float*>(p.out) + (it.row0 + int64_t{r}) * width + column) = v;
-          else
-            *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + (it.row0 + int64_t{r}) * width + column) = {
-                Pack<__nv_bfloat16>::two(v.x, v.y), Pack<__nv_bfloat16>::two(v.z, v.w)};
-        }
+      for (int r = warp; r < Tile::rows; r += 8) {
+        if (r >= rows) break;
+        const float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
+        const int64_t at = (it.row0 + int64_t{r}) * width + lane / 16 * 256 + lane % 16 * 4 + i * 64;
+        if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = v;
+        else
+          *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {Pack<__nv_bfloat16>::two(v.x, v.y),
+                                                                                Pack<__nv_bfloat16>::two(v.z, v.w)};
       }
-      if (i < 3) {
-        load_others(i + 1);
-        barrier_sync(math_barrier, math_threads);
-      }
-    }
-    if (dry) {
-      Item none{};
-      none.pieces = 2, none.slot0 = 1, none.slot_step = 2;
-      barrier_sync(math_barrier, math_threads);
-      merge_share<Tile::rows>(p, none, 1, 0, 1, 0, s.merge, true);
-    } else if (!whole) {
-      if (!shared) {
-        if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
-        ++partials;
-      }
-      publish(p, it.counter);
-    } else {
-      barrier_sync(math_barrier, math_threads);  // s.sum is written again
+      barrier_sync(math_barrier, math_threads);  // also before s.sum is written again
     }
   }
 
   // ---- merge
-  if (p.split_blocks) {
-    if (!partials) return;
-    Walk<Tile::rows> walk(p, s.split, blockIdx.x);
-    Item it;
-    while (walk.next(it))
-      if (it.pieces > 1) merge_share<Tile::rows>(p, it, it.rows, it.row0, 1, 0, s.merge);
-  } else {
-    for (int i = 0; i < partials; ++i) {
-      const Item it = s.split_item[i];
-      merge_share<Tile::rows>(p, it, it.rows, it.row0, 1, 0, s.merge);
-    }
-  }
+  merge_split_tiles<TransposedOrder<Tile::rows>, Tile::rows>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, true,
+                                                             [](const Item& it) {
+                                                               return Part{it.rows, it.row0};
+                                                             });
 }
 
 }  // namespace mla::cuda::latent

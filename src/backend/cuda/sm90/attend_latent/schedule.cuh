@@ -1,4 +1,4 @@
-// Who attends what: the device-side schedule of attend_latent, and the merge of the pieces it cuts.
+// Who attends what: the device-side schedule of attend_latent.
 //
 // A tile is `tile_rows` consecutive (token, head) rows of one request; its work is the 64-position blocks that any of
 // its rows sees. Tiles lie on a line, in order of requests, and workers (CTAs, or clusters) take stretches of it:
@@ -23,6 +23,8 @@ namespace mla::cuda::latent {
 
 constexpr int entry = 576, width = 512, block_tokens = 64;
 constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one that loads
+/// Most pieces of a tile: workers, or what the host allows batch-invariant splits.
+constexpr int most_pieces = 512;
 
 struct Params {
   const LatentItem* items;
@@ -41,14 +43,14 @@ struct Params {
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
   float *partial_out, *partial_lse;
-  unsigned* counters;
+  unsigned *counters,
+      *left;     // of a tile's pieces; of a piece: was its share of the merging left to others? (merge.cuh)
+  int patience;  // cycles that a worker waits for others, at most
   int workers;
-  int split_blocks;  // batch-invariant pieces; 0: chosen from the batch
-  int min_blocks;    // least blocks worth a worker
+  int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
+  int min_blocks;     // least blocks worth a worker
+  int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
 };
-
-/// Cost of a tile beside its blocks, in blocks, when workers share the line.
-constexpr int line_overhead = 2;
 
 __device__ inline int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) / static_cast<uint32_t>(b));
@@ -79,6 +81,7 @@ struct Tiles {  // of one request
 /// How the line is cut, and where one worker's stretch lies on it.
 struct Split {
   int piece = 1;               // blocks a piece; 0: line
+  int overhead = 0;            // of a tile on the line
   int workers = 0;             // that have work
   uint32_t units = 0;          // the line's length in blocks, overheads and padding included; times workers below 2^32
   int begin = 0, end = 0;      // this worker's stretch
@@ -86,7 +89,7 @@ struct Split {
 
   __device__ int tile_units(int blocks) const {
     blocks = max(blocks, 1);
-    return piece ? ceil_div(blocks, piece) * piece : blocks + line_overhead;
+    return piece ? ceil_div(blocks, piece) * piece : blocks + overhead;
   }
   /// The worker whose stretch holds x (line).
   __device__ int owner(int x) const { return static_cast<int>(((x + 1u) * workers + units - 1) / units) - 1; }
@@ -99,6 +102,7 @@ template <int tile_rows>
 __device__ Split make_split(const Params& p, int worker) {
   const int lane = threadIdx.x % 32;
   Split split;
+  split.overhead = p.line_overhead;
   int piece = p.split_blocks ? p.split_blocks : 1, target = -1;  // piece 0: line
   int sum = 0, all_tiles = 0, longest = 0, low = 0, high = 0, count = 0;
   enum { first, search, whole, find } phase = first;
@@ -121,7 +125,7 @@ __device__ Split make_split(const Params& p, int worker) {
       for (int i = 0; i < t.count; ++i) {
         const int blocks = max(t.blocks(p, i), 1);
         longest = max(longest, blocks);
-        mine += piece == 0 ? blocks + line_overhead : piece == 1 ? blocks : ceil_div(blocks, piece);
+        mine += piece == 0 ? blocks + p.line_overhead : piece == 1 ? blocks : ceil_div(blocks, piece);
       }
       if (phase != find) {
         base += mine;
@@ -150,9 +154,10 @@ __device__ Split make_split(const Params& p, int worker) {
       if (p.split_blocks) {
         split.workers = min(sum, p.workers);
       } else {
-        // The smallest of these pieces for which every worker has at most one, by bisection; none: the line.
+        // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal,
+        // otherwise by bisection; none: the line.
         low = max(p.min_blocks, ceil_div(sum, p.workers)), high = low + 4 + low / 16;
-        piece = all_tiles <= p.workers ? (low == 1 ? 1 : high) : 0;
+        piece = all_tiles <= p.workers ? low : 0;
         phase = search;
         longest = __reduce_max_sync(0xffffffffu, longest);
         if (piece == 0 && ceil_div(all_tiles, p.workers) * longest <= high) {  // whole tiles
@@ -173,13 +178,13 @@ __device__ Split make_split(const Params& p, int worker) {
           low = piece + 1;
         }
         if (piece && low < high) {
-          piece = (low + high) / 2;
+          piece = count ? (low + high) / 2 : high;
           continue;
         }
         if (piece) piece = high, base = count;
       }
       if (piece == 0) {
-        base = sum + all_tiles * line_overhead;
+        base = sum + all_tiles * p.line_overhead;
         split.workers = max(1, min(p.workers, sum / p.min_blocks));
       } else {
         split.workers = base;
@@ -194,6 +199,18 @@ __device__ Split make_split(const Params& p, int worker) {
     split.end = static_cast<int>(static_cast<uint32_t>(base) * (worker + 1) / split.workers) * max(piece, 1);
     phase = find;
   }
+}
+
+/// By one warp, beside make_split: a line of each request's row of the block table is asked into L2, the next one by
+/// the next CTA. In small batches pages are then at hand when a worker knows which it needs.
+__device__ inline void prefetch_table(const Params& p) {
+  const int lane = threadIdx.x % 32;
+  if (p.requests > 32 || lane >= p.requests) return;
+  const LatentItem* item = p.items + lane;
+  const int lines = ceil_div(max(__ldg(&item->kv_end), 0), 32 * p.page_size);
+  if (__ldg(&item->q_count) <= 0 || lines == 0) return;
+  const int32_t* line = p.block_table + __ldg(&item->request) * p.table_stride + blockIdx.x % lines * 32;
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
 /// A piece of a tile: what a worker does at a time.
@@ -214,6 +231,9 @@ struct Item {
 __device__ inline int partial_slot(const Item& it, int i) {
   return it.slot_step == 1 ? it.slot0 + i : it.slot0 + 2 * i - (i > 0 ? 1 : 0);
 }
+/// On the line: is the tile shared by two workers? One has its piece done at its start, the other joins it to what it
+/// holds at its end.
+__device__ inline bool shared_by_two(const Item& it) { return it.pieces == 2 && it.slot_step == 2; }
 
 /// Walks the items of one worker; the same values in all lanes of a warp.
 template <int tile_rows>
@@ -279,152 +299,5 @@ class Walk {
   int worker_, at_, end_, request_, start_, tile_ = 0;
   Tiles<tile_rows> tiles_;
 };
-
-// Named barriers: all math threads; then the wide kernel's, of each half of them and of the warpgroup that makes
-// scores.
-constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4;
-
-/// The (token, head) row's log of the sum of exponentials, given in log2 units, if it is wanted.
-__device__ inline void store_lse(const Params& p, int row, float lse2) {
-  if (!p.lse) return;
-  const int token = p.by_heads.divide(row);
-  p.lse[token * p.lse_token_stride + (row - token * p.heads) * p.lse_head_stride] = lse2 * 0.6931471805599453f;
-}
-
-/// A partial's rows are written by all math threads: count it. By all math threads.
-__device__ inline void publish(const Params& p, int counter) {
-  barrier_sync(math_barrier, math_threads);
-  if (threadIdx.x == 0) {
-    __threadfence();  // also for what the barrier ordered before
-    atomicAdd(p.counters + counter, 1u);
-  }
-}
-
-__device__ inline void wait_for_count(const unsigned* counter, int n) {
-  unsigned seen;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counter) : "memory");
-  } while (seen < static_cast<unsigned>(n));
-}
-
-/// Most pieces of a tile: workers, or what the host allows batch-invariant splits.
-constexpr int most_pieces = 512;
-struct MergeSpace {
-  float4 out[math_threads];
-  float weight[768];  // [row of the share][piece], normalised
-};
-
-/// Merges this piece's share of its tile, in order of pieces, once all pieces are there. `parts`: interleaved partials
-/// of one slot (2 for a cluster's two row halves), `part` ours. dry: touches no device memory. By all math threads.
-template <int rows_per_slot>
-__device__ void merge_share(const Params& p, const Item& it, int rows, int64_t row0, int parts, int part,
-                            MergeSpace& space, bool dry = false) {
-  const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, n = it.pieces;
-  unsigned* counter = p.counters + it.counter * parts + part;
-  const int units = rows * (width / 128);
-  const int begin = static_cast<int>(static_cast<uint32_t>(units) * it.piece / n) * 32;  // columns, four at a time
-  const int end = static_cast<int>(static_cast<uint32_t>(units) * (it.piece + 1) / n) * 32;
-  const int rows_at_once = 768u / static_cast<uint32_t>(n);
-  // Rows of pieces 1, 2, .. lie `stride` apart.
-  const int64_t first_row = (static_cast<int64_t>(it.slot0) * parts + part) * rows_per_slot;
-  const int64_t next_row = (static_cast<int64_t>(partial_slot(it, 1)) * parts + part) * rows_per_slot;
-  const int64_t stride = static_cast<int64_t>(it.slot_step) * parts * rows_per_slot;
-  const auto slot_row = [&](int i) { return i == 0 ? first_row : next_row + (i - 1) * stride; };
-
-  if (thread == 0 && !dry) wait_for_count(counter, n);
-  barrier_sync(math_barrier, math_threads);
-
-  // Weights of as many rows as there is room for, and their columns; a thread's first columns are on their way
-  // meanwhile.
-#pragma unroll 1
-  for (int first = begin; first < end;) {
-    const int row_begin = first / 128, row_end = min(row_begin + rows_at_once, (end + 127) / 128);
-    const int stop = min(end, row_end * 128);
-    // Where columns are few, groups of threads share the pieces. A thread keeps eight loads in flight.
-    const int count = stop - first;
-    const int lanes = count <= 32 ? 32 : count <= 64 ? 64 : count <= 128 ? 128 : 256, groups = math_threads / lanes;
-    const int group = thread / lanes, piece_begin = n * group / groups, piece_end = n * (group + 1) / groups;
-    float4 v[2][8];
-    const auto load = [&](int base, int i) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int unit = base + c * lanes + thread % lanes;
-        if (unit >= stop || dry) continue;
-        const float* column = p.partial_out + static_cast<int64_t>(unit / 128) * width + unit % 128 * 4;
-#pragma unroll
-        for (int k = 0; k < 8; ++k)
-          if (i + k < piece_end) v[c][k] = __ldcg(reinterpret_cast<const float4*>(column + slot_row(i + k) * width));
-      }
-    };
-    load(first, piece_begin);
-#pragma unroll 1
-    for (int row = row_begin + warp; row < row_end; row += math_threads / 32) {
-      float* weights = space.weight + (row - row_begin) * n;
-      float top = -INFINITY;
-#pragma unroll 4
-      for (int i = lane; i < n; i += 32) {
-        weights[i] = dry ? 0.0f : __ldcg(p.partial_lse + slot_row(i) + row);
-        top = fmaxf(top, weights[i]);
-      }
-#pragma unroll
-      for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
-      const float shift = top == -INFINITY ? 0.0f : top;
-      float sum = 0;
-      for (int i = lane; i < n; i += 32) sum += weights[i] = exp2_approx(weights[i] - shift);
-#pragma unroll
-      for (int d = 16; d; d /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-      const float inverse = sum > 0 ? 1.0f / sum : 0.0f;
-      for (int i = lane; i < n; i += 32) weights[i] *= inverse;
-      if (row * 128 >= begin && lane == 0 && !dry)
-        store_lse(p, static_cast<int>(row0) + row, sum > 0 ? top + __log2f(sum) : -INFINITY);
-    }
-    barrier_sync(math_barrier, math_threads);
-
-#pragma unroll 1
-    for (int base = first; base < stop; base += 2 * lanes) {
-      float4 a[2] = {};
-#pragma unroll 1
-      for (int i = piece_begin; i < piece_end; i += 8) {
-        if (base != first || i != piece_begin) load(base, i);
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int unit = base + c * lanes + thread % lanes;
-          if (unit >= stop || dry) continue;
-          const float* weights = space.weight + (unit / 128 - row_begin) * n;
-#pragma unroll
-          for (int k = 0; k < 8; ++k)
-            if (i + k < piece_end) {
-              const float w = weights[i + k];
-              a[c].x += w * v[c][k].x, a[c].y += w * v[c][k].y, a[c].z += w * v[c][k].z, a[c].w += w * v[c][k].w;
-            }
-        }
-      }
-      if (groups > 1) {  // then this is the only round, and its second column is empty
-        space.out[thread] = a[0];
-        barrier_sync(math_barrier, math_threads);
-        if (group == 0)
-          for (int g = 1; g < groups; ++g) {
-            const float4 v = space.out[thread + g * lanes];
-            a[0].x += v.x, a[0].y += v.y, a[0].z += v.z, a[0].w += v.w;
-          }
-      }
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        if (group != 0 || base + c * lanes + thread % lanes >= stop || dry) continue;
-        const int64_t at = row0 * width + (base + c * lanes + thread % lanes) * int64_t{4};
-        if (p.out_f32) {
-          *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = a[c];
-        } else {
-          const __nv_bfloat162 two[2] = {__floats2bfloat162_rn(a[c].x, a[c].y), __floats2bfloat162_rn(a[c].z, a[c].w)};
-          *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = *reinterpret_cast<const uint2*>(two);
-        }
-      }
-    }
-    first = stop;
-    barrier_sync(math_barrier, math_threads);
-  }
-  // The last to finish leaves the counter as the next call needs it.
-  if (thread == 0 && !dry && atomicAdd(counter, 1u) == 2u * n - 1) *counter = 0;
-}
 
 }  // namespace mla::cuda::latent

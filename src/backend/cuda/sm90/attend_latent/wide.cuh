@@ -6,6 +6,7 @@
 #include "backend/cuda/core/cluster.cuh"
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
+#include "backend/cuda/sm90/attend_latent/merge.cuh"
 
 namespace mla::cuda::latent {
 
@@ -34,13 +35,13 @@ struct WideShared {
   uint8_t growth[2][64];  // outputs held before this block's are to be multiplied by 2^-growth
   bool changed[2][4];     // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
-  Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
+  Item split_item[2];       // a worker's pieces of split tiles, unless batch-invariant
+  int split_items, joined;  // how many; has the tile that a worker's last piece is of been joined?
   Split split;
   // full: column boxes in pairs; empty: halves of the boxes; made: a block's probabilities are there.
   alignas(8) uint64_t full[wide_buffers][4], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
   uint64_t item_full[2], item_empty[2], q_full, q_empty;
 };
-static_assert(sizeof(MergeSpace) <= sizeof(WideShared::kv));
 
 template <class Tile, class T>
 __global__ void __launch_bounds__(wide_threads, 1)
@@ -69,12 +70,16 @@ __global__ void __launch_bounds__(wide_threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
     mbarrier_init_fence();
+    s.split_items = 0;
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
-  if (warp == 15) {  // beside the barriers' birth and the previous kernel's end
+  // Beside the barriers' birth and the previous kernel's end:
+  if (warp == 15) {
     const Split split = make_split<tile_rows>(p, worker);
     if (lane == 0) s.split = split;
+  } else if (warp == 14) {
+    prefetch_table(p);
   }
   __syncthreads();
   if constexpr (Tile::ctas > 1) cluster_sync();  // the peer's barriers exist
@@ -173,6 +178,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           BoxRows rows(p, it);
+          if (count == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0 + rank * 64);
           wait_for_previous_grids();
           if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
           __syncwarp();
@@ -463,9 +469,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
     wait_for_previous_grids();
     allow_next_grid();
     const int h = warpgroup, row = warp % 4 * 16 + lane / 4;  // and row + 8, of the CTA's 64
+    const auto part_of = [&](const Item& it) {
+      return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
+    };
     float o[2][64];            // 128 columns each: a product of 256 would want 154 registers at launch
     int buffer = 0, turn = 0;  // turn: rope box of the next block, then its parity
-    int partials = 0;
     const auto advance = [&] {
       if (++buffer == wide_buffers) buffer = 0;
     };
@@ -518,65 +526,90 @@ __global__ void __launch_bounds__(wide_threads, 1)
       }
 
       // ---- epilogue
-      const bool whole = it.pieces == 1;
       const int rows = it.rows - rank * 64;  // of this CTA; may be none
       const int64_t slot_row = (static_cast<int64_t>(it.slot) * Tile::ctas + rank) * 64, out_row = it.row0 + rank * 64;
-      if (blocks) {
-        const float a = s.inverse[row], b = s.inverse[row + 8];
+      const bool in0 = row < rows, in1 = row + 8 < rows, pair = shared_by_two(it);
+      bool joins = pair && it.piece == 0;
+      if (joins) {
+        if (threadIdx.x == 0) s.joined = wait_for_pieces(p, p.counters + it.counter * Tile::ctas + rank, 1) != 0;
+        barrier_sync(math_barrier, math_threads);
+        joins = s.joined;
+      }
+      const bool whole = it.pieces == 1 || joins;
+      float a = 0, b = 0;  // what outputs of the two rows are to be multiplied by
+      if (blocks) a = s.inverse[row], b = s.inverse[row + 8];
+      const auto units = [&](int64_t first_row) {  // of a partial: this thread's first; the next 32 on
+        return reinterpret_cast<float4*>(p.partial_out) + first_row * (width / 4) + warp % 4 * 2048 + h * 1024 + lane;
+      };
+      if (joins) {
+        // The other's outputs come through this warpgroup's half of the buffers: nobody fills them any more. Each
+        // thread takes what it asked for.
+        const int64_t other_row = (static_cast<int64_t>(partial_slot(it, 1)) * Tile::ctas + rank) * 64;
+        const auto room = [&](int i) { return s.kv[i / 16][4 * h] + (i % 16 * 128 + threadIdx.x % 128) * 16; };
+        const float4* other = units(other_row);
+#pragma unroll 1
+        for (int i = 0; i < 32; ++i)
+          if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(i)), other + i * 32);
+        cp_async_commit();
+        const auto join = [&](int row, bool in) {
+          const Join join(in ? __ldcg(p.partial_lse + slot_row + row) : -INFINITY,
+                          in ? __ldcg(p.partial_lse + other_row + row) : -INFINITY);
+          if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
+          return join;
+        };
+        const Join join0 = join(row, in0), join1 = join(row + 8, in1);
+        cp_async_wait<0>();
+        if (threadIdx.x == 0) p.counters[it.counter * Tile::ctas + rank] = 0;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const float4 v = *reinterpret_cast<const float4*>(room(i));
+          float* mine = o[i / 16] + i % 16 * 4;
+          mine[0] = Join::sum(join0.first, a * mine[0], join0.second, v.x);
+          mine[1] = Join::sum(join0.first, a * mine[1], join0.second, v.y);
+          mine[2] = Join::sum(join1.first, b * mine[2], join1.second, v.z);
+          mine[3] = Join::sum(join1.first, b * mine[3], join1.second, v.w);
+        }
+      } else {
 #pragma unroll
         for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
       }
-      // Neighbouring lanes trade column pairs of blocks 2 k and 2 k + 1: each then has four columns in a row.
-      const bool odd = lane & 1, in0 = row < rows, in1 = row + 8 < rows;
-      const int at = row * width + h * 256 + odd * 8 + (lane % 4 * 2 & 4);
-      const auto store = [&](auto put) {  // put(offset, four values)
-#pragma unroll
-        for (int k = 0; k < 128; k += 8)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const float* low = o[k / 64] + k % 64 + 2 * r;  // of block 2 k, then of the next
-            const float send0 = odd ? low[0] : low[4], send1 = odd ? low[1] : low[5];
-            const float get0 = __shfl_xor_sync(0xffffffffu, send0, 1), get1 = __shfl_xor_sync(0xffffffffu, send1, 1);
-            if (r ? in1 : in0)
-              put(k * 2 + r * 8 * width,
-                  make_float4(odd ? get0 : low[0], odd ? get1 : low[1], odd ? low[4] : get0, odd ? low[5] : get1));
-          }
-      };
-      if (whole && !p.out_f32) {
-        __nv_bfloat16* to = static_cast<__nv_bfloat16*>(p.out) + out_row * width + at;
-        store([&](int offset, float4 v) {
-          *reinterpret_cast<uint2*>(to + offset) = {Pack<__nv_bfloat16>::two(v.x, v.y),
-                                                    Pack<__nv_bfloat16>::two(v.z, v.w)};
-        });
-      } else {
-        float* to = (whole ? static_cast<float*>(p.out) + out_row * width : p.partial_out + slot_row * width) + at;
-        store([&](int offset, float4 v) { *reinterpret_cast<float4*>(to + offset) = v; });
-      }
       if (!whole) {
-        if (threadIdx.x == 0 && !p.split_blocks) s.split_item[partials] = it;
-        ++partials;
-        publish(p, it.counter * Tile::ctas + rank);
+        float4* to = units(slot_row);
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const float* mine = o[i / 16] + i % 16 * 4;
+          if (warp % 4 * 16 < rows) to[i * 32] = make_float4(mine[0], mine[1], mine[2], mine[3]);
+        }
+        if (publish(p, it, part_of(it), pair)) {
+          if (!p.split_blocks) s.split_item[s.split_items] = it;
+          ++s.split_items;
+        }
+        release_item(count);
+        continue;
       }
+      // Neighbouring lanes trade column pairs of chunks 2 k and 2 k + 1: each then has four columns in a row.
+      const bool odd = lane & 1;
+      const int64_t at = (out_row + row) * width + h * 256 + odd * 8 + (lane % 4 * 2 & 4);
+#pragma unroll
+      for (int k = 0; k < 128; k += 8)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float* low = o[k / 64] + k % 64 + 2 * r;  // of chunk 2 k, then of the next
+          const float send0 = odd ? low[0] : low[4], send1 = odd ? low[1] : low[5];
+          const float get0 = __shfl_xor_sync(0xffffffffu, send0, 1), get1 = __shfl_xor_sync(0xffffffffu, send1, 1);
+          if (!(r ? in1 : in0)) continue;
+          const float4 v =
+              make_float4(odd ? get0 : low[0], odd ? get1 : low[1], odd ? low[4] : get0, odd ? low[5] : get1);
+          const int64_t to = at + k * 2 + r * 8 * width;
+          if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = v;
+          else
+            *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) = {Pack<__nv_bfloat16>::two(v.x, v.y),
+                                                                                  Pack<__nv_bfloat16>::two(v.z, v.w)};
+        }
       release_item(count);
     }
 
-    // ---- merge
-    barrier_sync(math_barrier, math_threads);  // the last block's values are read
-    MergeSpace& space = *reinterpret_cast<MergeSpace*>(s.kv);
-    const auto merge = [&](const Item& it) {
-      merge_share<64>(p, it, min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank, space);
-    };
-    if (p.split_blocks) {
-      Walk<tile_rows> walk(p, s.split, worker);
-      Item it{};
-      while (partials && walk.next(it))
-        if (it.pieces > 1) merge(it);
-    } else {
-      for (int i = 0; i < partials; ++i) {
-        const Item it = s.split_item[i];
-        merge(it);
-      }
-    }
+    merge_split_tiles<FragmentOrder, tile_rows>(p, s, worker, s.kv[0][0], sizeof s.kv, true, part_of);
   }
   if constexpr (Tile::ctas > 1) cluster_sync();  // no copy or arrival may be on its way to a CTA that left
 }
