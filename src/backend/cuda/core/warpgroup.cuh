@@ -34,20 +34,13 @@ __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-/// barrier_sync of barrier `id` or, `second`, of the one after it, each numbered in its instruction: compute-sanitizer
-/// loses track of barriers whose number is in a register.
-__device__ __forceinline__ void barrier_sync(int id, bool second, int threads) {
-  if (second) barrier_sync(id + 1, threads);
-  else barrier_sync(id, threads);
-}
-
 /// barrier_sync that tells every thread whether x held in any: by votes and a word of shared memory. words: two for
 /// these threads alone, below the first turn; turn: grows from call to call, and where no other barrier lies between
 /// two of them, by an odd number of steps of 2.
-__device__ __forceinline__ bool barrier_any(int id, bool second, int threads, bool x, int (&words)[2], int turn) {
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool x, int (&words)[2], int turn) {
   int& word = words[turn / 2 % 2];
   if (__any_sync(0xffffffffu, x) && threadIdx.x % 32 == 0) word = turn;
-  barrier_sync(id, second, threads);
+  barrier_sync(id, threads);
   return *static_cast<volatile int*>(&word) == turn;
 }
 

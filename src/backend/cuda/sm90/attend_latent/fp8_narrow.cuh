@@ -346,10 +346,10 @@ __global__ void __launch_bounds__(threads, 1)
       };
       constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
       float top = probabilities();
-      barrier_sync(own, h, 128);  // P of the block before has been used
+      barrier_sync(own + h, 128);  // P of the block before has been used
       top = fmaxf(top, store());
       fence_async_proxy();
-      if (barrier_any(own, h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
+      if (barrier_any(own + h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
         float factor[mine];
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
@@ -358,7 +358,7 @@ __global__ void __launch_bounds__(threads, 1)
           for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
           if (g == 0) s.peak[h][w][k / 2 * 8 + 2 * c + k % 2] = best;
         }
-        barrier_sync(own, h, 128);
+        barrier_sync(own + h, 128);
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
           const int row = k / 2 * 8 + 2 * c + k % 2;
@@ -381,14 +381,14 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
             for (int k = 0; k < mine; ++k) s.growth[h][k / 2 * 8 + 2 * c + k % 2] = factor[k];
           static_assert(sizeof(ScaledPeaks<n>) <= sizeof(s.p[h]));
-          scaled_peaks(*reinterpret_cast<ScaledPeaks<n>*>(s.p[h]), v, scale, p0, own, h,
+          scaled_peaks(*reinterpret_cast<ScaledPeaks<n>*>(s.p[h]), v, scale, p0, own + h,
                        [&](int row, int q, float peak) {
                          const float old = s.room[h][row][q], growth = s.growth[h][row],
                                      room = new_room(old, growth, peak, most);
                          s.room[h][row][q] = room;
                          s.ratio[h][row][q] = growth * room / old;
                        });
-          barrier_sync(own, h, 128);
+          barrier_sync(own + h, 128);
 #pragma unroll
           for (int k = 0; k < mine; ++k)
 #pragma unroll
@@ -399,7 +399,7 @@ __global__ void __launch_bounds__(threads, 1)
         }
         store();
         fence_async_proxy();
-        barrier_sync(own, h, 128);
+        barrier_sync(own + h, 128);
       }
 #pragma unroll
       for (int k = 0; k < n / 2; ++k) sum[k / 4 * 2 + k % 2] += v[k];

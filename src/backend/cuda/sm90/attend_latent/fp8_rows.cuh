@@ -92,14 +92,14 @@ struct ScaledPeaks {
 /// threads have v of n rows at `position` and the next as they come from S^T.
 template <int n, class Update>
 __device__ void scaled_peaks(ScaledPeaks<n>& space, const float (&v)[n / 2], const float4 (&scale)[2], int position,
-                             int barrier, bool second, Update update) {
+                             int barrier, Update update) {
   const int thread = threadIdx.x % 128, c = threadIdx.x % 4;
 #pragma unroll
   for (int k = 0; k < n / 2; ++k) space.v[k / 4 * 8 + 2 * c + k % 2][position + k % 4 / 2] = v[k];
   if (c == 0)
 #pragma unroll
     for (int i = 0; i < 2; ++i) *reinterpret_cast<float4*>(space.scale[position + i]) = scale[i];
-  barrier_sync(barrier, second, 128);
+  barrier_sync(barrier, 128);
   const int row = thread % n, part = thread / n;
   float4 top = {0, 0, 0, 0};
 #pragma unroll 4
@@ -111,7 +111,7 @@ __device__ void scaled_peaks(ScaledPeaks<n>& space, const float (&v)[n / 2], con
   }
   space.part[part][row][0] = top.x, space.part[part][row][1] = top.y;
   space.part[part][row][2] = top.z, space.part[part][row][3] = top.w;
-  barrier_sync(barrier, second, 128);
+  barrier_sync(barrier, 128);
 #pragma unroll
   for (int i = 0; i < (4 * n + 127) / 128; ++i) {
     const int at = thread + 128 * i;

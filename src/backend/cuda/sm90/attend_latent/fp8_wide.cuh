@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(threads, 1)
       // Of two buffers ours is free: the other warpgroup had used it before it made the last block's P.
       if (Shared::buffers == 1) mbarrier_wait(smem_address(&s.p_empty), block & 1 ^ 1);
       store();
-      const bool changed = barrier_any(own, h, 128, top > most, s.beyond[h], block + 1);
+      const bool changed = barrier_any(own + h, 128, top > most, s.beyond[h], block + 1);
       if (changed) {
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
@@ -341,7 +341,7 @@ __global__ void __launch_bounds__(threads, 1)
           for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
           if (g == 0) s.peak[w][k / 2 * 8 + 2 * c + k % 2] = best;
         }
-        barrier_sync(own, h, 128);
+        barrier_sync(own + h, 128);
         if (thread < n) {
           const float best =
               fmaxf(fmaxf(s.peak[0][thread], s.peak[1][thread]), fmaxf(s.peak[2][thread], s.peak[3][thread]));
@@ -351,7 +351,7 @@ __global__ void __launch_bounds__(threads, 1)
           s.growth[j & 1][thread] = growth;
           if constexpr (!Rows::scaled) s.rescale[j & 1][0][thread] = growth;
         }
-        barrier_sync(own, h, 128);
+        barrier_sync(own + h, 128);
 #pragma unroll
         for (int k = 0; k < n / 2; ++k) {
           const int row = k / 4 * 8 + 2 * c + k % 2;
@@ -360,15 +360,15 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
         for (int k = 0; k < 2; ++k) sum[k] *= s.growth[j & 1][8 * g + 2 * c + k];
         if constexpr (Rows::scaled) {  // the same for each group's probabilities times scales, in powers of two
-          scaled_peaks<n>(s.peaks, v, scale, p0, own, h, [&](int row, int q, float peak) {
+          scaled_peaks<n>(s.peaks, v, scale, p0, own + h, [&](int row, int q, float peak) {
             const float old = s.room[q][row], growth = s.growth[j & 1][row], room = new_room(old, growth, peak, most);
             s.room[q][row] = room;
             s.rescale[j & 1][q][row] = growth * room / old;
           });
-          barrier_sync(own, h, 128);
+          barrier_sync(own + h, 128);
         }
         store();
-        barrier_sync(own, h, 128);
+        barrier_sync(own + h, 128);
       }
       if (thread == 0) {
         s.changed[j & 1] = changed;
