@@ -115,7 +115,7 @@ DeviceFlag::DeviceFlag(CLI::App& command) {
   command.add_option("--device", name_, "cpu, cuda or cuda:N")->capture_default_str();
 }
 
-Device DeviceFlag::device() const {
+Device DeviceFlag::named() const {
   if (name_ == "cpu") return {};
   const std::string prefix = "cuda";
   int index = 0;
@@ -126,8 +126,12 @@ Device DeviceFlag::device() const {
     known = error == std::errc() && at == end && index >= 0;
   }
   if (!known) throw InputError("--device is '" + name_ + "', it must be cpu, cuda or cuda:N");
-  const Device device{DeviceKind::cuda, index};
-  describe(device);  // throws when it is not there
+  return {DeviceKind::cuda, index};
+}
+
+Device DeviceFlag::device() const {
+  const Device device = named();
+  if (device.kind == DeviceKind::cuda) describe(device);  // throws when it is not there
   return device;
 }
 

@@ -31,11 +31,14 @@ class ShapeFlags {
 
 /// --threads: at least 1, by default all of the machine's.
 void add_threads(CLI::App& command, int& threads);
-/// --device: cpu, cuda or cuda:N. InputError for another name; DeviceError when no such GPU is there.
+/// --device: cpu, cuda or cuda:N. InputError for another name.
 class DeviceFlag {
  public:
   explicit DeviceFlag(CLI::App& command);
+  /// DeviceError when no such GPU is there.
   Device device() const;
+  /// Whether it is there or not.
+  Device named() const;
 
  private:
   std::string name_ = "cpu";

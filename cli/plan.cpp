@@ -1,12 +1,17 @@
-// mla plan: what a batch would do, without a cache or weights.
+// mla plan: what a batch would do, and which kernels would do it, without a cache, weights or the device.
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "layer/kernels.hpp"
 #include "mla/mla.hpp"
 #include "model/json.hpp"
 
@@ -16,12 +21,13 @@ namespace {
 constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's new tokens
 
 struct Flags {
-  std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute = "f32",
-              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", batch;
+  std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
+              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", batch, json;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
-  int threads = 1;
+  int threads = 1, capability = 90;
   bool absorbed = false;
   std::vector<int64_t> queries, contexts;
+  std::unique_ptr<DeviceFlag> device;
 };
 
 ModelConfig model_of(const std::string& name) {
@@ -47,7 +53,50 @@ void read_batch(Flags& f) {
   f.contexts = lengths("contexts");
 }
 
-void run(const CLI::App& command, Flags f) {
+// Kernels in the order of their first call, each with the ops that it serves.
+std::vector<std::pair<std::string, std::string>> by_kernel(const std::vector<layer::KernelUse>& uses) {
+  std::vector<std::pair<std::string, std::string>> rows;
+  for (const layer::KernelUse& u : uses) {
+    const auto same = [&](const auto& row) { return row.first == u.kernel; };
+    auto at = std::find_if(rows.begin(), rows.end(), same);
+    if (at == rows.end()) at = rows.insert(rows.end(), {u.kernel, ""});
+    at->second +=
+        (at->second.empty() ? "" : ", ") + std::string(u.op) + (u.calls > 1 ? " x" + std::to_string(u.calls) : "");
+  }
+  return rows;
+}
+
+std::string target_of(Device device, int capability) {
+  if (device.kind == DeviceKind::cpu) return "CPU (" + std::string(backend::backend(device).target()) + ")";
+  return "GPU of compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+nlohmann::json json_of(const Plan& p, const std::string& target, const std::vector<layer::KernelUse>& uses) {
+  nlohmann::json j{{"model", p.model.name},
+                   {"device", to_string(p.device.device)},
+                   {"target", target},
+                   {"tokens", p.tokens},
+                   {"workspace_bytes", p.workspace_bytes},
+                   {"context_chunks", p.chunks.size()},
+                   {"requests", nlohmann::json::array()},
+                   {"regions", nlohmann::json::object()},
+                   {"kernels", nlohmann::json::array()},
+                   {"text", p.describe()}};
+  for (const RequestPlan& r : p.requests)
+    j["requests"].push_back({{"path", to_string(r.path)}, {"new_tokens", r.query_len}, {"context_tokens", r.context}});
+  for (const Region& r : p.regions) j["regions"][std::string(r.name)] = r.bytes;
+  for (const layer::KernelUse& u : uses)
+    j["kernels"].push_back({{"op", u.op}, {"kernel", u.kernel}, {"calls", u.calls}});
+  return j;
+}
+
+void run(const CLI::App& command, Flags& f) {
+  OutputFile json(f.json);
+  const Device device = f.device->named();
+  if (f.capability < 80 || f.capability > 129)
+    throw InputError("--compute-capability is " + std::to_string(f.capability) + ", allowed 80 (for 8.0) to 129");
+  if (device.kind == DeviceKind::cpu && command.get_option("--compute-capability")->count() > 0)
+    throw InputError("--compute-capability is a GPU's, --device is cpu");
   if (!f.batch.empty()) read_batch(f);
   else if (f.queries.empty()) f.queries = {1};
   if (f.contexts.empty()) f.contexts.assign(f.queries.size(), 0);
@@ -83,7 +132,8 @@ void run(const CLI::App& command, Flags f) {
   PlanOptions options;
   options.path = parse_path_policy(f.path);
   options.split = parse_split_policy(f.split);
-  options.compute = parse_dtype(f.compute);
+  const Dtype weights = parse_dtype(f.weights);
+  options.compute = f.compute.empty() ? weights : parse_dtype(f.compute);
   options.output = parse_output_spec(f.output);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
@@ -91,17 +141,26 @@ void run(const CLI::App& command, Flags f) {
   options.absorbed = f.absorbed;
   options.up = parse_weight_format(f.up);
   options.index_format = parse_index_cache_format(f.index_cache);
-  ThreadPool pool(f.threads);
-  const Stream stream(pool);
   const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}, {0, 1}}, slots};
-  std::fputs(plan(model, spec, width, batch, device_info(stream, model), options).describe().c_str(), stdout);
+  const bool gpu = device.kind == DeviceKind::cuda;
+  const Plan p = plan(model, spec, width, batch, device_info(device, gpu ? 1 : f.threads, model), options);
+  const PrepareOptions prepared{.dtype = weights,
+                                .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
+                                .up = options.up};
+  const std::vector<layer::KernelUse> uses = layer::kernels(p, batch, prepared, {.hopper = f.capability / 10 == 9});
+  const std::string target = target_of(device, f.capability);
+  std::fputs(p.describe().c_str(), stdout);
+  std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
+  for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
+  json.write([&](std::ostream& out) { out << dump(json_of(p, target, uses)) << '\n'; });
 }
 
 }  // namespace
 
 void add_plan(CLI::App& app, int&) {
   auto f = std::make_shared<Flags>();
-  CLI::App* c = app.add_subcommand("plan", "Print the plan of a batch: paths, context chunks, splits, workspace");
+  CLI::App* c =
+      app.add_subcommand("plan", "Print the plan of a batch: paths, context chunks, splits, workspace, kernels");
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)")->delimiter(',');
   c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)")
@@ -114,7 +173,8 @@ void add_plan(CLI::App& app, int&) {
                 "by_length: longest query that takes the latent path; sparse: longest decode")
       ->capture_default_str();
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
-  c->add_option("--compute", f->compute, "operands of attention: f32 or bf16")->capture_default_str();
+  c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
+  c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_flag("--absorbed", f->absorbed, "for fully absorbed weights, which serve the latent path alone");
   c->add_option("--up-weights", f->up, "how W_UK and W_UV of the latent path are held: plain, fp8 or mxfp4")
       ->capture_default_str();
@@ -126,6 +186,10 @@ void add_plan(CLI::App& app, int&) {
       ->capture_default_str();
   c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
       ->capture_default_str();
+  f->device = std::make_unique<DeviceFlag>(*c);
+  c->add_option("--compute-capability", f->capability, "of the GPU that kernels are named for, times ten")
+      ->capture_default_str();
+  c->add_option("--json", f->json, "write the plan and its kernels to this file");
   add_threads(*c, f->threads);
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");
   c->callback([c, f] { run(*c, *f); });

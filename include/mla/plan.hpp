@@ -114,6 +114,9 @@ struct DeviceInfo {
 };
 /// Of the device behind a stream, for a model's dimensions.
 DeviceInfo device_info(const Stream& stream, const ModelConfig& model);
+/// Of a device that need not be there: a plan for it can be looked at. UnsupportedError when this build serves no such
+/// device.
+DeviceInfo device_info(Device device, int threads, const ModelConfig& model);
 
 struct RequestPlan {
   Path path = Path::latent;

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <memory>
 #include <span>
+#include <string>
 #include <string_view>
 
 #include "core/quantised_weights.hpp"
@@ -38,11 +39,28 @@ struct ScratchShape {
   int64_t index_heads = 0, index_dim = 0;
 };
 
+/// What the choice between a GPU's kernels depends on; by default an H200's.
+struct GpuModel {
+  bool hopper = true;
+  int multiprocessors = 132;
+};
+
+/// Which kernel a call would run, by name. Shapes, dtypes, strides and alignment decide, by the functions that decide
+/// when the call is made; no number is read through a pointer.
+struct KernelNames {
+  std::string_view usual;  ///< of every op without an entry below, and of what an entry leaves to it
+  std::string (*project)(const GpuModel&, const ops::ProjectArgs&) = nullptr;
+  std::string (*attend_expanded)(const GpuModel&, const ops::AttendExpandedArgs&) = nullptr;
+  std::string (*attend_latent)(const GpuModel&, const ops::AttendLatentArgs&) = nullptr;
+  std::string (*index_score)(const GpuModel&, const ops::IndexScoreArgs&) = nullptr;
+};
+
 struct Backend {
   std::string_view name;
   DeviceKind device;
   /// Instruction set or architecture in use, for `mla info`.
   std::string_view (*target)();
+  const KernelNames* kernel_names;
   /// Per-worker scratch that serves every op at these dimensions; a multiple of 64.
   size_t (*scratch_per_worker)(const ScratchShape& shape);
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to

@@ -12,7 +12,7 @@ namespace {
 // Backends mirror each other name for name.
 #define MLA_BACKEND(label, kind, space)                                                                              \
   {                                                                                                                  \
-    .name = label, .device = DeviceKind::kind, .target = space::target,                                              \
+    .name = label, .device = DeviceKind::kind, .target = space::target, .kernel_names = &space::kernel_names,        \
     .scratch_per_worker = space::scratch_per_worker, .pack = space::pack, .pack_quantised = space::pack_quantised,   \
     .norm = space::norm, .layer_norm = space::layer_norm, .rope = space::rope, .project = space::project,            \
     .append = space::append, .rope_append = space::rope_append, .norm_rope_append = space::norm_rope_append,         \
@@ -42,7 +42,8 @@ std::span<const Backend* const> backends() { return kBackends; }
 const Backend& backend(Device device) {
   for (const Backend* b : kBackends)
     if (b->device == device.kind) return *b;
-  throw UnsupportedError("no backend in this build serves device " + to_string(device));
+  throw UnsupportedError("no backend in this build serves device " + to_string(device) +
+                         (device.kind == DeviceKind::cuda ? ": it was not built with CUDA" : ""));
 }
 
 }  // namespace mla::backend

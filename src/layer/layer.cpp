@@ -13,51 +13,10 @@ namespace {
 class Walk : Runner {
  public:
   Walk(Stream& stream, const LayerContext& context) : Runner(stream, context) {
-    const ModelConfig& m = plan_.model;
-    const ModelConfig& w = c_.weights.config;
-    auto same = [](const char* what, int64_t weights, int64_t plan) {
-      if (weights != plan)
-        ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
-    };
-    const Device here = stream.device();
-    auto lies = [&](const char* what, Device there) {
-      if (there != here)
-        throw UnsupportedError("layer: " + std::string(what) + " of " + to_string(there) + " on a stream of " +
-                               to_string(here));
-    };
-    same("hidden", w.hidden, m.hidden);
-    same("heads", w.heads, m.heads);
-    same("query latent", w.query_latent, m.query_latent);
-    same("latent", w.latent, m.latent);
-    same("nope", w.nope, m.nope);
-    same("rope", w.rope, m.rope);
-    same("value", w.value, m.value);
-    lies("weights", c_.weights.device);
-    lies("plan", plan_.device.device);
-    if (c_.rotary.rotates()) lies("rotary table", c_.rotary.device());
-    if (c_.weights.absorbed() != plan_.options.absorbed)
-      throw UnsupportedError("layer: weights are prepared with absorption " +
-                             std::string(to_string(c_.weights.absorption)) + ", the plan is for " +
-                             (plan_.options.absorbed ? "fully absorbed ones" : "runtime absorption") +
-                             " (PlanOptions::absorbed)");
-    if (c_.weights.up() != plan_.options.up)
-      throw UnsupportedError("layer: weights hold W_UK and W_UV as " + std::string(to_string(c_.weights.up())) +
-                             ", the plan is for " + std::string(to_string(plan_.options.up)) + " (PlanOptions::up)");
-    ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
-    ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
-                       static_cast<int64_t>(plan_.requests.size()));
-    ops::require_equal("layer", "cache page size", c_.cache.spec.page_size, "plan page size", plan_.cache.page_size);
-    if (c_.cache.spec.format != plan_.cache.format)
-      throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) +
-                       ", plan was made for " + std::string(to_string(plan_.cache.format)));
-    if (c_.workspace.size() < plan_.workspace_bytes)
-      throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
-                       std::to_string(plan_.workspace_bytes));
-    if (stream.workers() > plan_.device.threads)
-      throw ShapeError("layer: stream has " + std::to_string(stream.workers()) + " threads, plan was made for " +
-                       std::to_string(plan_.device.threads));
-    scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
-    sparse().check();
+    check(stream.device(), stream.workers());
+  }
+  Walk(Survey& survey, const LayerContext& context) : Runner(survey, context) {
+    check(plan_.device.device, plan_.device.threads);
   }
 
   void block(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
@@ -121,6 +80,53 @@ class Walk : Runner {
   }
 
  private:
+  void check(Device here, int workers) {
+    const ModelConfig& m = plan_.model;
+    const ModelConfig& w = c_.weights.config;
+    auto same = [](const char* what, int64_t weights, int64_t plan) {
+      if (weights != plan)
+        ops::require_equal("layer", std::string("weights ") + what, weights, std::string("plan ") + what, plan);
+    };
+    auto lies = [&](const char* what, Device there) {
+      if (there != here)
+        throw UnsupportedError("layer: " + std::string(what) + " of " + to_string(there) + " on a stream of " +
+                               to_string(here));
+    };
+    same("hidden", w.hidden, m.hidden);
+    same("heads", w.heads, m.heads);
+    same("query latent", w.query_latent, m.query_latent);
+    same("latent", w.latent, m.latent);
+    same("nope", w.nope, m.nope);
+    same("rope", w.rope, m.rope);
+    same("value", w.value, m.value);
+    lies("weights", c_.weights.device);
+    lies("plan", plan_.device.device);
+    if (c_.rotary.rotates()) lies("rotary table", c_.rotary.device());
+    if (c_.weights.absorbed() != plan_.options.absorbed)
+      throw UnsupportedError("layer: weights are prepared with absorption " +
+                             std::string(to_string(c_.weights.absorption)) + ", the plan is for " +
+                             (plan_.options.absorbed ? "fully absorbed ones" : "runtime absorption") +
+                             " (PlanOptions::absorbed)");
+    if (c_.weights.up() != plan_.options.up)
+      throw UnsupportedError("layer: weights hold W_UK and W_UV as " + std::string(to_string(c_.weights.up())) +
+                             ", the plan is for " + std::string(to_string(plan_.options.up)) + " (PlanOptions::up)");
+    ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
+    ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
+                       static_cast<int64_t>(plan_.requests.size()));
+    ops::require_equal("layer", "cache page size", c_.cache.spec.page_size, "plan page size", plan_.cache.page_size);
+    if (c_.cache.spec.format != plan_.cache.format)
+      throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) +
+                       ", plan was made for " + std::string(to_string(plan_.cache.format)));
+    if (c_.workspace.size() < plan_.workspace_bytes)
+      throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
+                       std::to_string(plan_.workspace_bytes));
+    if (workers > plan_.device.threads)
+      throw ShapeError("layer: stream has " + std::to_string(workers) + " threads, plan was made for " +
+                       std::to_string(plan_.device.threads));
+    scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
+    sparse().check();
+  }
+
   void require_format(const OutputSpec& found) const {
     auto name = [](const OutputSpec& s) { return s.kind == OutputKind::none ? "plain f32" : to_string(s); };
     if (!found.same_format(plan_.options.output))
@@ -382,6 +388,25 @@ class Walk : Runner {
 };
 
 }  // namespace
+
+void survey(Survey& survey, const LayerContext& context, std::byte* anywhere) {
+  const Plan& p = context.plan;
+  const ModelConfig& m = p.model;
+  const int64_t t = p.tokens;
+  Walk walk(survey, context);
+  if (p.options.output.kind == OutputKind::none)
+    return walk.block({p.activations(), anywhere, {t, m.hidden}}, {p.activations(), anywhere, {t, m.hidden}});
+  const int64_t width = m.heads * m.value;
+  const QuantizedView out{.spec = p.options.output,
+                          .tokens = t,
+                          .width = width,
+                          .data = anywhere,
+                          .row_stride = p.options.output.row_bytes(width),
+                          .scales = anywhere};
+  walk.attention_form({p.activations(), anywhere, {t, m.heads, m.query_key()}},
+                      {p.activations(), anywhere, {t, m.latent}}, {p.activations(), anywhere, {t, m.rope}}, out);
+}
+
 }  // namespace layer
 
 using layer::Walk;

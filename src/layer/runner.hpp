@@ -1,4 +1,4 @@
-// What walks over a plan share: the workspace's regions, and running ops under a profile.
+// What walks over a plan share: the workspace's regions, and running ops, under a profile or as notes of a survey.
 #pragma once
 
 #include <chrono>
@@ -11,6 +11,7 @@
 #endif
 
 #include "core/gpu.hpp"
+#include "layer/kernels.hpp"
 #include "mla/layer.hpp"
 #include "ops/run.hpp"
 
@@ -29,7 +30,8 @@ class NamedRange {
 
 class Runner {
  public:
-  Runner(Stream& stream, const LayerContext& context) : stream_(stream), c_(context), plan_(context.plan) {}
+  Runner(Stream& stream, const LayerContext& context) : stream_(&stream), c_(context), plan_(context.plan) {}
+  Runner(Survey& survey, const LayerContext& context) : survey_(&survey), c_(context), plan_(context.plan) {}
 
  protected:
   // A flat [rows, 1, n] array as a product's source or destination.
@@ -49,21 +51,22 @@ class Runner {
 
   template <class Args>
   void run(std::string_view name, const Args& args) const {
+    if (survey_) return survey_->note(name, args);
 #ifdef MLA_NVTX
     const NamedRange range(name);
 #endif
-    if (!c_.profile) return ops::run(stream_, args);
+    if (!c_.profile) return ops::run(*stream_, args);
     const ops::Cost cost = ops::cost(args);
-    if (stream_.device().kind == DeviceKind::cuda) {
+    if (stream_->device().kind == DeviceKind::cuda) {
       auto watch = std::make_unique<gpu::Stopwatch>();
-      watch->start(stream_.queue());
-      ops::run(stream_, args);
-      watch->stop(stream_.queue());
+      watch->start(stream_->queue());
+      ops::run(*stream_, args);
+      watch->stop(stream_->queue());
       c_.profile->add(name, std::move(watch), cost.bytes, cost.flops);
       return;
     }
     const auto start = std::chrono::steady_clock::now();
-    ops::run(stream_, args);
+    ops::run(*stream_, args);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
     c_.profile->add(name, seconds, cost.bytes, cost.flops);
   }
@@ -82,7 +85,8 @@ class Runner {
                                .scratch = scratch_});
   }
 
-  Stream& stream_;
+  Stream* stream_ = nullptr;  // of a walk that runs; else
+  Survey* survey_ = nullptr;
   const LayerContext& c_;
   const Plan& plan_;
   const Dtype act_ = plan_.activations();

@@ -7,6 +7,7 @@
 #include "backend/backend.hpp"
 #include "core/quantised_weights.hpp"
 #include "mla/error.hpp"
+#include "model/outline.hpp"
 #include "model/text.hpp"
 #include "ops/run.hpp"
 
@@ -65,16 +66,23 @@ Absorption parse_absorption(std::string_view name) {
   throw InputError("unknown absorption '" + std::string(name) + "'; known: runtime full full_fp8");
 }
 
+namespace {
+
+template <class F>
+void each_map(const LayerWeights& w, F f) {
+  for (const auto* map : {&w.query_down, &w.query, &w.kv_down, &w.kv_up, &w.absorb_key, &w.value_up, &w.output,
+                          &w.absorbed_query, &w.query_rope, &w.absorbed_output})
+    if (*map) f(**map);
+  if (w.indexer)
+    for (const auto* map : {&w.indexer->query, &w.indexer->key, &w.indexer->head_weights}) f(**map);
+}
+
+}  // namespace
+
 size_t LayerWeights::bytes() const {
   size_t total = query_norm.values().size_bytes() + kv_norm.values().size_bytes();
-  auto add = [&](const std::shared_ptr<const Linear>& w) { total += w ? w->bytes : 0; };
-  for (const auto* w : {&query_down, &query, &kv_down, &kv_up, &absorb_key, &value_up, &output, &absorbed_query,
-                        &query_rope, &absorbed_output})
-    add(*w);
-  if (indexer) {
-    for (const auto* w : {&indexer->query, &indexer->key, &indexer->head_weights}) add(*w);
-    total += indexer->key_norm.values().size_bytes() + indexer->key_norm_bias.values().size_bytes();
-  }
+  each_map(*this, [&](const Linear& map) { total += map.bytes; });
+  if (indexer) total += indexer->key_norm.values().size_bytes() + indexer->key_norm_bias.values().size_bytes();
   return total;
 }
 
@@ -240,30 +248,60 @@ LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, const PrepareO
   return Preparation(m, t, o, device).run();
 }
 
-double prepared_bytes(const ModelConfig& m, int64_t layer, const PrepareOptions& o) {
-  const int64_t query_in = m.query_latent > 0 ? m.query_latent : m.hidden;
-  double total = 4.0 * static_cast<double>(m.query_latent + m.latent);
-  auto plain = [&](int64_t out, int64_t in) { total += weight_bytes(WeightFormat::plain, o.dtype, 1, out, in); };
-  if (m.query_latent > 0) plain(m.query_latent, m.hidden);
-  plain(m.entry(), m.hidden);
-  if (m.layer_has_indexer(layer)) {
+LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o, Device device) {
+  const int64_t query_in = m.query_latent > 0 ? m.query_latent : m.hidden, n = m.heads;
+  auto map = [&](int64_t heads, int64_t out, int64_t in, WeightFormat format = WeightFormat::plain, int64_t rows = 0,
+                 int64_t cols = 0) {
+    auto w = std::make_shared<Linear>();
+    w->heads = heads;
+    w->in = in;
+    w->out = out;
+    w->dtype = o.dtype;
+    w->format = format;
+    if (format == WeightFormat::fp8) {
+      w->block_rows = rows;
+      w->block_cols = cols;
+    }
+    return w;
+  };
+  LayerWeights w;
+  w.config = m;
+  w.device = device;
+  w.dtype = o.dtype;
+  w.absorption = o.absorption;
+  if (m.query_latent > 0) w.query_down = map(1, m.query_latent, m.hidden);
+  w.kv_down = map(1, m.entry(), m.hidden);
+  if (indexer) {
     const IndexerConfig& x = *m.indexer;
-    plain(x.heads * x.dim, m.query_latent);
-    plain(x.dim, m.hidden);
-    plain(x.heads, m.hidden);
-    total += 8.0 * static_cast<double>(x.dim);
+    w.indexer = IndexerWeights{.query = map(1, x.heads * x.dim, m.query_latent),
+                               .key = map(1, x.dim, m.hidden),
+                               .head_weights = map(1, x.heads, m.hidden),
+                               .key_norm = {},
+                               .key_norm_bias = {}};
   }
   if (o.absorption == Absorption::runtime) {
-    plain(m.heads * m.query_key(), query_in);
-    plain(m.heads * (m.nope + m.value), m.latent);
-    plain(m.hidden, m.heads * m.value);
-    return total + weight_bytes(o.up, o.dtype, m.heads, m.latent, m.nope) +
-           weight_bytes(o.up, o.dtype, m.heads, m.value, m.latent);
+    w.query = map(1, n * m.query_key(), query_in);
+    w.kv_up = map(1, n * (m.nope + m.value), m.latent);
+    w.output = map(1, m.hidden, n * m.value);
+    w.absorb_key = map(n, m.latent, m.nope, o.up);
+    w.value_up = map(n, m.value, m.latent, o.up);
+    return w;
   }
-  plain(m.heads * m.rope, query_in);
-  const WeightFormat f = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
-  return total + weight_bytes(f, o.dtype, m.heads, m.latent, query_in, m.fp8_block_rows, m.fp8_block_cols) +
-         weight_bytes(f, o.dtype, 1, m.hidden, m.heads * m.latent, m.fp8_block_rows, m.fp8_block_cols);
+  if (m.rope > 0) w.query_rope = map(1, n * m.rope, query_in);
+  const WeightFormat format = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
+  w.absorbed_query = map(n, m.latent, query_in, format, m.fp8_block_rows, m.fp8_block_cols);
+  w.absorbed_output = map(1, m.hidden, n * m.latent, format, m.fp8_block_rows, m.fp8_block_cols);
+  return w;
+}
+
+double prepared_bytes(const ModelConfig& m, int64_t layer, const PrepareOptions& o) {
+  const LayerWeights w = outline(m, m.layer_has_indexer(layer), o);
+  double total = 4.0 * static_cast<double>(m.query_latent + m.latent);
+  if (w.indexer) total += 8.0 * static_cast<double>(m.indexer->dim);
+  each_map(w, [&](const Linear& map) {
+    total += weight_bytes(map.format, map.dtype, map.heads, map.out, map.in, map.block_rows, map.block_cols);
+  });
+  return total;
 }
 
 }  // namespace mla

@@ -2,12 +2,25 @@
 #pragma once
 
 #include <string>
+#include <type_traits>
 
 #include "backend/backend.hpp"
 #include "core/gpu.hpp"
 #include "mla/error.hpp"
 
 namespace mla::ops {
+
+/// The name of the kernel that run() would call: see backend::KernelNames.
+template <class Args>
+std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, const Args& args) {
+  const backend::KernelNames& names = *b.kernel_names;
+  std::string (*entry)(const backend::GpuModel&, const Args&) = nullptr;
+  if constexpr (std::is_same_v<Args, ProjectArgs>) entry = names.project;
+  if constexpr (std::is_same_v<Args, AttendExpandedArgs>) entry = names.attend_expanded;
+  if constexpr (std::is_same_v<Args, AttendLatentArgs>) entry = names.attend_latent;
+  if constexpr (std::is_same_v<Args, IndexScoreArgs>) entry = names.index_score;
+  return entry ? entry(gpu, args) : std::string(names.usual);
+}
 
 #define MLA_RUN(Args, entry)                                                       \
   inline void run(Stream& stream, const Args& args) {                              \

@@ -154,19 +154,23 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   return p;
 }
 
+DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
+  return {.device = device,
+          .threads = threads,
+          .scratch_per_worker =
+              backend::backend(device).scratch_per_worker({.heads = m.heads,
+                                                           .latent = m.latent,
+                                                           .rope = m.rope,
+                                                           .nope = m.nope,
+                                                           .value = m.value,
+                                                           .hidden = m.hidden,
+                                                           .query_latent = m.query_latent,
+                                                           .index_heads = m.indexer ? m.indexer->heads : 0,
+                                                           .index_dim = m.indexer ? m.indexer->dim : 0})};
+}
+
 DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {
-  return {.device = stream.device(),
-          .threads = stream.workers(),
-          .scratch_per_worker = backend::backend(stream.device())
-                                    .scratch_per_worker({.heads = m.heads,
-                                                         .latent = m.latent,
-                                                         .rope = m.rope,
-                                                         .nope = m.nope,
-                                                         .value = m.value,
-                                                         .hidden = m.hidden,
-                                                         .query_latent = m.query_latent,
-                                                         .index_heads = m.indexer ? m.indexer->heads : 0,
-                                                         .index_dim = m.indexer ? m.indexer->dim : 0})};
+  return device_info(stream.device(), stream.workers(), m);
 }
 
 }  // namespace mla

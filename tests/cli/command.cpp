@@ -350,6 +350,54 @@ TEST_F(Command, PlanSaysWhetherAnOutputIsFused) {
       << spans.out;
 }
 
+TEST_F(Command, PlanNamesTheKernels) {
+  const fs::path file = folder_ / "plan.json";
+  const Outcome o = mla("plan --queries 1,100 --contexts 50,0 --path by_length --device cpu --json " + file.string());
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find("kernels on a CPU ("), std::string::npos) << o.out;
+  const json plan = json::parse(contents(file));
+  EXPECT_EQ(plan["tokens"], 101);
+  EXPECT_EQ(plan["requests"][0], (json{{"path", "latent"}, {"new_tokens", 1}, {"context_tokens", 50}}));
+  std::vector<std::string> ops;
+  for (const json& k : plan["kernels"]) {
+    ops.push_back(k["op"]);
+    EXPECT_EQ(k["kernel"], "cpu");
+    EXPECT_EQ(k["calls"], 1);
+  }
+  const std::vector<std::string> expected{
+      "query",    "kv_down", "norm_rope_append", "absorb",          "query_rope", "attend_latent",
+      "value_up", "kv_up",   "key_rope",         "attend_expanded", "output"};
+  EXPECT_EQ(ops, expected);
+  expect_bad("plan --device tpu", {"--device", "'tpu'", "cuda:N"});
+  expect_bad("plan --compute-capability 80", {"--compute-capability", "--device is cpu"});
+  expect_bad("plan --device cuda --compute-capability 9", {"--compute-capability", "9", "80"});
+#if MLA_HAVE_CUDA
+  // No GPU is needed to name its kernels.
+  const auto kernels = [&](const std::string& more) { return mla("plan --device cuda " + more).out; };
+  const auto says = [](const std::string& out, const std::string& line) {
+    EXPECT_NE(out.find("    " + line + "\n"), std::string::npos) << line << "\n" << out;
+  };
+  says(kernels("--contexts 4096"), "cuda/sm90, narrow, 16 rows: attend_latent");
+  says(kernels("--contexts 4096"), "cuda/generic, cuBLASLt in bf16: query, kv_down, absorb, value_up, output");
+  says(kernels("--model kimi-k2 --contexts 4096"), "cuda/sm90, wide, 64 rows: attend_latent");
+  says(kernels("--model deepseek-v3 --contexts 4096"), "cuda/sm90, wide, 128 rows: attend_latent");
+  says(kernels("--model deepseek-v3 --contexts 4096 --cache fp8"), "cuda/sm90, wide, 64 rows: attend_latent");
+  says(kernels("--model deepseek-v3 --queries 2048"), "cuda/sm90, 128 + 64 / 128: attend_expanded");
+  says(kernels("--model deepseek-v3.2 --queries 300 --contexts 4000 --path latent"),
+       "cuda/sm90, matrix units by warpgroups: index_score");
+  says(kernels("--contexts 4096 --up-weights mxfp4"),
+       "cuda/generic, mxfp4 weights dequantised for cuBLASLt in bf16: absorb, value_up");
+  for (const char* other : {"--contexts 4096 --compute f32", "--contexts 4096 --compute-capability 80",
+                            "--model minicpm3 --contexts 4096"}) {
+    const std::string out = kernels(other);
+    EXPECT_NE(out.find("attend_latent"), std::string::npos) << other << "\n" << out;
+    EXPECT_EQ(out.find("sm90"), std::string::npos) << other << "\n" << out;
+  }
+#else
+  expect_bad("plan --device cuda", {"cuda:0", "not built with CUDA"});
+#endif
+}
+
 TEST_F(Command, InfoShowsMachineModelsAndFormats) {
   const Outcome o = mla("info --threads 1");
   EXPECT_EQ(o.status, 0) << o.err;

@@ -148,6 +148,7 @@ class Engine {
   std::span<const int32_t> pages(int64_t sequence) const { return sequences_[sequence].pages; }
 
   bool padding_touched = false;
+  Profile* profile = nullptr;  ///< filled by steps when there
   Plan last_plan;
   int64_t allocations = 0;  ///< during forward(), counted through `counter`
   int64_t (*counter)() = nullptr;
@@ -171,6 +172,7 @@ class Engine {
                                .rotary = rotary_,
                                .cache = cache_.view(),
                                .workspace = workspace,
+                               .profile = profile,
                                .index_cache = index_cache_.view(),
                                .index_rotary = &index_rotary_,
                                .selection = {selection_.data(), selection_.size()}};

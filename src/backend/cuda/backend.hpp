@@ -13,6 +13,7 @@
 namespace mla::cuda {
 
 std::string_view target();
+extern const backend::KernelNames kernel_names;
 size_t scratch_per_worker(const backend::ScratchShape& shape);
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
                                    Device device);
@@ -47,6 +48,10 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a);
 void finish_topk(Stream& stream, const ops::FinishTopkArgs& a);
 void fill_topk(Stream& stream, const ops::FillTopkArgs& a);
 void hadamard(Stream& stream, const ops::HadamardArgs& a);
+
+/// Names of kernels: see backend::KernelNames.
+std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a);
+std::string index_score_kernel(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a);
 
 namespace generic {
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);

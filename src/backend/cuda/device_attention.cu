@@ -171,7 +171,7 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                                    .out = a.out,
                                    .lse = m.lse,
                                    .scratch = {m.scratch, kScratch}};
-  if (cuda::sm90::serves(queue, args)) cuda::sm90::attend_latent(queue, args, /*after_writer=*/true);
+  if (cuda::sm90::serves(cuda::model_of(queue), args)) cuda::sm90::attend_latent(queue, args, /*after_writer=*/true);
   else cuda::generic::attend_positions(queue, args);
   form(queue, m.lse, a.lse);
 }

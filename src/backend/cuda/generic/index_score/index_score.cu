@@ -8,6 +8,7 @@
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/generic/index_score/tensor.cuh"
+#include "backend/cuda/sm90/ops.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -135,8 +136,34 @@ __global__ void __launch_bounds__(kPlainThreads, 4) plain_kernel(const IndexScor
   }
 }
 
+// Heads of a block's queries, in chunks of 64, and bytes that a token's take in shared memory.
+int chunks_of(int64_t heads) { return static_cast<int>((heads + 63) / 64); }
+int token_bytes_of(int chunks) { return std::max(1, chunks) * 64 * 260; }
+
+enum class Kernel : uint8_t { plain, warps, warpgroups };
+
+Kernel kernel_for(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
+  const IndexCacheSpec& spec = a.cache.spec;
+  const bool narrow_keys = spec.format != IndexCacheFormat::f32, narrow_queries = a.q.dtype() != Dtype::f32;
+  const bool tensor = narrow_keys && narrow_queries && spec.dim == kIndexDim && a.cache.page_stride % 16 == 0 &&
+                      reinterpret_cast<uintptr_t>(a.cache.data) % 16 == 0 &&
+                      token_bytes_of(chunks_of(a.q.extent<IndexHead>())) <= kQueryBytes + 1024;
+  if (!tensor) return Kernel::plain;
+  const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = a.q.dtype() == Dtype::fp8_e4m3;
+  return gpu.hopper && fp8_keys == fp8_queries ? Kernel::warpgroups : Kernel::warps;
+}
+
 }  // namespace
 }  // namespace generic
+
+std::string index_score_kernel(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
+  switch (generic::kernel_for(gpu, a)) {
+    case generic::Kernel::warpgroups: return "cuda/sm90, matrix units by warpgroups";
+    case generic::Kernel::warps: return "cuda/generic, matrix units by warps";
+    case generic::Kernel::plain: break;
+  }
+  return "cuda/generic, f32 arithmetic";
+}
 
 void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   using namespace generic;
@@ -179,10 +206,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   const std::string shape = "items " + std::to_string(items) + ", tokens " + std::to_string(most_tokens) +
                             ", columns " + std::to_string(columns) + ", heads " + std::to_string(s.heads) + ", dim " +
                             std::to_string(s.dim);
-  const bool narrow_keys = spec.format != IndexCacheFormat::f32, narrow_queries = s.q_dtype != Dtype::f32;
-  const int chunks = (s.heads + 63) / 64, token_bytes = std::max(1, chunks) * 64 * 260;
-  const bool tensor = narrow_keys && narrow_queries && s.dim == kIndexDim && s.page_stride % 16 == 0 &&
-                      reinterpret_cast<uintptr_t>(s.cache) % 16 == 0 && token_bytes <= kQueryBytes + 1024;
+  const int chunks = chunks_of(s.heads);
+  const Kernel kernel = kernel_for(model_of(queue), a);
   // Whole waves of two blocks a multiprocessor, each block with keys enough to be worth its queries' layout.
   const auto divide = [&](int waves, int64_t least, int64_t most) {
     const int64_t wanted = int64_t{queue.multiprocessors()} * 2 * waves,
@@ -191,7 +216,7 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     s.ranges = (columns + s.range - 1) / s.range;
     return items * s.groups * s.ranges;
   };
-  if (!tensor) {
+  if (kernel == Kernel::plain) {
     if (s.dim > kMostPlainDim)
       throw UnsupportedError("index_score: cache dim is " + std::to_string(s.dim) + ", cuda serves up to " +
                              std::to_string(kMostPlainDim));
@@ -210,7 +235,7 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   // Groups of several tokens see unequally much: more waves even that out.
   const int64_t blocks = s.groups > 1 ? divide(8, 256, 8192) : divide(2, 256, 32768);
   const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = s.q_dtype == Dtype::fp8_e4m3;
-  if (queue.hopper() && fp8_keys == fp8_queries) score_by_warpgroups(queue.stream(), s, blocks, shape);
+  if (kernel == Kernel::warpgroups) score_by_warpgroups(queue.stream(), s, blocks, shape);
   else if (fp8_keys && fp8_queries) launch_by_heads<fp8_e4m3, f16, WarpProduct>(queue.stream(), s, blocks, shape);
   else if (fp8_keys) launch_by_heads<fp8_e4m3, bf16, WarpProduct>(queue.stream(), s, blocks, shape);
   else launch_by_heads<bf16, bf16, WarpProduct>(queue.stream(), s, blocks, shape);

@@ -81,6 +81,13 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
   return linear;
 }
 
+std::string project_kernel(const backend::GpuModel&, const ops::ProjectArgs& a) {
+  const Linear& w = *a.weights;
+  const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
+  if (w.format == WeightFormat::plain) return "cuda/generic, " + product;
+  return "cuda/generic, " + std::string(to_string(w.format)) + " weights dequantised for " + product;
+}
+
 void project(Stream& stream, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
   if (a.rows == 0 || w.heads == 0 || w.out == 0) return;

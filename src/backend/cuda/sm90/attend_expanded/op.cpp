@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <string>
 
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
@@ -14,16 +15,21 @@ bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size) 
 
 }  // namespace
 
-bool serves(const Queue& queue, const ops::AttendExpandedArgs& a) {
+bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
   const bool dims = rope == 64 && ((nope == 128 && value == 128) || (nope == 192 && value == 256));
-  return queue.hopper() && dims && !a.quantized && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
+  return gpu.hopper && dims && !a.quantized && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
          a.k_nope.dtype() == Dtype::bf16 && a.scale > 0 &&
          aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), 2) &&
          aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), 2) &&
          aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, 2) &&
          aligned(a.v.data(), a.v.stride<Key>(), a.v.stride<Head>(), 2) &&
          aligned(a.out.data(), a.out.stride<Token>(), a.out.stride<Head>(), size_of(a.out.dtype()));
+}
+
+std::string kernel(const backend::GpuModel&, const ops::AttendExpandedArgs& a) {
+  return std::to_string(a.k_nope.extent<Nope>()) + " + " + std::to_string(a.k_pe.extent<Rope>()) + " / " +
+         std::to_string(a.v.extent<Value>());
 }
 
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {

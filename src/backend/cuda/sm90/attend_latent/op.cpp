@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
@@ -32,13 +33,37 @@ AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::Atten
   return l;
 }
 
+// As many items as may run together, from `begin` on. Pieces of fixed length may need more partial rows than scratch
+// holds: then as many items at a time as fit.
+struct Part {
+  size_t count;
+  AttendLatentLimits limits;
+  AttendLatentChoice choice;
+};
+Part part_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, size_t room) {
+  const auto first = [&](size_t count) {
+    const AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
+    return Part{
+        count, limits,
+        attend_latent_choice(limits, static_cast<int>(a.cache.spec.page_size), multiprocessors, a.cache.spec.format)};
+  };
+  Part part = first(a.items.size() - begin);
+  while (part.count > 1 && (attend_latent_partials(part.limits, part.choice) > room ||
+                            attend_latent_counters(part.limits, part.choice) > Queue::kCounters))
+    part = first((part.count + 1) / 2);
+  return part;
+}
+
+// Where partial rows begin in scratch.
+size_t partials_at(const ops::AttendLatentArgs& a) { return -reinterpret_cast<uintptr_t>(a.scratch.data) & 255; }
+
 }  // namespace
 
-bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
+bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   const CacheSpec& spec = a.cache.spec;
   const bool whole =
       std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
-  return queue.hopper() && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 && serves(spec.format) &&
+  return gpu.hopper && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 && serves(spec.format) &&
          spec.latent == kLatent && spec.rope == kRope && a.cache.page_stride == spec.page_bytes() &&
          (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && a.q.extent<Head>() <= kMostHeads &&
          dense_rows(a.q, kLatent + kRope) && dense_rows(a.out, kLatent) && a.block_table.stride<Page>() == 1 &&
@@ -47,24 +72,26 @@ bool serves(const Queue& queue, const ops::AttendLatentArgs& a) {
          reinterpret_cast<uintptr_t>(a.cache.data) % 16 == 0 && a.scale > 0;
 }
 
+// The launches' tiles, the first launch's first.
+std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
+  std::string names;
+  for (size_t begin = 0; begin < a.items.size();) {
+    const Part part = part_at(begin, a, gpu.multiprocessors, a.scratch.per_worker - partials_at(a));
+    const std::string name =
+        (part.choice.tile_rows <= 32 ? "narrow, " : "wide, ") + std::to_string(part.choice.tile_rows) + " rows";
+    if (names.find(name) == std::string::npos) names += (names.empty() ? "" : " and ") + name;
+    begin += part.count;
+  }
+  return names;
+}
+
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool after_writer) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
-  const CacheFormat format = a.cache.spec.format;
   const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
-  std::byte* const partials = a.scratch.data + (-reinterpret_cast<uintptr_t>(a.scratch.data) & 255);
-  const size_t room = a.scratch.per_worker - static_cast<size_t>(partials - a.scratch.data);
-  // Pieces of fixed length may need more partial rows than scratch holds: then as many items at a time as fit.
+  const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
-    size_t count = a.items.size() - begin;
-    AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
-    AttendLatentChoice choice = attend_latent_choice(limits, page_size, queue.multiprocessors(), format);
-    while (count > 1 && (attend_latent_partials(limits, choice) > room ||
-                         attend_latent_counters(limits, choice) > Queue::kCounters)) {
-      count = (count + 1) / 2;
-      limits = limits_of(a.items.subspan(begin, count), a);
-      choice = attend_latent_choice(limits, page_size, queue.multiprocessors(), format);
-    }
+    auto [count, limits, choice] = part_at(begin, a, queue.multiprocessors(), room);
     choice.overlap = choice.overlap && !after_writer;
     cuda::attend_latent({.limits = limits,
                          .q = a.q.data(),
@@ -84,7 +111,7 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool afte
                          .lse_head_stride = a.lse.stride<Head>(),
                          .counters = queue.counters(),
                          .counter_count = Queue::kCounters,
-                         .partials = partials,
+                         .partials = a.scratch.data + partials_at(a),
                          .partials_bytes = room},
                         choice, queue.stream());
     begin += count;
