@@ -24,6 +24,7 @@ ShapeFlags::ShapeFlags(CLI::App& command)
       dtype_(to_string(p_.dtype)),
       output_(to_string(p_.output)),
       weights_(to_string(p_.weights)),
+      inputs_(to_string(p_.inputs)),
       index_format_(to_string(p_.index_format)) {
   const std::string group = "Shape (an op reads those it knows)";
   auto number = [&](const char* flag, auto& value, const char* what) {
@@ -48,6 +49,7 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   number("--format", format_, "Cache format");
   number("--page-size", p_.page_size, "Tokens a page");
   number("--weights", weights_, "project: how weights are held: plain fp8 mxfp4");
+  number("--activations", inputs_, "project, of fp8 weights: plain or fp8_128");
   number("--weight-block", p_.weight_block, "project: side of the fp8 weights under one scale; 0: one scale for all");
   number("--dtype", dtype_, "Main operands: f32 bf16 f16 fp8_e4m3");
   flag("--neox", p_.neox, "rope: NeoX halves instead of interleaved pairs");
@@ -75,6 +77,7 @@ cases::Params ShapeFlags::params() const {
   p.format = parse_cache_format(format_);
   p.dtype = parse_dtype(dtype_);
   p.weights = parse_weight_format(weights_);
+  p.inputs = parse_activations(inputs_);
   p.index_format = parse_index_cache_format(index_format_);
   p.causal = !full_;
   p.output = parse_output_spec(output_);

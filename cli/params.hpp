@@ -23,7 +23,7 @@ class ShapeFlags {
 
  private:
   cases::Params p_;
-  std::string format_, dtype_, output_, weights_, index_format_;
+  std::string format_, dtype_, output_, weights_, inputs_, index_format_;
   bool full_ = false;
   std::vector<CLI::Option*> options_;
   CLI::Option *splits_ = nullptr, *topk_ = nullptr;

@@ -136,6 +136,15 @@ class Linear {
   size_t bytes = 0;                        ///< memory held
 };
 
+/// What products with fp8 weights take their inputs as.
+enum class Activations : uint8_t {
+  plain,    ///< rounded to the products' dtype, as the weights' values are
+  fp8_128,  ///< e4m3 codes with an f32 scale, max(amax, 1e-10) / 448, for each row and 128 inputs (mla/quant.hpp)
+};
+std::string_view to_string(Activations a);
+/// InputError listing the names when there are no such activations.
+Activations parse_activations(std::string_view name);
+
 /// Where W_UK and W_UV go on the latent path.
 enum class Absorption : uint8_t {
   runtime,   ///< each step multiplies queries by W_UK^T and outputs by W_UV; both paths are served

@@ -72,6 +72,7 @@ mla_status mla_project(mla_stream* stream, const mla_project_args* args) {
                        .y_rows = read_list("y_rows", a.y_rows, a.y_rows_count),
                        .rows = a.rows,
                        .batch_invariant = read_flag("batch_invariant", a.batch_invariant),
+                       .activations = read_enum("activations", a.activations, Activations::fp8_128),
                        .scratch = c.scratch(a.scratch, a.scratch_bytes)};
     if (a.quantized) p.quantized = read_quantized("quantized", a.quantized, c.device());
     else p.y = c.tensors.write<Token, Head, Out>("y", a.y, {Dtype::f32, Dtype::bf16});

@@ -12,6 +12,7 @@ static_assert(static_cast<int>(Dtype::fp8_e4m3) == MLA_FP8_E4M3 && static_cast<i
               static_cast<int>(Dtype::bf16) == MLA_BF16);
 static_assert(static_cast<int>(WeightFormat::mxfp4) == MLA_WEIGHTS_MXFP4 &&
               static_cast<int>(WeightFormat::fp8) == MLA_WEIGHTS_FP8);
+static_assert(static_cast<int>(Activations::fp8_128) == MLA_ACTIVATIONS_FP8_128);
 static_assert(static_cast<int>(Absorption::full_fp8) == MLA_ABSORB_FULL_FP8 &&
               static_cast<int>(Absorption::full) == MLA_ABSORB_FULL);
 

@@ -29,6 +29,14 @@ WeightFormat parse_weight_format(std::string_view name) {
   throw InputError("unknown weight format '" + std::string(name) + "'; known: plain fp8 mxfp4");
 }
 
+std::string_view to_string(Activations a) { return a == Activations::plain ? "plain" : "fp8_128"; }
+
+Activations parse_activations(std::string_view name) {
+  for (Activations a : {Activations::plain, Activations::fp8_128})
+    if (name == to_string(a)) return a;
+  throw InputError("unknown activations '" + std::string(name) + "'; known: plain fp8_128");
+}
+
 double weight_bytes(WeightFormat format, Dtype dtype, int64_t heads, int64_t out, int64_t in, int64_t block_rows,
                     int64_t block_cols) {
   const double elements = static_cast<double>(heads) * static_cast<double>(out) * static_cast<double>(in);

@@ -212,6 +212,24 @@ TEST(COps, Project) {
   a.scratch_bytes = 64;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_project(s, &a), "scratch");
   a.scratch_bytes = memory.size;
+  a.activations = MLA_ACTIVATIONS_FP8_128;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_project(s, &a), "activations fp8_128 are for weights in fp8");
+  Linear fp8;
+  ASSERT_OK(mla_linear_create(w, MLA_F32, MLA_WEIGHTS_FP8, 0, 0, kCpu, &fp8));
+  a.weights = fp8;
+  ASSERT_OK(mla_project(s, &a));
+  for (int o = 0; o < 5; ++o) {
+    double sum = 0, size = 0;
+    for (int i = 0; i < 7; ++i) {
+      const double term = double{w[o * 7 + i]} * x[3 * 2 * 7 + i];
+      sum += term;
+      size += std::abs(term);
+    }
+    EXPECT_NEAR(y[o], sum, size * (17.0 / 16 * 17 / 16 - 1) + 1e-3);  // either side loses up to 1/16
+  }
+  a.activations = 2;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_project(s, &a), "activations");
+  a.activations = MLA_ACTIVATIONS_PLAIN;
   a.y = nullptr;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_project(s, &a), "mla_project: y is missing");
   mla_linear* none = nullptr;

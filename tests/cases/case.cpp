@@ -18,6 +18,7 @@ std::string describe(const Params& p, std::string_view op) {
          (p.causal ? " causal" : " full") + (p.batch_invariant ? " batch_invariant" : "") + " splits=" + n(p.splits) +
          " output=" + to_string(p.output) +
          (p.weights == WeightFormat::plain ? "" : " weights=" + std::string(to_string(p.weights))) +
+         (p.inputs == Activations::plain ? "" : " inputs=" + std::string(to_string(p.inputs))) +
          (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
          " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + " index_dim=" + n(p.index_dim) +
          " index_format=" + std::string(to_string(p.index_format)) + " seed=" + std::to_string(p.seed);

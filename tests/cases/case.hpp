@@ -39,6 +39,7 @@ struct Params {
   int64_t splits = 1;                                 ///< attend_latent, attend_sparse
   OutputSpec output{.kind = OutputKind::fp8_groups};  ///< quantize; its numbers scale and global_scale are the case's
   WeightFormat weights = WeightFormat::plain;         ///< project
+  Activations inputs = Activations::plain;            ///< project, of fp8 weights
   int64_t weight_block = 0;  ///< project, fp8 weights: side of the square under a scale; 0: one scale
   int64_t topk = 2048;       ///< selected positions of a query row
   int64_t sources = 1;       ///< attend_sparse: caches

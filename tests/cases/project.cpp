@@ -5,6 +5,7 @@
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
 #include "cases/scratch.hpp"
+#include "ops/project/activations.hpp"
 #include "ops/run.hpp"
 
 namespace mla::cases {
@@ -47,6 +48,7 @@ class ProjectCase final : public Case {
              .y_rows = y_rows_,
              .rows = rows_,
              .batch_invariant = p.batch_invariant,
+             .activations = p.inputs,
              .scratch = {}};
   }
   void run(Stream& stream) override {
@@ -60,18 +62,25 @@ class ProjectCase final : public Case {
     const int64_t judged = std::min(rows_, affordable);
     auto row = [&](int64_t i) { return judged < 2 ? 0 : i * (rows_ - 1) / (judged - 1); };
 
-    // The contract's operands: rounded to the weights' dtype before the product.
+    // The contract's operands: rounded to the weights' dtype before the product. What fp8 codes of both sides stand for
+    // may also be multiplied as it is: that is the exact answer then, and the rounding a plain computation's.
+    const bool fp8 = args_.activations == Activations::fp8_128;
     auto operand = [&](float v) { return linear_->dtype == Dtype::bf16 ? to_float(to_bf16(v)) : v; };
-    std::vector<float> x, w = weights_, got, plain;
+    std::vector<float> x, w = weights_, got, plain, taken(static_cast<size_t>(in));
     for (float& v : w) v = operand(v);
     for (int64_t i = 0; i < judged; ++i)
       for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t k = 0; k < in; ++k)
-          x.push_back(operand(args_.x(x_rows_.empty() ? row(i) : x_rows_[row(i)], h, k)));
+        for (int64_t k = 0; k < in; ++k) taken[k] = args_.x(x_rows_.empty() ? row(i) : x_rows_[row(i)], h, k);
+        if (fp8) {
+          x.insert(x.end(), taken.begin(), taken.end());
+          ops::through_fp8(taken.data(), taken.data(), in);
+        }
+        for (float& v : taken) v = operand(v);
+        if (!fp8) x.insert(x.end(), taken.begin(), taken.end());
         for (int64_t o = 0; o < out; ++o) {
           got.push_back(args_.y(y_rows_.empty() ? row(i) : y_rows_[row(i)], h, o));
           float sum = 0;
-          for (int64_t k = 0; k < in; ++k) sum += x[(i * heads + h) * in + k] * w[(h * out + o) * in + k];
+          for (int64_t k = 0; k < in; ++k) sum += taken[k] * w[(h * out + o) * in + k];
           plain.push_back(args_.y.dtype() == Dtype::bf16 ? to_float(to_bf16(sum)) : sum);
         }
       }
@@ -80,11 +89,13 @@ class ProjectCase final : public Case {
     dense.x_rows = {};
     dense.rows = judged;
     Exact<Token, Head, Out> exact({judged, heads, out});
-    ops::reference(dense, w, exact.view());
+    ops::reference(dense, fp8 ? weights_ : w, exact.view());
     double unit = args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
     // Tensor cores cut sums off, to f32 and toward zero, every 16 products: errors of one sign add up.
     if (device_.kind == DeviceKind::cuda && linear_->dtype == Dtype::bf16)
       unit = std::max(unit, static_cast<double>(in) / 16 * 0x1p-26);
+    // Those that multiply codes keep 14 bits of a sum of 128 products.
+    if (device_.kind == DeviceKind::cuda && fp8 && linear_->dtype == Dtype::bf16) unit = std::max(unit, 0x1p-14);
     return unless_touched(compare(got, exact.values, plain, unit), y_.intact(), "y");
   }
   ops::Cost cost() const override { return ops::cost(args_); }
@@ -158,6 +169,34 @@ std::vector<Params> sweep(uint64_t seed) {
       Random random(seed);
       for (int i = 0; i < 6; ++i)
         add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 700), random.integer(1, 400));
+    }
+  // The same weights with fp8 activations: groups that end short, heads, and what a GPU multiplies as codes, whose rows
+  // need not come in fours.
+  for (Dtype dtype : {Dtype::f32, Dtype::bf16})
+    for (int64_t block : {0, 48, 128}) {
+      auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
+        cases.push_back({.requests = rows,
+                         .ragged = seed % 2 == 1,
+                         .heads = heads,
+                         .in = in,
+                         .out = out,
+                         .dtype = dtype,
+                         .batch_invariant = seed % 3 == 1,
+                         .weights = WeightFormat::fp8,
+                         .inputs = Activations::fp8_128,
+                         .weight_block = block,
+                         .seed = seed + 1});
+        ++seed;
+      };
+      for (int64_t in : {1, 33, 127, 129, 513, 1100}) add(6, 2, in, 33);
+      add(4, 16, 128, 512);
+      add(4, 16, 512, 128);
+      for (int64_t rows : {0, 1, 2, 3, 4, 5, 63, 64, 65, 150}) add(rows, 1, 256, 128), add(rows, 1, 640, 208);
+      add(7, 1, 7168, 576);
+      add(130, 1, 1536, 384);
+      Random random(seed);
+      for (int i = 0; i < 4; ++i)
+        add(random.integer(1, 100), 1, 16 * random.integer(1, 60), 16 * random.integer(1, 40));
     }
   return cases;
 }

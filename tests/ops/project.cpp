@@ -21,17 +21,26 @@ struct Shape {
   int64_t heads, in, out;
 };
 
-// How weights are held: plain, one fp8 scale, fp8 blocks, mxfp4.
+// How weights are held, and what they are multiplied with: plain, one fp8 scale, fp8 blocks, mxfp4, fp8 activations.
 struct Held {
   WeightFormat format = WeightFormat::plain;
   int64_t block = 0;
+  Activations activations = Activations::plain;
 };
-constexpr Held kHeld[] = {{}, {WeightFormat::fp8, 0}, {WeightFormat::fp8, 128}, {WeightFormat::mxfp4, 0}};
-std::string name(const Held& h) { return " " + std::string(to_string(h.format)) + " " + std::to_string(h.block); }
+constexpr Held kHeld[] = {{},
+                          {WeightFormat::fp8, 0},
+                          {WeightFormat::fp8, 128},
+                          {WeightFormat::mxfp4, 0},
+                          {WeightFormat::fp8, 128, Activations::fp8_128}};
+std::string name(const Held& h) {
+  return " " + std::string(to_string(h.format)) + " " + std::to_string(h.block) + " activations " +
+         std::string(to_string(h.activations));
+}
 
 class Product {
  public:
-  Product(const Shape& shape, Dtype dtype, const Held& held = {}) : x(kRows * shape.heads * shape.in), shape_(shape) {
+  Product(const Shape& shape, Dtype dtype, const Held& held = {})
+      : x(kRows * shape.heads * shape.in), shape_(shape), held_(held) {
     cases::Random random(7);
     std::vector<float> w(shape.heads * shape.out * shape.in);
     random.fill_normal(w);
@@ -56,6 +65,7 @@ class Product {
                               .y = View<float, Token, Head, Out>(y.data(), {rows, shape_.heads, shape_.out}),
                               .rows = rows,
                               .batch_invariant = invariant,
+                              .activations = held_.activations,
                               .scratch = {scratch.data(), per_worker}});
     return y;
   }
@@ -66,6 +76,7 @@ class Product {
 
  private:
   Shape shape_;
+  Held held_;
 };
 
 bool same_bits(std::span<const float> a, std::span<const float> b) {
@@ -87,9 +98,10 @@ class OnTarget : public testing::TestWithParam<const char*> {
 TEST_P(OnTarget, InvariantRowsKeepTheirBitsInEveryBatchAndPosition) {
   ThreadPool pool(2);
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
-    for (const auto& [shape, held] : {std::pair{Shape{1, 300, 333}, kHeld[0]}, std::pair{Shape{3, 128, 65}, kHeld[0]},
-                                      std::pair{Shape{1, 700, 300}, kHeld[1]}, std::pair{Shape{1, 300, 257}, kHeld[2]},
-                                      std::pair{Shape{2, 530, 65}, kHeld[3]}}) {
+    for (const auto& [shape, held] :
+         {std::pair{Shape{1, 300, 333}, kHeld[0]}, std::pair{Shape{3, 128, 65}, kHeld[0]},
+          std::pair{Shape{1, 700, 300}, kHeld[1]}, std::pair{Shape{1, 300, 257}, kHeld[2]},
+          std::pair{Shape{2, 530, 65}, kHeld[3]}, std::pair{Shape{1, 700, 300}, kHeld[4]}}) {
       const Product product(shape, dtype, held);
       std::vector<std::vector<float>> alone;
       for (int32_t r = 0; r < kRows; ++r) alone.push_back(product.run(pool, {&r, 1}, true));

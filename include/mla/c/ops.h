@@ -135,7 +135,7 @@ typedef struct mla_project_args {
   void* scratch;
   size_t scratch_bytes;
   int32_t batch_invariant;  ///< 1: a row's bits do not depend on the other rows
-  int32_t reserved;
+  int32_t activations;      ///< MLA_ACTIVATIONS_..., fp8_128 of fp8 weights alone; default plain
 } mla_project_args;
 MLA_API mla_status mla_project(mla_stream* stream, const mla_project_args* args);
 
@@ -191,8 +191,8 @@ typedef struct mla_rope_append_args {
 } mla_rope_append_args;
 MLA_API mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args);
 
-/// mla_norm of kv_c in place, then mla_rope_append, in one pass. Rows with a negative slot are normed and rotated all the
-/// same.
+/// mla_norm of kv_c in place, then mla_rope_append, in one pass. Rows with a negative slot are normed and rotated all
+/// the same.
 typedef struct mla_norm_rope_append_args {
   size_t struct_size;
   const DLTensor* q_pe;      ///< [Token, Head, Rope], rows, Rope dense; rotated in place

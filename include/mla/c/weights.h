@@ -11,6 +11,9 @@ extern "C" {
 
 /// How W_UK and W_UV of the latent path, or a linear map, are held.
 enum { MLA_WEIGHTS_PLAIN = 0, MLA_WEIGHTS_FP8 = 1, MLA_WEIGHTS_MXFP4 = 2 };
+/// What products with fp8 weights take their inputs as: rounded to the products' dtype; or e4m3 codes with a scale for
+/// each row and 128 inputs.
+enum { MLA_ACTIVATIONS_PLAIN = 0, MLA_ACTIVATIONS_FP8_128 = 1 };
 /// Where W_UK and W_UV go on the latent path; the two full ones serve the latent path alone.
 enum { MLA_ABSORB_RUNTIME = 0, MLA_ABSORB_FULL = 1, MLA_ABSORB_FULL_FP8 = 2 };
 

@@ -10,6 +10,9 @@ void check(const ProjectArgs& a) {
   require_equal("project", "x In", a.x.extent<In>(), "weights in", a.weights->in);
   require_dense<In>("project", "x", a.x);
   require_dtype("project", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
+  if (a.activations != Activations::plain && a.weights->format != WeightFormat::fp8)
+    throw UnsupportedError("project: activations " + std::string(to_string(a.activations)) +
+                           " are for weights in fp8, these are " + std::string(to_string(a.weights->format)));
   if (a.quantized) {
     check_quantized_heads("project", a.quantized, 0, a.weights->heads, a.weights->out);
   } else {

@@ -12,6 +12,9 @@ namespace mla::cpu {
 
 constexpr int64_t kPanel = 256;  // output columns that share a pack; a multiple of every group of a quantised output
 constexpr int64_t kMaxRows = kRowBlocks.back();
+// Inputs of quantised weights that are staged together, and so the most whose activations are quantised at once: a
+// multiple of every group.
+constexpr int64_t kActivationPart = 512;
 
 inline size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 

@@ -18,6 +18,38 @@ constexpr int64_t kPanelsPerTask =
 // always serves.
 constexpr size_t kInvariantBlocks[] = {3, 4, 5, 6, 7, 8, 9, 2, 1, 0};
 
+// Up to kActivationPart inputs of a row as the values of their fp8_128 codes.
+class Fp8Row {
+ public:
+  Fp8Row()
+      : writer_({.spec = kSpec,
+                 .tokens = 1,
+                 .width = kActivationPart,
+                 .data = codes_,
+                 .row_stride = kActivationPart,
+                 .scales = reinterpret_cast<std::byte*>(scales_)}) {}
+  Fp8Row(const Fp8Row&) = delete;
+  Fp8Row& operator=(const Fp8Row&) = delete;
+
+  void operator()(const void* x, Dtype dtype, int64_t count, float* values) const {
+    const float* from = static_cast<const float*>(x);
+    if (dtype == Dtype::bf16) {
+      convert(static_cast<const bf16*>(x), values, count);
+      from = values;
+    }
+    writer_.write(0, nullptr, 1, 0, from, 0, count);
+    for (int64_t i = 0; i < count; i += kSpec.group)
+      convert(reinterpret_cast<const fp8_e4m3*>(codes_ + i), values + i, std::min(kSpec.group, count - i),
+              scales_[i / kSpec.group]);
+  }
+
+ private:
+  static constexpr OutputSpec kSpec{.kind = OutputKind::fp8_groups, .group = 128};
+  alignas(64) mutable std::byte codes_[kActivationPart];
+  mutable float scales_[kActivationPart / 128];
+  QuantizedWriter writer_;
+};
+
 }  // namespace
 
 void CpuLinear::use(std::span<const PanelKernel* const> kernels) {
@@ -31,14 +63,23 @@ void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& r
                       int64_t pitch, std::byte* to) const {
   const size_t used = static_cast<size_t>(count) * operand_bytes(),
                row_bytes = static_cast<size_t>(pitch) * operand_bytes();
+  const bool fp8 = a.activations == Activations::fp8_128;
+  const Fp8Row through;
   for (int64_t r = 0; r < rows.rows; ++r) {
     const int64_t row = a.x_rows.empty() ? rows.first + r : a.x_rows[rows.first + r];
     const void* x = a.x.at(row, head, begin);
+    Dtype from = a.x.dtype();
+    alignas(64) float values[kActivationPart];
+    if (fp8) {
+      through(x, from, count, values);
+      x = values;
+      from = Dtype::f32;
+    }
     std::byte* y = to + static_cast<size_t>(r) * row_bytes;
     if (native_bf16) {
-      if (a.x.dtype() == Dtype::bf16) std::memcpy(y, x, used);
+      if (from == Dtype::bf16) std::memcpy(y, x, used);
       else convert(static_cast<const float*>(x), reinterpret_cast<bf16*>(y), count);
-    } else if (a.x.dtype() == Dtype::bf16) {
+    } else if (from == Dtype::bf16) {
       convert(static_cast<const bf16*>(x), reinterpret_cast<float*>(y), count);
     } else if (dtype == Dtype::bf16) {
       for (int64_t i = 0; i < count; ++i)

@@ -18,7 +18,7 @@ namespace {
 
 // Inputs that are dequantised together: a panel of 256 columns then takes 512 KB in f32 and stays in a core's L2. A
 // multiple of mxfp4's group. The parts' sums are added in order.
-constexpr int64_t kPart = 512;
+constexpr int64_t kPart = kActivationPart;
 static_assert(kPart % kMxGroup == 0);
 
 class QuantisedLinear final : public CpuLinear {

@@ -57,7 +57,14 @@ const Library& library() {
   return l;
 }
 
-cudaDataType_t type_of(Dtype t) { return t == Dtype::f32 ? CUDA_R_32F : CUDA_R_16BF; }
+cudaDataType_t type_of(Dtype t) {
+  return t == Dtype::f32 ? CUDA_R_32F : t == Dtype::fp8_e4m3 ? CUDA_R_8F_E4M3 : CUDA_R_16BF;
+}
+
+// What cuBLASLt calls scales by blocks since 12.9; headers before that do not know the names.
+constexpr auto kScaleModeOfA = static_cast<cublasLtMatmulDescAttributes_t>(31),
+               kScaleModeOfB = static_cast<cublasLtMatmulDescAttributes_t>(32);
+constexpr int32_t kScaleVec128 = 4, kScaleBlock128x128 = 5;
 
 std::string shape_of(const Product& p) {
   return std::to_string(p.batch) + " x [" + std::to_string(p.rows) + ", " + std::to_string(p.in) + "] x [" +
@@ -100,6 +107,7 @@ Blas::~Blas() {
 struct Blas::Problem {
   cublasLtMatmulDescOpaque_t desc;
   cublasLtMatrixLayoutOpaque_t w, x, y;
+  bool known = true;  // to this cuBLASLt
 
   Problem(const Product& p, int64_t rows, std::string_view op) {
     const Library& l = library();
@@ -119,10 +127,19 @@ struct Blas::Problem {
     layout(w, p.dtype, p.in, p.out, p.w_row, p.w_matrix);
     layout(x, p.dtype, p.in, rows, p.x_row, p.x_matrix);
     layout(y, p.y_dtype, p.out, rows, p.y_row, p.y_matrix);
+    if (p.dtype != Dtype::fp8_e4m3) return;
+    const auto attribute = [&](cublasLtMatmulDescAttributes_t what, const auto& value) {
+      known = known && l.desc_set(&desc, what, &value, sizeof value) == CUBLAS_STATUS_SUCCESS;
+    };
+    attribute(kScaleModeOfA, kScaleBlock128x128);
+    attribute(kScaleModeOfB, kScaleVec128);
+    attribute(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, static_cast<const void*>(p.w_scales));
+    attribute(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, static_cast<const void*>(p.x_scales));
   }
 };
 
-cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std::string_view op) {
+std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const Product& p, std::string_view op) {
+  if (!problem.known) return {};
   const Library& l = library();
   cublasLtMatmulPreferenceOpaque_t preference;
   require(l.preference_init(&preference, sizeof preference), op, "preference", p);
@@ -144,8 +161,10 @@ cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std:
       const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
       const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y),
       &preference, 1, &found, &count);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0))
-    throw UnsupportedError(std::string(op) + ": cuBLASLt has no algorithm for " + shape_of(p));
+  // Scales that a library does not take, on a GPU without their kernels, are an invalid value.
+  if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0) ||
+      (status == CUBLAS_STATUS_INVALID_VALUE && p.dtype == Dtype::fp8_e4m3))
+    return {};
   require(status, op, "choice of an algorithm", p);
   return found.algo;
 }
@@ -153,6 +172,13 @@ cublasLtMatmulAlgo_t Blas::choose(const Problem& problem, const Product& p, std:
 void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) {
   if (p.rows == 0 || p.out == 0 || p.batch == 0) return;
   if (!missing_.empty()) throw DeviceError(std::string(op) + ": no matrix products on this machine: " + missing_);
+  if (!try_multiply(p, stream, op))
+    throw UnsupportedError(std::string(op) + ": cuBLASLt has no algorithm for " + shape_of(p));
+}
+
+bool Blas::try_multiply(const Product& p, cudaStream_t stream, std::string_view op) {
+  if (!missing_.empty()) return false;
+  if (p.rows == 0 || p.out == 0 || p.batch == 0) return true;
   // Algorithms are chosen for a few numbers of rows; a product takes that of the next one up.
   constexpr int64_t kInvariantRows = 64;
   const int64_t rows =
@@ -171,18 +197,21 @@ void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) 
                 alignment(p.x, 0, 0, p.dtype, p.invariant) * 512 + alignment(p.y, 0, 0, p.y_dtype, p.invariant)};
   auto at = algorithms_.find(key);
   if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;
+  if (!at->second) return false;
   Problem problem(p, p.rows, op);
   const float one = 1, zero = 0;
   const auto run = [&](const cublasLtMatmulAlgo_t* algorithm) {
     return library().matmul(handle_, &problem.desc, &one, p.w, &problem.w, p.x, &problem.x, &zero, p.y, &problem.y, p.y,
                             &problem.y, algorithm, workspace_, kWorkspace, stream);
   };
-  cublasStatus_t status = run(&at->second);
+  cublasStatus_t status = run(&*at->second);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
-    const cublasLtMatmulAlgo_t own = choose(problem, p, op);  // an algorithm need not serve fewer rows
-    status = run(&own);
+    const auto own = choose(problem, p, op);  // an algorithm need not serve fewer rows
+    if (!own) return false;
+    status = run(&*own);
   }
   require(status, op, "product", p);
+  return true;
 }
 
 }  // namespace mla::cuda

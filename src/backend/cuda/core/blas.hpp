@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -15,13 +16,18 @@ namespace mla::cuda {
 
 /// y[b] = x[b] w[b]^T for b in [0, batch): x [rows, in], w [out, in], y [rows, out], each row-major with its own
 /// distances of rows and of matrices, in elements. f32 sums.
+///
+/// fp8: x and w are e4m3 codes, batch is 1. x_scales: one for each row and 128 inputs, [ceil(in / 128), rows], rows a
+/// multiple of 4. w_scales: one for each 128 x 128 block, [ceil(out / 128), ceil(in / 128) rounded up to 4]. Both on
+/// the device, 16-byte aligned.
 struct Product {
   int64_t rows = 0, out = 0, in = 0, batch = 1;
-  Dtype dtype = Dtype::bf16;    ///< of x and w: f32 or bf16
+  Dtype dtype = Dtype::bf16;    ///< of x and w: f32, bf16 or fp8_e4m3
   Dtype y_dtype = Dtype::bf16;  ///< f32 or bf16
   const void *x = nullptr, *w = nullptr;
   void* y = nullptr;
   int64_t x_row = 0, x_matrix = 0, w_row = 0, w_matrix = 0, y_row = 0, y_matrix = 0;
+  const float *x_scales = nullptr, *w_scales = nullptr;
   /// One algorithm whatever the number of rows, so that a row's bits do not depend on the others.
   bool invariant = false;
 };
@@ -35,16 +41,18 @@ class Blas {
 
   /// Queues the product. DeviceError when cuBLASLt is missing or refuses; UnsupportedError when it has no algorithm.
   void multiply(const Product& p, cudaStream_t stream, std::string_view op);
+  /// The same where there is an algorithm; false, and nothing queued, where there is none or no cuBLASLt that knows it.
+  bool try_multiply(const Product& p, cudaStream_t stream, std::string_view op);
 
  private:
   using Key = std::array<int64_t, 12>;
   struct Problem;
-  cublasLtMatmulAlgo_t choose(const Problem& problem, const Product& p, std::string_view op);
+  std::optional<cublasLtMatmulAlgo_t> choose(const Problem& problem, const Product& p, std::string_view op);
 
   std::string missing_;  // why there is no cuBLASLt; empty when there is
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
-  std::map<Key, cublasLtMatmulAlgo_t> algorithms_;
+  std::map<Key, std::optional<cublasLtMatmulAlgo_t>> algorithms_;  // empty: there is none
 };
 
 }  // namespace mla::cuda

@@ -15,14 +15,14 @@ constexpr int kThreads = 256;
 template <class T>
 __global__ void dequantise_kernel(const uint8_t* codes, const float* scales, T* to, int64_t heads, int64_t out,
                                   int64_t in, int64_t first, int64_t count, int64_t block_rows, int64_t block_cols,
-                                  int64_t row_blocks, int64_t col_blocks, bool e4m3) {
+                                  int64_t row_blocks, int64_t scale_stride, bool e4m3) {
   const int64_t total = heads * count * in, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < total; i += step) {
     const int64_t c = i % in, o = i / in % count + first, h = i / in / count;
     const int64_t at = (h * out + o) * in + c;
     const uint8_t code = e4m3 ? codes[at] : codes[at / 2] >> (at % 2 * 4) & 15;
     const float scale =
-        block_rows == 0 ? scales[0] : scales[(h * row_blocks + o / block_rows) * col_blocks + c / block_cols];
+        block_rows == 0 ? scales[0] : scales[(h * row_blocks + o / block_rows) * scale_stride + c / block_cols];
     to[i] = from_float<T>((e4m3 ? widen(fp8_e4m3{code}) : from_e2m1(code)) * scale);
   }
 }
@@ -41,7 +41,7 @@ void dequantise(cudaStream_t stream, const QuantisedLinear& w, int64_t first, in
     using T = decltype(element);
     launch(dequantise_kernel<T>, config, stream, "project", "dequantise", shape, w.codes.as<const uint8_t>(),
            w.scales.as<const float>(), static_cast<T*>(to), w.heads, w.out, w.in, first, count, w.scale_rows,
-           w.scale_cols, w.row_blocks, w.col_blocks, w.format == WeightFormat::fp8);
+           w.scale_cols, w.row_blocks, w.scale_stride, w.format == WeightFormat::fp8);
   });
 }
 

@@ -1,5 +1,6 @@
 // Products by cuBLASLt. Operands go to it as they lie where they can; rows by list, other dtypes and quantised weights
-// are brought to the products' dtype in scratch first, as many rows (or outputs) at a time as fit.
+// are brought to the products' dtype in scratch first, as many rows (or outputs) at a time as fit. fp8 weights in
+// blocks of 128 x 128 meet fp8 activations as codes, on Hopper: scratch then holds the activations' codes and scales.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -8,7 +9,9 @@
 #include "backend/cuda/core/blas.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/cast/cast.hpp"
+#include "backend/cuda/generic/project/activations.hpp"
 #include "backend/cuda/generic/project/dequantise.hpp"
+#include "backend/cuda/sm90/ops.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -32,6 +35,78 @@ int64_t run_of(std::span<const int32_t> rows) {
 }
 
 size_t up(size_t n) { return (n + 255) / 256 * 256; }
+
+// Whether cuBLASLt may take codes of both sides as they are: on Hopper, in sums that tensor cores make, which are not
+// quite f32's, so not for products in f32.
+bool takes_codes(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
+  const Linear& w = *a.weights;
+  return a.activations == Activations::fp8_128 && gpu.hopper && w.dtype == Dtype::bf16 && w.heads == 1 &&
+         w.block_rows == 128 && w.block_cols == 128 && w.in % 16 == 0 && w.out % 16 == 0;
+}
+
+// Products of codes. False where cuBLASLt has no algorithm: what may have been written of y is then to be written
+// again.
+bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w) {
+  constexpr int64_t kFour = 4;  // rows of scales come in fours, and so do rows: zeros at the end where they do not
+  const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows), groups = (w.in + 127) / 128;
+  const size_t y_size = size_of(a.y.dtype());
+  const bool aligned =
+      ((reinterpret_cast<uintptr_t>(a.y.data()) | static_cast<size_t>(a.y.stride<Token>()) * y_size) & 15) == 0;
+  const bool stage_y = y_first < 0 || !aligned;
+
+  // Scratch: codes | their scales | y rows.
+  const size_t code_row = static_cast<size_t>(w.in), scale_row = static_cast<size_t>(groups) * sizeof(float),
+               y_row = stage_y || a.rows % kFour != 0 ? static_cast<size_t>(w.out) * y_size : 0;
+  if (a.scratch.per_worker < 3 * 256) return false;
+  const int64_t room = static_cast<int64_t>((a.scratch.per_worker - 3 * 256) / (code_row + scale_row + y_row)),
+                rows = std::min((a.rows + kFour - 1) / kFour, room / kFour) * kFour;
+  if (rows == 0) return false;
+  std::byte* const codes = a.scratch.data + (-reinterpret_cast<uintptr_t>(a.scratch.data) & 255);
+  float* const scales = reinterpret_cast<float*>(codes + up(code_row * static_cast<size_t>(rows)));
+  std::byte* const staged = reinterpret_cast<std::byte*>(scales) + up(scale_row * static_cast<size_t>(rows));
+  const int32_t* const x_rows = x_first < 0 ? queue.staged(a.x_rows, "project", "x_rows") : nullptr;
+  const int32_t* const y_rows = y_first < 0 ? queue.staged(a.y_rows, "project", "y_rows") : nullptr;
+
+  for (int64_t first = 0; first < a.rows; first += rows) {
+    const int64_t n = std::min(rows, a.rows - first), padded = (n + kFour - 1) / kFour * kFour;
+    generic::quantise_activations(
+        queue.stream(),
+        {.x = {a.x.dtype(), x_rows ? a.x.data() : a.x.at(x_first + first, 0, 0), {n, 1, w.in}, a.x.strides()},
+         .x_rows = x_rows ? x_rows + first : nullptr,
+         .rows = n,
+         .padded = padded,
+         .codes = reinterpret_cast<uint8_t*>(codes),
+         .scales = scales});
+    const AnyMutableView<Token, Head, Out> target(a.y.dtype(), y_rows ? a.y.data() : a.y.at(y_first + first, 0, 0),
+                                                  {n, 1, w.out}, a.y.strides());
+    const bool through = stage_y || n != padded;
+    if (!queue.blas().try_multiply({.rows = padded,
+                                    .out = w.out,
+                                    .in = w.in,
+                                    .dtype = Dtype::fp8_e4m3,
+                                    .y_dtype = a.y.dtype(),
+                                    .x = codes,
+                                    .w = w.codes.data(),
+                                    .y = through ? static_cast<void*>(staged) : target.data(),
+                                    .x_row = w.in,
+                                    .w_row = w.in,
+                                    .y_row = through ? w.out : target.stride<Token>(),
+                                    .x_scales = scales,
+                                    .w_scales = w.scales.as<const float>(),
+                                    .invariant = a.batch_invariant},
+                                   queue.stream(), "project"))
+      return false;
+    if (through)
+      generic::copy_rows(queue.stream(),
+                         {.x = {a.y.dtype(), staged, {n, 1, w.out}},
+                          .y = {target.dtype(), target.data(), target.extents(), target.strides()},
+                          .x_rows = nullptr,
+                          .y_rows = y_rows ? y_rows + first : nullptr,
+                          .rows = n},
+                         "project");
+  }
+  return true;
+}
 
 }  // namespace
 
@@ -69,20 +144,29 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
   linear->scale_rows = w.block_rows;
   linear->scale_cols = w.block_cols;
   linear->row_blocks = w.row_blocks();
-  linear->col_blocks = w.col_blocks();
+  // As cuBLASLt wants rows of scales: in fours.
+  const bool blocks = w.format == WeightFormat::fp8 && w.block_rows > 0;
+  linear->scale_stride = blocks ? (w.col_blocks() + 3) / 4 * 4 : w.col_blocks();
+  std::vector<float> scales = w.scales;
+  if (linear->scale_stride != w.col_blocks()) {
+    scales.assign(static_cast<size_t>(w.heads * w.row_blocks() * linear->scale_stride), 0.0f);
+    for (int64_t r = 0; r < w.heads * w.row_blocks(); ++r)
+      std::copy_n(w.scales.begin() + r * w.col_blocks(), w.col_blocks(), scales.begin() + r * linear->scale_stride);
+  }
   std::vector<uint8_t> codes = w.codes;
   if (w.format == WeightFormat::mxfp4) {
     codes.assign((w.codes.size() + 1) / 2, 0);
     for (size_t i = 0; i < w.codes.size(); ++i) codes[i / 2] |= static_cast<uint8_t>(w.codes[i] << (i % 2 * 4));
   }
   linear->codes = Buffer::copy_of(codes.data(), codes.size(), device);
-  linear->scales = Buffer::copy_of(w.scales.data(), w.scales.size() * sizeof(float), device);
+  linear->scales = Buffer::copy_of(scales.data(), scales.size() * sizeof(float), device);
   linear->bytes = linear->codes.size() + linear->scales.size();
   return linear;
 }
 
-std::string project_kernel(const backend::GpuModel&, const ops::ProjectArgs& a) {
+std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
+  if (takes_codes(gpu, a)) return "cuda/sm90, fp8 inputs and weights by cuBLASLt";
   const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
   if (w.format == WeightFormat::plain) return "cuda/generic, " + product;
   return "cuda/generic, " + std::string(to_string(w.format)) + " weights dequantised for " + product;
@@ -96,10 +180,14 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   if (a.quantized)
     throw UnsupportedError("project: cuda writes no quantised output itself; the plan must quantise finished heads");
 
+  if (takes_codes(model_of(queue), a) && project_codes(queue, a, *quantised)) return;
+  // What codes stand for comes out the same but for rounding, wherever they are not multiplied as they are.
+  const bool fp8 = a.activations == Activations::fp8_128;
+
   const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows);
   // cuBLASLt writes f32 products as f32 alone.
   const Dtype y_dtype = w.dtype == Dtype::f32 ? Dtype::f32 : a.y.dtype();
-  const bool stage_x = x_first < 0 || a.x.dtype() != w.dtype, stage_y = y_first < 0 || a.y.dtype() != y_dtype;
+  const bool stage_x = fp8 || x_first < 0 || a.x.dtype() != w.dtype, stage_y = y_first < 0 || a.y.dtype() != y_dtype;
   const size_t size = size_of(w.dtype), y_size = size_of(y_dtype);
 
   // Scratch: x rows | y rows | dequantised weights of some outputs.
@@ -132,7 +220,15 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
                                  {n, w.heads, w.in}, a.x.strides());
       if (stage_x) {
         const AnyMutableView<Token, Head, In> staged(w.dtype, x_at, {n, w.heads, w.in});
-        if (out == 0 || rows < a.rows)
+        if (fp8 && (out == 0 || rows < a.rows))
+          generic::quantise_activations(queue.stream(),
+                                        {.x = {a.x.dtype(), x_rows ? a.x.data() : x.data(), x.extents(), a.x.strides()},
+                                         .x_rows = x_rows ? x_rows + first : nullptr,
+                                         .rows = n,
+                                         .padded = n,
+                                         .values = x_at,
+                                         .value_dtype = w.dtype});
+        else if (out == 0 || rows < a.rows)
           generic::copy_rows(queue.stream(),
                              {.x = {a.x.dtype(), x_rows ? a.x.data() : x.data(), x.extents(), a.x.strides()},
                               .y = staged,
