@@ -43,16 +43,18 @@ void print_weights(const ModelConfig& m) {
   struct Choice {
     const char* name;
     Absorption absorption;
-    WeightFormat up;
+    WeightFormat up, products = WeightFormat::plain;
   };
   std::printf("%-34s %12s %12s %12s\n", "weights prepared", "f32, a layer", "bf16, a layer", "bf16, all");
-  for (const Choice& c : {Choice{"runtime absorption", Absorption::runtime, WeightFormat::plain},
-                          Choice{"  W_UK, W_UV of its latent path fp8", Absorption::runtime, WeightFormat::fp8},
-                          Choice{"  the same mxfp4", Absorption::runtime, WeightFormat::mxfp4},
-                          Choice{"full absorption, latent path alone", Absorption::full, WeightFormat::plain},
-                          Choice{"  its products fp8", Absorption::full_fp8, WeightFormat::plain}}) {
+  for (const Choice& c :
+       {Choice{"runtime absorption", Absorption::runtime, WeightFormat::plain},
+        Choice{"  W_UK, W_UV of its latent path fp8", Absorption::runtime, WeightFormat::fp8},
+        Choice{"  the same mxfp4", Absorption::runtime, WeightFormat::mxfp4},
+        Choice{"  its other products fp8", Absorption::runtime, WeightFormat::plain, WeightFormat::fp8},
+        Choice{"full absorption, latent path alone", Absorption::full, WeightFormat::plain},
+        Choice{"  its products fp8", Absorption::full_fp8, WeightFormat::plain}}) {
     auto bytes = [&](int64_t layer, Dtype t) {
-      return prepared_bytes(m, layer, {.dtype = t, .absorption = c.absorption, .up = c.up});
+      return prepared_bytes(m, layer, {.dtype = t, .absorption = c.absorption, .up = c.up, .products = c.products});
     };
     double all = 0;
     for (int64_t l = 0; l < m.layers; ++l) all += bytes(l, Dtype::bf16);

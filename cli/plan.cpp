@@ -22,7 +22,8 @@ constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's ne
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
-              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", batch, json;
+              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", products = "plain",
+              activations = "plain", batch, json;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1, capability = 90;
   bool absorbed = false;
@@ -140,13 +141,15 @@ void run(const CLI::App& command, Flags& f) {
   options.sparse = parse_sparse_policy(f.sparse);
   options.absorbed = f.absorbed;
   options.up = parse_weight_format(f.up);
+  options.activations = parse_activations(f.activations);
   options.index_format = parse_index_cache_format(f.index_cache);
   const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}, {0, 1}}, slots};
   const bool gpu = device.kind == DeviceKind::cuda;
   const Plan p = plan(model, spec, width, batch, device_info(device, gpu ? 1 : f.threads, model), options);
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
-                                .up = options.up};
+                                .up = options.up,
+                                .products = parse_weight_format(f.products)};
   const std::vector<layer::KernelUse> uses = layer::kernels(p, batch, prepared, {.hopper = f.capability / 10 == 9});
   const std::string target = target_of(device, f.capability);
   std::fputs(p.describe().c_str(), stdout);
@@ -177,6 +180,9 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_flag("--absorbed", f->absorbed, "for fully absorbed weights, which serve the latent path alone");
   c->add_option("--up-weights", f->up, "how W_UK and W_UV of the latent path are held: plain, fp8 or mxfp4")
+      ->capture_default_str();
+  c->add_option("--product-weights", f->products, "how the other maps are held: plain or fp8")->capture_default_str();
+  c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
       ->capture_default_str();
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
       ->capture_default_str();

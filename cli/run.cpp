@@ -31,8 +31,8 @@ constexpr int64_t kSpans = 400000;
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain", json,
-              report, chrome_trace;
+              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain",
+              products = "plain", activations = "plain", json, report, chrome_trace;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
@@ -117,6 +117,8 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   o.weights = parse_dtype(f.weights);
   o.absorption = parse_absorption(f.absorption);
   o.up = parse_weight_format(f.up);
+  o.products = parse_weight_format(f.products);
+  o.plan.activations = parse_activations(f.activations);
   o.format = parse_cache_format(f.cache);
   o.plan.path = parse_path_policy(f.path);
   o.plan.split = parse_split_policy(f.split);
@@ -230,6 +232,8 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
   std::printf("model      %s, %lld of %lld layers, %s heads, weights %s%s (%.2f GiB)\n", o.model.name.c_str(),
               n(r.layers), n(o.model.layers), heads.c_str(), std::string(to_string(o.weights)).c_str(),
               o.checkpoint ? "" : " random", gib(r.weight_bytes));
+  std::string held = o.products == WeightFormat::plain ? "" : ", product weights " + std::string(to_string(o.products));
+  if (o.plan.activations != Activations::plain) held += ", activations " + std::string(to_string(o.plan.activations));
   const bool gpu = o.device.kind == DeviceKind::cuda;
   if (gpu)
     std::printf("machine    %s; copy %.0f GB/s, products f32 %.1f TFLOP/s, bf16 %.0f TFLOP/s\n",
@@ -247,10 +251,10 @@ void print_report(const Flags& f, const serve::Trace& t, const serve::Options& o
       "prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %lld evictions, %lld preemptions\n",
       percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens),
       n(r.prompt_tokens), n(r.evictions), n(r.preemptions));
-  std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s, at most %lld tokens a step\n",
+  std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s%s, at most %lld tokens a step\n",
               std::string(to_string(o.plan.path)).c_str(), std::string(to_string(o.plan.split)).c_str(),
               std::string(to_string(o.plan.compute)).c_str(), std::string(to_string(o.absorption)).c_str(),
-              std::string(to_string(o.up)).c_str(), n(o.limits.token_budget));
+              std::string(to_string(o.up)).c_str(), held.c_str(), n(o.limits.token_budget));
   if (o.model.indexer) print_sparse(o, r);
   std::printf("throughput prefill %.1f tokens/s (%lld), decode %.1f tokens/s (%lld), together %.1f tokens/s\n",
               rate(static_cast<double>(r.prefill_tokens), r.prefill_seconds), n(r.prefill_tokens),
@@ -333,6 +337,8 @@ nlohmann::json json_of(const Flags& f, const serve::Trace& t, const serve::Optio
         {"weights", to_string(o.weights)},
         {"absorption", to_string(o.absorption)},
         {"up_weights", to_string(o.up)},
+        {"product_weights", to_string(o.products)},
+        {"activations", to_string(o.plan.activations)},
         {"weight_bytes", r.weight_bytes}}},
       {"machine",
        {{"device", o.device.kind == DeviceKind::cpu ? "cpu" : describe(o.device)},
@@ -476,6 +482,11 @@ void add_run(CLI::App& app, int& status) {
                 "runtime; full or full_fp8: W_Q W_UK^T and W_UV W_O multiplied out, latent path alone")
       ->capture_default_str();
   c->add_option("--up-weights", f->up, "W_UK and W_UV of the latent path: plain, fp8 or mxfp4")->capture_default_str();
+  c->add_option("--product-weights", f->products,
+                "the other maps: plain, or fp8 by blocks, an fp8 checkpoint's codes and scales as they are")
+      ->capture_default_str();
+  c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
+      ->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--page-size", f->page_size, "tokens a page; 0: 64, scaled with --scale-lengths")

@@ -1,8 +1,10 @@
 // One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each
-// beside the sum of its ops' own times.
+// beside the sum of its ops' own times. Everything again with products in fp8, weights and activations, by names that
+// end in ", fp8 products".
 //   layer_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -45,9 +47,11 @@ struct Measured {
 
 class Layer {
  public:
-  Layer()
+  explicit Layer(bool fp8)
       : model_(preset("deepseek-v3")),
-        weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16), Dtype::bf16, kGpu)) {}
+        weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16),
+                         {.dtype = Dtype::bf16, .products = fp8 ? WeightFormat::fp8 : WeightFormat::plain}, kGpu)),
+        options_{.activations = fp8 ? Activations::fp8_128 : Activations::plain, .compute = Dtype::bf16} {}
 
   Measured measure(const Shape& s, int replays) {
     const CacheSpec spec = cache_spec(model_, s.format);
@@ -64,8 +68,7 @@ class Layer {
         slots.push_back(static_cast<int32_t>(table[static_cast<size_t>(r * pages + at / 64)] * 64 + at % 64));
     }
     const Batch batch{starts, lengths, {table.data(), {s.requests, pages}}, slots};
-    const Plan p =
-        plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), {.compute = Dtype::bf16});
+    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options_);
     const Buffer workspace(p.workspace_bytes, kGpu);
     std::vector<bf16> numbers(static_cast<size_t>(tokens * model_.hidden));
     uint32_t state = 7;
@@ -90,8 +93,8 @@ class Layer {
     stream_.synchronize();
     require_finite(out, numbers.size());
 
-    // The weights alone, 374 MB, leave nothing of a step's inputs in the caches: steps follow each other as they are.
-    // Prefill is long enough by itself.
+    // The weights alone, 374 MB or, in fp8, 204, leave nothing of a step's inputs in the caches: steps follow each
+    // other as they are. Prefill is long enough by itself.
     const int calls = tokens <= 512 ? cuda::bench::calls_for(1) : 1;
     const Graph graph(stream_, [&] {
       for (int i = 0; i < calls; ++i) call(nullptr);
@@ -150,39 +153,44 @@ class Layer {
   Stream stream_{kGpu};
   ModelConfig model_;
   LayerWeights weights_;
+  PlanOptions options_;
 };
 
 void measure_all(cuda::bench::Report& report) {
-  Layer layer;
-  for (const Shape& s : kShapes) {
-    if (!report.wants(s.name)) continue;
-    const Measured m = layer.measure(s, report.replays());
-    cuda::bench::Row ops = cuda::bench::Row::array();
-    for (const OpRow& r : m.ops)
-      ops.push_back({{"op", r.op},
-                     {"us", cuda::bench::rounded(r.us, 2)},
-                     {"calls", r.calls},
-                     {"bytes", r.bytes},
-                     {"flops", r.flops}});
-    report.add({{"op", "layer"},
-                {"shape", s.name},
-                {"requests", s.requests},
-                {"query", s.query},
-                {"context", s.context},
-                {"cache", to_string(s.format)},
-                {"sum_of_ops_us", cuda::bench::rounded(m.sum, 2)},
-                {"of_sum", cuda::bench::rounded(m.times.median / m.sum, 3)},
-                {"ops", ops}},
-               m.times, true);
-  }
+  std::unique_ptr<Layer> layers[2];
+  for (const Shape& s : kShapes)
+    for (const bool fp8 : {false, true}) {
+      const std::string name = std::string(s.name) + (fp8 ? ", fp8 products" : "");
+      if (!report.wants(name)) continue;
+      std::unique_ptr<Layer>& layer = layers[fp8];
+      if (!layer) layer = std::make_unique<Layer>(fp8);
+      const Measured m = layer->measure(s, report.replays());
+      cuda::bench::Row ops = cuda::bench::Row::array();
+      for (const OpRow& r : m.ops)
+        ops.push_back({{"op", r.op},
+                       {"us", cuda::bench::rounded(r.us, 2)},
+                       {"calls", r.calls},
+                       {"bytes", r.bytes},
+                       {"flops", r.flops}});
+      report.add({{"op", "layer"},
+                  {"shape", name},
+                  {"products", fp8 ? "fp8" : "bf16"},
+                  {"requests", s.requests},
+                  {"query", s.query},
+                  {"context", s.context},
+                  {"cache", to_string(s.format)},
+                  {"sum_of_ops_us", cuda::bench::rounded(m.sum, 2)},
+                  {"of_sum", cuda::bench::rounded(m.times.median / m.sum, 3)},
+                  {"ops", ops}},
+                 m.times, true);
+    }
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  return mla::cuda::bench::run(argc, argv,
-                               {.columns = {"sum_of_ops_us", "of_sum"},
-                                .head = {{"model", "deepseek-v3, 1 layer, bf16 weights"}},
-                                .hopper = false},
-                               measure_all);
+  return mla::cuda::bench::run(
+      argc, argv,
+      {.columns = {"sum_of_ops_us", "of_sum"}, .head = {{"model", "deepseek-v3, 1 layer"}}, .hopper = false},
+      measure_all);
 }

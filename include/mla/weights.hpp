@@ -161,6 +161,10 @@ struct PrepareOptions {
   /// W_UK^T and W_UV of the latent path under runtime absorption; fp8 takes one scale for each of the two. Other than
   /// plain with full absorption: UnsupportedError.
   WeightFormat up = WeightFormat::plain;
+  /// Down projections, and under runtime absorption the query's, W_O and the expanded path's kv_up: plain, or fp8 with
+  /// a scale for each block, of the checkpoint's size or else 128 x 128. Tensors that are stored so keep their codes
+  /// and scales. The indexer's maps stay plain. mxfp4: UnsupportedError.
+  WeightFormat products = WeightFormat::plain;
 };
 
 /// A vector of weights on a device.
@@ -212,6 +216,8 @@ struct LayerWeights {
   bool absorbed() const { return absorption != Absorption::runtime; }
   /// How W_UK and W_UV of the latent path are held under runtime absorption.
   WeightFormat up() const { return absorb_key ? absorb_key->format : WeightFormat::plain; }
+  /// Some map is held in fp8, so that Activations matter.
+  bool any_fp8() const;
   size_t bytes() const;
 };
 

@@ -180,17 +180,20 @@ void bind_weights(nb::module_& m) {
   m.def(
       "prepare",
       [](const ModelConfig& config, const LayerTensors& tensors, std::string_view dtype, std::string_view absorption,
-         std::string_view up, std::string_view device) {
-        const PrepareOptions options{
-            .dtype = parse_dtype(dtype), .absorption = parse_absorption(absorption), .up = parse_weight_format(up)};
+         std::string_view up, std::string_view products, std::string_view device) {
+        const PrepareOptions options{.dtype = parse_dtype(dtype),
+                                     .absorption = parse_absorption(absorption),
+                                     .up = parse_weight_format(up),
+                                     .products = parse_weight_format(products)};
         const Device d = parse_device(device);
         nb::gil_scoped_release released;
         return Weights{prepare(config, tensors, options, d), d};
       },
       nb::arg("model"), nb::arg("tensors"), nb::kw_only(), nb::arg("dtype") = "bf16", nb::arg("absorption") = "runtime",
-      nb::arg("up") = "plain", nb::arg("device") = "cpu",
+      nb::arg("up") = "plain", nb::arg("products") = "plain", nb::arg("device") = "cpu",
       "Converts and lays out a layer's tensors. dtype: f32 or bf16. absorption: runtime, full or full_fp8.\n"
-      "up: how W_UK and W_UV of the latent path are held, plain, fp8 or mxfp4.");
+      "up: how W_UK and W_UV of the latent path are held, plain, fp8 or mxfp4. products: the other maps but the\n"
+      "indexer's, plain or fp8 by blocks, codes and scales of an fp8 checkpoint as they are.");
   nb::class_<Rotary>(m, "RotaryTable", "cos and sin for positions [0, positions), made once a model.")
       .def(
           "__init__",

@@ -48,6 +48,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);
   p.absorbed = read_flag("options absorbed", o.absorbed);
   p.up = read_enum("options up", o.up, WeightFormat::mxfp4);
+  p.activations = read_enum("options activations", o.activations, Activations::fp8_128);
   p.compute = read_enum("options compute", o.compute, Dtype::fp8_e4m3);
   p.fp8_query = read_flag("options fp8_query", o.fp8_query);
   p.q_scale = o.q_scale;

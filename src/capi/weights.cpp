@@ -93,7 +93,8 @@ PrepareOptions mla::capi::read_prepare_options(const mla_prepare_options* option
   if (options) o = read_struct("options", options, o);
   return {.dtype = read_enum("options dtype", o.dtype, Dtype::fp8_e4m3),
           .absorption = read_enum("options absorption", o.absorption, Absorption::full_fp8),
-          .up = read_enum("options up", o.up, WeightFormat::mxfp4)};
+          .up = read_enum("options up", o.up, WeightFormat::mxfp4),
+          .products = read_enum("options products", o.products, WeightFormat::mxfp4)};
 }
 
 mla_status mla_checkpoint_open(const char* folder, mla_checkpoint** checkpoint) {

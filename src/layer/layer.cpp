@@ -110,6 +110,10 @@ class Walk : Runner {
     if (c_.weights.up() != plan_.options.up)
       throw UnsupportedError("layer: weights hold W_UK and W_UV as " + std::string(to_string(c_.weights.up())) +
                              ", the plan is for " + std::string(to_string(plan_.options.up)) + " (PlanOptions::up)");
+    if (plan_.options.activations != Activations::plain && !c_.weights.any_fp8())
+      throw UnsupportedError("layer: plan was made for activations " +
+                             std::string(to_string(plan_.options.activations)) +
+                             ", no map of the weights is held in fp8 (PrepareOptions::products)");
     ops::require_equal("layer", "batch tokens", c_.batch.tokens(), "plan tokens", plan_.tokens);
     ops::require_equal("layer", "batch requests", c_.batch.requests(), "plan requests",
                        static_cast<int64_t>(plan_.requests.size()));

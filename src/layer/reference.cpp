@@ -11,6 +11,8 @@
 #include "cache/index/codec.hpp"
 #include "core/quantised_weights.hpp"
 #include "mla/rotary.hpp"
+#include "model/outline.hpp"
+#include "ops/project/activations.hpp"
 
 namespace mla::reference {
 namespace {
@@ -73,7 +75,7 @@ class Sequence {
       std::span<T> out(heads.data() + h * m_.value, m_.value);
       r_.path == Path::expanded ? expanded_head(h, keys, q_h, out) : latent_head(h, keys, q_h, out);
     }
-    round_to<T>(r_.weights, heads);
+    take(heads, w_.fp8_products);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(heads.data(), w_.output.data() + o * m_.heads * m_.value, m_.heads * m_.value));
   }
@@ -114,9 +116,19 @@ class Sequence {
   }
 
  private:
-  std::vector<T> product(std::span<const T> x, const std::vector<float>& w) const {
+  // Inputs as a product takes them.
+  void take(std::span<T> x, bool fp8_weights) const {
+    if (fp8_weights && r_.inputs == Activations::fp8_128) {
+      std::vector<float> values(x.begin(), x.end());
+      ops::through_fp8(values.data(), values.data(), static_cast<int64_t>(values.size()));
+      std::copy(values.begin(), values.end(), x.begin());
+    }
+    round_to<T>(r_.weights, x);
+  }
+
+  std::vector<T> product(std::span<const T> x, const std::vector<float>& w, bool fp8_weights = false) const {
     std::vector<T> rounded(x.begin(), x.end()), y(w.size() / x.size());
-    round_to<T>(r_.weights, rounded);
+    take(rounded, fp8_weights);
     for (size_t o = 0; o < y.size(); ++o)
       y[o] = dot<T>(rounded.data(), w.data() + o * x.size(), static_cast<int64_t>(x.size()));
     return y;
@@ -149,7 +161,7 @@ class Sequence {
   }
 
   void append(int64_t t) {
-    std::vector<T> kv = product(hidden_row(t), w_.kv_down);
+    std::vector<T> kv = product(hidden_row(t), w_.kv_down, w_.fp8_products);
     round_to<T>(r_.activations, kv);
     norm(std::span(kv).first(m_.latent), w_.kv_norm);
     rotate(std::span(kv).subspan(m_.latent), t);
@@ -177,7 +189,8 @@ class Sequence {
     const int64_t width = m_.heads * (m_.nope + m_.value);
     expanded_.resize(length_ * width);
     for (int64_t t = 0; t < length_; ++t) {
-      std::vector<T> kv = product(std::span<const T>(cached_.data() + t * m_.entry(), m_.latent), w_.kv_up);
+      std::vector<T> kv =
+          product(std::span<const T>(cached_.data() + t * m_.entry(), m_.latent), w_.kv_up, w_.fp8_products);
       round_to<T>(r_.compute, kv);
       std::copy(kv.begin(), kv.end(), expanded_.begin() + t * width);
     }
@@ -188,7 +201,7 @@ class Sequence {
   std::vector<T> query_source(int64_t position) const {
     std::vector<T> x = hidden_row(position);
     if (m_.query_latent > 0) {
-      x = product(x, w_.query_down);
+      x = product(x, w_.query_down, w_.fp8_products);
       round_to<T>(r_.activations, x);
       norm(x, w_.query_norm);
       round_to<T>(r_.activations, x);
@@ -197,7 +210,7 @@ class Sequence {
   }
 
   std::vector<T> query(int64_t position) const {
-    std::vector<T> q = product(query_source(position), w_.query);
+    std::vector<T> q = product(query_source(position), w_.query, w_.fp8_query());
     round_to<T>(r_.activations, q);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
@@ -225,14 +238,15 @@ class Sequence {
   // Both projections as one map each, over the heads' outputs in the latent space.
   void absorbed_output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
     const int64_t latent = m_.heads * m_.latent;
-    const std::vector<T> q = query(position), latent_q = product(query_source(position), w_.absorbed_query);
+    const std::vector<T> q = query(position),
+                         latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
     std::vector<T> latents(latent), entry(m_.entry());
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());
       std::copy_n(q.begin() + h * m_.query_key() + m_.nope, m_.rope, entry.begin() + m_.latent);
       attend_latents(keys, entry, std::span<T>(latents).subspan(h * m_.latent, m_.latent));
     }
-    round_to<T>(r_.weights, latents);
+    take(latents, w_.fp8_absorbed);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(latents.data(), w_.absorbed_output.data() + o * latent, latent));
   }
@@ -241,12 +255,12 @@ class Sequence {
     // P rows of W_UK, then V rows of W_UV
     const float* w = (w_.latent_up.empty() ? w_.kv_up : w_.latent_up).data() + h * (m_.nope + m_.value) * m_.latent;
     std::vector<T> nope(q.begin(), q.begin() + m_.nope), entry(m_.entry()), latent(m_.latent);
-    round_to<T>(r_.weights, nope);
+    take(nope, w_.fp8_up);
     for (int64_t p = 0; p < m_.nope; ++p)
       for (int64_t l = 0; l < m_.latent; ++l) entry[l] += nope[p] * static_cast<T>(w[p * m_.latent + l]);
     std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
     attend_latents(keys, entry, latent);
-    round_to<T>(r_.weights, latent);
+    take(latent, w_.fp8_up);
     for (int64_t v = 0; v < m_.value; ++v) out[v] = dot<T>(latent.data(), w + (m_.nope + v) * m_.latent, m_.latent);
   }
 
@@ -378,9 +392,27 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
 
 Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o) {
   Weights w = plain_weights(tensors, o.dtype);
+  const bool runtime = o.absorption == Absorption::runtime;
+  w.fp8_up = runtime && o.up == WeightFormat::fp8;
+  w.fp8_absorbed = o.absorption == Absorption::full_fp8;
   const int64_t per_head = m.nope + m.value, l = m.latent, n = m.heads;
   const std::vector<float> up = tensors.kv_up.to_f32();
-  if (o.absorption == Absorption::runtime && o.up != WeightFormat::plain) {
+  if (o.products == WeightFormat::fp8) {
+    w.fp8_products = true;
+    if (runtime) w.latent_up = w.kv_up;  // the latent path's maps are made of what is stored
+    const auto [rows, cols] = product_block(m);
+    const auto hold = [&, r = rows, c = cols](std::vector<float>& x, const HostTensor& t) {
+      if (t && !stored_as_fp8(t)) x = held(t.to_f32(), 1, t.shape[0], t.shape[1], WeightFormat::fp8, r, c, o.dtype);
+    };
+    hold(w.query_down, tensors.query_down);
+    hold(w.kv_down, tensors.kv_down);
+    if (runtime) {
+      hold(w.query, tensors.query);
+      hold(w.kv_up, tensors.kv_up);
+      hold(w.output, tensors.output);
+    }
+  }
+  if (runtime && o.up != WeightFormat::plain) {
     // W_UK^T [head, latent, nope] and W_UV [head, value, latent], each quantised by itself, and back to kv_up's rows.
     std::vector<float> key, value;
     for (int64_t h = 0; h < n; ++h) {
@@ -397,7 +429,7 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
       std::copy_n(value.begin() + h * m.value * l, m.value * l, w.latent_up.begin() + (h * per_head + m.nope) * l);
     }
   }
-  if (o.absorption == Absorption::runtime) return w;
+  if (runtime) return w;
   const std::vector<float> query = tensors.query.to_f32(), output = tensors.output.to_f32();
   const int64_t in = m.query_latent > 0 ? m.query_latent : m.hidden;
   std::vector<float> q(static_cast<size_t>(n * l * in)), out(static_cast<size_t>(m.hidden * n * l));

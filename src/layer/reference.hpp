@@ -22,6 +22,10 @@ struct Weights {
   /// W_Q W_UK^T [N*L, Lq or H] and W_UV W_O [H, N*L] of full absorption, which then take the place of their factors on
   /// the latent path; else empty.
   std::vector<float> absorbed_query, absorbed_output;
+  /// Held in fp8, so that Rounding::inputs says what they are multiplied with.
+  bool fp8_products = false, fp8_up = false, fp8_absorbed = false;
+  /// W_Q is a product's map under runtime absorption alone: what is left of it otherwise stays plain.
+  bool fp8_query() const { return fp8_products && absorbed_query.empty(); }
   std::vector<float> index_query, index_key, index_key_norm, index_key_norm_bias, index_head_weights;  ///< or empty
 };
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
@@ -30,10 +34,11 @@ Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, co
 
 /// What a plain computation rounds.
 struct Rounding {
-  Dtype weights = Dtype::f32;      ///< bf16: activations round before each product with weights
-  Dtype compute = Dtype::f32;      ///< bf16: the operands of attention's products round, its probabilities too
-  Dtype activations = Dtype::f32;  ///< bf16: rows round whenever an op stores them
-  std::optional<CacheSpec> cache;  ///< keys go through this format's codec
+  Dtype weights = Dtype::f32;               ///< bf16: activations round before each product with weights
+  Dtype compute = Dtype::f32;               ///< bf16: the operands of attention's products round, its probabilities too
+  Activations inputs = Activations::plain;  ///< of products with fp8 weights
+  Dtype activations = Dtype::f32;           ///< bf16: rows round whenever an op stores them
+  std::optional<CacheSpec> cache;           ///< keys go through this format's codec
   Path path = Path::latent;
   float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale
   /// Indexer keys go through this format's codec; with fp8, queries do too. Otherwise queries round as compute says.

@@ -74,6 +74,7 @@ class Runner {
   void project(std::string_view name, AnyView<Token, Head, In> x, std::span<const int32_t> x_rows, const Linear& w,
                AnyMutableView<Token, Head, Out> y, std::span<const int32_t> y_rows, int64_t rows,
                const QuantizedView& quantized = {}) const {
+    const Activations activations = w.format == WeightFormat::fp8 ? plan_.options.activations : Activations::plain;
     run(name, ops::ProjectArgs{.x = x,
                                .x_rows = x_rows,
                                .weights = &w,
@@ -81,6 +82,7 @@ class Runner {
                                .y_rows = y_rows,
                                .rows = rows,
                                .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
+                               .activations = activations,
                                .quantized = quantized,
                                .scratch = scratch_});
   }

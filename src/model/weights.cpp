@@ -86,7 +86,29 @@ size_t LayerWeights::bytes() const {
   return total;
 }
 
+bool LayerWeights::any_fp8() const {
+  bool any = false;
+  each_map(*this, [&](const Linear& map) { any = any || map.format == WeightFormat::fp8; });
+  return any;
+}
+
+std::pair<int64_t, int64_t> product_block(const ModelConfig& m) {
+  return m.fp8_block_rows > 0 ? std::pair{m.fp8_block_rows, m.fp8_block_cols} : std::pair<int64_t, int64_t>{128, 128};
+}
+
+bool stored_as_fp8(const HostTensor& t) { return t.dtype == Dtype::fp8_e4m3 && !t.block_scales.empty(); }
+
 namespace {
+
+void check_options(const PrepareOptions& o) {
+  if (o.dtype != Dtype::f32 && o.dtype != Dtype::bf16)
+    throw UnsupportedError("weights prepared in " + std::string(to_string(o.dtype)) + "; f32 and bf16 are supported");
+  if (o.products == WeightFormat::mxfp4)
+    throw UnsupportedError("prepare: products in mxfp4; plain and fp8 are supported");
+  if (o.absorption != Absorption::runtime && o.up != WeightFormat::plain)
+    throw UnsupportedError("prepare: W_UK and W_UV in " + std::string(to_string(o.up)) + " with absorption " +
+                           std::string(to_string(o.absorption)) + ", which holds neither");
+}
 
 class Preparation {
  public:
@@ -101,24 +123,25 @@ class Preparation {
     w.dtype = o_.dtype;
     w.absorption = o_.absorption;
     if (m_.query_latent > 0) {
-      w.query_down = linear(t_.query_down, "query_down", m_.query_latent, m_.hidden);
+      w.query_down = product(t_.query_down, "query_down", m_.query_latent, m_.hidden);
       w.query_norm = vector(t_.query_norm, "query_norm", m_.query_latent);
     }
-    w.kv_down = linear(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
+    w.kv_down = product(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
     w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent);
     if (t_.indexer) w.indexer = indexer(*t_.indexer);
 
-    const std::vector<float> query = values(t_.query, "query", {m_.heads * m_.query_key(), query_in}),
-                             up = values(t_.kv_up, "kv_up", {m_.heads * (m_.nope + m_.value), m_.latent}),
-                             output = values(t_.output, "output", {m_.hidden, m_.heads * m_.value});
+    const int64_t query_out = m_.heads * m_.query_key(), up_out = m_.heads * (m_.nope + m_.value),
+                  value_in = m_.heads * m_.value;
+    const std::vector<float> up = values(t_.kv_up, "kv_up", {up_out, m_.latent});
     split(up);
     if (w.absorbed()) {
-      absorbed(w, query, query_in, up, output);
+      absorbed(w, values(t_.query, "query", {query_out, query_in}), query_in, up,
+               values(t_.output, "output", {m_.hidden, value_in}));
       return w;
     }
-    w.query = backend_.pack(query, 1, m_.heads * m_.query_key(), query_in, o_.dtype, device_);
-    w.output = backend_.pack(output, 1, m_.hidden, m_.heads * m_.value, o_.dtype, device_);
-    w.kv_up = backend_.pack(up, 1, m_.heads * (m_.nope + m_.value), m_.latent, o_.dtype, device_);
+    w.query = product(t_.query, "query", query_out, query_in);
+    w.output = product(t_.output, "output", m_.hidden, value_in);
+    w.kv_up = product(t_.kv_up, "kv_up", up_out, m_.latent);
     if (o_.up != WeightFormat::plain) finite(up, "kv_up", t_.kv_up.name);
     w.absorb_key = pack(key_, m_.heads, m_.latent, m_.nope, o_.up, 0, 0);
     w.value_up = pack(value_, m_.heads, m_.value, m_.latent, o_.up, 0, 0);
@@ -133,13 +156,35 @@ class Preparation {
     return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype, device_);
   }
 
+  // A map as PrepareOptions::products says. Codes and scales of a stored tensor are taken as they are.
+  std::shared_ptr<const Linear> product(const HostTensor& t, const char* role, int64_t out, int64_t in) const {
+    const std::vector<float> w = values(t, role, {out, in});
+    if (o_.products == WeightFormat::plain) return backend_.pack(w, 1, out, in, o_.dtype, device_);
+    finite(w, role, t.name);
+    const auto [rows, cols] = product_block(m_);
+    if (!stored_as_fp8(t)) return pack(w, 1, out, in, WeightFormat::fp8, rows, cols);
+    QuantisedWeights q{.format = WeightFormat::fp8,
+                       .heads = 1,
+                       .out = out,
+                       .in = in,
+                       .block_rows = t.block_rows,
+                       .block_cols = t.block_cols,
+                       .scales = t.block_scales};
+    const uint8_t* codes = reinterpret_cast<const uint8_t*>(t.data);
+    q.codes.assign(codes, codes + w.size());
+    return pack(q);
+  }
+
+  std::shared_ptr<const Linear> pack(const QuantisedWeights& w) const {
+    if (!backend_.pack_quantised)
+      throw UnsupportedError("prepare: backend " + std::string(backend_.name) + " holds no weights in " +
+                             std::string(to_string(w.format)));
+    return backend_.pack_quantised(w, o_.dtype, device_);
+  }
   std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in,
                                      WeightFormat format, int64_t block_rows, int64_t block_cols) const {
     if (format == WeightFormat::plain) return backend_.pack(w, heads, out, in, o_.dtype, device_);
-    if (!backend_.pack_quantised)
-      throw UnsupportedError("prepare: backend " + std::string(backend_.name) + " holds no weights in " +
-                             std::string(to_string(format)));
-    return backend_.pack_quantised(quantise(w, heads, out, in, format, block_rows, block_cols), o_.dtype, device_);
+    return pack(quantise(w, heads, out, in, format, block_rows, block_cols));
   }
 
   static void finite(std::span<const float> w, const std::string& role, const std::string& tensor) {
@@ -240,15 +285,12 @@ class Preparation {
 
 LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, const PrepareOptions& o, Device device) {
   m.validate();
-  if (o.dtype != Dtype::f32 && o.dtype != Dtype::bf16)
-    throw UnsupportedError("weights prepared in " + std::string(to_string(o.dtype)) + "; f32 and bf16 are supported");
-  if (o.absorption != Absorption::runtime && o.up != WeightFormat::plain)
-    throw UnsupportedError("prepare: W_UK and W_UV in " + std::string(to_string(o.up)) + " with absorption " +
-                           std::string(to_string(o.absorption)) + ", which holds neither");
+  check_options(o);
   return Preparation(m, t, o, device).run();
 }
 
 LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o, Device device) {
+  check_options(o);
   const int64_t query_in = m.query_latent > 0 ? m.query_latent : m.hidden, n = m.heads;
   auto map = [&](int64_t heads, int64_t out, int64_t in, WeightFormat format = WeightFormat::plain, int64_t rows = 0,
                  int64_t cols = 0) {
@@ -264,13 +306,15 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
     }
     return w;
   };
+  const auto [rows, cols] = product_block(m);
+  const auto product = [&, r = rows, c = cols](int64_t out, int64_t in) { return map(1, out, in, o.products, r, c); };
   LayerWeights w;
   w.config = m;
   w.device = device;
   w.dtype = o.dtype;
   w.absorption = o.absorption;
-  if (m.query_latent > 0) w.query_down = map(1, m.query_latent, m.hidden);
-  w.kv_down = map(1, m.entry(), m.hidden);
+  if (m.query_latent > 0) w.query_down = product(m.query_latent, m.hidden);
+  w.kv_down = product(m.entry(), m.hidden);
   if (indexer) {
     const IndexerConfig& x = *m.indexer;
     w.indexer = IndexerWeights{.query = map(1, x.heads * x.dim, m.query_latent),
@@ -280,9 +324,9 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
                                .key_norm_bias = {}};
   }
   if (o.absorption == Absorption::runtime) {
-    w.query = map(1, n * m.query_key(), query_in);
-    w.kv_up = map(1, n * (m.nope + m.value), m.latent);
-    w.output = map(1, m.hidden, n * m.value);
+    w.query = product(n * m.query_key(), query_in);
+    w.kv_up = product(n * (m.nope + m.value), m.latent);
+    w.output = product(m.hidden, n * m.value);
     w.absorb_key = map(n, m.latent, m.nope, o.up);
     w.value_up = map(n, m.value, m.latent, o.up);
     return w;

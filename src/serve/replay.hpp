@@ -25,6 +25,7 @@ struct Options {
   Dtype weights = Dtype::bf16;
   Absorption absorption = Absorption::runtime;  ///< full forms run on the latent path alone
   WeightFormat up = WeightFormat::plain;        ///< of W_UK and W_UV on the latent path
+  WeightFormat products = WeightFormat::plain;  ///< of the other products
   CacheFormat format = CacheFormat::bf16;
   PlanOptions plan;
   Limits limits;                         ///< pages 0: from the trace, within cache_bytes
@@ -121,7 +122,7 @@ double percentile(std::vector<double> values, double p);
 
 /// How the options ask for weights to be prepared.
 inline PrepareOptions prepare_options(const Options& o) {
-  return {.dtype = o.weights, .absorption = o.absorption, .up = o.up};
+  return {.dtype = o.weights, .absorption = o.absorption, .up = o.up, .products = o.products};
 }
 
 /// A layer's tensors, from the checkpoint or by seed.

@@ -69,6 +69,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       const reference::Rounding rounding{
           .weights = o.weights,
           .compute = o.plan.compute,
+          .inputs = o.plan.activations,
           .activations = o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute,
           .cache = cache_spec(o.model, o.format),
           .path = furthest.path,

@@ -423,6 +423,16 @@ TEST(CLayer, WeightsOfTensors) {
   t.output.block_rows = 0;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create(model, &t, nullptr, kCpu, &other), "block_rows is 0");
   mla_prepare_options options = mla_prepare_options_default();
+  options.products = MLA_WEIGHTS_FP8;
+  EXPECT_OK(mla_weights_create_random(model, 0, 1, MLA_F32, &options, kCpu, &other));
+  size_t fp8_bytes = 0;
+  EXPECT_OK(mla_weights_bytes(other, &fp8_bytes));
+  EXPECT_LT(fp8_bytes, bytes);
+  EXPECT_OK(mla_weights_destroy(other));
+  options.products = MLA_WEIGHTS_MXFP4;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_weights_create_random(model, 0, 1, MLA_F32, &options, kCpu, &other),
+               "products in mxfp4");
+  options.products = MLA_WEIGHTS_PLAIN;
   options.dtype = MLA_F16;
   EXPECT_EQ(MLA_ERROR_UNSUPPORTED, mla_weights_create_random(model, 0, 1, MLA_F32, &options, kCpu, &other));
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_random(model, 2, 1, MLA_F32, nullptr, kCpu, &other),

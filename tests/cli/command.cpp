@@ -369,6 +369,10 @@ TEST_F(Command, PlanNamesTheKernels) {
       "value_up", "kv_up",   "key_rope",         "attend_expanded", "output"};
   EXPECT_EQ(ops, expected);
   expect_bad("plan --device tpu", {"--device", "'tpu'", "cuda:N"});
+  EXPECT_NE(mla("plan --product-weights fp8 --activations fp8_128").out.find("activations fp8_128"), std::string::npos);
+  expect_bad("plan --activations fp8_128", {"fp8_128", "no map", "held in fp8"});
+  expect_bad("plan --product-weights mxfp4", {"mxfp4"});
+  expect_bad("run --requests 1 --activations fp8", {"'fp8'", "fp8_128"});
   expect_bad("plan --compute-capability 80", {"--compute-capability", "--device is cpu"});
   expect_bad("plan --device cuda --compute-capability 9", {"--compute-capability", "9", "80"});
 #if MLA_HAVE_CUDA
@@ -387,6 +391,14 @@ TEST_F(Command, PlanNamesTheKernels) {
        "cuda/sm90, matrix units by warpgroups: index_score");
   says(kernels("--contexts 4096 --up-weights mxfp4"),
        "cuda/generic, mxfp4 weights dequantised for cuBLASLt in bf16: absorb, value_up");
+  const std::string fp8 = "--contexts 4096 --product-weights fp8 ";
+  says(kernels(fp8), "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16: query, kv_down, output");
+  says(kernels(fp8 + "--activations fp8_128"), "cuda/sm90, fp8 inputs and weights by cuBLASLt: query, kv_down, output");
+  for (const char* other : {"--weights f32 --compute bf16", "--compute-capability 80"}) {
+    const std::string out = kernels(fp8 + "--activations fp8_128 " + other);
+    EXPECT_NE(out.find("fp8 weights dequantised for cuBLASLt"), std::string::npos) << other << "\n" << out;
+    EXPECT_EQ(out.find("fp8 inputs"), std::string::npos) << other << "\n" << out;
+  }
   for (const char* other : {"--contexts 4096 --compute f32", "--contexts 4096 --compute-capability 80",
                             "--model minicpm3 --contexts 4096"}) {
     const std::string out = kernels(other);

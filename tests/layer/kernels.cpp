@@ -42,6 +42,10 @@ std::vector<StepCase> step_cases() {
        CacheFormat::fp8},
       {"sparse", small_sparse(), bf16, plan({.index_hadamard = true})},
       {"upconvert", small_sparse(), bf16, plan({.sparse = SparsePolicy::upconvert}), CacheFormat::fp8_ds_mla},
+      {"fp8_products",
+       small_deepseek(),
+       {.dtype = Dtype::bf16, .products = WeightFormat::fp8},
+       plan({.path = PathPolicy::by_length, .reorder_batch_threshold = 2, .activations = Activations::fp8_128})},
       {"no_rope", odd_nope(), {}, {.path = PathPolicy::by_length, .reorder_batch_threshold = 2}, CacheFormat::f32},
   };
 }

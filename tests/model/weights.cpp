@@ -172,6 +172,8 @@ std::vector<PrepareOptions> every_choice() {
   for (Dtype t : {Dtype::f32, Dtype::bf16}) {
     for (WeightFormat up : {WeightFormat::plain, WeightFormat::fp8, WeightFormat::mxfp4})
       all.push_back({.dtype = t, .up = up});
+    for (Absorption a : {Absorption::runtime, Absorption::full_fp8})
+      all.push_back({.dtype = t, .absorption = a, .products = WeightFormat::fp8});
     for (Absorption a : {Absorption::full, Absorption::full_fp8}) all.push_back({.dtype = t, .absorption = a});
   }
   return all;

@@ -46,6 +46,11 @@ def test_weights_are_a_function_of_their_seed(small_model):
     weights = mla.prepare(small_model, mla.random_layer(small_model), absorption="full_fp8")
     assert (weights.absorption, weights.dtype, weights.device) == ("full_fp8", "bf16", "cpu")
     assert weights.nbytes > 0 and weights.model.heads == 4
+    fp8 = mla.prepare(small_model, mla.random_layer(small_model), products="fp8")
+    assert fp8.nbytes < 0.7 * mla.prepare(small_model, mla.random_layer(small_model)).nbytes
+    mla.PlanOptions(activations="fp8_128")
+    with pytest.raises(mla.InputError, match="fp8.*fp8_128"):
+        mla.PlanOptions(activations="fp8")
     with pytest.raises(mla.InputError, match="half.*runtime"):
         mla.prepare(small_model, mla.random_layer(small_model), absorption="half")
     with pytest.raises(mla.DeviceError if mla.gpu_count() else mla.Error):

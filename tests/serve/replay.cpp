@@ -127,6 +127,19 @@ TEST(Replay, WeightsHeldOtherwiseVerify) {
     }
 }
 
+TEST(Replay, Fp8ProductsVerify) {
+  for (Activations activations : {Activations::plain, Activations::fp8_128}) {
+    Replayed run;
+    run.options.products = WeightFormat::fp8;
+    run.options.plan.activations = activations;
+    const Result r = run.go();
+    EXPECT_EQ(r.finished, 8);
+    const Verification v = verify(run.trace, run.options, r.samples, run.pool);
+    EXPECT_EQ(v.failed, 0) << to_string(activations) << ": " << v.worst << " error " << v.worst_error << " bound "
+                           << v.worst_bound;
+  }
+}
+
 TEST(Replay, VerificationCatchesAWrongRow) {
   Replayed run;
   Result r = run.go();

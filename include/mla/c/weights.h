@@ -22,7 +22,7 @@ typedef struct mla_prepare_options {
   int32_t dtype;       ///< of products: MLA_F32 (default) or MLA_BF16
   int32_t absorption;  ///< MLA_ABSORB_...; default runtime
   int32_t up;          ///< MLA_WEIGHTS_... of W_UK and W_UV; other than plain with runtime absorption only
-  int32_t reserved;    ///< 0
+  int32_t products;    ///< MLA_WEIGHTS_PLAIN or _FP8 of the other products, not the indexer's; default plain
 } mla_prepare_options;
 
 static inline mla_prepare_options mla_prepare_options_default(void) {
