@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <type_traits>
 
 #ifdef MLA_NVTX
 #include <nvtx3/nvToolsExt.h>
@@ -16,6 +17,9 @@
 #include "ops/run.hpp"
 
 namespace mla::layer {
+
+/// ops::cost with the slots, in memory of the stream's device, read back first; waits for the stream.
+ops::Cost cost_of_selection(Stream& stream, const ops::AttendSparseArgs& args);
 
 #ifdef MLA_NVTX
 /// The op's name over what the host queues for it, for NVIDIA's profilers; next to nothing when none is attached.
@@ -56,15 +60,16 @@ class Runner {
     const NamedRange range(name);
 #endif
     if (!c_.profile) return ops::run(*stream_, args);
-    const ops::Cost cost = ops::cost(args);
     if (stream_->device().kind == DeviceKind::cuda) {
       auto watch = std::make_unique<gpu::Stopwatch>();
       watch->start(stream_->queue());
       ops::run(*stream_, args);
       watch->stop(stream_->queue());
+      const ops::Cost cost = cost_on_gpu(args);
       c_.profile->add(name, std::move(watch), cost.bytes, cost.flops);
       return;
     }
+    const ops::Cost cost = ops::cost(args);
     const auto start = std::chrono::steady_clock::now();
     ops::run(*stream_, args);
     const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
@@ -85,6 +90,13 @@ class Runner {
                                .activations = activations,
                                .quantized = quantized,
                                .scratch = scratch_});
+  }
+
+  // Costs follow from what the host has, but for the slots of a selection.
+  template <class Args>
+  ops::Cost cost_on_gpu(const Args& args) const {
+    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>) return cost_of_selection(*stream_, args);
+    else return ops::cost(args);
   }
 
   Stream* stream_ = nullptr;  // of a walk that runs; else

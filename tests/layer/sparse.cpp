@@ -4,10 +4,12 @@
 
 #include <cmath>
 
+#include "layer/runner.hpp"
 #include "layer/v32.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/golden.hpp"
+#include "support/models.hpp"
 
 namespace mla::test {
 namespace {
@@ -169,6 +171,39 @@ TEST(SparseInvariance, NeighboursThreadsAndPoison) {
       other.threads = 5;
       EXPECT_EQ(go(other, 0), alone) << to_string(policy) << " " << to_string(compute);
     }
+}
+
+// What a selection costs is in its slots, which lie on the device: a profile has to count the rows that they name.
+TEST(SparseLayer, ASelectionsCostIsReadFromTheDevice) {
+  constexpr int64_t kRows = 3, kTopk = 4, kStride = 6;
+  // Row 1 repeats two rows of row 0's; slots that do not exist and what lies between lists cost nothing.
+  const std::vector<int32_t> slots{0, 1, 2, -1, 9, 9, 1, 2, 7, 3, 9, 9, -1, -1, 8, -1};
+  const Buffer there = Buffer::copy_of(slots.data(), slots.size() * sizeof(int32_t), kDevice);
+  const ModelConfig m = small_sparse();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 4);
+  const std::vector<SparseItem> items{{.q_count = kRows, .k_end = kTopk}};
+  ops::SparseSource source{.cache = {spec, nullptr, 2, spec.page_bytes()},
+                           .slots = {there.as<const int32_t>(), {kRows, kTopk}, {kStride, 1}},
+                           .lengths = {}};
+  const ops::AttendSparseArgs args{
+      .q = {Dtype::bf16, nullptr, {kRows, m.heads, m.entry()}},
+      .sources = {&source, 1},
+      .items = items,
+      .sinks = {},
+      .out = {Dtype::bf16, nullptr, {kRows, m.heads, m.latent}},
+      .lse = {},
+      .max_logits = {},
+      .partial_out = {},
+      .partial_lse = {},
+      .partial_max = {},
+      .scratch = {},
+  };
+  ThreadPool pool(1);
+  Stream stream = stream_on_device(pool);
+  const ops::Cost found = layer::cost_of_selection(stream, args);
+  const double width = static_cast<double>(m.entry() + m.latent), heads = static_cast<double>(m.heads);
+  EXPECT_EQ(found.bytes, 5 * spec.token_bytes() + kRows * (heads * width * 2 + 4 * kTopk));
+  EXPECT_EQ(found.flops, 2 * 7 * heads * width);
 }
 
 TEST(SparseLayer, AllocatesNothingAfterThePlan) {

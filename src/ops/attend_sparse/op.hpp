@@ -60,6 +60,7 @@ struct MergeSparseArgs {
 
 void check(const AttendSparseArgs& a);
 void check(const MergeSparseArgs& a);
+/// Reads the slots, which must lie where the host reads them.
 Cost cost(const AttendSparseArgs& a);
 Cost cost(const MergeSparseArgs& a);
 /// Of unsplit items: splits of a row are not joined here.

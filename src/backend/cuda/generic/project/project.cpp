@@ -47,7 +47,7 @@ bool takes_codes(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
 // Products of codes. False where cuBLASLt has no algorithm: what may have been written of y is then to be written
 // again.
 bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w) {
-  constexpr int64_t kFour = 4;  // rows of scales come in fours, and so do rows: zeros at the end where they do not
+  constexpr int64_t kFour = 4;  // cuBLASLt takes rows in fours alone: zeros follow where they are not
   const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows), groups = (w.in + 127) / 128;
   const size_t y_size = size_of(a.y.dtype());
   const bool aligned =
