@@ -85,7 +85,8 @@ struct PlanOptions {
   /// How the weights hold W_UK and W_UV of the latent path (LayerWeights::up()).
   WeightFormat up = WeightFormat::plain;
   /// What products whose weights are held in fp8 take their inputs as. fp8_128 is what engines do with fp8 checkpoints:
-  /// inputs lose up to 1/16 of each number, and on Hopper both sides are multiplied as they are. It needs such weights.
+  /// inputs lose up to 1/16 of each number, and on Hopper both sides are multiplied as they are. A layer without such
+  /// weights refuses it with an UnsupportedError.
   Activations activations = Activations::plain;
   SplitPolicy split = SplitPolicy::fast;
   /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).

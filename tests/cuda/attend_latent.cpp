@@ -100,8 +100,10 @@ class Inputs {
          .seq_len = longest,
          .batch_invariant = c.invariant};
     choice = attend_latent_choice(l, c.page_size, multiprocessor_count());
-    if (c.tile_rows) choice.tile_rows = c.tile_rows;
-    if (c.tile_rows) choice.workers = multiprocessor_count() / choice.ctas();
+    if (c.tile_rows) {
+      choice.tile_rows = c.tile_rows;
+      choice.workers = multiprocessor_count() / choice.ctas();
+    }
     partials_.emplace(attend_latent_partials(l, choice));
     counters_.emplace(attend_latent_counters(l, choice), 0);
     if (!c.invariant) {
@@ -428,7 +430,7 @@ TEST_F(OnDevice, CallsOfSeveralStreams) {
 
 /// batch_invariant: a request's bits stay, whatever stands beside it, longer queries too.
 TEST_F(OnDevice, BatchInvariantBits) {
-  for (const int heads : {16, 64, 128}) {
+  for (const int heads : {8, 16, 24, 64, 128}) {
     Case alone{"alone", heads, 64, {1}, {5000}, Dtype::bf16, Dtype::f32, true};
     Case beside = alone;
     beside.q_lens = {1, 7, 1, 3}, beside.seq_lens = {5000, 9000, 100, 3000};

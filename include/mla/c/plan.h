@@ -67,7 +67,8 @@ typedef struct mla_plan_options {
   int64_t max_model_len;            ///< 0: the batch's longest sequence
   int64_t max_requests;             ///< 0: the batch's
   const mla_cost_model* rates;      ///< for MLA_PATHS_AUTOMATIC; NULL: mla_cost_model_of the stream's device
-  int32_t activations;              ///< MLA_ACTIVATIONS_... of products with fp8 weights; default plain
+  int32_t activations;              ///< MLA_ACTIVATIONS_... of products with fp8 weights, without which the layer
+                                    ///< returns MLA_ERROR_UNSUPPORTED; default plain
   int32_t reserved;                 ///< 0
 } mla_plan_options;
 

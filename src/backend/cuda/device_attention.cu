@@ -19,7 +19,7 @@ using cuda::kScratch;
 using cuda::Queue;
 
 constexpr int kThreads = 256;
-constexpr int64_t kCounters = 1024;  // at least one a multiprocessor, which is what attend_latent asks for
+constexpr int64_t kCounters = Queue::kCounters;
 constexpr std::string_view kOp = "device_attention";
 
 // Memory cut off the front of a workspace; without one the cuts are counted alone.

@@ -2,6 +2,7 @@
 // sizes. Both cuts are independent of the number of threads, so results are too. See README.md for figures.
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <string>
 
 #include "backend/cpu/backend.hpp"
@@ -64,14 +65,15 @@ void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& r
   const size_t used = static_cast<size_t>(count) * operand_bytes(),
                row_bytes = static_cast<size_t>(pitch) * operand_bytes();
   const bool fp8 = a.activations == Activations::fp8_128;
-  const Fp8Row through;
+  std::optional<Fp8Row> through;
+  if (fp8) through.emplace();
   for (int64_t r = 0; r < rows.rows; ++r) {
     const int64_t row = a.x_rows.empty() ? rows.first + r : a.x_rows[rows.first + r];
     const void* x = a.x.at(row, head, begin);
     Dtype from = a.x.dtype();
     alignas(64) float values[kActivationPart];
     if (fp8) {
-      through(x, from, count, values);
+      (*through)(x, from, count, values);
       x = values;
       from = Dtype::f32;
     }

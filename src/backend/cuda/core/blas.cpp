@@ -209,6 +209,7 @@ bool Blas::try_multiply(const Product& p, cudaStream_t stream, std::string_view 
     const auto own = choose(problem, p, op);  // an algorithm need not serve fewer rows
     if (!own) return false;
     status = run(&*own);
+    if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return false;
   }
   require(status, op, "product", p);
   return true;

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 
+#include <cfloat>
 #include <cstdint>
 #include <cstring>
 
@@ -199,6 +200,9 @@ __device__ inline int scale_exponent(float amax) {
 __device__ inline float from_ue8m0(uint8_t e) {
   return __uint_as_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
 }
+
+/// Of a group of fp8 whose largest magnitude is amax: ops/quantize's.
+__device__ inline float group_scale(float amax) { return fmaxf(fminf(amax, FLT_MAX), 1e-10f) / 448.0f; }
 
 /// Largest magnitude of n elements; NaN does not count, infinity does.
 template <int n>

@@ -47,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(Rows a) {
         if (e < here) x[e] = widen(at[e]);
     }
   }
-  const float most = warp_max(largest_of(x)), scale = fmaxf(fminf(most, FLT_MAX), 1e-10f) / 448.0f;
+  const float most = warp_max(largest_of(x)), scale = group_scale(most);
   float quotients[kN];
   divide_all(x, scale, most, quotients);
   fp8_e4m3 codes[kN];

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
       divide_all(x, a.number, own, y);
     } else {
       constexpr int lanes = group / kN;
-      const float most = largest_in_lanes<lanes>(own), s = fmaxf(fminf(most, FLT_MAX), 1e-10f) / 448.0f;
+      const float most = largest_in_lanes<lanes>(own), s = group_scale(most);
       const bool writes = lane % lanes == 0 && here > 0;
       if constexpr (form == Form::groups_f32) {
         divide_all(x, s, most, y);

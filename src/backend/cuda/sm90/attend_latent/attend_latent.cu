@@ -113,16 +113,16 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
     c.line_overhead = 6;
     c.tile_rows = c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla ? 64 : std::min(c.tile_rows, 64);
   }
-  // No more workers than blocks that they could share.
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
                 blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
   c.min_blocks = c.tile_rows <= 32 ? 1 : 2;
-  c.workers =
-      static_cast<int>(std::clamp<int64_t>(tiles * blocks / c.min_blocks, 1, std::max(multiprocessors / c.ctas(), 1)));
-  if (l.batch_invariant) {
-    const int blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
-    c.split_blocks = std::max(invariant_blocks, (blocks + latent::most_pieces - 1) / latent::most_pieces);
-  }
+  if (l.batch_invariant)
+    c.split_blocks =
+        std::max(invariant_blocks, static_cast<int>((blocks + latent::most_pieces - 1) / latent::most_pieces));
+  // No more workers than there can be pieces.
+  const int piece = c.split_blocks ? c.split_blocks : c.min_blocks;
+  c.workers = static_cast<int>(
+      std::clamp<int64_t>(tiles * ((blocks + piece - 1) / piece), 1, std::max(multiprocessors / c.ctas(), 1)));
   return c;
 }
 

@@ -6,9 +6,9 @@
 
 namespace mla::cuda::latent {
 
-// Named barriers: all math threads; then the wide kernel's, of each half of them and of the warpgroup that makes
-// scores.
-constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4;
+// Named barriers: all math threads; then the wide kernel's, of each half of them, of the warpgroup that makes
+// scores, and of all three.
+constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4, merge_barrier = 5;
 
 template <class T>
 struct Pack;

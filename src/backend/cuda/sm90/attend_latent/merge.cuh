@@ -54,7 +54,9 @@ struct FragmentOrder {
   __device__ static int first_unit(int row) { return row / 16 * group_units + row % 8 * 4; }
 };
 
-// ---- Counters. A tile's counts its pieces that are there, then its shares that are merged; above them, shares left.
+// ---- Counters. A tile's counts its pieces that are there, then its shares that are merged, and wraps to zero with the
+// last; above them, shares left, which only the finisher that does them takes back. Of a pair (shared_by_two) it counts
+// the second piece, above it whether the first one's worker left the tile; who joins or merges the two clears it.
 
 constexpr unsigned one_left = 1 << 11, counts = one_left - 1;
 static_assert(2 * most_pieces < one_left);
@@ -149,8 +151,8 @@ __device__ inline void put(const Params& p, const Part& part, int unit, float4 v
 }
 
 /// Merges units [begin, end) of a tile whose pieces are all there. Sums over pieces in an order that follows from their
-/// number alone. ready(): waits for them, once all is known that can be before; false: not to be done. space: `bytes`
-/// of shared memory, 16-byte aligned. By all math threads.
+/// number and the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that
+/// can be before; false: not to be done. space: `bytes` of shared memory, 16-byte aligned. By all math threads.
 template <class Order, class Ready>
 __device__ bool merge_units(const Params& p, const Item& it, const Part& part, int begin, int end, char* space,
                             int bytes, Ready ready) {
@@ -162,9 +164,16 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
   const int weight_bytes = (n * pitch * 4 + 15) / 16 * 16;
   float4* const data = reinterpret_cast<float4*>(space + weight_bytes);  // [load][thread]
   const int depth = (bytes - weight_bytes) / (math_threads * 16);
+  // Batch-invariant sums know nothing of the share: their groups are fixed. Otherwise
   // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
   const int count = end - begin;
-  int log_lanes = count > 128 ? 8 : count > 64 ? 7 : count > 32 ? 6 : count > 16 ? 5 : count > 8 ? 4 : 3;
+  int log_lanes = p.split_blocks ? 2
+                  : count > 128  ? 8
+                  : count > 64   ? 7
+                  : count > 32   ? 6
+                  : count > 16   ? 5
+                  : count > 8    ? 4
+                                 : 3;
   while (n >> (8 - log_lanes) >= depth) --log_lanes;
   const int lanes = 1 << log_lanes, groups = math_threads >> log_lanes, group = thread >> log_lanes,
             mine = group < n ? ((n - 1 - group) >> (8 - log_lanes)) + 1 : 0,  // pieces of the thread
@@ -178,10 +187,11 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
   const auto piece_row = [&](int i) { return i ? zero + i * stride : first; };
 
   // `row_lanes` lanes a row make its weights. The first of what they need is asked for ahead of the pieces.
-  const int log_row_lanes = rows <= 8    ? 5
-                            : rows <= 16 ? 4
-                            : rows <= 32 ? 3
-                                         : 2,
+  const int log_row_lanes = p.split_blocks ? 2
+                            : rows <= 8    ? 5
+                            : rows <= 16   ? 4
+                            : rows <= 32   ? 3
+                                           : 2,
             row_lanes = 1 << log_row_lanes, r = thread >> log_row_lanes, lane = thread & (row_lanes - 1);
   constexpr int at_once = 8;
   float lse[at_once];

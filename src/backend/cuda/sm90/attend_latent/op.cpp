@@ -35,23 +35,23 @@ AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::Atten
 
 // As many items as may run together, from `begin` on. Pieces of fixed length may need more partial rows than scratch
 // holds: then as many items at a time as fit.
-struct Part {
+struct Run {
   size_t count;
   AttendLatentLimits limits;
   AttendLatentChoice choice;
 };
-Part part_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, size_t room) {
+Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, size_t room) {
   const auto first = [&](size_t count) {
     const AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
-    return Part{
+    return Run{
         count, limits,
         attend_latent_choice(limits, static_cast<int>(a.cache.spec.page_size), multiprocessors, a.cache.spec.format)};
   };
-  Part part = first(a.items.size() - begin);
-  while (part.count > 1 && (attend_latent_partials(part.limits, part.choice) > room ||
-                            attend_latent_counters(part.limits, part.choice) > Queue::kCounters))
-    part = first((part.count + 1) / 2);
-  return part;
+  Run run = first(a.items.size() - begin);
+  while (run.count > 1 && (attend_latent_partials(run.limits, run.choice) > room ||
+                           attend_latent_counters(run.limits, run.choice) > Queue::kCounters))
+    run = first((run.count + 1) / 2);
+  return run;
 }
 
 // Where partial rows begin in scratch.
@@ -76,11 +76,11 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   std::string names;
   for (size_t begin = 0; begin < a.items.size();) {
-    const Part part = part_at(begin, a, gpu.multiprocessors, a.scratch.per_worker - partials_at(a));
+    const Run run = run_at(begin, a, gpu.multiprocessors, a.scratch.per_worker - partials_at(a));
     const std::string name =
-        (part.choice.tile_rows <= 32 ? "narrow, " : "wide, ") + std::to_string(part.choice.tile_rows) + " rows";
+        (run.choice.tile_rows <= 32 ? "narrow, " : "wide, ") + std::to_string(run.choice.tile_rows) + " rows";
     if (names.find(name) == std::string::npos) names += (names.empty() ? "" : " and ") + name;
-    begin += part.count;
+    begin += run.count;
   }
   return names;
 }
@@ -91,7 +91,7 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool afte
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
   const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
-    auto [count, limits, choice] = part_at(begin, a, queue.multiprocessors(), room);
+    auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
     choice.overlap = choice.overlap && !after_writer;
     cuda::attend_latent({.limits = limits,
                          .q = a.q.data(),

@@ -224,7 +224,7 @@ struct Item {
   int pieces, piece;  // of the tile, and which this is
   int slot, slot0;    // partial slot of this piece and of the tile's first piece
   int slot_step;      // from the second piece's slot to the third's
-  int counter;
+  int counter;        // of the tile
 };
 
 /// Partial slot of piece i of the item's tile.

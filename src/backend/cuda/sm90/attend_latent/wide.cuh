@@ -237,8 +237,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
               if (lane < columns) tma_prefetch_box(cache_map, column * 64, row);
             }
             __syncwarp();
-            wait_for_previous_grids();
           }
+          wait_for_previous_grids();
           const int mine = half * 4 + lane;
           mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
           if (lane < 2)
@@ -464,7 +464,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
       }
       release_item(count);
     }
-  } else {  // ---- outputs
+    barrier_arrive(merge_barrier, 128 + math_threads);  // blocks and queries are read
+  } else {                                              // ---- outputs
     take_registers<160>();
     wait_for_previous_grids();
     allow_next_grid();
@@ -609,6 +610,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       release_item(count);
     }
 
+    barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
     merge_split_tiles<FragmentOrder, tile_rows>(p, s, worker, s.kv[0][0], sizeof s.kv, true, part_of);
   }
   if constexpr (Tile::ctas > 1) cluster_sync();  // no copy or arrival may be on its way to a CTA that left
