@@ -164,21 +164,19 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
   const int weight_bytes = (n * pitch * 4 + 15) / 16 * 16;
   float4* const data = reinterpret_cast<float4*>(space + weight_bytes);  // [load][thread]
   const int depth = (bytes - weight_bytes) / (math_threads * 16);
-  // Batch-invariant sums know nothing of the share: their groups are fixed. Otherwise
   // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
+  // Batch-invariant sums know nothing of the share: one thread sums all pieces.
   const int count = end - begin;
-  int log_lanes = p.split_blocks ? 2
-                  : count > 128  ? 8
-                  : count > 64   ? 7
-                  : count > 32   ? 6
-                  : count > 16   ? 5
-                  : count > 8    ? 4
-                                 : 3;
-  while (n >> (8 - log_lanes) >= depth) --log_lanes;
+  const int log_lanes = p.split_blocks || count > 128 ? 8
+                        : count > 64                  ? 7
+                        : count > 32                  ? 6
+                        : count > 16                  ? 5
+                        : count > 8                   ? 4
+                                                      : 3;
   const int lanes = 1 << log_lanes, groups = math_threads >> log_lanes, group = thread >> log_lanes,
             mine = group < n ? ((n - 1 - group) >> (8 - log_lanes)) + 1 : 0,  // pieces of the thread
-      most = ((n - 1) >> (8 - log_lanes)) + 1,
-            blocks = groups > 1 ? 1 : min(depth / most, (count + lanes - 1) >> log_lanes);
+      most = ((n - 1) >> (8 - log_lanes)) + 1, at_a_time = min(most, depth),
+            blocks = groups > 1 ? 1 : min(depth / at_a_time, (count + lanes - 1) >> log_lanes);
   // Pieces lie `stride` rows apart; the first one of a tile on the line a slot further on.
   const int64_t stride = static_cast<int64_t>(it.slot_step) * part.parts * Order::rows,
                 zero = (static_cast<int64_t>(partial_slot(it, 1)) - it.slot_step) * part.parts * Order::rows +
@@ -204,21 +202,24 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
   if (!ready()) return false;
   ask_lse(lane);
 
+  float4 carried{};
+  int base = begin, done = 0;  // done: pieces of these units, where all are too many at a time
 #pragma unroll 1
-  for (int base = begin; base < end; base += blocks << log_lanes) {
+  while (base < end) {
+    const int upto = min(mine, done + at_a_time);
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
       const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
       if (unit >= end) break;
       const float4* from = reinterpret_cast<const float4*>(p.partial_out) + unit;
-      const uint32_t to = smem_address(data + b * most * math_threads + thread);
+      const uint32_t to = smem_address(data + b * at_a_time * math_threads + thread);
 #pragma unroll 8
-      for (int k = 0; k < mine; ++k)
-        cp_async_16(to + k * math_threads * 16, from + piece_row(group + k * groups) * (width / 4));
+      for (int k = done; k < upto; ++k)
+        cp_async_16(to + (k - done) * math_threads * 16, from + piece_row(group + k * groups) * (width / 4));
     }
     cp_async_commit();
 
-    if (base == begin) {  // Weights, meanwhile.
+    if (base == begin && done == 0) {  // Weights, meanwhile.
       float* const weight = weights + r;
       float top = -INFINITY, total = 0;
       if (r < rows)
@@ -247,23 +248,26 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
     cp_async_wait<0>();
     barrier_sync(math_barrier, math_threads);
 
+    const bool more = done + at_a_time < most;
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
       const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
-      float4* const from = data + b * most * math_threads + thread;
-      float4 sum{};
+      float4* const from = data + b * at_a_time * math_threads + thread;
+      float4 sum = carried;
       if (unit < end) {
-        const float *w[4], *const w0 = weights + group * pitch - row_begin;
+        const float *w[4], *const w0 = weights + (group + done * groups) * pitch - row_begin;
 #pragma unroll
         for (int e = 0; e < 4; ++e) w[e] = w0 + Order::row(unit, e);
 #pragma unroll 8
-        for (int k = 0; k < mine; ++k) {
+        for (int k = 0; k < upto - done; ++k) {
           const float4 v = from[k * math_threads];
           const int at = k * groups * pitch;
           sum.x = __fmaf_rn(w[0][at], v.x, sum.x), sum.y = __fmaf_rn(w[1][at], v.y, sum.y);
           sum.z = __fmaf_rn(w[2][at], v.z, sum.z), sum.w = __fmaf_rn(w[3][at], v.w, sum.w);
         }
       }
+      carried = more ? sum : float4{};
+      if (more) continue;
       if (groups > 1) {
         for (int d = lanes; d < 32; d *= 2) {
           sum.x += __shfl_xor_sync(0xffffffffu, sum.x, d), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, d);
@@ -279,7 +283,9 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
       }
       if (thread < lanes && unit < end) put<Order>(p, part, unit, sum);
     }
-    if (base + (blocks << log_lanes) < end) barrier_sync(math_barrier, math_threads);
+    done = more ? done + at_a_time : 0;
+    if (!more) base += blocks << log_lanes;
+    if (base < end) barrier_sync(math_barrier, math_threads);
   }
   return true;
 }
