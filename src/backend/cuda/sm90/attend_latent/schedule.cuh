@@ -43,9 +43,9 @@ struct Params {
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
   float *partial_out, *partial_lse;
-  unsigned *counters,
-      *left;     // of a tile's pieces; of a piece: was its share of the merging left to others? (merge.cuh)
-  int patience;  // cycles that a worker waits for others, at most
+  unsigned* counters;  // of a tile's pieces (merge.cuh)
+  unsigned* left;      // of a piece: was its share of the merging left to others?
+  int patience;        // cycles that a worker waits for others, at most
   int workers;
   int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
   int min_blocks;     // least blocks worth a worker
