@@ -1,6 +1,5 @@
-#include "core/gpu.hpp"
-
 #include "core/device_attention.hpp"
+#include "core/gpu.hpp"
 #include "mla/error.hpp"
 
 namespace mla::gpu {

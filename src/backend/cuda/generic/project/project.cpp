@@ -166,7 +166,8 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
 
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
-  if (takes_codes(gpu, a)) return "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm";
+  if (takes_codes(gpu, a))
+    return "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm";
   const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
   if (w.format == WeightFormat::plain) return "cuda/generic, " + product;
   return "cuda/generic, " + std::string(to_string(w.format)) + " weights dequantised for " + product;
