@@ -150,6 +150,16 @@ class Inputs {
     d_items_->upload(items);
   }
 
+  /// One item: token `token` of the first request alone.
+  void set_token(int token) {
+    d_items_->upload({{.request = table_rows_[0],
+                       .q_begin = starts_[0] + token,
+                       .q_count = 1,
+                       .kv_begin = 0,
+                       .kv_end = c_.seq_lens[0],
+                       .visible = first_visible(0) + token}});
+  }
+
   void poison() { out_->poison(), lse_->poison(); }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
   std::vector<float> lse() const { return lse_->download(); }
@@ -447,6 +457,25 @@ TEST_F(OnDevice, BatchInvariantBits) {
     const auto single = b.out();
     const size_t bytes = static_cast<size_t>(heads) * 512 * 4;
     EXPECT_EQ(0, std::memcmp(together.data(), single.data(), bytes)) << heads << " heads";
+  }
+}
+
+/// batch_invariant: nor do they follow from the other tokens of its request, which share its tile and its pieces.
+TEST_F(OnDevice, BatchInvariantBitsOfAToken) {
+  for (const int heads : {5, 8, 16, 24, 64, 128}) {
+    Inputs s({"tokens", heads, 64, {3}, {7169}, Dtype::bf16, Dtype::f32, true}, 9);
+    attend_latent(s.args, s.choice, nullptr);
+    synchronize();
+    const auto together = s.out();
+    const size_t bytes = static_cast<size_t>(heads) * 512 * 4;
+    for (int token = 0; token < 3; ++token) {
+      s.set_token(token);
+      s.poison();
+      attend_latent(s.args, s.choice, nullptr);
+      synchronize();
+      EXPECT_EQ(0, std::memcmp(&together[token * bytes], &s.out()[token * bytes], bytes))
+          << heads << " heads, token " << token;
+    }
   }
 }
 
