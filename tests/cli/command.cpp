@@ -393,7 +393,8 @@ TEST_F(Command, PlanNamesTheKernels) {
        "cuda/generic, mxfp4 weights dequantised for cuBLASLt in bf16: absorb, value_up");
   const std::string fp8 = "--contexts 4096 --product-weights fp8 ";
   says(kernels(fp8), "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16: query, kv_down, output");
-  says(kernels(fp8 + "--activations fp8_128"), "cuda/sm90, fp8 inputs and weights by cuBLASLt: query, kv_down, output");
+  says(kernels(fp8 + "--activations fp8_128"),
+       "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm: query, kv_down, output");
   for (const char* other : {"--weights f32 --compute bf16", "--compute-capability 80"}) {
     const std::string out = kernels(fp8 + "--activations fp8_128 " + other);
     EXPECT_NE(out.find("fp8 weights dequantised for cuBLASLt"), std::string::npos) << other << "\n" << out;

@@ -79,11 +79,18 @@ bool hopper() {
   return cuda::model_of(stream.queue()).hopper;
 }
 
+class Fp8ProductsOnGpu : public testing::Test {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  }
+};
+
 // What sums of codes lose is less than rounding the operands to bf16 would: tensor cores cut each of 128 products off
 // 14 bits below their sum. With a sum of about sqrt(128) products, that is up to 16 2^-14 / sqrt(12) of a product,
 // sqrt(128) times in the root mean square, thrice at most for the steps that raise it: 2^-11 of the sum. Rounding costs
 // 2^-9 sqrt(2 / 3) or a little less, more than three times that. f32 joins the sums.
-TEST(Fp8ProductsOnGpu, CodesAreMultipliedAsTheyAre) {
+TEST_F(Fp8ProductsOnGpu, CodesAreMultipliedAsTheyAre) {
   if (!hopper()) GTEST_SKIP() << "not a Hopper GPU";
   for (const Shape& s : kShapes) {
     Product p(s);
@@ -101,7 +108,7 @@ TEST(Fp8ProductsOnGpu, CodesAreMultipliedAsTheyAre) {
   }
 }
 
-TEST(Fp8ProductsOnGpu, ARowsBitsDoNotDependOnItsNeighbours) {
+TEST_F(Fp8ProductsOnGpu, ARowsBitsDoNotDependOnItsNeighbours) {
   for (const Shape& s : kShapes) {
     Product p(s);
     const size_t bytes = static_cast<size_t>(s.out) * sizeof(float);
