@@ -145,22 +145,27 @@ std::vector<Params> sweep(uint64_t seed) {
     WeightFormat format;
     int64_t block;
   };
+  // Cases of weights held so.
+  const auto adder = [&](Dtype dtype, Held held, Activations inputs) {
+    return [&cases, &seed, dtype, held, inputs](int64_t rows, int64_t heads, int64_t in, int64_t out) {
+      cases.push_back({.requests = rows,
+                       .ragged = seed % 2 == 1,
+                       .heads = heads,
+                       .in = in,
+                       .out = out,
+                       .dtype = dtype,
+                       .batch_invariant = seed % 3 == 1,
+                       .weights = held.format,
+                       .inputs = inputs,
+                       .weight_block = held.block,
+                       .seed = seed + 1});
+      ++seed;
+    };
+  };
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (const Held& held : {Held{WeightFormat::fp8, 0}, Held{WeightFormat::fp8, 128}, Held{WeightFormat::fp8, 48},
                              Held{WeightFormat::mxfp4, 0}}) {
-      auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
-        cases.push_back({.requests = rows,
-                         .ragged = seed % 2 == 1,
-                         .heads = heads,
-                         .in = in,
-                         .out = out,
-                         .dtype = dtype,
-                         .batch_invariant = seed % 3 == 1,
-                         .weights = held.format,
-                         .weight_block = held.block,
-                         .seed = seed + 1});
-        ++seed;
-      };
+      const auto add = adder(dtype, held, Activations::plain);
       for (int64_t rows : {0, 1, 5, 64, 65, 150}) add(rows, 2, 40, 72);
       for (int64_t in : {1, 31, 32, 33, 511, 512, 513, 1100}) add(6, 2, in, 33);
       for (int64_t out : {1, 2, 15, 255, 256, 257, 300}) add(6, 1, 48, out);
@@ -174,20 +179,7 @@ std::vector<Params> sweep(uint64_t seed) {
   // need not come in fours.
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (int64_t block : {0, 48, 128}) {
-      auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
-        cases.push_back({.requests = rows,
-                         .ragged = seed % 2 == 1,
-                         .heads = heads,
-                         .in = in,
-                         .out = out,
-                         .dtype = dtype,
-                         .batch_invariant = seed % 3 == 1,
-                         .weights = WeightFormat::fp8,
-                         .inputs = Activations::fp8_128,
-                         .weight_block = block,
-                         .seed = seed + 1});
-        ++seed;
-      };
+      const auto add = adder(dtype, {WeightFormat::fp8, block}, Activations::fp8_128);
       for (int64_t in : {1, 33, 127, 129, 513, 1100}) add(6, 2, in, 33);
       add(4, 16, 128, 512);
       add(4, 16, 512, 128);

@@ -7,6 +7,7 @@
 
 #include "layer/reference.hpp"
 #include "support/engine.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
@@ -214,16 +215,6 @@ TEST(LayerOnGpu, AllocatesNothingAfterThePlan) {
   for (int i = 0; i < 50; ++i) d.replay({500, 400, 300, 200}, hidden);
   ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
   EXPECT_EQ(before, after);
-}
-
-template <class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(DeviceErrors, MissingThingsAreNamed) {

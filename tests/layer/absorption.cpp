@@ -8,6 +8,8 @@
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
 #include "support/golden.hpp"
+#include "support/invariance.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
@@ -203,21 +205,7 @@ TEST(Absorption, BitsIgnoreThreadsAndNeighbours) {
     const LayerWeights weights = prepare(m, tensors, c.options, kDevice);
     PlanOptions plan = latent_plan(c.options);
     plan.split = SplitPolicy::batch_invariant;
-    std::vector<float> first;
-    for (int threads : {1, 3})
-      for (bool alone : {true, false}) {
-        Engine engine(weights, cache_spec(m, CacheFormat::bf16, 16), {.plan = plan, .threads = threads});
-        const int64_t me = engine.add(mine), they = engine.add(other);
-        std::vector<float> out;
-        for (int64_t count : {40, 1, 1, 18}) {
-          std::vector<Engine::Piece> pieces{{me, count}};
-          if (!alone) pieces.insert(pieces.begin(), {they, 1 + count / 2});
-          const auto rows = engine.step(pieces);
-          out.insert(out.end(), rows.back().begin(), rows.back().end());
-        }
-        if (first.empty()) first = out;
-        EXPECT_TRUE(out == first) << c.name << " " << threads << " threads" << (alone ? ", alone" : "");
-      }
+    expect_bits_ignore_threads_and_neighbours(weights, cache_spec(m, CacheFormat::bf16, 16), plan, mine, other, c.name);
   }
 }
 
@@ -232,16 +220,6 @@ TEST(Absorption, AllocatesNothingAfterThePlan) {
     engine.run_alone(engine.add(hidden), 100, 70);
     EXPECT_EQ(engine.allocations, 0) << c.name;
   }
-}
-
-template <class E, class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const E& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(Absorption, WhatItCannotServeIsNamed) {

@@ -6,6 +6,8 @@
 #include "layer/reference.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
+#include "support/invariance.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
@@ -135,21 +137,8 @@ TEST(Fp8Products, BitsIgnoreThreadsAndNeighbours) {
                              .up = c.options.up,
                              .activations = c.activations,
                              .split = SplitPolicy::batch_invariant};
-      std::vector<float> first;
-      for (int threads : {1, 3})
-        for (bool alone : {true, false}) {
-          Engine engine(weights, cache_spec(m, CacheFormat::bf16, 16), {.plan = plan, .threads = threads});
-          const int64_t me = engine.add(mine), they = engine.add(other);
-          std::vector<float> out;
-          for (int64_t count : {40, 1, 1, 18}) {
-            std::vector<Engine::Piece> pieces{{me, count}};
-            if (!alone) pieces.insert(pieces.begin(), {they, 1 + count / 2});
-            const auto rows = engine.step(pieces);
-            out.insert(out.end(), rows.back().begin(), rows.back().end());
-          }
-          if (first.empty()) first = out;
-          EXPECT_TRUE(out == first) << name(m, c, Path::latent) << " " << threads << (alone ? " threads, alone" : "");
-        }
+      expect_bits_ignore_threads_and_neighbours(weights, cache_spec(m, CacheFormat::bf16, 16), plan, mine, other,
+                                                name(m, c, Path::latent));
     }
 }
 
@@ -162,16 +151,6 @@ TEST(Fp8Products, AllocateNothingAfterThePlan) {
   if (!kOnGpu) engine.counter = allocation_count;  // the first products of a shape choose their algorithm there
   engine.run_alone(engine.add(hidden), 50, 20);
   EXPECT_EQ(engine.allocations, 0);
-}
-
-template <class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "nothing is thrown";
 }
 
 TEST(Fp8Products, WhatCannotBeIsRefused) {

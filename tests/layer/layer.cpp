@@ -4,6 +4,7 @@
 #include "layer/reference.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
@@ -112,16 +113,6 @@ TEST(Layer, ProfileCountsEveryOp) {
   }
   EXPECT_GE(profile.rows().size(), 8u);
   EXPECT_GT(flops, 0);
-}
-
-template <class F>
-std::string message_of(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "no error";
 }
 
 TEST(Layer, MismatchesAreNamed) {

@@ -10,6 +10,7 @@
 #include "cases/compare.hpp"
 #include "mla/mla.hpp"
 #include "support/count_allocations.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla::test {
@@ -202,15 +203,6 @@ INSTANTIATE_TEST_SUITE_P(Heads, QuantisedOutput,
 
 class Refusals : public testing::Test {
  protected:
-  template <class F>
-  static std::string message_of(F&& f) {
-    try {
-      f();
-    } catch (const Error& e) {
-      return e.what();
-    }
-    return "no error";
-  }
   ModelConfig m_ = model_of(2, 64);
   LayerWeights w_ = prepare(m_, random_layer(m_, 0, 1, Dtype::f32), Dtype::f32);
   Step step_{m_, w_, {0, 1}, 2};
