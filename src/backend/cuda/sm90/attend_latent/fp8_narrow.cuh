@@ -513,10 +513,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
       barrier_sync(math_barrier, math_threads);
     }
-    if (!whole && publish(p, it, {})) {
-      if (!p.split_blocks) s.split_item[s.split_items] = it;
-      ++s.split_items;
-    }
+    if (!whole) publish(p, s, it, {});
   }
 
   // ---- merge

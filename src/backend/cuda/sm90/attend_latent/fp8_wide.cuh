@@ -520,10 +520,7 @@ __global__ void __launch_bounds__(threads, 1)
       float* const to = whole ? static_cast<float*>(p.out) : p.partial_out;
       store([&](int64_t at, float2 two) { *reinterpret_cast<float2*>(to + at) = two; });
     }
-    if (!whole && publish(p, it, {})) {
-      if (!p.split_blocks) s.split_item[s.split_items] = it;
-      ++s.split_items;
-    }
+    if (!whole) publish(p, s, it, {});
   }
 
   // ---- merge

@@ -94,21 +94,26 @@ struct Part {
   int parts = 1, part = 0;
 };
 
-/// After all math threads wrote a piece's partial; by all of them. Returns to thread 0 whether the worker has merging
-/// to do when its own work is done.
-__device__ inline bool publish(const Params& p, const Item& it, const Part& part, bool pair = false) {
+/// After all math threads wrote a piece's partial; by all of them. s, a kernel's shared memory, remembers the tile if
+/// the worker has merging to do when its own work is done. pair: does the kernel join this tile's two pieces?
+template <class Shared>
+__device__ void publish(const Params& p, Shared& s, const Item& it, const Part& part, bool pair = false) {
   barrier_sync(math_barrier, math_threads);
-  if (threadIdx.x != 0) return false;
+  if (threadIdx.x != 0) return;
   unsigned* const counter = p.counters + it.counter * part.parts + part.part;
   __threadfence();  // also for what the barrier ordered before
+  bool merges = true;
   if (!pair) {
     atomicAdd(counter, 1u);
-    return true;
+  } else if (it.piece == 0) {
+    merges = leave(counter, 1) != 0;
+  } else {
+    merges = atomicAdd(counter, 1u) >= one_left;
+    __threadfence();
   }
-  if (it.piece == 0) return leave(counter, 1) != 0;
-  const bool left = atomicAdd(counter, 1u) >= one_left;
-  __threadfence();
-  return left;
+  if (!merges) return;
+  if (!p.split_blocks) s.split_item[s.split_items] = it;  // otherwise the walk finds them again
+  ++s.split_items;
 }
 
 /// How two pieces are joined from registers: rounded as merge_units rounds, so that bits do not tell which was done.

@@ -334,10 +334,7 @@ __global__ void __launch_bounds__(threads, 1)
         for (int i = 0; i < 4; ++i)
           if (8 * j < rows)
             *unit(slot_row, i, j) = make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]);
-      if (publish(p, it, {}, pair)) {
-        if (!p.split_blocks) s.split_item[s.split_items] = it;
-        ++s.split_items;
-      }
+      publish(p, s, it, {}, pair);
       continue;
     }
     if (joins) {

@@ -581,10 +581,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           const float* mine = o[i / 16] + i % 16 * 4;
           if (warp % 4 * 16 < rows) to[i * 32] = make_float4(mine[0], mine[1], mine[2], mine[3]);
         }
-        if (publish(p, it, part_of(it), pair)) {
-          if (!p.split_blocks) s.split_item[s.split_items] = it;
-          ++s.split_items;
-        }
+        publish(p, s, it, part_of(it), pair);
         release_item(count);
         continue;
       }
