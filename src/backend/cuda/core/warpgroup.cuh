@@ -44,6 +44,19 @@ __device__ __forceinline__ bool barrier_any(int id, int threads, bool x, int (&w
   return *static_cast<volatile int*>(&word) == turn;
 }
 
+/// barrier_sync that tells every thread of how many x held.
+__device__ __forceinline__ int barrier_count(int id, int threads, bool x) {
+  int count;
+  asm volatile(
+      "{\n.reg .pred p;\n"
+      "setp.ne.u32 p, %3, 0;\n"
+      "bar.red.popc.u32 %0, %1, %2, p;\n}"
+      : "=r"(count)
+      : "r"(id), "r"(threads), "r"(static_cast<int>(x))
+      : "memory");
+  return count;
+}
+
 /// The warpgroup's registers per thread from here on; needs __launch_bounds__(threads, 1). Multiples of 8.
 template <int registers>
 __device__ __forceinline__ void give_registers() {

@@ -201,7 +201,7 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
     for (int k = 0; k < mine; ++k) shift[k] = -3e38f, sum[k] = 0;
 
-    int j = h;
+    int j = h, changes = 0;  // changes of maxima
     if (j >= blocks) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
@@ -350,6 +350,7 @@ __global__ void __launch_bounds__(threads, 1)
       top = fmaxf(top, store());
       fence_async_proxy();
       if (barrier_any(own + h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
+        ++changes;
         float factor[mine];
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
@@ -447,6 +448,7 @@ __global__ void __launch_bounds__(threads, 1)
       for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
     }
     blocks_before += blocks;
+    even_barriers(own + h, changes, Rows::scaled ? 5 : 2, h ? blocks % 2 * 2 : 0);
 
     // ---- epilogue
 #pragma unroll

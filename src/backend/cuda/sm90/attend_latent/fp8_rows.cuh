@@ -190,4 +190,13 @@ __device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows,
   __syncwarp();
 }
 
+/// After an item's blocks: barriers until both math warpgroups passed as many of their own, each one more for `each` of
+/// its `passed`, `more` for what else the other had. Order needs none of them, but compute-sanitizer's racecheck takes
+/// warps of different numbers of barriers for unordered across a common one.
+__device__ inline void even_barriers(int own_barrier, int passed, int each, int more) {
+  const int both = barrier_count(math_barrier, math_threads, static_cast<int>(threadIdx.x % 128) < passed);
+#pragma unroll 1
+  for (int i = max(both - 2 * passed, 0) * each + more; i > 0; --i) barrier_sync(own_barrier, 128);
+}
+
 }  // namespace mla::cuda::latent

@@ -183,6 +183,7 @@ __global__ void __launch_bounds__(threads, 1)
       for (int k = 0; k < n / 2; ++k) o[i][k] = 0;
 #pragma unroll
     for (int k = 0; k < 2; ++k) sum[k] = 0;
+    int changes = 0;  // of maxima, by this warpgroup
     if (h >= blocks) {
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
@@ -334,6 +335,7 @@ __global__ void __launch_bounds__(threads, 1)
       store();
       const bool changed = barrier_any(own + h, 128, top > most, s.beyond[h], block + 1);
       if (changed) {
+        ++changes;
 #pragma unroll
         for (int k = 0; k < mine; ++k) {
           float best = fmaxf(d[k / 2 * 4 + k % 2], d[k / 2 * 4 + 2 + k % 2]);
@@ -469,6 +471,7 @@ __global__ void __launch_bounds__(threads, 1)
     }
     if (h == 0 && blocks % 2 == 0 && blocks > 0) values(blocks - 1, true);
     blocks_before += blocks, made0 += (blocks + 1) / 2, made1 += blocks / 2;
+    even_barriers(own + h, changes, Rows::scaled ? 6 : 3, h ? blocks % 2 : 0);
 
     // ---- epilogue
 #pragma unroll
