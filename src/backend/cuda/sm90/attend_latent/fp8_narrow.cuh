@@ -50,8 +50,7 @@ struct Fp8NarrowShared {
   float growth[2][rows];
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
-  Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
-  int split_items;     // how many
+  Splits splits;
   Split split;
   alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
@@ -66,6 +65,9 @@ __global__ void __launch_bounds__(threads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  using Order = RowOrder<n>;
+  constexpr int merge_bytes = sizeof Shared::ring;
+  const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < slots; ++i) {
@@ -76,7 +78,7 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.split_items = 0;
+    s.splits.merges[0] = s.splits.merges[1] = false;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -134,6 +136,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
       if (queries_at == it.blocks) start();
       if (!looked) look_ahead();
+      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, false);
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -478,7 +481,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (h == 0 && w == 0 && g == 0 && row < rows) {
         const float lse2 = all == 0 ? -INFINITY : best + __log2f(all);
         if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
-        else p.partial_lse[slot_row + row] = lse2;
+        else p.partial_lse[partial_row(p, it.slot0, n, row, it.pieces, it.piece)] = lse2;
       }
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
@@ -515,13 +518,11 @@ __global__ void __launch_bounds__(threads, 1)
       }
       barrier_sync(math_barrier, math_threads);
     }
-    if (!whole) publish(p, s, it, {});
+    if (!whole) publish(p, s.splits, it, part_of(it));
   }
 
   // ---- merge
-  merge_split_tiles<RowOrder<n>, n>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, false, [](const Item& it) {
-    return Part{it.rows, it.row0};
-  });
+  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -27,8 +27,7 @@ struct Fp8WideShared {
   int changed[2];
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
-  Item split_item[2];  // a worker's pieces of split tiles, unless batch-invariant
-  int split_items;     // how many
+  Splits splits;
   Split split;
   alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2], p_empty;
 };
@@ -41,6 +40,9 @@ __global__ void __launch_bounds__(threads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+  using Order = RowOrder<n>;
+  constexpr int merge_bytes = sizeof Shared::ring;
+  const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int w = warp % 4, g = lane / 4, c = lane % 4;
   constexpr int own = 2;  // barriers own + h: of math warpgroup h alone
 
@@ -51,10 +53,10 @@ __global__ void __launch_bounds__(threads, 1)
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
-    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 1), s.beyond[i][0] = s.beyond[i][1] = 0;
+    for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 128), s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
-    s.split_items = 0;
+    s.splits.merges[0] = s.splits.merges[1] = false;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -125,6 +127,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
       if (queries_at == it.blocks) start();
       if (!looked) look_ahead();
+      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, false);
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -372,10 +375,8 @@ __global__ void __launch_bounds__(threads, 1)
         store();
         barrier_sync(own + h, 128);
       }
-      if (thread == 0) {
-        s.changed[j & 1] = changed;
-        mbarrier_arrive(smem_address(&s.p_full[j & 1]));
-      }
+      if (thread == 0) s.changed[j & 1] = changed;
+      mbarrier_arrive(smem_address(&s.p_full[j & 1]));
       // Sums over the warp's positions: each exchange halves the rows that a lane goes on with.
       float part[mine];
 #pragma unroll
@@ -487,7 +488,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (thread < it.rows) {
         const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all);
         if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
-        else p.partial_lse[static_cast<int64_t>(it.slot) * n + thread] = lse2;
+        else p.partial_lse[partial_row(p, it.slot0, n, thread, it.pieces, it.piece)] = lse2;
       }
     }
     barrier_sync(math_barrier, math_threads);
@@ -523,13 +524,11 @@ __global__ void __launch_bounds__(threads, 1)
       float* const to = whole ? static_cast<float*>(p.out) : p.partial_out;
       store([&](int64_t at, float2 two) { *reinterpret_cast<float2*>(to + at) = two; });
     }
-    if (!whole) publish(p, s, it, {});
+    if (!whole) publish(p, s.splits, it, part_of(it));
   }
 
   // ---- merge
-  merge_split_tiles<RowOrder<n>, n>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, false, [](const Item& it) {
-    return Part{it.rows, it.row0};
-  });
+  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
 }
 
 }  // namespace mla::cuda::latent

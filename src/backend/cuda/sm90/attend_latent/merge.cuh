@@ -21,38 +21,103 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
   p.lse[token * p.lse_token_stride + (row - token * p.heads) * p.lse_head_stride] = lse2 * 0.6931471805599453f;
 }
 
-// ---- Where the numbers of a tile lie in a partial: units of four, in an order that suits who writes them.
-// `group_rows` rows have `group_units` units in a row; row() and column() tell of unit's element e.
+// ---- Where the numbers of a tile lie in a partial: units of 16 bytes, in an order that suits who writes them.
+// `group_rows` rows have `group_units` units in a row. A unit's elements are of the row first_row(unit), those of which
+// second(e) holds of the one `step` on; shares of a tile are whole multiples of `least` units.
+
+/// Four f32 of a row.
+struct F32Units {
+  static constexpr int values = 4, least = 1;
+  static constexpr bool scaled = false;
+  template <class Order>
+  __device__ static void add(float (&sum)[values], const uint4& unit, float first, float second) {
+    const uint32_t v[values] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int e = 0; e < values; ++e)
+      sum[e] = __fmaf_rn(Order::second(e) ? second : first, __uint_as_float(v[e]), sum[e]);
+  }
+};
 
 template <int tile_rows>
-struct RowOrder {
-  static constexpr int rows = tile_rows, group_rows = 1, group_units = width / 4;
-  __device__ static int row(int unit, int) { return unit / group_units; }
-  __device__ static int column(int unit, int e) { return unit % group_units * 4 + e; }
+struct RowOrder : F32Units {
+  static constexpr int rows = tile_rows, group_rows = 1, group_units = width / 4, step = 0;
+  __device__ static constexpr bool second(int) { return false; }
+  __device__ static int first_row(int unit) { return unit / group_units; }
   __device__ static int first_unit(int row) { return row * group_units; }
+  template <class Put>
+  __device__ static void put(int unit, const float (&v)[4], Put put) {
+    put(first_row(unit), unit % group_units * 4, v);
+  }
 };
 
 /// As the narrow kernel's threads hold O^T: unit 1024 j + 256 i + t is of thread t's o[i].
 template <int tile_rows>
-struct TransposedOrder {
-  static constexpr int rows = tile_rows, group_rows = 8, group_units = 1024;
-  __device__ static int row(int unit, int e) { return unit / group_units * 8 + unit % 4 * 2 + e % 2; }
-  __device__ static int column(int unit, int e) {
-    return unit / 128 % 2 * 256 + unit / 256 % 4 * 64 + unit / 32 % 4 * 16 + unit / 4 % 8 + e / 2 * 8;
-  }
+struct TransposedOrder : F32Units {
+  static constexpr int rows = tile_rows, group_rows = 8, group_units = 1024, step = 1;
+  __device__ static constexpr bool second(int e) { return e % 2; }
+  __device__ static int first_row(int unit) { return unit / group_units * 8 + unit % 4 * 2; }
   __device__ static int first_unit(int row) { return row / 8 * group_units + row % 8 / 2; }
+  template <class Put>
+  __device__ static void put(int unit, const float (&v)[4], Put put) {
+    const int column = unit / 128 % 2 * 256 + unit / 256 % 4 * 64 + unit / 32 % 4 * 16 + unit / 4 % 8;
+#pragma unroll
+    for (int e = 0; e < 4; ++e)
+      put(first_row(unit) + e % 2, column + e / 2 * 8, reinterpret_cast<const float(&)[1]>(v[e]));
+  }
 };
 
-/// As the wide kernel's threads hold O, warp by warp (warp % 4, then the half of the columns), 32 units of each chunk
-/// of 8 columns.
+/// As the wide kernel's threads hold O, warp by warp (warp % 4, then the half of the columns), 32 units of each two
+/// chunks of 8 columns. Eight f16 relative to a power of two for each row: O of a tile of 64 rows is 128 KB in f32, and
+/// all workers write and read theirs at once.
 struct FragmentOrder {
-  static constexpr int rows = 64, group_rows = 16, group_units = 2048;
-  __device__ static int row(int unit, int e) { return unit / group_units * 16 + unit % 32 / 4 + e / 2 * 8; }
-  __device__ static int column(int unit, int e) {
-    return unit / 1024 % 2 * 256 + unit / 32 % 32 * 8 + unit % 4 * 2 + e % 2;
-  }
+  static constexpr int values = 8, least = 4;
+  static constexpr bool scaled = true;
+  static constexpr int rows = 64, group_rows = 16, group_units = 1024, step = 8;
+  __device__ static constexpr bool second(int e) { return e % 4 / 2; }
+  __device__ static int first_row(int unit) { return unit / group_units * 16 + unit % 32 / 4; }
   __device__ static int first_unit(int row) { return row / 16 * group_units + row % 8 * 4; }
+  template <class Order>
+  __device__ static void add(float (&sum)[values], const uint4& unit, float first, float second) {
+    const uint32_t v[4] = {unit.x, unit.y, unit.z, unit.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 two = __half22float2(reinterpret_cast<const __half2&>(v[i]));
+      const float w = i % 2 ? second : first;
+      sum[2 * i] = __fmaf_rn(w, two.x, sum[2 * i]), sum[2 * i + 1] = __fmaf_rn(w, two.y, sum[2 * i + 1]);
+    }
+  }
+  /// Neighbouring lanes trade column pairs of the two chunks: each then has four columns in a row. By all lanes.
+  template <class Put>
+  __device__ static void put(int unit, const float (&v)[8], Put put) {
+    const bool odd = unit & 1;
+    const int column = unit / 512 % 2 * 256 + unit / 32 % 16 * 16 + odd * 8 + (unit % 4 * 2 & 4);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float *a = v + 2 * r, *b = v + 4 + 2 * r;
+      const float get0 = __shfl_xor_sync(0xffffffffu, odd ? a[0] : b[0], 1),
+                  get1 = __shfl_xor_sync(0xffffffffu, odd ? a[1] : b[1], 1);
+      const float four[4] = {odd ? get0 : a[0], odd ? get1 : a[1], odd ? b[0] : get0, odd ? b[1] : get1};
+      put(first_row(unit) + r * 8, column, four);
+    }
+  }
 };
+
+/// What a row of a partial (its largest element's exponent being that of `top`) is multiplied by to be f16 below 2^15,
+/// and what that is multiplied by to be the row again: powers of two.
+struct HalfScale {
+  float to, back;
+  __device__ explicit HalfScale(int exponent) {
+    to = __int_as_float((268 - exponent) << 23), back = __int_as_float((exponent - 14) << 23);
+  }
+  /// As f32 has it, biased; kept where both powers are normal numbers.
+  __device__ static int exponent(float top) { return max(__float_as_int(top) >> 23, 15); }
+};
+
+/// Where piece `piece` of the item's tile has the row's log of the sum of exponentials, and its HalfScale::back: a
+/// row's lie beside each other.
+__device__ inline int64_t partial_row(const Params& p, int slot0, int tile_rows, int row, int pieces, int piece) {
+  return static_cast<int64_t>(slot0) * tile_rows + row * pieces + piece;
+}
 
 // ---- Counters. A tile's counts its pieces that are there, then its shares that are merged, and wraps to zero with the
 // last; above them, shares left, which only the finisher that does them takes back. Of a pair (shared_by_two) it counts
@@ -94,10 +159,70 @@ struct Part {
   int parts = 1, part = 0;
 };
 
-/// After all math threads wrote a piece's partial; by all of them. s, a kernel's shared memory, remembers the tile if
-/// the worker has merging to do when its own work is done. pair: does the kernel join this tile's two pieces?
-template <class Shared>
-__device__ void publish(const Params& p, Shared& s, const Item& it, const Part& part, bool pair = false) {
+/// What a worker merges of a tile: its own share of the units, or another's that was left.
+struct Share {
+  int row0, slot0, counter;                       // of the tile: row, first partial slot, counter
+  uint16_t pieces, piece;                         // of the tile; the worker's
+  uint16_t begin, end;                            // units
+  uint16_t at_a_time, blocks;                     // pieces, and blocks of lanes, that are copied before any is added
+  uint8_t rows, row_begin, row_count, slot_step;  // the CTA's; those that the share touches
+  uint8_t parts, part, log_lanes, log_row_lanes;
+
+  __device__ int slot(int i) const { return slot_step == 1 ? slot0 + i : slot0 + 2 * i - (i > 0 ? 1 : 0); }
+  __device__ int pitch() const { return row_count | 1; }
+  __device__ int weight_bytes() const { return ((pieces + 1) * pitch() * 4 + 15) / 16 * 16; }
+};
+
+/// Makes s the tile's `share`-th share, of which nothing but the tile is known, or all of the tile. bytes: of shared
+/// memory that there are to merge it in.
+constexpr int all_shares = -1;
+template <class Order>
+__device__ void take_share(const Params& p, Share& s, int share, int bytes) {
+  const int n = s.pieces, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
+  // The first `more` shares have one more.
+  const int each = units / Order::least / n, more = units / Order::least - each * n;
+  const int begin = share == all_shares ? 0 : (share * each + min(share, more)) * Order::least,
+            end = share == all_shares ? units : begin + (each + (share < more)) * Order::least, count = end - begin;
+  const int row_begin = begin / Order::group_units * Order::group_rows;
+  s.begin = begin, s.end = end, s.row_begin = row_begin;
+  s.row_count =
+      max(min(ceil_div(end, Order::group_units) * Order::group_rows, static_cast<int>(s.rows)) - row_begin, 0);
+  // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
+  // Batch-invariant sums know nothing of the share: one thread sums all pieces.
+  s.log_lanes = p.split_blocks ? 8 : min(max(32 - __clz(count - 1), 3), 8);
+  s.log_row_lanes = p.split_blocks ? 2 : s.row_count <= 8 ? 5 : s.row_count <= 16 ? 4 : s.row_count <= 32 ? 3 : 2;
+  const int most = ((n - 1) >> (8 - s.log_lanes)) + 1, depth = (bytes - s.weight_bytes()) / (math_threads * 16);
+  s.at_a_time = min(most, depth);
+  s.blocks = s.log_lanes < 8 ? 1 : min(depth / s.at_a_time, (count + math_threads - 1) / math_threads);
+}
+
+template <class Order>
+__device__ Share make_share(const Params& p, const Item& it, const Part& part, int share, int bytes) {
+  Share s;
+  s.row0 = static_cast<int>(part.row0), s.slot0 = it.slot0, s.counter = it.counter;
+  s.pieces = it.pieces, s.piece = it.piece, s.slot_step = it.slot_step;
+  s.rows = part.rows, s.parts = part.parts, s.part = part.part;
+  take_share<Order>(p, s, share, bytes);
+  return s;
+}
+
+/// For the worker's pieces of split tiles, as long as they are not batch-invariant: at most two, its first and its
+/// last.
+struct Splits {
+  Share share[2];
+  bool merges[2];  // is there merging to do when the worker's own work is done?
+  int joined;      // has the tile that a worker's last piece is of been joined?
+};
+
+/// By one thread, off the way of those who attend: whoever is told that there are no more items then finds the share.
+template <class Order>
+__device__ void remember_split(const Params& p, Splits& s, const Item& it, const Part& part, int bytes, bool pairs) {
+  if (it.pieces > 1 && !p.split_blocks)
+    s.share[it.split] = make_share<Order>(p, it, part, pairs && shared_by_two(it) ? all_shares : it.piece, bytes);
+}
+
+/// After all math threads wrote a piece's partial; by all of them. pair: does the kernel join this tile's two pieces?
+__device__ inline void publish(const Params& p, Splits& s, const Item& it, const Part& part, bool pair = false) {
   barrier_sync(math_barrier, math_threads);
   if (threadIdx.x != 0) return;
   unsigned* const counter = p.counters + it.counter * part.parts + part.part;
@@ -111,20 +236,20 @@ __device__ void publish(const Params& p, Shared& s, const Item& it, const Part& 
     merges = atomicAdd(counter, 1u) >= one_left;
     __threadfence();
   }
-  if (!merges) return;
-  if (!p.split_blocks) s.split_item[s.split_items] = it;  // otherwise the walk finds them again
-  ++s.split_items;
+  // Batch-invariant ones are found again by another walk.
+  if (p.split_blocks) s.merges[0] = true;
+  else if (merges) s.merges[it.split] = true;
 }
 
-/// How two pieces are joined from registers: rounded as merge_units rounds, so that bits do not tell which was done.
+/// How two pieces are joined from registers: added as merge_units adds, so that bits do not tell which was done.
 struct Join {
-  float first, second, lse2;  // weights of the pieces' outputs; of both
+  float first, second, inverse, lse2;  // weights of the pieces' outputs, what their sum is multiplied by; of both
 
   __device__ Join(float lse2_first, float lse2_second) {
     const float top = fmaxf(lse2_first, lse2_second), shift = top == -INFINITY ? 0.0f : top;
     first = exp2_approx(lse2_first - shift), second = exp2_approx(lse2_second - shift);
-    const float sum = __fadd_rn(first, second), inverse = sum > 0 ? 1.0f / sum : 0.0f;
-    first = __fmul_rn(first, inverse), second = __fmul_rn(second, inverse);
+    const float sum = __fadd_rn(first, second);
+    inverse = sum > 0 ? 1.0f / sum : 0.0f;
     lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
   }
   __device__ static float sum(float first, float x, float second, float y) {
@@ -132,82 +257,62 @@ struct Join {
   }
 };
 
-/// A unit's four numbers to out, those of rows that there are.
-template <class Order>
-__device__ inline void put(const Params& p, const Part& part, int unit, float4 v) {
-  if constexpr (Order::group_rows == 1) {  // all of one row, beside each other
-    if (Order::row(unit, 0) >= part.rows) return;
-    const int64_t to = part.row0 * width + unit * 4;
-    if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = v;
-    else
-      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) = {Pack<__nv_bfloat16>::two(v.x, v.y),
-                                                                            Pack<__nv_bfloat16>::two(v.z, v.w)};
+/// `count` columns of a row from `column` on to out, if there is the row.
+template <int count>
+__device__ inline void put(const Params& p, const Share& s, int row, int column, const float (&v)[count]) {
+  if (row >= s.rows) return;
+  const int64_t to = (static_cast<int64_t>(s.row0) + row) * width + column;
+  if constexpr (count == 1) {
+    if (p.out_f32) static_cast<float*>(p.out)[to] = v[0];
+    else static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16_rn(v[0]);
   } else {
-    const float x[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int row = Order::row(unit, e);
-      if (row >= part.rows) continue;
-      const int64_t to = (part.row0 + row) * width + Order::column(unit, e);
-      if (p.out_f32) static_cast<float*>(p.out)[to] = x[e];
-      else static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16_rn(x[e]);
-    }
+    if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = make_float4(v[0], v[1], v[2], v[3]);
+    else
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) = {Pack<__nv_bfloat16>::two(v[0], v[1]),
+                                                                            Pack<__nv_bfloat16>::two(v[2], v[3])};
   }
 }
 
-/// Merges units [begin, end) of a tile whose pieces are all there. Sums over pieces in an order that follows from their
-/// number and the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that
-/// can be before; false: not to be done. space: `bytes` of shared memory, 16-byte aligned. By all math threads.
+/// Merges a share of a tile whose pieces are all there. Sums over pieces in an order that follows from their number and
+/// the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that can be
+/// before; false: not to be done. space: shared memory, 16-byte aligned. By all math threads.
 template <class Order, class Ready>
-__device__ bool merge_units(const Params& p, const Item& it, const Part& part, int begin, int end, char* space,
-                            int bytes, Ready ready) {
-  const int thread = threadIdx.x, n = it.pieces;
-  const int row_begin = begin / Order::group_units * Order::group_rows,
-            row_end = min(ceil_div(end, Order::group_units) * Order::group_rows, part.rows), rows = row_end - row_begin,
-            pitch = rows + 1;
-  float* const weights = reinterpret_cast<float*>(space);  // [piece][row]
-  const int weight_bytes = (n * pitch * 4 + 15) / 16 * 16;
-  float4* const data = reinterpret_cast<float4*>(space + weight_bytes);  // [load][thread]
-  const int depth = (bytes - weight_bytes) / (math_threads * 16);
-  // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
-  // Batch-invariant sums know nothing of the share: one thread sums all pieces.
-  const int count = end - begin;
-  const int log_lanes = p.split_blocks || count > 128 ? 8
-                        : count > 64                  ? 7
-                        : count > 32                  ? 6
-                        : count > 16                  ? 5
-                        : count > 8                   ? 4
-                                                      : 3;
-  const int lanes = 1 << log_lanes, groups = math_threads >> log_lanes, group = thread >> log_lanes,
-            mine = group < n ? ((n - 1 - group) >> (8 - log_lanes)) + 1 : 0,  // pieces of the thread
-      most = ((n - 1) >> (8 - log_lanes)) + 1, at_a_time = min(most, depth),
-            blocks = groups > 1 ? 1 : min(depth / at_a_time, (count + lanes - 1) >> log_lanes);
-  // Pieces lie `stride` rows apart; the first one of a tile on the line a slot further on.
-  const int64_t stride = static_cast<int64_t>(it.slot_step) * part.parts * Order::rows,
-                zero = (static_cast<int64_t>(partial_slot(it, 1)) - it.slot_step) * part.parts * Order::rows +
-                       part.part * Order::rows,
-                first = (static_cast<int64_t>(it.slot0) * part.parts + part.part) * Order::rows;
-  const auto piece_row = [&](int i) { return i ? zero + i * stride : first; };
+__device__ bool merge_units(const Params& p, const Share& s, char* space, Ready ready) {
+  constexpr int values = Order::values;
+  const int thread = threadIdx.x, n = s.pieces, rows = s.row_count, pitch = s.pitch(), begin = s.begin, end = s.end;
+  float* const weights = reinterpret_cast<float*>(space);                           // [piece][row], then 1 / their sum
+  uint4* const data = reinterpret_cast<uint4*>(space + s.weight_bytes()) + thread;  // [load][thread]
+  const int log_lanes = s.log_lanes, log_groups = 8 - log_lanes, lanes = 1 << log_lanes, groups = 1 << log_groups,
+            group = thread >> log_lanes;
+  const int mine = group < n ? ((n - 1 - group) >> log_groups) + 1 : 0,  // pieces of the thread
+      most = ((n - 1) >> log_groups) + 1, at_a_time = s.at_a_time, blocks = s.blocks;
+  // Slots of the pieces from the second on lie `slot_step` apart, the first a little further on.
+  constexpr int slot_units = Order::rows * width / Order::values;
+  const int64_t step = static_cast<int64_t>(s.slot_step) * s.parts * slot_units;
+  const uint4* const from =
+      reinterpret_cast<const uint4*>(p.partial_out) + (static_cast<int64_t>(s.slot0) * s.parts + s.part) * slot_units;
+  const int64_t skew = s.slot_step == 1 ? 0 : -static_cast<int64_t>(s.parts) * slot_units;
 
   // `row_lanes` lanes a row make its weights. The first of what they need is asked for ahead of the pieces.
-  const int log_row_lanes = p.split_blocks ? 2
-                            : rows <= 8    ? 5
-                            : rows <= 16   ? 4
-                            : rows <= 32   ? 3
-                                           : 2,
-            row_lanes = 1 << log_row_lanes, r = thread >> log_row_lanes, lane = thread & (row_lanes - 1);
   constexpr int at_once = 8;
-  float lse[at_once];
-  const auto ask_lse = [&](int i) {
-    if (r >= rows) return;
+  const int row_lanes = 1 << s.log_row_lanes, r = thread >> s.log_row_lanes, lane = thread & (row_lanes - 1),
+            a_pass = row_lanes * at_once;
+  const int64_t lse_at =
+      partial_row(p, s.slot0, s.parts * Order::rows, s.part * Order::rows + s.row_begin + r, n, lane);
+  float lse[at_once], back[at_once];
+  const auto ask_lse = [&](int pass) {
 #pragma unroll
-    for (int k = 0; k < at_once; ++k)
-      if (const int at = i + k * row_lanes; at < n) lse[k] = __ldcg(p.partial_lse + row_begin + r + piece_row(at));
+    for (int k = 0; k < at_once; ++k) {
+      const int at = pass + k * row_lanes;
+      const bool in = r < rows && at + lane < n;
+      lse[k] = in ? __ldcg(p.partial_lse + lse_at + at) : -INFINITY;
+      if constexpr (Order::scaled) back[k] = in ? __ldcg(p.partial_back + lse_at + at) : 0.0f;
+    }
   };
   if (!ready()) return false;
-  ask_lse(lane);
+  ask_lse(0);
 
-  float4 carried{};
+  float carried[values] = {};
   int base = begin, done = 0;  // done: pieces of these units, where all are too many at a time
 #pragma unroll 1
   while (base < end) {
@@ -216,38 +321,50 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
     for (int b = 0; b < blocks; ++b) {
       const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
       if (unit >= end) break;
-      const float4* from = reinterpret_cast<const float4*>(p.partial_out) + unit;
-      const uint32_t to = smem_address(data + b * at_a_time * math_threads + thread);
-#pragma unroll 8
-      for (int k = done; k < upto; ++k)
-        cp_async_16(to + (k - done) * math_threads * 16, from + piece_row(group + k * groups) * (width / 4));
+      const int piece = group + (done << log_groups);
+      const uint4* source = from + unit + piece * step + (piece ? skew : 0);
+      uint32_t to = smem_address(data + b * at_a_time * math_threads);
+      const int64_t next = step << log_groups;
+#pragma unroll 4
+      for (int k = done; k < upto; ++k) {
+        cp_async_16(to, source);
+        to += math_threads * 16;
+        source += k + group == 0 ? next + skew : next;
+      }
     }
     cp_async_commit();
 
     if (base == begin && done == 0) {  // Weights, meanwhile.
-      float* const weight = weights + r;
       float top = -INFINITY, total = 0;
-      if (r < rows)
 #pragma unroll 1
-        for (int i = lane; i < n; i += row_lanes * at_once) {
-          if (i > lane) ask_lse(i);
+      for (int pass = 0;;) {
 #pragma unroll
-          for (int k = 0; k < at_once; ++k)
-            if (const int at = i + k * row_lanes; at < n) weight[at * pitch] = lse[k], top = fmaxf(top, lse[k]);
-        }
+        for (int k = 0; k < at_once; ++k) top = fmaxf(top, lse[k]);
+        pass += a_pass;
+        if (pass >= n) break;
+        ask_lse(pass);
+      }
       for (int d = row_lanes / 2; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
       const float shift = top == -INFINITY ? 0.0f : top;
-      if (r < rows)
-#pragma unroll 4
-        for (int i = lane; i < n; i += row_lanes) total += weight[i * pitch] = exp2_approx(weight[i * pitch] - shift);
+#pragma unroll 1
+      for (int pass = 0;;) {
+        if (n > a_pass) ask_lse(pass);
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+          const float weight = exp2_approx(lse[k] - shift);
+          const int at = pass + k * row_lanes + lane;
+          total += weight;
+          if (r < rows && at < n) weights[at * pitch + r] = Order::scaled ? weight * back[k] : weight;
+        }
+        pass += a_pass;
+        if (pass >= n) break;
+      }
       for (int d = row_lanes / 2; d; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
-      const float inverse = total > 0 ? 1.0f / total : 0.0f;
-      if (r < rows) {
-#pragma unroll 4
-        for (int i = lane; i < n; i += row_lanes) weight[i * pitch] *= inverse;
-        const int unit = Order::first_unit(row_begin + r);
-        if (lane == 0 && begin <= unit && unit < end)
-          store_lse(p, static_cast<int>(part.row0) + row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
+      if (r < rows && lane == 0) {
+        weights[n * pitch + r] = total > 0 ? 1.0f / total : 0.0f;
+        const int unit = Order::first_unit(s.row_begin + r);
+        if (begin <= unit && unit < end)
+          store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
       }
     }
     cp_async_wait<0>();
@@ -257,36 +374,47 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
       const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
-      float4* const from = data + b * at_a_time * math_threads + thread;
-      float4 sum = carried;
-      if (unit < end) {
-        const float *w[4], *const w0 = weights + (group + done * groups) * pitch - row_begin;
+      uint4* const loaded = data + b * at_a_time * math_threads;
+      float sum[values];
 #pragma unroll
-        for (int e = 0; e < 4; ++e) w[e] = w0 + Order::row(unit, e);
-#pragma unroll 8
+      for (int e = 0; e < values; ++e) sum[e] = carried[e];
+      const float* const row_weights = weights + min(Order::first_row(unit) - s.row_begin, max(rows - 1, 0));
+      const int second = Order::first_row(unit) - s.row_begin + Order::step < rows ? Order::step : 0;
+      if (unit < end) {
+        const float* w = row_weights + (group + (done << log_groups)) * pitch;
+#pragma unroll 4
         for (int k = 0; k < upto - done; ++k) {
-          const float4 v = from[k * math_threads];
-          const int at = k * groups * pitch;
-          sum.x = __fmaf_rn(w[0][at], v.x, sum.x), sum.y = __fmaf_rn(w[1][at], v.y, sum.y);
-          sum.z = __fmaf_rn(w[2][at], v.z, sum.z), sum.w = __fmaf_rn(w[3][at], v.w, sum.w);
+          Order::template add<Order>(sum, loaded[k * math_threads], w[0], w[second]);
+          w += pitch << log_groups;
         }
       }
-      carried = more ? sum : float4{};
+#pragma unroll
+      for (int e = 0; e < values; ++e) carried[e] = more ? sum[e] : 0.0f;
       if (more) continue;
       if (groups > 1) {
-        for (int d = lanes; d < 32; d *= 2) {
-          sum.x += __shfl_xor_sync(0xffffffffu, sum.x, d), sum.y += __shfl_xor_sync(0xffffffffu, sum.y, d);
-          sum.z += __shfl_xor_sync(0xffffffffu, sum.z, d), sum.w += __shfl_xor_sync(0xffffffffu, sum.w, d);
-        }
-        *from = sum;
+        for (int d = lanes; d < 32; d *= 2)
+#pragma unroll
+          for (int e = 0; e < values; ++e) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], d);
+        float4* const staged = reinterpret_cast<float4*>(loaded);  // for 8 values two loads' room, which is there
+#pragma unroll
+        for (int e = 0; e < values; e += 4)
+          staged[e / 4 * math_threads] = make_float4(sum[e], sum[e + 1], sum[e + 2], sum[e + 3]);
         barrier_sync(math_barrier, math_threads);
         if (thread < lanes)
-          for (int t = max(lanes, 32); t < math_threads; t += max(lanes, 32)) {
-            const float4 v = from[t];
-            sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-          }
+          for (int t = max(lanes, 32); t < math_threads; t += max(lanes, 32))
+#pragma unroll
+            for (int e = 0; e < values; e += 4) {
+              const float4 v = staged[e / 4 * math_threads + t];
+              sum[e] += v.x, sum[e + 1] += v.y, sum[e + 2] += v.z, sum[e + 3] += v.w;
+            }
       }
-      if (thread < lanes && unit < end) put<Order>(p, part, unit, sum);
+      const float inverse[2] = {row_weights[n * pitch], row_weights[n * pitch + second]};
+#pragma unroll
+      for (int e = 0; e < values; ++e) sum[e] *= inverse[Order::second(e)];
+      const bool on = thread < lanes && unit < end;
+      Order::put(unit, sum, [&](int row, int column, const auto& v) {
+        if (on) put(p, s, row, column, v);
+      });
     }
     done = more ? done + at_a_time : 0;
     if (!more) base += blocks << log_lanes;
@@ -295,14 +423,15 @@ __device__ bool merge_units(const Params& p, const Item& it, const Part& part, i
   return true;
 }
 
-/// Merges what is this worker's of a tile that it holds a piece of. space: as above. By all math threads, after all own
-/// work.
-template <class Order>
-__device__ void merge(const Params& p, const Item& it, const Part& part, char* space, int bytes, bool pair) {
-  constexpr int all = -1, nothing = -2;
-  const int n = it.pieces, units = ceil_div(part.rows, Order::group_rows) * Order::group_units;
-  unsigned* const counter = p.counters + it.counter * part.parts + part.part;
-  const auto left = [&](int i) { return p.left + partial_slot(it, i) * part.parts + part.part; };
+/// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left.
+/// again(i): makes `share` the i-th. pair: are all units this worker's? space: shared memory, 16-byte aligned. By all
+/// math threads, after all own work.
+template <class Order, class Again>
+__device__ void merge(const Params& p, Share& share, char* space, bool pair, Again again) {
+  constexpr int nothing = -2;
+  const int n = share.pieces, parts = share.parts, part = share.part;
+  unsigned* const counter = p.counters + share.counter * parts + part;
+  const auto left = [&](int i) { return p.left + share.slot(i) * parts + part; };
   int& told = *reinterpret_cast<int*>(space);
   const auto tell = [&](auto find_out) {  // to all what thread 0 finds out
     barrier_sync(math_barrier, math_threads);
@@ -312,38 +441,36 @@ __device__ void merge(const Params& p, const Item& it, const Part& part, char* s
   };
   int others = 0, to_do = 0;  // shares that were left; thread 0's: and that are still to be done,
   bool finishes = false;      // by this worker?
-  int share = pair ? all : it.piece;
   for (bool own = true;; own = false) {
-    const int even = units / n, more = units - even * n;  // the first `more` shares have one unit more
-    const int begin = share == all ? 0 : share * even + min(share, more),
-              end = share == all ? units : begin + even + (share < more);
     const auto ready = [&] {
       if (!own || pair) return true;
-      others = tell([&] {
+      if (threadIdx.x == 0) {
         unsigned seen = wait_for_pieces(p, counter, n);
         if (!seen) seen = leave(counter, n);
-        if (seen) return static_cast<int>(seen / one_left);
-        atomicExch(left(it.piece), 1u);
-        return nothing;
-      });
+        if (!seen) atomicExch(left(share.piece), 1u);
+        told = seen ? static_cast<int>(seen / one_left) : nothing;
+      }
+      barrier_sync(math_barrier, math_threads);
+      others = told;
       return others != nothing;
     };
-    if (pair) barrier_sync(math_barrier, math_threads);
-    if (!(begin < end ? merge_units<Order>(p, it, part, begin, end, space + 16, bytes - 16, ready) : ready())) return;
+    if (!(share.begin < share.end ? merge_units<Order>(p, share, space + 16, ready) : ready())) return;
     if (others == 0) break;
     // The last to finish does what was left, and leaves the counter as the next call needs it.
-    share = tell([&] {
+    const int next = tell([&] {
       if (own) finishes = (atomicAdd(counter, 1u) & counts) + 1 + others == 2u * n, to_do = others;
       if (!finishes) return nothing;
       if (to_do-- == 0) {
         *counter = 0;
         return nothing;
       }
-      int next = 0;
-      while (!atomicExch(left(next), 0u)) next = (next + 1) % n;
-      return next;
+      int i = 0;
+      while (!atomicExch(left(i), 0u)) i = (i + 1) % n;
+      return i;
     });
-    if (share == nothing) return;
+    if (next == nothing) return;
+    if (threadIdx.x == 0) again(next);
+    barrier_sync(math_barrier, math_threads);
   }
   if (threadIdx.x == 0) {  // It wraps when all shares are merged.
     if (pair) *counter = 0;
@@ -351,25 +478,35 @@ __device__ void merge(const Params& p, const Item& it, const Part& part, char* s
   }
 }
 
-/// All tiles that the worker published pieces of, after all its own work. s: a kernel's shared memory; part_of(item):
-/// the CTA's part; pairs: does the kernel join them? By all math threads.
-template <class Order, int tile_rows, class Shared, class PartOf>
-__device__ void merge_split_tiles(const Params& p, const Shared& s, int worker, char* space, int bytes, bool pairs,
-                                  PartOf part_of) {
+/// All tiles that the worker published pieces of, after all its own work. part_of(item): the CTA's part; pairs: does
+/// the kernel join them? By all math threads.
+template <class Order, int tile_rows, class PartOf>
+__device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
+                                  bool pairs, PartOf part_of) {
   barrier_sync(math_barrier, math_threads);
-  if (!s.split_items) return;
-  Walk<tile_rows> walk(p, s.split, worker);
+  if (!p.split_blocks) {
 #pragma unroll 1
-  for (int i = 0;; ++i) {
-    Item it;
-    if (p.split_blocks) {
-      if (!walk.next(it)) return;
-      if (it.pieces == 1) continue;
-    } else {
-      if (i == s.split_items) return;
-      it = s.split_item[i];
+    for (int i = 0; i < 2; ++i) {
+      if (!s.merges[i]) continue;
+      Share& share = s.share[i];
+      const bool pair = pairs && share.pieces == 2 && share.slot_step == 2;
+      merge<Order>(p, share, space, pair, [&](int other) { take_share<Order>(p, share, other, bytes); });
+      if (i == 0) barrier_sync(math_barrier, math_threads);
     }
-    merge<Order>(p, it, part_of(it), space, bytes, pairs && shared_by_two(it));
+    return;
+  }
+  if (!s.merges[0]) return;
+  Walk<tile_rows> walk(p, split, worker);
+  Item it;
+#pragma unroll 1
+  while (walk.next(it)) {
+    if (it.pieces == 1) continue;
+    Share& share = s.share[0];
+    const Part part = part_of(it);
+    barrier_sync(math_barrier, math_threads);
+    if (threadIdx.x == 0) share = make_share<Order>(p, it, part, it.piece, bytes);
+    barrier_sync(math_barrier, math_threads);
+    merge<Order>(p, share, space, false, [&](int other) { take_share<Order>(p, share, other, bytes); });
   }
 }
 

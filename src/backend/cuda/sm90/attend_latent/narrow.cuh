@@ -24,10 +24,9 @@ struct NarrowShared {
   alignas(1024) char q[9][Tile::rows * 128];
   alignas(1024) char p[Tile::rows * 128];                 // P: rows x 64 positions, swizzled
   alignas(16) float scores[2][Tile::rows * score_pitch];  // each warpgroup's half of the 576 products, transposed
-  float rescale[Tile::rows], sum[Tile::rows], other[Tile::rows];
+  float rescale[Tile::rows], sum[Tile::rows], other[Tile::rows], inverse[Tile::rows];
   alignas(16) Item item[2];
-  Item split_item[2];       // a worker's pieces of split tiles, unless batch-invariant
-  int split_items, joined;  // how many; has the tile that a worker's last piece is of been joined?
+  Splits splits;
   Split split;
   int changed;  // the CTA's latest block whose maxima moved, counted from 1
   alignas(8) uint64_t full[Tile::boxes], empty[Tile::boxes], q_full, q_empty;
@@ -39,6 +38,9 @@ __global__ void __launch_bounds__(threads, 1)
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
+  using Order = TransposedOrder<Tile::rows>;
+  constexpr int merge_bytes = sizeof Shared::ring;
+  const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.changed = s.split_items = 0;
+    s.changed = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -122,6 +124,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
       if (queries_at == end) start();
       if (!looked) look_ahead();
+      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, true);
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -295,24 +298,25 @@ __global__ void __launch_bounds__(threads, 1)
     const bool pair = shared_by_two(it);
     bool joins = pair && it.piece == 0;
     if (joins) {
-      if (threadIdx.x == 0) s.joined = wait_for_pieces(p, p.counters + it.counter, 1) != 0;
+      if (threadIdx.x == 0) s.splits.joined = wait_for_pieces(p, p.counters + it.counter, 1) != 0;
       barrier_sync(math_barrier, math_threads);
-      joins = s.joined;
+      joins = s.splits.joined;
     }
     const bool whole = it.pieces == 1 || joins;
     const int rows = it.rows;
     const int64_t slot_row = static_cast<int64_t>(it.slot) * Tile::rows;
     const int64_t other_row = static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows;
+    const auto lse_at = [&](int piece) { return partial_row(p, it.slot0, Tile::rows, row, it.pieces, piece); };
     if (row_lane == 0) {
       float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
       if (row < rows) {
         if (joins) {
-          const Join join(lse2, __ldcg(p.partial_lse + other_row + row));
-          s.rescale[row] = join.first, s.other[row] = join.second;
+          const Join join(lse2, __ldcg(p.partial_lse + lse_at(1)));
+          s.rescale[row] = join.first, s.other[row] = join.second, s.inverse[row] = join.inverse;
           lse2 = join.lse2;
         }
         if (whole) store_lse(p, it.row0 + row, lse2);
-        else p.partial_lse[slot_row + row] = lse2;
+        else p.partial_lse[lse_at(it.piece)] = lse2;
       }
       s.sum[row] = sum > 0 ? 1.0f / sum : 0.0f;
     }
@@ -334,7 +338,7 @@ __global__ void __launch_bounds__(threads, 1)
         for (int i = 0; i < 4; ++i)
           if (8 * j < rows)
             *unit(slot_row, i, j) = make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]);
-      publish(p, s, it, {}, pair);
+      publish(p, s.splits, it, part_of(it), pair);
       continue;
     }
     if (joins) {
@@ -349,7 +353,7 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
           for (int k = 0; k < 4; ++k) {
             const int r = 8 * j + pair_row + k % 2;
-            o[i][4 * j + k] = Join::sum(s.rescale[r], o[i][4 * j + k], s.other[r], theirs[k]);
+            o[i][4 * j + k] = s.inverse[r] * Join::sum(s.rescale[r], o[i][4 * j + k], s.other[r], theirs[k]);
           }
         }
       }
@@ -380,10 +384,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<TransposedOrder<Tile::rows>, Tile::rows>(p, s, blockIdx.x, s.ring[0], sizeof s.ring, true,
-                                                             [](const Item& it) {
-                                                               return Part{it.rows, it.row0};
-                                                             });
+  merge_split_tiles<Order, Tile::rows>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, true, part_of);
 }
 
 }  // namespace mla::cuda::latent

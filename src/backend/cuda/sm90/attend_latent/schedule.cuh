@@ -42,10 +42,10 @@ struct Params {
   bool out_f32;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
-  float *partial_out, *partial_lse;
-  unsigned* counters;  // of a tile's pieces (merge.cuh)
-  unsigned* left;      // of a piece: was its share of the merging left to others?
-  int patience;        // cycles that a worker waits for others, at most
+  float *partial_out, *partial_lse, *partial_back;  // merge.cuh
+  unsigned* counters;                               // of a tile's pieces (merge.cuh)
+  unsigned* left;                                   // of a piece: was its share of the merging left to others?
+  int patience;                                     // cycles that a worker waits for others, at most
   int workers;
   int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
   int min_blocks;     // least blocks worth a worker
@@ -225,6 +225,7 @@ struct Item {
   int slot, slot0;    // partial slot of this piece and of the tile's first piece
   int slot_step;      // from the second piece's slot to the third's
   int counter;        // of the tile
+  int split;          // which of the worker's items with several pieces
 };
 
 /// Partial slot of piece i of the item's tile.
@@ -287,6 +288,8 @@ class Walk {
         it.slot_step = 2;
       }
       it.slot = partial_slot(it, it.piece);
+      it.split = splits_;
+      splits_ += it.pieces > 1;
       at_ += split_.piece ? split_.piece : min(stop, max(blocks, 1)) - begin;
       return true;
     }
@@ -296,7 +299,7 @@ class Walk {
  private:
   const Params& p_;
   const Split& split_;
-  int worker_, at_, end_, request_, start_, tile_ = 0;
+  int worker_, at_, end_, request_, start_, tile_ = 0, splits_ = 0;
   Tiles<tile_rows> tiles_;
 };
 

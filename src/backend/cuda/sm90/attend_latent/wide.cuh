@@ -32,11 +32,11 @@ struct WideShared {
   alignas(1024) char q[9 - query_boxes][box_bytes];  // the other queries
   alignas(128) char q_step[64 * 32];                 // and the last 16 columns of the registers' boxes: 8 x 8 matrices
   float inverse[64];                                 // of an item's sums
+  uint8_t exponent[2][64];                           // of the largest output of each half of a row
   uint8_t growth[2][64];  // outputs held before this block's are to be multiplied by 2^-growth
   bool changed[2][4];     // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
-  Item split_item[2];       // a worker's pieces of split tiles, unless batch-invariant
-  int split_items, joined;  // how many; has the tile that a worker's last piece is of been joined?
+  Splits splits;
   Split split;
   // full: column boxes in pairs; empty: halves of the boxes; made: a block's probabilities are there.
   alignas(8) uint64_t full[wide_buffers][4], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
@@ -54,6 +54,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0, worker = blockIdx.x / Tile::ctas;
   const bool boxes_fit = p.box_shift >= 0;
+  constexpr int merge_bytes = sizeof WideShared::kv;
+  const auto part_of = [&](const Item& it) {
+    return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
+  };
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
@@ -70,7 +74,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
     mbarrier_init_fence();
-    s.split_items = 0;
+    s.splits.merges[0] = s.splits.merges[1] = false;
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
@@ -119,6 +123,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           if (more) s.item[count & 1] = it;
           else s.item[count & 1].blocks = -1;
           mbarrier_arrive(smem_address(&s.item_full[count & 1]));
+          if (more) remember_split<FragmentOrder>(p, s.splits, it, part_of(it), merge_bytes, true);
         }
         __syncwarp();
       }
@@ -298,7 +303,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       row += Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
       if (row >= it.rows) return;
       if (it.pieces == 1) store_lse(p, it.row0 + row, lse2);
-      else p.partial_lse[static_cast<int64_t>(it.slot) * tile_rows + row] = lse2;
+      else p.partial_lse[partial_row(p, it.slot0, tile_rows, row, it.pieces, it.piece)] = lse2;
     };
     int turn = 0;  // rope box of the next block, then its parity
     for (int count = 0;; ++count) {
@@ -470,9 +475,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
     wait_for_previous_grids();
     allow_next_grid();
     const int h = warpgroup, row = warp % 4 * 16 + lane / 4;  // and row + 8, of the CTA's 64
-    const auto part_of = [&](const Item& it) {
-      return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
-    };
     float o[2][64];            // 128 columns each: a product of 256 would want 154 registers at launch
     int buffer = 0, turn = 0;  // turn: rope box of the next block, then its parity
     const auto advance = [&] {
@@ -528,62 +530,93 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
       // ---- epilogue
       const int rows = it.rows - rank * 64;  // of this CTA; may be none
-      const int64_t slot_row = (static_cast<int64_t>(it.slot) * Tile::ctas + rank) * 64, out_row = it.row0 + rank * 64;
+      const int64_t out_row = it.row0 + rank * 64;
       const bool in0 = row < rows, in1 = row + 8 < rows, pair = shared_by_two(it);
       bool joins = pair && it.piece == 0;
       if (joins) {
-        if (threadIdx.x == 0) s.joined = wait_for_pieces(p, p.counters + it.counter * Tile::ctas + rank, 1) != 0;
+        if (threadIdx.x == 0) s.splits.joined = wait_for_pieces(p, p.counters + it.counter * Tile::ctas + rank, 1) != 0;
         barrier_sync(math_barrier, math_threads);
-        joins = s.joined;
+        joins = s.splits.joined;
       }
-      const bool whole = it.pieces == 1 || joins;
       float a = 0, b = 0;  // what outputs of the two rows are to be multiplied by
       if (blocks) a = s.inverse[row], b = s.inverse[row + 8];
-      const auto units = [&](int64_t first_row) {  // of a partial: this thread's first; the next 32 on
-        return reinterpret_cast<float4*>(p.partial_out) + first_row * (width / 4) + warp % 4 * 2048 + h * 1024 + lane;
-      };
-      if (joins) {
-        // The other's outputs come through this warpgroup's half of the buffers: nobody fills them any more. Each
-        // thread takes what it asked for.
-        const int64_t other_row = (static_cast<int64_t>(partial_slot(it, 1)) * Tile::ctas + rank) * 64;
-        const auto room = [&](int i) { return s.kv[i / 16][4 * h] + (i % 16 * 128 + threadIdx.x % 128) * 16; };
-        const float4* other = units(other_row);
-#pragma unroll 1
-        for (int i = 0; i < 32; ++i)
-          if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(i)), other + i * 32);
-        cp_async_commit();
-        const auto join = [&](int row, bool in) {
-          const Join join(in ? __ldcg(p.partial_lse + slot_row + row) : -INFINITY,
-                          in ? __ldcg(p.partial_lse + other_row + row) : -INFINITY);
-          if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
-          return join;
-        };
-        const Join join0 = join(row, in0), join1 = join(row + 8, in1);
-        cp_async_wait<0>();
-        if (threadIdx.x == 0) p.counters[it.counter * Tile::ctas + rank] = 0;
+      if (it.pieces > 1) {
+        // As a partial has them: f16 relative to a power of two for each row.
+        float top0 = 0, top1 = 0;
 #pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const float4 v = *reinterpret_cast<const float4*>(room(i));
-          float* mine = o[i / 16] + i % 16 * 4;
-          mine[0] = Join::sum(join0.first, a * mine[0], join0.second, v.x);
-          mine[1] = Join::sum(join0.first, a * mine[1], join0.second, v.y);
-          mine[2] = Join::sum(join1.first, b * mine[2], join1.second, v.z);
-          mine[3] = Join::sum(join1.first, b * mine[3], join1.second, v.w);
+        for (int k = 0; k < 64; ++k) {
+          float& top = k & 2 ? top1 : top0;
+          top = fmaxf(top, fmaxf(fabsf(o[0][k]), fabsf(o[1][k])));
+        }
+#pragma unroll
+        for (int k = 1; k < 4; k *= 2) {
+          top0 = fmaxf(top0, __shfl_xor_sync(0xffffffffu, top0, k));
+          top1 = fmaxf(top1, __shfl_xor_sync(0xffffffffu, top1, k));
+        }
+        if (lane % 4 == 0) {
+          s.exponent[h][row] = HalfScale::exponent(top0 * a), s.exponent[h][row + 8] = HalfScale::exponent(top1 * b);
+        }
+        barrier_sync(math_barrier, math_threads);
+        const HalfScale scale0(max(s.exponent[0][row], s.exponent[1][row])),
+            scale1(max(s.exponent[0][row + 8], s.exponent[1][row + 8]));
+        a *= scale0.to, b *= scale1.to;
+        const auto unit = [&](int i) {  // 32 lanes have one beside each other
+          const float* mine = o[i / 8] + i % 8 * 8;
+          return uint4{Pack<__half>::two(mine[0] * a, mine[1] * a), Pack<__half>::two(mine[2] * b, mine[3] * b),
+                       Pack<__half>::two(mine[4] * a, mine[5] * a), Pack<__half>::two(mine[6] * b, mine[7] * b)};
+        };
+        const auto units = [&](int slot) {  // of a partial: this thread's first
+          return reinterpret_cast<uint4*>(p.partial_out) + (static_cast<int64_t>(slot) * Tile::ctas + rank) * 4096 +
+                 warp % 4 * 1024 + h * 512 + lane;
+        };
+        const auto row_at = [&](int row, int piece) {
+          return partial_row(p, it.slot0, tile_rows, rank * 64 + row, it.pieces, piece);
+        };
+        if (joins) {
+          // The other's outputs come through this warpgroup's half of a buffer: nobody fills it any more. Each thread
+          // takes what it asked for.
+          const auto room = [&](int i) { return s.kv[0][4 * h] + (i * 128 + threadIdx.x % 128) * 16; };
+          const uint4* other = units(partial_slot(it, 1));
+#pragma unroll 1
+          for (int i = 0; i < 16; ++i)
+            if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(i)), other + i * 32);
+          cp_async_commit();
+          const auto join = [&](int row, bool in, float back) {
+            Join join(in ? __ldcg(p.partial_lse + row_at(row, 0)) : -INFINITY,
+                      in ? __ldcg(p.partial_lse + row_at(row, 1)) : -INFINITY);
+            if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
+            join.first *= back, join.second *= in ? __ldcg(p.partial_back + row_at(row, 1)) : 0;
+            return join;
+          };
+          const Join join0 = join(row, in0, scale0.back), join1 = join(row + 8, in1, scale1.back);
+          cp_async_wait<0>();
+          if (threadIdx.x == 0) p.counters[it.counter * Tile::ctas + rank] = 0;
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            float sum[8] = {};
+            FragmentOrder::add<FragmentOrder>(sum, unit(i), join0.first, join1.first);
+            FragmentOrder::add<FragmentOrder>(sum, *reinterpret_cast<const uint4*>(room(i)), join0.second,
+                                              join1.second);
+#pragma unroll
+            for (int e = 0; e < 8; ++e)
+              o[i / 8][i % 8 * 8 + e] = sum[e] * (FragmentOrder::second(e) ? join1.inverse : join0.inverse);
+          }
+        } else {
+          uint4* to = units(it.slot);
+#pragma unroll
+          for (int i = 0; i < 16; ++i)
+            if (warp % 4 * 16 < rows) to[i * 32] = unit(i);
+          if (h == 0 && lane % 4 == 0) {
+            if (in0) p.partial_back[row_at(row, it.piece)] = scale0.back;
+            if (in1) p.partial_back[row_at(row + 8, it.piece)] = scale1.back;
+          }
+          publish(p, s.splits, it, part_of(it), pair);
+          release_item(count);
+          continue;
         }
       } else {
 #pragma unroll
         for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
-      }
-      if (!whole) {
-        float4* to = units(slot_row);
-#pragma unroll
-        for (int i = 0; i < 32; ++i) {
-          const float* mine = o[i / 16] + i % 16 * 4;
-          if (warp % 4 * 16 < rows) to[i * 32] = make_float4(mine[0], mine[1], mine[2], mine[3]);
-        }
-        publish(p, s, it, part_of(it), pair);
-        release_item(count);
-        continue;
       }
       // Neighbouring lanes trade column pairs of chunks 2 k and 2 k + 1: each then has four columns in a row.
       const bool odd = lane & 1;
@@ -608,7 +641,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
 
     barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
-    merge_split_tiles<FragmentOrder, tile_rows>(p, s, worker, s.kv[0][0], sizeof s.kv, true, part_of);
+    merge_split_tiles<FragmentOrder, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, true, part_of);
   }
   if constexpr (Tile::ctas > 1) cluster_sync();  // no copy or arrival may be on its way to a CTA that left
 }
