@@ -67,6 +67,10 @@ __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(registers));
 }
 
+/// What the thread wrote before, and what barriers ordered before that, is seen by whoever sees what it writes after;
+/// and the other way round. __threadfence() is stronger, and slower.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 /// For kernels launched with LaunchConfig::overlap: until the stream's earlier kernels are complete and their writes
 /// seen.
 __device__ __forceinline__ void wait_for_previous_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }

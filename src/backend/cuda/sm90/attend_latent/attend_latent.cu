@@ -133,7 +133,7 @@ size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentCho
 }
 
 size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 2) * 4, 256));
+  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 1) * 4, 256));
 }
 
 void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
@@ -165,9 +165,8 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
   p.patience = c.patience;
   p.partial_out = static_cast<float*>(a.partials);
-  const int64_t partial_rows = partial_slots(l, c) * c.tile_rows;
-  p.partial_lse = p.partial_out + partial_rows * latent::width;
-  p.partial_back = p.partial_lse + partial_rows;
+  const bool half = c.tile_rows >= 64 && !is_fp8(a.format);  // partials of the wide kernel
+  p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;

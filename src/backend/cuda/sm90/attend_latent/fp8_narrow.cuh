@@ -78,7 +78,7 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.splits.merges[0] = s.splits.merges[1] = false;
+    s.splits.count = 0;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -481,7 +481,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (h == 0 && w == 0 && g == 0 && row < rows) {
         const float lse2 = all == 0 ? -INFINITY : best + __log2f(all);
         if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
-        else p.partial_lse[partial_row(p, it.slot0, n, row, it.pieces, it.piece)] = lse2;
+        else p.partial_lse[partial_row(it.slot0, n, row, it.pieces, it.piece)] = lse2;
       }
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {

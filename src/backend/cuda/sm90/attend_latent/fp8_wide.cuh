@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 128), s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
-    s.splits.merges[0] = s.splits.merges[1] = false;
+    s.splits.count = 0;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -488,7 +488,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (thread < it.rows) {
         const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all);
         if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
-        else p.partial_lse[partial_row(p, it.slot0, n, thread, it.pieces, it.piece)] = lse2;
+        else p.partial_lse[partial_row(it.slot0, n, thread, it.pieces, it.piece)] = lse2;
       }
     }
     barrier_sync(math_barrier, math_threads);

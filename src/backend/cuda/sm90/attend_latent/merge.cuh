@@ -28,9 +28,14 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
 /// Four f32 of a row.
 struct F32Units {
   static constexpr int values = 4, least = 1;
-  static constexpr bool scaled = false;
+  using Lse = float;  // of a row of a piece
+  __device__ static Lse no_lse() { return -INFINITY; }
+  __device__ static float lse(Lse x) { return x; }
+  __device__ static float back(Lse) { return 1.0f; }
+
+ protected:
   template <class Order>
-  __device__ static void add(float (&sum)[values], const uint4& unit, float first, float second) {
+  __device__ static void add_rows(float (&sum)[values], const uint4& unit, float first, float second) {
     const uint32_t v[values] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
     for (int e = 0; e < values; ++e)
@@ -44,9 +49,12 @@ struct RowOrder : F32Units {
   __device__ static constexpr bool second(int) { return false; }
   __device__ static int first_row(int unit) { return unit / group_units; }
   __device__ static int first_unit(int row) { return row * group_units; }
+  __device__ static void add(float (&sum)[4], const uint4& unit, float first, float second) {
+    F32Units::add_rows<RowOrder>(sum, unit, first, second);
+  }
   template <class Put>
   __device__ static void put(int unit, const float (&v)[4], Put put) {
-    put(first_row(unit), unit % group_units * 4, v);
+    put(0, unit % group_units * 4, v);
   }
 };
 
@@ -57,12 +65,14 @@ struct TransposedOrder : F32Units {
   __device__ static constexpr bool second(int e) { return e % 2; }
   __device__ static int first_row(int unit) { return unit / group_units * 8 + unit % 4 * 2; }
   __device__ static int first_unit(int row) { return row / 8 * group_units + row % 8 / 2; }
+  __device__ static void add(float (&sum)[4], const uint4& unit, float first, float second) {
+    F32Units::add_rows<TransposedOrder>(sum, unit, first, second);
+  }
   template <class Put>
   __device__ static void put(int unit, const float (&v)[4], Put put) {
     const int column = unit / 128 % 2 * 256 + unit / 256 % 4 * 64 + unit / 32 % 4 * 16 + unit / 4 % 8;
 #pragma unroll
-    for (int e = 0; e < 4; ++e)
-      put(first_row(unit) + e % 2, column + e / 2 * 8, reinterpret_cast<const float(&)[1]>(v[e]));
+    for (int e = 0; e < 4; ++e) put(e % 2, column + e / 2 * 8, reinterpret_cast<const float(&)[1]>(v[e]));
   }
 };
 
@@ -71,12 +81,14 @@ struct TransposedOrder : F32Units {
 /// all workers write and read theirs at once.
 struct FragmentOrder {
   static constexpr int values = 8, least = 4;
-  static constexpr bool scaled = true;
   static constexpr int rows = 64, group_rows = 16, group_units = 1024, step = 8;
   __device__ static constexpr bool second(int e) { return e % 4 / 2; }
   __device__ static int first_row(int unit) { return unit / group_units * 16 + unit % 32 / 4; }
   __device__ static int first_unit(int row) { return row / 16 * group_units + row % 8 * 4; }
-  template <class Order>
+  using Lse = float2;  // and HalfScale::back
+  __device__ static Lse no_lse() { return {-INFINITY, 0.0f}; }
+  __device__ static float lse(Lse x) { return x.x; }
+  __device__ static float back(Lse x) { return x.y; }
   __device__ static void add(float (&sum)[values], const uint4& unit, float first, float second) {
     const uint32_t v[4] = {unit.x, unit.y, unit.z, unit.w};
 #pragma unroll
@@ -97,7 +109,7 @@ struct FragmentOrder {
       const float get0 = __shfl_xor_sync(0xffffffffu, odd ? a[0] : b[0], 1),
                   get1 = __shfl_xor_sync(0xffffffffu, odd ? a[1] : b[1], 1);
       const float four[4] = {odd ? get0 : a[0], odd ? get1 : a[1], odd ? b[0] : get0, odd ? b[1] : get1};
-      put(first_row(unit) + r * 8, column, four);
+      put(r * 8, column, four);
     }
   }
 };
@@ -113,9 +125,8 @@ struct HalfScale {
   __device__ static int exponent(float top) { return max(__float_as_int(top) >> 23, 15); }
 };
 
-/// Where piece `piece` of the item's tile has the row's log of the sum of exponentials, and its HalfScale::back: a
-/// row's lie beside each other.
-__device__ inline int64_t partial_row(const Params& p, int slot0, int tile_rows, int row, int pieces, int piece) {
+/// Where piece `piece` of a tile has the Order::Lse of a row: a row's lie beside each other.
+__device__ inline int64_t partial_row(int slot0, int tile_rows, int row, int pieces, int piece) {
   return static_cast<int64_t>(slot0) * tile_rows + row * pieces + piece;
 }
 
@@ -142,7 +153,7 @@ __device__ inline unsigned wait_for_pieces(const Params& p, const unsigned* coun
 __device__ inline unsigned leave(unsigned* counter, int n) {
   for (unsigned seen = *static_cast<volatile unsigned*>(counter);;) {
     if ((seen & counts) >= static_cast<unsigned>(n)) {
-      __threadfence();
+      fence_gpu();
       return seen;
     }
     const unsigned was = atomicCAS(counter, seen, seen + one_left);
@@ -160,7 +171,7 @@ struct Part {
 };
 
 /// What a worker merges of a tile: its own share of the units, or another's that was left.
-struct Share {
+struct alignas(16) Share {
   int row0, slot0, counter;                       // of the tile: row, first partial slot, counter
   uint16_t pieces, piece;                         // of the tile; the worker's
   uint16_t begin, end;                            // units
@@ -206,18 +217,20 @@ __device__ Share make_share(const Params& p, const Item& it, const Part& part, i
   return s;
 }
 
-/// For the worker's pieces of split tiles, as long as they are not batch-invariant: at most two, its first and its
-/// last.
+/// The worker's pieces of split tiles: at most two, its first and its last, unless they are batch-invariant.
 struct Splits {
   Share share[2];
-  bool merges[2];  // is there merging to do when the worker's own work is done?
-  int joined;      // has the tile that a worker's last piece is of been joined?
+  int count;
+  bool merges[2];  // of a pair's: is it to be merged when the worker's own work is done?
+  bool joined;     // has the tile that a worker's last piece is of been joined?
 };
 
-/// By one thread, off the way of those who attend: whoever is told that there are no more items then finds the share.
+/// By one thread, off the way of those who attend: whoever is told that there are no more items finds the share.
 template <class Order>
 __device__ void remember_split(const Params& p, Splits& s, const Item& it, const Part& part, int bytes, bool pairs) {
-  if (it.pieces > 1 && !p.split_blocks)
+  if (it.pieces == 1) return;
+  s.count = it.split + 1;
+  if (!p.split_blocks)
     s.share[it.split] = make_share<Order>(p, it, part, pairs && shared_by_two(it) ? all_shares : it.piece, bytes);
 }
 
@@ -226,19 +239,21 @@ __device__ inline void publish(const Params& p, Splits& s, const Item& it, const
   barrier_sync(math_barrier, math_threads);
   if (threadIdx.x != 0) return;
   unsigned* const counter = p.counters + it.counter * part.parts + part.part;
-  __threadfence();  // also for what the barrier ordered before
-  bool merges = true;
+  fence_gpu();  // also for what the barrier ordered before
   if (!pair) {
     atomicAdd(counter, 1u);
   } else if (it.piece == 0) {
-    merges = leave(counter, 1) != 0;
+    s.merges[it.split] = leave(counter, 1) != 0;
   } else {
-    merges = atomicAdd(counter, 1u) >= one_left;
-    __threadfence();
+    s.merges[it.split] = atomicAdd(counter, 1u) >= one_left;
+    fence_gpu();
   }
-  // Batch-invariant ones are found again by another walk.
-  if (p.split_blocks) s.merges[0] = true;
-  else if (merges) s.merges[it.split] = true;
+}
+
+__device__ inline float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 /// How two pieces are joined from registers: added as merge_units adds, so that bits do not tell which was done.
@@ -249,7 +264,7 @@ struct Join {
     const float top = fmaxf(lse2_first, lse2_second), shift = top == -INFINITY ? 0.0f : top;
     first = exp2_approx(lse2_first - shift), second = exp2_approx(lse2_second - shift);
     const float sum = __fadd_rn(first, second);
-    inverse = sum > 0 ? 1.0f / sum : 0.0f;
+    inverse = sum > 0 ? reciprocal(sum) : 0.0f;
     lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
   }
   __device__ static float sum(float first, float x, float second, float y) {
@@ -257,11 +272,9 @@ struct Join {
   }
 };
 
-/// `count` columns of a row from `column` on to out, if there is the row.
+/// Some columns of a row, from out's element `to` on.
 template <int count>
-__device__ inline void put(const Params& p, const Share& s, int row, int column, const float (&v)[count]) {
-  if (row >= s.rows) return;
-  const int64_t to = (static_cast<int64_t>(s.row0) + row) * width + column;
+__device__ inline void put(const Params& p, int64_t to, const float (&v)[count]) {
   if constexpr (count == 1) {
     if (p.out_f32) static_cast<float*>(p.out)[to] = v[0];
     else static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16_rn(v[0]);
@@ -276,175 +289,174 @@ __device__ inline void put(const Params& p, const Share& s, int row, int column,
 /// Merges a share of a tile whose pieces are all there. Sums over pieces in an order that follows from their number and
 /// the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that can be
 /// before; false: not to be done. space: shared memory, 16-byte aligned. By all math threads.
+///
+/// What runs once takes four or five cycles an instruction: short code counts more than anything.
 template <class Order, class Ready>
-__device__ bool merge_units(const Params& p, const Share& s, char* space, Ready ready) {
-  constexpr int values = Order::values;
+__device__ bool merge_units(const Params& p, const Share& share, char* space, Ready ready) {
+  constexpr int values = Order::values, slot_units = Order::rows * width / values, at_once = 8;
+  const Share s = share;
   const int thread = threadIdx.x, n = s.pieces, rows = s.row_count, pitch = s.pitch(), begin = s.begin, end = s.end;
   float* const weights = reinterpret_cast<float*>(space);                           // [piece][row], then 1 / their sum
   uint4* const data = reinterpret_cast<uint4*>(space + s.weight_bytes()) + thread;  // [load][thread]
-  const int log_lanes = s.log_lanes, log_groups = 8 - log_lanes, lanes = 1 << log_lanes, groups = 1 << log_groups,
-            group = thread >> log_lanes;
+  const int log_lanes = s.log_lanes, lanes = 1 << log_lanes, log_groups = 8 - log_lanes, groups = 1 << log_groups,
+            group = thread >> log_lanes, first_unit = begin + (thread & (lanes - 1));
   const int mine = group < n ? ((n - 1 - group) >> log_groups) + 1 : 0,  // pieces of the thread
       most = ((n - 1) >> log_groups) + 1, at_a_time = s.at_a_time, blocks = s.blocks;
-  // Slots of the pieces from the second on lie `slot_step` apart, the first a little further on.
-  constexpr int slot_units = Order::rows * width / Order::values;
-  const int64_t step = static_cast<int64_t>(s.slot_step) * s.parts * slot_units;
+  // Slots of the pieces from the second on lie `slot_step` apart, the first not quite.
   const uint4* const from =
-      reinterpret_cast<const uint4*>(p.partial_out) + (static_cast<int64_t>(s.slot0) * s.parts + s.part) * slot_units;
-  const int64_t skew = s.slot_step == 1 ? 0 : -static_cast<int64_t>(s.parts) * slot_units;
+      reinterpret_cast<const uint4*>(p.partial_out) + static_cast<int64_t>(s.slot0 * s.parts + s.part) * slot_units;
+  const int step = s.slot_step * s.parts * slot_units, skew = s.slot_step == 1 ? 0 : s.parts * slot_units;
 
   // `row_lanes` lanes a row make its weights. The first of what they need is asked for ahead of the pieces.
-  constexpr int at_once = 8;
-  const int row_lanes = 1 << s.log_row_lanes, r = thread >> s.log_row_lanes, lane = thread & (row_lanes - 1),
-            a_pass = row_lanes * at_once;
-  const int64_t lse_at =
-      partial_row(p, s.slot0, s.parts * Order::rows, s.part * Order::rows + s.row_begin + r, n, lane);
-  float lse[at_once], back[at_once];
-  const auto ask_lse = [&](int pass) {
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) {
-      const int at = pass + k * row_lanes;
-      const bool in = r < rows && at + lane < n;
-      lse[k] = in ? __ldcg(p.partial_lse + lse_at + at) : -INFINITY;
-      if constexpr (Order::scaled) back[k] = in ? __ldcg(p.partial_back + lse_at + at) : 0.0f;
-    }
-  };
+  const int row_lanes = 1 << s.log_row_lanes, r = thread >> s.log_row_lanes, lane = thread & (row_lanes - 1);
+  const int pieces_here = r < rows ? n - lane : 0;
+  using Lse = typename Order::Lse;
+  const Lse* const lse_of =
+      reinterpret_cast<const Lse*>(p.partial_lse) +
+      partial_row(s.slot0, s.parts * Order::rows, s.part * Order::rows + s.row_begin + r, n, lane);
   if (!ready()) return false;
-  ask_lse(0);
+  Lse lse[at_once];
+#pragma unroll
+  for (int k = 0; k < at_once; ++k)
+    lse[k] = k * row_lanes < pieces_here ? __ldcg(lse_of + k * row_lanes) : Order::no_lse();
 
   float carried[values] = {};
-  int base = begin, done = 0;  // done: pieces of these units, where all are too many at a time
+  int base = first_unit, done = 0;  // done: pieces of these units, where all are too many at a time
 #pragma unroll 1
-  while (base < end) {
-    const int upto = min(mine, done + at_a_time);
+  for (bool first = true;; first = false) {
+    const int count = min(mine - done, at_a_time), piece = group + (done << log_groups);
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
-      const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
+      const int unit = base + (b << log_lanes);
       if (unit >= end) break;
-      const int piece = group + (done << log_groups);
-      const uint4* source = from + unit + piece * step + (piece ? skew : 0);
       uint32_t to = smem_address(data + b * at_a_time * math_threads);
-      const int64_t next = step << log_groups;
-#pragma unroll 4
-      for (int k = done; k < upto; ++k) {
-        cp_async_16(to, source);
-        to += math_threads * 16;
-        source += k + group == 0 ? next + skew : next;
+#pragma unroll 1
+      for (int k0 = 0; k0 < count; k0 += at_once, to += at_once * math_threads * 16) {
+        const int at = unit + (piece + (k0 << log_groups)) * step - skew, next = step << log_groups;
+#pragma unroll
+        for (int k = 0; k < at_once; ++k)
+          if (k0 + k < count)
+            cp_async_16(to + k * math_threads * 16, from + (k0 + k + piece == 0 ? unit : at + k * next));
       }
     }
     cp_async_commit();
 
-    if (base == begin && done == 0) {  // Weights, meanwhile.
+    if (first) {                          // Weights, meanwhile.
+      const auto rest = [&](auto each) {  // of more pieces than were asked for
+        if (at_once * row_lanes < n)
+#pragma unroll 1
+          for (int i = at_once * row_lanes; i < pieces_here; i += row_lanes) each(i, __ldcg(lse_of + i));
+      };
+      const auto over_row = [&](float x, auto op) {
+#pragma unroll
+        for (int d = 16; d; d /= 2)
+          if (d < row_lanes) x = op(x, __shfl_xor_sync(0xffffffffu, x, d));
+        return x;
+      };
+      const auto larger = [](float x, float y) { return fmaxf(x, y); };
       float top = -INFINITY, total = 0;
-#pragma unroll 1
-      for (int pass = 0;;) {
 #pragma unroll
-        for (int k = 0; k < at_once; ++k) top = fmaxf(top, lse[k]);
-        pass += a_pass;
-        if (pass >= n) break;
-        ask_lse(pass);
-      }
-      for (int d = row_lanes / 2; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
+      for (int k = 0; k < at_once; ++k) top = fmaxf(top, Order::lse(lse[k]));
+      rest([&](int, Lse x) { top = fmaxf(top, Order::lse(x)); });
+      top = over_row(top, larger);
       const float shift = top == -INFINITY ? 0.0f : top;
-#pragma unroll 1
-      for (int pass = 0;;) {
-        if (n > a_pass) ask_lse(pass);
+      float* const weight = weights + lane * pitch + r;
+      const auto weigh = [&](int i, Lse x) {
+        const float w = exp2_approx(Order::lse(x) - shift);
+        total += w;
+        if (i < pieces_here) weight[i * pitch] = w * Order::back(x);
+      };
 #pragma unroll
-        for (int k = 0; k < at_once; ++k) {
-          const float weight = exp2_approx(lse[k] - shift);
-          const int at = pass + k * row_lanes + lane;
-          total += weight;
-          if (r < rows && at < n) weights[at * pitch + r] = Order::scaled ? weight * back[k] : weight;
-        }
-        pass += a_pass;
-        if (pass >= n) break;
-      }
-      for (int d = row_lanes / 2; d; d /= 2) total += __shfl_xor_sync(0xffffffffu, total, d);
-      if (r < rows && lane == 0) {
-        weights[n * pitch + r] = total > 0 ? 1.0f / total : 0.0f;
+      for (int k = 0; k < at_once; ++k) weigh(k * row_lanes, lse[k]);
+      rest(weigh);
+      total = over_row(total, [](float x, float y) { return x + y; });
+      if (lane == 0 && r < rows) {
+        weights[n * pitch + r] = total > 0 ? reciprocal(total) : 0.0f;
         const int unit = Order::first_unit(s.row_begin + r);
         if (begin <= unit && unit < end)
           store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
       }
     }
+    const bool more = done + at_a_time < most;
     cp_async_wait<0>();
     barrier_sync(math_barrier, math_threads);
 
-    const bool more = done + at_a_time < most;
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
-      const int unit = base + (b << log_lanes) + (thread & (lanes - 1));
+      const int unit = base + (b << log_lanes);
       uint4* const loaded = data + b * at_a_time * math_threads;
+      const int row = Order::first_row(unit), in_share = min(row - s.row_begin, rows - 1),
+                second = in_share + Order::step < rows ? Order::step : 0;
+      const float* w = weights + in_share + piece * pitch;
       float sum[values];
 #pragma unroll
       for (int e = 0; e < values; ++e) sum[e] = carried[e];
-      const float* const row_weights = weights + min(Order::first_row(unit) - s.row_begin, max(rows - 1, 0));
-      const int second = Order::first_row(unit) - s.row_begin + Order::step < rows ? Order::step : 0;
       if (unit < end) {
-        const float* w = row_weights + (group + (done << log_groups)) * pitch;
-#pragma unroll 4
-        for (int k = 0; k < upto - done; ++k) {
-          Order::template add<Order>(sum, loaded[k * math_threads], w[0], w[second]);
-          w += pitch << log_groups;
-        }
+        const uint4* next = loaded;
+#pragma unroll 8
+        for (int k = 0; k < count; ++k, next += math_threads, w += pitch << log_groups)
+          Order::add(sum, *next, w[0], w[second]);
       }
+      if (more) {
 #pragma unroll
-      for (int e = 0; e < values; ++e) carried[e] = more ? sum[e] : 0.0f;
-      if (more) continue;
+        for (int e = 0; e < values; ++e) carried[e] = sum[e];
+        break;  // of one block
+      }
       if (groups > 1) {
-        for (int d = lanes; d < 32; d *= 2)
 #pragma unroll
-          for (int e = 0; e < values; ++e) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], d);
-        float4* const staged = reinterpret_cast<float4*>(loaded);  // for 8 values two loads' room, which is there
+        for (int d = 8; d < 32; d *= 2)
+          if (d >= lanes)
+#pragma unroll
+            for (int e = 0; e < values; ++e) sum[e] += __shfl_xor_sync(0xffffffffu, sum[e], d);
+        float4* const staged = reinterpret_cast<float4*>(loaded);  // of 8 values: two loads' room, which there is
 #pragma unroll
         for (int e = 0; e < values; e += 4)
           staged[e / 4 * math_threads] = make_float4(sum[e], sum[e + 1], sum[e + 2], sum[e + 3]);
         barrier_sync(math_barrier, math_threads);
-        if (thread < lanes)
-          for (int t = max(lanes, 32); t < math_threads; t += max(lanes, 32))
+        if (thread < lanes) {
+          const int apart = max(lanes, 32);
 #pragma unroll
-            for (int e = 0; e < values; e += 4) {
-              const float4 v = staged[e / 4 * math_threads + t];
-              sum[e] += v.x, sum[e + 1] += v.y, sum[e + 2] += v.z, sum[e + 3] += v.w;
-            }
+          for (int t = 1; t < 8; ++t)
+            if (t * apart < math_threads)
+#pragma unroll
+              for (int e = 0; e < values; e += 4) {
+                const float4 v = staged[e / 4 * math_threads + t * apart];
+                sum[e] += v.x, sum[e + 1] += v.y, sum[e + 2] += v.z, sum[e + 3] += v.w;
+              }
+        }
       }
-      const float inverse[2] = {row_weights[n * pitch], row_weights[n * pitch + second]};
+      const float* const inverse = weights + in_share + n * pitch;
+      const float inverses[2] = {inverse[0], inverse[second]};
 #pragma unroll
-      for (int e = 0; e < values; ++e) sum[e] *= inverse[Order::second(e)];
+      for (int e = 0; e < values; ++e) sum[e] *= inverses[Order::second(e)], carried[e] = 0;
       const bool on = thread < lanes && unit < end;
-      Order::put(unit, sum, [&](int row, int column, const auto& v) {
-        if (on) put(p, s, row, column, v);
+      Order::put(unit, sum, [&](int below, int column, const auto& v) {  // `below` the unit's first row
+        if (on && row + below < s.rows) put(p, static_cast<int64_t>(s.row0 + row + below) * width + column, v);
       });
     }
     done = more ? done + at_a_time : 0;
     if (!more) base += blocks << log_lanes;
-    if (base < end) barrier_sync(math_barrier, math_threads);
+    if (base - first_unit + begin >= end) break;
+    barrier_sync(math_barrier, math_threads);
   }
   return true;
 }
 
 /// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left.
-/// again(i): makes `share` the i-th. pair: are all units this worker's? space: shared memory, 16-byte aligned. By all
-/// math threads, after all own work.
-template <class Order, class Again>
-__device__ void merge(const Params& p, Share& share, char* space, bool pair, Again again) {
-  constexpr int nothing = -2;
-  const int n = share.pieces, parts = share.parts, part = share.part;
-  unsigned* const counter = p.counters + share.counter * parts + part;
-  const auto left = [&](int i) { return p.left + share.slot(i) * parts + part; };
+/// pair: are all units this worker's? space: shared memory, 16-byte aligned. By all math threads.
+template <class Order>
+__device__ void merge(const Params& p, Share& share, char* space, int bytes, bool pair) {
+  constexpr int nothing = -2, waiter = math_threads - 32;  // not thread 0, who may still be publishing
+  const int n = share.pieces;
+  unsigned* const counter = p.counters + share.counter * share.parts + share.part;
+  const auto left = [&](int i) { return p.left + share.slot(i) * share.parts + share.part; };
   int& told = *reinterpret_cast<int*>(space);
-  const auto tell = [&](auto find_out) {  // to all what thread 0 finds out
-    barrier_sync(math_barrier, math_threads);
-    if (threadIdx.x == 0) told = find_out();
-    barrier_sync(math_barrier, math_threads);
-    return told;
-  };
   int others = 0, to_do = 0;  // shares that were left; thread 0's: and that are still to be done,
   bool finishes = false;      // by this worker?
   for (bool own = true;; own = false) {
     const auto ready = [&] {
       if (!own || pair) return true;
-      if (threadIdx.x == 0) {
+      if (threadIdx.x == waiter) {
         unsigned seen = wait_for_pieces(p, counter, n);
         if (!seen) seen = leave(counter, n);
         if (!seen) atomicExch(left(share.piece), 1u);
@@ -457,20 +469,21 @@ __device__ void merge(const Params& p, Share& share, char* space, bool pair, Aga
     if (!(share.begin < share.end ? merge_units<Order>(p, share, space + 16, ready) : ready())) return;
     if (others == 0) break;
     // The last to finish does what was left, and leaves the counter as the next call needs it.
-    const int next = tell([&] {
-      if (own) finishes = (atomicAdd(counter, 1u) & counts) + 1 + others == 2u * n, to_do = others;
-      if (!finishes) return nothing;
-      if (to_do-- == 0) {
-        *counter = 0;
-        return nothing;
-      }
-      int i = 0;
-      while (!atomicExch(left(i), 0u)) i = (i + 1) % n;
-      return i;
-    });
-    if (next == nothing) return;
-    if (threadIdx.x == 0) again(next);
     barrier_sync(math_barrier, math_threads);
+    if (threadIdx.x == 0) {
+      if (own) finishes = (atomicAdd(counter, 1u) & counts) + 1 + others == 2u * n, to_do = others;
+      told = nothing;
+      if (finishes && to_do-- == 0) {
+        *counter = 0;
+      } else if (finishes) {
+        int next = 0;
+        while (!atomicExch(left(next), 0u)) next = (next + 1) % n;
+        take_share<Order>(p, share, next, bytes);
+        told = next;
+      }
+    }
+    barrier_sync(math_barrier, math_threads);
+    if (told == nothing) return;
   }
   if (threadIdx.x == 0) {  // It wraps when all shares are merged.
     if (pair) *counter = 0;
@@ -478,35 +491,34 @@ __device__ void merge(const Params& p, Share& share, char* space, bool pair, Aga
   }
 }
 
-/// All tiles that the worker published pieces of, after all its own work. part_of(item): the CTA's part; pairs: does
-/// the kernel join them? By all math threads.
+/// All tiles that the worker published pieces of, after all its own work, when nobody reads `space` any more.
+/// part_of(item): the CTA's part; pairs: does the kernel join them? By all math threads.
 template <class Order, int tile_rows, class PartOf>
 __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
                                   bool pairs, PartOf part_of) {
-  barrier_sync(math_barrier, math_threads);
-  if (!p.split_blocks) {
+  if (s.count == 0) return;
+  Walk<tile_rows> walk;
+  if (p.split_blocks) walk = Walk<tile_rows>(p, split, worker);
 #pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-      if (!s.merges[i]) continue;
-      Share& share = s.share[i];
-      const bool pair = pairs && share.pieces == 2 && share.slot_step == 2;
-      merge<Order>(p, share, space, pair, [&](int other) { take_share<Order>(p, share, other, bytes); });
-      if (i == 0) barrier_sync(math_barrier, math_threads);
+  for (int i = 0; p.split_blocks || i < s.count; ++i) {
+    Share& share = s.share[p.split_blocks ? 0 : i];
+    bool pair = false;
+    if (i || p.split_blocks) barrier_sync(math_barrier, math_threads);  // the share before is merged
+    if (p.split_blocks) {
+      Item it;
+      do
+        if (!walk.next(it)) return;
+      while (it.pieces == 1);
+      if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, bytes);
+      barrier_sync(math_barrier, math_threads);
+    } else {
+      pair = pairs && share.pieces == 2 && share.slot_step == 2;
+      if (pair) {
+        barrier_sync(math_barrier, math_threads);
+        if (!s.merges[i]) continue;
+      }
     }
-    return;
-  }
-  if (!s.merges[0]) return;
-  Walk<tile_rows> walk(p, split, worker);
-  Item it;
-#pragma unroll 1
-  while (walk.next(it)) {
-    if (it.pieces == 1) continue;
-    Share& share = s.share[0];
-    const Part part = part_of(it);
-    barrier_sync(math_barrier, math_threads);
-    if (threadIdx.x == 0) share = make_share<Order>(p, it, part, it.piece, bytes);
-    barrier_sync(math_barrier, math_threads);
-    merge<Order>(p, share, space, false, [&](int other) { take_share<Order>(p, share, other, bytes); });
+    merge<Order>(p, share, space, bytes, pair);
   }
 }
 

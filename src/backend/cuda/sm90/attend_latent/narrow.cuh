@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.changed = s.splits.merges[0] = s.splits.merges[1] = 0;
+    s.changed = s.splits.count = 0;
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end:
@@ -306,7 +306,7 @@ __global__ void __launch_bounds__(threads, 1)
     const int rows = it.rows;
     const int64_t slot_row = static_cast<int64_t>(it.slot) * Tile::rows;
     const int64_t other_row = static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows;
-    const auto lse_at = [&](int piece) { return partial_row(p, it.slot0, Tile::rows, row, it.pieces, piece); };
+    const auto lse_at = [&](int piece) { return partial_row(it.slot0, Tile::rows, row, it.pieces, piece); };
     if (row_lane == 0) {
       float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
       if (row < rows) {

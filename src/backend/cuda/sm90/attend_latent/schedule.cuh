@@ -42,10 +42,10 @@ struct Params {
   bool out_f32;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
-  float *partial_out, *partial_lse, *partial_back;  // merge.cuh
-  unsigned* counters;                               // of a tile's pieces (merge.cuh)
-  unsigned* left;                                   // of a piece: was its share of the merging left to others?
-  int patience;                                     // cycles that a worker waits for others, at most
+  float *partial_out, *partial_lse;  // merge.cuh
+  unsigned* counters;                // of a tile's pieces (merge.cuh)
+  unsigned* left;                    // of a piece: was its share of the merging left to others?
+  int patience;                      // cycles that a worker waits for others, at most
   int workers;
   int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
   int min_blocks;     // least blocks worth a worker
@@ -240,9 +240,10 @@ __device__ inline bool shared_by_two(const Item& it) { return it.pieces == 2 && 
 template <int tile_rows>
 class Walk {
  public:
+  Walk() = default;
   __device__ Walk(const Params& p, const Split& split, int worker)
-      : p_(p),
-        split_(split),
+      : p_(&p),
+        split_(&split),
         worker_(worker),
         at_(split.begin),
         end_(split.end),
@@ -253,11 +254,11 @@ class Walk {
   __device__ bool next(Item& it) {
     while (at_ < end_) {
       while (tile_ >= tiles_.count) {
-        if (++request_ >= p_.requests) return false;
-        tiles_ = Tiles<tile_rows>(p_, request_);
+        if (++request_ >= p_->requests) return false;
+        tiles_ = Tiles<tile_rows>(*p_, request_);
         tile_ = 0;
       }
-      const int blocks = tiles_.blocks(p_, tile_), units = split_.tile_units(blocks), begin = at_ - start_;
+      const int blocks = tiles_.blocks(*p_, tile_), units = split_->tile_units(blocks), begin = at_ - start_;
       if (begin >= max(blocks, 1)) {  // past this tile's blocks
         if (start_ + units >= end_) return false;
         start_ += units;
@@ -265,23 +266,23 @@ class Walk {
         ++tile_;
         continue;
       }
-      const int stop = split_.piece ? begin + split_.piece : end_ - start_;
+      const int stop = split_->piece ? begin + split_->piece : end_ - start_;
       it.request = tiles_.request;
       it.first_row = tile_ * tile_rows;
-      it.row0 = tiles_.start * p_.heads + it.first_row;
+      it.row0 = tiles_.start * p_->heads + it.first_row;
       it.rows = min(tile_rows, tiles_.rows - it.first_row);
       it.context = tiles_.visible;
-      it.positions = tiles_.positions(p_, tile_);
+      it.positions = tiles_.positions(*p_, tile_);
       it.block = begin;
       it.blocks = max(min(stop, blocks) - begin, 0);
-      if (split_.piece) {
-        it.pieces = ceil_div(max(blocks, 1), split_.piece);
-        it.piece = begin / split_.piece;
-        it.counter = it.slot0 = start_ / split_.piece;
+      if (split_->piece) {
+        it.pieces = ceil_div(max(blocks, 1), split_->piece);
+        it.piece = begin / split_->piece;
+        it.counter = it.slot0 = start_ / split_->piece;
         it.slot_step = 1;
       } else {
-        const int first = split_.owner(start_);
-        it.pieces = split_.owner(start_ + max(blocks, 1) - 1) - first + 1;
+        const int first = split_->owner(start_);
+        it.pieces = split_->owner(start_ + max(blocks, 1) - 1) - first + 1;
         it.piece = worker_ - first;
         it.counter = first;
         it.slot0 = 2 * first + 1;  // a worker's first item uses its even slot, its last the odd one
@@ -290,15 +291,15 @@ class Walk {
       it.slot = partial_slot(it, it.piece);
       it.split = splits_;
       splits_ += it.pieces > 1;
-      at_ += split_.piece ? split_.piece : min(stop, max(blocks, 1)) - begin;
+      at_ += split_->piece ? split_->piece : min(stop, max(blocks, 1)) - begin;
       return true;
     }
     return false;
   }
 
  private:
-  const Params& p_;
-  const Split& split_;
+  const Params* p_;
+  const Split* split_;
   int worker_, at_, end_, request_, start_, tile_ = 0, splits_ = 0;
   Tiles<tile_rows> tiles_;
 };

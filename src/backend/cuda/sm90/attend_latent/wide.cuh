@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
     mbarrier_init_fence();
-    s.splits.merges[0] = s.splits.merges[1] = false;
+    s.splits.count = 0;
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       row += Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
       if (row >= it.rows) return;
       if (it.pieces == 1) store_lse(p, it.row0 + row, lse2);
-      else p.partial_lse[partial_row(p, it.slot0, tile_rows, row, it.pieces, it.piece)] = lse2;
+      else p.partial_lse[2 * partial_row(it.slot0, tile_rows, row, it.pieces, it.piece)] = lse2;
     };
     int turn = 0;  // rope box of the next block, then its parity
     for (int count = 0;; ++count) {
@@ -569,8 +569,9 @@ __global__ void __launch_bounds__(wide_threads, 1)
           return reinterpret_cast<uint4*>(p.partial_out) + (static_cast<int64_t>(slot) * Tile::ctas + rank) * 4096 +
                  warp % 4 * 1024 + h * 512 + lane;
         };
-        const auto row_at = [&](int row, int piece) {
-          return partial_row(p, it.slot0, tile_rows, rank * 64 + row, it.pieces, piece);
+        const auto lse_of = [&](int row, int piece) {
+          return reinterpret_cast<float2*>(p.partial_lse) +
+                 partial_row(it.slot0, tile_rows, rank * 64 + row, it.pieces, piece);
         };
         if (joins) {
           // The other's outputs come through this warpgroup's half of a buffer: nobody fills it any more. Each thread
@@ -582,10 +583,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(i)), other + i * 32);
           cp_async_commit();
           const auto join = [&](int row, bool in, float back) {
-            Join join(in ? __ldcg(p.partial_lse + row_at(row, 0)) : -INFINITY,
-                      in ? __ldcg(p.partial_lse + row_at(row, 1)) : -INFINITY);
+            const float2 mine = in ? __ldcg(lse_of(row, 0)) : FragmentOrder::no_lse(),
+                         theirs = in ? __ldcg(lse_of(row, 1)) : FragmentOrder::no_lse();
+            Join join(mine.x, theirs.x);
             if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
-            join.first *= back, join.second *= in ? __ldcg(p.partial_back + row_at(row, 1)) : 0;
+            join.first *= back, join.second *= theirs.y;
             return join;
           };
           const Join join0 = join(row, in0, scale0.back), join1 = join(row + 8, in1, scale1.back);
@@ -594,9 +596,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll
           for (int i = 0; i < 16; ++i) {
             float sum[8] = {};
-            FragmentOrder::add<FragmentOrder>(sum, unit(i), join0.first, join1.first);
-            FragmentOrder::add<FragmentOrder>(sum, *reinterpret_cast<const uint4*>(room(i)), join0.second,
-                                              join1.second);
+            FragmentOrder::add(sum, unit(i), join0.first, join1.first);
+            FragmentOrder::add(sum, *reinterpret_cast<const uint4*>(room(i)), join0.second, join1.second);
 #pragma unroll
             for (int e = 0; e < 8; ++e)
               o[i / 8][i % 8 * 8 + e] = sum[e] * (FragmentOrder::second(e) ? join1.inverse : join0.inverse);
@@ -607,8 +608,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
           for (int i = 0; i < 16; ++i)
             if (warp % 4 * 16 < rows) to[i * 32] = unit(i);
           if (h == 0 && lane % 4 == 0) {
-            if (in0) p.partial_back[row_at(row, it.piece)] = scale0.back;
-            if (in1) p.partial_back[row_at(row + 8, it.piece)] = scale1.back;
+            if (in0) lse_of(row, it.piece)->y = scale0.back;
+            if (in1) lse_of(row + 8, it.piece)->y = scale1.back;
           }
           publish(p, s.splits, it, part_of(it), pair);
           release_item(count);
