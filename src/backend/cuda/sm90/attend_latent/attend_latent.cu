@@ -153,6 +153,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.page_size = a.page_size;
   p.by_heads = Divisor(l.heads);
   p.by_page = Divisor(a.page_size);
+  p.by_workers = Divisor(c.workers);
   p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
   p.value_scale = a.format == CacheFormat::fp8 ? a.k_scale : 1.0f;
   p.scale_log2 = a.scale * 1.4426950408889634f * p.value_scale;

@@ -51,7 +51,6 @@ struct Fp8NarrowShared {
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Splits splits;
-  Split split;
   alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
 
@@ -78,14 +77,22 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.splits.count = 0;
+    s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
   }
-  // Beside the barriers' birth and the previous kernel's end:
-  if (warp == 8) {
-    const Split split = make_split<n>(p, blockIdx.x);
-    if (lane == 0) s.split = split;
-  } else if (warp == 9) {
+  // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
+  Walk<n> walk;
+  Item it;
+  UnitRows<Rows> rows;
+  bool more = false;
+  if (warpgroup == 2) {
+    walk = Walk<n>(p, blockIdx.x);
+    if (more = walk.next(p, it); more) {
+      rows = UnitRows<Rows>(p, it, warp - 8);
+      if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+    }
+    if (threadIdx.x == math_threads && p.split_blocks) s.splits.invariant.split = walk.split();
+  } else if (warp == 1) {
     prefetch_table(p);
   }
   __syncthreads();
@@ -93,15 +100,7 @@ __global__ void __launch_bounds__(threads, 1)
   if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
     if constexpr (many_registers) give_registers<40>();
     const int unit = warp - 8;
-    Walk<n> walk(p, s.split, blockIdx.x);
-    Item it;
     int slot = 0, parity = 1, count = 0;
-    bool more = walk.next(it);
-    UnitRows<Rows> rows;
-    if (more) {
-      rows = UnitRows<Rows>(p, it, unit);
-      if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
-    }
     wait_for_previous_grids();
     while (more) {
       Item following;
@@ -109,7 +108,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
-        another = walk.next(following);
+        another = walk.next(p, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
         if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
@@ -522,7 +521,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
+  merge_split_tiles<Order, n>(p, s.splits, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -219,7 +219,13 @@ __device__ Share make_share(const Params& p, const Item& it, const Part& part, i
 
 /// The worker's pieces of split tiles: at most two, its first and its last, unless they are batch-invariant.
 struct Splits {
-  Share share[2];
+  union {
+    Share share[2];
+    struct {
+      Share share;
+      Split split;  // to walk again
+    } invariant;
+  };
   int count;
   bool merges[2];  // of a pair's: is it to be merged when the worker's own work is done?
   bool joined;     // has the tile that a worker's last piece is of been joined?
@@ -494,11 +500,11 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
 /// All tiles that the worker published pieces of, after all its own work, when nobody reads `space` any more.
 /// part_of(item): the CTA's part; pairs: does the kernel join them? By all math threads.
 template <class Order, int tile_rows, class PartOf>
-__device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
-                                  bool pairs, PartOf part_of) {
+__device__ void merge_split_tiles(const Params& p, Splits& s, int worker, char* space, int bytes, bool pairs,
+                                  PartOf part_of) {
   if (s.count == 0) return;
   Walk<tile_rows> walk;
-  if (p.split_blocks) walk = Walk<tile_rows>(p, split, worker);
+  if (p.split_blocks) walk = Walk<tile_rows>(p, s.invariant.split, worker);
 #pragma unroll 1
   for (int i = 0; p.split_blocks || i < s.count; ++i) {
     Share& share = s.share[p.split_blocks ? 0 : i];
@@ -507,7 +513,7 @@ __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split
     if (p.split_blocks) {
       Item it;
       do
-        if (!walk.next(it)) return;
+        if (!walk.next(p, it)) return;
       while (it.pieces == 1);
       if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, bytes);
       barrier_sync(math_barrier, math_threads);

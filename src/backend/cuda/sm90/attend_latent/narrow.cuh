@@ -27,7 +27,6 @@ struct NarrowShared {
   float rescale[Tile::rows], sum[Tile::rows], other[Tile::rows], inverse[Tile::rows];
   alignas(16) Item item[2];
   Splits splits;
-  Split split;
   int changed;  // the CTA's latest block whose maxima moved, counted from 1
   alignas(8) uint64_t full[Tile::boxes], empty[Tile::boxes], q_full, q_empty;
 };
@@ -51,30 +50,30 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     mbarrier_init_fence();
-    s.changed = s.splits.count = 0;
+    s.changed = s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
   }
-  // Beside the barriers' birth and the previous kernel's end:
-  if (warp == 8) {
-    const Split split = make_split<Tile::rows>(p, blockIdx.x);
-    if (lane == 0) s.split = split;
-  } else if (warp == 9) {
-    prefetch_table(p);
-  }
-  __syncthreads();
-
-  if (warpgroup == 2) {  // ---- load
-    Walk<Tile::rows> walk(p, s.split, blockIdx.x);
-    Item it;
-    RowCopies rows;
-    int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
-    int count = 0;
-    bool more = walk.next(it);
-    if (more) {
+  // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
+  Walk<Tile::rows> walk;
+  Item it;
+  RowCopies rows;
+  bool more = false;
+  if (warpgroup == 2) {
+    walk = Walk<Tile::rows>(p, blockIdx.x);
+    if (more = walk.next(p, it); more) {
       rows = RowCopies(p, it);
       rows.prefetch(p, it.blocks, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
+    if (threadIdx.x == math_threads && p.split_blocks) s.splits.invariant.split = walk.split();
+  } else if (warp == 1) {
+    prefetch_table(p);
+  }
+  __syncthreads();
+
+  if (warpgroup == 2) {     // ---- load
+    int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
+    int count = 0;
     wait_for_previous_grids();
     int fresh = Tile::boxes / 9;  // blocks that the ring has room for at first
     while (more) {
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {
         looked = true;
-        another = walk.next(following);
+        another = walk.next(p, following);
         if (!another) return;
         following_rows = RowCopies(p, following);
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
@@ -384,7 +383,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, Tile::rows>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, true, part_of);
+  merge_split_tiles<Order, Tile::rows>(p, s.splits, blockIdx.x, s.ring[0], merge_bytes, true, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -34,7 +34,7 @@ struct Params {
   int64_t page_stride;  // bytes
   int requests;         // items
   int heads, page_size;
-  Divisor by_heads, by_page;
+  Divisor by_heads, by_page, by_workers;
   int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
   float value_scale;  // of outputs (fp8)
@@ -76,133 +76,135 @@ struct Tiles {  // of one request
     return max(min(visible + last_token + 1, kv_end), 0);
   }
   __device__ int blocks(const Params& p, int tile) const { return ceil_div(positions(p, tile), block_tokens); }
+  __device__ Tiles of_lane(int lane) const {
+    Tiles t;
+    const auto get = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+    t.rows = get(rows), t.count = get(count);
+    t.start = get(start), t.visible = get(visible), t.kv_end = get(kv_end), t.request = get(request);
+    return t;
+  }
 };
 
-/// How the line is cut, and where one worker's stretch lies on it.
+/// How the line is cut, and where one worker's stretch lies on it. The line is measured in pieces, or in blocks where
+/// stretches are cut wherever they end.
 struct Split {
   int piece = 1;               // blocks a piece; 0: line
-  int overhead = 0;            // of a tile on the line
   int workers = 0;             // that have work
-  uint32_t units = 0;          // the line's length in blocks, overheads and padding included; times workers below 2^32
+  uint32_t units = 0;          // the line's length, overheads included; times workers below 2^32
   int begin = 0, end = 0;      // this worker's stretch
   int request = 0, start = 0;  // the request in which it begins, and where that request begins on the line
 
-  __device__ int tile_units(int blocks) const {
+  /// Of a tile: its length on the line.
+  __device__ int length(const Params& p, int blocks) const {
     blocks = max(blocks, 1);
-    return piece ? ceil_div(blocks, piece) * piece : blocks + overhead;
+    return piece ? ceil_div(blocks, piece) : blocks + p.line_overhead;
   }
   /// The worker whose stretch holds x (line).
   __device__ int owner(int x) const { return static_cast<int>(((x + 1u) * workers + units - 1) / units) - 1; }
 };
 
-/// By one warp. The lengths are gone over once for their sum, once for each size of piece tried and once to find the
-/// worker's place, always by the same instructions: at a kernel's start every new one is a wait for the instruction
-/// cache.
+/// By one warp, which then has the first tile's request in `tiles`. What runs at a kernel's start takes four or five
+/// cycles an instruction: requests up to the 32nd are read once, and most divisions are by numbers that the host knows.
 template <int tile_rows>
-__device__ Split make_split(const Params& p, int worker) {
+__device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles) {
   const int lane = threadIdx.x % 32;
+  const Tiles<tile_rows> mine(p, lane);
   Split split;
-  split.overhead = p.line_overhead;
-  int piece = p.split_blocks ? p.split_blocks : 1, target = -1;  // piece 0: line
-  int sum = 0, all_tiles = 0, longest = 0, low = 0, high = 0, count = 0;
-  enum { first, search, whole, find } phase = first;
+  int tiles_seen = 0, longest = 0;
+  const auto length = [&](const Tiles<tile_rows>& t) {
+    int sum = 0;
 #pragma unroll 1
-  for (;;) {
-    int base = 0, tiles = 0;
-    const LatentItem* item = p.items + min(lane, p.requests - 1);
-    int q_count = lane < p.requests ? __ldg(&item->q_count) : 0;
-    int visible = __ldg(&item->visible), kv_end = __ldg(&item->kv_end);
-#pragma unroll 1
-    for (int r0 = 0; r0 < p.requests; r0 += 32) {
-      const Tiles<tile_rows> t(p, q_count, visible, kv_end);
-      const int next = r0 + 32 + lane;  // under way while this request is counted
-      item = p.items + min(next, p.requests - 1);
-      q_count = next < p.requests ? __ldg(&item->q_count) : 0;
-      visible = __ldg(&item->visible), kv_end = __ldg(&item->kv_end);
-      int mine = 0;
-      tiles += t.count;
-#pragma unroll 1
-      for (int i = 0; i < t.count; ++i) {
-        const int blocks = max(t.blocks(p, i), 1);
-        longest = max(longest, blocks);
-        mine += piece == 0 ? blocks + p.line_overhead : piece == 1 ? blocks : ceil_div(blocks, piece);
-      }
-      if (phase != find) {
-        base += mine;
-        continue;
-      }
-      int upto = mine;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int left = __shfl_up_sync(0xffffffffu, upto, d);
-        if (lane >= d) upto += left;
-      }
-      const unsigned past = __ballot_sync(0xffffffffu, base + upto > target);
-      if (past) {
-        const int owner = __ffs(past) - 1;
-        split.request = r0 + owner;
-        split.start = (base + __shfl_sync(0xffffffffu, upto - mine, owner)) * max(piece, 1);
-        break;
-      }
-      base += __shfl_sync(0xffffffffu, upto, 31);
+    for (int i = 0; i < t.count; ++i) {
+      const int blocks = max(t.blocks(p, i), 1);
+      longest = max(longest, blocks);
+      sum += split.length(p, blocks);
     }
-    if (phase != find) base = __reduce_add_sync(0xffffffffu, base);
-    if (phase == find) return split;
-    if (phase == first) {
-      sum = base, all_tiles = __reduce_add_sync(0xffffffffu, tiles);
-      if (sum == 0) return split;
-      if (p.split_blocks) {
-        split.workers = min(sum, p.workers);
+    return sum;
+  };
+  const auto line_length = [&] {  // of all requests, for pieces of split.piece
+    int sum = length(mine);
+    tiles_seen = mine.count;
+#pragma unroll 1
+    for (int i = 32 + lane; i < p.requests; i += 32) {
+      const Tiles<tile_rows> t(p, i);
+      sum += length(t), tiles_seen += t.count;
+    }
+    return __reduce_add_sync(0xffffffffu, sum);
+  };
+
+  if (p.split_blocks) split.piece = p.split_blocks;
+  int sum = line_length();
+  if (sum == 0) return split;
+  if (p.split_blocks) {
+    split.workers = min(sum, p.workers);
+  } else {
+    // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal, otherwise
+    // by bisection; none: the line.
+    longest = __reduce_max_sync(0xffffffffu, longest);
+    const int blocks = sum, all_tiles = __reduce_add_sync(0xffffffffu, tiles_seen),
+              tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1);
+    int low = max(p.min_blocks, p.by_workers.divide(sum + p.workers - 1)), high = low + 4 + low / 16;
+    if (tiles_a_worker > 1) {
+      if (tiles_a_worker * longest <= high) {  // whole tiles
+        split.piece = longest, sum = all_tiles;
+        split.workers = min(ceil_div(all_tiles, tiles_a_worker), p.workers);
       } else {
-        // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal,
-        // otherwise by bisection; none: the line.
-        low = max(p.min_blocks, ceil_div(sum, p.workers)), high = low + 4 + low / 16;
-        piece = all_tiles <= p.workers ? low : 0;
-        phase = search;
-        longest = __reduce_max_sync(0xffffffffu, longest);
-        if (piece == 0 && ceil_div(all_tiles, p.workers) * longest <= high) {  // whole tiles
-          piece = longest, base = all_tiles;
-          split.workers = min(ceil_div(all_tiles, ceil_div(all_tiles, p.workers)), p.workers);
-          phase = whole;
-        }
-        if (piece > 1 && phase == search) continue;
+        split.piece = 0;
       }
-    }
-    if (phase == search) {
-      if (piece > 1) {
-        if (base <= p.workers) {
-          high = piece, count = base;
-        } else if (piece == high) {
-          piece = 0;
+    } else {
+      int count = 0, try_next = low;  // count: pieces of `high` blocks, once known
+#pragma unroll 1
+      while (low < high || !count) {
+        split.piece = try_next;
+        const int pieces = split.piece == 1 ? blocks : line_length();
+        if (pieces <= p.workers) {
+          high = split.piece, count = pieces;
+        } else if (split.piece == high) {
+          break;
         } else {
-          low = piece + 1;
+          low = split.piece + 1;
         }
-        if (piece && low < high) {
-          piece = count ? (low + high) / 2 : high;
-          continue;
-        }
-        if (piece) piece = high, base = count;
+        try_next = count ? (low + high) / 2 : high;
       }
-      if (piece == 0) {
-        base = sum + all_tiles * p.line_overhead;
-        split.workers = max(1, min(p.workers, sum / p.min_blocks));
-      } else {
-        split.workers = base;
-      }
+      split.piece = count ? high : 0, split.workers = sum = count;
     }
-    // base: pieces, or the line's length
-    split.piece = piece;
-    split.units = static_cast<uint32_t>(base) * max(piece, 1);
-    if (worker >= split.workers) return split;
-    target = static_cast<int>(static_cast<uint32_t>(base) * worker / split.workers);
-    split.begin = target * max(piece, 1);
-    split.end = static_cast<int>(static_cast<uint32_t>(base) * (worker + 1) / split.workers) * max(piece, 1);
-    phase = find;
+    if (split.piece == 0) {
+      sum = blocks + all_tiles * p.line_overhead;
+      split.workers = max(1, min(p.workers, blocks / p.min_blocks));
+    }
+  }
+  split.units = static_cast<uint32_t>(sum);
+  if (worker >= split.workers) return split;
+  const bool one_each = sum == split.workers;
+  split.begin = one_each ? worker : static_cast<int>(split.units * worker / split.workers);
+  split.end = one_each ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
+
+  // Where it begins.
+  int before = 0;
+#pragma unroll 1
+  for (int r0 = 0;; r0 += 32) {
+    const Tiles<tile_rows> t = r0 == 0 ? mine : Tiles<tile_rows>(p, r0 + lane);
+    const int own = length(t);
+    int upto = own;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int left = __shfl_up_sync(0xffffffffu, upto, d);
+      if (lane >= d) upto += left;
+    }
+    const unsigned past = __ballot_sync(0xffffffffu, before + upto > split.begin);
+    if (past) {
+      const int owner = __ffs(past) - 1;
+      split.request = r0 + owner;
+      split.start = before + __shfl_sync(0xffffffffu, upto - own, owner);
+      tiles = t.of_lane(owner);
+      return split;
+    }
+    before += __shfl_sync(0xffffffffu, upto, 31);
   }
 }
 
-/// By one warp, beside make_split: a line of each request's row of the block table is asked into L2, the next one by
-/// the next CTA. In small batches pages are then at hand when a worker knows which it needs.
+/// By one warp, beside those that make the split: a line of each request's row of the block table is asked into L2, the
+/// next one by the next CTA. In small batches pages are then at hand when a worker knows which it needs.
 __device__ inline void prefetch_table(const Params& p) {
   const int lane = threadIdx.x % 32;
   if (p.requests > 32 || lane >= p.requests) return;
@@ -241,67 +243,76 @@ template <int tile_rows>
 class Walk {
  public:
   Walk() = default;
+  __device__ Walk(const Params& p, int worker)
+      : split_(make_split(p, worker, tiles_)),
+        worker_(worker),
+        at_(split_.begin),
+        request_(split_.request),
+        start_(split_.start) {}
+  /// From the start again.
   __device__ Walk(const Params& p, const Split& split, int worker)
-      : p_(&p),
-        split_(&split),
+      : tiles_(p, split.request),
+        split_(split),
         worker_(worker),
         at_(split.begin),
-        end_(split.end),
         request_(split.request),
-        start_(split.start),
-        tiles_(p, split.request) {}
+        start_(split.start) {}
 
-  __device__ bool next(Item& it) {
-    while (at_ < end_) {
+  __device__ const Split& split() const { return split_; }
+
+  __device__ bool next(const Params& p, Item& it) {
+    const int piece = split_.piece, end = split_.end;
+    while (at_ < end) {
       while (tile_ >= tiles_.count) {
-        if (++request_ >= p_->requests) return false;
-        tiles_ = Tiles<tile_rows>(*p_, request_);
+        if (++request_ >= p.requests) return false;
+        tiles_ = Tiles<tile_rows>(p, request_);
         tile_ = 0;
       }
-      const int blocks = tiles_.blocks(*p_, tile_), units = split_->tile_units(blocks), begin = at_ - start_;
-      if (begin >= max(blocks, 1)) {  // past this tile's blocks
-        if (start_ + units >= end_) return false;
-        start_ += units;
+      const int blocks = tiles_.blocks(p, tile_), length = split_.length(p, blocks), begin = at_ - start_;
+      if (begin >= length - (piece ? 0 : p.line_overhead)) {  // past this tile's blocks
+        start_ += length;
+        if (start_ >= end) return false;
         at_ = max(at_, start_);
         ++tile_;
         continue;
       }
-      const int stop = split_->piece ? begin + split_->piece : end_ - start_;
       it.request = tiles_.request;
       it.first_row = tile_ * tile_rows;
-      it.row0 = tiles_.start * p_->heads + it.first_row;
+      it.row0 = tiles_.start * p.heads + it.first_row;
       it.rows = min(tile_rows, tiles_.rows - it.first_row);
       it.context = tiles_.visible;
-      it.positions = tiles_.positions(*p_, tile_);
-      it.block = begin;
-      it.blocks = max(min(stop, blocks) - begin, 0);
-      if (split_->piece) {
-        it.pieces = ceil_div(max(blocks, 1), split_->piece);
-        it.piece = begin / split_->piece;
-        it.counter = it.slot0 = start_ / split_->piece;
+      it.positions = tiles_.positions(p, tile_);
+      if (piece) {
+        it.block = begin * piece;
+        it.blocks = max(min(piece, blocks - it.block), 0);
+        it.pieces = length;
+        it.piece = begin;
+        it.counter = it.slot0 = start_;
         it.slot_step = 1;
+        ++at_;
       } else {
-        const int first = split_->owner(start_);
-        it.pieces = split_->owner(start_ + max(blocks, 1) - 1) - first + 1;
+        const int most = max(blocks, 1), stop = min(end - start_, most), first = split_.owner(start_);
+        it.block = begin;
+        it.blocks = max(min(stop, blocks) - begin, 0);
+        it.pieces = split_.owner(start_ + most - 1) - first + 1;
         it.piece = worker_ - first;
         it.counter = first;
         it.slot0 = 2 * first + 1;  // a worker's first item uses its even slot, its last the odd one
         it.slot_step = 2;
+        at_ += stop - begin;
       }
       it.slot = partial_slot(it, it.piece);
       it.split = splits_;
       splits_ += it.pieces > 1;
-      at_ += split_->piece ? split_->piece : min(stop, max(blocks, 1)) - begin;
       return true;
     }
     return false;
   }
 
  private:
-  const Params* p_;
-  const Split* split_;
-  int worker_, at_, end_, request_, start_, tile_ = 0, splits_ = 0;
   Tiles<tile_rows> tiles_;
+  Split split_;
+  int worker_, at_, request_, start_, tile_ = 0, splits_ = 0;
 };
 
 }  // namespace mla::cuda::latent
