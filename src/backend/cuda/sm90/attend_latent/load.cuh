@@ -43,28 +43,29 @@ class BoxRows {
 };
 
 /// Copies an item's blocks row by row, by the threads of some warps: a warp copies four rows at a time, a lane 16 bytes
-/// of each of their column boxes, swizzled as the copy engine would. Page numbers are asked for a block ahead. Who
-/// waits for the copies calls fence_async_proxy().
+/// of each of their column boxes, swizzled as the copy engine would. Page numbers are asked for a block ahead, and not
+/// touched before: in a full queue they take as long as the copies. Who waits for the copies calls fence_async_proxy().
 class RowCopies {
  public:
   RowCopies() = default;
   __device__ RowCopies(const Params& p, const Item& it)
-      : table_(p.block_table + it.request * p.table_stride), positions_(it.positions) {
-    look_up(p, it.block, row_), look_up(p, it.block + 1, next_);
+      : table_(p.block_table + it.request * p.table_stride), positions_(it.positions), block_(it.block) {
+    look_up(p, block_, page_), look_up(p, block_ + 1, next_);
   }
 
   /// The first of an item's blocks on their way to L2, two at most, by four warps. Only where they are all there is: in
   /// larger batches the previous kernel's own reads would wait for them.
   __device__ void prefetch(const Params& p, int blocks, int warp) const {
-    const int row = warp < 2 ? row_[warp % 2] : next_[warp % 2];
-    if (blocks <= 2 && warp / 2 < blocks && row >= 0)
-      bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
+    if (blocks > 2 || warp / 2 >= blocks) return;
+    const int row = warp < 2 ? row_of(p, block_, page_, warp) : row_of(p, block_ + 1, next_, warp % 2);
+    if (row >= 0) bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
   }
 
-  /// Moves to block j, the next one.
-  __device__ void advance(const Params& p, int j) {
-    row_[0] = next_[0], row_[1] = next_[1];
-    look_up(p, j + 1, next_);
+  /// Moves to the next block.
+  __device__ void advance(const Params& p) {
+    ++block_;
+    page_[0] = next_[0], page_[1] = next_[1];
+    look_up(p, block_ + 1, next_);
   }
 
   /// This warp's share, the `part`-th of `parts`, of column boxes [first, last). box(b): shared-memory address of box
@@ -72,9 +73,10 @@ class RowCopies {
   template <int first, int last, class Box>
   __device__ void copy(const Params& p, int part, int parts, Box box) const {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
+    const int rows[2] = {row_of(p, block_, page_, 0), row_of(p, block_, page_, 1)};
 #pragma unroll 1
     for (int four = part; four < block_tokens / 4; four += parts) {
-      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? row_[0] : row_[1], to % 32);
+      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? rows[0] : rows[1], to % 32);
       if (from < 0) continue;
       const char* source = static_cast<const char*>(p.cache) + static_cast<int64_t>(from) * (entry * 2) + chunk * 16;
       const uint32_t offset = to * 128 + (chunk ^ (to % 8)) * 16;
@@ -84,21 +86,25 @@ class RowCopies {
   }
 
  private:
-  __device__ void look_up(const Params& p, int j, int (&row)[2]) const {
+  /// Positions lane and lane + 32 of block j.
+  __device__ static int position(int j, int half) {
+    return j * block_tokens + half * 32 + static_cast<int>(threadIdx.x % 32);
+  }
+  __device__ void look_up(const Params& p, int j, int (&page)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int position = j * block_tokens + half * 32 + static_cast<int>(threadIdx.x % 32);
-      row[half] = -1;
-      if (position < positions_) {
-        const int page = p.by_page.divide(position);
-        row[half] = __ldg(table_ + page) * p.page_size + position - page * p.page_size;
-      }
+      page[half] = -1;
+      if (const int at = position(j, half); at < positions_) page[half] = __ldg(table_ + p.by_page.divide(at));
     }
   }
+  __device__ static int row_of(const Params& p, int j, const int (&page)[2], int half) {
+    const int at = position(j, half);
+    return page[half] < 0 ? -1 : page[half] * p.page_size + at - p.by_page.divide(at) * p.page_size;
+  }
 
-  const int32_t* table_ = nullptr;
-  int positions_ = 0;
-  int row_[2], next_[2];  // of positions lane and lane + 32 of this block and the next; -1: past the end
+  const int* table_ = nullptr;
+  int positions_ = 0, block_ = 0;
+  int page_[2], next_[2];  // of this block's positions and the next one's; -1: past the end
 };
 
 }  // namespace mla::cuda::latent

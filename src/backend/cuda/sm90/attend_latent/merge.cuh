@@ -309,80 +309,87 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
   const int mine = group < n ? ((n - 1 - group) >> log_groups) + 1 : 0,  // pieces of the thread
       most = ((n - 1) >> log_groups) + 1, at_a_time = s.at_a_time, blocks = s.blocks;
   // Slots of the pieces from the second on lie `slot_step` apart, the first not quite.
-  const uint4* const from =
-      reinterpret_cast<const uint4*>(p.partial_out) + static_cast<int64_t>(s.slot0 * s.parts + s.part) * slot_units;
   const int step = s.slot_step * s.parts * slot_units, skew = s.slot_step == 1 ? 0 : s.parts * slot_units;
+  const uint4 *const from = reinterpret_cast<const uint4*>(p.partial_out) +
+                            static_cast<int64_t>(s.slot0 * s.parts + s.part) * slot_units,
+                     *mine_from = from + first_unit + (group ? group * step - skew : 0);
+  const auto copy = [&](const uint4* source, int base, int done) {  // of pieces from `done` on; source: base's first
+    const int next = step << log_groups;
+#pragma unroll 1
+    for (int b = 0; b < blocks && base + (b << log_lanes) < end; ++b) {
+      const uint4* at = source + (b << log_lanes);
+      uint32_t to = smem_address(data + b * at_a_time * math_threads);
+      int advance = done + group ? next : next - skew;  // past the tile's first piece
+#pragma unroll 1
+      for (int left = min(mine - done, at_a_time); left > 0; left -= at_once, to += at_once * math_threads * 16) {
+#pragma unroll
+        for (int k = 0; k < at_once; ++k) {
+          if (k < left) cp_async_16(to + k * math_threads * 16, at);
+          at += k ? next : advance;
+        }
+        advance = next;
+      }
+    }
+    cp_async_commit();
+  };
 
   // `row_lanes` lanes a row make its weights. The first of what they need is asked for ahead of the pieces.
   const int row_lanes = 1 << s.log_row_lanes, r = thread >> s.log_row_lanes, lane = thread & (row_lanes - 1);
   const int pieces_here = r < rows ? n - lane : 0;
   using Lse = typename Order::Lse;
-  const Lse* const lse_of =
-      reinterpret_cast<const Lse*>(p.partial_lse) +
-      partial_row(s.slot0, s.parts * Order::rows, s.part * Order::rows + s.row_begin + r, n, lane);
+  const Lse* lse_of = reinterpret_cast<const Lse*>(p.partial_lse) +
+                      partial_row(s.slot0, s.parts * Order::rows, s.part * Order::rows + s.row_begin + r, n, lane);
+  asm volatile("" : "+l"(mine_from), "+l"(lse_of));  // before the wait, not after it
   if (!ready()) return false;
   Lse lse[at_once];
+  const Lse* ask = lse_of;
 #pragma unroll
-  for (int k = 0; k < at_once; ++k)
-    lse[k] = k * row_lanes < pieces_here ? __ldcg(lse_of + k * row_lanes) : Order::no_lse();
+  for (int k = 0; k < at_once; ++k, ask += row_lanes)
+    lse[k] = k * row_lanes < pieces_here ? __ldcg(ask) : Order::no_lse();
+  copy(mine_from, first_unit, 0);
+
+  {                                     // Weights, meanwhile.
+    const auto rest = [&](auto each) {  // of more pieces than were asked for
+      if (at_once * row_lanes < n)
+#pragma unroll 1
+        for (int i = at_once * row_lanes; i < pieces_here; i += row_lanes) each(i, __ldcg(lse_of + i));
+    };
+    const auto over_row = [&](float x, auto op) {
+#pragma unroll
+      for (int d = 16; d; d /= 2)
+        if (d < row_lanes) x = op(x, __shfl_xor_sync(0xffffffffu, x, d));
+      return x;
+    };
+    const auto larger = [](float x, float y) { return fmaxf(x, y); };
+    float top = -INFINITY, total = 0;
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) top = fmaxf(top, Order::lse(lse[k]));
+    rest([&](int, Lse x) { top = fmaxf(top, Order::lse(x)); });
+    top = over_row(top, larger);
+    const float shift = top == -INFINITY ? 0.0f : top;
+    float* const weight = weights + lane * pitch + r;
+    const auto weigh = [&](int i, Lse x) {
+      const float w = exp2_approx(Order::lse(x) - shift);
+      total += w;
+      if (i < pieces_here) weight[i * pitch] = w * Order::back(x);
+    };
+#pragma unroll
+    for (int k = 0; k < at_once; ++k) weigh(k * row_lanes, lse[k]);
+    rest(weigh);
+    total = over_row(total, [](float x, float y) { return x + y; });
+    if (lane == 0 && r < rows) {
+      weights[n * pitch + r] = total > 0 ? reciprocal(total) : 0.0f;
+      const int unit = Order::first_unit(s.row_begin + r);
+      if (begin <= unit && unit < end)
+        store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
+    }
+  }
 
   float carried[values] = {};
   int base = first_unit, done = 0;  // done: pieces of these units, where all are too many at a time
 #pragma unroll 1
-  for (bool first = true;; first = false) {
+  for (;;) {
     const int count = min(mine - done, at_a_time), piece = group + (done << log_groups);
-#pragma unroll 1
-    for (int b = 0; b < blocks; ++b) {
-      const int unit = base + (b << log_lanes);
-      if (unit >= end) break;
-      uint32_t to = smem_address(data + b * at_a_time * math_threads);
-#pragma unroll 1
-      for (int k0 = 0; k0 < count; k0 += at_once, to += at_once * math_threads * 16) {
-        const int at = unit + (piece + (k0 << log_groups)) * step - skew, next = step << log_groups;
-#pragma unroll
-        for (int k = 0; k < at_once; ++k)
-          if (k0 + k < count)
-            cp_async_16(to + k * math_threads * 16, from + (k0 + k + piece == 0 ? unit : at + k * next));
-      }
-    }
-    cp_async_commit();
-
-    if (first) {                          // Weights, meanwhile.
-      const auto rest = [&](auto each) {  // of more pieces than were asked for
-        if (at_once * row_lanes < n)
-#pragma unroll 1
-          for (int i = at_once * row_lanes; i < pieces_here; i += row_lanes) each(i, __ldcg(lse_of + i));
-      };
-      const auto over_row = [&](float x, auto op) {
-#pragma unroll
-        for (int d = 16; d; d /= 2)
-          if (d < row_lanes) x = op(x, __shfl_xor_sync(0xffffffffu, x, d));
-        return x;
-      };
-      const auto larger = [](float x, float y) { return fmaxf(x, y); };
-      float top = -INFINITY, total = 0;
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) top = fmaxf(top, Order::lse(lse[k]));
-      rest([&](int, Lse x) { top = fmaxf(top, Order::lse(x)); });
-      top = over_row(top, larger);
-      const float shift = top == -INFINITY ? 0.0f : top;
-      float* const weight = weights + lane * pitch + r;
-      const auto weigh = [&](int i, Lse x) {
-        const float w = exp2_approx(Order::lse(x) - shift);
-        total += w;
-        if (i < pieces_here) weight[i * pitch] = w * Order::back(x);
-      };
-#pragma unroll
-      for (int k = 0; k < at_once; ++k) weigh(k * row_lanes, lse[k]);
-      rest(weigh);
-      total = over_row(total, [](float x, float y) { return x + y; });
-      if (lane == 0 && r < rows) {
-        weights[n * pitch + r] = total > 0 ? reciprocal(total) : 0.0f;
-        const int unit = Order::first_unit(s.row_begin + r);
-        if (begin <= unit && unit < end)
-          store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
-      }
-    }
     const bool more = done + at_a_time < most;
     cp_async_wait<0>();
     barrier_sync(math_barrier, math_threads);
@@ -444,6 +451,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     if (!more) base += blocks << log_lanes;
     if (base - first_unit + begin >= end) break;
     barrier_sync(math_barrier, math_threads);
+    copy(from + base + ((done << log_groups) + group ? ((done << log_groups) + group) * step - skew : 0), base, done);
   }
   return true;
 }

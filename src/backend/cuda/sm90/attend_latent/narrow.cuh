@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(threads, 1)
         __syncwarp();
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
-      const int queries_at = it.block + min(it.blocks, count == 0 ? 0 : 2), end = it.block + it.blocks;
+      const int queries_at = it.block + min(it.blocks, count == 0 ? 1 : 2), end = it.block + it.blocks;
       const auto slot_of_column = [&](int column) {
         const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
         return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(threads, 1)
         }
         if (fresh) --fresh;
         rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
-        rows.advance(p, j + 1);
         for (int column = 0; column < 9; ++column)
           mbarrier_arrive_after_cp_async(smem_address(&s.full[slot_of_column(column)]));
+        rows.advance(p);
         slot += 9;
         if (slot >= Tile::boxes) slot -= Tile::boxes, lap ^= 1;
         if (!looked && j > it.block + 1) look_ahead();

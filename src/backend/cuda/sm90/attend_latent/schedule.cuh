@@ -97,7 +97,7 @@ struct Split {
   /// Of a tile: its length on the line.
   __device__ int length(const Params& p, int blocks) const {
     blocks = max(blocks, 1);
-    return piece ? ceil_div(blocks, piece) : blocks + p.line_overhead;
+    return piece > 1 ? ceil_div(blocks, piece) : piece ? blocks : blocks + p.line_overhead;
   }
   /// The worker whose stretch holds x (line).
   __device__ int owner(int x) const { return static_cast<int>(((x + 1u) * workers + units - 1) / units) - 1; }

@@ -77,6 +77,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
     tma_prefetch_map(q_map);
     if (boxes_fit) tma_prefetch_map(cache_map);
   }
+  __syncwarp();
+  cluster_arrive();
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
   Walk<tile_rows> walk;
   Item first;
@@ -92,8 +94,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   } else if (warp == 1) {
     prefetch_table(p);
   }
-  __syncthreads();
-  if constexpr (Tile::ctas > 1) cluster_sync();  // the peer's barriers exist
+  cluster_wait();  // the barriers exist, the peer's too
 
   const auto wait_item = [&](int count) -> const Item& {
     mbarrier_wait(smem_address(&s.item_full[count & 1]), count >> 1 & 1);
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
             rows.copy<8, 9>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
-            rows.advance(p, block + i + 1);
+            rows.advance(p);
             turn = (turn + 1) & 3;
             advance();
           }
