@@ -51,6 +51,7 @@ struct Fp8NarrowShared {
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Splits splits;
+  Split split;
   alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
 
@@ -83,15 +84,16 @@ __global__ void __launch_bounds__(threads, 1)
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
   Walk<n> walk;
   Item it;
+  Split split;
   UnitRows<Rows> rows;
   bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<n>(p, blockIdx.x);
-    if (more = walk.next(p, it); more) {
+    walk = Walk<n>(p, blockIdx.x, split);
+    if (more = walk.next(p, split, it); more) {
       rows = UnitRows<Rows>(p, it, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
-    if (threadIdx.x == math_threads && p.split_blocks) s.splits.invariant.split = walk.split();
+    if (threadIdx.x == math_threads) s.split = split;
   } else if (warp == 1) {
     prefetch_table(p);
   }
@@ -102,13 +104,13 @@ __global__ void __launch_bounds__(threads, 1)
     const int unit = warp - 8;
     int slot = 0, parity = 1, count = 0;
     wait_for_previous_grids();
-    while (more) {
+    while (warp_uniform(more)) {
       Item following;
       UnitRows<Rows> following_rows;
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
-        another = walk.next(p, following);
+        another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
         if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
@@ -123,17 +125,19 @@ __global__ void __launch_bounds__(threads, 1)
         if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
         __syncwarp();
       };
+      const int blocks = warp_uniform(it.blocks);
       // Queries wait for the last scores of the item before; some blocks of the cache go ahead of them.
-      const int queries_at = unit ? -1 : min(it.blocks, count == 0 ? 0 : 2);
+      const int queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : 2);
 #pragma unroll 1
-      for (int i = 0; i < it.blocks; ++i) {
+      for (int i = 0; i < blocks; ++i) {
+        slot = warp_uniform(slot);  // or each barrier's address is taken to differ from lane to lane
         if (i == queries_at) start();
         mbarrier_wait(smem_address(&s.empty[slot]), parity);
         load_unit(p, it, rows, i, unit, s.ring[slot] + unit * unit_bytes, smem_address(&s.full[slot]));
         if (++slot == slots) slot = 0, parity ^= 1;
         if (!looked && i > 0) look_ahead();
       }
-      if (queries_at == it.blocks) start();
+      if (queries_at == blocks) start();
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, false);
       ++count;
@@ -521,7 +525,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, n>(p, s.splits, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
+  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -199,8 +199,7 @@ __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
   s.row_count =
       max(min(ceil_div(end, Order::group_units) * Order::group_rows, static_cast<int>(s.rows)) - row_begin, 0);
   // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
-  // Batch-invariant sums know nothing of the share: one thread sums all pieces.
-  s.log_lanes = p.split_blocks ? 8 : min(max(32 - __clz(count - 1), 3), 8);
+  s.log_lanes = min(max(32 - __clz(count - 1), 3), 8);
   s.log_row_lanes = p.split_blocks ? 2 : s.row_count <= 8 ? 5 : s.row_count <= 16 ? 4 : s.row_count <= 32 ? 3 : 2;
   const int most = ((n - 1) >> (8 - s.log_lanes)) + 1, depth = (bytes - s.weight_bytes()) / (math_threads * 16);
   s.at_a_time = min(most, depth);
@@ -219,13 +218,7 @@ __device__ Share make_share(const Params& p, const Item& it, const Part& part, i
 
 /// The worker's pieces of split tiles: at most two, its first and its last, unless they are batch-invariant.
 struct Splits {
-  union {
-    Share share[2];
-    struct {
-      Share share;
-      Split split;  // to walk again
-    } invariant;
-  };
+  Share share[2];
   int count;
   bool merges[2];  // of a pair's: is it to be merged when the worker's own work is done?
   bool joined;     // has the tile that a worker's last piece is of been joined?
@@ -389,7 +382,13 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
   int base = first_unit, done = 0;  // done: pieces of these units, where all are too many at a time
 #pragma unroll 1
   for (;;) {
-    const int count = min(mine - done, at_a_time), piece = group + (done << log_groups);
+    // Batch-invariant sums know nothing of the share: one thread adds all pieces.
+    const bool alone = p.split_blocks;
+    const int before = done << log_groups, first = alone ? before : before + group,
+              apart = alone ? lanes : math_threads,
+              count = !alone  ? min(mine - done, at_a_time)
+                      : group ? 0
+                              : min(n - before, at_a_time << log_groups);
     const bool more = done + at_a_time < most;
     cp_async_wait<0>();
     barrier_sync(math_barrier, math_threads);
@@ -400,14 +399,14 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
       uint4* const loaded = data + b * at_a_time * math_threads;
       const int row = Order::first_row(unit), in_share = min(row - s.row_begin, rows - 1),
                 second = in_share + Order::step < rows ? Order::step : 0;
-      const float* w = weights + in_share + piece * pitch;
+      const float* w = weights + in_share + first * pitch;
       float sum[values];
 #pragma unroll
       for (int e = 0; e < values; ++e) sum[e] = carried[e];
       if (unit < end) {
         const uint4* next = loaded;
 #pragma unroll 8
-        for (int k = 0; k < count; ++k, next += math_threads, w += pitch << log_groups)
+        for (int k = 0; k < count; ++k, next += apart, w += alone ? pitch : pitch << log_groups)
           Order::add(sum, *next, w[0], w[second]);
       }
       if (more) {
@@ -415,7 +414,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
         for (int e = 0; e < values; ++e) carried[e] = sum[e];
         break;  // of one block
       }
-      if (groups > 1) {
+      if (groups > 1 && !alone) {
 #pragma unroll
         for (int d = 8; d < 32; d *= 2)
           if (d >= lanes)
@@ -451,7 +450,8 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     if (!more) base += blocks << log_lanes;
     if (base - first_unit + begin >= end) break;
     barrier_sync(math_barrier, math_threads);
-    copy(from + base + ((done << log_groups) + group ? ((done << log_groups) + group) * step - skew : 0), base, done);
+    const int next = (done << log_groups) + group;
+    copy(from + base + (next ? next * step - skew : 0), base, done);
   }
   return true;
 }
@@ -508,11 +508,11 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
 /// All tiles that the worker published pieces of, after all its own work, when nobody reads `space` any more.
 /// part_of(item): the CTA's part; pairs: does the kernel join them? By all math threads.
 template <class Order, int tile_rows, class PartOf>
-__device__ void merge_split_tiles(const Params& p, Splits& s, int worker, char* space, int bytes, bool pairs,
-                                  PartOf part_of) {
+__device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
+                                  bool pairs, PartOf part_of) {
   if (s.count == 0) return;
   Walk<tile_rows> walk;
-  if (p.split_blocks) walk = Walk<tile_rows>(p, s.invariant.split, worker);
+  if (p.split_blocks) walk = Walk<tile_rows>(p, split, worker);
 #pragma unroll 1
   for (int i = 0; p.split_blocks || i < s.count; ++i) {
     Share& share = s.share[p.split_blocks ? 0 : i];
@@ -521,7 +521,7 @@ __device__ void merge_split_tiles(const Params& p, Splits& s, int worker, char* 
     if (p.split_blocks) {
       Item it;
       do
-        if (!walk.next(p, it)) return;
+        if (!walk.next(p, split, it)) return;
       while (it.pieces == 1);
       if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, bytes);
       barrier_sync(math_barrier, math_threads);

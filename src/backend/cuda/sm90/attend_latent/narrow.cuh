@@ -10,25 +10,25 @@ namespace mla::cuda::latent {
 
 // Tile: a struct of constants, one a kernel.
 struct Narrow16 {
-  static constexpr int rows = 16;   // wgmma's N
-  static constexpr int boxes = 24;  // ring of 64 x 64 cache boxes, 8 KB each; a block takes 9 in turn
+  static constexpr int rows = 16;  // wgmma's N
 };
 struct Narrow32 {
-  static constexpr int rows = 32, boxes = 20;
+  static constexpr int rows = 32;
 };
 
 template <class Tile>
 struct NarrowShared {
   static constexpr int score_pitch = block_tokens + 4;
-  alignas(1024) char ring[Tile::boxes][box_bytes];
+  alignas(1024) char kv[2][9][box_bytes];  // two blocks, by column boxes; later the merge's
   alignas(1024) char q[9][Tile::rows * 128];
   alignas(1024) char p[Tile::rows * 128];                 // P: rows x 64 positions, swizzled
   alignas(16) float scores[2][Tile::rows * score_pitch];  // each warpgroup's half of the 576 products, transposed
   float rescale[Tile::rows], sum[Tile::rows], other[Tile::rows], inverse[Tile::rows];
   alignas(16) Item item[2];
   Splits splits;
+  Split split;
   int changed;  // the CTA's latest block whose maxima moved, counted from 1
-  alignas(8) uint64_t full[Tile::boxes], empty[Tile::boxes], q_full, q_empty;
+  alignas(8) uint64_t full[2], empty[2], q_full, q_empty;
 };
 
 template <class Tile, class T>
@@ -38,14 +38,14 @@ __global__ void __launch_bounds__(threads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   using Order = TransposedOrder<Tile::rows>;
-  constexpr int merge_bytes = sizeof Shared::ring;
+  constexpr int merge_bytes = sizeof Shared::kv;
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::boxes; ++i) {
+    for (int i = 0; i < 2; ++i) {
       mbarrier_init(smem_address(&s.full[i]), 128);
-      mbarrier_init(smem_address(&s.empty[i]), 4);  // warps; a rope box is released by the last of both warpgroups
+      mbarrier_init(smem_address(&s.empty[i]), 8);  // warps
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
@@ -56,27 +56,27 @@ __global__ void __launch_bounds__(threads, 1)
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
   Walk<Tile::rows> walk;
   Item it;
+  Split split;
   RowCopies rows;
   bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<Tile::rows>(p, blockIdx.x);
-    if (more = walk.next(p, it); more) {
+    walk = Walk<Tile::rows>(p, blockIdx.x, split);
+    if (more = walk.next(p, split, it); more) {
       rows = RowCopies(p, it);
       rows.prefetch(p, it.blocks, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
-    if (threadIdx.x == math_threads && p.split_blocks) s.splits.invariant.split = walk.split();
+    if (threadIdx.x == math_threads) s.split = split;
   } else if (warp == 1) {
     prefetch_table(p);
   }
   __syncthreads();
 
-  if (warpgroup == 2) {     // ---- load
-    int slot = 0, lap = 1;  // lap: parity of the slot's empty barrier to wait for
-    int count = 0;
+  if (warpgroup == 2) {         // ---- load
+    int copied = 0, count = 0;  // blocks, items
     wait_for_previous_grids();
-    int fresh = Tile::boxes / 9;  // blocks that the ring has room for at first
-    while (more) {
+    __syncwarp();
+    while (warp_uniform(more)) {
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
       // page numbers and queries are asked for while this item is copied.
       Item following;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {
         looked = true;
-        another = walk.next(p, following);
+        another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = RowCopies(p, following);
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
@@ -101,29 +101,22 @@ __global__ void __launch_bounds__(threads, 1)
         __syncwarp();
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
-      const int queries_at = it.block + min(it.blocks, count == 0 ? 1 : 2), end = it.block + it.blocks;
-      const auto slot_of_column = [&](int column) {
-        const int b = column == 8 ? 8 : (column % 4) * 2 + column / 4;
-        return slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
-      };
-      for (int j = it.block; j < end; ++j) {
+      const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks),
+                queries_at = min(begin + (count == 0 ? 1 : 2), end);
+      for (int j = begin; j < end; ++j) {
         if (j == queries_at) start();
-        for (int b = 0; b < 9 && fresh == 0; ++b) {
-          const int mine = slot + b < Tile::boxes ? slot + b : slot + b - Tile::boxes;
-          mbarrier_wait(smem_address(&s.empty[mine]), mine < slot ? lap ^ 1 : lap);
-        }
-        if (fresh) --fresh;
-        rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.ring[slot_of_column(column)]); });
-        for (int column = 0; column < 9; ++column)
-          mbarrier_arrive_after_cp_async(smem_address(&s.full[slot_of_column(column)]));
+        const int buffer = copied & 1;
+        mbarrier_wait(smem_address(&s.empty[buffer]), (copied >> 1 & 1) ^ 1);
+        rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.kv[buffer][column]); });
+        mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
         rows.advance(p);
-        slot += 9;
-        if (slot >= Tile::boxes) slot -= Tile::boxes, lap ^= 1;
-        if (!looked && j > it.block + 1) look_ahead();
+        ++copied;
+        if (!looked && j > begin + 1) look_ahead();
       }
       if (queries_at == end) start();
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, true);
+      __syncwarp();
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -144,15 +137,7 @@ __global__ void __launch_bounds__(threads, 1)
   const int h = warpgroup, g = lane / 4, pair_row = lane % 4 * 2, warp_row = warp % 4 * 16;
   const int row = threadIdx.x / row_threads, row_lane = threadIdx.x % row_threads;
   float o[4][Tile::rows / 2];
-  int first_slot = 0, lap = 0;  // of the block; parity of its full barriers
-  int stamp = 0;                // blocks so far
-  const auto slot_of = [&](int b, int& parity) {
-    int slot = first_slot + b;
-    parity = lap;
-    if (slot >= Tile::boxes) slot -= Tile::boxes, parity ^= 1;
-    return slot;
-  };
-
+  int stamp = 0;  // blocks so far
   for (int count = 0;; ++count) {
     mbarrier_wait(smem_address(&s.q_full), count & 1);
     const Item& it = s.item[count & 1];
@@ -168,21 +153,17 @@ __global__ void __launch_bounds__(threads, 1)
     float top = -INFINITY, sum = 0;  // top: log2 units; sum: of this thread's positions
 
     for (int j = 0; j < blocks; ++j) {
-      ++stamp;
-      int parity;
-      float d[Tile::rows / 2];
+      const int buffer = stamp & 1;
       // S^T: this warpgroup's four boxes and half of the rope box
-      for (int i = 0; i < 5; ++i) {
-        const int slot = slot_of(i < 4 ? 2 * i + h : 8, parity);
-        mbarrier_wait(smem_address(&s.full[slot]), parity);
-      }
+      float d[Tile::rows / 2];
+      mbarrier_wait(smem_address(&s.full[buffer]), stamp >> 1 & 1);
+      ++stamp;
       fence_async_proxy();
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 5; ++i) {
-        const int b = i < 4 ? 2 * i + h : 8, column = i < 4 ? 4 * h + i : 8;
-        const int slot = slot_of(b, parity);
-        const uint64_t keys = operand_128b(smem_address(s.ring[slot])),
+        const int column = i < 4 ? 4 * h + i : 8;
+        const uint64_t keys = operand_128b(smem_address(s.kv[buffer][column])),
                        queries = operand_128b(smem_address(s.q[column]));
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
@@ -195,9 +176,8 @@ __global__ void __launch_bounds__(threads, 1)
       const int valid = positions - (block0 + j) * block_tokens;
       if (valid < block_tokens) {  // what lies past the sequence must not be multiplied, not even by 0
         for (int i = 0; i < 4; ++i) {
-          const int slot = slot_of(2 * i + h, parity);
           for (int at = valid * 8 + threadIdx.x % 128; at < block_tokens * 8; at += 128)
-            *reinterpret_cast<uint4*>(s.ring[slot] + at * 16) = {0, 0, 0, 0};
+            *reinterpret_cast<uint4*>(s.kv[buffer][4 * h + i] + at * 16) = {0, 0, 0, 0};
         }
         fence_async_proxy();
       }
@@ -266,7 +246,7 @@ __global__ void __launch_bounds__(threads, 1)
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const uint64_t values = operand_128b(smem_address(s.ring[slot_of(2 * i + h, parity)]));
+        const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h + i]));
 #pragma unroll
         for (int k = 0; k < 4; ++k)
           Wgmma<Tile::rows, T>::template ss<Major::mn, Major::k>(o[i], operand_advance(values, k * 2048),
@@ -277,14 +257,7 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_pin(o[i]);
       __syncwarp();
-      if (lane == 0) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) mbarrier_arrive(smem_address(&s.empty[slot_of(2 * i + h, parity)]));
-        // The rope box was read before the barriers above.
-        if (h == 0) mbarrier_arrive(smem_address(&s.empty[slot_of(8, parity)]));
-      }
-      first_slot += 9;
-      if (first_slot >= Tile::boxes) first_slot -= Tile::boxes, lap ^= 1;
+      if (lane == 0) mbarrier_arrive(smem_address(&s.empty[buffer]));
     }
     if (blocks == 0) {
       __syncwarp();
@@ -383,7 +356,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, Tile::rows>(p, s.splits, blockIdx.x, s.ring[0], merge_bytes, true, part_of);
+  merge_split_tiles<Order, Tile::rows>(p, s.splits, s.split, blockIdx.x, s.kv[0][0], merge_bytes, true, part_of);
 }
 
 }  // namespace mla::cuda::latent

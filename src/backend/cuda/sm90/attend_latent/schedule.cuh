@@ -78,7 +78,7 @@ struct Tiles {  // of one request
   __device__ int blocks(const Params& p, int tile) const { return ceil_div(positions(p, tile), block_tokens); }
   __device__ Tiles of_lane(int lane) const {
     Tiles t;
-    const auto get = [lane](int x) { return __shfl_sync(0xffffffffu, x, lane); };
+    const auto get = [lane](int x) { return warp_uniform(__shfl_sync(0xffffffffu, x, lane)); };
     t.rows = get(rows), t.count = get(count);
     t.start = get(start), t.visible = get(visible), t.kv_end = get(kv_end), t.request = get(request);
     return t;
@@ -195,7 +195,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
     if (past) {
       const int owner = __ffs(past) - 1;
       split.request = r0 + owner;
-      split.start = before + __shfl_sync(0xffffffffu, upto - own, owner);
+      split.start = warp_uniform(before + __shfl_sync(0xffffffffu, upto - own, owner));
       tiles = t.of_lane(owner);
       return split;
     }
@@ -243,32 +243,24 @@ template <int tile_rows>
 class Walk {
  public:
   Walk() = default;
-  __device__ Walk(const Params& p, int worker)
-      : split_(make_split(p, worker, tiles_)),
-        worker_(worker),
-        at_(split_.begin),
-        request_(split_.request),
-        start_(split_.start) {}
+  /// Makes the split, too.
+  __device__ Walk(const Params& p, int worker, Split& split) : worker_(worker) {
+    split = make_split(p, worker, tiles_);
+    at_ = split.begin, request_ = split.request, start_ = split.start;
+  }
   /// From the start again.
   __device__ Walk(const Params& p, const Split& split, int worker)
-      : tiles_(p, split.request),
-        split_(split),
-        worker_(worker),
-        at_(split.begin),
-        request_(split.request),
-        start_(split.start) {}
+      : tiles_(p, split.request), worker_(worker), at_(split.begin), request_(split.request), start_(split.start) {}
 
-  __device__ const Split& split() const { return split_; }
-
-  __device__ bool next(const Params& p, Item& it) {
-    const int piece = split_.piece, end = split_.end;
+  __device__ bool next(const Params& p, const Split& split, Item& it) {
+    const int piece = split.piece, end = split.end;
     while (at_ < end) {
       while (tile_ >= tiles_.count) {
         if (++request_ >= p.requests) return false;
         tiles_ = Tiles<tile_rows>(p, request_);
         tile_ = 0;
       }
-      const int blocks = tiles_.blocks(p, tile_), length = split_.length(p, blocks), begin = at_ - start_;
+      const int blocks = tiles_.blocks(p, tile_), length = split.length(p, blocks), begin = at_ - start_;
       if (begin >= length - (piece ? 0 : p.line_overhead)) {  // past this tile's blocks
         start_ += length;
         if (start_ >= end) return false;
@@ -291,10 +283,10 @@ class Walk {
         it.slot_step = 1;
         ++at_;
       } else {
-        const int most = max(blocks, 1), stop = min(end - start_, most), first = split_.owner(start_);
+        const int most = max(blocks, 1), stop = min(end - start_, most), first = split.owner(start_);
         it.block = begin;
         it.blocks = max(min(stop, blocks) - begin, 0);
-        it.pieces = split_.owner(start_ + most - 1) - first + 1;
+        it.pieces = split.owner(start_ + most - 1) - first + 1;
         it.piece = worker_ - first;
         it.counter = first;
         it.slot0 = 2 * first + 1;  // a worker's first item uses its even slot, its last the odd one
@@ -311,7 +303,6 @@ class Walk {
 
  private:
   Tiles<tile_rows> tiles_;
-  Split split_;
   int worker_, at_, request_, start_, tile_ = 0, splits_ = 0;
 };
 

@@ -37,6 +37,7 @@ struct WideShared {
   bool changed[2][4];     // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
   Splits splits;
+  Split split;
   // full: column boxes in pairs; empty: halves of the boxes; made: a block's probabilities are there.
   alignas(8) uint64_t full[wide_buffers][4], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
   uint64_t item_full[2], item_empty[2], q_full, q_empty;
@@ -79,18 +80,14 @@ __global__ void __launch_bounds__(wide_threads, 1)
   }
   __syncwarp();
   cluster_arrive();
-  // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
+  // Beside the barriers' birth and the previous kernel's end:
   Walk<tile_rows> walk;
-  Item first;
-  BoxRows first_rows;
-  if (warpgroup == 3) {
-    walk = Walk<tile_rows>(p, worker);
-    if (!walk.next(p, first)) first.blocks = -1;
-    if (boxes_fit && first.blocks > 0) first_rows = BoxRows(p, first);
-    if (warp == 15 && lane == 0) {
-      s.item[0] = first;
-      if (p.split_blocks) s.splits.invariant.split = walk.split();
-    }
+  Item it;
+  if (warp == 15) {
+    Split split;
+    walk = Walk<tile_rows>(p, worker, split);
+    if (!walk.next(p, split, it)) it.blocks = -1;
+    if (lane == 0) s.item[0] = it, s.split = split;
   } else if (warp == 1) {
     prefetch_table(p);
   }
@@ -121,7 +118,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
       if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
     };
     if (warp == 15) {  // items, one ahead of those who work on them
-      Item it = first;
       for (int count = 0;; ++count) {
         if (lane == 0) {
           if (count) s.item[count & 1] = it;
@@ -129,14 +125,14 @@ __global__ void __launch_bounds__(wide_threads, 1)
           if (it.blocks >= 0) remember_split<FragmentOrder>(p, s.splits, it, part_of(it), merge_bytes, true);
         }
         if (it.blocks < 0) break;
-        if (!walk.next(p, it)) it.blocks = -1;
+        if (!walk.next(p, s.split, it)) it.blocks = -1;
         mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count + 1 >> 1 & 1) ^ 1);
       }
     } else if (!boxes_fit) {
       int turn = 0;  // of the rope boxes, then their parity
       for (int count = 0;; ++count) {
         const Item& it = wait_item(count);
-        const int blocks = it.blocks, block = it.block;
+        const int blocks = it.blocks;
         if (blocks < 0) break;
         if (blocks) {
           RowCopies rows(p, it);
@@ -187,7 +183,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
-          BoxRows rows = count == 0 ? first_rows : BoxRows(p, it);
+          BoxRows rows(p, it);
           if (count == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0 + rank * 64);
           wait_for_previous_grids();
           if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
@@ -238,7 +234,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks, block = it.block;
         if (blocks < 0) break;
         if (blocks) {
-          BoxRows rows = count == 0 ? first_rows : BoxRows(p, it);
+          BoxRows rows(p, it);
           if (count == 0) {  // while the previous kernel ends
             rows.seek(p, block);
             const int boxes = rows.boxes();
@@ -647,7 +643,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
 
     barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
-    merge_split_tiles<FragmentOrder, tile_rows>(p, s.splits, worker, s.kv[0][0], merge_bytes, true, part_of);
+    merge_split_tiles<FragmentOrder, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, true, part_of);
   }
   if constexpr (Tile::ctas > 1) cluster_sync();  // no copy or arrival may be on its way to a CTA that left
 }
