@@ -82,13 +82,12 @@ __global__ void __launch_bounds__(threads, 1)
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  Walk<n> walk;
   Item it;
-  Split split;
   UnitRows<Rows> rows;
   bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<n>(p, blockIdx.x, split);
+    Split split;
+    Walk<n> walk(p, blockIdx.x, split);
     if (more = walk.next(p, split, it); more) {
       rows = UnitRows<Rows>(p, it, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
@@ -103,13 +102,15 @@ __global__ void __launch_bounds__(threads, 1)
     if constexpr (many_registers) give_registers<40>();
     const int unit = warp - 8;
     int slot = 0, parity = 1, count = 0;
+    Walk<n> walk;  // again, once copies are under way: few registers are left
     wait_for_previous_grids();
-    while (warp_uniform(more)) {
+    while (more) {
       Item following;
       UnitRows<Rows> following_rows;
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
+        if (count == 0) walk = Walk<n>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
@@ -130,7 +131,6 @@ __global__ void __launch_bounds__(threads, 1)
       const int queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : 2);
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
-        slot = warp_uniform(slot);  // or each barrier's address is taken to differ from lane to lane
         if (i == queries_at) start();
         mbarrier_wait(smem_address(&s.empty[slot]), parity);
         load_unit(p, it, rows, i, unit, s.ring[slot] + unit * unit_bytes, smem_address(&s.full[slot]));
@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(threads, 1)
       }
       if (queries_at == blocks) start();
       if (!looked) look_ahead();
-      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, false);
+      if (threadIdx.x == math_threads)
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, false);
       ++count;
       it = following, rows = following_rows, more = another;
     }

@@ -60,13 +60,12 @@ __global__ void __launch_bounds__(threads, 1)
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  Walk<n> walk;
   Item it;
-  Split split;
   UnitRows<Rows> rows;
   bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<n>(p, blockIdx.x, split);
+    Split split;
+    Walk<n> walk(p, blockIdx.x, split);
     if (more = walk.next(p, split, it); more) {
       rows = UnitRows<Rows>(p, it, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
@@ -94,13 +93,15 @@ __global__ void __launch_bounds__(threads, 1)
     give_registers<40>();
     const int unit = warp - 8;
     int block = 0, count = 0;
+    Walk<n> walk;  // again, once copies are under way: few registers are left
     wait_for_previous_grids();
-    while (warp_uniform(more)) {
+    while (more) {
       Item following;
       UnitRows<Rows> following_rows;
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
+        if (count == 0) walk = Walk<n>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
@@ -122,14 +123,15 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i, ++block) {
         if (i == queries_at) start();
-        const int place = warp_uniform(place_of(block, unit));
+        const int place = place_of(block, unit);
         mbarrier_wait(smem_address(&s.empty[place]), lap_of(block, unit) ^ 1);
         load_unit(p, it, rows, i, unit, s.ring[place], smem_address(&s.full[place]));
         if (!looked && i > 0) look_ahead();
       }
       if (queries_at == blocks) start();
       if (!looked) look_ahead();
-      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes, false);
+      if (threadIdx.x == math_threads)
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, false);
       ++count;
       it = following, rows = following_rows, more = another;
     }

@@ -81,11 +81,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
   __syncwarp();
   cluster_arrive();
   // Beside the barriers' birth and the previous kernel's end:
-  Walk<tile_rows> walk;
-  Item it;
   if (warp == 15) {
     Split split;
-    walk = Walk<tile_rows>(p, worker, split);
+    Item it;
+    Walk<tile_rows> walk(p, worker, split);
     if (!walk.next(p, split, it)) it.blocks = -1;
     if (lane == 0) s.item[0] = it, s.split = split;
   } else if (warp == 1) {
@@ -118,10 +117,16 @@ __global__ void __launch_bounds__(wide_threads, 1)
       if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
     };
     if (warp == 15) {  // items, one ahead of those who work on them
+      if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
+      Walk<tile_rows> walk(p, s.split, worker);  // again: few registers are left
+      Item it;
+      if (!walk.next(p, s.split, it)) it.blocks = -1;
       for (int count = 0;; ++count) {
         if (lane == 0) {
-          if (count) s.item[count & 1] = it;
-          mbarrier_arrive(smem_address(&s.item_full[count & 1]));
+          if (count) {
+            s.item[count & 1] = it;
+            mbarrier_arrive(smem_address(&s.item_full[count & 1]));
+          }
           if (it.blocks >= 0) remember_split<FragmentOrder>(p, s.splits, it, part_of(it), merge_bytes, true);
         }
         if (it.blocks < 0) break;
