@@ -233,7 +233,13 @@ class Inputs {
       square += e.square;
     }
     const double rms = std::sqrt(square / (512.0 * std::max<size_t>(rows.size(), 1)));
-    EXPECT_LE(out, 2 * plain + 0x1p-9 * rms) << "rms " << rms << ", rows " << rows.size();
+    // From 64 rows on, pieces of a split tile are f16 relative to their largest element, at most the cache's largest.
+    double largest = 0;
+    if (choice.tile_rows >= 64)
+      for (const auto& request : rows_)
+        for (size_t i = 0; i < request.size(); ++i)
+          if (i % 576 < 512) largest = std::max<double>(largest, std::abs(request[i]));
+    EXPECT_LE(out, 2 * plain + 0x1p-9 * rms + 0x1p-12 * largest) << "rms " << rms << ", rows " << rows.size();
     EXPECT_LE(worst_lse, 3e-5);
   }
 
