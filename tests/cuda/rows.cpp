@@ -178,6 +178,41 @@ TEST_F(RowsOnGpu, ManyRowsAreThePortableCodecs) {
   }
 }
 
+// The same where queries turn, and a batch's last rows are not there.
+TEST_F(RowsOnGpu, ManyRowsOfRopeAppendAreRopeThenAppend) {
+  constexpr int64_t kTokens = 10003;
+  Stream stream(kGpu);
+  for (CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::fp8_ds_mla, CacheFormat::fp8_ds_v4})
+    for (bool interleaved : {true, false}) {
+      const CacheSpec spec{
+          .format = format, .latent = format == CacheFormat::fp8_ds_v4 ? 448 : 512, .page_size = 64, .k_scale = 0.1f};
+      Random random(12);
+      Rows separate(random, spec, kTokens, 3, Dtype::bf16, Padded<Token>::kAligned), fused = separate;
+      PoisonedCache separate_cache(spec, kTokens / 64 + 1, random), one = separate_cache;
+      std::vector<int32_t> positions(kTokens), slots(kTokens);
+      for (int64_t t = 0; t < kTokens; ++t) {
+        positions[t] = static_cast<int32_t>(random.integer(0, 999));
+        slots[t] = t % 5 == 1 ? -1 : one.slot(t);
+      }
+      const RotaryTable table({.interleaved = interleaved}, spec.rope, 1000, kGpu);
+      ops::run(stream,
+               ops::RopeArgs{.q = separate.q.any(), .k = separate.k_pe.any(), .positions = positions, .table = &table});
+      ops::run(stream, ops::AppendArgs{separate.kv_c.any(), separate.k_pe.any(), slots, separate_cache.view()});
+      ops::run(stream, ops::RopeAppendArgs{.q_pe = fused.q.any(),
+                                           .kv_c = fused.kv_c.any(),
+                                           .k_pe = fused.k_pe.any(),
+                                           .positions = positions,
+                                           .table = &table,
+                                           .slots = slots,
+                                           .cache = one.view()});
+      stream.synchronize();
+      const std::string where = std::string(to_string(format)) + (interleaved ? "" : " neox");
+      EXPECT_TRUE(fused.q.bytes() == separate.q.bytes()) << where;
+      EXPECT_TRUE(fused.k_pe.bytes() == separate.k_pe.bytes()) << where;
+      EXPECT_TRUE(one.bytes() == separate_cache.bytes()) << where;
+    }
+}
+
 // Queries of so many heads that a thread turns several give the bits of one token at a time.
 TEST_F(RowsOnGpu, RopeOfManyHeadsGivesTheBitsOfSingleTokens) {
   constexpr int64_t kTokens = 4000, kHeads = 53, kWidth = 64;

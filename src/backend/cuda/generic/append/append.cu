@@ -166,26 +166,60 @@ __global__ void __launch_bounds__(256, wide && sizeof(T) == 2 ? 3 : 1)
   rotate_heads<wide>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
 }
 
-constexpr int kBatchThreads = 128;
+// Eight elements of a rope part of 64, the unit-th of eight lanes', rotated; by all lanes of those.
+__device__ inline void rotate_eight(uint32_t (&x)[4], const Rotation& r, const float* cos_sin, int unit) {
+  bf16 stored[8];
+  float y[8];
+  memcpy(stored, x, sizeof x);
+  widen_all(stored, y);
+  if (r.interleaved) {
+    float cos[4], sin[4];
+    load<true>(cos_sin + 4 * unit, cos);
+    load<true>(cos_sin + r.pairs + 4 * unit, sin);
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) {
+      const Pair p = rotated(y[e], y[e + 1], cos[e / 2], sin[e / 2]);
+      y[e] = p.a, y[e + 1] = p.b;
+    }
+  } else {
+    float cos[8], sin[8];
+    load<true>(cos_sin + 8 * (unit % 4), cos);
+    load<true>(cos_sin + r.pairs + 8 * (unit % 4), sin);
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      const float other = __shfl_xor_sync(0xffffffffu, y[e], 4);
+      const Pair p = unit < 4 ? rotated(y[e], other, cos[e], sin[e]) : rotated(other, y[e], cos[e], sin[e]);
+      y[e] = unit < 4 ? p.a : p.b;
+    }
+  }
+  narrow_all(y, stored);
+  memcpy(x, stored, sizeof x);
+}
 
-// Four tokens a warp: see RowBatch. What is read of a token without a slot is not written.
-template <CacheFormat f>
-__global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale) {
+// Four tokens, by a warp: see RowBatch. What is read of a token without a slot is not written to the cache.
+template <CacheFormat f, bool rotates>
+__device__ void append_batch(const AppendRows<bf16>& a, const Reciprocal& by_k_scale, int64_t first, int lane) {
   using Batch = RowBatch<f>;
   using Traits = CacheTraits<f>;
   constexpr bool coded = std::is_same_v<typename Traits::Element, fp8_e4m3>;
-  const int lane = static_cast<int>(threadIdx.x % 32);
-  const int64_t first =
-      (static_cast<int64_t>(blockIdx.x) * (kBatchThreads / 32) + threadIdx.x / 32) * int64_t{Batch::kRows};
   if (first >= a.tokens) return;
   const int rows = static_cast<int>(min(int64_t{Batch::kRows}, a.tokens - first));
   const int32_t slot = lane < rows ? a.slots[first + lane] : -1;  // lane r: of row r
-  uint32_t x[Batch::kRounds][4];                                  // pairs
+  const int32_t position = rotates && lane < rows ? a.positions[first + lane] : 0;
+  uint32_t x[Batch::kRounds][4];  // pairs
 #pragma unroll
   for (int k = 0; k < Batch::kRounds; ++k) {
     const int64_t token = first + min(Batch::row(k, lane), rows - 1);  // of a short batch, the last row again
     const bf16* const from = Batch::rope(k) ? a.k_pe + token * a.k_pe_row : a.kv_c + token * a.kv_c_row;
     load<true>(reinterpret_cast<const uint32_t*>(from + Batch::at(k, lane)), x[k]);
+  }
+  if constexpr (rotates) {
+    constexpr int k = Batch::kRounds - 1;
+    const int r = Batch::row(k, lane);
+    const int32_t at = __shfl_sync(0xffffffffu, position, min(r, rows - 1));
+    rotate_eight(x[k], a.rotation, a.rotation.at(at), lane % 8);
+    if (r < rows)
+      store<true>(x[k], reinterpret_cast<uint32_t*>(a.k_pe + (first + r) * a.k_pe_row + Batch::at(k, lane)));
   }
   const uint32_t live = __ballot_sync(0xffffffffu, slot >= 0);
   const CacheRow<f> mine = CacheRow<f>::at(a.cache, max(slot, 0));
@@ -236,11 +270,34 @@ __global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRow
   }
 }
 
-// Does append_batches_kernel serve the call? Few rows are sooner done by a warp each.
+constexpr int kBatchThreads = 128;
+
+template <CacheFormat f>
+__global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale) {
+  const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kBatchThreads / 32) + threadIdx.x / 32;
+  append_batch<f, false>(a, by_k_scale, warp * RowBatch<f>::kRows, static_cast<int>(threadIdx.x % 32));
+}
+
+// Blocks [0, row_blocks): the cache's rows. The rest: queries, as RotateShape has them.
+template <CacheFormat f>
+__global__ void __launch_bounds__(256, 3)
+    rope_append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale, unsigned row_blocks, int rows, int chunks) {
+  if (blockIdx.x < row_blocks) {
+    const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
+                   warps = blockDim.x * blockDim.y * blockDim.z / 32;
+    if (thread / 32 >= warps) return;
+    const int64_t warp = static_cast<int64_t>(blockIdx.x) * warps + thread / 32;
+    return append_batch<f, true>(a, by_k_scale, warp * RowBatch<f>::kRows, static_cast<int>(thread % 32));
+  }
+  rotate_heads<true>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
+}
+
+// Do batches serve the call? Few rows are sooner done by a warp each.
 template <CacheFormat f>
 bool by_batches(const Queue& queue, const AppendRows<bf16>& a) {
   constexpr bool grouped = CacheTraits<f>::kGrouped;
-  return a.rotation.pairs == 0 && !a.weight && RowBatch<f>::fits(a.cache) && (!grouped || a.cache.powers_of_two) &&
+  return (a.rotation.pairs == 0 || a.rotation.pairs == RowBatch<f>::kRope / 2) && !a.weight &&
+         RowBatch<f>::fits(a.cache) && (!grouped || a.cache.powers_of_two) &&
          (f != CacheFormat::fp8 || Reciprocal::serves(a.cache.k_scale)) &&
          a.tokens >= int64_t{8} * RowBatch<f>::kRows * queue.multiprocessors();
 }
@@ -272,12 +329,20 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
     constexpr CacheFormat f = decltype(format)::value;
     if constexpr (std::is_same_v<T, bf16> && f != CacheFormat::f32 && f != CacheFormat::f16) {
       if (wide && by_batches<f>(queue, a)) {
-        constexpr int64_t tokens = kBatchThreads / 32 * RowBatch<f>::kRows;  // a block's
-        return launch(
-            append_batches_kernel<f>,
-            {.grid = dim3(static_cast<unsigned>((a.tokens + tokens - 1) / tokens)), .block = dim3(kBatchThreads)},
-            queue.stream(), op, "append_batches_kernel", what, a,
-            f == CacheFormat::fp8 ? Reciprocal(a.cache.k_scale) : Reciprocal());
+        const Reciprocal by_k_scale = f == CacheFormat::fp8 ? Reciprocal(a.cache.k_scale) : Reciprocal();
+        const auto blocks_of = [&](int64_t warps) {
+          return (a.tokens + warps * RowBatch<f>::kRows - 1) / (warps * RowBatch<f>::kRows);
+        };
+        if (!rotates)
+          return launch(
+              append_batches_kernel<f>,
+              {.grid = dim3(static_cast<unsigned>(blocks_of(kBatchThreads / 32))), .block = dim3(kBatchThreads)},
+              queue.stream(), op, "append_batches_kernel", what, a, by_k_scale);
+        const int64_t batches = blocks_of(warps);
+        return launch(rope_append_batches_kernel<f>,
+                      {.grid = dim3(static_cast<unsigned>(batches + shape.blocks(a.tokens))), .block = shape.block},
+                      queue.stream(), op, "rope_append_batches_kernel", what, a, by_k_scale,
+                      static_cast<unsigned>(batches), shape.rows, std::max(shape.chunks, 1));
       }
     }
     launch(wide ? append_kernel<f, T, true> : append_kernel<f, T, false>, config, queue.stream(), op, "append_kernel",
