@@ -1,4 +1,4 @@
-// How pieces of a tile become one: partial rows (f32) through device memory, a counter a tile.
+// How pieces of a tile become one: partial rows through device memory, a counter a tile.
 //
 // A worker that wrote its piece counts it and, its own work done, waits until all of the tile's pieces are there; then
 // it merges its share of the tile, an equal part of the columns. Nobody needs the others to be running: who has waited
@@ -184,9 +184,10 @@ struct alignas(16) Share {
   __device__ int weight_bytes() const { return ((pieces + 1) * pitch() * 4 + 15) / 16 * 16; }
 };
 
-/// Makes s the tile's `share`-th share, of which nothing but the tile is known, or all of the tile. bytes: of shared
-/// memory that there are to merge it in.
 constexpr int all_shares = -1;
+
+/// Makes s, of which nothing but the tile need be known, the tile's `share`-th share, or all of them. bytes: of shared
+/// memory that there are to merge it in.
 template <class Order>
 __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
   const int n = s.pieces, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
