@@ -115,7 +115,8 @@ __global__ void __launch_bounds__(threads, 1)
       }
       if (queries_at == end) start();
       if (!looked) look_ahead();
-      if (threadIdx.x == math_threads) remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, true);
+      if (threadIdx.x == math_threads)
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, true);
       __syncwarp();
       ++count;
       it = following, rows = following_rows, more = another;
