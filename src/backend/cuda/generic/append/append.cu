@@ -1,7 +1,7 @@
 // Memory-bound. Rows of the cache: a warp a token, each lane sixteen bytes of the input at a time, all of a row's loads
-// ahead of its first store; groups find their scale by shuffles. Many bf16 rows of the usual shape, nothing else being
-// asked for: a warp four tokens, in a kernel of few instructions. Queries, with rope_append: blocks of their own in
-// the same launch, as in rope.
+// ahead of its first store; groups find their scale by shuffles. Many bf16 rows of the usual shape that are not to be
+// normed: a warp four tokens, in a kernel of few instructions. Queries, with rope_append: blocks of their own in the
+// same launch, as in rope.
 #include <algorithm>
 #include <string>
 

@@ -379,6 +379,7 @@ __global__ void __launch_bounds__(threads, 1)
         store();
         barrier_sync(own + h, 128);
       }
+      // Each for itself, though all are past a barrier: racecheck credits an arrival to the arriving thread alone.
       if (thread == 0) s.changed[j & 1] = changed;
       mbarrier_arrive(smem_address(&s.p_full[j & 1]));
       // Sums over the warp's positions: each exchange halves the rows that a lane goes on with.
