@@ -10,6 +10,7 @@
 #include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/warpgroup.cuh"
 #include "ops/quantize/codec.hpp"
 
 namespace mla::cuda {
@@ -112,8 +113,7 @@ __device__ inline bool encode_e2m1(const uint32_t (&x)[kN / 2], float g, fp8_e4m
   if (!(g * amax <= 6 * 448.0f) || s < 0x1p-6f) return false;
   // 1 / s as a sum: the quotient is rounded once, from one that is right to 2^-44. That puts it on the right side of
   // every boundary, for the reason above.
-  float high;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(high) : "f"(s));
+  const float high = reciprocal_approx(s);
   const float low = __fmul_rn(__fmaf_rn(-high, s, 1.0f), high);
   const auto code = [&](float v) {  // in the low byte
     const float p = __fmul_rn(v, g);

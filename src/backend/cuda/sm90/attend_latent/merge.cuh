@@ -179,7 +179,6 @@ struct alignas(16) Share {
   uint8_t rows, row_begin, row_count, slot_step;  // the CTA's; those that the share touches
   uint8_t parts, part, log_lanes, log_row_lanes;
 
-  __device__ int slot(int i) const { return slot_step == 1 ? slot0 + i : slot0 + 2 * i - (i > 0 ? 1 : 0); }
   __device__ int pitch() const { return row_count | 1; }
   __device__ int weight_bytes() const { return ((pieces + 1) * pitch() * 4 + 15) / 16 * 16; }
 };
@@ -250,12 +249,6 @@ __device__ inline void publish(const Params& p, Splits& s, const Item& it, const
   }
 }
 
-__device__ inline float reciprocal(float x) {
-  float y;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 /// How two pieces are joined from registers: added as merge_units adds, so that bits do not tell which was done.
 struct Join {
   float first, second, inverse, lse2;  // weights of the pieces' outputs, what their sum is multiplied by; of both
@@ -264,7 +257,7 @@ struct Join {
     const float top = fmaxf(lse2_first, lse2_second), shift = top == -INFINITY ? 0.0f : top;
     first = exp2_approx(lse2_first - shift), second = exp2_approx(lse2_second - shift);
     const float sum = __fadd_rn(first, second);
-    inverse = sum > 0 ? reciprocal(sum) : 0.0f;
+    inverse = sum > 0 ? reciprocal_approx(sum) : 0.0f;
     lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
   }
   __device__ static float sum(float first, float x, float second, float y) {
@@ -372,7 +365,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     rest(weigh);
     total = over_row(total, [](float x, float y) { return x + y; });
     if (lane == 0 && r < rows) {
-      weights[n * pitch + r] = total > 0 ? reciprocal(total) : 0.0f;
+      weights[n * pitch + r] = total > 0 ? reciprocal_approx(total) : 0.0f;
       const int unit = Order::first_unit(s.row_begin + r);
       if (begin <= unit && unit < end)
         store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
@@ -464,7 +457,7 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
   constexpr int nothing = -2, waiter = math_threads - 32;  // not thread 0, who may still be publishing
   const int n = share.pieces;
   unsigned* const counter = p.counters + share.counter * share.parts + share.part;
-  const auto left = [&](int i) { return p.left + share.slot(i) * share.parts + share.part; };
+  const auto left = [&](int i) { return p.left + partial_slot(share, i) * share.parts + share.part; };
   int& told = *reinterpret_cast<int*>(space);
   int others = 0, to_do = 0;  // shares that were left; thread 0's: and that are still to be done,
   bool finishes = false;      // by this worker?

@@ -230,9 +230,10 @@ struct Item {
   int split;          // which of the worker's items with several pieces
 };
 
-/// Partial slot of piece i of the item's tile.
-__device__ inline int partial_slot(const Item& it, int i) {
-  return it.slot_step == 1 ? it.slot0 + i : it.slot0 + 2 * i - (i > 0 ? 1 : 0);
+/// Partial slot of piece i of the tile of an Item, or of a Share (merge.cuh).
+template <class Of>
+__device__ inline int partial_slot(const Of& tile, int i) {
+  return tile.slot_step == 1 ? tile.slot0 + i : tile.slot0 + 2 * i - (i > 0 ? 1 : 0);
 }
 /// On the line: is the tile shared by two workers? One has its piece done at its start, the other joins it to what it
 /// holds at its end.
