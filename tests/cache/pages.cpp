@@ -9,23 +9,16 @@
 #include <set>
 
 #include "cases/compare.hpp"
+#include "support/message.hpp"
 
 namespace mla {
 namespace {
 
+using test::message_of;
+
 bool operator==(const PageCounts& a, const PageCounts& b) {
   return std::tie(a.total, a.referenced, a.cached, a.free, a.hits, a.lookups, a.evictions, a.copies) ==
          std::tie(b.total, b.referenced, b.cached, b.free, b.hits, b.lookups, b.evictions, b.copies);
-}
-
-template <class F>
-std::string refusal(F&& f) {
-  try {
-    f();
-  } catch (const InputError& e) {
-    return e.what();
-  }
-  return "accepted";
 }
 
 TEST(Pages, ExhaustionChangesNothing) {
@@ -120,7 +113,7 @@ TEST(Pages, NullPageIsNeverHandedOut) {
   EXPECT_EQ(pages.counts().total, 2);
   EXPECT_EQ(pages.allocate(2), (std::vector<PageId>{1, 2}));
   EXPECT_THROW(pages.allocate(1), OutOfPages);
-  EXPECT_EQ(refusal([&] { pages.retain(0); }), "retain: page is 0, allowed 1 to 2");
+  EXPECT_EQ(message_of<InputError>([&] { pages.retain(0); }), "retain: page is 0, allowed 1 to 2");
 }
 
 TEST(Pages, WithoutPrefixReuseNothingIsKept) {
@@ -137,20 +130,20 @@ TEST(Pages, MisuseNamesThePage) {
   const PageId page = pages.allocate(1).front();
   pages.release(page);
   const PageCounts before = pages.counts();
-  EXPECT_EQ(refusal([&] { pages.release(page); }), "release: page 0 is held by no one");
-  EXPECT_EQ(refusal([&] { pages.retain(page); }), "retain: page 0 is held by no one");
-  EXPECT_EQ(refusal([&] { pages.publish(3, 1); }), "publish: page 3 is held by no one");
-  EXPECT_EQ(refusal([&] { pages.make_writable(2); }), "make_writable: page 2 is held by no one");
-  EXPECT_EQ(refusal([&] { pages.release(4); }), "release: page is 4, allowed 0 to 3");
-  EXPECT_EQ(refusal([&] { pages.references(-1); }), "references: page is -1, allowed 0 to 3");
-  EXPECT_EQ(refusal([&] { pages.allocate(-1); }), "allocate: count is -1, must not be negative");
-  EXPECT_EQ(refusal([] { PageAllocator(-1); }), "page allocator: pages is -1, allowed 0 to 2147483647");
-  EXPECT_EQ(refusal([] { PageAllocator(0, {.reserve_null_page = true}); }),
+  EXPECT_EQ(message_of<InputError>([&] { pages.release(page); }), "release: page 0 is held by no one");
+  EXPECT_EQ(message_of<InputError>([&] { pages.retain(page); }), "retain: page 0 is held by no one");
+  EXPECT_EQ(message_of<InputError>([&] { pages.publish(3, 1); }), "publish: page 3 is held by no one");
+  EXPECT_EQ(message_of<InputError>([&] { pages.make_writable(2); }), "make_writable: page 2 is held by no one");
+  EXPECT_EQ(message_of<InputError>([&] { pages.release(4); }), "release: page is 4, allowed 0 to 3");
+  EXPECT_EQ(message_of<InputError>([&] { pages.references(-1); }), "references: page is -1, allowed 0 to 3");
+  EXPECT_EQ(message_of<InputError>([&] { pages.allocate(-1); }), "allocate: count is -1, must not be negative");
+  EXPECT_EQ(message_of<InputError>([] { PageAllocator(-1); }), "page allocator: pages is -1, allowed 0 to 2147483647");
+  EXPECT_EQ(message_of<InputError>([] { PageAllocator(0, {.reserve_null_page = true}); }),
             "page allocator: pages is 0, allowed 1 to 2147483647");
   EXPECT_TRUE(pages.counts() == before);
   pages.allocate(1);
   pages.publish(0, 1);
-  EXPECT_EQ(refusal([&] { pages.publish(0, 2); }), "publish: page 0 already holds published content");
+  EXPECT_EQ(message_of<InputError>([&] { pages.publish(0, 2); }), "publish: page 0 already holds published content");
 }
 
 TEST(Pages, ChainedHashesDependOnTheWholePrefix) {

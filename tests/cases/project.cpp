@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "backend/backend.hpp"
 #include "cases/compare.hpp"
@@ -115,19 +116,30 @@ class ProjectCase final : public Case {
 
 std::vector<Params> sweep(uint64_t seed) {
   std::vector<Params> cases;
+  struct Held {
+    WeightFormat format;
+    int64_t block;
+  };
+  // Cases of weights held so; batch-invariant as said, or one in three.
+  const auto adder = [&](Dtype dtype, Held held, Activations inputs, std::optional<bool> invariant = {}) {
+    return [&cases, &seed, dtype, held, inputs, invariant](int64_t rows, int64_t heads, int64_t in, int64_t out) {
+      cases.push_back({.requests = rows,
+                       .ragged = seed % 2 == 1,
+                       .heads = heads,
+                       .in = in,
+                       .out = out,
+                       .dtype = dtype,
+                       .batch_invariant = invariant.value_or(seed % 3 == 1),
+                       .weights = held.format,
+                       .inputs = inputs,
+                       .weight_block = held.block,
+                       .seed = seed + 1});
+      ++seed;
+    };
+  };
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (bool invariant : {false, true}) {
-      auto add = [&](int64_t rows, int64_t heads, int64_t in, int64_t out) {
-        cases.push_back({.requests = rows,
-                         .ragged = seed % 2 == 1,
-                         .heads = heads,
-                         .in = in,
-                         .out = out,
-                         .dtype = dtype,
-                         .batch_invariant = invariant,
-                         .seed = seed + 1});
-        ++seed;
-      };
+      const auto add = adder(dtype, {WeightFormat::plain, 0}, Activations::plain, invariant);
       for (int64_t rows : {0, 1, 2, 5, 16, 17, 63, 64, 65, 150}) add(rows, 1, 40, 72);
       for (int64_t in : {1, 3, 15, 16, 17, 63, 65}) add(6, 2, in, 33);
       for (int64_t out : {1, 2, 15, 17, 63, 65, 255, 256, 257, 520}) add(6, 1, 24, out), add(1, 3, 31, out);
@@ -141,27 +153,6 @@ std::vector<Params> sweep(uint64_t seed) {
         add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
     }
   // Quantised weights: partial panels, parts, groups and blocks; one scale for all and one a block.
-  struct Held {
-    WeightFormat format;
-    int64_t block;
-  };
-  // Cases of weights held so.
-  const auto adder = [&](Dtype dtype, Held held, Activations inputs) {
-    return [&cases, &seed, dtype, held, inputs](int64_t rows, int64_t heads, int64_t in, int64_t out) {
-      cases.push_back({.requests = rows,
-                       .ragged = seed % 2 == 1,
-                       .heads = heads,
-                       .in = in,
-                       .out = out,
-                       .dtype = dtype,
-                       .batch_invariant = seed % 3 == 1,
-                       .weights = held.format,
-                       .inputs = inputs,
-                       .weight_block = held.block,
-                       .seed = seed + 1});
-      ++seed;
-    };
-  };
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (const Held& held : {Held{WeightFormat::fp8, 0}, Held{WeightFormat::fp8, 128}, Held{WeightFormat::fp8, 48},
                              Held{WeightFormat::mxfp4, 0}}) {

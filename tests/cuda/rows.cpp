@@ -33,6 +33,16 @@ struct Rows {
     kv_c.fill_normal(random, 4.0f);
     k_pe.fill_normal(random);
   }
+  ops::RopeAppendArgs rope_append(std::span<const int32_t> positions, const RotaryTable& table,
+                                  std::span<const int32_t> slots, const CacheView& cache) {
+    return {.q_pe = q.any(),
+            .kv_c = kv_c.any(),
+            .k_pe = k_pe.any(),
+            .positions = positions,
+            .table = &table,
+            .slots = slots,
+            .cache = cache};
+  }
   Padded<Token, Head, Rope> q;
   Padded<Token, Latent> kv_c;
   Padded<Token, Rope> k_pe;
@@ -69,13 +79,7 @@ TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfItsParts) {
                      ops::RopeArgs{
                          .q = separate.q.any(), .k = separate.k_pe.any(), .positions = positions, .table = &table});
             ops::run(stream, ops::AppendArgs{separate.kv_c.any(), separate.k_pe.any(), slots, separate_cache.view()});
-            ops::run(stream, ops::RopeAppendArgs{.q_pe = fused.q.any(),
-                                                 .kv_c = fused.kv_c.any(),
-                                                 .k_pe = fused.k_pe.any(),
-                                                 .positions = positions,
-                                                 .table = &table,
-                                                 .slots = slots,
-                                                 .cache = one.view()});
+            ops::run(stream, fused.rope_append(positions, table, slots, one.view()));
             stream.synchronize();
             const std::string where = std::string(to_string(format)) + " " + std::string(to_string(dtype)) +
                                       " latent " + std::to_string(latent) + " rope " + std::to_string(rope) + " gap " +
@@ -94,13 +98,7 @@ TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfItsParts) {
             const AnyMutableView<Token, In> rows(dtype, normed.kv_c.any().data(), {kTokens, spec.latent},
                                                  normed.kv_c.any().strides());
             ops::run(stream, ops::NormArgs{.x = rows, .weight = weight, .eps = 1e-5, .y = rows});
-            ops::run(stream, ops::RopeAppendArgs{.q_pe = normed.q.any(),
-                                                 .kv_c = normed.kv_c.any(),
-                                                 .k_pe = normed.k_pe.any(),
-                                                 .positions = positions,
-                                                 .table = &table,
-                                                 .slots = slots,
-                                                 .cache = normed_cache.view()});
+            ops::run(stream, normed.rope_append(positions, table, slots, normed_cache.view()));
             ops::run(stream, ops::NormRopeAppendArgs{.q_pe = all.q.any(),
                                                      .kv_c = all.kv_c.any(),
                                                      .k_pe = all.k_pe.any(),
@@ -198,13 +196,7 @@ TEST_F(RowsOnGpu, ManyRowsOfRopeAppendAreRopeThenAppend) {
       ops::run(stream,
                ops::RopeArgs{.q = separate.q.any(), .k = separate.k_pe.any(), .positions = positions, .table = &table});
       ops::run(stream, ops::AppendArgs{separate.kv_c.any(), separate.k_pe.any(), slots, separate_cache.view()});
-      ops::run(stream, ops::RopeAppendArgs{.q_pe = fused.q.any(),
-                                           .kv_c = fused.kv_c.any(),
-                                           .k_pe = fused.k_pe.any(),
-                                           .positions = positions,
-                                           .table = &table,
-                                           .slots = slots,
-                                           .cache = one.view()});
+      ops::run(stream, fused.rope_append(positions, table, slots, one.view()));
       stream.synchronize();
       const std::string where = std::string(to_string(format)) + (interleaved ? "" : " neox");
       EXPECT_TRUE(fused.q.bytes() == separate.q.bytes()) << where;
