@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import library
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
 
@@ -373,8 +374,8 @@ def custom_op() -> Iterator[Row]:
     kv, indices = torch.randn(90, 1, 576, device=DEVICE).bfloat16(), slots_of(2, 1, 64, 90)
     ops = torch.ops.mla
     dense, sparse = (q, cache, table, lengths), (q[:, 0], kv, indices, 0.05)
-    torch.library.opcheck(ops.flash_mla_with_kvcache, dense)
-    torch.library.opcheck(ops.flash_mla_sparse_fwd, sparse)
+    library.opcheck(ops.flash_mla_with_kvcache, dense)
+    library.opcheck(ops.flash_mla_sparse_fwd, sparse)
     yield "opcheck", 0.0
 
     @torch.compile(fullgraph=True, backend="aot_eager")

@@ -10,11 +10,12 @@ running them. Arguments and conventions are those of mla.flash_mla, less the sch
 from __future__ import annotations
 
 import torch
+from torch import library
 
 from . import flash_mla
 from ._arrays import require_rank
 
-_library = torch.library.Library("mla", "DEF")
+_library = library.Library("mla", "DEF")
 
 
 def flash_mla_with_kvcache(
@@ -99,11 +100,11 @@ for _function, _fake in (
 ):
     _name = _function.__name__
     _library.define(
-        _name + torch.library.infer_schema(_function, mutates_args=()),
+        _name + library.infer_schema(_function, mutates_args=()),
         tags=(torch.Tag.needs_exact_strides,),
     )
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _function, _device)
-    torch.library.register_fake(f"mla::{_name}", _fake, lib=_library)
+    library.register_fake(f"mla::{_name}", _fake, lib=_library)
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]

@@ -10,6 +10,8 @@ import pytest
 
 torch = pytest.importorskip("torch", minversion="2.4")
 
+from torch import library  # noqa: E402
+
 import mla  # noqa: E402
 import mla.torch  # noqa: E402
 from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
@@ -57,8 +59,8 @@ def test_bad_tensors_are_refused_in_words():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_custom_operators(dtype):
     dense, sparse = dense_arguments(dtype), sparse_arguments(dtype)
-    torch.library.opcheck(OPS.flash_mla_with_kvcache, dense)
-    torch.library.opcheck(OPS.flash_mla_sparse_fwd, sparse)
+    library.opcheck(OPS.flash_mla_with_kvcache, dense)
+    library.opcheck(OPS.flash_mla_sparse_fwd, sparse)
     for found, wanted in zip(
         OPS.flash_mla_sparse_fwd(*sparse), flash_mla_sparse_fwd(*sparse), strict=True
     ):
