@@ -13,11 +13,11 @@ struct Divisor {
   explicit Divisor(uint32_t d) {
     uint32_t log = 0;
     while ((uint64_t{1} << log) < d) ++log;
-    shift = 31 + log;
-    multiplier = static_cast<uint32_t>((uint64_t{1} << shift) / d + 1);
+    shift = log;
+    multiplier = static_cast<uint32_t>((uint64_t{1} << (31 + log)) / d + 1);
   }
-  __device__ int divide(int n) const {
-    return static_cast<int>(static_cast<uint64_t>(static_cast<uint32_t>(n)) * multiplier >> shift);
+  __device__ int divide(int n) const {  // n * multiplier / 2^(31 + shift)
+    return static_cast<int>(__umulhi(2 * static_cast<uint32_t>(n), multiplier) >> shift);
   }
 };
 

@@ -171,6 +171,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
+  p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
   p.line_overhead = c.line_overhead;
 
   constexpr uint64_t row_bytes = latent::entry * 2;

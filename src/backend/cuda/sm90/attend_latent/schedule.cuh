@@ -49,11 +49,19 @@ struct Params {
   int workers;
   int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
   int min_blocks;     // least blocks worth a worker
+  bool one_each;      // 32 requests at most, of one tile each?
   int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
 };
 
+/// By a constant.
 __device__ inline int ceil_div(int a, int b) {
   return static_cast<int>((static_cast<uint32_t>(a) + static_cast<uint32_t>(b) - 1) / static_cast<uint32_t>(b));
+}
+/// a / b below 2^21, in half of the instructions of a division.
+__device__ inline int small_quotient(uint32_t a, uint32_t b) {
+  const auto q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));  // or one beside it
+  const auto rest = static_cast<int>(a - static_cast<uint32_t>(q) * b);
+  return q + (rest >= static_cast<int>(b)) - (rest < 0);
 }
 
 template <int tile_rows>
@@ -76,6 +84,8 @@ struct Tiles {  // of one request
     return max(min(visible + last_token + 1, kv_end), 0);
   }
   __device__ int blocks(const Params& p, int tile) const { return ceil_div(positions(p, tile), block_tokens); }
+  /// The blocks that it counts as: one at least, if there is such a tile.
+  __device__ int length(const Params& p, int tile) const { return tile < count ? max(blocks(p, tile), 1) : 0; }
   __device__ Tiles of_lane(int lane) const {
     Tiles t;
     const auto get = [lane](int x) { return warp_uniform(__shfl_sync(0xffffffffu, x, lane)); };
@@ -94,13 +104,12 @@ struct Split {
   int begin = 0, end = 0;      // this worker's stretch
   int request = 0, start = 0;  // the request in which it begins, and where that request begins on the line
 
-  /// Of a tile: its length on the line.
+  /// Of a tile of so many blocks, one at least: its length on the line.
   __device__ int length(const Params& p, int blocks) const {
-    blocks = max(blocks, 1);
-    return piece > 1 ? ceil_div(blocks, piece) : piece ? blocks : blocks + p.line_overhead;
+    return piece > 1 ? small_quotient(blocks + piece - 1, piece) : piece ? blocks : blocks + p.line_overhead;
   }
   /// The worker whose stretch holds x (line).
-  __device__ int owner(int x) const { return static_cast<int>(((x + 1u) * workers + units - 1) / units) - 1; }
+  __device__ int owner(int x) const { return small_quotient((x + 1u) * workers + units - 1, units) - 1; }
 };
 
 /// By one warp, which then has the first tile's request in `tiles`. What runs at a kernel's start takes four or five
@@ -109,82 +118,91 @@ template <int tile_rows>
 __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles) {
   const int lane = threadIdx.x % 32;
   const Tiles<tile_rows> mine(p, lane);
+  const int first = mine.length(p, 0);
   Split split;
-  int tiles_seen = 0, longest = 0;
-  const auto length = [&](const Tiles<tile_rows>& t) {
-    int sum = 0;
+  // Of the lane's tiles behind `first`: those of its request, then of the requests from the 33rd on.
+  const auto further = [&](auto each) {
 #pragma unroll 1
-    for (int i = 0; i < t.count; ++i) {
-      const int blocks = max(t.blocks(p, i), 1);
-      longest = max(longest, blocks);
-      sum += split.length(p, blocks);
-    }
-    return sum;
+    for (int i = 1; i < mine.count; ++i) each(mine.length(p, i));
   };
-  const auto line_length = [&] {  // of all requests, for pieces of split.piece
-    int sum = length(mine);
-    tiles_seen = mine.count;
+  const auto others = [&](auto each) {
 #pragma unroll 1
-    for (int i = 32 + lane; i < p.requests; i += 32) {
-      const Tiles<tile_rows> t(p, i);
-      sum += length(t), tiles_seen += t.count;
+    for (int r = 32 + lane; r < p.requests; r += 32) {
+      const Tiles<tile_rows> t(p, r);
+#pragma unroll 1
+      for (int i = 0; i < t.count; ++i) each(t.length(p, i));
     }
-    return __reduce_add_sync(0xffffffffu, sum);
   };
+  int own = first, longest = first;  // own: what the lane's request has of the line
+  const auto measure = [&](int blocks) { own += blocks, longest = max(longest, blocks); };
+  if (!p.one_each) further(measure);
+  int all_tiles = mine.count, blocks = own;
+  if (!p.one_each) others([&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; });
+  all_tiles = __reduce_add_sync(0xffffffffu, all_tiles);
+  blocks = __reduce_add_sync(0xffffffffu, blocks);
+  longest = __reduce_max_sync(0xffffffffu, longest);
+  if (all_tiles == 0) return split;
 
-  if (p.split_blocks) split.piece = p.split_blocks;
-  int sum = line_length();
-  if (sum == 0) return split;
+  const auto pieces_of = [&](int piece) {  // of all tiles
+    split.piece = piece;
+    own = first ? split.length(p, first) : 0;
+    if (!p.one_each) further([&](int more) { own += split.length(p, more); });
+    int pieces = own;
+    if (!p.one_each) others([&](int more) { pieces += split.length(p, more); });
+    return __reduce_add_sync(0xffffffffu, pieces);
+  };
+  int sum = 0;
   if (p.split_blocks) {
+    sum = pieces_of(p.split_blocks);
     split.workers = min(sum, p.workers);
   } else {
-    // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal, otherwise
-    // by bisection; none: the line.
-    longest = __reduce_max_sync(0xffffffffu, longest);
-    const int blocks = sum, all_tiles = __reduce_add_sync(0xffffffffu, tiles_seen),
-              tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1);
-    int low = max(p.min_blocks, p.by_workers.divide(sum + p.workers - 1)), high = low + 4 + low / 16;
-    if (tiles_a_worker > 1) {
-      if (tiles_a_worker * longest <= high) {  // whole tiles
-        split.piece = longest, sum = all_tiles;
-        split.workers = min(ceil_div(all_tiles, tiles_a_worker), p.workers);
-      } else {
-        split.piece = 0;
-      }
-    } else {
-      int count = 0, try_next = low;  // count: pieces of `high` blocks, once known
+    const int tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1);
+    int low = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)), high = low + 4 + low / 16;
+    bool line = false;
+    if (tiles_a_worker == 1) {
+      // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal,
+      // otherwise by bisection; none: the line.
+      sum = pieces_of(low);
+      if (sum > p.workers) {
+        sum = pieces_of(high);
+        line = sum > p.workers;
 #pragma unroll 1
-      while (low < high || !count) {
-        split.piece = try_next;
-        const int pieces = split.piece == 1 ? blocks : line_length();
-        if (pieces <= p.workers) {
-          high = split.piece, count = pieces;
-        } else if (split.piece == high) {
-          break;
-        } else {
-          low = split.piece + 1;
+        while (!line && low + 1 < high) {
+          const int middle = (low + high) / 2;
+          (pieces_of(middle) > p.workers ? low : high) = middle;
         }
-        try_next = count ? (low + high) / 2 : high;
+        if (split.piece != high) sum = pieces_of(high);
       }
-      split.piece = count ? high : 0, split.workers = sum = count;
+      split.workers = sum;
+    } else if (tiles_a_worker * longest <= high) {  // whole tiles
+      split.piece = longest, sum = all_tiles, own = mine.count;
+      split.workers = min(small_quotient(all_tiles + tiles_a_worker - 1, tiles_a_worker), p.workers);
+    } else {
+      line = true;
     }
-    if (split.piece == 0) {
-      sum = blocks + all_tiles * p.line_overhead;
+    if (line) {
+      split.piece = 0, sum = blocks + all_tiles * p.line_overhead;
+      own = first + mine.count * p.line_overhead;
+      further([&](int more) { own += more; });
       split.workers = max(1, min(p.workers, blocks / p.min_blocks));
     }
   }
   split.units = static_cast<uint32_t>(sum);
   if (worker >= split.workers) return split;
-  const bool one_each = sum == split.workers;
-  split.begin = one_each ? worker : static_cast<int>(split.units * worker / split.workers);
-  split.end = one_each ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
+  const bool one_a_worker = sum == split.workers;
+  split.begin = one_a_worker ? worker : static_cast<int>(split.units * worker / split.workers);
+  split.end = one_a_worker ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
 
   // Where it begins.
   int before = 0;
 #pragma unroll 1
   for (int r0 = 0;; r0 += 32) {
-    const Tiles<tile_rows> t = r0 == 0 ? mine : Tiles<tile_rows>(p, r0 + lane);
-    const int own = length(t);
+    Tiles<tile_rows> t = mine;
+    if (r0) {
+      t = Tiles<tile_rows>(p, r0 + lane), own = 0;
+#pragma unroll 1
+      for (int i = 0; i < t.count; ++i) own += split.length(p, t.length(p, i));
+    }
     int upto = own;
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
@@ -209,8 +227,9 @@ __device__ inline void prefetch_table(const Params& p) {
   const int lane = threadIdx.x % 32;
   if (p.requests > 32 || lane >= p.requests) return;
   const LatentItem* item = p.items + lane;
-  const int lines = ceil_div(max(__ldg(&item->kv_end), 0), 32 * p.page_size);
-  if (__ldg(&item->q_count) <= 0 || lines == 0) return;
+  const int positions = __ldg(&item->kv_end);
+  if (__ldg(&item->q_count) <= 0 || positions <= 0) return;
+  const int lines = p.by_page.divide(positions - 1) / 32 + 1;
   const int32_t* line = p.block_table + __ldg(&item->request) * p.table_stride + blockIdx.x % lines * 32;
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
@@ -261,7 +280,7 @@ class Walk {
         tiles_ = Tiles<tile_rows>(p, request_);
         tile_ = 0;
       }
-      const int blocks = tiles_.blocks(p, tile_), length = split.length(p, blocks), begin = at_ - start_;
+      const int blocks = tiles_.blocks(p, tile_), length = split.length(p, max(blocks, 1)), begin = at_ - start_;
       if (begin >= length - (piece ? 0 : p.line_overhead)) {  // past this tile's blocks
         start_ += length;
         if (start_ >= end) return false;
