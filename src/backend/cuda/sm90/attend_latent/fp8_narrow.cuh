@@ -513,11 +513,7 @@ __global__ void __launch_bounds__(threads, 1)
         const int64_t column = i * 64 + lane * 4;
         if (r < rows) {
           if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = z;
-          else if (p.out_f32)
-            *reinterpret_cast<float4*>(static_cast<float*>(p.out) + (out_row + r) * width + column) = z;
-          else
-            *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + (out_row + r) * width + column) = {
-                Pack<__nv_bfloat16>::two(z.x, z.y), Pack<__nv_bfloat16>::two(z.z, z.w)};
+          else store_four(p, (out_row + r) * width + column, z);
         }
       }
       barrier_sync(math_barrier, math_threads);

@@ -22,11 +22,14 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
   };
   static_assert(sizeof(NarrowShared<Narrow16>) <= 232448 && sizeof(NarrowShared<Narrow32>) <= 232448);
   static_assert(sizeof(WideShared) <= 232448);
+  const auto wide = [&](auto in_boxes, auto row_by_row, std::string_view name) {
+    go(choice.box_rows ? in_boxes : row_by_row, sizeof(WideShared), name, q_map, cache_map);
+  };
   switch (choice.tile_rows) {
     case 16: return go(narrow_kernel<Narrow16, T>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows", q_map);
     case 32: return go(narrow_kernel<Narrow32, T>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows", q_map);
-    case 64: return go(wide_kernel<Wide64, T>, sizeof(WideShared), "wide kernel, 64 rows", q_map, cache_map);
-    default: return go(wide_kernel<Wide128, T>, sizeof(WideShared), "wide kernel, 128 rows", q_map, cache_map);
+    case 64: return wide(wide_kernel<Wide64<true>, T>, wide_kernel<Wide64<false>, T>, "wide kernel, 64 rows");
+    default: return wide(wide_kernel<Wide128<true>, T>, wide_kernel<Wide128<false>, T>, "wide kernel, 128 rows");
   }
 }
 

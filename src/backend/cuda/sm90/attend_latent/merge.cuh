@@ -23,7 +23,17 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
 
 // ---- Where the numbers of a tile lie in a partial: units of 16 bytes, in an order that suits who writes them.
 // `group_rows` rows have `group_units` units in a row. A unit's elements are of the row first_row(unit), those of which
-// second(e) holds of the one `step` on; shares of a tile are whole multiples of `least` units.
+// second(e) holds of the one `step` on; shares of a tile are whole multiples of `least` units. store() takes a unit's
+// numbers to out: its first row there, whether that one and the one `step` on are wanted, and its first_column(unit);
+// by all lanes.
+
+/// Four columns of a row of out, from element `at` on.
+__device__ inline void store_four(const Params& p, int64_t at, float4 v) {
+  if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = v;
+  else
+    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {Pack<__nv_bfloat16>::two(v.x, v.y),
+                                                                          Pack<__nv_bfloat16>::two(v.z, v.w)};
+}
 
 /// Four f32 of a row.
 struct F32Units {
@@ -52,9 +62,9 @@ struct RowOrder : F32Units {
   __device__ static void add(float (&sum)[4], const uint4& unit, float first, float second) {
     F32Units::add_rows<RowOrder>(sum, unit, first, second);
   }
-  template <class Put>
-  __device__ static void put(int unit, const float (&v)[4], Put put) {
-    put(0, unit % group_units * 4, v);
+  __device__ static int first_column(int unit) { return unit % group_units * 4; }
+  __device__ static void store(const Params& p, int64_t row, bool on, bool, int column, const float (&v)[4]) {
+    if (on) store_four(p, row * width + column, make_float4(v[0], v[1], v[2], v[3]));
   }
 };
 
@@ -68,11 +78,17 @@ struct TransposedOrder : F32Units {
   __device__ static void add(float (&sum)[4], const uint4& unit, float first, float second) {
     F32Units::add_rows<TransposedOrder>(sum, unit, first, second);
   }
-  template <class Put>
-  __device__ static void put(int unit, const float (&v)[4], Put put) {
-    const int column = unit / 128 % 2 * 256 + unit / 256 % 4 * 64 + unit / 32 % 4 * 16 + unit / 4 % 8;
+  __device__ static int first_column(int unit) {
+    return unit / 128 % 2 * 256 + unit / 256 % 4 * 64 + unit / 32 % 4 * 16 + unit / 4 % 8;
+  }
+  __device__ static void store(const Params& p, int64_t row, bool first, bool second, int column, const float (&v)[4]) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) put(e % 2, column + e / 2 * 8, reinterpret_cast<const float(&)[1]>(v[e]));
+    for (int e = 0; e < 4; ++e) {
+      const int64_t at = (row + e % 2) * width + column + e / 2 * 8;
+      if (!(e % 2 ? second : first)) continue;
+      if (p.out_f32) static_cast<float*>(p.out)[at] = v[e];
+      else static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(v[e]);
+    }
   }
 };
 
@@ -98,18 +114,34 @@ struct FragmentOrder {
       sum[2 * i] = __fmaf_rn(w, two.x, sum[2 * i]), sum[2 * i + 1] = __fmaf_rn(w, two.y, sum[2 * i + 1]);
     }
   }
-  /// Neighbouring lanes trade column pairs of the two chunks: each then has four columns in a row. By all lanes.
-  template <class Put>
-  __device__ static void put(int unit, const float (&v)[8], Put put) {
-    const bool odd = unit & 1;
-    const int column = unit / 512 % 2 * 256 + unit / 32 % 16 * 16 + odd * 8 + (unit % 4 * 2 & 4);
+  __device__ static int first_column(int unit) { return unit / 512 % 2 * 256 + unit / 32 % 16 * 16; }
+  __device__ static void store(const Params& p, int64_t row, bool first, bool second, int column, const float (&v)[8]) {
+    if (p.out_f32) store<true>(p, first_element<true>(row, column), first, second, v);
+    else store<false>(p, first_element<false>(row, column), first, second, v);
+  }
+  /// f32: lanes store pairs of columns. bf16: neighbouring lanes trade pairs of the two chunks and store four columns
+  /// in a row. at: first_element(), of out, that the lane stores.
+  template <bool f32>
+  __device__ static int64_t first_element(int64_t row, int column) {
+    const int lane = threadIdx.x % 32;
+    return row * width + column + (f32 ? lane % 4 * 2 : lane % 2 * 8 + (lane % 4 * 2 & 4));
+  }
+  template <bool f32>
+  __device__ static void store(const Params& p, int64_t at, bool first, bool second, const float (&v)[8]) {
+    const bool odd = threadIdx.x % 2;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float *a = v + 2 * r, *b = v + 4 + 2 * r;
-      const float get0 = __shfl_xor_sync(0xffffffffu, odd ? a[0] : b[0], 1),
-                  get1 = __shfl_xor_sync(0xffffffffu, odd ? a[1] : b[1], 1);
-      const float four[4] = {odd ? get0 : a[0], odd ? get1 : a[1], odd ? b[0] : get0, odd ? b[1] : get1};
-      put(r * 8, column, four);
+    for (int r = 0; r < 2; ++r, at += step * width) {
+      const bool on = r ? second : first;
+      const float *low = v + 2 * r, *high = v + 4 + 2 * r;
+      if constexpr (f32) {
+        float* to = static_cast<float*>(p.out) + at;
+        if (on) *reinterpret_cast<float2*>(to) = make_float2(low[0], low[1]);
+        if (on) *reinterpret_cast<float2*>(to + 8) = make_float2(high[0], high[1]);
+      } else {
+        const uint32_t a = Pack<__nv_bfloat16>::two(low[0], low[1]), b = Pack<__nv_bfloat16>::two(high[0], high[1]),
+                       other = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
+        if (on) *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {odd ? other : a, odd ? b : other};
+      }
     }
   }
 };
@@ -191,7 +223,7 @@ template <class Order>
 __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
   const int n = s.pieces, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
   // The first `more` shares have one more.
-  const int each = units / Order::least / n, more = units / Order::least - each * n;
+  const int each = small_quotient(units / Order::least, n), more = units / Order::least - each * n;
   const int begin = share == all_shares ? 0 : (share * each + min(share, more)) * Order::least,
             end = share == all_shares ? units : begin + (each + (share < more)) * Order::least, count = end - begin;
   const int row_begin = begin / Order::group_units * Order::group_rows;
@@ -203,7 +235,7 @@ __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
   s.log_row_lanes = p.split_blocks ? 2 : s.row_count <= 8 ? 5 : s.row_count <= 16 ? 4 : s.row_count <= 32 ? 3 : 2;
   const int most = ((n - 1) >> (8 - s.log_lanes)) + 1, depth = (bytes - s.weight_bytes()) / (math_threads * 16);
   s.at_a_time = min(most, depth);
-  s.blocks = s.log_lanes < 8 ? 1 : min(depth / s.at_a_time, (count + math_threads - 1) / math_threads);
+  s.blocks = s.log_lanes < 8 ? 1 : min(small_quotient(depth, s.at_a_time), (count + math_threads - 1) / math_threads);
 }
 
 template <class Order>
@@ -264,20 +296,6 @@ struct Join {
     return __fmaf_rn(second, y, __fmaf_rn(first, x, 0.0f));
   }
 };
-
-/// Some columns of a row, from out's element `to` on.
-template <int count>
-__device__ inline void put(const Params& p, int64_t to, const float (&v)[count]) {
-  if constexpr (count == 1) {
-    if (p.out_f32) static_cast<float*>(p.out)[to] = v[0];
-    else static_cast<__nv_bfloat16*>(p.out)[to] = __float2bfloat16_rn(v[0]);
-  } else {
-    if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = make_float4(v[0], v[1], v[2], v[3]);
-    else
-      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) = {Pack<__nv_bfloat16>::two(v[0], v[1]),
-                                                                            Pack<__nv_bfloat16>::two(v[2], v[3])};
-  }
-}
 
 /// Merges a share of a tile whose pieces are all there. Sums over pieces in an order that follows from their number and
 /// the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that can be
@@ -435,10 +453,8 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
       const float inverses[2] = {inverse[0], inverse[second]};
 #pragma unroll
       for (int e = 0; e < values; ++e) sum[e] *= inverses[Order::second(e)], carried[e] = 0;
-      const bool on = thread < lanes && unit < end;
-      Order::put(unit, sum, [&](int below, int column, const auto& v) {  // `below` the unit's first row
-        if (on && row + below < s.rows) put(p, static_cast<int64_t>(s.row0 + row + below) * width + column, v);
-      });
+      const bool on = thread < lanes && unit < end && row < s.rows;
+      Order::store(p, s.row0 + row, on, on && row + Order::step < s.rows, Order::first_column(unit), sum);
     }
     done = more ? done + at_a_time : 0;
     if (!more) base += blocks << log_lanes;

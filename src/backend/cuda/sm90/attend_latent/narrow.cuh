@@ -347,10 +347,7 @@ __global__ void __launch_bounds__(threads, 1)
         if (r >= rows) break;
         const float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
         const int64_t at = (it.row0 + int64_t{r}) * width + lane / 16 * 256 + lane % 16 * 4 + i * 64;
-        if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = v;
-        else
-          *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {Pack<__nv_bfloat16>::two(v.x, v.y),
-                                                                                Pack<__nv_bfloat16>::two(v.z, v.w)};
+        store_four(p, at, v);
       }
       barrier_sync(math_barrier, math_threads);  // also before s.sum is written again
     }

@@ -3,6 +3,8 @@
 // of every cache block, for both.
 #pragma once
 
+#include <type_traits>
+
 #include "backend/cuda/core/cluster.cuh"
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
@@ -11,11 +13,15 @@
 namespace mla::cuda::latent {
 
 // Tile: a struct of constants, one a kernel.
+template <bool boxes>
 struct Wide64 {
-  static constexpr int ctas = 1;  // of a cluster, 64 rows each
+  static constexpr int ctas = 1;           // of a cluster, 64 rows each
+  static constexpr bool in_boxes = boxes;  // is the cache copied by boxes, or row by row?
 };
+template <bool boxes>
 struct Wide128 {
   static constexpr int ctas = 2;
+  static constexpr bool in_boxes = boxes;
 };
 
 constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: copies
@@ -53,7 +59,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
   WideShared& s = *reinterpret_cast<WideShared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0, worker = blockIdx.x / Tile::ctas;
-  const bool boxes_fit = p.box_shift >= 0;
   constexpr int merge_bytes = sizeof WideShared::kv;
   const auto part_of = [&](const Item& it) {
     return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
@@ -61,11 +66,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
-      for (int i = 0; i < 4; ++i) mbarrier_init(smem_address(&s.full[b][i]), boxes_fit ? 1 : copy_threads);
+      for (int i = 0; i < 4; ++i) mbarrier_init(smem_address(&s.full[b][i]), Tile::in_boxes ? 1 : copy_threads);
       for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * Tile::ctas);
     }
     for (int i = 0; i < 2; ++i) {
-      mbarrier_init(smem_address(&s.rope_full[i]), boxes_fit ? 1 : copy_threads);
+      mbarrier_init(smem_address(&s.rope_full[i]), Tile::in_boxes ? 1 : copy_threads);
       mbarrier_init(smem_address(&s.rope_empty[i]), 8 * Tile::ctas);
       mbarrier_init(smem_address(&s.made[i]), 4);
       mbarrier_init(smem_address(&s.item_full[i]), 1);
@@ -74,19 +79,24 @@ __global__ void __launch_bounds__(wide_threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
     mbarrier_init_fence();
-    s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
-    if (boxes_fit) tma_prefetch_map(cache_map);
+    if constexpr (Tile::in_boxes) tma_prefetch_map(cache_map);
   }
   __syncwarp();
-  cluster_arrive();
-  // Beside the barriers' birth and the previous kernel's end:
-  if (warp == 15) {
+  cluster_arrive_relaxed();
+  // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
+  BoxRows rows;
+  if (warpgroup == 3) {
     Split split;
     Item it;
     Walk<tile_rows> walk(p, worker, split);
     if (!walk.next(p, split, it)) it.blocks = -1;
-    if (lane == 0) s.item[0] = it, s.split = split;
+    if (warp != 15) {
+      if (it.blocks > 0) rows = BoxRows(p, it);
+    } else if (lane == 0) {
+      s.item[0] = it, s.split = split;
+      s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
+    }
   } else if (warp == 1) {
     prefetch_table(p);
   }
@@ -116,12 +126,19 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto advance = [&] {
       if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
     };
+    // Before a buffer's half or a rope box is filled; and in the end, for all of them: the peer's arrivals may not be
+    // on their way to a CTA that left.
+    const auto wait_for_release = [&](int half) { mbarrier_wait(smem_address(&s.empty[buffer][half]), parity); };
+    const auto wait_for_rope_release = [&](int turn) {
+      mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
+    };
     if (warp == 15) {  // items, one ahead of those who work on them
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
       Walk<tile_rows> walk(p, s.split, worker);  // again: few registers are left
-      Item it;
-      if (!walk.next(p, s.split, it)) it.blocks = -1;
       for (int count = 0;; ++count) {
+        Item it;
+        if (!walk.next(p, s.split, it)) it.blocks = -1;
+        if (count) mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
         if (lane == 0) {
           if (count) {
             s.item[count & 1] = it;
@@ -130,10 +147,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
           if (it.blocks >= 0) remember_split<FragmentOrder>(p, s.splits, it, part_of(it), merge_bytes, true);
         }
         if (it.blocks < 0) break;
-        if (!walk.next(p, s.split, it)) it.blocks = -1;
-        mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count + 1 >> 1 & 1) ^ 1);
       }
-    } else if (!boxes_fit) {
+    } else if (!Tile::in_boxes) {
       int turn = 0;  // of the rope boxes, then their parity
       for (int count = 0;; ++count) {
         const Item& it = wait_item(count);
@@ -142,10 +157,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks) {
           RowCopies rows(p, it);
           wait_for_previous_grids();
-          const auto wait = [&] {
-            for (int half = 0; half < 2; ++half) mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
-          };
-          wait();
+          wait_for_release(0), wait_for_release(1);
           for (int i = 0; i < 4; ++i) {
             const uint32_t bar = smem_address(&s.full[buffer][i]);
             if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(bar, (i < 3 ? 2 : 1) * box_bytes);
@@ -164,10 +176,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
           advance();
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
-            wait();
+            wait_for_release(0), wait_for_release(1);
             rows.copy<0, 8>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
             for (int k = 0; k < 4; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
-            mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
+            wait_for_rope_release(turn);
             rows.copy<8, 9>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
             rows.advance(p);
@@ -180,6 +192,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         release_item(count);
       }
+      for (int i = 0; i < wide_buffers; ++i) wait_for_release(0), wait_for_release(1), advance();
+      for (int i = 0; i < 2; ++i, turn = (turn + 1) & 3) wait_for_rope_release(turn);
     } else if (warp == 14) {  // the rope, and the queries that stay in shared memory
       int turn = 0;
       for (int count = 0;; ++count) {
@@ -188,8 +202,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
-          BoxRows rows(p, it);
-          if (count == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0 + rank * 64);
+          if (count) rows = BoxRows(p, it);
+          else if (lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0 + rank * 64);
           wait_for_previous_grids();
           if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
           __syncwarp();
@@ -202,7 +216,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             const int at = turn & 1;
             rows.seek(p, block + i);
             const int boxes = rows.boxes();
-            mbarrier_wait(smem_address(&s.rope_empty[at]), (turn >> 1) ^ 1);
+            wait_for_rope_release(turn);
             if (lane == 0) mbarrier_arrive_expect(smem_address(&s.rope_full[at]), boxes << p.box_shift << 7);
 #pragma unroll 1
             for (int k = 0; k < boxes; ++k) {
@@ -228,6 +242,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         release_item(count);
       }
+      for (int i = 0; i < 2; ++i, turn = (turn + 1) & 3) wait_for_rope_release(turn);
     } else {
       // A warp for each half of the values' columns, so that none waits for the other half's release. Lanes below
       // `columns` copy a column box each.
@@ -239,8 +254,9 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks, block = it.block;
         if (blocks < 0) break;
         if (blocks) {
-          BoxRows rows(p, it);
-          if (count == 0) {  // while the previous kernel ends
+          if (count) {
+            rows = BoxRows(p, it);
+          } else {  // while the previous kernel ends
             rows.seek(p, block);
             const int boxes = rows.boxes();
             for (int k = 0; k < boxes; ++k) {
@@ -251,7 +267,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           }
           wait_for_previous_grids();
           const int mine = half * 4 + lane;
-          mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
+          wait_for_release(half);
           if (lane < 2)
             mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]),
                                    (half + lane < 2 ? 2 : 1) * box_bytes);
@@ -265,7 +281,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           for (int i = 0; i < blocks; ++i) {
             rows.seek(p, block + i);
             const int boxes = rows.boxes();
-            mbarrier_wait(smem_address(&s.empty[buffer][half]), parity);
+            wait_for_release(half);
             if (lane < 2)
               mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]), boxes << p.box_shift << 8);
             const uint32_t to = smem_address(s.kv[buffer][column]), full = smem_address(&s.full[buffer][column / 2]);
@@ -284,6 +300,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         release_item(count);
       }
+      for (int i = 0; i < wide_buffers; ++i) wait_for_release(half), advance();
     }
   } else if (warpgroup == 2) {  // ---- scores
     take_registers<168>();
@@ -361,7 +378,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           for (int group = 0; group < 4; ++group) mbarrier_wait(smem_address(&s.full[buffer][group]), parity);
-          if (!boxes_fit) fence_async_proxy();
+          if (!Tile::in_boxes) fence_async_proxy();
           wgmma_fence();
 #pragma unroll
           for (int k = 0; k < 32; ++k) {
@@ -379,7 +396,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             signal(~turn & 1);
           }
           mbarrier_wait(smem_address(&s.rope_full[turn & 1]), turn >> 1);
-          if (!boxes_fit) fence_async_proxy();
+          if (!Tile::in_boxes) fence_async_proxy();
 #pragma unroll
           for (int k = 0; k < 4; ++k)
             Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[8 - query_boxes])), k * 32),
@@ -566,12 +583,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const HalfScale scale0(max(s.exponent[0][row], s.exponent[1][row])),
             scale1(max(s.exponent[0][row + 8], s.exponent[1][row + 8]));
         a *= scale0.to, b *= scale1.to;
-        const auto unit = [&](int i) {  // 32 lanes have one beside each other
-          const float* mine = o[i / 8] + i % 8 * 8;
-          return uint4{Pack<__half>::two(mine[0] * a, mine[1] * a), Pack<__half>::two(mine[2] * b, mine[3] * b),
-                       Pack<__half>::two(mine[4] * a, mine[5] * a), Pack<__half>::two(mine[6] * b, mine[7] * b)};
-        };
-        const auto units = [&](int slot) {  // of a partial: this thread's first
+        const auto units = [&](int slot) {  // of a partial: this thread's first of 16, 32 apart
           return reinterpret_cast<uint4*>(p.partial_out) + (static_cast<int64_t>(slot) * Tile::ctas + rank) * 4096 +
                  warp % 4 * 1024 + h * 512 + lane;
         };
@@ -579,15 +591,26 @@ __global__ void __launch_bounds__(wide_threads, 1)
           return reinterpret_cast<float2*>(p.partial_lse) +
                  partial_row(it.slot0, tile_rows, rank * 64 + row, it.pieces, piece);
         };
+        // Two pieces that are to be joined lie in this warpgroup's half of two buffers, which nobody fills any more,
+        // 128 units apart: the other's is copied there.
+        const auto room = [&](int buffer) { return reinterpret_cast<uint4*>(s.kv[buffer][4 * h]) + threadIdx.x % 128; };
         if (joins) {
-          // The other's outputs come through this warpgroup's half of a buffer: nobody fills it any more. Each thread
-          // takes what it asked for.
-          const auto room = [&](int i) { return s.kv[0][4 * h] + (i * 128 + threadIdx.x % 128) * 16; };
           const uint4* other = units(partial_slot(it, 1));
 #pragma unroll 1
           for (int i = 0; i < 16; ++i)
-            if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(i)), other + i * 32);
+            if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(1) + i * 128), other + i * 32);
           cp_async_commit();
+        }
+        uint4* to = joins ? room(0) : units(it.slot);
+        const int apart = joins ? 128 : 32;
+        if (warp % 4 * 16 < rows)
+#pragma unroll
+          for (int i = 0; i < 16; ++i, to += apart) {
+            const float* mine = o[i / 8] + i % 8 * 8;
+            *to = uint4{Pack<__half>::two(mine[0] * a, mine[1] * a), Pack<__half>::two(mine[2] * b, mine[3] * b),
+                        Pack<__half>::two(mine[4] * a, mine[5] * a), Pack<__half>::two(mine[6] * b, mine[7] * b)};
+          }
+        if (joins) {
           const auto join = [&](int row, bool in, float back) {
             const float2 mine = in ? __ldcg(lse_of(row, 0)) : FragmentOrder::no_lse(),
                          theirs = in ? __ldcg(lse_of(row, 1)) : FragmentOrder::no_lse();
@@ -599,58 +622,42 @@ __global__ void __launch_bounds__(wide_threads, 1)
           const Join join0 = join(row, in0, scale0.back), join1 = join(row + 8, in1, scale1.back);
           cp_async_wait<0>();
           if (threadIdx.x == 0) p.counters[it.counter * Tile::ctas + rank] = 0;
-#pragma unroll
+#pragma unroll 2
           for (int i = 0; i < 16; ++i) {
             float sum[8] = {};
-            FragmentOrder::add(sum, unit(i), join0.first, join1.first);
-            FragmentOrder::add(sum, *reinterpret_cast<const uint4*>(room(i)), join0.second, join1.second);
+            FragmentOrder::add(sum, room(0)[i * 128], join0.first, join1.first);
+            FragmentOrder::add(sum, room(1)[i * 128], join0.second, join1.second);
 #pragma unroll
-            for (int e = 0; e < 8; ++e)
-              o[i / 8][i % 8 * 8 + e] = sum[e] * (FragmentOrder::second(e) ? join1.inverse : join0.inverse);
+            for (int e = 0; e < 8; ++e) sum[e] *= FragmentOrder::second(e) ? join1.inverse : join0.inverse;
+            FragmentOrder::store(p, out_row + row, in0, in1, h * 256 + i * 16, sum);
           }
         } else {
-          uint4* to = units(it.slot);
-#pragma unroll
-          for (int i = 0; i < 16; ++i)
-            if (warp % 4 * 16 < rows) to[i * 32] = unit(i);
           if (h == 0 && lane % 4 == 0) {
             if (in0) lse_of(row, it.piece)->y = scale0.back;
             if (in1) lse_of(row + 8, it.piece)->y = scale1.back;
           }
           publish(p, s.splits, it, part_of(it), pair);
-          release_item(count);
-          continue;
         }
       } else {
+        const auto store = [&]<bool f32>(std::bool_constant<f32>) {
+          const int64_t at = FragmentOrder::first_element<f32>(out_row + row, h * 256);
 #pragma unroll
-        for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
+          for (int i = 0; i < 16; ++i) {
+            float v[8];
+#pragma unroll
+            for (int e = 0; e < 8; ++e) v[e] = o[i / 8][i % 8 * 8 + e] * (FragmentOrder::second(e) ? b : a);
+            FragmentOrder::store<f32>(p, at + i * 16, in0, in1, v);
+          }
+        };
+        if (p.out_f32) store(std::true_type());
+        else store(std::false_type());
       }
-      // Neighbouring lanes trade column pairs of chunks 2 k and 2 k + 1: each then has four columns in a row.
-      const bool odd = lane & 1;
-      const int64_t at = (out_row + row) * width + h * 256 + odd * 8 + (lane % 4 * 2 & 4);
-#pragma unroll
-      for (int k = 0; k < 128; k += 8)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float* low = o[k / 64] + k % 64 + 2 * r;  // of chunk 2 k, then of the next
-          const float send0 = odd ? low[0] : low[4], send1 = odd ? low[1] : low[5];
-          const float get0 = __shfl_xor_sync(0xffffffffu, send0, 1), get1 = __shfl_xor_sync(0xffffffffu, send1, 1);
-          if (!(r ? in1 : in0)) continue;
-          const float4 v =
-              make_float4(odd ? get0 : low[0], odd ? get1 : low[1], odd ? low[4] : get0, odd ? low[5] : get1);
-          const int64_t to = at + k * 2 + r * 8 * width;
-          if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = v;
-          else
-            *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) = {Pack<__nv_bfloat16>::two(v.x, v.y),
-                                                                                  Pack<__nv_bfloat16>::two(v.z, v.w)};
-        }
       release_item(count);
     }
 
     barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
     merge_split_tiles<FragmentOrder, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, true, part_of);
   }
-  if constexpr (Tile::ctas > 1) cluster_sync();  // no copy or arrival may be on its way to a CTA that left
 }
 
 }  // namespace mla::cuda::latent
