@@ -59,7 +59,8 @@ __device__ inline int ceil_div(int a, int b) {
 }
 /// a / b below 2^21, in half of the instructions of a division.
 __device__ inline int small_quotient(uint32_t a, uint32_t b) {
-  const auto q = static_cast<int>(__fdividef(static_cast<float>(a), static_cast<float>(b)));  // or one beside it
+  const auto q =
+      static_cast<int>(static_cast<float>(a) * reciprocal_approx(static_cast<float>(b)));  // or one beside it
   const auto rest = static_cast<int>(a - static_cast<uint32_t>(q) * b);
   return q + (rest >= static_cast<int>(b)) - (rest < 0);
 }
@@ -143,49 +144,42 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
   longest = __reduce_max_sync(0xffffffffu, longest);
   if (all_tiles == 0) return split;
 
-  const auto pieces_of = [&](int piece) {  // of all tiles
-    split.piece = piece;
+  const auto pieces_of_all = [&] {
     own = first ? split.length(p, first) : 0;
     if (!p.one_each) further([&](int more) { own += split.length(p, more); });
     int pieces = own;
     if (!p.one_each) others([&](int more) { pieces += split.length(p, more); });
     return __reduce_add_sync(0xffffffffu, pieces);
   };
+  const int tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1),
+            least = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)), most = least + 4 + least / 16;
   int sum = 0;
-  if (p.split_blocks) {
-    sum = pieces_of(p.split_blocks);
-    split.workers = min(sum, p.workers);
-  } else {
-    const int tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1);
-    int low = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)), high = low + 4 + low / 16;
-    bool line = false;
-    if (tiles_a_worker == 1) {
-      // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal,
-      // otherwise by bisection; none: the line.
-      sum = pieces_of(low);
-      if (sum > p.workers) {
-        sum = pieces_of(high);
-        line = sum > p.workers;
+  bool line = false;
+  if (p.split_blocks || tiles_a_worker == 1) {
+    // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal, otherwise
+    // by bisection; none: the line.
+    split.piece = p.split_blocks ? p.split_blocks : least;
 #pragma unroll 1
-        while (!line && low + 1 < high) {
-          const int middle = (low + high) / 2;
-          (pieces_of(middle) > p.workers ? low : high) = middle;
-        }
-        if (split.piece != high) sum = pieces_of(high);
-      }
-      split.workers = sum;
-    } else if (tiles_a_worker * longest <= high) {  // whole tiles
-      split.piece = longest, sum = all_tiles, own = mine.count;
-      split.workers = min(small_quotient(all_tiles + tiles_a_worker - 1, tiles_a_worker), p.workers);
-    } else {
-      line = true;
+    for (int below = least - 1, fits = 0;;) {
+      sum = pieces_of_all();
+      if (p.split_blocks) break;
+      (sum > p.workers ? below : fits) = split.piece;
+      line = below == most;
+      if (line || (fits == split.piece && fits == below + 1)) break;
+      split.piece = !fits ? most : fits == below + 1 ? fits : (below + fits) / 2;
     }
-    if (line) {
-      split.piece = 0, sum = blocks + all_tiles * p.line_overhead;
-      own = first + mine.count * p.line_overhead;
-      further([&](int more) { own += more; });
-      split.workers = max(1, min(p.workers, blocks / p.min_blocks));
-    }
+    split.workers = min(sum, p.workers);
+  } else if (tiles_a_worker * longest <= most) {  // whole tiles
+    split.piece = longest, sum = all_tiles, own = mine.count;
+    split.workers = min(small_quotient(all_tiles + tiles_a_worker - 1, tiles_a_worker), p.workers);
+  } else {
+    line = true;
+  }
+  if (line) {
+    split.piece = 0, sum = blocks + all_tiles * p.line_overhead;
+    own = first + mine.count * p.line_overhead;
+    further([&](int more) { own += more; });
+    split.workers = max(1, min(p.workers, blocks / p.min_blocks));
   }
   split.units = static_cast<uint32_t>(sum);
   if (worker >= split.workers) return split;

@@ -639,15 +639,14 @@ __global__ void __launch_bounds__(wide_threads, 1)
           publish(p, s.splits, it, part_of(it), pair);
         }
       } else {
+#pragma unroll
+        for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
         const auto store = [&]<bool f32>(std::bool_constant<f32>) {
           const int64_t at = FragmentOrder::first_element<f32>(out_row + row, h * 256);
 #pragma unroll
-          for (int i = 0; i < 16; ++i) {
-            float v[8];
-#pragma unroll
-            for (int e = 0; e < 8; ++e) v[e] = o[i / 8][i % 8 * 8 + e] * (FragmentOrder::second(e) ? b : a);
-            FragmentOrder::store<f32>(p, at + i * 16, in0, in1, v);
-          }
+          for (int i = 0; i < 16; ++i)
+            FragmentOrder::store<f32>(p, at + i * 16, in0, in1,
+                                      reinterpret_cast<const float(&)[8]>(o[i / 8][i % 8 * 8]));
         };
         if (p.out_f32) store(std::true_type());
         else store(std::false_type());
