@@ -347,10 +347,19 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
   asm volatile("" : "+l"(mine_from), "+l"(lse_of));  // before the wait, not after it
   if (!ready()) return false;
   Lse lse[at_once];
-  const Lse* ask = lse_of;
+  const bool few = at_once / 2 * row_lanes >= n;  // half of them is enough
+  const auto asked = [&](auto each) {
 #pragma unroll
-  for (int k = 0; k < at_once; ++k, ask += row_lanes)
-    lse[k] = k * row_lanes < pieces_here ? __ldcg(ask) : Order::no_lse();
+    for (int k = 0; k < at_once; ++k) {
+      if (k == at_once / 2 && few) break;
+      each(k, lse[k]);
+    }
+  };
+  const Lse* ask = lse_of;
+  asked([&](int k, Lse& x) {
+    x = k * row_lanes < pieces_here ? __ldcg(ask) : Order::no_lse();
+    ask += row_lanes;
+  });
   copy(mine_from, first_unit, 0);
 
   {                                     // Weights, meanwhile.
@@ -367,8 +376,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     };
     const auto larger = [](float x, float y) { return fmaxf(x, y); };
     float top = -INFINITY, total = 0;
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) top = fmaxf(top, Order::lse(lse[k]));
+    asked([&](int, Lse x) { top = fmaxf(top, Order::lse(x)); });
     rest([&](int, Lse x) { top = fmaxf(top, Order::lse(x)); });
     top = over_row(top, larger);
     const float shift = top == -INFINITY ? 0.0f : top;
@@ -378,8 +386,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
       total += w;
       if (i < pieces_here) weight[i * pitch] = w * Order::back(x);
     };
-#pragma unroll
-    for (int k = 0; k < at_once; ++k) weigh(k * row_lanes, lse[k]);
+    asked([&](int k, Lse x) { weigh(k * row_lanes, x); });
     rest(weigh);
     total = over_row(total, [](float x, float y) { return x + y; });
     if (lane == 0 && r < rows) {

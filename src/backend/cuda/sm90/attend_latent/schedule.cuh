@@ -27,30 +27,33 @@ constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one
 constexpr int most_pieces = 512;
 
 struct Params {
+  // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
+  int requests;  // items
+  int heads;
+  Divisor by_heads, by_workers;
+  int workers;
+  int split_blocks;  // batch-invariant pieces; 0: chosen from the batch
+  int min_blocks;    // least blocks worth a worker
+  bool one_each;     // 32 requests at most, of one tile each?
   const int32_t* block_table;
   int64_t table_stride;
+  Divisor by_page;
+  int page_size;
+  int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
+  int box_shift;      // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
+  float scale_log2;
   const void* cache;    // for what is not copied by boxes
   int64_t page_stride;  // bytes
-  int requests;         // items
-  int heads, page_size;
-  Divisor by_heads, by_page, by_workers;
-  int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
-  float scale_log2;
-  float value_scale;  // of outputs (fp8)
-  void* out;
+  float value_scale;    // of outputs (fp8)
   bool out_f32;
+  void* out;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
   float *partial_out, *partial_lse;  // merge.cuh
   unsigned* counters;                // of a tile's pieces (merge.cuh)
   unsigned* left;                    // of a piece: was its share of the merging left to others?
   int patience;                      // cycles that a worker waits for others, at most
-  int workers;
-  int split_blocks;   // batch-invariant pieces; 0: chosen from the batch
-  int min_blocks;     // least blocks worth a worker
-  bool one_each;      // 32 requests at most, of one tile each?
-  int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
 };
 
 /// By a constant.
