@@ -120,6 +120,17 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
   };
 
+  // Cache rows of a block, box by box, by one lane of a warp: go(box, row).
+  const auto for_boxes = [&](const BoxRows& rows, auto go) {
+#pragma unroll 1
+    for (int k = 0; k < rows.boxes(); ++k)
+      if (const int row = rows.row(k); elect_one()) go(k, row);
+  };
+  const auto load_box = [&](uint32_t to, uint64_t* full, int column, int row) {
+    if constexpr (Tile::ctas > 1) tma_load_multicast(to, cache_map, smem_address(full), 3, column * 64, row);
+    else tma_load(to, cache_map, smem_address(full), column * 64, row);
+  };
+
   if (warpgroup == 3) {  // ---- load
     give_registers<24>();
     int buffer = 0, parity = 1;
@@ -203,37 +214,30 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           if (count) rows = BoxRows(p, it);
-          else if (lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0 + rank * 64);
+          else if (elect_one())
+            for (int box = 0; box < 9; ++box) tma_prefetch_box(q_map, box * 64, it.row0 + rank * 64);
           wait_for_previous_grids();
-          if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
-          __syncwarp();
-          if (lane < 9 - query_boxes)
-            tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), (query_boxes + lane) * 64,
-                     it.row0 + rank * 64);
-          __syncwarp();
+          if (elect_one()) {
+            mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
+            for (int i = 0; i < 9 - query_boxes; ++i)
+              tma_load(smem_address(s.q[i]), q_map, smem_address(&s.q_full), (query_boxes + i) * 64,
+                       it.row0 + rank * 64);
+          }
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             const int at = turn & 1;
+            const bool mine = Tile::ctas == 1 || rank == at;  // to be copied by this CTA
             rows.seek(p, block + i);
-            const int boxes = rows.boxes();
             wait_for_rope_release(turn);
-            if (lane == 0) mbarrier_arrive_expect(smem_address(&s.rope_full[at]), boxes << p.box_shift << 7);
-#pragma unroll 1
-            for (int k = 0; k < boxes; ++k) {
-              const int row = rows.row(k);
-              const uint32_t to = smem_address(s.rope[at]) + (k << p.box_shift << 7);
-              if (lane == 0 && (Tile::ctas == 1 || rank == at)) {
-                if constexpr (Tile::ctas > 1)
-                  tma_load_multicast(to, cache_map, smem_address(&s.rope_full[at]), 3, 8 * 64, row);
-                else tma_load(to, cache_map, smem_address(&s.rope_full[at]), 8 * 64, row);
-              }
-              __syncwarp();
-            }
+            if (elect_one()) mbarrier_arrive_expect(smem_address(&s.rope_full[at]), rows.boxes() << p.box_shift << 7);
+            for_boxes(rows, [&](int k, int row) {
+              if (mine) load_box(smem_address(s.rope[at]) + (k << p.box_shift << 7), &s.rope_full[at], 8, row);
+            });
             if (i + 1 < blocks) {  // the next one's box is free late: it should not have to come from memory then
               rows.seek(p, block + i + 1);
-              const int next = rows.boxes(), row = rows.row(lane & 7);
-              if (lane < next && (Tile::ctas == 1 || rank != at)) tma_prefetch_box(cache_map, 8 * 64, row);
-              __syncwarp();
+              for_boxes(rows, [&](int, int row) {
+                if (Tile::ctas == 1 || !mine) tma_prefetch_box(cache_map, 8 * 64, row);
+              });
             }
             turn = (turn + 1) & 3;
           }
@@ -244,11 +248,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
       }
       for (int i = 0; i < 2; ++i, turn = (turn + 1) & 3) wait_for_rope_release(turn);
     } else {
-      // A warp for each half of the values' columns, so that none waits for the other half's release. Lanes below
-      // `columns` copy a column box each.
+      // A warp for each half of the values' columns, so that none waits for the other half's release.
       const int half = warp - 12;
-      constexpr int columns = 4 / Tile::ctas;
-      const int column = half * 4 + lane % columns * Tile::ctas + rank;
       for (int count = 0;; ++count) {
         const Item& it = wait_item(count);
         const int blocks = it.blocks, block = it.block;
@@ -258,43 +259,35 @@ __global__ void __launch_bounds__(wide_threads, 1)
             rows = BoxRows(p, it);
           } else {  // while the previous kernel ends
             rows.seek(p, block);
-            const int boxes = rows.boxes();
-            for (int k = 0; k < boxes; ++k) {
-              const int row = rows.row(k);
-              if (lane < columns) tma_prefetch_box(cache_map, column * 64, row);
-            }
-            __syncwarp();
+            for_boxes(rows, [&](int, int row) {
+              for (int i = rank; i < 4; i += Tile::ctas) tma_prefetch_box(cache_map, (half * 4 + i) * 64, row);
+            });
           }
           wait_for_previous_grids();
-          const int mine = half * 4 + lane;
           wait_for_release(half);
-          if (lane < 2)
-            mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]),
-                                   (half + lane < 2 ? 2 : 1) * box_bytes);
-          __syncwarp();
-          if (lane < 4 && mine < query_boxes)
-            tma_load(smem_address(s.kv[buffer][mine]), q_map, smem_address(&s.full[buffer][mine / 2]), mine * 64,
-                     it.row0 + rank * 64);
-          __syncwarp();
+          if (elect_one())
+            for (int i = 0; i < 4; ++i) {
+              const int box = half * 4 + i;
+              uint64_t* const full = &s.full[buffer][box / 2];
+              if (i % 2 == 0) mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
+              if (box < query_boxes)
+                tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
+            }
           advance();
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             rows.seek(p, block + i);
-            const int boxes = rows.boxes();
             wait_for_release(half);
-            if (lane < 2)
-              mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + lane]), boxes << p.box_shift << 8);
-            const uint32_t to = smem_address(s.kv[buffer][column]), full = smem_address(&s.full[buffer][column / 2]);
-#pragma unroll 1
-            for (int k = 0; k < boxes; ++k) {
-              const int row = rows.row(k);
-              if (lane < columns) {
-                if constexpr (Tile::ctas > 1)
-                  tma_load_multicast(to + (k << p.box_shift << 7), cache_map, full, 3, column * 64, row);
-                else tma_load(to + (k << p.box_shift << 7), cache_map, full, column * 64, row);
+            if (elect_one())
+              for (int pair = 0; pair < 2; ++pair)
+                mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + pair]), rows.boxes()
+                                                                                           << p.box_shift << 8);
+            for_boxes(rows, [&](int k, int row) {
+              for (int i = rank; i < 4; i += Tile::ctas) {
+                const int box = half * 4 + i;
+                load_box(smem_address(s.kv[buffer][box]) + (k << p.box_shift << 7), &s.full[buffer][box / 2], box, row);
               }
-              __syncwarp();
-            }
+            });
             advance();
           }
         }
