@@ -55,7 +55,7 @@ struct Fp8NarrowShared {
   alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
 
-template <class Rows, class Tile>
+template <class Rows, class Tile, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   using Shared = Fp8NarrowShared<Rows, Tile>;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  using Order = RowOrder<n>;
+  using Order = RowOrder<n, invariant>;
   constexpr int merge_bytes = sizeof Shared::ring;
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
 
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(threads, 1)
   bool more = false;
   if (warpgroup == 2) {
     Split split;
-    Walk<n> walk(p, blockIdx.x, split);
+    Walk<n, invariant> walk(p, blockIdx.x, split);
     if (more = walk.next(p, split, it); more) {
       rows = UnitRows<Rows>(p, it, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(threads, 1)
     if constexpr (many_registers) give_registers<40>();
     const int unit = warp - 8;
     int slot = 0, parity = 1, count = 0;
-    Walk<n> walk;  // again, once copies are under way: few registers are left
+    Walk<n, invariant> walk;  // again, once copies are under way: few registers are left
     wait_for_previous_grids();
     while (more) {
       Item following;
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
-        if (count == 0) walk = Walk<n>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
+        if (count == 0) walk = Walk<n, invariant>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (queries_at == blocks) start();
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads)
-        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, false);
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -522,7 +522,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
+  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, part_of);
 }
 
 }  // namespace mla::cuda::latent

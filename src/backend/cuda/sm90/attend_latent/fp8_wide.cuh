@@ -32,7 +32,7 @@ struct Fp8WideShared {
   alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2], p_empty;
 };
 
-template <class Rows>
+template <class Rows, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   using Shared = Fp8WideShared<Rows>;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(threads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
-  using Order = RowOrder<n>;
+  using Order = RowOrder<n, invariant>;
   constexpr int merge_bytes = sizeof Shared::ring;
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int w = warp % 4, g = lane / 4, c = lane % 4;
@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(threads, 1)
   bool more = false;
   if (warpgroup == 2) {
     Split split;
-    Walk<n> walk(p, blockIdx.x, split);
+    Walk<n, invariant> walk(p, blockIdx.x, split);
     if (more = walk.next(p, split, it); more) {
       rows = UnitRows<Rows>(p, it, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(threads, 1)
     give_registers<40>();
     const int unit = warp - 8;
     int block = 0, count = 0;
-    Walk<n> walk;  // again, once copies are under way: few registers are left
+    Walk<n, invariant> walk;  // again, once copies are under way: few registers are left
     wait_for_previous_grids();
     while (more) {
       Item following;
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
-        if (count == 0) walk = Walk<n>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
+        if (count == 0) walk = Walk<n, invariant>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = UnitRows<Rows>(p, following, unit);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (queries_at == blocks) start();
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads)
-        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, false);
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
       ++count;
       it = following, rows = following_rows, more = another;
     }
@@ -533,7 +533,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, false, part_of);
+  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -1,6 +1,8 @@
 // Definition behind kernels.hpp.
 #pragma once
 
+#include <type_traits>
+
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/sm90/attend_latent/kernels.hpp"
 #include "backend/cuda/sm90/attend_latent/narrow.cuh"
@@ -25,12 +27,23 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
   const auto wide = [&](auto in_boxes, auto row_by_row, std::string_view name) {
     go(choice.box_rows ? in_boxes : row_by_row, sizeof(WideShared), name, q_map, cache_map);
   };
-  switch (choice.tile_rows) {
-    case 16: return go(narrow_kernel<Narrow16, T>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows", q_map);
-    case 32: return go(narrow_kernel<Narrow32, T>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows", q_map);
-    case 64: return wide(wide_kernel<Wide64<true>, T>, wide_kernel<Wide64<false>, T>, "wide kernel, 64 rows");
-    default: return wide(wide_kernel<Wide128<true>, T>, wide_kernel<Wide128<false>, T>, "wide kernel, 128 rows");
-  }
+  const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
+    switch (choice.tile_rows) {
+      case 16:
+        return go(narrow_kernel<Narrow16, T, invariant>, sizeof(NarrowShared<Narrow16>), "narrow kernel, 16 rows",
+                  q_map);
+      case 32:
+        return go(narrow_kernel<Narrow32, T, invariant>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows",
+                  q_map);
+      case 64:
+        return wide(wide_kernel<Wide64<true>, T, invariant>, wide_kernel<Wide64<false>, T, invariant>,
+                    "wide kernel, 64 rows");
+      default:
+        return wide(wide_kernel<Wide128<true>, T, invariant>, wide_kernel<Wide128<false>, T, invariant>,
+                    "wide kernel, 128 rows");
+    }
+  };
+  choice.split_blocks ? of_split(std::true_type()) : of_split(std::false_type());
 }
 
 }  // namespace mla::cuda::latent

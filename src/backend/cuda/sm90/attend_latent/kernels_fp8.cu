@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/sm90/attend_latent/fp8_narrow.cuh"
 #include "backend/cuda/sm90/attend_latent/fp8_wide.cuh"
@@ -5,30 +7,40 @@
 
 namespace mla::cuda::latent {
 
-void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
-                std::string_view shape, cudaStream_t stream) {
-  const auto go = [&]<class Shared>(auto kernel, int block, const Shared*, std::string_view name) {
+namespace {
+
+template <class Rows, bool invariant>
+void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map, std::string_view shape,
+                 cudaStream_t stream) {
+  const auto go = [&]<class Shared>(auto kernel, std::type_identity<Shared>, std::string_view name) {
     static_assert(sizeof(Shared) <= 232448);
-    const LaunchConfig config{
-        .grid = dim3(choice.workers), .block = dim3(block), .shared_bytes = sizeof(Shared), .overlap = choice.overlap};
+    const LaunchConfig config{.grid = dim3(choice.workers),
+                              .block = dim3(threads),
+                              .shared_bytes = sizeof(Shared),
+                              .overlap = choice.overlap};
     launch(kernel, config, stream, "attend_latent", name, shape, p, q_map);
   };
-  if (ds_mla) {
-    if (choice.tile_rows == 16)
-      go(fp8_narrow_kernel<Fp8DsMlaRows, Fp8Tile16>, threads,
-         static_cast<const Fp8NarrowShared<Fp8DsMlaRows, Fp8Tile16>*>(nullptr), "fp8_ds_mla kernel, 16 rows");
-    else
-      go(fp8_wide_kernel<Fp8DsMlaRows>, threads, static_cast<const Fp8WideShared<Fp8DsMlaRows>*>(nullptr),
-         "fp8_ds_mla kernel, 64 rows");
-  } else if (choice.tile_rows == 16) {
-    go(fp8_narrow_kernel<Fp8Rows, Fp8Tile16>, threads, static_cast<const Fp8NarrowShared<Fp8Rows, Fp8Tile16>*>(nullptr),
-       "fp8 kernel, 16 rows");
-  } else if (choice.tile_rows == 32) {
-    go(fp8_narrow_kernel<Fp8Rows, Fp8Tile32>, threads, static_cast<const Fp8NarrowShared<Fp8Rows, Fp8Tile32>*>(nullptr),
-       "fp8 kernel, 32 rows");
-  } else {
-    go(fp8_wide_kernel<Fp8Rows>, threads, static_cast<const Fp8WideShared<Fp8Rows>*>(nullptr), "fp8 kernel, 64 rows");
-  }
+  constexpr bool ds_mla = Rows::scaled;
+  if (choice.tile_rows == 16)
+    return go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
+              ds_mla ? "fp8_ds_mla kernel, 16 rows" : "fp8 kernel, 16 rows");
+  if constexpr (!ds_mla)
+    if (choice.tile_rows == 32)
+      return go(fp8_narrow_kernel<Rows, Fp8Tile32, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile32>>(),
+                "fp8 kernel, 32 rows");
+  go(fp8_wide_kernel<Rows, invariant>, std::type_identity<Fp8WideShared<Rows>>(),
+     ds_mla ? "fp8_ds_mla kernel, 64 rows" : "fp8 kernel, 64 rows");
+}
+
+}  // namespace
+
+void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+                std::string_view shape, cudaStream_t stream) {
+  const bool invariant = choice.split_blocks > 0;
+  const auto go = ds_mla      ? invariant ? launch_rows<Fp8DsMlaRows, true> : launch_rows<Fp8DsMlaRows, false>
+                       : invariant ? launch_rows<Fp8Rows, true>
+                              : launch_rows<Fp8Rows, false>;
+  go(choice, p, q_map, shape, stream);
 }
 
 }  // namespace mla::cuda::latent

@@ -25,7 +25,8 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
 // `group_rows` rows have `group_units` units in a row. A unit's elements are of the row first_row(unit), those of which
 // second(e) holds of the one `step` on; shares of a tile are whole multiples of `least` units. store() takes a unit's
 // numbers to out: its first row there, whether that one and the one `step` on are wanted, and its first_column(unit);
-// by all lanes.
+// by all lanes. invariant: are the kernel's pieces batch-invariant? joins: does it join the two pieces of a tile that
+// two workers share (shared_by_two)?
 
 /// Four columns of a row of out, from element `at` on.
 __device__ inline void store_four(const Params& p, int64_t at, float4 v) {
@@ -53,8 +54,9 @@ struct F32Units {
   }
 };
 
-template <int tile_rows>
+template <int tile_rows, bool batch_invariant>
 struct RowOrder : F32Units {
+  static constexpr bool invariant = batch_invariant, joins = false;
   static constexpr int rows = tile_rows, group_rows = 1, group_units = width / 4, step = 0;
   __device__ static constexpr bool second(int) { return false; }
   __device__ static int first_row(int unit) { return unit / group_units; }
@@ -69,8 +71,9 @@ struct RowOrder : F32Units {
 };
 
 /// As the narrow kernel's threads hold O^T: unit 1024 j + 256 i + t is of thread t's o[i].
-template <int tile_rows>
+template <int tile_rows, bool batch_invariant>
 struct TransposedOrder : F32Units {
+  static constexpr bool invariant = batch_invariant, joins = !invariant;
   static constexpr int rows = tile_rows, group_rows = 8, group_units = 1024, step = 1;
   __device__ static constexpr bool second(int e) { return e % 2; }
   __device__ static int first_row(int unit) { return unit / group_units * 8 + unit % 4 * 2; }
@@ -95,7 +98,9 @@ struct TransposedOrder : F32Units {
 /// As the wide kernel's threads hold O, warp by warp (warp % 4, then the half of the columns), 32 units of each two
 /// chunks of 8 columns. Eight f16 relative to a power of two for each row: O of a tile of 64 rows is 128 KB in f32, and
 /// all workers write and read theirs at once.
+template <bool batch_invariant>
 struct FragmentOrder {
+  static constexpr bool invariant = batch_invariant, joins = !invariant;
   static constexpr int values = 8, least = 4;
   static constexpr int rows = 64, group_rows = 16, group_units = 1024, step = 8;
   __device__ static constexpr bool second(int e) { return e % 4 / 2; }
@@ -232,7 +237,7 @@ __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
       max(min(ceil_div(end, Order::group_units) * Order::group_rows, static_cast<int>(s.rows)) - row_begin, 0);
   // `lanes` units side by side; groups of threads share the pieces, so that few units have as many loads on their way.
   s.log_lanes = min(max(32 - __clz(count - 1), 3), 8);
-  s.log_row_lanes = p.split_blocks ? 2 : s.row_count <= 8 ? 5 : s.row_count <= 16 ? 4 : s.row_count <= 32 ? 3 : 2;
+  s.log_row_lanes = Order::invariant ? 2 : s.row_count <= 8 ? 5 : s.row_count <= 16 ? 4 : s.row_count <= 32 ? 3 : 2;
   const int most = ((n - 1) >> (8 - s.log_lanes)) + 1, depth = (bytes - s.weight_bytes()) / (math_threads * 16);
   s.at_a_time = min(most, depth);
   s.blocks = s.log_lanes < 8 ? 1 : min(small_quotient(depth, s.at_a_time), (count + math_threads - 1) / math_threads);
@@ -258,11 +263,12 @@ struct Splits {
 
 /// By one thread, off the way of those who attend: whoever is told that there are no more items finds the share.
 template <class Order>
-__device__ void remember_split(const Params& p, Splits& s, const Item& it, const Part& part, int bytes, bool pairs) {
+__device__ void remember_split(const Params& p, Splits& s, const Item& it, const Part& part, int bytes) {
   if (it.pieces == 1) return;
   s.count = it.split + 1;
-  if (!p.split_blocks)
-    s.share[it.split] = make_share<Order>(p, it, part, pairs && shared_by_two(it) ? all_shares : it.piece, bytes);
+  if (!Order::invariant)
+    s.share[it.split] =
+        make_share<Order>(p, it, part, Order::joins && shared_by_two(it) ? all_shares : it.piece, bytes);
 }
 
 /// After all math threads wrote a piece's partial; by all of them. pair: does the kernel join this tile's two pieces?
@@ -402,7 +408,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
 #pragma unroll 1
   for (;;) {
     // Batch-invariant sums know nothing of the share: one thread adds all pieces.
-    const bool alone = p.split_blocks;
+    constexpr bool alone = Order::invariant;
     const int before = done << log_groups, first = alone ? before : before + group,
               apart = alone ? lanes : math_threads,
               count = !alone  ? min(mine - done, at_a_time)
@@ -523,33 +529,31 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
 }
 
 /// All tiles that the worker published pieces of, after all its own work, when nobody reads `space` any more.
-/// part_of(item): the CTA's part; pairs: does the kernel join them? By all math threads.
+/// part_of(item): the CTA's part. By all math threads.
 template <class Order, int tile_rows, class PartOf>
 __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
-                                  bool pairs, PartOf part_of) {
+                                  PartOf part_of) {
   if (s.count == 0) return;
-  Walk<tile_rows> walk;
-  if (p.split_blocks) walk = Walk<tile_rows>(p, split, worker);
+  if constexpr (Order::invariant) {
+    Share& share = s.share[0];
+    Walk<tile_rows, true> walk(p, split, worker);
+    Item it;
 #pragma unroll 1
-  for (int i = 0; p.split_blocks || i < s.count; ++i) {
-    Share& share = s.share[p.split_blocks ? 0 : i];
-    bool pair = false;
-    if (i || p.split_blocks) barrier_sync(math_barrier, math_threads);  // the share before is merged
-    if (p.split_blocks) {
-      Item it;
-      do
-        if (!walk.next(p, split, it)) return;
-      while (it.pieces == 1);
+    while (walk.next(p, split, it)) {
+      if (it.pieces == 1) continue;
+      barrier_sync(math_barrier, math_threads);  // the share before is merged
       if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, bytes);
       barrier_sync(math_barrier, math_threads);
-    } else {
-      pair = pairs && share.pieces == 2 && share.slot_step == 2;
-      if (pair) {
-        barrier_sync(math_barrier, math_threads);
-        if (!s.merges[i]) continue;
-      }
+      merge<Order>(p, share, space, bytes, false);
     }
-    merge<Order>(p, share, space, bytes, pair);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < s.count; ++i) {
+      Share& share = s.share[i];
+      const bool pair = Order::joins && shared_by_two(share);
+      if (i || pair) barrier_sync(math_barrier, math_threads);  // the share before is merged, merges[i] known
+      if (!pair || s.merges[i]) merge<Order>(p, share, space, bytes, pair);
+    }
   }
 }
 

@@ -31,13 +31,13 @@ struct NarrowShared {
   alignas(8) uint64_t full[2], empty[2], q_full, q_empty;
 };
 
-template <class Tile, class T>
+template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
-  using Order = TransposedOrder<Tile::rows>;
+  using Order = TransposedOrder<Tile::rows, invariant>;
   constexpr int merge_bytes = sizeof Shared::kv;
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -54,13 +54,13 @@ __global__ void __launch_bounds__(threads, 1)
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  Walk<Tile::rows> walk;
+  Walk<Tile::rows, invariant> walk;
   Item it;
   Split split;
   RowCopies rows;
   bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<Tile::rows>(p, blockIdx.x, split);
+    walk = Walk<Tile::rows, invariant>(p, blockIdx.x, split);
     if (more = walk.next(p, split, it); more) {
       rows = RowCopies(p, it);
       rows.prefetch(p, it.blocks, warp - 8);
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(threads, 1)
       if (queries_at == end) start();
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads)
-        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes, true);
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
       __syncwarp();
       ++count;
       it = following, rows = following_rows, more = another;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(threads, 1)
     // ---- epilogue
 #pragma unroll
     for (int k = row_threads / 2; k; k /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, k);
-    const bool pair = shared_by_two(it);
+    const bool pair = Order::joins && shared_by_two(it);
     bool joins = pair && it.piece == 0;
     if (joins) {
       if (threadIdx.x == 0) s.splits.joined = wait_for_pieces(p, p.counters + it.counter, 1) != 0;
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, Tile::rows>(p, s.splits, s.split, blockIdx.x, s.kv[0][0], merge_bytes, true, part_of);
+  merge_split_tiles<Order, Tile::rows>(p, s.splits, s.split, blockIdx.x, s.kv[0][0], merge_bytes, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -33,7 +33,7 @@ struct Params {
   int heads;
   Divisor by_heads, by_workers;
   int workers;
-  int split_blocks;  // batch-invariant pieces; 0: chosen from the batch
+  int split_blocks;  // of batch-invariant pieces
   int min_blocks;    // least blocks worth a worker
   bool one_each;     // 32 requests at most, of one tile each?
   const int32_t* block_table;
@@ -118,7 +118,7 @@ struct Split {
 
 /// By one warp, which then has the first tile's request in `tiles`. What runs at a kernel's start takes four or five
 /// cycles an instruction: requests up to the 32nd are read once, and most divisions are by numbers that the host knows.
-template <int tile_rows>
+template <int tile_rows, bool invariant>
 __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles) {
   const int lane = threadIdx.x % 32;
   const Tiles<tile_rows> mine(p, lane);
@@ -158,14 +158,14 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
             least = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)), most = least + 4 + least / 16;
   int sum = 0;
   bool line = false;
-  if (p.split_blocks || tiles_a_worker == 1) {
+  if (invariant || tiles_a_worker == 1) {
     // The smallest of these pieces for which every worker has at most one: the first, where tiles are equal, otherwise
     // by bisection; none: the line.
-    split.piece = p.split_blocks ? p.split_blocks : least;
+    split.piece = invariant ? p.split_blocks : least;
 #pragma unroll 1
     for (int below = least - 1, fits = 0;;) {
       sum = pieces_of_all();
-      if (p.split_blocks) break;
+      if (invariant) break;
       (sum > p.workers ? below : fits) = split.piece;
       line = below == most;
       if (line || (fits == split.piece && fits == below + 1)) break;
@@ -251,18 +251,21 @@ template <class Of>
 __device__ inline int partial_slot(const Of& tile, int i) {
   return tile.slot_step == 1 ? tile.slot0 + i : tile.slot0 + 2 * i - (i > 0 ? 1 : 0);
 }
-/// On the line: is the tile shared by two workers? One has its piece done at its start, the other joins it to what it
-/// holds at its end.
-__device__ inline bool shared_by_two(const Item& it) { return it.pieces == 2 && it.slot_step == 2; }
+/// On the line: is the tile, of an Item or of a Share, shared by two workers? One has its piece done at its start, the
+/// other joins it to what it holds at its end.
+template <class Of>
+__device__ inline bool shared_by_two(const Of& tile) {
+  return tile.pieces == 2 && tile.slot_step == 2;
+}
 
-/// Walks the items of one worker; the same values in all lanes of a warp.
-template <int tile_rows>
+/// Walks the items of one worker; the same values in all lanes of a warp. invariant: are pieces batch-invariant?
+template <int tile_rows, bool invariant>
 class Walk {
  public:
   Walk() = default;
   /// Makes the split, too.
   __device__ Walk(const Params& p, int worker, Split& split) : worker_(worker) {
-    split = make_split(p, worker, tiles_);
+    split = make_split<tile_rows, invariant>(p, worker, tiles_);
     at_ = split.begin, request_ = split.request, start_ = split.start;
   }
   /// From the start again.

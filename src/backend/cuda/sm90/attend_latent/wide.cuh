@@ -49,7 +49,7 @@ struct WideShared {
   uint64_t item_full[2], item_empty[2], q_full, q_empty;
 };
 
-template <class Tile, class T>
+template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(wide_threads, 1)
     wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                 const __grid_constant__ CUtensorMap cache_map) {
@@ -59,6 +59,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   WideShared& s = *reinterpret_cast<WideShared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0, worker = blockIdx.x / Tile::ctas;
+  using Order = FragmentOrder<invariant>;
   constexpr int merge_bytes = sizeof WideShared::kv;
   const auto part_of = [&](const Item& it) {
     return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   if (warpgroup == 3) {
     Split split;
     Item it;
-    Walk<tile_rows> walk(p, worker, split);
+    Walk<tile_rows, invariant> walk(p, worker, split);
     if (!walk.next(p, split, it)) it.blocks = -1;
     if (warp != 15) {
       if (it.blocks > 0) rows = BoxRows(p, it);
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     };
     if (warp == 15) {  // items, one ahead of those who work on them
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
-      Walk<tile_rows> walk(p, s.split, worker);  // again: few registers are left
+      Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
       for (int count = 0;; ++count) {
         Item it;
         if (!walk.next(p, s.split, it)) it.blocks = -1;
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             s.item[count & 1] = it;
             mbarrier_arrive(smem_address(&s.item_full[count & 1]));
           }
-          if (it.blocks >= 0) remember_split<FragmentOrder>(p, s.splits, it, part_of(it), merge_bytes, true);
+          if (it.blocks >= 0) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes);
         }
         if (it.blocks < 0) break;
       }
@@ -547,7 +548,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       // ---- epilogue
       const int rows = it.rows - rank * 64;  // of this CTA; may be none
       const int64_t out_row = it.row0 + rank * 64;
-      const bool in0 = row < rows, in1 = row + 8 < rows, pair = shared_by_two(it);
+      const bool in0 = row < rows, in1 = row + 8 < rows, pair = Order::joins && shared_by_two(it);
       bool joins = pair && it.piece == 0;
       if (joins) {
         if (threadIdx.x == 0) s.splits.joined = wait_for_pieces(p, p.counters + it.counter * Tile::ctas + rank, 1) != 0;
@@ -605,8 +606,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
           }
         if (joins) {
           const auto join = [&](int row, bool in, float back) {
-            const float2 mine = in ? __ldcg(lse_of(row, 0)) : FragmentOrder::no_lse(),
-                         theirs = in ? __ldcg(lse_of(row, 1)) : FragmentOrder::no_lse();
+            const float2 mine = in ? __ldcg(lse_of(row, 0)) : Order::no_lse(),
+                         theirs = in ? __ldcg(lse_of(row, 1)) : Order::no_lse();
             Join join(mine.x, theirs.x);
             if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
             join.first *= back, join.second *= theirs.y;
@@ -618,11 +619,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 2
           for (int i = 0; i < 16; ++i) {
             float sum[8] = {};
-            FragmentOrder::add(sum, room(0)[i * 128], join0.first, join1.first);
-            FragmentOrder::add(sum, room(1)[i * 128], join0.second, join1.second);
+            Order::add(sum, room(0)[i * 128], join0.first, join1.first);
+            Order::add(sum, room(1)[i * 128], join0.second, join1.second);
 #pragma unroll
-            for (int e = 0; e < 8; ++e) sum[e] *= FragmentOrder::second(e) ? join1.inverse : join0.inverse;
-            FragmentOrder::store(p, out_row + row, in0, in1, h * 256 + i * 16, sum);
+            for (int e = 0; e < 8; ++e) sum[e] *= Order::second(e) ? join1.inverse : join0.inverse;
+            Order::store(p, out_row + row, in0, in1, h * 256 + i * 16, sum);
           }
         } else {
           if (h == 0 && lane % 4 == 0) {
@@ -635,11 +636,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll
         for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
         const auto store = [&]<bool f32>(std::bool_constant<f32>) {
-          const int64_t at = FragmentOrder::first_element<f32>(out_row + row, h * 256);
+          const int64_t at = Order::template first_element<f32>(out_row + row, h * 256);
 #pragma unroll
           for (int i = 0; i < 16; ++i)
-            FragmentOrder::store<f32>(p, at + i * 16, in0, in1,
-                                      reinterpret_cast<const float(&)[8]>(o[i / 8][i % 8 * 8]));
+            Order::template store<f32>(p, at + i * 16, in0, in1,
+                                       reinterpret_cast<const float(&)[8]>(o[i / 8][i % 8 * 8]));
         };
         if (p.out_f32) store(std::true_type());
         else store(std::false_type());
@@ -648,7 +649,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
 
     barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
-    merge_split_tiles<FragmentOrder, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, true, part_of);
+    merge_split_tiles<Order, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, part_of);
   }
 }
 
