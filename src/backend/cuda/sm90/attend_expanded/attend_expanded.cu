@@ -125,7 +125,6 @@ struct Params {
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
   int32_t items_count, heads;
   float scale, scale_log2;
-  Dtype out_dtype;
   bool accumulate;
   int32_t run_keys;   // keys a run of tiles may walk, about; 0: every run is one tile
   int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done
@@ -599,8 +598,9 @@ __device__ __forceinline__ void merge_row(const Out* row, float (&o)[n], int h, 
   }
 }
 
-/// A math warpgroup: 64 query rows of every tile.
-template <TileConfig tile, class Element>
+/// A math warpgroup: 64 query rows of every tile. Out: the outputs' type; not chosen at run time, for a kernel should
+/// fit the 128 KB of instructions that a multiprocessor holds, and it has this code several times.
+template <TileConfig tile, class Element, class Out>
 struct Math {
   const Params& p;
   Shared<tile, Element>& shared;
@@ -736,13 +736,10 @@ struct Math {
   }
   /// Stores tile number `of`, merged with what is there when accumulating, and lets go of its description.
   __device__ __forceinline__ void finish(uint32_t of, const RowState& done) {
-    if (p.out_dtype == Dtype::f32) store_tile<float>(of, done);
-    else if (p.out_dtype == Dtype::bf16) store_tile<__nv_bfloat16>(of, done);
-    else store_tile<__half>(of, done);
+    store_tile(of, done);
     __syncwarp();
     if (thread % 32 == 0) arrive_at<tile.cluster>(shared.work_empty[of % tile_ring], 0);
   }
-  template <class Out>
   __device__ __forceinline__ void store_tile(uint32_t of, const RowState& done) {
     const TileWork w = work(of);
     const int32_t rows = w.rows, head = w.head, begin = w.row;
@@ -830,7 +827,6 @@ struct Math {
           if (group == 0) your_turn();
           wgmma_wait<0>();
           wgmma_pin(o);
-          finish(t - 2, state);
           return false;
         }
         wait_queries();
@@ -871,6 +867,7 @@ struct Math {
       while (step(weights, weights)) {
       }
     }
+    finish(t - 2, state);
   }
 
   /// Scores, softmax and values of block n, or of its first `columns` keys where no row of this warpgroup sees more.
@@ -945,7 +942,7 @@ struct Math {
   }
 };
 
-template <class Config, class Element>
+template <class Config, class Element, class Out>
 __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_kernel(const __grid_constant__ Params p) {
   constexpr TileConfig tile = Config::tile;
   extern __shared__ __align__(1024) char storage[];  // a constant address: it takes no registers
@@ -982,7 +979,7 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
     else if (warp == 1) produce_values<tile, Element>(p, shared);
   } else {
     take_registers<tile.math_registers>();
-    Math<tile, Element> math(p, shared, warpgroup);
+    Math<tile, Element, Out> math(p, shared, warpgroup);
     if constexpr (tile.groups == 3) math.run_alternating();
     else math.run_overlapped();
   }
@@ -1099,7 +1096,7 @@ CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t wi
   return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128, 128);
 }
 
-template <class Config, class Element>
+template <class Config, class Element, class Out>
 void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   constexpr TileConfig tile = Config::tile;
   const int64_t heads = a.q.extent<Head>(), tokens = a.q.extent<Token>(), keys = a.k_nope.extent<Key>();
@@ -1130,7 +1127,6 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.heads = static_cast<int32_t>(heads);
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
-  p.out_dtype = a.out.dtype();
   p.accumulate = a.accumulate;
   // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so
   // the extents decide.
@@ -1146,7 +1142,7 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
       heads;
   const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster, most_tiles);
   cuda::launch(
-      &attend_expanded_kernel<Config, Element>,
+      &attend_expanded_kernel<Config, Element, Out>,
       {.grid = static_cast<unsigned>(clusters * tile.cluster),
        .block = tile.threads(),
        .shared_bytes = shared_bytes,
@@ -1172,18 +1168,18 @@ ExpandedTile suitable(const AttendExpandedArgs& a) {
   return rounds(256, blocks / 2) <= 1.04 * rounds(128, blocks) ? ExpandedTile::rows_256 : ExpandedTile::rows_128;
 }
 
-template <class Element>
+template <class Element, class Out>
 void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
   const ExpandedTile tile = attend_expanded_tile(a);
   if (nope == 128 && rope == 64 && value == 128) {
-    if (tile == ExpandedTile::rows_128) return run<Deepseek128, Element>(stream, a);
-    if (tile == ExpandedTile::rows_256) return run<Deepseek256, Element>(stream, a);
-    return run<Deepseek192, Element>(stream, a);
+    if (tile == ExpandedTile::rows_128) return run<Deepseek128, Element, Out>(stream, a);
+    if (tile == ExpandedTile::rows_256) return run<Deepseek256, Element, Out>(stream, a);
+    return run<Deepseek192, Element, Out>(stream, a);
   }
   if (nope == 192 && rope == 64 && value == 256) {
-    if (tile == ExpandedTile::rows_128) return run<Glm128, Element>(stream, a);
-    if (tile == ExpandedTile::rows_256) return run<Glm256, Element>(stream, a);
+    if (tile == ExpandedTile::rows_128) return run<Glm128, Element, Out>(stream, a);
+    if (tile == ExpandedTile::rows_256) return run<Glm256, Element, Out>(stream, a);
     throw UnsupportedError(std::string(op) + ": tiles of 192 rows at 192/64/256, which has 128 and 256");
   }
   throw UnsupportedError(std::string(op) + ": Nope/Rope/Value " + std::to_string(nope) + "/" + std::to_string(rope) +
@@ -1201,8 +1197,13 @@ void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   check_args(args);
   require_hopper();
   if (args.item_count == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
-  if (args.q.dtype() == Dtype::bf16) dispatch<__nv_bfloat16>(stream, args);
-  else dispatch<__half>(stream, args);
+  const auto to = [&]<class Out>(Out) {
+    if (args.q.dtype() == Dtype::bf16) dispatch<__nv_bfloat16, Out>(stream, args);
+    else dispatch<__half, Out>(stream, args);
+  };
+  if (args.out.dtype() == Dtype::f32) to(float());
+  else if (args.out.dtype() == Dtype::bf16) to(__nv_bfloat16());
+  else to(__half());
 }
 
 }  // namespace mla::cuda::sm90
