@@ -34,16 +34,16 @@ __device__ inline uint32_t half_of_bf16(uint32_t two) {
   return Pack<__half>::two(clamp(v.x), clamp(v.y));
 }
 
-/// Rounds bf16 queries in shared memory to f16, saturating; by all math threads.
-template <class T>
+/// Rounds bf16 queries in shared memory to f16, saturating; by `count` threads in a row, who have this barrier.
+template <class T, int barrier = math_barrier, int count = math_threads>
 __device__ void convert_queries(char* q, int bytes) {
   if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
-    for (int at = threadIdx.x * 4; at < bytes; at += math_threads * 4) {
+    for (int at = threadIdx.x % count * 4; at < bytes; at += count * 4) {
       auto& two = *reinterpret_cast<uint32_t*>(q + at);
       two = half_of_bf16(two);
     }
     fence_async_proxy();
-    barrier_sync(math_barrier, math_threads);
+    barrier_sync(barrier, count);
   }
 }
 

@@ -339,6 +339,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         uint32_t q[query_steps * 4];
         for (int i = 0; i < 4; ++i) mbarrier_wait(smem_address(&s.full[buffer][i]), parity);
         mbarrier_wait(smem_address(&s.q_full), count & 1);
+        convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
+        convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
 #pragma unroll
         for (int k = 0; k < query_steps; ++k)
           load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
@@ -347,20 +349,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
           uint32_t a[4];
           load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0], a[1],
                          a[2], a[3]);
-          if constexpr (!__is_same(T, __nv_bfloat16))
-            for (uint32_t& two : a) two = half_of_bf16(two);
           const int thread = thread_index() % 128;
           store_matrix_x4(smem_address(s.q_step) + (thread / 32 * 2 + thread / 8 % 2) * 256 + thread / 16 % 2 * 128 +
                               thread % 8 * 16,
                           a[0], a[1], a[2], a[3]);
-        }
-        if constexpr (!__is_same(T, __nv_bfloat16)) {
-#pragma unroll
-          for (int k = 0; k < query_steps * 4; ++k) q[k] = half_of_bf16(q[k]);
-          for (int at = threadIdx.x % 128 * 4; at < static_cast<int>(sizeof s.q); at += 128 * 4) {
-            auto& two = *reinterpret_cast<uint32_t*>(&s.q[0][0] + at);
-            two = half_of_bf16(two);
-          }
         }
         fence_async_proxy();
         barrier_sync(scores_barrier, 128);
