@@ -190,6 +190,85 @@ __device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows,
   __syncwarp();
 }
 
+/// A loading warp: its unit of every block; the first one also brings the items and their queries.
+template <class Order, class Rows>
+class UnitLoader {
+ public:
+  UnitLoader() = default;
+  /// Finds the first item, beside the barriers' birth and the previous kernel's end. split: told to all.
+  __device__ UnitLoader(const Params& p, const CUtensorMap& q_map, Split& split) {
+    Split mine;
+    Walk<Order::rows, Order::invariant> walk(p, blockIdx.x, mine);
+    if (more_ = walk.next(p, mine, it_); more_) look_up(p, q_map, it_, rows_, warp_unit());
+    if (threadIdx.x == math_threads) split = mine;
+  }
+
+  /// load(item, rows, i, unit): the unit of its block i, as soon as there is room. Queries wait for the last scores of
+  /// the item before; `ahead` blocks of the cache go ahead of them.
+  template <class Shared, class PartOf, class Load>
+  __device__ void run(const Params& p, const CUtensorMap& q_map, Shared& s, int ahead, int merge_bytes, PartOf part_of,
+                      Load load) {
+    const int unit = warp_unit(), lane = threadIdx.x % 32;
+    int count = 0;
+    Walk<Order::rows, Order::invariant> walk;  // again, once copies are under way: few registers are left
+    wait_for_previous_grids();
+    while (more_) {
+      Item following;
+      UnitRows<Rows> following_rows;
+      bool another = false, looked = false;
+      const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
+        looked = true;
+        if (count == 0) walk = {p, s.split, static_cast<int>(blockIdx.x)}, walk.next(p, s.split, following);
+        another = walk.next(p, s.split, following);
+        if (another) look_up(p, q_map, following, following_rows, unit);
+      };
+      const auto start = [&] {  // the item and its queries
+        mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+        if (lane == 0) {
+          s.item[count & 1] = it_;
+          mbarrier_arrive_expect(smem_address(&s.q_full), 9 * Order::rows * 128);
+        }
+        __syncwarp();
+        if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it_.row0);
+        __syncwarp();
+      };
+      const int blocks = warp_uniform(it_.blocks), queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : ahead);
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i) {
+        if (i == queries_at) start();
+        load(it_, rows_, i, unit);
+        if (!looked && i > 0) look_ahead();
+      }
+      if (queries_at == blocks) start();
+      if (!looked) look_ahead();
+      if (threadIdx.x == math_threads)
+        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
+      ++count;
+      it_ = following, rows_ = following_rows, more_ = another;
+    }
+    if (unit == 0) {
+      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+      if (lane == 0) {
+        s.item[count & 1].blocks = -1;
+        mbarrier_arrive(smem_address(&s.q_full));
+      }
+    }
+  }
+
+ private:
+  __device__ static int warp_unit() { return warp_uniform(threadIdx.x / 32) - math_threads / 32; }
+  __device__ static void look_up(const Params& p, const CUtensorMap& q_map, const Item& it, UnitRows<Rows>& rows,
+                                 int unit) {
+    rows = UnitRows<Rows>(p, it, unit);
+    const int lane = threadIdx.x % 32;
+    if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+  }
+
+  Item it_;
+  UnitRows<Rows> rows_;
+  bool more_ = false;
+};
+
 /// After an item's blocks: barriers until both math warpgroups passed as many of their own, each one more for `each` of
 /// its `passed`, `more` for what else the other had. Order needs none of them, but compute-sanitizer's racecheck takes
 /// warps of different numbers of barriers for unordered across a common one.

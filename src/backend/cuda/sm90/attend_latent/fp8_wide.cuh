@@ -59,18 +59,9 @@ __global__ void __launch_bounds__(threads, 1)
     s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
   }
-  // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  Item it;
-  UnitRows<Rows> rows;
-  bool more = false;
+  UnitLoader<Order, Rows> loader;
   if (warpgroup == 2) {
-    Split split;
-    Walk<n, invariant> walk(p, blockIdx.x, split);
-    if (more = walk.next(p, split, it); more) {
-      rows = UnitRows<Rows>(p, it, warp - 8);
-      if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
-    }
-    if (threadIdx.x == math_threads) s.split = split;
+    loader = {p, q_map, s.split};
   } else if (warp == 1) {
     prefetch_table(p);
   }
@@ -91,57 +82,13 @@ __global__ void __launch_bounds__(threads, 1)
 
   if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
     give_registers<40>();
-    const int unit = warp - 8;
-    int block = 0, count = 0;
-    Walk<n, invariant> walk;  // again, once copies are under way: few registers are left
-    wait_for_previous_grids();
-    while (more) {
-      Item following;
-      UnitRows<Rows> following_rows;
-      bool another = false, looked = false;
-      const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
-        looked = true;
-        if (count == 0) walk = Walk<n, invariant>(p, s.split, blockIdx.x), walk.next(p, s.split, following);
-        another = walk.next(p, s.split, following);
-        if (!another) return;
-        following_rows = UnitRows<Rows>(p, following, unit);
-        if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
-      };
-      const auto start = [&] {  // the item and its queries
-        mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-        if (lane == 0) {
-          s.item[count & 1] = it;
-          mbarrier_arrive_expect(smem_address(&s.q_full), 9 * n * 128);
-        }
-        __syncwarp();
-        if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
-        __syncwarp();
-      };
-      const int blocks = warp_uniform(it.blocks);
-      // Queries wait for the last scores of the item before; some blocks of the cache go ahead of them.
-      const int queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : 1);
-#pragma unroll 1
-      for (int i = 0; i < blocks; ++i, ++block) {
-        if (i == queries_at) start();
-        const int place = place_of(block, unit);
-        mbarrier_wait(smem_address(&s.empty[place]), lap_of(block, unit) ^ 1);
-        load_unit(p, it, rows, i, unit, s.ring[place], smem_address(&s.full[place]));
-        if (!looked && i > 0) look_ahead();
-      }
-      if (queries_at == blocks) start();
-      if (!looked) look_ahead();
-      if (threadIdx.x == math_threads)
-        remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
-      ++count;
-      it = following, rows = following_rows, more = another;
-    }
-    if (unit == 0) {
-      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (lane == 0) {
-        s.item[count & 1].blocks = -1;
-        mbarrier_arrive(smem_address(&s.q_full));
-      }
-    }
+    int block = 0;
+    loader.run(p, q_map, s, 1, merge_bytes, part_of, [&](const Item& it, UnitRows<Rows>& rows, int i, int unit) {
+      const int place = place_of(block, unit);
+      mbarrier_wait(smem_address(&s.empty[place]), lap_of(block, unit) ^ 1);
+      load_unit(p, it, rows, i, unit, s.ring[place], smem_address(&s.full[place]));
+      ++block;
+    });
     return;
   }
 
