@@ -27,6 +27,9 @@ struct Shape {
   bool invariant = false;
 };
 
+/// Of all requests whose lengths differ: as many as in the sample that peers were measured with.
+constexpr int64_t spread_positions = 510294;
+
 const Shape shapes[] = {
     {"b1 h16 4K", 1, 16, 1, 4096},
     {"b1 h128 4K", 1, 128, 1, 4096},
@@ -177,6 +180,11 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   for (int& n : lens)
     n = s.spread ? std::clamp(static_cast<int>(normal(random)), s.query_tokens, 3 * s.context) : s.context;
   for (int r = 0; r <= s.batch; ++r) starts[r] = r * s.query_tokens;
+  if (s.spread) {  // by the same for each
+    const int64_t off = spread_positions - std::accumulate(lens.begin(), lens.end(), int64_t{0});
+    for (int r = 0; r < s.batch; ++r)
+      lens[r] = std::max(lens[r] + static_cast<int>(off * (r + 1) / s.batch - off * r / s.batch), s.query_tokens);
+  }
   const int longest = *std::max_element(lens.begin(), lens.end());
   const int64_t stride = (longest + s.page_size - 1) / s.page_size;
   int64_t pages = 0, positions = 0, visible = 0;
