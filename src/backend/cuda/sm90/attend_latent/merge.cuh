@@ -305,7 +305,7 @@ struct Join {
 
 /// Merges a share of a tile whose pieces are all there. Sums over pieces in an order that follows from their number and
 /// the share; batch-invariant, from a piece's number alone. ready(): waits for them, once all is known that can be
-/// before; false: not to be done. space: shared memory, 16-byte aligned. By all math threads.
+/// before; false: not to be done. A share may be empty. space: shared memory, 16-byte aligned. By all math threads.
 ///
 /// What runs once takes four or five cycles an instruction: short code counts more than anything.
 template <class Order, class Ready>
@@ -503,7 +503,7 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
       others = told;
       return others != nothing;
     };
-    if (!(share.begin < share.end ? merge_units<Order>(p, share, space + 16, ready) : ready())) return;
+    if (!merge_units<Order>(p, share, space + 16, ready)) return;
     if (others == 0) break;
     // The last to finish does what was left, and leaves the counter as the next call needs it.
     barrier_sync(math_barrier, math_threads);
