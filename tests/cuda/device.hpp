@@ -75,7 +75,7 @@ void parallel(int64_t n, F task) {
 
 /// One row of latent attention: in float64, and as a plain computation with 16-bit probabilities makes it.
 struct LatentRow {
-  std::vector<double> out;
+  std::vector<double> out, size;  // size: sums of p |v| where out has sums of p v
   std::vector<float> plain;
   double lse = -std::numeric_limits<double>::infinity();
 };
@@ -83,7 +83,7 @@ struct LatentRow {
 /// q: 576 values; row(j): pointer to cached row j as f32, of `visible` rows.
 template <class Row>
 LatentRow attend_row(const float* q, int visible, double scale, Dtype probabilities, Row row) {
-  LatentRow r{std::vector<double>(512), std::vector<float>(512)};
+  LatentRow r{std::vector<double>(512), std::vector<double>(512), std::vector<float>(512)};
   if (visible <= 0) return r;
   std::vector<double> s(visible);
   double top = -std::numeric_limits<double>::infinity();
@@ -108,10 +108,11 @@ LatentRow attend_row(const float* q, int visible, double scale, Dtype probabilit
     plain_total += e;
     for (int i = 0; i < 512; ++i) {
       r.out[i] += p * k[i];
+      r.size[i] += p * std::abs(k[i]);
       r.plain[i] += rounded * k[i];
     }
   }
-  for (int i = 0; i < 512; ++i) r.out[i] /= total, r.plain[i] /= plain_total;
+  for (int i = 0; i < 512; ++i) r.out[i] /= total, r.size[i] /= total, r.plain[i] /= plain_total;
   r.lse = top + std::log(total);
   return r;
 }

@@ -93,7 +93,7 @@ constexpr size_t attend_latent_most_counters(int multiprocessors) { return size_
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
 /// f32 sums; a row that sees nothing: out 0, lse -inf. Where a tile of 64 rows or more over a 16-bit cache is split,
-/// its pieces are rounded to 2^-12 of a row's largest element before they are added. One launch on stream; no
+/// its pieces are rounded to 2^-11 of a row's largest element before they are added. One launch on stream; no
 /// allocation, no synchronisation. Bitwise repeatable. ShapeError, UnsupportedError or DeviceError before anything is
 /// launched.
 void attend_latent(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);
