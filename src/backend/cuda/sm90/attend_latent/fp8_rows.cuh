@@ -208,7 +208,7 @@ class UnitLoader {
   template <class Shared, class PartOf, class Load>
   __device__ void run(const Params& p, const CUtensorMap& q_map, Shared& s, int ahead, int merge_bytes, PartOf part_of,
                       Load load) {
-    const int unit = warp_unit(), lane = threadIdx.x % 32;
+    const int unit = warp_unit();
     int count = 0;
     Walk<Order::rows, Order::invariant> walk;  // again, once copies are under way: few registers are left
     wait_for_previous_grids();
@@ -222,37 +222,21 @@ class UnitLoader {
         another = walk.next(p, s.split, following);
         if (another) look_up(p, q_map, following, following_rows, unit);
       };
-      const auto start = [&] {  // the item and its queries
-        mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-        if (lane == 0) {
-          s.item[count & 1] = it_;
-          mbarrier_arrive_expect(smem_address(&s.q_full), 9 * Order::rows * 128);
-        }
-        __syncwarp();
-        if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it_.row0);
-        __syncwarp();
-      };
       const int blocks = warp_uniform(it_.blocks), queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : ahead);
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
-        if (i == queries_at) start();
+        if (i == queries_at) hand_over<Order::rows>(s, q_map, it_, count);
         load(it_, rows_, i, unit);
         if (!looked && i > 0) look_ahead();
       }
-      if (queries_at == blocks) start();
+      if (queries_at == blocks) hand_over<Order::rows>(s, q_map, it_, count);
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads)
         remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);
       ++count;
       it_ = following, rows_ = following_rows, more_ = another;
     }
-    if (unit == 0) {
-      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (lane == 0) {
-        s.item[count & 1].blocks = -1;
-        mbarrier_arrive(smem_address(&s.q_full));
-      }
-    }
+    if (unit == 0) hand_over_none(s, count);
   }
 
  private:

@@ -1,4 +1,5 @@
-// What the loading warpgroup of both kernels shares: where blocks of 64 positions lie in the paged cache.
+// What the loading warps share: how an item and its queries reach the math warps, and where blocks of 64 positions lie
+// in the paged cache of 16 bits.
 #pragma once
 
 #include "backend/cuda/core/mbarrier.cuh"
@@ -8,6 +9,29 @@
 namespace mla::cuda::latent {
 
 constexpr int box_bytes = block_tokens * 128;  // 64 positions x 64 elements, 128-byte swizzle
+
+/// Hands the kernel's item number `count` to the math warps, who wait for its queries; by one warp.
+template <int tile_rows, class Shared>
+__device__ void hand_over(Shared& s, const CUtensorMap& q_map, const Item& it, int count) {
+  const int lane = threadIdx.x % 32;
+  mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+  if (lane == 0) {
+    s.item[count & 1] = it;
+    mbarrier_arrive_expect(smem_address(&s.q_full), 9 * tile_rows * 128);
+  }
+  __syncwarp();
+  if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
+  __syncwarp();
+}
+/// Tells them that there is no item number `count`.
+template <class Shared>
+__device__ void hand_over_none(Shared& s, int count) {
+  mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+  if (threadIdx.x % 32 == 0) {
+    s.item[count & 1].blocks = -1;
+    mbarrier_arrive(smem_address(&s.q_full));
+  }
+}
 
 /// Cache rows of an item's blocks, box by box: lanes look up 32 boxes at a time, one such window ahead.
 class BoxRows {

@@ -89,16 +89,8 @@ __global__ void __launch_bounds__(threads, 1)
         following_rows = RowCopies(p, following);
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
       };
-      const auto start = [&] {  // the item's queries
-        if (warp != 8) return;
-        mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-        if (lane == 0) {
-          s.item[count & 1] = it;
-          mbarrier_arrive_expect(smem_address(&s.q_full), 9 * Tile::rows * 128);
-        }
-        __syncwarp();
-        if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
-        __syncwarp();
+      const auto start = [&] {  // the item and its queries
+        if (warp == 8) hand_over<Tile::rows>(s, q_map, it, count);
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
       const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks),
@@ -121,13 +113,7 @@ __global__ void __launch_bounds__(threads, 1)
       ++count;
       it = following, rows = following_rows, more = another;
     }
-    if (warp == 8) {
-      mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-      if (lane == 0) {
-        s.item[count & 1].blocks = -1;
-        mbarrier_arrive(smem_address(&s.q_full));
-      }
-    }
+    if (warp == 8) hand_over_none(s, count);
     return;
   }
 
