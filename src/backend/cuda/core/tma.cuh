@@ -8,6 +8,10 @@
 
 namespace mla::cuda {
 
+/// L2 policy of what is read once: others stay longer. What createpolicy.fractional.L2::evict_first makes: a constant
+/// takes no register.
+constexpr uint64_t evict_first = 0x12f0000000000000;
+
 /// Box at coordinates (innermost first; 2 to 5 of them) of map into shared memory at dst.
 template <class... Coordinates>
 __device__ __forceinline__ void tma_load(uint32_t dst, const CUtensorMap& map, uint32_t bar, Coordinates... at) {
@@ -89,11 +93,13 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, 
                  : "memory");
 }
 
-/// bytes contiguous bytes (a multiple of 16, both ends 16-byte aligned) from device to shared memory.
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(bar)
-               : "memory");
+/// bytes contiguous bytes (a multiple of 16, both ends 16-byte aligned) from device to shared memory, to be read once.
+__device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(dst),
+      "l"(src), "r"(bytes), "r"(bar), "l"(evict_first)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
@@ -127,6 +133,11 @@ __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.
 /// 16 bytes from device to shared memory by an ordinary thread.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
+/// To be read once.
+__device__ __forceinline__ void cp_async_16_once(uint32_t dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(evict_first)
+               : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int pending>

@@ -93,8 +93,9 @@ class RowCopies {
   }
 
   /// This warp's share, the `part`-th of `parts`, of column boxes [first, last). box(b): shared-memory address of box
-  /// b.
-  template <int first, int last, class Box>
+  /// b. once: L2 lets them go first. (Not in the wide kernel, where ptxas 13.0 takes an odd register for the policy's
+  /// descriptor: an illegal instruction.)
+  template <int first, int last, bool once, class Box>
   __device__ void copy(const Params& p, int part, int parts, Box box) const {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const int rows[2] = {row_of(p, block_, page_, 0), row_of(p, block_, page_, 1)};
@@ -105,7 +106,10 @@ class RowCopies {
       const char* source = static_cast<const char*>(p.cache) + static_cast<int64_t>(from) * (entry * 2) + chunk * 16;
       const uint32_t offset = to * 128 + (chunk ^ (to % 8)) * 16;
 #pragma unroll
-      for (int b = first; b < last; ++b) cp_async_16(box(b) + offset, source + b * 128);
+      for (int b = first; b < last; ++b) {
+        if constexpr (once) cp_async_16_once(box(b) + offset, source + b * 128);
+        else cp_async_16(box(b) + offset, source + b * 128);
+      }
     }
   }
 

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(threads, 1)
         if (j == queries_at) start();
         const int buffer = copied & 1;
         mbarrier_wait(smem_address(&s.empty[buffer]), (copied >> 1 & 1) ^ 1);
-        rows.copy<0, 9>(p, warp - 8, 4, [&](int column) { return smem_address(s.kv[buffer][column]); });
+        rows.copy<0, 9, true>(p, warp - 8, 4, [&](int column) { return smem_address(s.kv[buffer][column]); });
         mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
         rows.advance(p);
         ++copied;

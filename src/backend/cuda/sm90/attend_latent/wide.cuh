@@ -189,10 +189,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             wait_for_release(0), wait_for_release(1);
-            rows.copy<0, 8>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
+            rows.copy<0, 8, false>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
             for (int k = 0; k < 4; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
             wait_for_rope_release(turn);
-            rows.copy<8, 9>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
+            rows.copy<8, 9, false>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
             rows.advance(p);
             turn = (turn + 1) & 3;
