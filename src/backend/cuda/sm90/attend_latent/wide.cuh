@@ -278,6 +278,9 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             rows.seek(p, block + i);
+            // Everyone's first block before anyone's second.
+            if (count == 0 && i == 1)
+              for (int k = 0; k < 2; ++k) mbarrier_wait(smem_address(&s.full[1][half * 2 + k]), 0);
             wait_for_release(half);
             if (elect_one())
               for (int pair = 0; pair < 2; ++pair)
