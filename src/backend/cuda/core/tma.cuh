@@ -8,9 +8,9 @@
 
 namespace mla::cuda {
 
-/// L2 policy of what is read once: others stay longer. What createpolicy.fractional.L2::evict_first makes: a constant
-/// takes no register.
-constexpr uint64_t evict_first = 0x12f0000000000000;
+/// L2 policies: of what is read once, so that others stay longer, and of what should stay. What createpolicy.fractional
+/// makes of L2::evict_first and L2::evict_last: constants take no registers.
+constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
 
 /// Box at coordinates (innermost first; 2 to 5 of them) of map into shared memory at dst.
 template <class... Coordinates>

@@ -28,6 +28,17 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
 // by all lanes. invariant: are the kernel's pieces batch-invariant? joins: does it join the two pieces of a tile that
 // two workers share (shared_by_two)?
 
+/// A unit to where it is in device memory. It should still be in L2 when it is read, and when it is written again:
+/// caches that stream through would send it to memory and have it fetched.
+__device__ inline void store_unit(void* at, uint4 v) {
+  asm volatile("st.global.L2::cache_hint.v4.b32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w), "l"(evict_last)
+               : "memory");
+}
+__device__ inline void store_unit(void* at, float4 v) {
+  store_unit(at, uint4{__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)});
+}
+
 /// Four columns of a row of out, from element `at` on.
 __device__ inline void store_four(const Params& p, int64_t at, float4 v) {
   if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = v;

@@ -296,7 +296,8 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (8 * j < rows)
-            *unit(slot_row, i, j) = make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]);
+            store_unit(unit(slot_row, i, j),
+                       make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]));
       publish(p, s.splits, it, part_of(it), pair);
       continue;
     }

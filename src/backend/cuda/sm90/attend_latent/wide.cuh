@@ -596,8 +596,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll
           for (int i = 0; i < 16; ++i, to += apart) {
             const float* mine = o[i / 8] + i % 8 * 8;
-            *to = uint4{Pack<__half>::two(mine[0] * a, mine[1] * a), Pack<__half>::two(mine[2] * b, mine[3] * b),
-                        Pack<__half>::two(mine[4] * a, mine[5] * a), Pack<__half>::two(mine[6] * b, mine[7] * b)};
+            const uint4 eight{Pack<__half>::two(mine[0] * a, mine[1] * a), Pack<__half>::two(mine[2] * b, mine[3] * b),
+                              Pack<__half>::two(mine[4] * a, mine[5] * a), Pack<__half>::two(mine[6] * b, mine[7] * b)};
+            if (joins) *to = eight;
+            else store_unit(to, eight);
           }
         if (joins) {
           const auto join = [&](int row, bool in, float back) {
