@@ -1,4 +1,6 @@
-// Times whole calls of attend_latent on Hopper, answers checked against float64 in the same run.
+// Times whole calls of attend_latent on Hopper, answers checked against float64 in the same run. Calls follow each
+// other as a step's layers do: one block table, a cache each, a schedule made once in front of them (in their time)
+// unless each finds its own (alone).
 //   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,over:0]...
 #include <cuda_bf16.h>
 #include <cuda_fp8.h>
@@ -25,6 +27,7 @@ struct Shape {
   int page_size = 64;
   CacheFormat cache = CacheFormat::bf16;
   bool invariant = false;
+  bool alone = false;
 };
 
 /// Of all requests whose lengths differ: as many as in the sample that peers were measured with.
@@ -58,6 +61,12 @@ const Shape shapes[] = {
     {"b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, true},
     {"b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
     {"b8 h128 4K invariant", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b1 h16 4K alone", 1, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, true},
+    {"b1 h16 64K alone", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, false, true},
+    {"b1 h128 64K alone", 1, 128, 1, 65536, 0, 64, CacheFormat::bf16, false, true},
+    {"b8 h16 4K alone", 8, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, true},
+    {"b8 h128 4K alone", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, false, true},
+    {"b128 h16 4K alone", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, true},
     {"b1 h16 64K invariant", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, true},
     {"fp8 b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8},
     {"fp8 b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8},
@@ -202,7 +211,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / (positions * spec.token_bytes())))),
             calls = bench::calls_for(sets);
 
-  // One cache; every set has its own pages of it, shuffled.
+  // Every set has a cache of its own, as every layer has; one block table, of shuffled pages.
   const size_t page_bytes = spec.page_bytes(), q_elements = static_cast<size_t>(tokens) * s.heads * 576;
   DeviceArray<std::byte> cache(pages * sets * page_bytes);
   DeviceArray<uint16_t> q(q_elements * sets);
@@ -214,17 +223,15 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                                s.cache == CacheFormat::bf16);
   fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
   check(cudaDeviceSynchronize(), "bench", "fill");
-  std::vector<int32_t> order(pages * sets), tables(sets * s.batch * stride, -1);
+  std::vector<int32_t> order(pages), table(s.batch * stride, -1);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   size_t used = 0;
-  for (int set = 0; set < sets; ++set)
-    for (int r = 0; r < s.batch; ++r)
-      for (int i = 0; i < (lens[r] + s.page_size - 1) / s.page_size; ++i)
-        tables[(static_cast<size_t>(set) * s.batch + r) * stride + i] = order[used++];
+  for (int r = 0; r < s.batch; ++r)
+    for (int i = 0; i < (lens[r] + s.page_size - 1) / s.page_size; ++i) table[r * stride + i] = order[used++];
   std::vector<LatentItem> items(s.batch);
   for (int r = 0; r < s.batch; ++r) items[r] = {r, starts[r], s.query_tokens, 0, lens[r], lens[r] - s.query_tokens};
-  DeviceArray<int32_t> d_tables(tables);
+  DeviceArray<int32_t> d_table(table);
   DeviceArray<LatentItem> d_items(items);
   DeviceArray<uint16_t> out(static_cast<size_t>(tokens) * s.heads * 512);
   DeviceArray<float> lse(static_cast<size_t>(tokens) * s.heads);
@@ -254,12 +261,12 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   DeviceArray<std::byte> partials(attend_latent_partials(limits, choice));
   DeviceArray<unsigned> counters(attend_latent_counters(limits, choice), 0);
   AttendLatent args{.limits = limits,
-                    .cache = cache.data(),
                     .format = s.cache,
                     .k_scale = k_scale,
-                    .pages = pages * sets,
+                    .pages = pages,
                     .page_size = s.page_size,
                     .items = d_items.data(),
+                    .block_table = d_table.data(),
                     .table_stride = stride,
                     .scale = 0.0721688f,
                     .out = out.data(),
@@ -270,15 +277,20 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                     .counter_count = counters.size(),
                     .partials = partials.data(),
                     .partials_bytes = partials.size()};
-  const auto call = [&](int set, cudaStream_t stream) {
-    args.q = q.data() + q_elements * set;
-    args.block_table = d_tables.data() + static_cast<size_t>(set) * s.batch * stride;
-    attend_latent(args, choice, stream);
+  DeviceArray<std::byte> schedule(attend_latent_schedule_bytes(choice));
+  const auto call = [&](int i, cudaStream_t stream) {  // the i-th of calls in a row
+    const int set = i % sets;
+    args.q = q.data() + q_elements * set, args.cache = cache.data() + page_bytes * pages * set;
+    if (s.alone) return attend_latent(args, choice, stream);
+    AttendLatentChoice c = choice;
+    args.schedule = schedule.data(), args.schedule_bytes = schedule.size();
+    if (i == 0) attend_latent_schedule(args, choice, stream), c.overlap = false;
+    attend_latent(args, c, stream);
   };
 
   // Right?
   Result result{.floor = std::max(bytes / 4560e9, flops / 680e12) * 1e6, .bytes = bytes, .flops = flops};
-  call(1, nullptr);
+  call(0, nullptr), call(1, nullptr);
   check(cudaDeviceSynchronize(), "bench", "run");
   double square = 0, worst = 0, plain = 0;
   for (int sample = 0; sample < 3; ++sample) {
@@ -287,7 +299,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     const int n = lens[r] - s.query_tokens + token + 1;
     std::vector<float> rows(static_cast<size_t>(lens[r]) * 576);
     const auto as_float = [](uint16_t bits) { return to_float(bf16{bits}); };
-    const auto page_at = [&](int i) { return tables[(static_cast<size_t>(s.batch) + r) * stride + i]; };
+    const auto page_at = [&](int i) { return pages + table[r * stride + i]; };  // of set 1
     for (int at = 0; at < lens[r]; at += s.page_size) {
       const int count = std::min(s.page_size, lens[r] - at);
       const auto page = cache.download(page_at(at / s.page_size) * page_bytes, page_bytes);
@@ -313,7 +325,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   // Fast?
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  result.times = bench::time_calls(stream, calls, replays, [&](int i) { call(i % sets, stream); });
+  result.times = bench::time_calls(stream, calls, replays, [&](int i) { call(i, stream); });
   cudaStreamDestroy(stream);
   return result;
 }

@@ -93,5 +93,7 @@ struct HostRange {
 };
 void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges);
 void withdraw(cuda::Queue& queue, const void* owner) noexcept;
+/// Published copies were written anew.
+void changed(cuda::Queue& queue) noexcept;
 
 }  // namespace mla::gpu

@@ -41,6 +41,7 @@ void Stopwatch::stop(cuda::Queue&) {}
 double Stopwatch::seconds() const { return 0; }
 void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
 void withdraw(cuda::Queue&, const void*) noexcept {}
+void changed(cuda::Queue&) noexcept {}
 size_t workspace_bytes(const PagedAttention&) { return 0; }
 size_t workspace_bytes(const ListAttention&) { return 0; }
 void attend(const PagedAttention&, const CallerStream& at) { none(at.device); }

@@ -156,6 +156,7 @@ struct StagedStep::State {
       for (int64_t p = 0; p < batch.block_table.extent<Page>(); ++p)
         table[r * table_stride + p] = batch.block_table(r, p);
     copy(stream, device.data(), host.data, bytes);
+    gpu::changed(stream.queue());
     host.copied.set(stream.queue());
   }
 };

@@ -161,6 +161,12 @@ class Inputs {
   }
 
   void poison() { out_->poison(), lse_->poison(); }
+  void make_schedule() {
+    schedule_.emplace(attend_latent_schedule_bytes(choice), 0x7f);
+    args.schedule = schedule_->data(), args.schedule_bytes = schedule_->size();
+    attend_latent_schedule(args, choice, nullptr);
+    check(cudaDeviceSynchronize(), "attend_latent", "schedule");
+  }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
   std::vector<float> lse() const { return lse_->download(); }
   std::vector<unsigned> counters() const { return counters_->download(); }
@@ -262,7 +268,7 @@ class Inputs {
   std::optional<DeviceArray<int32_t>> d_table_;
   std::optional<DeviceArray<LatentItem>> d_items_;
   std::optional<DeviceArray<unsigned>> counters_;
-  std::optional<DeviceArray<std::byte>> partials_, out_;
+  std::optional<DeviceArray<std::byte>> partials_, out_, schedule_;
   std::optional<DeviceArray<float>> lse_;
 };
 
@@ -295,6 +301,17 @@ TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
     EXPECT_EQ(out, s.out()) << "patience " << patience;
     EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "patience " << patience;
     for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters, patience " << patience;
+  }
+  // By a schedule made ahead.
+  s.make_schedule();
+  for (const int patience : {AttendLatentChoice().patience, 0}) {
+    s.choice.patience = patience;
+    s.poison();
+    attend_latent(s.args, s.choice, nullptr);
+    synchronize();
+    EXPECT_EQ(out, s.out()) << "with a schedule, patience " << patience;
+    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "with a schedule, patience " << patience;
+    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters with a schedule, patience " << patience;
   }
 }
 
@@ -508,6 +525,9 @@ TEST_F(OnDevice, RefusesBadShapes) {
             std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.partials_bytes -= 1; }).find("partials are"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.counter_count -= 1; }).find("counters are"), std::string::npos);
+  EXPECT_NE(message([&](AttendLatent& a) { a.schedule = a.partials, a.schedule_bytes = 16; }).find("schedule is 16"),
+            std::string::npos);
+  EXPECT_THROW(attend_latent_schedule(s.args, s.choice, nullptr), ShapeError);
   EXPECT_NE(message([](AttendLatent& a) { a.items = nullptr; }).find("items"), std::string::npos);
   EXPECT_NE(message([](AttendLatent& a) { a.format = CacheFormat::f32; }).find("bf16, f16"), std::string::npos);
 }

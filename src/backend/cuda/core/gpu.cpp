@@ -181,5 +181,6 @@ void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> r
   for (const HostRange& r : ranges) queue.publish({owner, static_cast<const std::byte*>(r.host), r.bytes, r.device});
 }
 void withdraw(cuda::Queue& queue, const void* owner) noexcept { queue.withdraw(owner); }
+void changed(cuda::Queue& queue) noexcept { queue.changed(); }
 
 }  // namespace mla::gpu

@@ -44,12 +44,14 @@ Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr
         "a stream's counters");
   own_counters_ = true;
   check(cudaMemset(counters_, 0, (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
+  if (hopper()) check(cudaMalloc(reinterpret_cast<void**>(&made_.data), kMade), name, "a stream's schedules");
   blas_ = std::make_unique<Blas>(name);
 }
 
 Queue::~Queue() {
   blas_.reset();
   if (own_counters_) cudaFree(counters_);
+  cudaFree(made_.data);
   if (own_stream_) cudaStreamDestroy(stream_);
 }
 
@@ -57,6 +59,7 @@ void Queue::publish(const Range& range) {
   // An array that is gone may have left its place to this one.
   std::erase_if(ranges_,
                 [&](const Range& r) { return r.host < range.host + range.bytes && range.host < r.host + r.bytes; });
+  changed();
   const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), range.host,
                                    [](const std::byte* p, const Range& r) { return p < r.host; });
   ranges_.insert(at, range);

@@ -38,6 +38,17 @@ class Queue {
   static constexpr size_t kCounters = 16384;
   static constexpr size_t kSpare = kCounters;  ///< 64 more, for kernels that need a few beside those
 
+  /// What was worked out on the device for several calls that are captured together: kMade bytes, of a Hopper GPU's own
+  /// queue (otherwise null), and what for, as a kernel's own key has it. Gone when staged arrays change.
+  struct Made {
+    std::byte* data = nullptr;
+    unsigned long long capture = 0;  // 0: nothing
+    std::vector<int64_t> key;
+    bool there = false;
+  };
+  Made& made() const { return made_; }
+  static constexpr size_t kMade = size_t{1} << 18;
+
   /// Where the device reads a host array: its staged copy, or, where the host memory itself is the device's to read
   /// (pinned, managed), that. ShapeError naming op and array when neither. Null for an empty array.
   template <class T>
@@ -63,6 +74,8 @@ class Queue {
   };
   void publish(const Range& range);
   void withdraw(const void* owner) noexcept;
+  /// Staged copies were written anew.
+  void changed() noexcept { made_.capture = 0; }
 
  private:
   const void* find(const void* host, size_t bytes, std::string_view op, std::string_view name) const;
@@ -73,6 +86,7 @@ class Queue {
   unsigned* counters_ = nullptr;
   std::unique_ptr<Blas> blas_;
   std::vector<Range> ranges_;  // by host address
+  mutable Made made_;
 };
 
 }  // namespace mla::cuda

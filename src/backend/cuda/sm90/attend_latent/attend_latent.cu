@@ -94,8 +94,49 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
                                                                   std::to_string(a.counters ? a.counter_count : 0) +
                                                                   ", " + std::to_string(count) + " are needed");
   require(aligned(a.partials, 256), "partials must be 256-byte aligned");
+  const size_t schedule = attend_latent_schedule_bytes(c);
+  require(!a.schedule || aligned(a.schedule, 16), "schedule must be 16-byte aligned");
+  require(!a.schedule || a.schedule_bytes >= schedule,
+          "schedule is " + std::to_string(a.schedule_bytes) + " bytes, " + std::to_string(schedule) + " are needed");
   require(a.partials_bytes >= bytes,
           "partials are " + std::to_string(a.partials_bytes) + " bytes, " + std::to_string(bytes) + " are needed");
+}
+
+latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
+  const AttendLatentLimits& l = a.limits;
+  latent::Params p{};
+  p.starts = static_cast<const latent::Start*>(a.schedule);
+  p.items = a.items;
+  p.block_table = a.block_table;
+  p.table_stride = a.table_stride;
+  p.cache = a.cache;
+  p.page_stride = a.page_stride ? a.page_stride : dense_page_stride(a);
+  p.requests = l.requests;
+  p.heads = l.heads;
+  p.page_size = a.page_size;
+  p.by_heads = Divisor(l.heads);
+  p.by_page = Divisor(a.page_size);
+  p.by_workers = Divisor(c.workers);
+  p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
+  p.value_scale = a.format == CacheFormat::fp8 ? a.k_scale : 1.0f;
+  p.scale_log2 = a.scale * 1.4426950408889634f * p.value_scale;
+  p.out = a.out;
+  p.out_f32 = a.out_dtype == Dtype::f32;
+  p.lse = a.lse;
+  p.lse_token_stride = a.lse_token_stride;
+  p.lse_head_stride = a.lse_head_stride;
+  p.counters = a.counters;
+  p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
+  p.patience = c.patience;
+  p.partial_out = static_cast<float*>(a.partials);
+  const bool half = c.tile_rows >= 64 && !is_fp8(a.format);  // partials of the wide kernel
+  p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
+  p.workers = c.workers;
+  p.split_blocks = c.split_blocks;
+  p.min_blocks = c.min_blocks;
+  p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
+  p.line_overhead = c.line_overhead;
+  return p;
 }
 
 }  // namespace
@@ -136,43 +177,24 @@ size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentCho
   return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 1) * 4, 256));
 }
 
+size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice) {
+  return static_cast<size_t>(choice.workers) * sizeof(latent::Start);
+}
+
+void attend_latent_schedule(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
+  check_args(a, c);
+  require(a.schedule, "there is no room for a schedule");
+  if (a.limits.tokens == 0 || a.limits.requests == 0) return;
+  latent::launch_starts(is_fp8(a.format), c, params_of(a, c), static_cast<latent::Start*>(a.schedule), shape_of(a),
+                        stream);
+}
+
 void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
   check_args(a, c);
   const AttendLatentLimits& l = a.limits;
   if (l.tokens == 0 || l.requests == 0) return;
   const std::string shape = shape_of(a);
-
-  latent::Params p{};
-  p.items = a.items;
-  p.block_table = a.block_table;
-  p.table_stride = a.table_stride;
-  p.cache = a.cache;
-  p.page_stride = a.page_stride ? a.page_stride : dense_page_stride(a);
-  p.requests = l.requests;
-  p.heads = l.heads;
-  p.page_size = a.page_size;
-  p.by_heads = Divisor(l.heads);
-  p.by_page = Divisor(a.page_size);
-  p.by_workers = Divisor(c.workers);
-  p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
-  p.value_scale = a.format == CacheFormat::fp8 ? a.k_scale : 1.0f;
-  p.scale_log2 = a.scale * 1.4426950408889634f * p.value_scale;
-  p.out = a.out;
-  p.out_f32 = a.out_dtype == Dtype::f32;
-  p.lse = a.lse;
-  p.lse_token_stride = a.lse_token_stride;
-  p.lse_head_stride = a.lse_head_stride;
-  p.counters = a.counters;
-  p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
-  p.patience = c.patience;
-  p.partial_out = static_cast<float*>(a.partials);
-  const bool half = c.tile_rows >= 64 && !is_fp8(a.format);  // partials of the wide kernel
-  p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
-  p.workers = c.workers;
-  p.split_blocks = c.split_blocks;
-  p.min_blocks = c.min_blocks;
-  p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
-  p.line_overhead = c.line_overhead;
+  const latent::Params p = params_of(a, c);
 
   constexpr uint64_t row_bytes = latent::entry * 2;
   const uint64_t q_extents[2] = {latent::entry, static_cast<uint64_t>(l.tokens) * l.heads};

@@ -135,12 +135,21 @@ __device__ inline float new_room(float room, float growth, float peak, float mos
 template <class Rows>
 class UnitRows {
  public:
+  static constexpr int look_ups = 2;
+
   UnitRows() = default;
-  __device__ UnitRows(const Params& p, const Item& it, int unit)
-      : table_(p.block_table + it.request * p.table_stride),
-        positions_(it.positions),
-        first_(it.block * block_tokens + unit * unit_rows) {
+  __device__ UnitRows(const Params& p, const Item& it, int unit) : UnitRows(it, table_of(p, it), unit) {
     at_ = look_up(p, 0), next_ = look_up(p, 1);
+  }
+  __device__ UnitRows(const Params& p, const Begin<UnitRows>& begin, int unit)
+      : UnitRows(begin.item, table_of(p, begin.item), unit) {
+    at_ = place_of(p, position(p, first_, 0), begin.pages[0]),
+    next_ = place_of(p, position(p, first_, 1), begin.pages[1]);
+  }
+  /// first: position of the unit's first row in the first block.
+  __device__ static int position(const Params& p, int first, int window) {
+    const int index = window * 32 + static_cast<int>(threadIdx.x % 32), shift = 4 - p.box_shift;  // runs of a unit
+    return first + (index >> shift) * block_tokens + ((index & ((1 << shift) - 1)) << p.box_shift);
   }
 
   /// Moves to the item's block i, not before the last one; all lanes of the warp.
@@ -153,12 +162,15 @@ class UnitRows {
   __device__ int64_t run(int i) const { return __shfl_sync(0xffffffffu, at_, offset_ + i); }
 
  private:
+  __device__ UnitRows(const Item& it, const int* table, int unit)
+      : table_(table), positions_(it.positions), first_(it.block * block_tokens + unit * unit_rows) {}
   __device__ int64_t look_up(const Params& p, int window) const {
-    const int index = window * 32 + static_cast<int>(threadIdx.x % 32), shift = 4 - p.box_shift;  // runs of a unit
-    const int position = first_ + (index >> shift) * block_tokens + ((index & ((1 << shift) - 1)) << p.box_shift);
-    if (position >= positions_) return 0;
-    const int page = p.by_page.divide(position);
-    return __ldg(table_ + page) * p.page_stride + (position - page * p.page_size) * int64_t{Rows::bytes};
+    const int at = position(p, first_, window);
+    return place_of(p, at, page_of(p, table_, positions_, at));
+  }
+  __device__ static int64_t place_of(const Params& p, int position, int page) {
+    if (page < 0) return 0;
+    return page * p.page_stride + (position - p.by_page.divide(position) * p.page_size) * int64_t{Rows::bytes};
   }
 
   const int* table_ = nullptr;
@@ -197,9 +209,8 @@ class UnitLoader {
   UnitLoader() = default;
   /// Finds the first item, beside the barriers' birth and the previous kernel's end. split: told to all.
   __device__ UnitLoader(const Params& p, const CUtensorMap& q_map, Split& split) {
-    Split mine;
-    Walk<Order::rows, Order::invariant> walk(p, blockIdx.x, mine);
-    if (more_ = walk.next(p, mine, it_); more_) look_up(p, q_map, it_, rows_, warp_unit());
+    const Split mine = begin_work<Order::rows, Order::invariant>(p, blockIdx.x, warp_unit(), it_, rows_);
+    if (more_ = it_.blocks >= 0; more_) prefetch_queries(q_map, it_);
     if (threadIdx.x == math_threads) split = mine;
   }
 
@@ -220,7 +231,7 @@ class UnitLoader {
         looked = true;
         if (count == 0) walk = {p, s.split, static_cast<int>(blockIdx.x)}, walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
-        if (another) look_up(p, q_map, following, following_rows, unit);
+        if (another) following_rows = UnitRows<Rows>(p, following, unit), prefetch_queries(q_map, following);
       };
       const int blocks = warp_uniform(it_.blocks), queries_at = unit ? -1 : min(blocks, count == 0 ? 0 : ahead);
 #pragma unroll 1
@@ -241,11 +252,9 @@ class UnitLoader {
 
  private:
   __device__ static int warp_unit() { return warp_uniform(threadIdx.x / 32) - math_threads / 32; }
-  __device__ static void look_up(const Params& p, const CUtensorMap& q_map, const Item& it, UnitRows<Rows>& rows,
-                                 int unit) {
-    rows = UnitRows<Rows>(p, it, unit);
+  __device__ static void prefetch_queries(const CUtensorMap& q_map, const Item& it) {
     const int lane = threadIdx.x % 32;
-    if (unit == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
+    if (warp_unit() == 0 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
   }
 
   Item it_;

@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(threads, 1)
   UnitLoader<Order, Rows> loader;
   if (warpgroup == 2) {
     loader = {p, q_map, s.split};
-  } else if (warp == 1) {
+  } else if (warp == 1 && !p.starts) {
     prefetch_table(p);
   }
   __syncthreads();

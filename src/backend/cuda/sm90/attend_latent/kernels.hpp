@@ -10,6 +10,7 @@
 namespace mla::cuda::latent {
 
 struct Params;
+struct Start;
 
 template <class T>
 void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
@@ -18,5 +19,9 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
 /// fp8 or fp8_ds_mla.
 void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                 std::string_view shape, cudaStream_t stream);
+
+/// What each worker begins with, to starts[workers].
+void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, Start* starts, std::string_view shape,
+                   cudaStream_t stream);
 
 }  // namespace mla::cuda::latent

@@ -2,6 +2,8 @@
 // in the paged cache of 16 bits.
 #pragma once
 
+#include <cstring>
+
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/sm90/attend_latent/schedule.cuh"
@@ -33,14 +35,75 @@ __device__ void hand_over_none(Shared& s, int count) {
   }
 }
 
+// Where an item's rows lie is known by a Rows class, which at first looks pages up `look_ups` times, a lane a page each
+// time: these may be known from a Start. position(): of a lane's look-up, `first` being the item's first (or the first
+// of the loading warp's part of a block). Page -1: past the item's end.
+
+__device__ inline const int* table_of(const Params& p, const Item& it) {
+  return p.block_table + it.request * p.table_stride;
+}
+__device__ inline int page_of(const Params& p, const int* table, int positions, int position) {
+  return position < positions ? __ldg(table + p.by_page.divide(position)) : -1;
+}
+
+/// A Start as a loading warp has it: with what it looks pages up for.
+template <class Rows>
+struct Begin {
+  Item item;
+  Split split;
+  int pages[Rows::look_ups];
+
+  /// part: of a block, where the warp has one of its own.
+  __device__ Begin(const Start& start, int part) {
+#pragma unroll
+    for (int i = 0; i < Rows::look_ups; ++i)
+      pages[i] = __ldg(&start.pages[part * Rows::look_ups + i][threadIdx.x % 32]);
+    read(item, start.item), read(split, start.split);
+  }
+
+ private:
+  template <class T>
+  __device__ static void read(T& to, const T& from) {
+    uint4 v[(sizeof(T) + 15) / 16];
+#pragma unroll
+    for (size_t i = 0; i < sizeof v / 16; ++i) v[i] = __ldg(reinterpret_cast<const uint4*>(&from) + i);
+    memcpy(&to, v, sizeof(T));
+  }
+};
+
+/// By a loading warp: its worker's split and first item (blocks -1: none), and that item's rows.
+template <int tile_rows, bool invariant, class Rows>
+__device__ Split begin_work(const Params& p, int worker, int part, Item& it, Rows& rows) {
+  if (p.starts) {
+    const Begin<Rows> begin(p.starts[worker], part);
+    if (it = begin.item; it.blocks > 0) rows = Rows(p, begin, part);
+    return begin.split;
+  }
+  Split split;
+  Walk<tile_rows, invariant> walk(p, worker, split);
+  if (!walk.next(p, split, it)) it.blocks = -1;
+  if (it.blocks > 0) rows = Rows(p, it, part);
+  return split;
+}
+
 /// Cache rows of an item's blocks, box by box: lanes look up 32 boxes at a time, one such window ahead.
 class BoxRows {
  public:
+  static constexpr int look_ups = 2;
+
   BoxRows() = default;
-  __device__ BoxRows(const Params& p, const Item& it)
-      : table_(p.block_table + it.request * p.table_stride), positions_(it.positions), first_(it.block) {
+  __device__ BoxRows(const Params& p, const Item& it, int = 0) : BoxRows(it, table_of(p, it)) {
     if (p.box_shift < 0) return;
     row_ = look_up(p, 0), next_ = look_up(p, 1);
+  }
+  __device__ BoxRows(const Params& p, const Begin<BoxRows>& begin, int = 0)
+      : BoxRows(begin.item, table_of(p, begin.item)) {
+    if (p.box_shift < 0) return;
+    const int first = first_ * block_tokens;
+    row_ = row_of(p, position(p, first, 0), begin.pages[0]), next_ = row_of(p, position(p, first, 1), begin.pages[1]);
+  }
+  __device__ static int position(const Params& p, int first, int window) {
+    return first + ((window * 32 + static_cast<int>(threadIdx.x % 32)) << p.box_shift);
   }
 
   /// Moves to block j, not before the last one; all lanes of the warp.
@@ -55,11 +118,13 @@ class BoxRows {
   __device__ int row(int i) const { return __shfl_sync(0xffffffffu, row_, offset_ + i); }
 
  private:
+  __device__ BoxRows(const Item& it, const int* table) : table_(table), positions_(it.positions), first_(it.block) {}
   __device__ int look_up(const Params& p, int window) const {
-    const int position = first_ * block_tokens + ((window * 32 + static_cast<int>(threadIdx.x % 32)) << p.box_shift);
-    if (position >= positions_) return 0;
-    const int page = p.by_page.divide(position);
-    return __ldg(table_ + page) * p.page_size + position - page * p.page_size;
+    const int at = position(p, first_ * block_tokens, window);
+    return row_of(p, at, page_of(p, table_, positions_, at));
+  }
+  __device__ static int row_of(const Params& p, int position, int page) {
+    return page < 0 ? 0 : page * p.page_size + position - p.by_page.divide(position) * p.page_size;
   }
 
   const int* table_ = nullptr;
@@ -71,10 +136,20 @@ class BoxRows {
 /// touched before: in a full queue they take as long as the copies. Who waits for the copies calls fence_async_proxy().
 class RowCopies {
  public:
+  static constexpr int look_ups = 4;  // halves of two blocks
+
   RowCopies() = default;
-  __device__ RowCopies(const Params& p, const Item& it)
-      : table_(p.block_table + it.request * p.table_stride), positions_(it.positions), block_(it.block) {
+  __device__ RowCopies(const Params& p, const Item& it, int = 0)
+      : table_(table_of(p, it)), positions_(it.positions), block_(it.block) {
     look_up(p, block_, page_), look_up(p, block_ + 1, next_);
+  }
+  __device__ RowCopies(const Params& p, const Begin<RowCopies>& begin, int = 0)
+      : table_(table_of(p, begin.item)), positions_(begin.item.positions), block_(begin.item.block) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) page_[half] = begin.pages[half], next_[half] = begin.pages[2 + half];
+  }
+  __device__ static int position(const Params&, int first, int half) {
+    return first + half * 32 + static_cast<int>(threadIdx.x % 32);
   }
 
   /// The first of an item's blocks on their way to L2, two at most, by four warps. Only where they are all there is: in
@@ -114,19 +189,13 @@ class RowCopies {
   }
 
  private:
-  /// Positions lane and lane + 32 of block j.
-  __device__ static int position(int j, int half) {
-    return j * block_tokens + half * 32 + static_cast<int>(threadIdx.x % 32);
-  }
   __device__ void look_up(const Params& p, int j, int (&page)[2]) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      page[half] = -1;
-      if (const int at = position(j, half); at < positions_) page[half] = __ldg(table_ + p.by_page.divide(at));
-    }
+    for (int half = 0; half < 2; ++half)
+      page[half] = page_of(p, table_, positions_, position(p, j * block_tokens, half));
   }
   __device__ static int row_of(const Params& p, int j, const int (&page)[2], int half) {
-    const int at = position(j, half);
+    const int at = position(p, j * block_tokens, half);
     return page[half] < 0 ? -1 : page[half] * p.page_size + at - p.by_page.divide(at) * p.page_size;
   }
 

@@ -54,26 +54,24 @@ __global__ void __launch_bounds__(threads, 1)
     tma_prefetch_map(q_map);
   }
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  Walk<Tile::rows, invariant> walk;
   Item it;
-  Split split;
   RowCopies rows;
-  bool more = false;
   if (warpgroup == 2) {
-    walk = Walk<Tile::rows, invariant>(p, blockIdx.x, split);
-    if (more = walk.next(p, split, it); more) {
-      rows = RowCopies(p, it);
+    const Split split = begin_work<Tile::rows, invariant>(p, blockIdx.x, 0, it, rows);
+    if (it.blocks >= 0) {
       rows.prefetch(p, it.blocks, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
     if (threadIdx.x == math_threads) s.split = split;
-  } else if (warp == 1) {
+  } else if (warp == 1 && !p.starts) {
     prefetch_table(p);
   }
   __syncthreads();
 
   if (warpgroup == 2) {         // ---- load
     int copied = 0, count = 0;  // blocks, items
+    Walk<Tile::rows, invariant> walk;
+    bool more = it.blocks >= 0;
     wait_for_previous_grids();
     __syncwarp();
     while (warp_uniform(more)) {
@@ -84,6 +82,7 @@ __global__ void __launch_bounds__(threads, 1)
       bool another = false, looked = false;
       const auto look_ahead = [&] {
         looked = true;
+        if (count == 0) walk = {p, s.split, static_cast<int>(blockIdx.x)}, walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
         following_rows = RowCopies(p, following);

@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
+#include <vector>
 
+#include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "backend/cuda/sm90/ops.hpp"
@@ -57,6 +60,42 @@ Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, si
 // Where partial rows begin in scratch.
 size_t partials_at(const ops::AttendLatentArgs& a) { return -reinterpret_cast<uintptr_t>(a.scratch.data) & 255; }
 
+// The second of the calls that are captured together and attend by the same staged lengths and table, a step's layers,
+// has the schedule made, for itself and for those after it: the graph makes it at every launch. Calls that are not
+// captured, or read arrays that others may write meanwhile, find their own.
+void use_schedule(const Queue& queue, AttendLatent& args, AttendLatentChoice& choice) {
+  Queue::Made& made = queue.made();
+  if (!made.data || attend_latent_schedule_bytes(choice) > Queue::kMade) return;
+  cudaStreamCaptureStatus status{};
+  unsigned long long capture = 0;
+  check(cudaStreamGetCaptureInfo(queue.stream(), &status, &capture), "attend_latent", "capture");
+  if (status != cudaStreamCaptureStatusActive) return;
+  const AttendLatentLimits& l = args.limits;
+  std::vector<int64_t> key = {reinterpret_cast<int64_t>(args.items),
+                              reinterpret_cast<int64_t>(args.block_table),
+                              args.table_stride,
+                              args.page_size,
+                              static_cast<int64_t>(args.format),
+                              l.tokens,
+                              l.requests,
+                              l.heads,
+                              l.query_tokens,
+                              choice.tile_rows,
+                              choice.workers,
+                              choice.box_rows,
+                              choice.split_blocks,
+                              choice.min_blocks,
+                              choice.line_overhead};
+  if (made.capture != capture || made.key != key) {
+    made.capture = capture, made.key = std::move(key), made.there = false;
+    return;
+  }
+  args.schedule = made.data, args.schedule_bytes = Queue::kMade;
+  if (made.there) return;
+  attend_latent_schedule(args, choice, queue.stream());
+  made.there = true, choice.overlap = false;
+}
+
 }  // namespace
 
 bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
@@ -93,27 +132,28 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool afte
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
     choice.overlap = choice.overlap && !after_writer;
-    cuda::attend_latent({.limits = limits,
-                         .q = a.q.data(),
-                         .cache = a.cache.data,
-                         .format = a.cache.spec.format,
-                         .k_scale = a.cache.spec.k_scale,
-                         .pages = a.cache.pages,
-                         .page_size = page_size,
-                         .items = items + begin,
-                         .block_table = table.data(),
-                         .table_stride = table.stride<Request>(),
-                         .scale = a.scale,
-                         .out = a.out.data(),
-                         .out_dtype = a.out.dtype(),
-                         .lse = a.lse.data(),
-                         .lse_token_stride = a.lse.stride<Token>(),
-                         .lse_head_stride = a.lse.stride<Head>(),
-                         .counters = queue.counters(),
-                         .counter_count = Queue::kCounters,
-                         .partials = a.scratch.data + partials_at(a),
-                         .partials_bytes = room},
-                        choice, queue.stream());
+    AttendLatent args{.limits = limits,
+                      .q = a.q.data(),
+                      .cache = a.cache.data,
+                      .format = a.cache.spec.format,
+                      .k_scale = a.cache.spec.k_scale,
+                      .pages = a.cache.pages,
+                      .page_size = page_size,
+                      .items = items + begin,
+                      .block_table = table.data(),
+                      .table_stride = table.stride<Request>(),
+                      .scale = a.scale,
+                      .out = a.out.data(),
+                      .out_dtype = a.out.dtype(),
+                      .lse = a.lse.data(),
+                      .lse_token_stride = a.lse.stride<Token>(),
+                      .lse_head_stride = a.lse.stride<Head>(),
+                      .counters = queue.counters(),
+                      .counter_count = Queue::kCounters,
+                      .partials = a.scratch.data + partials_at(a),
+                      .partials_bytes = room};
+    if (count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
+    cuda::attend_latent(args, choice, queue.stream());
     begin += count;
   }
 }

@@ -26,7 +26,10 @@ constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one
 /// Most pieces of a tile: workers, or what the host allows batch-invariant splits.
 constexpr int most_pieces = 512;
 
+struct Start;
+
 struct Params {
+  const Start* starts;  // of all workers, made ahead; null: each finds its own
   // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
   int requests;  // items
@@ -324,6 +327,15 @@ class Walk {
  private:
   Tiles<tile_rows> tiles_;
   int worker_, at_, request_, start_, tile_ = 0, splits_ = 0;
+};
+
+/// Where a worker begins, made ahead of the calls that attend by it: all that it needs before its first copy, in one
+/// read.
+struct Start {
+  static constexpr int most_look_ups = 8;
+  alignas(16) Item item;  // blocks -1: none
+  alignas(16) Split split;
+  alignas(16) int pages[most_look_ups][32];  // load.cuh
 };
 
 }  // namespace mla::cuda::latent

@@ -88,17 +88,13 @@ __global__ void __launch_bounds__(wide_threads, 1)
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
   BoxRows rows;
   if (warpgroup == 3) {
-    Split split;
     Item it;
-    Walk<tile_rows, invariant> walk(p, worker, split);
-    if (!walk.next(p, split, it)) it.blocks = -1;
-    if (warp != 15) {
-      if (it.blocks > 0) rows = BoxRows(p, it);
-    } else if (lane == 0) {
+    const Split split = begin_work<tile_rows, invariant>(p, worker, 0, it, rows);
+    if (warp == 15 && lane == 0) {
       s.item[0] = it, s.split = split;
       s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     }
-  } else if (warp == 1) {
+  } else if (warp == 1 && !p.starts) {
     prefetch_table(p);
   }
   cluster_wait();  // the barriers exist, the peer's too
