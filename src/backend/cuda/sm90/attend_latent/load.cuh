@@ -56,8 +56,10 @@ struct Begin {
   /// part: of a block, where the warp has one of its own.
   __device__ Begin(const Start& start, int part) {
 #pragma unroll
-    for (int i = 0; i < Rows::look_ups; ++i)
-      pages[i] = __ldg(&start.pages[part * Rows::look_ups + i][threadIdx.x % 32]);
+    for (int i = 0; i < Rows::look_ups; ++i)  // volatile: not later, when the item turns out to have blocks
+      asm volatile("ld.global.nc.b32 %0, [%1];"
+                   : "=r"(pages[i])
+                   : "l"(&start.pages[part * Rows::look_ups + i][threadIdx.x % 32]));
     read(item, start.item), read(split, start.split);
   }
 

@@ -211,8 +211,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           if (count) rows = BoxRows(p, it);
-          else if (elect_one())
-            for (int box = 0; box < 9; ++box) tma_prefetch_box(q_map, box * 64, it.row0 + rank * 64);
           wait_for_previous_grids();
           if (elect_one()) {
             mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
@@ -252,14 +250,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks, block = it.block;
         if (blocks < 0) break;
         if (blocks) {
-          if (count) {
-            rows = BoxRows(p, it);
-          } else {  // while the previous kernel ends
-            rows.seek(p, block);
-            for_boxes(rows, [&](int, int row) {
-              for (int i = rank; i < 4; i += Tile::ctas) tma_prefetch_box(cache_map, (half * 4 + i) * 64, row);
-            });
-          }
+          if (count) rows = BoxRows(p, it);
           wait_for_previous_grids();
           wait_for_release(half);
           if (elect_one())
