@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "cuda/device.hpp"
+#include "cuda/latent_repeats.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -161,12 +162,6 @@ class Inputs {
   }
 
   void poison() { out_->poison(), lse_->poison(); }
-  void make_schedule() {
-    schedule_.emplace(attend_latent_schedule_bytes(choice), 0x7f);
-    args.schedule = schedule_->data(), args.schedule_bytes = schedule_->size();
-    attend_latent_schedule(args, choice, nullptr);
-    check(cudaDeviceSynchronize(), "attend_latent", "schedule");
-  }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
   std::vector<float> lse() const { return lse_->download(); }
   std::vector<unsigned> counters() const { return counters_->download(); }
@@ -268,7 +263,7 @@ class Inputs {
   std::optional<DeviceArray<int32_t>> d_table_;
   std::optional<DeviceArray<LatentItem>> d_items_;
   std::optional<DeviceArray<unsigned>> counters_;
-  std::optional<DeviceArray<std::byte>> partials_, out_, schedule_;
+  std::optional<DeviceArray<std::byte>> partials_, out_;
   std::optional<DeviceArray<float>> lse_;
 };
 
@@ -290,29 +285,7 @@ TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
   attend_latent(s.args, s.choice, nullptr);
   synchronize();
   s.verify();
-  const auto out = s.out();
-  const auto lse = s.lse();
-  // Whoever merges, by how long workers wait for each other.
-  for (const int patience : {s.choice.patience, s.choice.patience, 0, 2000, 0}) {
-    s.choice.patience = patience;
-    s.poison();
-    attend_latent(s.args, s.choice, nullptr);
-    synchronize();
-    EXPECT_EQ(out, s.out()) << "patience " << patience;
-    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "patience " << patience;
-    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters, patience " << patience;
-  }
-  // By a schedule made ahead.
-  s.make_schedule();
-  for (const int patience : {AttendLatentChoice().patience, 0}) {
-    s.choice.patience = patience;
-    s.poison();
-    attend_latent(s.args, s.choice, nullptr);
-    synchronize();
-    EXPECT_EQ(out, s.out()) << "with a schedule, patience " << patience;
-    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << "with a schedule, patience " << patience;
-    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters with a schedule, patience " << patience;
-  }
+  expect_same_bits(s);
 }
 
 std::vector<int> fill(int n, int value) { return std::vector<int>(n, value); }

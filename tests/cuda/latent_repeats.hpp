@@ -1,0 +1,39 @@
+// What attend_latent's tests over all caches hold each case to once it agrees with float64: the same bits again.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <string>
+
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "cuda/device.hpp"
+
+namespace mla::cuda::test {
+
+/// Whoever merges, by how long workers wait for each other, and by a schedule made ahead. s: after a call, whose bits
+/// the others' must be.
+template <class Inputs>
+void expect_same_bits(Inputs& s) {
+  const auto out = s.out();
+  const auto lse = s.lse();
+  const auto again = [&](int patience, const char* by) {
+    const std::string where = by + ("patience " + std::to_string(patience));
+    s.choice.patience = patience;
+    s.poison();
+    attend_latent(s.args, s.choice, nullptr);
+    check(cudaDeviceSynchronize(), "attend_latent", "run");
+    EXPECT_EQ(out, s.out()) << where;
+    EXPECT_EQ(0, std::memcmp(lse.data(), s.lse().data(), lse.size() * 4)) << where;
+    for (const unsigned n : s.counters()) ASSERT_EQ(n, 0u) << "counters, " << where;
+  };
+  const int most = s.choice.patience;
+  for (const int patience : {most, most, 0, 2000, 0}) again(patience, "");
+  DeviceArray<std::byte> schedule(attend_latent_schedule_bytes(s.choice), 0x7f);
+  s.args.schedule = schedule.data(), s.args.schedule_bytes = schedule.size();
+  attend_latent_schedule(s.args, s.choice, nullptr);
+  for (const int patience : {most, 0}) again(patience, "with a schedule, ");
+  s.args.schedule = nullptr;
+}
+
+}  // namespace mla::cuda::test
