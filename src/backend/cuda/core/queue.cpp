@@ -43,7 +43,8 @@ Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr
   check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name,
         "a stream's counters");
   own_counters_ = true;
-  check(cudaMemset(counters_, 0, (kCounters + 64) * sizeof(unsigned)), name, "a stream's counters");
+  // On the stream: one of its own does not wait for the default stream's.
+  check(cudaMemsetAsync(counters_, 0, (kCounters + 64) * sizeof(unsigned), stream_), name, "a stream's counters");
   if (hopper()) check(cudaMalloc(reinterpret_cast<void**>(&made_.data), kMade), name, "a stream's schedules");
   blas_ = std::make_unique<Blas>(name);
 }
