@@ -319,6 +319,7 @@ class Walk : Runner {
                                                  .partial_out = partial_out,
                                                  .partial_lse = partial_lse,
                                                  .batch_invariant = plan_.options.split == SplitPolicy::batch_invariant,
+                                                 .cache_settled = true,  // queries are absorbed after the append
                                                  .scratch = scratch_});
     if (!plan_.splits.empty())
       run("merge_splits", ops::MergeSplitsArgs{partial_out, partial_lse, plan_.splits, latent_out.as<float>(), lse});

@@ -11,8 +11,8 @@
 
 namespace mla::cuda::test {
 
-/// Whoever merges, by how long workers wait for each other, and by a schedule made ahead. s: after a call, whose bits
-/// the others' must be.
+/// Whoever merges, by how long workers wait for each other, and by a schedule made ahead and a cache that is settled.
+/// s: after a call, whose bits the others' must be.
 template <class Inputs>
 void expect_same_bits(Inputs& s) {
   const auto out = s.out();
@@ -33,7 +33,9 @@ void expect_same_bits(Inputs& s) {
   s.args.schedule = schedule.data(), s.args.schedule_bytes = schedule.size();
   attend_latent_schedule(s.args, s.choice, nullptr);
   for (const int patience : {most, 0}) again(patience, "with a schedule, ");
-  s.args.schedule = nullptr;
+  s.choice.settled = true;
+  for (const int patience : {most, most, 0}) again(patience, "cache settled, ");
+  s.args.schedule = nullptr, s.choice.settled = false;
 }
 
 }  // namespace mla::cuda::test

@@ -27,6 +27,9 @@ struct AttendLatentArgs {
   View<float, Partial, Head> partial_lse;
   /// An item without partial rows may be split by the backend itself: then from its own length alone.
   bool batch_invariant = false;
+  /// The op before this one on the stream, which is not an empty one, wrote nothing of the cache: a GPU may then read it
+  /// while that op ends.
+  bool cache_settled = false;
   Scratch scratch;
 };
 

@@ -136,6 +136,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.min_blocks = c.min_blocks;
   p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
   p.line_overhead = c.line_overhead;
+  p.settled = c.settled;
   return p;
 }
 

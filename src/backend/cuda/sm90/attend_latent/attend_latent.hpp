@@ -79,6 +79,9 @@ struct AttendLatentChoice {
   /// May start while the stream's previous kernel ends: items, block_table and schedule, read at once, must not be what
   /// that kernel writes (everything else may be).
   bool overlap = true;
+  /// That kernel writes nothing of the cache, and whatever did was complete before it began, or before it let this one
+  /// begin: cached rows are then read at once, too.
+  bool settled = false;
 
   int ctas() const { return tile_rows == 128 ? 2 : 1; }  ///< of a worker
 };

@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(threads, 1)
     int copied = 0, count = 0;  // blocks, items
     Walk<Tile::rows, invariant> walk;
     bool more = it.blocks >= 0;
-    wait_for_previous_grids();
+    const bool early = more && copies_early(p, s.split, it);
+    if (!early) wait_for_previous_grids();
     __syncwarp();
     while (warp_uniform(more)) {
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
@@ -89,11 +90,14 @@ __global__ void __launch_bounds__(threads, 1)
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
       };
       const auto start = [&] {  // the item and its queries
-        if (warp == 8) hand_over<Tile::rows>(s, q_map, it, count);
+        if (warp != 8) return;
+        wait_for_previous_grids();
+        hand_over<Tile::rows>(s, q_map, it, count);
       };
-      // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
+      // Queries wait for the last scores of the item before, the first ones perhaps for the grid before; two blocks of
+      // the cache go ahead of them.
       const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks),
-                queries_at = min(begin + (count == 0 ? 1 : 2), end);
+                queries_at = min(begin + (count == 0 && !early ? 1 : 2), end);
       for (int j = begin; j < end; ++j) {
         if (j == queries_at) start();
         const int buffer = copied & 1;

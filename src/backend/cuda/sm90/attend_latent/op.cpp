@@ -132,6 +132,7 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool afte
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
     choice.overlap = choice.overlap && !after_writer;
+    choice.settled = a.cache_settled;
     AttendLatent args{.limits = limits,
                       .q = a.q.data(),
                       .cache = a.cache.data,

@@ -57,6 +57,7 @@ struct Params {
   unsigned* counters;                // of a tile's pieces (merge.cuh)
   unsigned* left;                    // of a piece: was its share of the merging left to others?
   int patience;                      // cycles that a worker waits for others, at most
+  bool settled;                      // may cached rows be read while the stream's previous kernel ends?
 };
 
 /// By a constant.
@@ -259,6 +260,12 @@ __device__ inline int partial_slot(const Of& tile, int i) {
 template <class Of>
 __device__ inline bool shared_by_two(const Of& tile) {
   return tile.pieces == 2 && tile.slot_step == 2;
+}
+
+/// May a worker's first blocks be copied while the grid before ends? Its merging would have to wait for them: where all
+/// workers merge in the end, only few.
+__device__ inline bool copies_early(const Params& p, const Split& split, const Item& it) {
+  return p.settled && (split.piece == 0 || it.pieces == 1 || it.blocks <= 2);
 }
 
 /// Walks the items of one worker; the same values in all lanes of a warp. invariant: are pieces batch-invariant?

@@ -140,6 +140,9 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto wait_for_rope_release = [&](int turn) {
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
+    // An item's queries go ahead of its block: where cached rows need not wait for the grid before, the first item's
+    // ahead of its second.
+    const auto queries_at = [&](const Item& it, int count) { return count == 0 && copies_early(p, s.split, it); };
     if (warp == 15) {  // items, one ahead of those who work on them
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
       Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
@@ -211,15 +214,19 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           if (count) rows = BoxRows(p, it);
-          wait_for_previous_grids();
-          if (elect_one()) {
-            mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
-            for (int i = 0; i < 9 - query_boxes; ++i)
-              tma_load(smem_address(s.q[i]), q_map, smem_address(&s.q_full), (query_boxes + i) * 64,
-                       it.row0 + rank * 64);
-          }
+          const int early = queries_at(it, count);
 #pragma unroll 1
-          for (int i = 0; i < blocks; ++i) {
+          for (int i = 0;; ++i) {
+            if (i == early) {
+              wait_for_previous_grids();
+              if (elect_one()) {
+                mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
+                for (int k = 0; k < 9 - query_boxes; ++k)
+                  tma_load(smem_address(s.q[k]), q_map, smem_address(&s.q_full), (query_boxes + k) * 64,
+                           it.row0 + rank * 64);
+              }
+            }
+            if (i == blocks) break;
             const int at = turn & 1;
             const bool mine = Tile::ctas == 1 || rank == at;  // to be copied by this CTA
             rows.seek(p, block + i);
@@ -251,19 +258,24 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         if (blocks) {
           if (count) rows = BoxRows(p, it);
-          wait_for_previous_grids();
           wait_for_release(half);
-          if (elect_one())
-            for (int i = 0; i < 4; ++i) {
-              const int box = half * 4 + i;
-              uint64_t* const full = &s.full[buffer][box / 2];
-              if (i % 2 == 0) mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
-              if (box < query_boxes)
-                tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
-            }
+          const int to = buffer, early = queries_at(it, count);  // of the queries
           advance();
 #pragma unroll 1
-          for (int i = 0; i < blocks; ++i) {
+          for (int i = 0;; ++i) {
+            if (i == early) {
+              wait_for_previous_grids();
+              if (elect_one())
+                for (int k = 0; k < 4; ++k) {
+                  const int box = half * 4 + k;
+                  uint64_t* const full = &s.full[to][box / 2];
+                  if (k % 2 == 0)
+                    mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
+                  if (box < query_boxes)
+                    tma_load(smem_address(s.kv[to][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
+                }
+            }
+            if (i == blocks) break;
             rows.seek(p, block + i);
             // Everyone's first block before anyone's second.
             if (count == 0 && i == 1)
