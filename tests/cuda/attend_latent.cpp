@@ -429,7 +429,7 @@ TEST_F(OnDevice, CallsOfSeveralStreams) {
     synchronize();
     for (size_t k = 0; k < cases.size(); ++k) {
       EXPECT_EQ(out[k], inputs[k]->out()) << cases[k].name << ", " << heads << " heads";
-      for (const unsigned n : inputs[k]->counters()) ASSERT_EQ(n, 0u) << "counters";
+      for (const unsigned n : inputs[k]->counters()) ASSERT_EQ(n, 0u) << "counters, " << cases[k].name;
       check(cudaStreamDestroy(streams[k]), "test", "stream");
     }
   }

@@ -494,7 +494,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
 /// pair: are all units this worker's? space: shared memory, 16-byte aligned. By all math threads.
 template <class Order>
 __device__ void merge(const Params& p, Share& share, char* space, int bytes, bool pair) {
-  constexpr int nothing = -2, waiter = math_threads - 32;  // not thread 0, who may still be publishing
+  constexpr int nothing = -2, late = -3, waiter = math_threads - 32;  // not thread 0, who may still be publishing
   const int n = share.pieces;
   unsigned* const counter = p.counters + share.counter * share.parts + share.part;
   const auto left = [&](int i) { return p.left + partial_slot(share, i) * share.parts + share.part; };
@@ -504,14 +504,23 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
   for (bool own = true;; own = false) {
     const auto ready = [&] {
       if (!own || pair) return true;
-      if (threadIdx.x == waiter) {
-        unsigned seen = wait_for_pieces(p, counter, n);
-        if (!seen) seen = leave(counter, n);
-        if (!seen) atomicExch(left(share.piece), 1u);
-        told = seen ? static_cast<int>(seen / one_left) : nothing;
-      }
+      const auto tell = [&](unsigned seen, int otherwise) {
+        told = seen ? static_cast<int>(seen / one_left) : otherwise;
+      };
+      if (threadIdx.x == waiter) tell(wait_for_pieces(p, counter, n), late);
       barrier_sync(math_barrier, math_threads);
       others = told;
+      if (others == late) {
+        // By who counted this worker's piece, after that: so that who counts the last one does not leave, too.
+        barrier_sync(math_barrier, math_threads);
+        if (threadIdx.x == 0) {
+          const unsigned seen = leave(counter, n);
+          if (!seen) atomicExch(left(share.piece), 1u);
+          tell(seen, nothing);
+        }
+        barrier_sync(math_barrier, math_threads);
+        others = told;
+      }
       return others != nothing;
     };
     if (!merge_units<Order>(p, share, space + 16, ready)) return;
