@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
   UnitLoader<Order, Rows> loader;
   if (warpgroup == 2) {
-    loader = {p, q_map, s.split};
+    loader = {p, q_map, s};
   } else if (warp == 1 && !p.starts) {
     prefetch_table(p);
   }
@@ -103,6 +103,7 @@ __global__ void __launch_bounds__(threads, 1)
   // ---- math
   wait_for_previous_grids();
   allow_next_grid();
+  if (warp == 0) load_first_queries<n>(s, q_map);
   if constexpr (many_registers) take_registers<232>();
   constexpr int tiles = width / 64, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of
   constexpr int own = 2;                           // barriers own + h: of warpgroup h alone

@@ -207,27 +207,23 @@ template <class Order, class Rows>
 class UnitLoader {
  public:
   UnitLoader() = default;
-  /// Finds the first item, beside the barriers' birth and the previous kernel's end. split: told to all.
-  __device__ UnitLoader(const Params& p, const CUtensorMap& q_map, Split& split) {
+  /// Finds the first item, beside the barriers' birth and the previous kernel's end, and tells all of it.
+  template <class Shared>
+  __device__ UnitLoader(const Params& p, const CUtensorMap& q_map, Shared& s) {
     const Split mine = begin_work<Order::rows, Order::invariant>(p, blockIdx.x, warp_unit(), it_, rows_);
     if (more_ = it_.blocks >= 0; more_) prefetch_queries(q_map, it_);
-    if (threadIdx.x == math_threads) split = mine;
+    if (threadIdx.x == math_threads) s.split = mine, s.item[0] = it_;
   }
 
   /// load(item, rows, i, unit): the unit of its block i, as soon as there is room. Queries wait for the last scores of
-  /// the item before, the first ones perhaps for the grid before; `ahead` blocks of the cache go ahead of them.
+  /// the item before; `ahead` blocks of the cache go ahead of them.
   template <class Shared, class PartOf, class Load>
   __device__ void run(const Params& p, const CUtensorMap& q_map, Shared& s, int ahead, int merge_bytes, PartOf part_of,
                       Load load) {
     const int unit = warp_unit();
     int count = 0;
     Walk<Order::rows, Order::invariant> walk;  // again, once copies are under way: few registers are left
-    const bool early = more_ && copies_early(p, s.split, it_);
-    if (!early) wait_for_previous_grids();
-    const auto start = [&] {
-      wait_for_previous_grids();
-      hand_over<Order::rows>(s, q_map, it_, count);
-    };
+    if (!p.settled) wait_for_previous_grids();
     while (more_) {
       Item following;
       UnitRows<Rows> following_rows;
@@ -238,15 +234,14 @@ class UnitLoader {
         another = walk.next(p, s.split, following);
         if (another) following_rows = UnitRows<Rows>(p, following, unit), prefetch_queries(q_map, following);
       };
-      const int blocks = warp_uniform(it_.blocks),
-                queries_at = unit ? -1 : min(blocks, count == 0 && !early ? 0 : ahead);
+      const int blocks = warp_uniform(it_.blocks), queries_at = unit || count == 0 ? -1 : min(blocks, ahead);
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
-        if (i == queries_at) start();
+        if (i == queries_at) hand_over<Order::rows>(s, q_map, it_, count);
         load(it_, rows_, i, unit);
         if (!looked && i > 0) look_ahead();
       }
-      if (queries_at == blocks) start();
+      if (queries_at == blocks) hand_over<Order::rows>(s, q_map, it_, count);
       if (!looked) look_ahead();
       if (threadIdx.x == math_threads)
         remember_split<Order>(p, s.splits, s.item[count & 1], part_of(s.item[count & 1]), merge_bytes);

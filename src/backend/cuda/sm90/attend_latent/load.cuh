@@ -12,18 +12,27 @@ namespace mla::cuda::latent {
 
 constexpr int box_bytes = block_tokens * 128;  // 64 positions x 64 elements, 128-byte swizzle
 
-/// Hands the kernel's item number `count` to the math warps, who wait for its queries; by one warp.
+/// Queries of an item of the tile's first row row0, for which the math warps wait; by one warp.
+template <int tile_rows, class Shared>
+__device__ void load_queries(Shared& s, const CUtensorMap& q_map, int row0) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 9 * tile_rows * 128);
+  __syncwarp();
+  if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, row0);
+  __syncwarp();
+}
+/// Hands the kernel's item number `count` to the math warps, and its queries; by one warp. Not the first one: that lies
+/// in s.item[0] (blocks -1: none), and a math warp asks for its queries as soon as the grids before are complete, when
+/// loading warps may be stuck in a full queue.
 template <int tile_rows, class Shared>
 __device__ void hand_over(Shared& s, const CUtensorMap& q_map, const Item& it, int count) {
-  const int lane = threadIdx.x % 32;
   mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
-  if (lane == 0) {
-    s.item[count & 1] = it;
-    mbarrier_arrive_expect(smem_address(&s.q_full), 9 * tile_rows * 128);
-  }
-  __syncwarp();
-  if (lane < 9) tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0);
-  __syncwarp();
+  if (threadIdx.x % 32 == 0) s.item[count & 1] = it;
+  load_queries<tile_rows>(s, q_map, it.row0);
+}
+template <int tile_rows, class Shared>
+__device__ void load_first_queries(Shared& s, const CUtensorMap& q_map) {
+  if (s.item[0].blocks >= 0) load_queries<tile_rows>(s, q_map, s.item[0].row0);
 }
 /// Tells them that there is no item number `count`.
 template <class Shared>

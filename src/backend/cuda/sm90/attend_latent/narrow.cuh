@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(threads, 1)
       rows.prefetch(p, it.blocks, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
-    if (threadIdx.x == math_threads) s.split = split;
+    if (threadIdx.x == math_threads) s.split = split, s.item[0] = it;
   } else if (warp == 1 && !p.starts) {
     prefetch_table(p);
   }
@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(threads, 1)
     int copied = 0, count = 0;  // blocks, items
     Walk<Tile::rows, invariant> walk;
     bool more = it.blocks >= 0;
-    const bool early = more && copies_early(p, s.split, it);
-    if (!early) wait_for_previous_grids();
+    if (!p.settled) wait_for_previous_grids();
     __syncwarp();
     while (warp_uniform(more)) {
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
@@ -90,14 +89,10 @@ __global__ void __launch_bounds__(threads, 1)
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
       };
       const auto start = [&] {  // the item and its queries
-        if (warp != 8) return;
-        wait_for_previous_grids();
-        hand_over<Tile::rows>(s, q_map, it, count);
+        if (warp == 8 && count > 0) hand_over<Tile::rows>(s, q_map, it, count);
       };
-      // Queries wait for the last scores of the item before, the first ones perhaps for the grid before; two blocks of
-      // the cache go ahead of them.
-      const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks),
-                queries_at = min(begin + (count == 0 && !early ? 1 : 2), end);
+      // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
+      const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks), queries_at = min(begin + 2, end);
       for (int j = begin; j < end; ++j) {
         if (j == queries_at) start();
         const int buffer = copied & 1;
@@ -123,6 +118,7 @@ __global__ void __launch_bounds__(threads, 1)
   // ---- math
   wait_for_previous_grids();
   allow_next_grid();
+  if (warp == 0) load_first_queries<Tile::rows>(s, q_map);
   constexpr int row_threads = math_threads / Tile::rows, chunks = Tile::rows / 16;  // of 4 positions a thread
   const int h = warpgroup, g = lane / 4, pair_row = lane % 4 * 2, warp_row = warp % 4 * 16;
   const int row = threadIdx.x / row_threads, row_lane = threadIdx.x % row_threads;

@@ -262,12 +262,6 @@ __device__ inline bool shared_by_two(const Of& tile) {
   return tile.pieces == 2 && tile.slot_step == 2;
 }
 
-/// May a worker's first blocks be copied while the grid before ends? Its merging would have to wait for them: where all
-/// workers merge in the end, only few.
-__device__ inline bool copies_early(const Params& p, const Split& split, const Item& it) {
-  return p.settled && (split.piece == 0 || it.pieces == 1 || it.blocks <= 2);
-}
-
 /// Walks the items of one worker; the same values in all lanes of a warp. invariant: are pieces batch-invariant?
 template <int tile_rows, bool invariant>
 class Walk {

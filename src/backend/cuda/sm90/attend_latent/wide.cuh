@@ -140,9 +140,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto wait_for_rope_release = [&](int turn) {
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
-    // An item's queries go ahead of its block: where cached rows need not wait for the grid before, the first item's
-    // ahead of its second.
-    const auto queries_at = [&](const Item& it, int count) { return count == 0 && copies_early(p, s.split, it); };
+    // An item's queries go ahead of its first block: where cached rows need not wait for the grid before, the first
+    // item's ahead of its second. Not where all workers merge in the end of longer pieces: copies are in their way.
+    const auto queries_at = [&](const Item& it, int count) {
+      return count == 0 && p.settled && (s.split.piece == 0 || it.pieces == 1 || it.blocks <= 2);
+    };
     if (warp == 15) {  // items, one ahead of those who work on them
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
       Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
