@@ -287,7 +287,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     AttendLatentChoice c = choice;
     c.settled = settled;
     args.schedule = schedule.data(), args.schedule_bytes = schedule.size();
-    if (i == 0) attend_latent_schedule(args, choice, stream), c.overlap = false;
+    if (i == 0) attend_latent_schedule(args, choice, stream), args.schedule = nullptr;  // for those after this one
     attend_latent(args, c, stream);
   };
 

@@ -32,21 +32,27 @@ __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* sta
   Walk<tile_rows, invariant> walk(p, worker, split);
   Item it{};
   if (!walk.next(p, split, it)) it.blocks = -1;
-  Start& start = starts[worker];
-  if (lane == 0) put(start.item, it), put(start.split, split);
   const int positions = it.blocks > 0 ? it.positions : 0;
+  int pages[parts * Rows::look_ups];
 #pragma unroll
   for (int i = 0; i < parts * Rows::look_ups; ++i) {
     const int first = it.block * block_tokens + i / Rows::look_ups * unit_rows;
-    start.pages[i][lane] = page_of(p, table_of(p, it), positions, Rows::position(p, first, i % Rows::look_ups));
+    pages[i] = page_of(p, table_of(p, it), positions, Rows::position(p, first, i % Rows::look_ups));
   }
+  wait_for_previous_grids();  // they may read what is there
+  allow_next_grid();
+  Start& start = starts[worker];
+  if (lane == 0) put(start.item, it), put(start.split, split);
+#pragma unroll
+  for (int i = 0; i < parts * Rows::look_ups; ++i) start.pages[i][lane] = pages[i];
 }
 
 }  // namespace
 
 void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, Start* starts, std::string_view shape,
                    cudaStream_t stream) {
-  const LaunchConfig config{.grid = dim3((choice.workers + warps - 1) / warps), .block = dim3(warps * 32)};
+  const LaunchConfig config{
+      .grid = dim3((choice.workers + warps - 1) / warps), .block = dim3(warps * 32), .overlap = choice.overlap};
   const auto go = [&](auto kernel) {
     launch(kernel, config, stream, "attend_latent", "starts kernel", shape, p, starts);
   };
