@@ -32,6 +32,7 @@ void expect_same_bits(Inputs& s) {
   DeviceArray<std::byte> schedule(attend_latent_schedule_bytes(s.choice), 0x7f);
   s.args.schedule = schedule.data(), s.args.schedule_bytes = schedule.size();
   attend_latent_schedule(s.args, s.choice, nullptr);
+  check(cudaDeviceSynchronize(), "attend_latent", "schedule");  // the next call must not begin before it is there
   for (const int patience : {most, 0}) again(patience, "with a schedule, ");
   s.choice.settled = true;
   for (const int patience : {most, most, 0}) again(patience, "cache settled, ");
