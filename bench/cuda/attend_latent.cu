@@ -244,7 +244,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                                   .positions = positions,
                                   .batch_invariant = s.invariant};
   AttendLatentChoice choice = attend_latent_choice(limits, s.page_size, processors, s.cache);
-  bool settled = true;  // no call writes the cache
+  choice.settled = !s.alone;  // no call writes the cache
   for (size_t at = 0; at < variant.size();) {
     const size_t end = std::min(variant.find(',', at), variant.size()), colon = variant.find(':', at);
     const std::string key = variant.substr(at, colon - at);
@@ -256,7 +256,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     if (key == "split") choice.split_blocks = value;
     if (key == "line") choice.line_overhead = value;
     if (key == "workers") choice.workers = value;
-    if (key == "settled") settled = value;
+    if (key == "settled") choice.settled = value;
     if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
     at = end + 1;
   }
@@ -284,11 +284,9 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     const int set = i % sets;
     args.q = q.data() + q_elements * set, args.cache = cache.data() + page_bytes * pages * set;
     if (s.alone) return attend_latent(args, choice, stream);
-    AttendLatentChoice c = choice;
-    c.settled = settled;
     args.schedule = schedule.data(), args.schedule_bytes = schedule.size();
     if (i == 0) attend_latent_schedule(args, choice, stream), args.schedule = nullptr;  // for those after this one
-    attend_latent(args, c, stream);
+    attend_latent(args, choice, stream);
   };
 
   // Right?

@@ -27,8 +27,8 @@ struct AttendLatentArgs {
   View<float, Partial, Head> partial_lse;
   /// An item without partial rows may be split by the backend itself: then from its own length alone.
   bool batch_invariant = false;
-  /// The op before this one on the stream, which is not an empty one, wrote nothing of the cache: a GPU may then read it
-  /// while that op ends.
+  /// The op before this one on the stream had something to do and wrote nothing of the cache: a GPU may then read the
+  /// cache while that op ends.
   bool cache_settled = false;
   Scratch scratch;
 };

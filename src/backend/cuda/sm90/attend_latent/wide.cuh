@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     };
     // An item's queries go ahead of its first block: where cached rows need not wait for the grid before, the first
     // item's ahead of its second. Not where all workers merge in the end of longer pieces: copies are in their way.
-    const auto queries_at = [&](const Item& it, int count) {
+    const auto block_after_queries = [&](const Item& it, int count) -> int {
       return count == 0 && p.settled && (s.split.piece == 0 || it.pieces == 1 || it.blocks <= 2);
     };
     if (warp == 15) {  // items, one ahead of those who work on them
@@ -216,10 +216,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
           if (count) rows = BoxRows(p, it);
-          const int early = queries_at(it, count);
+          const int queries_at = block_after_queries(it, count);
 #pragma unroll 1
           for (int i = 0;; ++i) {
-            if (i == early) {
+            if (i == queries_at) {
               wait_for_previous_grids();
               if (elect_one()) {
                 mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
@@ -261,11 +261,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks) {
           if (count) rows = BoxRows(p, it);
           wait_for_release(half);
-          const int to = buffer, early = queries_at(it, count);  // of the queries
+          const int to = buffer, queries_at = block_after_queries(it, count);  // to: the queries' buffer
           advance();
 #pragma unroll 1
           for (int i = 0;; ++i) {
-            if (i == early) {
+            if (i == queries_at) {
               wait_for_previous_grids();
               if (elect_one())
                 for (int k = 0; k < 4; ++k) {
