@@ -257,6 +257,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     if (key == "line") choice.line_overhead = value;
     if (key == "workers") choice.workers = value;
     if (key == "settled") choice.settled = value;
+    if (key == "relay") choice.relay = value;
     if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
     at = end + 1;
   }

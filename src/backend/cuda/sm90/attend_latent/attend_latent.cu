@@ -134,6 +134,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
+  p.relay = c.relay && latent::may_relay(c.tile_rows, c.split_blocks) && !is_fp8(a.format);
   p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
   p.line_overhead = c.line_overhead;
   p.settled = c.settled;
@@ -165,6 +166,7 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   const int piece = c.split_blocks ? c.split_blocks : c.min_blocks;
   c.workers = static_cast<int>(
       std::clamp<int64_t>(tiles * ((blocks + piece - 1) / piece), 1, std::max(multiprocessors / c.ctas(), 1)));
+  c.relay = c.workers == multiprocessors;  // fewer leave room for the next call's beside them
   return c;
 }
 

@@ -73,6 +73,9 @@ struct AttendLatentChoice {
   int split_blocks = 0;   ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;     ///< least blocks of a piece otherwise
   int line_overhead = 3;  ///< what a tile costs beside its blocks, in blocks, where workers take equal stretches of all
+  /// Tiles of 16 rows over a 16-bit cache, where every worker has one piece: only every second one merges. The others
+  /// leave early, and in their place the next call's first ones begin, which copy what they may (`settled`) meanwhile.
+  bool relay = false;
   /// Cycles that a worker waits for the others' pieces of a tile before it leaves its share of merging them to whoever
   /// is last: a call ends even if its workers never run together. 0: hardly any waiting.
   int patience = 1 << 18;

@@ -465,7 +465,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
       barrier_sync(math_barrier, math_threads);
     }
-    if (!whole) publish(p, s.splits, it, part_of(it));
+    if (!whole) publish<Order>(p, s.splits, it, part_of(it));
   }
 
   // ---- merge

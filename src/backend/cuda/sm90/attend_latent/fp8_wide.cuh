@@ -477,7 +477,7 @@ __global__ void __launch_bounds__(threads, 1)
       float* const to = whole ? static_cast<float*>(p.out) : p.partial_out;
       store([&](int64_t at, float2 two) { *reinterpret_cast<float2*>(to + at) = two; });
     }
-    if (!whole) publish(p, s.splits, it, part_of(it));
+    if (!whole) publish<Order>(p, s.splits, it, part_of(it));
   }
 
   // ---- merge

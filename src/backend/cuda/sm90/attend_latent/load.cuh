@@ -163,10 +163,10 @@ class RowCopies {
     return first + half * 32 + static_cast<int>(threadIdx.x % 32);
   }
 
-  /// The first of an item's blocks on their way to L2, two at most, by four warps. Only where they are all there is: in
-  /// larger batches the previous kernel's own reads would wait for them.
+  /// The next of an item's blocks on their way to L2, two at most, by four warps. Only where little else is read: the
+  /// previous kernel's own reads would wait for them.
   __device__ void prefetch(const Params& p, int blocks, int warp) const {
-    if (blocks > 2 || warp / 2 >= blocks) return;
+    if (warp / 2 >= blocks) return;
     const int row = warp < 2 ? row_of(p, block_, page_, warp) : row_of(p, block_ + 1, next_, warp % 2);
     if (row >= 0) bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
   }

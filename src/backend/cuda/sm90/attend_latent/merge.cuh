@@ -1,9 +1,10 @@
 // How pieces of a tile become one: partial rows through device memory, a counter a tile.
 //
 // A worker that wrote its piece counts it and, its own work done, waits until all of the tile's pieces are there; then
-// it merges its share of the tile, an equal part of the columns. Nobody needs the others to be running: who has waited
-// long enough leaves its share to the worker that merges last. Of two workers that share a tile on the line, the one
-// whose piece is its last joins the other's from registers; if that takes too long it leaves both to the other.
+// it merges its share of the tile, an equal part of the columns (in a relay every second worker does). Nobody needs the
+// others to be running: who has waited long enough leaves its share to the worker that merges last, or counts last. Of
+// two workers that share a tile on the line, the one whose piece is its last joins the other's from registers; if that
+// takes too long it leaves both to the other.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,7 +27,7 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
 // second(e) holds of the one `step` on; shares of a tile are whole multiples of `least` units. store() takes a unit's
 // numbers to out: its first row there, whether that one and the one `step` on are wanted, and its first_column(unit);
 // by all lanes. invariant: are the kernel's pieces batch-invariant? joins: does it join the two pieces of a tile that
-// two workers share (shared_by_two)?
+// two workers share (shared_by_two)? relays: may every second worker leave merging to the others?
 
 /// A unit to where it is in device memory. It should still be in L2 when it is read, and when it is written again:
 /// caches that stream through would send it to memory and have it fetched.
@@ -67,7 +68,7 @@ struct F32Units {
 
 template <int tile_rows, bool batch_invariant>
 struct RowOrder : F32Units {
-  static constexpr bool invariant = batch_invariant, joins = false;
+  static constexpr bool invariant = batch_invariant, joins = false, relays = false;
   static constexpr int rows = tile_rows, group_rows = 1, group_units = width / 4, step = 0;
   __device__ static constexpr bool second(int) { return false; }
   __device__ static int first_row(int unit) { return unit / group_units; }
@@ -84,7 +85,7 @@ struct RowOrder : F32Units {
 /// As the narrow kernel's threads hold O^T: unit 1024 j + 256 i + t is of thread t's o[i].
 template <int tile_rows, bool batch_invariant>
 struct TransposedOrder : F32Units {
-  static constexpr bool invariant = batch_invariant, joins = !invariant;
+  static constexpr bool invariant = batch_invariant, joins = !invariant, relays = may_relay(tile_rows, invariant);
   static constexpr int rows = tile_rows, group_rows = 8, group_units = 1024, step = 1;
   __device__ static constexpr bool second(int e) { return e % 2; }
   __device__ static int first_row(int unit) { return unit / group_units * 8 + unit % 4 * 2; }
@@ -111,7 +112,7 @@ struct TransposedOrder : F32Units {
 /// all workers write and read theirs at once.
 template <bool batch_invariant>
 struct FragmentOrder {
-  static constexpr bool invariant = batch_invariant, joins = !invariant;
+  static constexpr bool invariant = batch_invariant, joins = !invariant, relays = false;
   static constexpr int values = 8, least = 4;
   static constexpr int rows = 64, group_rows = 16, group_units = 1024, step = 8;
   __device__ static constexpr bool second(int e) { return e % 4 / 2; }
@@ -221,25 +222,25 @@ struct Part {
 /// What a worker merges of a tile: its own share of the units, or another's that was left.
 struct alignas(16) Share {
   int row0, slot0, counter;                       // of the tile: row, first partial slot, counter
-  uint16_t pieces, piece;                         // of the tile; the worker's
+  uint16_t pieces, shares, share;                 // of the tile; the worker's
   uint16_t begin, end;                            // units
   uint16_t at_a_time, blocks;                     // pieces, and blocks of lanes, that are copied before any is added
   uint8_t rows, row_begin, row_count, slot_step;  // the CTA's; those that the share touches
-  uint8_t parts, part, log_lanes, log_row_lanes;
+  uint8_t parts : 4, part : 4, log_lanes : 4, log_row_lanes : 4;
 
   __device__ int pitch() const { return row_count | 1; }
   __device__ int weight_bytes() const { return ((pieces + 1) * pitch() * 4 + 15) / 16 * 16; }
 };
 
-constexpr int all_shares = -1;
+constexpr int all_shares = 0xfffe, no_share = 0xffff;
 
 /// Makes s, of which nothing but the tile need be known, the tile's `share`-th share, or all of them. bytes: of shared
 /// memory that there are to merge it in.
 template <class Order>
 __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
-  const int n = s.pieces, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
+  const int n = s.pieces, m = s.shares, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
   // The first `more` shares have one more.
-  const int each = small_quotient(units / Order::least, n), more = units / Order::least - each * n;
+  const int each = small_quotient(units / Order::least, m), more = units / Order::least - each * m;
   const int begin = share == all_shares ? 0 : (share * each + min(share, more)) * Order::least,
             end = share == all_shares ? units : begin + (each + (share < more)) * Order::least, count = end - begin;
   const int row_begin = begin / Order::group_units * Order::group_rows;
@@ -258,9 +259,9 @@ template <class Order>
 __device__ Share make_share(const Params& p, const Item& it, const Part& part, int share, int bytes) {
   Share s;
   s.row0 = static_cast<int>(part.row0), s.slot0 = it.slot0, s.counter = it.counter;
-  s.pieces = it.pieces, s.piece = it.piece, s.slot_step = it.slot_step;
+  s.pieces = it.pieces, s.shares = Order::relays ? it.shares() : it.pieces, s.share = share, s.slot_step = it.slot_step;
   s.rows = part.rows, s.parts = part.parts, s.part = part.part;
-  take_share<Order>(p, s, share, bytes);
+  if (!Order::relays || share != no_share) take_share<Order>(p, s, share, bytes);
   return s;
 }
 
@@ -268,7 +269,7 @@ __device__ Share make_share(const Params& p, const Item& it, const Part& part, i
 struct Splits {
   Share share[2];
   int count;
-  bool merges[2];  // of a pair's: is it to be merged when the worker's own work is done?
+  bool merges[2];  // of a pair's, or of an early worker's: is it to be merged when the worker's own work is done?
   bool joined;     // has the tile that a worker's last piece is of been joined?
 };
 
@@ -277,24 +278,34 @@ template <class Order>
 __device__ void remember_split(const Params& p, Splits& s, const Item& it, const Part& part, int bytes) {
   if (it.pieces == 1) return;
   s.count = it.split + 1;
-  if (!Order::invariant)
-    s.share[it.split] =
-        make_share<Order>(p, it, part, Order::joins && shared_by_two(it) ? all_shares : it.piece, bytes);
+  if constexpr (!Order::invariant) {
+    int share = it.piece;
+    if (Order::joins && shared_by_two(it)) share = all_shares;
+    else if (Order::relays) share = it.early() ? no_share : it.share();
+    s.share[it.split] = make_share<Order>(p, it, part, share, bytes);
+  }
 }
 
-/// After all math threads wrote a piece's partial; by all of them. pair: does the kernel join this tile's two pieces?
-__device__ inline void publish(const Params& p, Splits& s, const Item& it, const Part& part, bool pair = false) {
+/// After all math threads wrote a piece's partial; by all of them.
+template <class Order>
+__device__ void publish(const Params& p, Splits& s, const Item& it, const Part& part) {
   barrier_sync(math_barrier, math_threads);
   if (threadIdx.x != 0) return;
   unsigned* const counter = p.counters + it.counter * part.parts + part.part;
+  const bool pair = Order::joins && shared_by_two(it);
   fence_gpu();  // also for what the barrier ordered before
-  if (!pair) {
-    atomicAdd(counter, 1u);
-  } else if (it.piece == 0) {
+  if (pair && it.piece == 0) {
     s.merges[it.split] = leave(counter, 1) != 0;
-  } else {
+  } else if (pair) {
     s.merges[it.split] = atomicAdd(counter, 1u) >= one_left;
     fence_gpu();
+  } else if (Order::relays && it.early()) {
+    // Is this the last piece, and had all who merge left before? Then it is all this worker's.
+    const unsigned was = atomicAdd(counter, 1u), before = it.pieces - 1, merging = it.shares();
+    s.merges[it.split] = (was & counts) == before && was / one_left == merging;
+    if (s.merges[it.split]) fence_gpu();
+  } else {
+    atomicAdd(counter, 1u);
   }
 }
 
@@ -490,12 +501,14 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
   return true;
 }
 
-/// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left.
+/// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left; of
+/// an early worker, all.
 /// pair: are all units this worker's? space: shared memory, 16-byte aligned. By all math threads.
 template <class Order>
 __device__ void merge(const Params& p, Share& share, char* space, int bytes, bool pair) {
+  const bool alone = Order::relays && share.share == no_share;        // an early worker, all others having left
   constexpr int nothing = -2, late = -3, waiter = math_threads - 32;  // not thread 0, who may still be publishing
-  const int n = share.pieces;
+  const int n = share.pieces, m = share.shares;
   unsigned* const counter = p.counters + share.counter * share.parts + share.part;
   const auto left = [&](int i) { return p.left + partial_slot(share, i) * share.parts + share.part; };
   int& told = *reinterpret_cast<int*>(space);
@@ -515,7 +528,7 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
         barrier_sync(math_barrier, math_threads);
         if (threadIdx.x == 0) {
           const unsigned seen = leave(counter, n);
-          if (!seen) atomicExch(left(share.piece), 1u);
+          if (!seen) atomicExch(left(share.share), 1u);
           tell(seen, nothing);
         }
         barrier_sync(math_barrier, math_threads);
@@ -523,18 +536,19 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
       }
       return others != nothing;
     };
-    if (!merge_units<Order>(p, share, space + 16, ready)) return;
+    if (own && alone) others = m;
+    else if (!merge_units<Order>(p, share, space + 16, ready)) return;
     if (others == 0) break;
     // The last to finish does what was left, and leaves the counter as the next call needs it.
     barrier_sync(math_barrier, math_threads);
     if (threadIdx.x == 0) {
-      if (own) finishes = (atomicAdd(counter, 1u) & counts) + 1 + others == 2u * n, to_do = others;
+      if (own) finishes = alone || (atomicAdd(counter, 1u) & counts) + 1 + others == n + m, to_do = others;
       told = nothing;
       if (finishes && to_do-- == 0) {
         *counter = 0;
       } else if (finishes) {
         int next = 0;
-        while (!atomicExch(left(next), 0u)) next = (next + 1) % n;
+        while (!atomicExch(left(next), 0u)) next = (next + 1) % m;
         take_share<Order>(p, share, next, bytes);
         told = next;
       }
@@ -544,7 +558,7 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
   }
   if (threadIdx.x == 0) {  // It wraps when all shares are merged.
     if (pair) *counter = 0;
-    else atomicInc(counter, 2u * n - 1);
+    else atomicInc(counter, n + m - 1);
   }
 }
 
@@ -571,8 +585,9 @@ __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split
     for (int i = 0; i < s.count; ++i) {
       Share& share = s.share[i];
       const bool pair = Order::joins && shared_by_two(share);
-      if (i || pair) barrier_sync(math_barrier, math_threads);  // the share before is merged, merges[i] known
-      if (!pair || s.merges[i]) merge<Order>(p, share, space, bytes, pair);
+      const bool asks = pair || (Order::relays && share.share == no_share);
+      if (i || asks) barrier_sync(math_barrier, math_threads);  // the share before is merged, merges[i] known
+      if (!asks || s.merges[i]) merge<Order>(p, share, space, bytes, pair);
     }
   }
 }

@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(threads, 1)
   if (warpgroup == 2) {
     const Split split = begin_work<Tile::rows, invariant>(p, blockIdx.x, 0, it, rows);
     if (it.blocks >= 0) {
-      rows.prefetch(p, it.blocks, warp - 8);
+      if (it.blocks <= 2) rows.prefetch(p, it.blocks, warp - 8);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
     if (threadIdx.x == math_threads) s.split = split, s.item[0] = it;
@@ -93,6 +93,8 @@ __global__ void __launch_bounds__(threads, 1)
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
       const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks), queries_at = min(begin + 2, end);
+      // Of what an early worker has no room for yet, a third is asked into L2.
+      const bool ahead = Order::relays && p.settled && it.early();
       for (int j = begin; j < end; ++j) {
         if (j == queries_at) start();
         const int buffer = copied & 1;
@@ -101,6 +103,7 @@ __global__ void __launch_bounds__(threads, 1)
         mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
         rows.advance(p);
         ++copied;
+        if (j == begin + 1 && ahead) rows.prefetch(p, (end - j - 1) / 3, warp - 8);
         if (!looked && j > begin + 1) look_ahead();
       }
       if (queries_at == end) start();
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(threads, 1)
           if (8 * j < rows)
             store_unit(unit(slot_row, i, j),
                        make_float4(o[i][4 * j], o[i][4 * j + 1], o[i][4 * j + 2], o[i][4 * j + 3]));
-      publish(p, s.splits, it, part_of(it), pair);
+      publish<Order>(p, s.splits, it, part_of(it));
       continue;
     }
     if (joins) {

@@ -6,6 +6,8 @@
 //   pieces   every tile is cut into pieces of `piece` blocks. Small batches: the smallest piece for which each worker
 //            has at most one. Batch-invariant: 16 blocks, whatever the batch.
 //            Tiles of about one size that workers take without cutting any: the longest tile.
+//            In a relay the first half of the workers have every second piece: they leave as soon as it is done, and
+//            the next call's first half begins in their place while the other half merges.
 //   line     equal stretches, cut wherever they end. Larger batches: no worker holds more than its share.
 //
 // Everything is a function of the lengths, so every worker computes its own stretch, and who shares a tile, alone.
@@ -26,6 +28,9 @@ constexpr int threads = 384;  // of the narrow kernels: two math warpgroups, one
 /// Most pieces of a tile: workers, or what the host allows batch-invariant splits.
 constexpr int most_pieces = 512;
 
+/// Do kernels know relays (below)? Larger tiles have too much to merge for half of the workers.
+constexpr bool may_relay(int tile_rows, bool invariant) { return tile_rows == 16 && !invariant; }
+
 struct Start;
 
 struct Params {
@@ -38,6 +43,7 @@ struct Params {
   int workers;
   int split_blocks;  // of batch-invariant pieces
   int min_blocks;    // least blocks worth a worker
+  bool relay;        // may every second worker leave merging to the others?
   bool one_each;     // 32 requests at most, of one tile each?
   const int32_t* block_table;
   int64_t table_stride;
@@ -111,6 +117,7 @@ struct Split {
   uint32_t units = 0;          // the line's length, overheads included; times workers below 2^32
   int begin = 0, end = 0;      // this worker's stretch
   int request = 0, start = 0;  // the request in which it begins, and where that request begins on the line
+  bool relay = false;          // do only workers of odd pieces on the line merge? They are born last.
 
   /// Of a tile of so many blocks, one at least: its length on the line.
   __device__ int length(const Params& p, int blocks) const {
@@ -193,6 +200,12 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
   const bool one_a_worker = sum == split.workers;
   split.begin = one_a_worker ? worker : static_cast<int>(split.units * worker / split.workers);
   split.end = one_a_worker ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
+  if constexpr (may_relay(tile_rows, invariant)) {
+    // Where a few are busy, the next call's have room beside them.
+    split.relay = p.relay && !line && tiles_a_worker == 1 && 4 * split.workers > 3 * p.workers;
+    const int early = (split.workers + 1) / 2;
+    if (split.relay) split.begin = worker < early ? 2 * worker : 2 * (worker - early) + 1, split.end = split.begin + 1;
+  }
 
   // Where it begins.
   int before = 0;
@@ -248,6 +261,13 @@ struct Item {
   int slot_step;      // from the second piece's slot to the third's
   int counter;        // of the tile
   int split;          // which of the worker's items with several pieces
+  bool relay;         // Split::relay
+
+  /// Is it of a relay's workers that do not merge?
+  __device__ bool early() const { return relay && (slot0 + piece) % 2 == 0; }
+  /// How many workers merge the tile, and which of them this piece's is, if it does.
+  __device__ int shares() const { return relay ? (slot0 + pieces) / 2 - slot0 / 2 : pieces; }
+  __device__ int share() const { return relay ? (slot0 + piece) / 2 - slot0 / 2 : piece; }
 };
 
 /// Partial slot of piece i of the tile of an Item, or of a Share (merge.cuh).
@@ -318,6 +338,7 @@ class Walk {
         at_ += stop - begin;
       }
       it.slot = partial_slot(it, it.piece);
+      it.relay = split.relay;
       it.split = splits_;
       splits_ += it.pieces > 1;
       return true;

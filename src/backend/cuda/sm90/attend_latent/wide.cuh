@@ -628,7 +628,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (in0) lse_of(row, it.piece)->y = scale0.back;
             if (in1) lse_of(row + 8, it.piece)->y = scale1.back;
           }
-          publish(p, s.splits, it, part_of(it), pair);
+          publish<Order>(p, s.splits, it, part_of(it));
         }
       } else {
 #pragma unroll
