@@ -293,6 +293,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"h16_4k", 16, 64, {1}, {4096}},
         Case{"h16_ragged", 16, 64, {1, 1, 1, 1, 1, 1}, {1, 63, 64, 65, 1000, 4097}},
         Case{"h16_long", 16, 64, {1}, {16000}}, Case{"h16_long_ragged", 16, 64, {1, 1, 1, 1}, {9000, 63, 700, 5000}},
+        // In a relay those who merge have done their pieces first, and with no patience leave it all to the others.
+        Case{"h16_late_first", 16, 64, fill(60, 1), fill(60, 192)},
         Case{"h4_q4_long", 4, 64, {4, 1, 2}, {9000, 63, 5000}}, Case{"h16_none", 16, 64, {1, 0, 1, 1}, {0, 5, 100, 0}},
         Case{"h1", 1, 64, {1, 1, 1}, {700, 3, 129}}, Case{"h5_q3", 5, 64, {3, 1, 2}, {700, 3, 129}},
         Case{"h20", 20, 64, {1, 1}, {300, 1025}}, Case{"h16_q2", 16, 64, {2, 2, 1, 2}, {300, 2, 1, 1025}},
