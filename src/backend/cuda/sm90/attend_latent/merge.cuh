@@ -501,12 +501,12 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
   return true;
 }
 
-/// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left; of
-/// an early worker, all.
-/// pair: are all units this worker's? space: shared memory, 16-byte aligned. By all math threads.
+/// Merges what is this worker's of a tile that it holds a piece of: `share`, in shared memory, and what others left; if
+/// it has no share, they left all. pair: are all units this worker's? space: shared memory, 16-byte aligned. By all
+/// math threads.
 template <class Order>
 __device__ void merge(const Params& p, Share& share, char* space, int bytes, bool pair) {
-  const bool alone = Order::relays && share.share == no_share;        // an early worker, all others having left
+  const bool alone = Order::relays && share.share == no_share;        // an early worker, those who merge having left
   constexpr int nothing = -2, late = -3, waiter = math_threads - 32;  // not thread 0, who may still be publishing
   const int n = share.pieces, m = share.shares;
   unsigned* const counter = p.counters + share.counter * share.parts + share.part;

@@ -61,8 +61,8 @@ Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, si
 size_t partials_at(const ops::AttendLatentArgs& a) { return -reinterpret_cast<uintptr_t>(a.scratch.data) & 255; }
 
 // The second of the calls that are captured together and attend by the same staged lengths and table, a step's layers,
-// has the schedule made for those after it: the graph makes it at every launch. Calls that are not
-// captured, or read arrays that others may write meanwhile, find their own.
+// has the schedule made for those after it: the graph makes it at every launch. Calls that are not captured, or read
+// arrays that others may write meanwhile, find their own.
 void use_schedule(const Queue& queue, AttendLatent& args, const AttendLatentChoice& choice) {
   Queue::Made& made = queue.made();
   if (!made.data || attend_latent_schedule_bytes(choice) > Queue::kMade) return;
