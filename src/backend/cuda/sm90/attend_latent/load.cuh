@@ -65,8 +65,8 @@ struct Begin {
   /// part: of a block, where the warp has one of its own.
   __device__ Begin(const Start& start, int part) {
 #pragma unroll
-    for (int i = 0; i < Rows::look_ups; ++i)  // volatile: not later, when the item turns out to have blocks
-      asm volatile("ld.global.nc.b32 %0, [%1];"
+    for (int i = 0; i < Rows::look_ups; ++i)  // relaxed: not later, when the item turns out to have blocks
+      asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];"
                    : "=r"(pages[i])
                    : "l"(&start.pages[part * Rows::look_ups + i][threadIdx.x % 32]));
     read(item, start.item), read(split, start.split);
@@ -167,7 +167,11 @@ class RowCopies {
   /// previous kernel's own reads would wait for them.
   __device__ void prefetch(const Params& p, int blocks, int warp) const {
     if (warp / 2 >= blocks) return;
-    const int row = warp < 2 ? row_of(p, block_, page_, warp) : row_of(p, block_ + 1, next_, warp % 2);
+    // No array is indexed by what is not a constant: it would be kept in memory, which waits for the page numbers.
+    const int row = warp == 0   ? row_of(p, block_, page_, 0)
+                    : warp == 1 ? row_of(p, block_, page_, 1)
+                    : warp == 2 ? row_of(p, block_ + 1, next_, 0)
+                                : row_of(p, block_ + 1, next_, 1);
     if (row >= 0) bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
   }
 
