@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(smem_address(&s.rope_full[i]), Tile::in_boxes ? 1 : copy_threads);
-      mbarrier_init(smem_address(&s.rope_empty[i]), 8 * Tile::ctas);
+      mbarrier_init(smem_address(&s.rope_empty[i]), 8);
       mbarrier_init(smem_address(&s.made[i]), 4);
       mbarrier_init(smem_address(&s.item_full[i]), 1);
       mbarrier_init(smem_address(&s.item_empty[i]), 15);  // all warps but the one that walks
@@ -140,13 +140,23 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto wait_for_rope_release = [&](int turn) {
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
-    // An item's queries go ahead of its first block: where cached rows need not wait for the grid before, the first
-    // item's ahead of its second. Not where all workers merge in the end of longer pieces: copies are in their way.
-    const auto block_after_queries = [&](const Item& it, int count) -> int {
-      return count == 0 && p.settled && (s.split.piece == 0 || it.pieces == 1 || it.blocks <= 2);
-    };
-    if (warp == 15) {  // items, one ahead of those who work on them
+    if (warp == 15) {  // items, one ahead of those who work on them; the first one's queries
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
+      if (Tile::in_boxes && s.item[0].blocks > 0) {  // by the warp that has the least to do first
+        const int row = warp_uniform(s.item[0].row0) + rank * 64;
+        wait_for_previous_grids();
+        if (elect_one()) {
+#pragma unroll
+          for (int box = 0; box < 9; ++box) {
+            const bool later = box >= query_boxes;
+            const uint32_t bar = smem_address(later ? &s.q_full : &s.full[0][box / 2]);
+            if (box < query_boxes ? box % 2 == 0 : box == query_boxes)
+              mbarrier_arrive_expect(bar, (later ? 9 - query_boxes : min(query_boxes - box, 2)) * box_bytes);
+            tma_load(smem_address(later ? s.q[box - query_boxes] : s.kv[0][box]), q_map, bar, box * 64, row);
+          }
+        }
+        __syncwarp();
+      }
       Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
       for (int count = 0;; ++count) {
         Item it;
@@ -215,32 +225,32 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
-          if (count) rows = BoxRows(p, it);
-          const int queries_at = block_after_queries(it, count);
+          if (count == 0) {  // whose queries warp 15 asks for
+            if (!p.settled) wait_for_previous_grids();
+          } else {
+            rows = BoxRows(p, it);
+            if (elect_one()) {
+              mbarrier_arrive_expect(smem_address(&s.q_full), (9 - query_boxes) * box_bytes);
 #pragma unroll 1
-          for (int i = 0;; ++i) {
-            if (i == queries_at) {
-              wait_for_previous_grids();
-              if (elect_one()) {
-                mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
-                for (int k = 0; k < 9 - query_boxes; ++k)
-                  tma_load(smem_address(s.q[k]), q_map, smem_address(&s.q_full), (query_boxes + k) * 64,
-                           it.row0 + rank * 64);
-              }
+              for (int k = 0; k < 9 - query_boxes; ++k)
+                tma_load(smem_address(s.q[k]), q_map, smem_address(&s.q_full), (query_boxes + k) * 64,
+                         it.row0 + rank * 64);
             }
-            if (i == blocks) break;
+          }
+#pragma unroll 1
+          for (int i = 0; i < blocks; ++i) {
             const int at = turn & 1;
-            const bool mine = Tile::ctas == 1 || rank == at;  // to be copied by this CTA
             rows.seek(p, block + i);
             wait_for_rope_release(turn);
             if (elect_one()) mbarrier_arrive_expect(smem_address(&s.rope_full[at]), rows.boxes() << p.box_shift << 7);
             for_boxes(rows, [&](int k, int row) {
-              if (mine) load_box(smem_address(s.rope[at]) + (k << p.box_shift << 7), &s.rope_full[at], 8, row);
+              tma_load(smem_address(s.rope[at]) + (k << p.box_shift << 7), cache_map, smem_address(&s.rope_full[at]),
+                       8 * 64, row);
             });
             if (i + 1 < blocks) {  // the next one's box is free late: it should not have to come from memory then
               rows.seek(p, block + i + 1);
               for_boxes(rows, [&](int, int row) {
-                if (Tile::ctas == 1 || !mine) tma_prefetch_box(cache_map, 8 * 64, row);
+                if (Tile::ctas == 1 || rank == at) tma_prefetch_box(cache_map, 8 * 64, row);
               });
             }
             turn = (turn + 1) & 3;
@@ -259,25 +269,23 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks, block = it.block;
         if (blocks < 0) break;
         if (blocks) {
-          if (count) rows = BoxRows(p, it);
-          wait_for_release(half);
-          const int to = buffer, queries_at = block_after_queries(it, count);  // to: the queries' buffer
+          if (count == 0) {  // whose queries warp 15 asks for
+            if (!p.settled) wait_for_previous_grids();
+          } else {
+            rows = BoxRows(p, it);
+            wait_for_release(half);
+            if (elect_one())
+#pragma unroll 1
+              for (int box = half * 4; box < min(half * 4 + 4, query_boxes); ++box) {
+                uint64_t* const full = &s.full[buffer][box / 2];
+                if (box % 2 == 0)
+                  mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
+                tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
+              }
+          }
           advance();
 #pragma unroll 1
-          for (int i = 0;; ++i) {
-            if (i == queries_at) {
-              wait_for_previous_grids();
-              if (elect_one())
-                for (int k = 0; k < 4; ++k) {
-                  const int box = half * 4 + k;
-                  uint64_t* const full = &s.full[to][box / 2];
-                  if (k % 2 == 0)
-                    mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
-                  if (box < query_boxes)
-                    tma_load(smem_address(s.kv[to][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
-                }
-            }
-            if (i == blocks) break;
+          for (int i = 0; i < blocks; ++i) {
             rows.seek(p, block + i);
             // Everyone's first block before anyone's second.
             if (count == 0 && i == 1)
@@ -288,6 +296,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
                 mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + pair]), rows.boxes()
                                                                                            << p.box_shift << 8);
             for_boxes(rows, [&](int k, int row) {
+#pragma unroll 1
               for (int i = rank; i < 4; i += Tile::ctas) {
                 const int box = half * 4 + i;
                 load_box(smem_address(s.kv[buffer][box]) + (k << p.box_shift << 7), &s.full[buffer][box / 2], box, row);
@@ -341,14 +350,20 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int seen_by_all = warp_uniform(limit(0) / block_tokens);  // blocks
         // Most of the queries stay in registers for as long as the item takes.
         uint32_t q[query_steps * 4];
-        for (int i = 0; i < 4; ++i) mbarrier_wait(smem_address(&s.full[buffer][i]), parity);
-        mbarrier_wait(smem_address(&s.q_full), count & 1);
+        constexpr bool converts = std::is_same_v<T, __half>;
+        const auto wait_for_queries = [&](int pair) { mbarrier_wait(smem_address(&s.full[buffer][pair]), parity); };
+        if constexpr (converts) {
+          for (int i = 0; i < 4; ++i) wait_for_queries(i);
+          mbarrier_wait(smem_address(&s.q_full), count & 1);
+        }
         convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
         convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
 #pragma unroll
-        for (int k = 0; k < query_steps; ++k)
+        for (int k = 0; k < query_steps; ++k) {
+          if (!converts && k % 8 == 0) wait_for_queries(k / 8);
           load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
                          q[4 * k + 2], q[4 * k + 3]);
+        }
         {
           uint32_t a[4];
           load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0], a[1],
@@ -358,6 +373,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
                               thread % 8 * 16,
                           a[0], a[1], a[2], a[3]);
         }
+        if (!converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
         fence_async_proxy();
         barrier_sync(scores_barrier, 128);
         if (lane == 0) release(&s.empty[buffer][0]), release(&s.empty[buffer][1]);
@@ -536,7 +552,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         wgmma_wait<0>();
         wgmma_pin(o[0]), wgmma_pin(o[1]);
         __syncwarp();
-        if (lane == 0) release(&s.empty[buffer][h]), release(&s.rope_empty[turn & 1]);
+        if (lane == 0) mbarrier_arrive(smem_address(&s.rope_empty[turn & 1])), release(&s.empty[buffer][h]);
         turn = (turn + 1) & 3;
         advance();
       }
