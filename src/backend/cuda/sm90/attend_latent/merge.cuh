@@ -362,6 +362,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
         }
         advance = next;
       }
+      if (b == 0) cp_async_commit();  // what can be added while the others come
     }
     cp_async_commit();
   };
@@ -437,11 +438,15 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
                       : group ? 0
                               : min(n - before, at_a_time << log_groups);
     const bool more = done + at_a_time < most;
-    cp_async_wait<0>();
+    cp_async_wait<1>();
     barrier_sync(math_barrier, math_threads);
 
 #pragma unroll 1
     for (int b = 0; b < blocks; ++b) {
+      if (b == 1) {
+        cp_async_wait<0>();
+        barrier_sync(math_barrier, math_threads);
+      }
       const int unit = base + (b << log_lanes);
       uint4* const loaded = data + b * at_a_time * math_threads;
       const int row = Order::first_row(unit), in_share = min(row - s.row_begin, rows - 1),
