@@ -54,6 +54,11 @@ __device__ __forceinline__ uint64_t operand_128b(uint32_t address, uint32_t grou
   return uint64_t{1} << 62 | static_cast<uint64_t>(group >> 4) << 32 | static_cast<uint64_t>(panel >> 4) << 16 |
          ((address & 0x3ffff) >> 4);
 }
+/// operand_128b() of an address that is the same in all lanes, in registers of the warp's own: products that take it
+/// with an offset known to the compiler (ss_at) then follow each other without a move between them.
+__device__ __forceinline__ uint64_t warp_operand_128b(uint32_t address) {
+  return operand_128b(0) + __reduce_max_sync(0xffffffffu, address >> 4);
+}
 /// Operand in shared memory without swizzle, Major::k: 8 x 8 matrices of 128 bytes, `group` bytes from one to that of
 /// the next 8 rows of A or columns of B, `step` to that of the next 8 of k.
 __device__ __forceinline__ uint64_t operand_plain(uint32_t address, uint32_t group, uint32_t step) {
@@ -128,6 +133,15 @@ struct Wgmma;
                    ", p, 1, 1, %" A3 ", %" A4 ";\n}"                                                                   \
                    : D()                                                                                               \
                    : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major))); \
+    }                                                                                                                  \
+    template <uint32_t a_bytes, uint32_t b_bytes, Major a_major = Major::k, Major b_major = Major::k>                  \
+    __device__ static __forceinline__ void ss_at(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {          \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" A2 ", 0;\nadd.s64 x, %" A0 ", %" A5           \
+                   ";\nadd.s64 y, %" A1 ", %" A6 ";\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX      \
+                   " {" R "}, x, y, p, 1, 1, %" A3 ", %" A4 ";\n}"                                                     \
+                   : D()                                                                                               \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)),  \
+                     "n"(a_bytes >> 4), "n"(b_bytes >> 4));                                                            \
     }                                                                                                                  \
     template <Major b_major = Major::k>                                                                                \
     __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {      \

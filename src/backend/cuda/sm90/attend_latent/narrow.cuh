@@ -2,6 +2,8 @@
 //   S^T[64 positions, N] = K Q^T,  O^T[512, N] += V^T P^T
 #pragma once
 
+#include <utility>
+
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
 #include "backend/cuda/sm90/attend_latent/merge.cuh"
@@ -15,6 +17,13 @@ struct Narrow16 {
 struct Narrow32 {
   static constexpr int rows = 32;
 };
+
+/// each(i) for i below n, a constant.
+template <int n, class Each>
+__device__ __forceinline__ void static_for(Each each) {
+  [&]<int... i>(std::integer_sequence<int, i...>) { (each(std::integral_constant<int, i>()), ...); }
+  (std::make_integer_sequence<int, n>());
+}
 
 template <class Tile>
 struct NarrowShared {
@@ -149,18 +158,16 @@ __global__ void __launch_bounds__(threads, 1)
       ++stamp;
       fence_async_proxy();
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 5; ++i) {
-        const int column = i < 4 ? 4 * h + i : 8;
-        const uint64_t keys = operand_128b(smem_address(s.kv[buffer][column])),
-                       queries = operand_128b(smem_address(s.q[column]));
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          if (i == 4 && k >= 2) break;
-          const int step = (i == 4 ? 2 * h : 0) + k;
-          Wgmma<Tile::rows, T>::ss(d, operand_advance(keys, step * 32), operand_advance(queries, step * 32), i + k > 0);
-        }
-      }
+      using Product = Wgmma<Tile::rows, T>;
+      const uint64_t keys = warp_operand_128b(smem_address(s.kv[buffer][4 * h])),
+                     queries = warp_operand_128b(smem_address(s.q[4 * h])),
+                     rope_keys = warp_operand_128b(smem_address(s.kv[buffer][8]) + h * 64),
+                     rope_queries = warp_operand_128b(smem_address(s.q[8]) + h * 64);
+      static_for<16>([&](auto i) {
+        Product::template ss_at<i / 4 * box_bytes + i % 4 * 32, i / 4 * Tile::rows * 128 + i % 4 * 32>(d, keys, queries,
+                                                                                                       i > 0);
+      });
+      static_for<2>([&](auto k) { Product::template ss_at<k * 32, k * 32>(d, rope_keys, rope_queries, 1); });
       wgmma_commit();
       const int valid = positions - (block0 + j) * block_tokens;
       if (valid < block_tokens) {  // what lies past the sequence must not be multiplied, not even by 0
@@ -229,18 +236,15 @@ __global__ void __launch_bounds__(threads, 1)
         }
       }
       // O^T: this warpgroup's 256 latents
-      const uint64_t probabilities = operand_128b(smem_address(s.p));
+      const uint64_t probabilities = warp_operand_128b(smem_address(s.p)),
+                     values = warp_operand_128b(smem_address(s.kv[buffer][4 * h]));
 #pragma unroll
       for (int i = 0; i < 4; ++i) wgmma_pin(o[i]);
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h + i]));
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-          Wgmma<Tile::rows, T>::template ss<Major::mn, Major::k>(o[i], operand_advance(values, k * 2048),
-                                                                 operand_advance(probabilities, k * 32), 1);
-      }
+      static_for<16>([&](auto i) {
+        Product::template ss_at<i / 4 * box_bytes + i % 4 * 2048, i % 4 * 32, Major::mn, Major::k>(o[i / 4], values,
+                                                                                                   probabilities, 1);
+      });
       wgmma_commit();
       wgmma_wait<0>();
 #pragma unroll
