@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(threads, 1)
       };
       // Queries wait for the last scores of the item before; two blocks of the cache go ahead of them.
       const int begin = warp_uniform(it.block), end = begin + warp_uniform(it.blocks), queries_at = min(begin + 2, end);
-      // Of what an early worker has no room for yet, a third is asked into L2.
+      // Of what an early worker has no room for yet, half is asked into L2, two blocks at most.
       const bool ahead = Order::relays && p.settled && it.early();
       for (int j = begin; j < end; ++j) {
         if (j == queries_at) start();
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(threads, 1)
         mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
         rows.advance(p);
         ++copied;
-        if (j == begin + 1 && ahead) rows.prefetch(p, (end - j - 1) / 3, warp - 8);
+        if (j == begin + 1 && ahead) rows.prefetch(p, (end - j - 1) / 2, warp - 8);
         if (!looked && j > begin + 1) look_ahead();
       }
       if (queries_at == end) start();
