@@ -225,9 +225,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         if (blocks < 0) break;
         mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
         if (blocks) {
-          if (count == 0) {  // whose queries warp 15 asks for
-            if (!p.settled) wait_for_previous_grids();
-          } else {
+          if (count || !p.settled) wait_for_previous_grids();
+          if (count) {  // warp 15 asks for the first item's queries
             rows = BoxRows(p, it);
             if (elect_one()) {
               mbarrier_arrive_expect(smem_address(&s.q_full), (9 - query_boxes) * box_bytes);
@@ -269,9 +268,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks, block = it.block;
         if (blocks < 0) break;
         if (blocks) {
-          if (count == 0) {  // whose queries warp 15 asks for
-            if (!p.settled) wait_for_previous_grids();
-          } else {
+          if (count || !p.settled) wait_for_previous_grids();
+          if (count) {  // warp 15 asks for the first item's queries
             rows = BoxRows(p, it);
             wait_for_release(half);
             if (elect_one())
