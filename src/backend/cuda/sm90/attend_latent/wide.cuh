@@ -1,6 +1,6 @@
 // attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
 // probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half
-// of every cache block, for both.
+// of every block's values, for both, and its own rope.
 #pragma once
 
 #include <type_traits>
