@@ -8,6 +8,8 @@
 //
 //   wgmma_fence();  Wgmma<64, __nv_bfloat16>::ss<K, K>(d, a, b, accumulate); ...  wgmma_commit();  wgmma_wait<0>();
 //
+// ss_at<a_bytes, b_bytes>(..): of operands that lie so many bytes on.
+//
 // Between fence and wait nothing else may touch d (nor a in registers); wgmma_pin(d) tells the compiler so.
 #pragma once
 
@@ -122,37 +124,32 @@ struct Wgmma;
       "+f"(d[127])
 
 // R, D(): the lists above; A0 to A6: the operand numbers that follow N / 2 accumulators.
-#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6)                                                   \
-  template <>                                                                                                          \
-  struct Wgmma<N, TYPE> {                                                                                              \
-    template <Major a_major = Major::k, Major b_major = Major::k>                                                      \
-    __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {             \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A2                                                             \
-                   ", 0;\n"                                                                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, %" A0 ", %" A1             \
-                   ", p, 1, 1, %" A3 ", %" A4 ";\n}"                                                                   \
-                   : D()                                                                                               \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major))); \
-    }                                                                                                                  \
-    template <uint32_t a_bytes, uint32_t b_bytes, Major a_major = Major::k, Major b_major = Major::k>                  \
-    __device__ static __forceinline__ void ss_at(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {          \
-      asm volatile("{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" A2 ", 0;\nadd.s64 x, %" A0 ", %" A5           \
-                   ";\nadd.s64 y, %" A1 ", %" A6 ";\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX      \
-                   " {" R "}, x, y, p, 1, 1, %" A3 ", %" A4 ";\n}"                                                     \
-                   : D()                                                                                               \
-                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)),  \
-                     "n"(a_bytes >> 4), "n"(b_bytes >> 4));                                                            \
-    }                                                                                                                  \
-    template <Major b_major = Major::k>                                                                                \
-    __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {      \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5                                                             \
-                   ", 0;\n"                                                                                            \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, {%" A0 ",%" A1 ",%" A2     \
-                   ",%" A3 "}, %" A4 ", p, 1, 1, %" A6 ";\n}"                                                          \
-                   : D()                                                                                               \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                              \
-                     "n"(static_cast<int>(b_major)));                                                                  \
-    }                                                                                                                  \
+#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6)                                                  \
+  template <>                                                                                                         \
+  struct Wgmma<N, TYPE> {                                                                                             \
+    template <uint32_t a_bytes, uint32_t b_bytes, Major a_major = Major::k, Major b_major = Major::k>                 \
+    __device__ static __forceinline__ void ss_at(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {         \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 x, y;\nsetp.ne.b32 p, %" A2 ", 0;\nadd.s64 x, %" A0 ", %" A5          \
+                   ";\nadd.s64 y, %" A1 ", %" A6 ";\nwgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX     \
+                   " {" R "}, x, y, p, 1, 1, %" A3 ", %" A4 ";\n}"                                                    \
+                   : D()                                                                                              \
+                   : "l"(a), "l"(b), "r"(accumulate), "n"(static_cast<int>(a_major)), "n"(static_cast<int>(b_major)), \
+                     "n"(a_bytes >> 4), "n"(b_bytes >> 4));                                                           \
+    }                                                                                                                 \
+    template <Major a_major = Major::k, Major b_major = Major::k>                                                     \
+    __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {            \
+      ss_at<0, 0, a_major, b_major>(d, a, b, accumulate);                                                             \
+    }                                                                                                                 \
+    template <Major b_major = Major::k>                                                                               \
+    __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {     \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5                                                            \
+                   ", 0;\n"                                                                                           \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, {%" A0 ",%" A1 ",%" A2    \
+                   ",%" A3 "}, %" A4 ", p, 1, 1, %" A6 ";\n}"                                                         \
+                   : D()                                                                                              \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                             \
+                     "n"(static_cast<int>(b_major)));                                                                 \
+    }                                                                                                                 \
   };
 #define MLA_WGMMA(N, R, D, ...)                             \
   MLA_WGMMA_OF(N, __nv_bfloat16, "bf16", R, D, __VA_ARGS__) \
