@@ -28,6 +28,8 @@ constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: co
 constexpr int wide_buffers = 3;
 constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
 constexpr int query_boxes = 7;   // that they come from
+/// Bytes of a pair of them, which arrives at one barrier: the last box is alone.
+constexpr int query_pair_bytes(int first_box) { return (first_box + 1 < query_boxes ? 2 : 1) * box_bytes; }
 
 /// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7
 /// of warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its
@@ -151,7 +153,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             const bool later = box >= query_boxes;
             const uint32_t bar = smem_address(later ? &s.q_full : &s.full[0][box / 2]);
             if (box < query_boxes ? box % 2 == 0 : box == query_boxes)
-              mbarrier_arrive_expect(bar, (later ? 9 - query_boxes : min(query_boxes - box, 2)) * box_bytes);
+              mbarrier_arrive_expect(bar, later ? (9 - query_boxes) * box_bytes : query_pair_bytes(box));
             tma_load(smem_address(later ? s.q[box - query_boxes] : s.kv[0][box]), q_map, bar, box * 64, row);
           }
         }
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           wait_for_release(0), wait_for_release(1);
           for (int i = 0; i < 4; ++i) {
             const uint32_t bar = smem_address(&s.full[buffer][i]);
-            if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(bar, (i < 3 ? 2 : 1) * box_bytes);
+            if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(bar, query_pair_bytes(2 * i));
             else mbarrier_arrive(bar);
           }
           if (warp == 12) {
@@ -276,8 +278,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll 1
               for (int box = half * 4; box < min(half * 4 + 4, query_boxes); ++box) {
                 uint64_t* const full = &s.full[buffer][box / 2];
-                if (box % 2 == 0)
-                  mbarrier_arrive_expect(smem_address(full), (box + 1 < query_boxes ? 2 : 1) * box_bytes);
+                if (box % 2 == 0) mbarrier_arrive_expect(smem_address(full), query_pair_bytes(box));
                 tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
               }
           }
