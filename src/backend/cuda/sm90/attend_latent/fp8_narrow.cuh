@@ -62,6 +62,7 @@ __global__ void __launch_bounds__(threads, 1)
   using Layout = typename Shared::Layout;
   constexpr int n = Tile::rows, slots = Layout::slots, unit_bytes = Rows::unit_bytes;
   constexpr bool many_registers = n > 16 || Rows::scaled;
+  constexpr int load_registers = Rows::scaled ? 88 : 40, math_registers = Rows::scaled ? 208 : 232;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(threads, 1)
   __syncthreads();
 
   if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
-    if constexpr (many_registers) give_registers<40>();
+    if constexpr (many_registers) give_registers<load_registers>();
     int slot = 0, parity = 1;
     loader.run(p, q_map, s, 2, merge_bytes, part_of, [&](const Item& it, UnitRows<Rows>& rows, int i, int unit) {
       mbarrier_wait(smem_address(&s.empty[slot]), parity);
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(threads, 1)
   wait_for_previous_grids();
   allow_next_grid();
   if (warp == 0) load_first_queries<n>(s, q_map);
-  if constexpr (many_registers) take_registers<232>();
+  if constexpr (many_registers) take_registers<math_registers>();
   constexpr int tiles = width / 64, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of
   constexpr int own = 2;                           // barriers own + h: of warpgroup h alone
   const int h = warpgroup, w = warp % 4, g = lane / 4, c = lane % 4;
