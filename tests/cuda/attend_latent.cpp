@@ -375,6 +375,17 @@ INSTANTIATE_TEST_SUITE_P(
                          .seq_lens = {4000, 64},
                          .lse = Case::none}));
 
+// Whole tiles of several blocks whose maxima grow from one to the next: some, past 2^8, and past what a byte tells of
+// it.
+INSTANTIATE_TEST_SUITE_P(
+    GrowingMaxima, AttendLatentCases,
+    testing::Values(Case{"h16_leaps", 16, 64, fill(140, 1), fill(140, 400), Dtype::bf16, Dtype::f32, false, 12.0f},
+                    Case{"h64_grows", 64, 64, fill(140, 1), fill(140, 400), Dtype::bf16, Dtype::f32, false, 4.0f},
+                    Case{"h64_f16_leaps", 64, 64, fill(140, 1), fill(140, 400), Dtype::f16, Dtype::f32, false, 12.0f},
+                    Case{"h128_leaps", 128, 64, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 12.0f},
+                    Case{"h128_far", 128, 64, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 150.0f},
+                    Case{"h128_page17", 128, 17, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 12.0f}));
+
 /// One captured call serves other lengths: they are read on device.
 TEST_F(OnDevice, AGraphServesOtherLengths) {
   for (const int heads : {16, 128}) {

@@ -28,8 +28,8 @@ constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: co
 constexpr int wide_buffers = 3;
 constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
 constexpr int query_boxes = 7;   // that they come from
-/// Bytes of a pair of them, which arrives at one barrier: the last box is alone.
-constexpr int query_pair_bytes(int first_box) { return (first_box + 1 < query_boxes ? 2 : 1) * box_bytes; }
+/// Bytes of those in a half of a buffer.
+constexpr int query_bytes(int half) { return (half ? query_boxes - 4 : 4) * box_bytes; }
 
 /// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7
 /// of warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its
@@ -46,8 +46,9 @@ struct WideShared {
   alignas(16) Item item[2];
   Splits splits;
   Split split;
-  // full: column boxes in pairs; empty: halves of the boxes; made: a block's probabilities are there.
-  alignas(8) uint64_t full[wide_buffers][4], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
+  // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half;
+  // made: a block's probabilities are there.
+  alignas(8) uint64_t full[wide_buffers], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
   uint64_t item_full[2], item_empty[2], q_full, q_empty;
 };
 
@@ -69,7 +70,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
-      for (int i = 0; i < 4; ++i) mbarrier_init(smem_address(&s.full[b][i]), Tile::in_boxes ? 1 : copy_threads);
+      mbarrier_init(smem_address(&s.full[b]), Tile::in_boxes ? 2 : copy_threads);
       for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * Tile::ctas);
     }
     for (int i = 0; i < 2; ++i) {
@@ -136,8 +137,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto advance = [&] {
       if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
     };
-    // Before a buffer's half or a rope box is filled; and in the end, for all of them: the peer's arrivals may not be
-    // on their way to a CTA that left.
+    // Before a buffer's half is filled; and in the end, for all of them: the peer's arrivals may not be on their way to
+    // a CTA that left.
     const auto wait_for_release = [&](int half) { mbarrier_wait(smem_address(&s.empty[buffer][half]), parity); };
     const auto wait_for_rope_release = [&](int turn) {
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
@@ -148,13 +149,13 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int row = warp_uniform(s.item[0].row0) + rank * 64;
         wait_for_previous_grids();
         if (elect_one()) {
+          for (int half = 0; half < 2; ++half) mbarrier_arrive_expect(smem_address(&s.full[0]), query_bytes(half));
+          mbarrier_arrive_expect(smem_address(&s.q_full), (9 - query_boxes) * box_bytes);
 #pragma unroll
           for (int box = 0; box < 9; ++box) {
             const bool later = box >= query_boxes;
-            const uint32_t bar = smem_address(later ? &s.q_full : &s.full[0][box / 2]);
-            if (box < query_boxes ? box % 2 == 0 : box == query_boxes)
-              mbarrier_arrive_expect(bar, later ? (9 - query_boxes) * box_bytes : query_pair_bytes(box));
-            tma_load(smem_address(later ? s.q[box - query_boxes] : s.kv[0][box]), q_map, bar, box * 64, row);
+            tma_load(smem_address(later ? s.q[box - query_boxes] : s.kv[0][box]), q_map,
+                     smem_address(later ? &s.q_full : &s.full[0]), box * 64, row);
           }
         }
         __syncwarp();
@@ -183,19 +184,15 @@ __global__ void __launch_bounds__(wide_threads, 1)
           RowCopies rows(p, it);
           wait_for_previous_grids();
           wait_for_release(0), wait_for_release(1);
-          for (int i = 0; i < 4; ++i) {
-            const uint32_t bar = smem_address(&s.full[buffer][i]);
-            if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(bar, query_pair_bytes(2 * i));
-            else mbarrier_arrive(bar);
-          }
+          if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(smem_address(&s.full[buffer]), query_boxes * box_bytes);
+          else mbarrier_arrive(smem_address(&s.full[buffer]));
           if (warp == 12) {
             mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
             if (lane == 0) mbarrier_arrive_expect(smem_address(&s.q_full), 2 * box_bytes);
             __syncwarp();
             if (lane < 9)
               tma_load(smem_address(lane < query_boxes ? s.kv[buffer][lane] : s.q[lane - query_boxes]), q_map,
-                       smem_address(lane < query_boxes ? &s.full[buffer][lane / 2] : &s.q_full), lane * 64,
-                       it.row0 + rank * 64);
+                       smem_address(lane < query_boxes ? &s.full[buffer] : &s.q_full), lane * 64, it.row0 + rank * 64);
             __syncwarp();
           }
           advance();
@@ -203,7 +200,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           for (int i = 0; i < blocks; ++i) {
             wait_for_release(0), wait_for_release(1);
             rows.copy<0, 8, false>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
-            for (int k = 0; k < 4; ++k) mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer][k]));
+            mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
             wait_for_rope_release(turn);
             rows.copy<8, 9, false>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
@@ -218,7 +215,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
         release_item(count);
       }
       for (int i = 0; i < wide_buffers; ++i) wait_for_release(0), wait_for_release(1), advance();
-      for (int i = 0; i < 2; ++i, turn = (turn + 1) & 3) wait_for_rope_release(turn);
     } else if (warp == 14) {  // the rope, and the queries that stay in shared memory
       int turn = 0;
       for (int count = 0;; ++count) {
@@ -261,7 +257,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         release_item(count);
       }
-      for (int i = 0; i < 2; ++i, turn = (turn + 1) & 3) wait_for_rope_release(turn);
     } else {
       // A warp for each half of the values' columns, so that none waits for the other half's release.
       const int half = warp - 12;
@@ -274,31 +269,27 @@ __global__ void __launch_bounds__(wide_threads, 1)
           if (count) {  // warp 15 asks for the first item's queries
             rows = BoxRows(p, it);
             wait_for_release(half);
-            if (elect_one())
+            if (elect_one()) {
+              mbarrier_arrive_expect(smem_address(&s.full[buffer]), query_bytes(half));
 #pragma unroll 1
-              for (int box = half * 4; box < min(half * 4 + 4, query_boxes); ++box) {
-                uint64_t* const full = &s.full[buffer][box / 2];
-                if (box % 2 == 0) mbarrier_arrive_expect(smem_address(full), query_pair_bytes(box));
-                tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(full), box * 64, it.row0 + rank * 64);
-              }
+              for (int box = half * 4; box < min(half * 4 + 4, query_boxes); ++box)
+                tma_load(smem_address(s.kv[buffer][box]), q_map, smem_address(&s.full[buffer]), box * 64,
+                         it.row0 + rank * 64);
+            }
           }
           advance();
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
             rows.seek(p, block + i);
             // Everyone's first block before anyone's second.
-            if (count == 0 && i == 1)
-              for (int k = 0; k < 2; ++k) mbarrier_wait(smem_address(&s.full[1][half * 2 + k]), 0);
+            if (count == 0 && i == 1) mbarrier_wait(smem_address(&s.full[1]), 0);
             wait_for_release(half);
-            if (elect_one())
-              for (int pair = 0; pair < 2; ++pair)
-                mbarrier_arrive_expect(smem_address(&s.full[buffer][half * 2 + pair]), rows.boxes()
-                                                                                           << p.box_shift << 8);
+            if (elect_one()) mbarrier_arrive_expect(smem_address(&s.full[buffer]), rows.boxes() << p.box_shift << 9);
             for_boxes(rows, [&](int k, int row) {
 #pragma unroll 1
               for (int i = rank; i < 4; i += Tile::ctas) {
                 const int box = half * 4 + i;
-                load_box(smem_address(s.kv[buffer][box]) + (k << p.box_shift << 7), &s.full[buffer][box / 2], box, row);
+                load_box(smem_address(s.kv[buffer][box]) + (k << p.box_shift << 7), &s.full[buffer], box, row);
               }
             });
             advance();
@@ -350,19 +341,14 @@ __global__ void __launch_bounds__(wide_threads, 1)
         // Most of the queries stay in registers for as long as the item takes.
         uint32_t q[query_steps * 4];
         constexpr bool converts = std::is_same_v<T, __half>;
-        const auto wait_for_queries = [&](int pair) { mbarrier_wait(smem_address(&s.full[buffer][pair]), parity); };
-        if constexpr (converts) {
-          for (int i = 0; i < 4; ++i) wait_for_queries(i);
-          mbarrier_wait(smem_address(&s.q_full), count & 1);
-        }
+        mbarrier_wait(smem_address(&s.full[buffer]), parity);
+        if constexpr (converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
         convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
         convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
 #pragma unroll
-        for (int k = 0; k < query_steps; ++k) {
-          if (!converts && k % 8 == 0) wait_for_queries(k / 8);
+        for (int k = 0; k < query_steps; ++k)
           load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
                          q[4 * k + 2], q[4 * k + 3]);
-        }
         {
           uint32_t a[4];
           load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0], a[1],
@@ -382,7 +368,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
-          for (int group = 0; group < 4; ++group) mbarrier_wait(smem_address(&s.full[buffer][group]), parity);
+          mbarrier_wait(smem_address(&s.full[buffer]), parity);
           if (!Tile::in_boxes) fence_async_proxy();
           wgmma_fence();
 #pragma unroll
@@ -433,12 +419,13 @@ __global__ void __launch_bounds__(wide_threads, 1)
             best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
           }
           best0 *= p.scale_log2, best1 *= p.scale_log2;
-          // Maxima grow by whole numbers, which fit a byte.
+          // Maxima grow by whole numbers, which fit a byte, if by less than makes nothing of what is held.
           float growth0 = 0, growth1 = 0;
-          if (best0 - top0 > lazy_growth)
-            growth0 = fminf(ceilf(best0 - top0), 255.0f), top0 = i && top0 > -INFINITY ? top0 + growth0 : best0;
-          if (best1 - top1 > lazy_growth)
-            growth1 = fminf(ceilf(best1 - top1), 255.0f), top1 = i && top1 > -INFINITY ? top1 + growth1 : best1;
+          const auto grow = [](float best, float& top, float& growth) {
+            if (!(best - top > lazy_growth)) return;
+            growth = fminf(ceilf(best - top), 255.0f), top = growth < 255 ? top + growth : best;
+          };
+          grow(best0, top0, growth0), grow(best1, top1, growth1);
           const bool changed = __any_sync(0xffffffffu, growth0 + growth1 > 0);
           if (changed) {
             sum0 *= exp2_approx(-growth0), sum1 *= exp2_approx(-growth1);
