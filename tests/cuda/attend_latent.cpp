@@ -375,6 +375,16 @@ INSTANTIATE_TEST_SUITE_P(
                          .seq_lens = {4000, 64},
                          .lse = Case::none}));
 
+// As many pieces as workers keep parts of for themselves, and rows that are not a whole tile.
+INSTANTIATE_TEST_SUITE_P(EqualPieces, AttendLatentCases,
+                         testing::Values(Case{"h64_8_pieces", 64, 64, fill(16, 1), fill(16, 1024)},
+                                         Case{"h64_f16_4_pieces", 64, 64, fill(33, 1), fill(33, 512), Dtype::f16},
+                                         Case{"h128_8_pieces", 128, 64, fill(8, 1), fill(8, 1024)},
+                                         Case{"h128_4_pieces", 128, 64, fill(16, 1), fill(16, 512)},
+                                         Case{"h128_2_pieces", 128, 64, fill(32, 1), fill(32, 256)},
+                                         Case{"h100_2_pieces", 100, 64, fill(32, 1), fill(32, 256)},
+                                         Case{"h90_8_pieces", 90, 64, fill(8, 1), fill(8, 1024)}));
+
 // Whole tiles of several blocks whose maxima grow from one to the next: some, past 2^8, and past what a byte tells of
 // it.
 INSTANTIATE_TEST_SUITE_P(
@@ -418,7 +428,8 @@ TEST_F(OnDevice, CallsOfSeveralStreams) {
     const std::vector<Case> cases = {{"one", heads, 64, {1}, {9000}},
                                      {"long", heads, 64, {1}, {16000}},
                                      {"line", heads, 64, fill(140, 1), fill(140, 300)},
-                                     {"three", heads, 64, fill(3, 1), {3000, 100, 5000}}};
+                                     {"three", heads, 64, fill(3, 1), {3000, 100, 5000}},
+                                     {"eights", heads, 64, fill(8, 1), fill(8, 1024)}};
     std::vector<std::unique_ptr<Inputs>> inputs;
     std::vector<std::vector<std::byte>> out;
     std::vector<cudaStream_t> streams(cases.size());
