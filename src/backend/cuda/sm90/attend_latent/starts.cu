@@ -25,6 +25,7 @@ __device__ void put(T& to, const T& from) {
 template <int tile_rows, bool invariant, class Rows, int parts>
 __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* starts) {
   static_assert(parts * Rows::look_ups <= Start::most_look_ups);
+  allow_next_grid();  // it finds its own, or waits for this one
   const int worker = blockIdx.x * warps + warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (worker >= p.workers) return;
   p.box_shift = max(p.box_shift, 0);  // where rows are copied one by one, what boxes would be is not used
@@ -40,7 +41,6 @@ __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* sta
     pages[i] = page_of(p, table_of(p, it), positions, Rows::position(p, first, i % Rows::look_ups));
   }
   wait_for_previous_grids();  // they may read what is there
-  allow_next_grid();
   Start& start = starts[worker];
   if (lane == 0) put(start.item, it), put(start.split, split);
 #pragma unroll
