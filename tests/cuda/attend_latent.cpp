@@ -10,6 +10,7 @@
 #include <optional>
 
 #include "cuda/device.hpp"
+#include "cuda/late_copy.hpp"
 #include "cuda/latent_repeats.hpp"
 #include "mla/error.hpp"
 
@@ -419,6 +420,38 @@ TEST_F(OnDevice, AGraphServesOtherLengths) {
     }
     cudaGraphExecDestroy(exec), cudaGraphDestroy(graph), cudaStreamDestroy(stream);
   }
+}
+
+/// A kernel that writes queries and cache may still run when a call begins; of a settled cache, the queries alone. Some
+/// workers' first items have nothing to read.
+TEST_F(OnDevice, WaitsForWhatTheKernelBeforeWrites) {
+  std::vector<int> lengths;
+  for (int i = 0; i < 300; ++i) lengths.push_back(i % 4 == 2 ? 130 : 0);
+  for (const int heads : {16, 32, 64, 128})
+    for (const int page_size : {64, 17})
+      for (const bool settled : {false, true})
+        for (const auto& seq_lens : {lengths, std::vector<int>{900, 333}}) {
+          const Case c{"late", heads, page_size, std::vector<int>(seq_lens.size(), 1), seq_lens};
+          Inputs s(c);
+          s.choice.settled = settled;
+          const auto late = [](const void* at, size_t bytes) {
+            const auto now = std::make_shared<DeviceArray<std::byte>>(bytes);
+            void* const to = const_cast<void*>(at);
+            check(cudaMemcpy(now->data(), to, bytes, cudaMemcpyDeviceToDevice), "test", "copy");
+            check(cudaMemset(to, 0xff, bytes), "test", "fill");
+            return [=] { late_copy(to, now->data(), bytes, nullptr); };
+          };
+          const auto queries = late(s.args.q, static_cast<size_t>(s.args.limits.tokens) * heads * 1152);
+          const auto cache = late(s.args.cache, settled ? 0 : static_cast<size_t>(s.args.pages) * page_size * 1152);
+          s.poison();
+          synchronize();
+          queries();
+          if (!settled) cache();
+          attend_latent(s.args, s.choice, nullptr);
+          synchronize();
+          s.verify();
+          if (HasFatalFailure()) FAIL() << heads << " heads, pages of " << page_size << (settled ? ", settled" : "");
+        }
 }
 
 /// Calls of several streams get the GPU's multiprocessors in any order: none waits for what cannot start, and bits
