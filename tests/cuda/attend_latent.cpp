@@ -376,7 +376,7 @@ INSTANTIATE_TEST_SUITE_P(
                          .seq_lens = {4000, 64},
                          .lse = Case::none}));
 
-// As many pieces as workers keep parts of for themselves, and rows that are not a whole tile.
+// Tiles of 2, 4 and 8 pieces of one size, of rows that fill a tile or do not.
 INSTANTIATE_TEST_SUITE_P(EqualPieces, AttendLatentCases,
                          testing::Values(Case{"h64_8_pieces", 64, 64, fill(16, 1), fill(16, 1024)},
                                          Case{"h64_f16_4_pieces", 64, 64, fill(33, 1), fill(33, 512), Dtype::f16},
