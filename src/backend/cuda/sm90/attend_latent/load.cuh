@@ -142,81 +142,98 @@ class BoxRows {
   int positions_ = 0, first_ = 0, row_ = 0, next_ = 0, window_ = 0, offset_ = 0, boxes_ = 0;
 };
 
-/// Copies an item's blocks row by row, by the threads of some warps: a warp copies four rows at a time, a lane 16 bytes
-/// of each of their column boxes, swizzled as the copy engine would. Page numbers are asked for a block ahead, and not
-/// touched before: in a full queue they take as long as the copies. Who waits for the copies calls fence_async_proxy().
+/// Copies an item's blocks row by row, by `warps` warps: each has `fours` times four rows of a block, a lane 16 bytes
+/// of each of their column boxes, swizzled as the copy engine would. Lane l looks up row l / 8 of the warp's (l % 8)-th
+/// four. Page numbers are asked for a block ahead, and not touched before: in a full queue they take as long as the
+/// copies. Who waits for the copies calls fence_async_proxy().
+template <int warps>
 class RowCopies {
  public:
-  static constexpr int look_ups = 4;  // halves of two blocks
+  static constexpr int look_ups = 2;  // of two blocks
+  static constexpr int fours = (block_tokens / 4 + warps - 1) / warps;
 
   RowCopies() = default;
-  __device__ RowCopies(const Params& p, const Item& it, int = 0)
-      : table_(table_of(p, it)), positions_(it.positions), block_(it.block) {
-    look_up(p, block_, page_), look_up(p, block_ + 1, next_);
+  __device__ RowCopies(const Params& p, const Item& it, int part)
+      : table_(table_of(p, it)), positions_(it.positions), first_(it.block * block_tokens + part * fours * 4) {
+    page_ = look_up(p, 0), next_ = look_up(p, 1);
   }
-  __device__ RowCopies(const Params& p, const Begin<RowCopies>& begin, int = 0)
-      : table_(table_of(p, begin.item)), positions_(begin.item.positions), block_(begin.item.block) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) page_[half] = begin.pages[half], next_[half] = begin.pages[2 + half];
-  }
-  __device__ static int position(const Params&, int first, int half) {
-    return first + half * 32 + static_cast<int>(threadIdx.x % 32);
+  __device__ RowCopies(const Params& p, const Begin<RowCopies>& begin, int part)
+      : table_(table_of(p, begin.item)),
+        positions_(begin.item.positions),
+        first_(begin.item.block * block_tokens + part * fours * 4),
+        page_(begin.pages[0]),
+        next_(begin.pages[1]) {}
+  __device__ static int position(const Params&, int first, int block) {
+    const int lane = threadIdx.x % 32;
+    return first + block * block_tokens + lane % 8 * 4 + lane / 8;
   }
 
-  /// The next of an item's blocks on their way to L2, two at most, by four warps. Only where little else is read: the
-  /// previous kernel's own reads would wait for them.
-  __device__ void prefetch(const Params& p, int blocks, int warp) const {
-    if (warp / 2 >= blocks) return;
-    // No array is indexed by what is not a constant: it would be kept in memory, which waits for the page numbers.
-    const int row = warp == 0   ? row_of(p, block_, page_, 0)
-                    : warp == 1 ? row_of(p, block_, page_, 1)
-                    : warp == 2 ? row_of(p, block_ + 1, next_, 0)
-                                : row_of(p, block_ + 1, next_, 1);
-    if (row >= 0) bulk_prefetch(static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2), entry * 2);
+  /// The next of an item's blocks on their way to L2, two at most. Only where little else is read: the previous
+  /// kernel's own reads would wait for them.
+  __device__ void prefetch(const Params& p, int blocks) const {
+    static_assert(fours == 4);  // of a lane and the one beside it, each asks for a row of one block
+    const int next = __shfl_xor_sync(0xffffffffu, row_of(p, 1, next_), 4);
+    const bool second = threadIdx.x % 8 >= 4;
+    const int row = second ? next : row_of(p, 0, page_);
+    if (second < blocks && row >= 0) bulk_prefetch(address(p, row), entry * 2);
   }
 
   /// Moves to the next block.
   __device__ void advance(const Params& p) {
-    ++block_;
-    page_[0] = next_[0], page_[1] = next_[1];
-    look_up(p, block_ + 1, next_);
+    first_ += block_tokens;
+    page_ = next_, next_ = look_up(p, 1);
   }
 
-  /// This warp's share, the `part`-th of `parts`, of column boxes [first, last). box(b): shared-memory address of box
-  /// b. once: L2 lets them go first. (Not in the wide kernel, where ptxas 13.0 takes an odd register for the policy's
-  /// descriptor: an illegal instruction.)
-  template <int first, int last, bool once, class Box>
-  __device__ void copy(const Params& p, int part, int parts, Box box) const {
+  /// Cache rows that a lane copies of the block. -1: none.
+  struct Rows {
+    int of[fours];
+  };
+  __device__ Rows rows(const Params& p, int part) const {
+    const int mine = row_of(p, 0, page_);
+    Rows rows;
+#pragma unroll
+    for (int i = 0; i < fours; ++i) {
+      rows.of[i] = __shfl_sync(0xffffffffu, mine, i, 8);
+      if ((part * fours + i) * 4 >= block_tokens) rows.of[i] = -1;
+    }
+    return rows;
+  }
+  /// Copies their column boxes [first, last) to shared memory, the first to address `box`. once: L2 lets them go first.
+  /// ^, not +: where a register of the warp's own is added to an address, ptxas 13.0 takes an odd one for the policy's
+  /// descriptor, which is an illegal instruction.
+  template <int first, int last, bool once>
+  __device__ static void copy(const Params& p, const Rows& rows, int part, uint32_t box) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
-    const int rows[2] = {row_of(p, block_, page_, 0), row_of(p, block_, page_, 1)};
-#pragma unroll 1
-    for (int four = part; four < block_tokens / 4; four += parts) {
-      const int to = four * 4 + lane / 8, from = __shfl_sync(0xffffffffu, four < 8 ? rows[0] : rows[1], to % 32);
-      if (from < 0) continue;
-      const char* source = static_cast<const char*>(p.cache) + static_cast<int64_t>(from) * (entry * 2) + chunk * 16;
-      const uint32_t offset = to * 128 + (chunk ^ (to % 8)) * 16;
+    const uint32_t to = (box + part * fours * 512) ^ (lane / 8 * 128 + (chunk ^ lane / 8) * 16);
+    const char* const row0 = address(p, 0) + chunk * 16;
+#pragma unroll
+    for (int i = 0; i < fours; ++i) {
+      if (rows.of[i] < 0) continue;
+      const char* source = row0 + static_cast<int64_t>(rows.of[i]) * (entry * 2);
 #pragma unroll
       for (int b = first; b < last; ++b) {
-        if constexpr (once) cp_async_16_once(box(b) + offset, source + b * 128);
-        else cp_async_16(box(b) + offset, source + b * 128);
+        const uint32_t at = (to ^ i % 2 * 64) + i * 512 + (b - first) * box_bytes;
+        if constexpr (once) cp_async_16_once(at, source + b * 128);
+        else cp_async_16(at, source + b * 128);
       }
     }
   }
 
  private:
-  __device__ void look_up(const Params& p, int j, int (&page)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      page[half] = page_of(p, table_, positions_, position(p, j * block_tokens, half));
+  __device__ int look_up(const Params& p, int block) const {
+    return page_of(p, table_, positions_, position(p, first_, block));
   }
-  __device__ static int row_of(const Params& p, int j, const int (&page)[2], int half) {
-    const int at = position(p, j * block_tokens, half);
-    return page[half] < 0 ? -1 : page[half] * p.page_size + at - p.by_page.divide(at) * p.page_size;
+  __device__ int row_of(const Params& p, int block, int page) const {
+    const int at = position(p, first_, block);
+    return page < 0 ? -1 : page * p.page_size + at - p.by_page.divide(at) * p.page_size;
+  }
+  __device__ static const char* address(const Params& p, int row) {
+    return static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2);
   }
 
   const int* table_ = nullptr;
-  int positions_ = 0, block_ = 0;
-  int page_[2], next_[2];  // of this block's positions and the next one's; -1: past the end
+  int positions_ = 0, first_ = 0;  // first_: of the warp's rows of this block
+  int page_, next_;                // of a lane's row in this block and in the next one; -1: past the end
 };
 
 }  // namespace mla::cuda::latent

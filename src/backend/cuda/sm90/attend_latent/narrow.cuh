@@ -64,11 +64,11 @@ __global__ void __launch_bounds__(threads, 1)
   }
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
   Item it;
-  RowCopies rows;
+  RowCopies<4> rows;
   if (warpgroup == 2) {
-    const Split split = begin_work<Tile::rows, invariant>(p, blockIdx.x, 0, it, rows);
+    const Split split = begin_work<Tile::rows, invariant>(p, blockIdx.x, warp - 8, it, rows);
     if (it.blocks >= 0) {
-      if (it.blocks <= 2) rows.prefetch(p, it.blocks, warp - 8);
+      if (it.blocks <= 2) rows.prefetch(p, it.blocks);
       if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, it.row0);
     }
     if (threadIdx.x == math_threads) s.split = split, s.item[0] = it;
@@ -87,14 +87,14 @@ __global__ void __launch_bounds__(threads, 1)
       // While every worker copies, a load waits for all copies before it, some 10000 cycles: the next item's lengths,
       // page numbers and queries are asked for while this item is copied.
       Item following;
-      RowCopies following_rows;
+      RowCopies<4> following_rows;
       bool another = false, looked = false;
       const auto look_ahead = [&] {
         looked = true;
         if (count == 0) walk = {p, s.split, static_cast<int>(blockIdx.x)}, walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
         if (!another) return;
-        following_rows = RowCopies(p, following);
+        following_rows = RowCopies<4>(p, following, warp - 8);
         if (warp == 8 && lane < 9) tma_prefetch_box(q_map, lane * 64, following.row0);
       };
       const auto start = [&] {  // the item and its queries
@@ -108,11 +108,11 @@ __global__ void __launch_bounds__(threads, 1)
         if (j == queries_at) start();
         const int buffer = copied & 1;
         mbarrier_wait(smem_address(&s.empty[buffer]), (copied >> 1 & 1) ^ 1);
-        rows.copy<0, 9, true>(p, warp - 8, 4, [&](int column) { return smem_address(s.kv[buffer][column]); });
+        rows.copy<0, 9, true>(p, rows.rows(p, warp - 8), warp - 8, smem_address(s.kv[buffer]));
         mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
         rows.advance(p);
         ++copied;
-        if (j == begin + 1 && ahead) rows.prefetch(p, (end - j - 1) / 2, warp - 8);
+        if (j == begin + 1 && ahead) rows.prefetch(p, (end - j - 1) / 2);
         if (!looked && j > begin + 1) look_ahead();
       }
       if (queries_at == end) start();

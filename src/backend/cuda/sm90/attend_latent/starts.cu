@@ -60,9 +60,9 @@ void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, 
     using Units = UnitRows<Fp8Rows>;  // fp8_ds_mla's are looked up alike
     switch (choice.tile_rows) {
       case 16:
-        return fp8 ? go(starts_kernel<16, invariant, Units, units>) : go(starts_kernel<16, invariant, RowCopies, 1>);
+        return fp8 ? go(starts_kernel<16, invariant, Units, units>) : go(starts_kernel<16, invariant, RowCopies<4>, 4>);
       case 32:
-        return fp8 ? go(starts_kernel<32, invariant, Units, units>) : go(starts_kernel<32, invariant, RowCopies, 1>);
+        return fp8 ? go(starts_kernel<32, invariant, Units, units>) : go(starts_kernel<32, invariant, RowCopies<4>, 4>);
       case 64:
         return fp8 ? go(starts_kernel<64, invariant, Units, units>) : go(starts_kernel<64, invariant, BoxRows, 1>);
       default: return go(starts_kernel<128, invariant, BoxRows, 1>);

@@ -1,6 +1,6 @@
 // attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
 // probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half
-// of every block's values, for both, and its own rope.
+// of every block's values by boxes, for both, and its own rope; or, row by row, all of it for itself.
 #pragma once
 
 #include <type_traits>
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
     wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                 const __grid_constant__ CUtensorMap cache_map) {
   constexpr int tile_rows = 64 * Tile::ctas;
-  constexpr int copy_threads = 96;  // of the copying warpgroup; its last warp walks the schedule
+  constexpr int copy_threads = 96;                         // of the copying warpgroup; its last warp walks the schedule
+  constexpr int served = Tile::in_boxes ? Tile::ctas : 1;  // CTAs that a copy of values is for
   extern __shared__ __align__(1024) char shared_bytes[];
   WideShared& s = *reinterpret_cast<WideShared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -71,7 +72,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
       mbarrier_init(smem_address(&s.full[b]), Tile::in_boxes ? 2 : copy_threads);
-      for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * Tile::ctas);
+      for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * served);
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(smem_address(&s.rope_full[i]), Tile::in_boxes ? 1 : copy_threads);
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   };
   const auto release = [&](uint64_t* barrier) {  // by one lane of each warp that read
     const uint32_t bar = smem_address(barrier);
-    if constexpr (Tile::ctas > 1) {
+    if constexpr (served > 1) {
       mbarrier_arrive_remote(bar, 0);
       mbarrier_arrive_remote(bar, 1);
     } else {
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks;
         if (blocks < 0) break;
         if (blocks) {
-          RowCopies rows(p, it);
+          RowCopies<3> rows(p, it, warp - 12);
           wait_for_previous_grids();
           wait_for_release(0), wait_for_release(1);
           if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(smem_address(&s.full[buffer]), query_boxes * box_bytes);
@@ -198,13 +199,15 @@ __global__ void __launch_bounds__(wide_threads, 1)
           advance();
 #pragma unroll 1
           for (int i = 0; i < blocks; ++i) {
+            // The next page numbers are asked for ahead of this block's copies, in a queue that is not full.
+            const auto now = rows.rows(p, warp - 12);
+            rows.advance(p);
             wait_for_release(0), wait_for_release(1);
-            rows.copy<0, 8, false>(p, warp - 12, 3, [&](int column) { return smem_address(s.kv[buffer][column]); });
+            rows.copy<0, 8, false>(p, now, warp - 12, smem_address(s.kv[buffer]));
             mbarrier_arrive_after_cp_async(smem_address(&s.full[buffer]));
             wait_for_rope_release(turn);
-            rows.copy<8, 9, false>(p, warp - 12, 3, [&](int) { return smem_address(s.rope[turn & 1]); });
+            rows.copy<8, 9, false>(p, now, warp - 12, smem_address(s.rope[turn & 1]));
             mbarrier_arrive_after_cp_async(smem_address(&s.rope_full[turn & 1]));
-            rows.advance(p);
             turn = (turn + 1) & 3;
             advance();
           }
@@ -214,7 +217,6 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         release_item(count);
       }
-      for (int i = 0; i < wide_buffers; ++i) wait_for_release(0), wait_for_release(1), advance();
     } else if (warp == 14) {  // the rope, and the queries that stay in shared memory
       int turn = 0;
       for (int count = 0;; ++count) {
