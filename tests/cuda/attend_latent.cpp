@@ -8,6 +8,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "cuda/device.hpp"
 #include "cuda/late_copy.hpp"
@@ -386,6 +387,26 @@ INSTANTIATE_TEST_SUITE_P(EqualPieces, AttendLatentCases,
                                          Case{"h100_2_pieces", 100, 64, fill(32, 1), fill(32, 256)},
                                          Case{"h90_8_pieces", 90, 64, fill(8, 1), fill(8, 1024)}));
 
+// Pages whose rows are copied one by one.
+INSTANTIATE_TEST_SUITE_P(
+    RowByRow, AttendLatentCases,
+    testing::Values(
+        Case{"h64_three_blocks", 64, 17, {1}, {170}}, Case{"h128_three_blocks", 128, 1, {1}, {170}},
+        Case{"h32_page1", 32, 1, {1, 1, 1}, {5000, 333, 64}},
+        Case{"h32_page17_invariant", 32, 17, {1, 1}, {5000, 333}, Dtype::bf16, Dtype::f32, true},
+        Case{"h64_page1", 64, 1, {1, 1, 1}, {5000, 333, 64}},
+        Case{"h64_page12_f16", 64, 12, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
+        Case{"h64_page17_invariant", 64, 17, {1, 1}, {5000, 333}, Dtype::bf16, Dtype::f32, true},
+        Case{"h64_page1_many", 64, 1, fill(150, 1), fill(150, 450)},
+        Case{"h128_page1_ragged", 128, 1, {1, 1, 1, 1, 1, 1}, {1, 63, 64, 65, 1000, 4097}},
+        Case{"h128_page17_none", 128, 17, {1, 0, 1, 1}, {0, 5, 100, 0}},
+        Case{"h100_page17_q3", 100, 17, {3, 1, 2}, {300, 1025, 2}},
+        Case{"h128_page12_f16", 128, 12, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
+        Case{"h128_page1_invariant", 128, 1, {1, 1}, {5000, 333}, Dtype::bf16, Dtype::f32, true},
+        Case{"h128_page17_line", 128, 17, fill(70, 1), fill(70, 700)},
+        Case{"h128_page1_8_pieces", 128, 1, fill(8, 1), fill(8, 1024)},
+        Case{"h128_page17_high", 128, 17, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 249000}));
+
 // Whole tiles of several blocks whose maxima grow from one to the next: some, past 2^8, and past what a byte tells of
 // it.
 INSTANTIATE_TEST_SUITE_P(
@@ -492,8 +513,9 @@ TEST_F(OnDevice, CallsOfSeveralStreams) {
 
 /// batch_invariant: a request's bits stay, whatever stands beside it, longer queries too.
 TEST_F(OnDevice, BatchInvariantBits) {
-  for (const int heads : {8, 16, 24, 64, 128}) {
-    Case alone{"alone", heads, 64, {1}, {5000}, Dtype::bf16, Dtype::f32, true};
+  for (const auto& [heads, page_size] :
+       {std::pair{8, 64}, {16, 64}, {16, 17}, {24, 64}, {64, 64}, {64, 17}, {128, 64}, {128, 1}}) {
+    Case alone{"alone", heads, page_size, {1}, {5000}, Dtype::bf16, Dtype::f32, true};
     Case beside = alone;
     beside.q_lens = {1, 7, 1, 3}, beside.seq_lens = {5000, 9000, 100, 3000};
     Inputs b(beside, 5);
@@ -508,7 +530,7 @@ TEST_F(OnDevice, BatchInvariantBits) {
     synchronize();
     const auto single = b.out();
     const size_t bytes = static_cast<size_t>(heads) * 512 * 4;
-    EXPECT_EQ(0, std::memcmp(together.data(), single.data(), bytes)) << heads << " heads";
+    EXPECT_EQ(0, std::memcmp(together.data(), single.data(), bytes)) << heads << " heads, pages of " << page_size;
   }
 }
 
