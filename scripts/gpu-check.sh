@@ -134,7 +134,7 @@ judge_wide() {
       if (/Race reported between/) first = place; else print first "\t" place
     }' "$job.log" | sort -u)
   others=$(grep -cvP '^void mla::cuda::latent::wide_kernel<.*\tvoid mla::cuda::latent::wide_kernel<' <<<"$races" || true)
-  most=$(sed 's/).*//' <<<"$races" | sort | uniq -c | sort -rn | awk 'NR == 1 {print $1}')
+  most=$(sed 's/>(.*//' <<<"$races" | sort | uniq -c | sort -rn | awk 'NR == 1 {print $1}')
   lines+=("$(printf '%-46s %4d s  %d pairs in the wide kernel, at most %d in one form; documented are 3' "$1" "$(seconds "$1")" \
     "$(($(wc -l <<<"$races") - others))" "$most")")
   if ((others > 0 || most > 3)); then
