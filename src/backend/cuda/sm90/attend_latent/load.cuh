@@ -54,6 +54,10 @@ __device__ inline const int* table_of(const Params& p, const Item& it) {
 __device__ inline int page_of(const Params& p, const int* table, int positions, int position) {
   return position < positions ? __ldg(table + p.by_page.divide(position)) : -1;
 }
+/// The cache row that a position has in its page.
+__device__ inline int row_in(const Params& p, int page, int position) {
+  return page * p.page_size + position - p.by_page.divide(position) * p.page_size;
+}
 
 /// A Start as a loading warp has it: with what it looks pages up for.
 template <class Rows>
@@ -100,7 +104,7 @@ __device__ Split begin_work(const Params& p, int worker, int part, Item& it, Row
 /// Cache rows of an item's blocks, box by box: lanes look up 32 boxes at a time, one such window ahead.
 class BoxRows {
  public:
-  static constexpr int look_ups = 2;
+  static constexpr int look_ups = 2, parts = 1;
 
   BoxRows() = default;
   __device__ BoxRows(const Params& p, const Item& it, int = 0) : BoxRows(it, table_of(p, it)) {
@@ -135,7 +139,7 @@ class BoxRows {
     return row_of(p, at, page_of(p, table_, positions_, at));
   }
   __device__ static int row_of(const Params& p, int position, int page) {
-    return page < 0 ? 0 : page * p.page_size + position - p.by_page.divide(position) * p.page_size;
+    return page < 0 ? 0 : row_in(p, page, position);
   }
 
   const int* table_ = nullptr;
@@ -149,7 +153,7 @@ class BoxRows {
 template <int warps>
 class RowCopies {
  public:
-  static constexpr int look_ups = 2;  // of two blocks
+  static constexpr int look_ups = 2, parts = warps;  // look-ups of two blocks
   static constexpr int fours = (block_tokens / 4 + warps - 1) / warps;
 
   RowCopies() = default;
@@ -205,11 +209,10 @@ class RowCopies {
   __device__ static void copy(const Params& p, const Rows& rows, int part, uint32_t box) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const uint32_t to = (box + part * fours * 512) ^ (lane / 8 * 128 + (chunk ^ lane / 8) * 16);
-    const char* const row0 = address(p, 0) + chunk * 16;
 #pragma unroll
     for (int i = 0; i < fours; ++i) {
       if (rows.of[i] < 0) continue;
-      const char* source = row0 + static_cast<int64_t>(rows.of[i]) * (entry * 2);
+      const char* source = address(p, rows.of[i], chunk * 16);
 #pragma unroll
       for (int b = first; b < last; ++b) {
         const uint32_t at = (to ^ i % 2 * 64) + i * 512 + (b - first) * box_bytes;
@@ -225,10 +228,11 @@ class RowCopies {
   }
   __device__ int row_of(const Params& p, int block, int page) const {
     const int at = position(p, first_, block);
-    return page < 0 ? -1 : page * p.page_size + at - p.by_page.divide(at) * p.page_size;
+    return page < 0 ? -1 : row_in(p, page, at);
   }
-  __device__ static const char* address(const Params& p, int row) {
-    return static_cast<const char*>(p.cache) + static_cast<int64_t>(row) * (entry * 2);
+  /// Of a byte of a row. It is added first: added last, it would be added again for each column.
+  __device__ static const char* address(const Params& p, int row, int byte = 0) {
+    return static_cast<const char*>(p.cache) + byte + static_cast<int64_t>(row) * (entry * 2);
   }
 
   const int* table_ = nullptr;

@@ -21,10 +21,10 @@ __device__ void put(T& to, const T& from) {
   for (size_t i = 0; i < sizeof v / 16; ++i) reinterpret_cast<uint4*>(&to)[i] = v[i];
 }
 
-/// parts: of a block, each of a loading warp that looks up its own.
-template <int tile_rows, bool invariant, class Rows, int parts>
+template <int tile_rows, bool invariant, class Rows>
 __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* starts) {
-  static_assert(parts * Rows::look_ups <= Start::most_look_ups);
+  constexpr int look_ups = Rows::parts * Rows::look_ups;
+  static_assert(look_ups <= Start::most_look_ups);
   allow_next_grid();  // it finds its own, or waits for this one
   const int worker = blockIdx.x * warps + warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (worker >= p.workers) return;
@@ -34,9 +34,9 @@ __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* sta
   Item it{};
   if (!walk.next(p, split, it)) it.blocks = -1;
   const int positions = it.blocks > 0 ? it.positions : 0;
-  int pages[parts * Rows::look_ups];
+  int pages[look_ups];
 #pragma unroll
-  for (int i = 0; i < parts * Rows::look_ups; ++i) {
+  for (int i = 0; i < look_ups; ++i) {
     const int first = it.block * block_tokens + i / Rows::look_ups * unit_rows;
     pages[i] = page_of(p, table_of(p, it), positions, Rows::position(p, first, i % Rows::look_ups));
   }
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* sta
   Start& start = starts[worker];
   if (lane == 0) put(start.item, it), put(start.split, split);
 #pragma unroll
-  for (int i = 0; i < parts * Rows::look_ups; ++i) start.pages[i][lane] = pages[i];
+  for (int i = 0; i < look_ups; ++i) start.pages[i][lane] = pages[i];
 }
 
 }  // namespace
@@ -59,13 +59,10 @@ void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, 
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
     using Units = UnitRows<Fp8Rows>;  // fp8_ds_mla's are looked up alike
     switch (choice.tile_rows) {
-      case 16:
-        return fp8 ? go(starts_kernel<16, invariant, Units, units>) : go(starts_kernel<16, invariant, RowCopies<4>, 4>);
-      case 32:
-        return fp8 ? go(starts_kernel<32, invariant, Units, units>) : go(starts_kernel<32, invariant, RowCopies<4>, 4>);
-      case 64:
-        return fp8 ? go(starts_kernel<64, invariant, Units, units>) : go(starts_kernel<64, invariant, BoxRows, 1>);
-      default: return go(starts_kernel<128, invariant, BoxRows, 1>);
+      case 16: return fp8 ? go(starts_kernel<16, invariant, Units>) : go(starts_kernel<16, invariant, RowCopies<4>>);
+      case 32: return fp8 ? go(starts_kernel<32, invariant, Units>) : go(starts_kernel<32, invariant, RowCopies<4>>);
+      case 64: return fp8 ? go(starts_kernel<64, invariant, Units>) : go(starts_kernel<64, invariant, BoxRows>);
+      default: return go(starts_kernel<128, invariant, BoxRows>);
     }
   };
   choice.split_blocks ? of_split(std::true_type()) : of_split(std::false_type());

@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
     if (warp == 15) {  // items, one ahead of those who work on them; the first one's queries
-      __syncwarp();  // lane 0 stored the item and the split behind its arrival at the cluster's barrier
+      __syncwarp();    // lane 0 stored the item and the split behind its arrival at the cluster's barrier
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
       if (Tile::in_boxes && s.item[0].blocks > 0) {  // by the warp that has the least to do first
         const int row = warp_uniform(s.item[0].row0) + rank * 64;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         const int blocks = it.blocks;
         if (blocks < 0) break;
         if (blocks) {
-          RowCopies<3> rows(p, it, warp - 12);
+          RowCopies<copy_threads / 32> rows(p, it, warp - 12);
           wait_for_previous_grids();
           wait_for_release(0), wait_for_release(1);
           if (threadIdx.x % 128 == 0) mbarrier_arrive_expect(smem_address(&s.full[buffer]), query_boxes * box_bytes);
