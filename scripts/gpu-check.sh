@@ -105,9 +105,8 @@ start_sanitizers() {
     sanitize racecheck.test_cuda_ops.$shard racecheck test_cuda_ops '*EveryOpOnGpu*-*/attend_latent' \
       MLA_TEST_MAX_FLOPS=3e5 GTEST_TOTAL_SHARDS=3 GTEST_SHARD_INDEX=$shard
   done
-  local narrow='Shapes/AttendLatentCases.*/0:Shapes/AttendLatentCases.*/1:Shapes/AttendLatentCases.*/2'
-  local wide=${narrow//Shapes/WideShapes}:'WideShapes/AttendLatentCases.*/15'  # by boxes, then row by row
-  wide+=':RowByRow/AttendLatentCases.*/0:RowByRow/AttendLatentCases.*/1'
+  local narrow='Shapes/*/one_block:Shapes/*/one_position:Shapes/*/h16_4k'
+  local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row
   local fp8='*_one_position_*:*/fp8_h16_4k_*:*/ds_h16_4k_*'
   for tool in memcheck initcheck synccheck; do
     sanitize $tool.test_cuda_ops $tool test_cuda_ops '*EveryOpOnGpu*' MLA_TEST_MAX_FLOPS=3e6

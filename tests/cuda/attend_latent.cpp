@@ -288,6 +288,8 @@ TEST_P(AttendLatentCases, AgreesWithFloat64AndRepeats) {
 
 std::vector<int> fill(int n, int value) { return std::vector<int>(n, value); }
 
+const auto name_of = [](const auto& at) { return std::string(at.param.name); };
+
 INSTANTIATE_TEST_SUITE_P(
     Shapes, AttendLatentCases,
     testing::Values(
@@ -328,7 +330,8 @@ INSTANTIATE_TEST_SUITE_P(
              .page_size = 64,
              .q_lens = {1, 1},
              .seq_lens = {4000, 64},
-             .lse = Case::none}));
+             .lse = Case::none}),
+    name_of);
 
 INSTANTIATE_TEST_SUITE_P(
     WideShapes, AttendLatentCases,
@@ -375,7 +378,8 @@ INSTANTIATE_TEST_SUITE_P(
                          .page_size = 64,
                          .q_lens = {1, 1},
                          .seq_lens = {4000, 64},
-                         .lse = Case::none}));
+                         .lse = Case::none}),
+    name_of);
 
 // Tiles of 2, 4 and 8 pieces of one size, of rows that fill a tile or do not.
 INSTANTIATE_TEST_SUITE_P(EqualPieces, AttendLatentCases,
@@ -385,7 +389,8 @@ INSTANTIATE_TEST_SUITE_P(EqualPieces, AttendLatentCases,
                                          Case{"h128_4_pieces", 128, 64, fill(16, 1), fill(16, 512)},
                                          Case{"h128_2_pieces", 128, 64, fill(32, 1), fill(32, 256)},
                                          Case{"h100_2_pieces", 100, 64, fill(32, 1), fill(32, 256)},
-                                         Case{"h90_8_pieces", 90, 64, fill(8, 1), fill(8, 1024)}));
+                                         Case{"h90_8_pieces", 90, 64, fill(8, 1), fill(8, 1024)}),
+                         name_of);
 
 // Pages whose rows are copied one by one.
 INSTANTIATE_TEST_SUITE_P(
@@ -404,7 +409,8 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"h128_page12_f16", 128, 12, {1, 1, 1}, {2000, 333, 64}, Dtype::f16},
         Case{"h128_page1_invariant", 128, 1, {1, 1}, {5000, 333}, Dtype::bf16, Dtype::f32, true},
         Case{"h128_page1_8_pieces", 128, 1, fill(8, 1), fill(8, 1024)},
-        Case{"h128_page17_high", 128, 17, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 249000}));
+        Case{"h128_page17_high", 128, 17, {1, 1}, {1000, 333}, Dtype::bf16, Dtype::f32, false, 1.0f, 249000}),
+    name_of);
 
 // Whole tiles of several blocks whose maxima grow from one to the next: some, past 2^8, and past what a byte tells of
 // it.
@@ -415,7 +421,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Case{"h64_f16_leaps", 64, 64, fill(140, 1), fill(140, 400), Dtype::f16, Dtype::f32, false, 12.0f},
                     Case{"h128_leaps", 128, 64, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 12.0f},
                     Case{"h128_far", 128, 64, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 150.0f},
-                    Case{"h128_page17", 128, 17, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 12.0f}));
+                    Case{"h128_page17", 128, 17, fill(70, 1), fill(70, 400), Dtype::bf16, Dtype::f32, false, 12.0f}),
+    name_of);
 
 /// One captured call serves other lengths: they are read on device.
 TEST_F(OnDevice, AGraphServesOtherLengths) {
