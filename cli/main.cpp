@@ -1,22 +1,21 @@
 // mla: what will this model, this cache format and this traffic cost on this machine?
 //
 // Exit codes: 0, 1 (a check failed), 2 (bad usage or input). Every error is one line on stderr.
-#include <algorithm>
 #include <iostream>
 #include <new>
 #include <string>
 
 #include "cli/commands.hpp"
+#include "core/one_line.hpp"
 #include "mla/error.hpp"
 
 namespace {
 
 constexpr int kBadUsage = 2;
 
-int fail(std::string message) {
-  std::replace(message.begin(), message.end(), '\n', ' ');
+int fail(const std::string& message) {
   std::cout.flush();
-  std::cerr << "mla: " << message << std::endl;
+  std::cerr << "mla: " << mla::one_line(message) << std::endl;
   return kBadUsage;
 }
 

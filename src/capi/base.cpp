@@ -5,6 +5,7 @@
 #include <unordered_map>
 
 #include "capi/boundary.hpp"
+#include "core/one_line.hpp"
 
 namespace mla::capi {
 namespace {
@@ -32,7 +33,7 @@ mla_status failed(const char* function, mla_status status, std::string_view what
     const std::string_view op = std::string_view(function).substr(sizeof("mla_") - 1);
     if (what.size() > op.size() + 1 && what.substr(0, op.size()) == op && what[op.size()] == ':')
       what.remove_prefix(op.size() + 2);
-    message.append(": ").append(what);
+    message.append(": ").append(one_line(what));
     last_message = std::move(message);
     last_text = last_message.c_str();
   } catch (...) {

@@ -24,7 +24,7 @@ class Reader {
     refuse(where_, std::string(key) + " " + why);
   }
   [[noreturn]] void unsupported(const std::string& what) const {
-    throw UnsupportedError(printable(where_) + ": " + printable(what));
+    throw UnsupportedError(one_line(where_ + ": " + what));
   }
   /// Absent and null are the same.
   const Json* find(std::string_view key) const {
@@ -156,7 +156,7 @@ ModelConfig parse_config(std::string_view text, std::string_view where) {
 
   const std::string type = config.text("model_type", "");
   ModelConfig m;
-  m.name = type.empty() ? "model" : printable(type);
+  m.name = type.empty() ? "model" : one_line(type);
   m.hidden = config.integer("hidden_size");
   m.layers = config.integer("num_hidden_layers");
   m.heads = config.integer("num_attention_heads");

@@ -190,7 +190,7 @@ class Preparation {
   static void finite(std::span<const float> w, const std::string& role, const std::string& tensor) {
     for (size_t i = 0; i < w.size(); ++i)
       if (!std::isfinite(w[i]))
-        throw InputError("prepare: " + role + (tensor.empty() ? "" : " (" + printable(tensor) + ")") + " is " +
+        throw InputError("prepare: " + role + (tensor.empty() ? "" : " (" + one_line(tensor) + ")") + " is " +
                          std::to_string(w[i]) + " at element " + std::to_string(i) +
                          ", weights to be quantised must be finite");
   }

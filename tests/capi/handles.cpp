@@ -79,6 +79,14 @@ TEST(CHandles, MessagesBelongToTheirThread) {
   EXPECT_EQ(here, mla_last_error());
 }
 
+TEST(CHandles, MessagesAreOneBoundedLineWhateverTheyQuote) {
+  mla_model* model = nullptr;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_model_create_preset("a\nb\x1b[31m", &model), "a\\x0ab\\x1b[31m");
+  EXPECT_EQ(std::string(mla_last_error()).find('\n'), std::string::npos);
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_model_create_preset(std::string(5'000'000, 'x').c_str(), &model), "bytes left out");
+  EXPECT_LT(std::strlen(mla_last_error()), 1100u);
+}
+
 TEST(CHandles, StatusesHaveNames) {
   EXPECT_STREQ(mla_status_name(MLA_OK), "MLA_OK");
   EXPECT_STREQ(mla_status_name(MLA_ERROR_INTERNAL), "MLA_ERROR_INTERNAL");

@@ -58,8 +58,8 @@ typedef enum mla_status {
   MLA_ERROR_INTERNAL = 10,      ///< a fault of this library
 } mla_status;
 
-/// Why this thread's last failed call failed, in one line with the function's name; "" before any. Valid until the
-/// thread's next failure.
+/// Why this thread's last failed call failed, in one line of at most some 1000 bytes of UTF-8 with the function's name;
+/// "" before any. Valid until the thread's next failure.
 MLA_API const char* mla_last_error(void);
 /// "MLA_ERROR_SHAPE"; "unknown status" for a number that is none.
 MLA_API const char* mla_status_name(mla_status status);
