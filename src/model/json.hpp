@@ -1,7 +1,8 @@
-// JSON files beside a checkpoint: config.json and the index of shards.
+// JSON that others wrote: config.json and the index of shards beside a checkpoint, batch files.
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -11,7 +12,11 @@ namespace mla {
 /// A whole file; CheckpointError when it is not a regular file of at most 100 MB that can be read.
 std::string read_text(const std::filesystem::path& file);
 
-/// The JSON object that text holds; CheckpointError for anything else.
+/// The JSON value that text holds and nothing beside it, at most 64 levels deep, no object with a key twice, no NUL.
+/// Otherwise `fail` is called, which must throw.
+nlohmann::json parse_strict(std::string_view text, const std::function<void(const std::string& why)>& fail);
+
+/// The same for an object; CheckpointError for anything else.
 nlohmann::json parse_object(std::string_view text, std::string_view where);
 
 }  // namespace mla

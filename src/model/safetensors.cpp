@@ -278,7 +278,7 @@ struct Safetensors::File {
   [[noreturn]] void fail(const std::string& why) const { refuse(path.string(), why); }
 
   void open() {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
     if (fd < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
     struct stat info {};
     const bool known = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);

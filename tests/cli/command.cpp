@@ -161,6 +161,8 @@ TEST_F(Command, PlanRefusesBadBatchFiles) {
   refuse(R"({"query_lens":[],"contexts":[5,6]})", {"contexts has 2", "queries has 0"});
   refuse(R"({"query_lens":[)" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + R"(],"contexts":[0]})",
          {"batch.json", "nested deeper"});
+  refuse(R"({"query_lens":[1],"query_lens":[2],"contexts":[0]})", {"batch.json", "key 'query_lens' occurs twice"});
+  refuse(std::string("{\"query_lens\":[1],\"contexts\":[0]}\0garbage", 42), {"batch.json", "a NUL at byte 33"});
   expect_bad("plan --batch " + folder_.string(), {folder_.string(), "cannot be read"});
   const Outcome none = mla("plan --batch " + write("batch.json", R"({"query_lens":[],"contexts":[]})").string());
   EXPECT_EQ(none.status, 0);

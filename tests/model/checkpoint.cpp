@@ -123,10 +123,10 @@ TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {
 
 TEST_F(CheckpointFolder, WhatIsNotAFile) {
   std::filesystem::create_directory(folder_ / "model.safetensors.index.json");
-  EXPECT_EQ(refusal(folder_.path()), "F/model.safetensors.index.json: cannot be read");
+  EXPECT_EQ(refusal(folder_.path()), "F/model.safetensors.index.json: cannot be read: not a regular file");
   std::filesystem::remove(folder_ / "config.json");
   std::filesystem::create_directory(folder_ / "config.json");
-  EXPECT_EQ(refusal(folder_.path()), "F/config.json: cannot be read");
+  EXPECT_EQ(refusal(folder_.path()), "F/config.json: cannot be read: not a regular file");
   EXPECT_THROW(Checkpoint(std::string(5000, 'a')), CheckpointError);
 }
 
