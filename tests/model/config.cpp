@@ -264,7 +264,7 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(sparse(R"(,"index_topk_freq":2,"index_skip_topk_offset":0)"),
             "c.json: model deepseek_v3: indexer of layer 0 is shared, there is no layer before it");
   std::string many = config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)");
-  many.insert(many.find("layers\":2") + 9, "00000");
+  many.insert(many.find("layers\":2") + 9, "000000");
   EXPECT_EQ(message(many), "c.json: num_hidden_layers is 2000000, allowed 1 to 1048576 with an indexer");
   EXPECT_EQ(message(config(R"(,"rope_theta":0)")),
             "c.json: model deepseek_v3: rope theta is 0.000000, must be above 0");
