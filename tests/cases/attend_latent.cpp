@@ -17,8 +17,7 @@ CacheSpec spec_of(const Params& p) {
 
 // Requests of up to `context` cached and `query_len` new tokens on permuted pages; slots of no token are NaN and table
 // entries past a request's end absurd. With splits, each request's positions are cut into that many ranges whose
-// partial rows the verdict joins in float64. A request with nothing to see and one with no query are among the ragged
-// ones.
+// partial rows the verdict joins in float64. Requests with nothing to see and with no query are among the ragged ones.
 class AttendLatentCase final : public Case {
  public:
   explicit AttendLatentCase(const Params& p) : AttendLatentCase(p, Random(p.seed)) {}
@@ -73,7 +72,7 @@ class AttendLatentCase final : public Case {
     int64_t page = 0;
     std::vector<float> row(spec.entry());
     for (int64_t r = 0; r < p.requests; ++r) {
-      const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(r == 1 ? 0 : 1, p.query_len) : p.query_len);
+      const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(0, p.query_len) : p.query_len);
       const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context),
                     length = context + count;
       for (int64_t i = 0; i < length; ++i) {
@@ -253,6 +252,23 @@ std::vector<Params> sweep(uint64_t seed) {
              .dtype = q});
       }
   add({.requests = 1, .query_len = 1, .context = 0, .heads = 2, .latent = 40, .rope = 8});
+  // Batches of any shape: rows a request from none to several groups of a kernel's, in any order.
+  Random random(seed);
+  constexpr CacheFormat kPlain[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8};
+  for (int i = 0; i < 300; ++i) {
+    const int64_t heads = random.integer(1, 4) == 1 ? random.integer(48, 132) : random.integer(1, 40);
+    add({.requests = random.integer(1, 6),
+         .query_len = random.integer(1, 1 + 200 / heads),
+         .context = random.integer(0, 20),
+         .ragged = random.integer(0, 5) > 0,
+         .heads = heads,
+         .latent = random.integer(1, 16),
+         .rope = random.integer(0, 6),
+         .format = kPlain[random.integer(0, 3)],
+         .page_size = random.integer(1, 9),
+         .dtype = random.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16,
+         .splits = random.integer(1, 4) == 1 ? random.integer(2, 4) : 1});
+  }
   return cases;
 }
 

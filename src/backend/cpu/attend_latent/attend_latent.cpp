@@ -81,16 +81,18 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
     throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   const bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot() && loads_as_bf16(a.cache.spec.format);
-  // Items have few distinct row counts, but tasks are counted exactly.
-  int64_t tasks = 0;
   auto groups = [&](const LatentItem& i) { return (i.q_count * heads + LatentTiles::kRows - 1) / LatentTiles::kRows; };
+  int64_t tasks = 0;
   for (const LatentItem& i : a.items) tasks += groups(i);
-  const bool uniform = !a.items.empty() && tasks == groups(a.items[0]) * static_cast<int64_t>(a.items.size());
+  // Where every item has as many groups as the first, a task's item is a quotient; else it is searched for.
+  const int64_t each = a.items.empty() ? 0 : groups(a.items[0]);
+  const bool uniform =
+      each > 0 && std::all_of(a.items.begin(), a.items.end(), [&](const LatentItem& i) { return groups(i) == each; });
   stream.pool().run(tasks, [&](int64_t task, int worker) {
     const LatentItem* item = a.items.data();
     if (uniform) {
-      item += task / groups(*item);
-      task %= groups(*item);
+      item += task / each;
+      task %= each;
     } else {
       for (int64_t n; task >= (n = groups(*item)); ++item) task -= n;
     }
