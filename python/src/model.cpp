@@ -18,9 +18,31 @@ namespace {
 using Weights = Placed<LayerWeights>;
 using Rotary = Placed<RotaryTable>;
 
+// Copies, and pickles by every property that can be written.
+template <class Config>
+void make_copyable(nb::class_<Config>& c) {
+  c.def("__copy__", [](const Config& x) { return x; });
+  c.def(
+      "__deepcopy__", [](const Config& x, nb::handle) { return x; }, nb::arg("memo"));
+  c.def("__getstate__", [](nb::handle self) {
+    nb::typed<nb::dict, nb::str, nb::object> state;
+    for (nb::handle entry : nb::object(self.type().attr("__dict__").attr("items")())) {
+      const nb::handle name = entry[0], value = entry[1];
+      if (nb::hasattr(value, "fset") && !value.attr("fset").is_none()) state[name] = self.attr(name);
+    }
+    return state;
+  });
+  c.def("__setstate__", [](Config& self, const nb::typed<nb::dict, nb::str, nb::object>& state) {
+    Config config;
+    const nb::object fresh = nb::cast(&config, nb::rv_policy::reference);
+    for (const auto& [name, value] : state) nb::setattr(fresh, name, value);
+    new (&self) Config(std::move(config));
+  });
+}
+
 void bind_config(nb::module_& m) {
-  nb::class_<RopeConfig>(m, "RopeConfig", "Rotary embedding of a model.")
-      .def(nb::init<>())
+  nb::class_<RopeConfig> rope(m, "RopeConfig", "Rotary embedding of a model.");
+  rope.def(nb::init<>())
       .def_rw("rotate", &RopeConfig::rotate)
       .def_rw("interleaved", &RopeConfig::interleaved)
       .def_rw("theta", &RopeConfig::theta)
@@ -34,14 +56,17 @@ void bind_config(nb::module_& m) {
       .def_rw("mscale_all_dim", &RopeConfig::mscale_all_dim)
       .def_rw("attention_factor", &RopeConfig::attention_factor)
       .def_rw("original_max_position", &RopeConfig::original_max_position);
-  nb::class_<IndexerConfig>(m, "IndexerConfig", "The indexer of sparse attention.")
-      .def(nb::init<>())
+  make_copyable(rope);
+  nb::class_<IndexerConfig> indexer(m, "IndexerConfig", "The indexer of sparse attention.");
+  indexer.def(nb::init<>())
       .def_rw("heads", &IndexerConfig::heads)
       .def_rw("dim", &IndexerConfig::dim)
       .def_rw("topk", &IndexerConfig::topk)
       .def_rw("interleaved", &IndexerConfig::interleaved);
-  nb::class_<ModelConfig>(m, "ModelConfig", "The attention of a model: dimensions, rotary embedding, softmax scale.")
-      .def(nb::init<>())
+  make_copyable(indexer);
+  nb::class_<ModelConfig> model(m, "ModelConfig",
+                                "The attention of a model: dimensions, rotary embedding, softmax scale.");
+  model.def(nb::init<>())
       .def(nb::init<const ModelConfig&>(), nb::arg("other"), "A copy.")
       .def_rw("name", &ModelConfig::name)
       .def_rw("hidden", &ModelConfig::hidden)
@@ -55,9 +80,17 @@ void bind_config(nb::module_& m) {
       .def_rw("rms_eps", &ModelConfig::rms_eps)
       .def_rw("rotary", &ModelConfig::rotary)
       .def_rw("indexer", &ModelConfig::indexer, nb::arg().none())
+      .def_rw("fp8_block_rows", &ModelConfig::fp8_block_rows, "of a checkpoint's block scales; 0: none")
+      .def_rw("fp8_block_cols", &ModelConfig::fp8_block_cols)
       .def_prop_ro("query_key", &ModelConfig::query_key, "nope + rope")
       .def_prop_ro("entry", &ModelConfig::entry, "latent + rope")
       .def_prop_ro("softmax_scale", &ModelConfig::softmax_scale)
+      .def_prop_ro(
+          "rotary_magnitude", [](const ModelConfig& c) { return rotary_magnitude(c.rotary); },
+          "What cos and sin are multiplied by.")
+      .def(
+          "inverse_frequencies", [](const ModelConfig& c) { return inverse_frequencies(c.rotary, c.rope); },
+          "Of the rotary embedding, [rope / 2] in float64.")
       .def("validate", &ModelConfig::validate, "ShapeError naming the field that is impossible.")
       .def("__repr__", [](const ModelConfig& c) {
         return "mla.ModelConfig('" + c.name + "', hidden=" + std::to_string(c.hidden) +
@@ -65,6 +98,7 @@ void bind_config(nb::module_& m) {
                ", latent=" + std::to_string(c.latent) + ", nope=" + std::to_string(c.nope) +
                ", rope=" + std::to_string(c.rope) + ", value=" + std::to_string(c.value) + ")";
       });
+  make_copyable(model);
   m.def(
       "preset_names",
       [] {
@@ -170,7 +204,19 @@ void bind_weights(nb::module_& m) {
       },
       nb::arg("model"), nb::arg("layer") = 0, nb::arg("seed") = 1, nb::arg("dtype") = "bf16",
       "Weights of the right shapes and a trained model's scale, a pure function of the arguments.");
-  nb::class_<Weights>(m, "LayerWeights", "A layer's weights, prepared for a device.")
+  nb::class_<Weights>(m, "LayerWeights",
+                      "A layer's weights, prepared for a device. Immutable: copies share its memory.")
+      .def(
+          "__copy__", [](nb::object self) { return self; }, nb::sig("def __copy__(self) -> LayerWeights"))
+      .def(
+          "__deepcopy__", [](nb::object self, nb::handle) { return self; },
+          nb::sig("def __deepcopy__(self, memo: object) -> LayerWeights"), nb::arg("memo"))
+      .def(
+          "__reduce__",
+          [](nb::handle) -> nb::object {
+            throw UnsupportedError("LayerWeights: not to be pickled; prepare the tensors in each process");
+          },
+          nb::sig("def __reduce__(self) -> str"))
       .def_prop_ro("model", [](const Weights& w) { return w.value.config; })
       .def_prop_ro("dtype", [](const Weights& w) { return std::string(to_string(w.value.dtype)); })
       .def_prop_ro("absorption", [](const Weights& w) { return std::string(to_string(w.value.absorption)); })

@@ -1,6 +1,8 @@
 """Models, caches, pages, and arrays from elsewhere than NumPy."""
 
+import copy
 import ctypes
+import pickle
 
 import numpy as np
 import pytest
@@ -18,12 +20,12 @@ def test_models(tmp_path):
     assert model.rotary.yarn and model.rotary.factor == 40
     assert 192**-0.5 < model.softmax_scale < 2 * 192**-0.5
     assert mla.preset("deepseek-v3.2").indexer.topk == 2048
-    copy = mla.ModelConfig(model)
-    copy.heads = 16
-    assert model.heads == 128 and "heads=16" in repr(copy)
-    copy.rope = 63
+    other = mla.ModelConfig(model)
+    other.heads = 16
+    assert model.heads == 128 and "heads=16" in repr(other)
+    other.rope = 63
     with pytest.raises(mla.ShapeError, match="rope.*63"):
-        copy.validate()
+        other.validate()
     with pytest.raises(mla.InputError, match="unknown model 'deepseek'"):
         mla.preset("deepseek")
     with pytest.raises(mla.CheckpointError, match="nowhere.json"):
@@ -35,6 +37,64 @@ def test_models(tmp_path):
         mla.parse_config("[]", "here")
     with pytest.raises(mla.Error):
         mla.Checkpoint(tmp_path)
+
+
+def fields(config):
+    """A config's fields that can be written, other configs within as theirs."""
+    found = {}
+    for name, member in vars(type(config)).items():
+        if isinstance(member, property) and member.fset:
+            value = getattr(config, name)
+            found[name] = fields(value) if type(value).__module__ == "mla._mla" else value
+    return found
+
+
+@pytest.mark.parametrize(
+    "again", [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))]
+)
+def test_configs_are_copied_whole(again):
+    """Every field, at other than its default."""
+
+    def changed(config):
+        for name, value in fields(config).items():
+            if isinstance(value, bool):
+                setattr(config, name, not value)
+            elif isinstance(value, (int, float)):
+                setattr(config, name, type(value)(value + 3))
+            elif isinstance(value, str):
+                setattr(config, name, value + "3")
+        return config
+
+    model = changed(mla.preset("deepseek-v3.2"))
+    model.rotary, model.indexer = changed(model.rotary), changed(model.indexer)
+    assert fields(model)["indexer"]["topk"] == 2051 and len(fields(model)) >= 12
+    for config in (model, model.rotary, model.indexer):
+        other = again(config)
+        assert other is not config and type(other) is type(config)
+        assert fields(other) == fields(config)
+    other = again(model)
+    other.heads = 1
+    assert model.heads == 131
+    model.indexer = None
+    assert again(model).indexer is None
+
+
+def test_inverse_frequencies():
+    model = mla.preset("deepseek-v2-lite")
+    rotary = model.rotary
+    rotary.yarn = False
+    model.rotary = rotary
+    np.testing.assert_allclose(
+        model.inverse_frequencies(), rotary.theta ** -(np.arange(0, 64, 2) / 64), rtol=1e-12
+    )
+    assert model.rotary_magnitude == 1
+
+
+def test_weights_are_copied_and_not_pickled(small_model):
+    weights = mla.prepare(small_model, mla.random_layer(small_model))
+    assert copy.copy(weights) is weights and copy.deepcopy(weights) is weights  # never changed
+    with pytest.raises(mla.UnsupportedError, match="LayerWeights: not to be pickled"):
+        pickle.dumps(weights)
 
 
 def test_weights_are_a_function_of_their_seed(small_model):
