@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from . import _mla
-from ._arrays import empty, finish, require_rank, settle, stream_for
+from ._arrays import empty, finish, require_array, settle, stream_for
 from ._bench import bench
 from ._command import command_path
 from ._mla import VERSION as __version__
@@ -94,7 +94,7 @@ def forward(
     index_rotary in layers that have one. stream: by default that of hidden's device.
     """
     if out is None:
-        require_rank("hidden", hidden, "[tokens, hidden]")
+        require_array("hidden", hidden, "[tokens, hidden]")
         out = empty(hidden, tuple(hidden.shape))
     settle(hidden, out)
     _mla.forward(
@@ -128,7 +128,7 @@ def attend(
     `select` chose.
     """
     if out is None:
-        require_rank("q", q, "[tokens, heads, nope + rope]")
+        require_array("q", q, "[tokens, heads, nope + rope]")
         out = empty(q, (q.shape[0], q.shape[1], plan.model.value), "float32")
     settle(q, kv_c, k_pe, out)
     _mla.attend(

@@ -41,6 +41,15 @@ def require_rank(name: str, array: Any, dims: str) -> None:
         raise ShapeError(f"{name}: has shape {list(array.shape)}, {dims} is needed")
 
 
+def require_array(name: str, array: Any, dims: str) -> None:
+    """The same, of an array whose dtype is looked at here: a memoryview, say, has none."""
+    require_rank(name, array, dims)
+    if not hasattr(getattr(array, "dtype", None), "itemsize"):
+        raise ShapeError(
+            f"{name}: is a {type(array).__name__}, an array of NumPy, torch, CuPy or JAX is needed"
+        )
+
+
 def empty(like: Any, shape: tuple[int, ...], dtype: str | None = None) -> Any:
     """An array of `like`'s framework and device, of its dtype or of the one named.
 

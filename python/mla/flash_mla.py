@@ -16,13 +16,13 @@ count up to what their table or list holds, and pages must be the cache's.
 
 from __future__ import annotations
 
-import math
+import operator
 import sys
 from dataclasses import dataclass
 from typing import Any
 
 from . import _mla
-from ._arrays import cast, empty, finish, place, require_rank, settle
+from ._arrays import cast, empty, finish, place, require_array, require_rank, settle
 
 InputError = _mla.InputError
 ShapeError = _mla.ShapeError
@@ -46,18 +46,31 @@ def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None
     return FlashMLASchedMeta(), None
 
 
-def _require_width(name: str, width: int, head_dim: int) -> None:
-    if not 0 < width <= head_dim:
-        raise ShapeError(f"{name}: is {width}, allowed 1 to {head_dim}, the head dim")
+def _require_width(name: str, width: Any, head_dim: int) -> None:
+    try:
+        usable = 0 < operator.index(width) <= head_dim
+    except TypeError:
+        usable = False
+    if not usable:
+        raise ShapeError(f"{name}: is {width!r:.60}, allowed 1 to {head_dim}, the head dim")
+
+
+# f32's normal numbers, which scales are passed on as.
+_LEAST_SCALE, _MOST_SCALE = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 
 def _require_scale(name: str, scale: Any) -> None:
     try:
-        usable = math.isfinite(scale) and scale > 0
-    except TypeError:
-        usable = False
-    if not usable:
-        raise InputError(f"{name}: is {scale!r}, a positive number is needed")
+        if _LEAST_SCALE <= scale <= _MOST_SCALE:
+            return
+        found = f"{float(scale)!r}"
+    except OverflowError:
+        found = "past every float"
+    except (TypeError, ValueError):
+        found = f"{scale!r:.60}"
+    raise InputError(
+        f"{name}: is {found}, a positive number is needed, {_LEAST_SCALE:.6g} to {_MOST_SCALE:.6g}"
+    )
 
 
 def _require_format(name: str, cache: Any, head_dim: int, is_fp8: bool) -> None:
@@ -104,10 +117,10 @@ def flash_mla_with_kvcache(
     softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
     lse f32 [batch, heads, queries].
     """
-    if getattr(q, "ndim", None) != 4:
-        require_rank("q", q, "[batch, queries, heads, head dim]")
-    if getattr(k_cache, "ndim", None) != 4:
-        require_rank("k_cache", k_cache, "[blocks, page, 1, row]")
+    if getattr(q, "ndim", None) != 4 or not hasattr(q, "dtype"):
+        require_array("q", q, "[batch, queries, heads, head dim]")
+    if getattr(k_cache, "ndim", None) != 4 or not hasattr(k_cache, "dtype"):
+        require_array("k_cache", k_cache, "[blocks, page, 1, row]")
     batch, queries, heads, head_dim = q.shape
     _require_width("head_dim_v", head_dim_v, head_dim)
     if softmax_scale is None:
@@ -117,6 +130,7 @@ def flash_mla_with_kvcache(
     if is_fp8_kvcache != (k_cache.dtype.itemsize == 1):
         _require_format("k_cache", k_cache, head_dim, is_fp8_kvcache)
     if extra_k_cache is not None:
+        require_array("extra_k_cache", extra_k_cache, "[blocks, page, 1, row]")
         _require_format("extra_k_cache", extra_k_cache, head_dim, is_fp8_kvcache)
     stream, allocate, half = place(q)
     if half:
@@ -185,7 +199,7 @@ def flash_mla_sparse_fwd(
     below 0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
     [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
     """
-    require_rank("q", q, "[rows, heads, head dim]")
+    require_array("q", q, "[rows, heads, head dim]")
     require_rank("kv", kv, "[kv rows, 1, head dim]")
     require_rank("indices", indices, "[rows, 1, topk]")
     _require_scale("sm_scale", sm_scale)

@@ -260,6 +260,17 @@ def dense_arguments(rng, **changes):
         (dict(softmax_scale=float("nan")), mla.InputError, ["softmax_scale", "nan", "positive"]),
         (dict(softmax_scale=0), mla.InputError, ["softmax_scale", "0"]),
         (dict(softmax_scale="1"), mla.InputError, ["softmax_scale", "'1'"]),
+        (dict(softmax_scale=10**400), mla.InputError, ["softmax_scale", "past every float"]),
+        (dict(softmax_scale=10**5000), mla.InputError, ["softmax_scale", "past every float"]),
+        (dict(softmax_scale=1e39), mla.InputError, ["softmax_scale", "1e+39", "3.40282e+38"]),
+        (dict(softmax_scale=1e-39), mla.InputError, ["softmax_scale", "1e-39", "1.17549e-38"]),
+        (dict(softmax_scale=[1]), mla.InputError, ["softmax_scale", "[1]"]),
+        (dict(head_dim_v="512"), mla.ShapeError, ["head_dim_v", "'512'", "allowed 1 to 576"]),
+        (dict(head_dim_v=512.0), mla.ShapeError, ["head_dim_v", "512.0"]),
+        (dict(q=memoryview(np.ones((2, 1, 3, 576), np.float32))), mla.ShapeError,
+         ["q: is a memoryview, an array of NumPy"]),
+        (dict(k_cache=memoryview(np.ones((4, 16, 1, 576), np.float32))), mla.ShapeError,
+         ["k_cache: is a memoryview"]),
     ],
 )
 def test_bad_dense_input(rng, changes, error, words):

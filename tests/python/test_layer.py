@@ -323,6 +323,7 @@ def test_bad_arrays(small_model, stream):
         (dict(out=np.empty((127, 512), np.float32)[:, ::2]), "stride 2"),
         (dict(hidden="text", out=hidden), "hidden: is a str"),
         (dict(hidden=[[1.0]]), "hidden: is a list"),
+        (dict(hidden=memoryview(hidden)), "hidden: is a memoryview, an array of NumPy"),
         (dict(hidden=hidden[0]), r"hidden: has shape \[256\], \[tokens, hidden\]"),
         (dict(hidden=hidden.astype(">f4"), out=hidden), "hidden: .*byte order"),
         (dict(hidden=hidden.astype("m8[s]"), out=hidden), "hidden: .*exports no memory"),
