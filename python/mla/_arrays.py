@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -165,3 +166,5 @@ def _forget_streams() -> None:
 
 
 os.register_at_fork(before=_forget_streams)
+# torch keeps its operators, and with them this module, to the very end.
+atexit.register(_streams.clear)

@@ -9,6 +9,8 @@ running them. Arguments and conventions are those of mla.flash_mla, less the sch
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import library
 
@@ -94,6 +96,13 @@ def _fake_sparse_fwd(
     )
 
 
+def _no_backward(name: str) -> Callable[..., None]:
+    def backward(*_: object) -> None:
+        raise flash_mla.UnsupportedError(f"torch.ops.mla.{name}: has no gradient")
+
+    return backward
+
+
 for _function, _fake in (
     (flash_mla_with_kvcache, _fake_with_kvcache),
     (flash_mla_sparse_fwd, _fake_sparse_fwd),
@@ -106,5 +115,6 @@ for _function, _fake in (
     for _device in ("CPU", "CUDA"):
         _library.impl(_name, _function, _device)
     library.register_fake(f"mla::{_name}", _fake, lib=_library)
+    library.register_autograd(f"mla::{_name}", _no_backward(_name), lib=_library)
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]

@@ -2,6 +2,7 @@
 
 import gc
 import resource
+import subprocess
 import sys
 import time
 
@@ -65,6 +66,42 @@ def test_custom_operators(dtype):
         OPS.flash_mla_sparse_fwd(*sparse), flash_mla_sparse_fwd(*sparse), strict=True
     ):
         assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_is_refused(compiled):
+    q, *rest = dense_arguments(torch.float32)
+    plain, _ = OPS.flash_mla_with_kvcache(q, *rest)
+    q.requires_grad_()
+    sparse = sparse_arguments(torch.float32)
+    sparse[1].requires_grad_()
+    if compiled:
+        with pytest.raises((mla.UnsupportedError, RuntimeError), match="has no gradient"):
+            call = torch.compile(OPS.flash_mla_with_kvcache, fullgraph=True, backend="aot_eager")
+            call(q, *rest)[0].sum().backward()
+        return
+    out, _ = OPS.flash_mla_with_kvcache(q, *rest)
+    assert torch.equal(out, plain)  # calls that ask for no gradient are as before
+    with pytest.raises(mla.UnsupportedError, match="flash_mla_with_kvcache: has no gradient"):
+        out.sum().backward()
+    out, _, _ = OPS.flash_mla_sparse_fwd(*sparse)
+    with pytest.raises(mla.UnsupportedError, match="flash_mla_sparse_fwd: has no gradient"):
+        out.sum().backward()
+    with torch.no_grad():
+        assert not OPS.flash_mla_with_kvcache(q, *rest)[0].requires_grad
+
+
+def test_nothing_is_alive_at_exit():
+    script = (
+        "import torch, mla.torch\n"
+        "out, _ = torch.ops.mla.flash_mla_with_kvcache(\n"
+        "    torch.ones(1, 1, 4, 576), torch.ones(1, 4, 1, 576),\n"
+        "    torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_fake_tensors_have_the_shapes_of_real_ones():
