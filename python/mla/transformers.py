@@ -6,17 +6,29 @@
 
 Every layer's attention is then libmla's layer over a paged latent cache: 576 elements a token and
 layer instead of keys and values of every head. Steps of the model's forward are planned once, for
-all layers. Padding tokens take no cache and no attention; a row's positions count its own tokens.
-Beam search, assisted generation and continued caches work: transformers' DynamicCache holds, in the
-place of keys, the slot of every token. Inference alone, without attention weights.
+all layers. Beam search, assisted generation and continued caches work: transformers' DynamicCache
+holds, in the place of keys and values, the slot and the position of every token.
+
+The model keeps its modules and their weights: state_dict, parameters and save_pretrained are as
+before. libmla computes with a copy in its own layout, so attention's weights are held twice. Weights
+that change (load_state_dict, an optimizer, new Parameters) are copied again at the next step; a
+change of their dtype or device is refused. Writes that torch does not count, through .data or NumPy,
+are noticed by a sample of each tensor's values; after one that changes but a few call refresh().
+
+Padding tokens take no cache, and their outputs are 0. Refused by name, as results would be others
+than the model's: position_ids of a row that do not follow one another, masks with holes or that
+change their mind about cached tokens, masks of more than two dimensions, output_attentions,
+gradients, dropout.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
 import json
 import weakref
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,15 +57,140 @@ _TENSORS = {
 }
 
 
-def _tensors(attention: torch.nn.Module) -> _mla.LayerTensors:
-    state = attention.state_dict()
-    biases = [name for name in state if name.endswith("proj.bias") or "proj_with_mqa.bias" in name]
-    if biases:
-        raise UnsupportedError(f"{biases[0]}: biases in attention's projections")
-    arrays = {role: state[name] for role, name in _TENSORS.items() if name in state}
-    query = "q_b_proj.weight" if "q_b_proj.weight" in state else "q_proj.weight"
-    arrays["query"] = state[query]
-    return _mla.LayerTensors({k: v.detach().cpu().contiguous() for k, v in arrays.items()})
+_QUERY = ("q_b_proj.weight", "q_proj.weight")  # with a query latent, and without
+_READ = {*_TENSORS.values(), *_QUERY}
+
+
+def _parameters(module: torch.nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of an attention module by name; UnsupportedError for what would not be computed."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None:
+            continue
+        if prefix + name not in _READ:
+            what = "a bias" if name.endswith("bias") else "a tensor"
+            raise UnsupportedError(
+                f"mla.transformers: attention has {what} that libmla does not read: {prefix}{name}"
+            )
+        yield prefix + name, tensor
+    for name, child in module._modules.items():
+        if child is None:
+            continue
+        if child._forward_hooks or child._forward_pre_hooks:
+            raise UnsupportedError(
+                f"mla.transformers: attention's {prefix}{name} has forward hooks; it is not called"
+            )
+        yield from _parameters(child, f"{prefix}{name}.")
+
+
+@dataclass
+class _Seen:
+    """A tensor as it was when it was copied. `alias` keeps its memory, so that no other gets it."""
+
+    name: str
+    tensor: torch.Tensor
+    alias: torch.Tensor
+    version: int
+    probe: torch.Tensor  # about 64 values spread over it, as integers: NaN equals itself
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> _Seen:
+        if tensor.is_inference():
+            raise UnsupportedError(
+                f"mla.transformers: {name} was made under torch.inference_mode(), which counts no "
+                "changes; load the model outside it"
+            )
+        if tensor.device.type == "meta":
+            raise UnsupportedError(f"mla.transformers: {name} is on the meta device, without values")
+        alias = tensor.detach()
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        flat = alias.view(bits[alias.element_size()])
+        # An odd step, so that not all of a matrix's values are of one column.
+        probe = flat.flatten()[:: flat.numel() // 64 | 1] if flat.is_contiguous() else flat
+        return cls(name, tensor, alias, tensor._version, probe)
+
+    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+        return (
+            tensor is self.tensor
+            and tensor._version == self.version
+            and tensor.data_ptr() == self.alias.data_ptr()
+            and name == self.name
+            and tensor.dtype == self.alias.dtype
+            and tensor.device == self.alias.device
+        )
+
+
+class _Weights:
+    """All layers' weights in libmla's layout, and whether they are the modules' still."""
+
+    def __init__(self, attachment: Attachment) -> None:
+        self._attachment = attachment
+        self._seen: list[list[_Seen]] = []
+        self._places: list[dict[str, tuple[torch.dtype, torch.device]]] = []
+        self._samples: list[torch.Tensor] = []
+        self.layers: list[_mla.LayerWeights] = []
+        for layer in attachment.layers:
+            found = dict(_parameters(layer))
+            self._places.append({name: (t.dtype, t.device) for name, t in found.items()})
+        self.refresh()
+
+    def refresh(self) -> None:
+        self._seen, self.layers = [], []
+        for number in range(len(self._attachment.layers)):
+            self._copy(number)
+        self._samples = self._sampled()
+
+    def update(self) -> None:
+        """Copies what has changed since it was copied."""
+        changed = False
+        for number, layer in enumerate(self._attachment.layers):
+            found = list(_parameters(layer))
+            seen = self._seen[number]
+            if len(found) != len(seen) or not all(
+                s.holds(*f) for s, f in zip(seen, found, strict=True)
+            ):
+                self._copy(number)
+                changed = True
+        samples = self._sampled()
+        if changed:
+            self._samples = samples
+        elif not all(map(torch.equal, samples, self._samples)):
+            self.refresh()
+
+    def of(self, attachment: Attachment) -> _Weights:
+        """The same for a copied model, whose tensors are yet to be looked at."""
+        twin = copy.copy(self)
+        twin._attachment = attachment
+        twin._seen = [[] for _ in self._seen]
+        twin.layers = list(self.layers)
+        return twin
+
+    def _copy(self, number: int) -> None:
+        a = self._attachment
+        found = dict(_parameters(a.layers[number]))
+        for name, tensor in found.items():
+            place = self._places[number].get(name)
+            if place is not None and place != (tensor.dtype, tensor.device):
+                raise UnsupportedError(
+                    f"mla.transformers: {name} of layer {number} was {place[0]} on {place[1]} and is "
+                    f"{tensor.dtype} on {tensor.device}; detach(), and attach again"
+                )
+        seen = [_Seen.of(name, tensor) for name, tensor in found.items()]
+        arrays = {role: found[name] for role, name in _TENSORS.items() if name in found}
+        arrays["query"] = next(found[name] for name in _QUERY if name in found)
+        weights = _mla.prepare(
+            a.model,
+            _mla.LayerTensors({r: t.detach().cpu().contiguous() for r, t in arrays.items()}),
+            dtype=a.dtype, device=str(a.device),
+        )
+        self._seen[number : number + 1] = [seen]
+        self.layers[number : number + 1] = [weights]
+
+    def _sampled(self) -> list[torch.Tensor]:
+        parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for seen in self._seen:
+            for s in seen:
+                parts.setdefault((s.probe.dtype, s.probe.device), []).append(s.probe.flatten())
+        return [torch.cat(p) for p in parts.values()]
 
 
 class _Pages:
@@ -122,33 +259,41 @@ class _Step:
     new: int
     rows: torch.Tensor | None  # flat rows that are tokens; None: all are
     slots: torch.Tensor  # [batch, 1, new, 1] int32, -1: padding
+    positions: torch.Tensor  # [batch, 1, new, 1] int64, as the model counts them
     rotary: _mla.RotaryTable
     index_rotary: _mla.RotaryTable | None
     temporary: list[int]  # pages to be given back once the step is done
 
 
-class MlaAttention(torch.nn.Module):
-    """Stands for a layer's attention: the planned layer, from hidden states to hidden states."""
+def _require_close(what: str, found: float, own: float, bound: float = 1e-6) -> None:
+    if not abs(found - own) <= bound * abs(own):
+        raise UnsupportedError(
+            f"mla.transformers: {what} is {found} in the model, {own} by its config as libmla reads it"
+        )
 
-    def __init__(self, attachment: Attachment, number: int, weights: _mla.LayerWeights) -> None:
-        super().__init__()
-        self._attachment = weakref.ref(attachment)
+
+class _Forward:
+    """A layer's attention in the place of its module's forward."""
+
+    def __init__(self, attachment: Attachment, number: int) -> None:
+        self._attachment = attachment
         self._number = number
-        self._weights = weights
-        self.layer_idx = attachment.layers[number].layer_idx
 
-    def forward(
+    def __call__(
         self,
         hidden_states: torch.Tensor,
         *_: Any,
         past_key_values: Any = None,
         **__: Any,
     ) -> tuple[torch.Tensor, None]:
-        attachment = self._attachment()
-        step = attachment.step if attachment is not None else None
-        if attachment is None or step is None:
+        attachment = self._attachment
+        step = attachment.step
+        if step is None:
             raise InputError("mla: a layer's attention is called outside its model's forward")
-        if hidden_states.requires_grad and torch.is_grad_enabled():
+        layer = attachment.layers[self._number]
+        if torch.is_grad_enabled() and (
+            hidden_states.requires_grad or any(p.requires_grad for p in layer.parameters())
+        ):
             raise UnsupportedError("mla: gradients; call the model under torch.no_grad()")
         batch, new, width = hidden_states.shape
         x = hidden_states.detach().reshape(batch * new, width).to(attachment.device)
@@ -158,18 +303,27 @@ class MlaAttention(torch.nn.Module):
             x = x.float()
         out = empty(x, tuple(x.shape))
         _mla.forward(
-            stream_for(x), step.plan, self._weights, step.rotary,
+            stream_for(x), step.plan, attachment.weights.layers[self._number], step.rotary,
             attachment.pages.caches[self._number], x, out,
             index_cache=attachment.pages.index_caches[self._number],
             index_rotary=step.index_rotary,
         )
         if past_key_values is not None:
-            past_key_values.update(step.slots, step.slots[..., :0], self.layer_idx)
+            past_key_values.update(step.slots, step.positions, layer.layer_idx)
         out = out.to(hidden_states.device, hidden_states.dtype)
         if step.rows is not None:
             full = torch.zeros_like(hidden_states).view(batch * new, width)
             out = full.index_copy_(0, step.rows.to(full.device), out)
         return out.view(batch, new, width), None
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "mla.transformers: an attached model is not to be pickled; detach() first, or "
+            "save_pretrained()"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Forward:
+        return _Forward(copy.deepcopy(self._attachment, memo), self._number)
 
 
 class Attachment:
@@ -193,34 +347,40 @@ class Attachment:
                 + " ".join(MODEL_TYPES)
             )
         self._base = getattr(model, model.base_model_prefix, model)
-        self._decoders = list(self._base.layers)
-        self.layers = [decoder.self_attn for decoder in self._decoders]
-        if any(isinstance(layer, MlaAttention) for layer in self.layers):
+        self.layers = [decoder.self_attn for decoder in self._base.layers]
+        if any(isinstance(layer.forward, _Forward) for layer in self.layers):
             raise InputError("mla.transformers: the model is attached already")
+        for layer in self.layers:
+            dict(_parameters(layer))
         first = self.layers[0].o_proj.weight
         self.device = torch.device(first.device if device is None else device)
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if self.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(f"mla.transformers: device is {self.device}, allowed: cpu cuda")
-        dtype = "bf16" if first.dtype is torch.bfloat16 else "f32"
+        self.dtype = "bf16" if first.dtype is torch.bfloat16 else "f32"
         self.model = self._config(config)
-        self.index_format = index_cache or dtype
-        self.options = options or _mla.PlanOptions(compute=dtype, index_format=self.index_format)
-        self.spec = _mla.cache_spec(self.model, cache or dtype, page_size)
-        place = str(self.device)
-        self._weights = [
-            _mla.prepare(self.model, _tensors(layer), dtype=dtype, device=place)
-            for layer in self.layers
-        ]
+        self.index_format = index_cache or self.dtype
+        self.options = options or _mla.PlanOptions(
+            compute=self.dtype, index_format=self.index_format
+        )
+        self.spec = _mla.cache_spec(self.model, cache or self.dtype, page_size)
+        self._require_plannable()
+        self.weights = _Weights(self)
         self._positions = 0
         self._rotary_for(config.max_position_embeddings)
         self.pages = _Pages(self, page_size, pages)
         self.step: _Step | None = None
         self._sequences: weakref.WeakKeyDictionary[Any, _Sequences] = weakref.WeakKeyDictionary()
         self._signature = inspect.signature(type(self._base).forward)
-        for number, decoder in enumerate(self._decoders):
-            decoder.self_attn = MlaAttention(self, number, self._weights[number])
+        self._hooks: list[Any] = []
+        self._attach()
+
+    def _attach(self) -> None:
+        # An instance's own forward may be there already, of a library that moves tensors.
+        self._forwards = [layer.__dict__.get("forward") for layer in self.layers]
+        for number, layer in enumerate(self.layers):
+            layer.forward = _Forward(self, number)
         self._hooks = [
             self._base.register_forward_pre_hook(self._begin, with_kwargs=True),
             self._base.register_forward_hook(self._end, always_call=True),
@@ -228,17 +388,42 @@ class Attachment:
 
     def detach(self) -> None:
         """Gives the model its own attention back. Caches filled meanwhile are of no use."""
+        if not self._hooks:
+            return
         for hook in self._hooks:
             hook.remove()
-        for decoder, layer in zip(self._decoders, self.layers, strict=True):
-            decoder.self_attn = layer
+        for layer, forward in zip(self.layers, self._forwards, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
         self._hooks = []
         self.step = None
 
+    def refresh(self) -> None:
+        """Copies all weights from the model's modules again."""
+        self.weights.refresh()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
+        """Of a copied model: with pages of its own, empty, and weights that are copied at once."""
+        twin = memo[id(self)] = object.__new__(Attachment)
+        twin.__dict__.update(self.__dict__)
+        twin._base = copy.deepcopy(self._base, memo)
+        twin.layers = [copy.deepcopy(layer, memo) for layer in self.layers]
+        twin._hooks = copy.deepcopy(self._hooks, memo)
+        twin.weights = self.weights.of(twin)
+        twin.pages = _Pages(twin, self.pages.size, self.pages.count)
+        twin.step = None
+        twin._sequences = weakref.WeakKeyDictionary()
+        return twin
+
     def _config(self, config: Any) -> _mla.ModelConfig:
-        model = _mla.parse_config(json.dumps(config.to_dict()), "the model's config")
-        layer = self.layers[0]
-        model.rms_eps = layer.kv_a_layernorm.variance_epsilon
+        """What the modules compute, which is compared with what the config says."""
+        keys = config.to_dict()
+        if not any(hasattr(layer, "indexer") for layer in self.layers):
+            # A class without an indexer computes none, whatever its config carries.
+            keys = {k: v for k, v in keys.items() if not k.startswith("index_")}
+        model = _mla.parse_config(json.dumps(keys), "the model's config")
         rotary = model.rotary
         # V2 always rotates interleaved pairs, V3 says which, and V3.2's indexer has its own way.
         rotary.interleaved = bool(getattr(config, "rope_interleave", True))
@@ -247,12 +432,55 @@ class Attachment:
             indexer = model.indexer
             indexer.interleaved = False
             model.indexer = indexer
-        if abs(model.softmax_scale - layer.scaling) > 1e-6 * layer.scaling:
-            raise UnsupportedError(
-                f"mla.transformers: the model's softmax scale is {layer.scaling}, its "
-                f"config gives {model.softmax_scale}"
-            )
+        model.rms_eps = self.layers[0].kv_a_layernorm.variance_epsilon
+        for layer in self.layers:
+            self._require_same(model, layer)
+        self._require_same_rotary(model)
         return model
+
+    def _require_same(self, model: _mla.ModelConfig, layer: Any) -> None:
+        number = layer.layer_idx
+        norms = [layer.kv_a_layernorm, getattr(layer, "q_a_layernorm", None)]
+        for norm in norms:
+            if norm is not None:
+                _require_close(f"a latent norm's eps of layer {number}", norm.variance_epsilon,
+                               model.rms_eps)
+        _require_close(f"the softmax scale of layer {number}", layer.scaling, model.softmax_scale)
+        indexer = getattr(layer, "indexer", None)
+        if indexer is None:
+            return
+        if model.indexer is None:
+            raise UnsupportedError(
+                f"mla.transformers: layer {number} has an indexer, the config no index_topk"
+            )
+        _require_close(f"the index key norm's eps of layer {number}", indexer.k_norm.eps, 1e-6)
+        _require_close(f"the index scale of layer {number}", indexer.softmax_scale,
+                       model.indexer.dim**-0.5)
+        _require_close(f"index_topk of layer {number}", indexer.index_topk, model.indexer.topk)
+
+    def _require_same_rotary(self, model: _mla.ModelConfig) -> None:
+        rotary = self._base.rotary_emb
+        inv_freq = rotary.inv_freq.detach().cpu()
+        found, own = inv_freq.double(), torch.tensor(model.inverse_frequencies(), dtype=torch.double)
+        if found.shape != own.shape:
+            raise UnsupportedError(
+                f"mla.transformers: the model rotates {2 * found.numel()} dimensions, its config "
+                f"gives {2 * own.numel()}"
+            )
+        # A model that was cast has rounded its frequencies, which makes its rotation coarser.
+        bound = max(1e-5, torch.finfo(inv_freq.dtype).eps)
+        for i in range(found.numel()):
+            _require_close(f"inverse frequency {i}", found[i].item(), own[i].item(), bound)
+        _require_close("the magnitude of cos and sin", rotary.attention_scaling, model.rotary_magnitude)
+        self._rotary_seen = _Seen.of("inv_freq", rotary.inv_freq)
+
+    def _require_plannable(self) -> None:
+        """Refuses here what every step would refuse."""
+        _mla.plan(
+            self.model, _mla.Cache(self.spec, 1),
+            _mla.Batch([0, 1], [1], torch.zeros((1, 1), dtype=torch.int32), [0]),
+            stream=stream_for(None), options=self.options,
+        )
 
     def _rotary_for(self, positions: int) -> None:
         if positions <= self._positions:
@@ -277,11 +505,30 @@ class Attachment:
             tokens = given.get("inputs_embeds")
         if tokens is None:
             return args, kwargs  # the model itself refuses
+        extra = given.get("kwargs", {})
+        config = module.config
+        if extra.get("output_attentions", getattr(config, "output_attentions", False)):
+            raise UnsupportedError(
+                "mla.transformers: output_attentions is set, and attention weights are never made"
+            )
+        if extra.get("is_causal") is False:
+            raise UnsupportedError("mla.transformers: is_causal is False, attention is causal")
+        if module.training and getattr(config, "attention_dropout", 0):
+            raise UnsupportedError(
+                f"mla.transformers: attention_dropout is {config.attention_dropout} in training; "
+                "call model.eval()"
+            )
         past = given.get("past_key_values")
         use_cache = given.get("use_cache")
-        if past is None and (module.config.use_cache if use_cache is None else use_cache):
-            past = kwargs["past_key_values"] = DynamicCache(config=module.config)
-        self.step = self._plan(tokens.shape[0], tokens.shape[1], given.get("attention_mask"), past)
+        if past is None and (config.use_cache if use_cache is None else use_cache):
+            past = kwargs["past_key_values"] = DynamicCache(config=config)
+        self.weights.update()
+        if not self._rotary_seen.holds("inv_freq", self._base.rotary_emb.inv_freq):
+            self._require_same_rotary(self.model)
+        self.step = self._plan(
+            tokens.shape[0], tokens.shape[1], given.get("attention_mask"),
+            given.get("position_ids"), past,
+        )
         return args, kwargs
 
     def _end(self, *_: Any) -> None:
@@ -289,18 +536,10 @@ class Attachment:
             self.pages.free.extend(self.step.temporary)
         self.step = None
 
-    def _plan(self, batch: int, new: int, mask: Any, past: Any) -> _Step:
-        old = self._past(past, batch)
-        total = old.shape[1] + new
-        real = torch.ones((batch, new), dtype=torch.bool)
-        if mask is not None:
-            if not isinstance(mask, torch.Tensor) or mask.shape != (batch, total):
-                shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
-                raise UnsupportedError(
-                    f"mla.transformers: attention_mask is {shape}, one of tokens "
-                    f"[{batch}, {total}] is needed"
-                )
-            real = mask[:, -new:].ne(0).cpu()
+    def _plan(self, batch: int, new: int, mask: Any, position_ids: Any, past: Any) -> _Step:
+        old, old_positions = self._past(past, batch)
+        real = self._real(mask, old, new)
+        positions = self._positions_of(position_ids, real, old, old_positions)
         held = None
         if past is not None:
             held = self._sequences.get(past)
@@ -343,25 +582,90 @@ class Attachment:
         block_table = torch.full((batch, columns), -1, dtype=torch.int32)
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
-        self._rotary_for(max(lengths))
+        try:
+            self._rotary_for(max(lengths))
+            plan = _mla.plan(
+                self.model, self.pages.caches[0],
+                _mla.Batch(starts, lengths, block_table, slots[real].contiguous()),
+                stream=stream_for(torch.empty(0, device=self.device)), options=self.options,
+            )
+        except BaseException:
+            self.pages.free.extend(temporary)
+            raise
         rows = None
         if starts[-1] != batch * new:
             rows = real.reshape(-1).nonzero().squeeze(1).to(self.device)
-        plan = _mla.plan(
-            self.model, self.pages.caches[0],
-            _mla.Batch(starts, lengths, block_table, slots[real].contiguous()),
-            stream=stream_for(torch.empty(0, device=self.device)), options=self.options,
-        )
         return _Step(
-            plan, batch, new, rows, slots[:, None, :, None], self._rotary, self._index_rotary,
-            temporary,
+            plan, batch, new, rows, slots[:, None, :, None], positions[:, None, :, None],
+            self._rotary, self._index_rotary, temporary,
         )
 
-    def _past(self, past: Any, batch: int) -> torch.Tensor:
-        """Slots of the tokens that a cache holds, [batch, tokens], -1 for padding."""
+    def _real(self, mask: Any, old: torch.Tensor, new: int) -> torch.Tensor:
+        """Which new tokens are no padding, [batch, new], by a mask over cached and new tokens."""
+        batch, cached = old.shape
+        if mask is None:
+            mask = torch.ones((batch, cached + new), dtype=torch.bool)
+        if not isinstance(mask, torch.Tensor) or mask.shape != (batch, cached + new):
+            shape = list(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+            raise UnsupportedError(
+                f"mla.transformers: attention_mask is {shape}, one of tokens "
+                f"[{batch}, {cached + new}] is needed"
+            )
+        mask = mask.ne(0).cpu()
+        changed = mask[:, :cached] != (old >= 0)
+        if changed.any():
+            row, token = changed.nonzero()[0].tolist()
+            was, now = ("padding", "shown") if mask[row, token] else ("a token", "hidden")
+            raise UnsupportedError(
+                f"mla.transformers: attention_mask of row {row}: token {token} was {was} when it "
+                f"was cached, and is {now} now"
+            )
+        real: torch.Tensor = mask[:, cached:]
+        return real
+
+    def _positions_of(
+        self, given: Any, real: torch.Tensor, old: torch.Tensor, old_positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Positions of new tokens as the model counts them, [batch, new].
+
+        libmla counts a row's tokens without its padding. That is the same rotation as long as the
+        row's positions follow one another, from wherever.
+        """
+        batch, new = real.shape
+        name = "position_ids"
+        if given is None:
+            name = "positions, without position_ids,"
+            given = torch.arange(new) + old.shape[1]
+        elif not isinstance(given, torch.Tensor) or given.is_floating_point() or given.shape not in (
+            (new,), (1, new), (batch, new)
+        ):
+            found = type(given).__name__
+            if isinstance(given, torch.Tensor):
+                found = f"{given.dtype} {list(given.shape)}"
+            raise UnsupportedError(
+                f"mla.transformers: position_ids is {found}, integers [{batch}, {new}] are needed"
+            )
+        positions: torch.Tensor = given.to("cpu", torch.int64).expand(batch, new)
+        every = torch.cat([old_positions, positions], dim=1)
+        shown = torch.cat([old >= 0, real], dim=1)
+        for row in range(batch):
+            at = shown[row].nonzero().squeeze(1)
+            p = every[row, at]
+            broken = (p[1:] - p[:-1]).ne(1).nonzero()
+            if len(broken):
+                i = int(broken[0])
+                raise UnsupportedError(
+                    f"mla.transformers: {name} of row {row}: token {int(at[i + 1])} is at "
+                    f"{int(p[i + 1])} and the token before it at {int(p[i])}; a row's tokens must "
+                    "follow one another"
+                )
+        return positions
+
+    def _past(self, past: Any, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots, -1 for padding, and positions of what a cache holds, each [batch, tokens]."""
         none = torch.empty((batch, 0), dtype=torch.int32)
         if past is None:
-            return none
+            return none, none
         if not isinstance(past, DynamicCache):
             raise UnsupportedError(
                 f"mla.transformers: past_key_values is a {type(past).__name__}, a DynamicCache "
@@ -369,8 +673,8 @@ class Attachment:
             )
         number = self.layers[0].layer_idx
         if past.get_seq_length(number) == 0:
-            return none
-        keys = past.layers[number].keys
+            return none, none
+        keys, values = past.layers[number].keys, past.layers[number].values
         if past not in self._sequences or keys.dtype is not torch.int32:
             raise UnsupportedError(
                 "mla.transformers: past_key_values was filled by another attention, or copied"
@@ -379,8 +683,7 @@ class Attachment:
             raise InputError(
                 f"mla.transformers: past_key_values has {keys.shape[0]} rows, the batch {batch}"
             )
-        slots: torch.Tensor = keys[:, 0, :, 0]
-        return slots
+        return keys[:, 0, :, 0], values[:, 0, :, 0]
 
     def _own(self, past: Any, row: int, page: int, held: _Sequences | None) -> int:
         """A copy of a row's last page, which its cached slots then name."""
@@ -409,10 +712,12 @@ def attach(
     format of the index cache of V3.2's indexer, by default as the weights. options: PlanOptions,
     whose compute and index_format are otherwise those of the weights and of index_cache.
 
-    The weights are copied into libmla's layout; the model's own stay with its attention modules,
-    which detach() puts back. UnsupportedError for other models and for biases.
+    The weights are copied into libmla's layout; the model's own stay where they are. Rotary
+    frequencies, their magnitude, softmax scale and norms' eps are compared with the modules', and
+    attach refuses, with both numbers, where they differ. UnsupportedError also for other models, for
+    biases and for every other tensor of attention that libmla does not read.
     """
     return Attachment(model, cache, device, **options)
 
 
-__all__ = ["Attachment", "MODEL_TYPES", "MlaAttention", "attach"]
+__all__ = ["Attachment", "MODEL_TYPES", "attach"]

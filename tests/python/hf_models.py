@@ -32,7 +32,7 @@ def make_model(kind: str, dtype: torch.dtype, seed: int = 3, **changes: Any) -> 
     adds is then seen in the logits.
     """
     torch.manual_seed(seed)
-    options = _COMMON | changes
+    options = _COMMON | changes  # keys of the config, also such as the class does not know
     exact = dtype is torch.float32
     if not exact:
         options["first_k_dense_replace"] = options["num_hidden_layers"]
@@ -40,7 +40,8 @@ def make_model(kind: str, dtype: torch.dtype, seed: int = 3, **changes: Any) -> 
         config = transformers.DeepseekV2Config(q_lora_rank=None, topk_method="greedy", **options)
         model = transformers.DeepseekV2ForCausalLM(config)
     elif kind == "v3":
-        config = transformers.DeepseekV3Config(q_lora_rank=48, rope_parameters=_YARN, **options)
+        options = dict(q_lora_rank=48, rope_parameters=_YARN) | options
+        config = transformers.DeepseekV3Config(**options)
         model = transformers.DeepseekV3ForCausalLM(config)
     else:
         # Enough heads that no two keys score nothing at all: such ties are broken in any order.
