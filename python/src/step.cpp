@@ -14,13 +14,50 @@
 namespace mla::python {
 namespace {
 
-// Vectors of int32: arrays without conversion, or any sequence of integers.
-std::vector<int32_t> int32_values(nb::handle values, const char* name) {
-  if (std::vector<int32_t> list; nb::isinstance<nb::list>(values) || nb::isinstance<nb::tuple>(values)) {
-    if (!nb::try_cast(values, list)) throw ShapeError(std::string(name) + ": holds something other than int32");
-    return list;
+bool is_sequence(nb::handle x) { return nb::isinstance<nb::list>(x) || nb::isinstance<nb::tuple>(x); }
+
+// Arrays without conversion but of int64 whose values fit, or any sequence of integers.
+std::vector<int32_t> int32_values(nb::handle values, const std::string& name) {
+  if (!is_sequence(values)) {
+    const Tensor t(values, name, Access::read);
+    t.require_rank(1, "one dimension");
+    return t.int32_values();
   }
-  return Tensor(values, name, Access::read).int32_values();
+  std::vector<int32_t> list;
+  for (nb::handle value : values) {
+    if (int32_t x; nb::try_cast(value, x)) list.push_back(x);
+    else
+      throw ShapeError(name + ": element " + std::to_string(list.size()) + " is " +
+                       std::string(nb::repr(value).c_str()).substr(0, 60) + ", int32 is needed");
+  }
+  return list;
+}
+
+// Pages of each request: [requests, columns], or a sequence for each, -1 behind the shorter ones.
+struct Table {
+  int64_t rows = 0, columns = 0;
+  std::vector<int32_t> pages;
+};
+Table make_table(nb::handle values) {
+  const std::string name = "block_table";
+  if (!is_sequence(values)) {
+    const Tensor t(values, name, Access::read);
+    t.require_rank(2, "[Request, Page]");
+    return {t.extent(0), t.extent(1), t.int32_values()};
+  }
+  std::vector<std::vector<int32_t>> rows;
+  Table table;
+  for (nb::handle row : values) {
+    const std::string row_name = name + " of request " + std::to_string(rows.size());
+    rows.push_back(int32_values(row, row_name));
+    table.columns = std::max(table.columns, static_cast<int64_t>(rows.back().size()));
+  }
+  table.rows = static_cast<int64_t>(rows.size());
+  for (std::vector<int32_t>& row : rows) {
+    row.resize(static_cast<size_t>(table.columns), -1);
+    table.pages.insert(table.pages.end(), row.begin(), row.end());
+  }
+  return table;
 }
 
 std::shared_ptr<BatchArrays> make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table,
@@ -29,15 +66,11 @@ std::shared_ptr<BatchArrays> make_batch(nb::handle query_start_loc, nb::handle s
   b->query_start_loc = int32_values(query_start_loc, "query_start_loc");
   b->seq_lens = int32_values(seq_lens, "seq_lens");
   b->slot_mapping = int32_values(slot_mapping, "slot_mapping");
-  const Tensor table(block_table, "block_table", Access::read);
-  table.require_device({});
-  const View<const int32_t, Request, Page> t = table.int32_view<Request, Page>();
-  ops::require_equal("Batch", "block_table Request", t.extent<Request>(), "seq_lens length",
+  Table table = make_table(block_table);
+  ops::require_equal("Batch", "block_table Request", table.rows, "seq_lens length",
                      static_cast<int64_t>(b->seq_lens.size()));
-  b->table_columns = t.extent<Page>();
-  b->block_table.reserve(static_cast<size_t>(t.size()));
-  for (int64_t r = 0; r < t.extent<Request>(); ++r)
-    for (int64_t p = 0; p < t.extent<Page>(); ++p) b->block_table.push_back(t(r, p));
+  b->table_columns = table.columns;
+  b->block_table = std::move(table.pages);
   return b;
 }
 
@@ -82,12 +115,15 @@ struct Call {
 };
 
 void bind_batch(nb::module_& m) {
-  nb::class_<BatchArrays>(m, "Batch", "One step's requests. Arrays are int32 on the CPU, and are copied.")
+  nb::class_<BatchArrays>(
+      m, "Batch",
+      "One step's requests. Arrays are int32 on the CPU, or int64 whose values fit; lists serve, too. All are copied.")
       .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
            nb::arg("slot_mapping"),
            "query_start_loc [requests + 1]: first token row of each request.\n"
            "seq_lens [requests]: cached and new tokens.\n"
-           "block_table [requests, columns]: pages of each request; entries past its end may hold anything.\n"
+           "block_table [requests, columns]: pages of each request; entries past its end may hold anything. As lists,\n"
+           "rows may be of different lengths.\n"
            "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
       .def_prop_ro("requests", [](const BatchArrays& b) { return b.view().requests(); })
       .def_prop_ro("tokens", [](const BatchArrays& b) { return b.view().tokens(); });

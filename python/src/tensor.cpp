@@ -118,6 +118,7 @@ Element element_of(nb::dlpack::dtype t) {
   if (t.code == 10 && t.bits == 8) return Element::fp8_e4m3;  // kDLFloat8_e4m3fn
   if ((code == Code::UInt || code == Code::Int) && t.bits == 8) return Element::byte;
   if (code == Code::Int && t.bits == 32) return Element::i32;
+  if (code == Code::Int && t.bits == 64) return Element::i64;
   return Element::other;
 }
 
@@ -225,6 +226,7 @@ std::string Tensor::element_text() const {
     case Element::fp8_e4m3: return "fp8_e4m3";
     case Element::byte: return "8-bit integers";
     case Element::i32: return "int32";
+    case Element::i64: return "int64";
     case Element::other: return text_of(type_);
   }
   return "?";
@@ -245,12 +247,21 @@ void Tensor::require_int32() const {
 }
 
 std::vector<int32_t> Tensor::int32_values() const {
-  require_int32();
-  require_rank(1, "one dimension");
+  if (element_ != Element::i64) require_int32();
   require_device({});
-  std::vector<int32_t> values(static_cast<size_t>(shape_[0]));
-  for (size_t i = 0; i < values.size(); ++i)
-    values[i] = reinterpret_cast<const int32_t*>(data_)[static_cast<int64_t>(i) * strides_[0]];
+  std::vector<int32_t> values;
+  int64_t count = 1;
+  for (size_t i = 0; i < rank_; ++i) count *= shape_[i];
+  values.reserve(static_cast<size_t>(count));
+  for (int64_t n = 0; n < count; ++n) {
+    int64_t at = 0, rest = n;
+    for (size_t i = rank_; i-- > 0; rest /= shape_[i]) at += rest % shape_[i] * strides_[i];
+    const int64_t value = element_ == Element::i32 ? reinterpret_cast<const int32_t*>(data_)[at]
+                                                   : reinterpret_cast<const int64_t*>(data_)[at];
+    if (!std::in_range<int32_t>(value))
+      fail(name_, "element " + std::to_string(n) + " is " + std::to_string(value) + ", int32 is needed");
+    values.push_back(static_cast<int32_t>(value));
+  }
   return values;
 }
 

@@ -22,7 +22,7 @@ namespace mla::python {
 
 namespace nb = nanobind;
 
-enum class Element : uint8_t { f32, bf16, f16, fp8_e4m3, byte, i32, other };
+enum class Element : uint8_t { f32, bf16, f16, fp8_e4m3, byte, i32, i64, other };
 
 enum class Access : uint8_t { read, write };
 /// How long an array is used: what outlives the call holds the memory itself, whatever becomes of the array.
@@ -72,7 +72,7 @@ class Tensor {
     const auto [extents, strides] = shape<Dims...>();
     return {reinterpret_cast<const int32_t*>(data_), extents, strides};
   }
-  /// A copy of a vector of int32 in host memory.
+  /// A copy, row by row, of int32 elements in host memory, or of int64 ones that int32 holds.
   std::vector<int32_t> int32_values() const;
   void require_int32() const;
 

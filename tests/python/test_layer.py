@@ -348,6 +348,17 @@ def test_bad_batches(small_model, stream):
 
     assert run().tokens == 1
     for changes in (
+        dict(block_table=np.zeros((1, 1), np.int64), seq_lens=np.ones(1, np.int64)),
+        dict(block_table=[[0]], slot_mapping=np.zeros(1, np.int64)),
+        dict(block_table=((0,),), seq_lens=[np.int64(1)]),
+        dict(block_table=[np.zeros(1, np.int64)]),
+        dict(block_table=np.zeros((1, 6), np.int64)[:, ::2]),
+        dict(query_start_loc=[0, 1, 1 + 1], seq_lens=[1, 17], slot_mapping=[0, 32],
+             block_table=[[0], [1, 2]]),
+    ):
+        tokens = changes.get("query_start_loc", [0, 1])[-1]
+        assert run(**changes).tokens == tokens
+    for changes in (
         dict(query_start_loc=[1, 2]),
         dict(query_start_loc=[]),
         dict(seq_lens=[0]),
@@ -358,16 +369,24 @@ def test_bad_batches(small_model, stream):
     ):
         with pytest.raises(mla.BatchError):
             run(**changes)
-    for changes in (
-        dict(block_table=np.zeros((2, 1), np.int32)),
-        dict(block_table=np.zeros((1, 1), np.int64)),
-        dict(block_table=np.zeros(1, np.int32)),
-        dict(seq_lens=np.ones((1, 1), np.int32)),
-        dict(seq_lens=["one"]),
-        dict(seq_lens=[2**31]),
+    for changes, message in (
+        (dict(block_table=np.zeros((2, 1), np.int32)), "block_table Request is 2"),
+        (dict(block_table=np.full((1, 2), 2**31)), "block_table: element 0 is 2147483648, int32"),
+        (dict(block_table=np.zeros(1, np.int32)), r"block_table: has shape \[1\], \[Request, Page\]"),
+        (dict(block_table=[0]), "block_table of request 0: is a int"),
+        (dict(block_table=[[0.5]]), "block_table of request 0: element 0 is 0.5, int32"),
+        (dict(seq_lens=np.ones((1, 1), np.int32)), "seq_lens: has shape"),
+        (dict(seq_lens=np.ones(1)), "seq_lens: is float64, int32"),
+        (dict(seq_lens=["one"]), "seq_lens: element 0 is 'one', int32"),
+        (dict(seq_lens=["x" * 1000]), "seq_lens: element 0 is 'x{59}, int32"),
+        (dict(seq_lens=[2**31]), "seq_lens: element 0 is 2147483648, int32"),
+        (dict(slot_mapping=[[0, 3]]), r"slot_mapping: element 0 is \[0, 3\], int32"),
     ):
-        with pytest.raises(mla.ShapeError):
+        with pytest.raises(mla.ShapeError, match=message):
             run(**changes)
+    with pytest.raises(mla.BatchError, match="request 1: seq_len 17 needs 2 pages of 16"):
+        run(query_start_loc=[0, 1, 2], seq_lens=[1, 17], slot_mapping=[0, 32],
+            block_table=[[0], [1]])
 
 
 def test_what_was_not_planned_is_refused(small_model, stream):
