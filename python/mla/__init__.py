@@ -171,3 +171,7 @@ __all__ = [
     "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer", "read_config",
     "select", "stream_for",
 ]
+
+
+def __dir__() -> list[str]:
+    return __all__

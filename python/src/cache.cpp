@@ -90,7 +90,11 @@ void bind_caches(nb::module_& m) {
       .def_ro("page_size", &CacheSpec::page_size)
       .def_ro("k_scale", &CacheSpec::k_scale)
       .def_prop_ro("page_bytes", &CacheSpec::page_bytes)
-      .def_prop_ro("value_width", &CacheSpec::value_width);
+      .def_prop_ro("value_width", &CacheSpec::value_width)
+      .def("__repr__", [](const CacheSpec& s) {
+        return "mla.CacheSpec('" + std::string(to_string(s.format)) + "', latent=" + std::to_string(s.latent) +
+               ", rope=" + std::to_string(s.rope) + ", page_size=" + std::to_string(s.page_size) + ")";
+      });
   m.def(
       "cache_formats",
       [] {
@@ -125,7 +129,11 @@ void bind_caches(nb::module_& m) {
       .def_prop_ro("device", [](const PyCache& c) { return to_string(c.device); })
       .def_prop_ro(
           "memory", [](nb::handle self) { return memory_of<PyCache>(self); },
-          "uint8 [pages, page bytes] over the cache's memory.");
+          "uint8 [pages, page bytes] over the cache's memory.")
+      .def("__repr__", [](const PyCache& c) {
+        return "mla.Cache('" + std::string(to_string(c.view.spec.format)) + "', pages=" + std::to_string(c.view.pages) +
+               ", page_size=" + std::to_string(c.view.spec.page_size) + ", device='" + to_string(c.device) + "')";
+      });
   nb::class_<PyIndexCache>(m, "IndexCache", "The indexer's keys, page for page beside a latent cache.")
       .def(
           "__init__",
@@ -141,7 +149,12 @@ void bind_caches(nb::module_& m) {
           nb::arg("model"), nb::arg("beside"), nb::arg("format") = "fp8", nb::kw_only(), nb::arg("memory") = nb::none(),
           "For a model with an indexer, beside its latent cache. format: f32, bf16 or fp8.")
       .def_prop_ro("pages", [](const PyIndexCache& c) { return c.view.pages; })
-      .def_prop_ro("memory", [](nb::handle self) { return memory_of<PyIndexCache>(self); });
+      .def_prop_ro("memory", [](nb::handle self) { return memory_of<PyIndexCache>(self); })
+      .def("__repr__", [](const PyIndexCache& c) {
+        return "mla.IndexCache('" + std::string(to_string(c.view.spec.format)) +
+               "', pages=" + std::to_string(c.view.pages) + ", page_size=" + std::to_string(c.view.spec.page_size) +
+               ", device='" + to_string(c.device) + "')";
+      });
 }
 
 void bind_pages(nb::module_& m) {

@@ -222,7 +222,12 @@ void bind_weights(nb::module_& m) {
       .def_prop_ro("absorption", [](const Weights& w) { return std::string(to_string(w.value.absorption)); })
       .def_prop_ro("up", [](const Weights& w) { return std::string(to_string(w.value.up())); })
       .def_prop_ro("device", [](const Weights& w) { return to_string(w.device); })
-      .def_prop_ro("nbytes", [](const Weights& w) { return w.value.bytes(); });
+      .def_prop_ro("nbytes", [](const Weights& w) { return w.value.bytes(); })
+      .def("__repr__", [](const Weights& w) {
+        return "mla.LayerWeights('" + w.value.config.name + "', dtype='" + std::string(to_string(w.value.dtype)) +
+               "', absorption='" + std::string(to_string(w.value.absorption)) + "', device='" + to_string(w.device) +
+               "')";
+      });
   m.def(
       "prepare",
       [](const ModelConfig& config, const LayerTensors& tensors, std::string_view dtype, std::string_view absorption,
@@ -252,7 +257,11 @@ void bind_weights(nb::module_& m) {
           nb::arg("model"), nb::arg("positions"), nb::kw_only(), nb::arg("indexer") = false, nb::arg("device") = "cpu",
           "indexer: of the model's indexer instead of its attention.")
       .def_prop_ro("positions", [](const Rotary& r) { return r.value.positions(); })
-      .def_prop_ro("device", [](const Rotary& r) { return to_string(r.device); });
+      .def_prop_ro("device", [](const Rotary& r) { return to_string(r.device); })
+      .def("__repr__", [](const Rotary& r) {
+        return "mla.RotaryTable(positions=" + std::to_string(r.value.positions()) +
+               ", pairs=" + std::to_string(r.value.pairs()) + ", device='" + to_string(r.device) + "')";
+      });
 }
 
 }  // namespace

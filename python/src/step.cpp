@@ -126,7 +126,11 @@ void bind_batch(nb::module_& m) {
            "rows may be of different lengths.\n"
            "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
       .def_prop_ro("requests", [](const BatchArrays& b) { return b.view().requests(); })
-      .def_prop_ro("tokens", [](const BatchArrays& b) { return b.view().tokens(); });
+      .def_prop_ro("tokens", [](const BatchArrays& b) { return b.view().tokens(); })
+      .def("__repr__", [](const BatchArrays& b) {
+        return "mla.Batch(requests=" + std::to_string(b.view().requests()) +
+               ", tokens=" + std::to_string(b.view().tokens()) + ")";
+      });
 }
 
 void bind_plan(nb::module_& m) {
@@ -165,7 +169,12 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
       .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })
-      .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); });
+      .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); })
+      .def("__repr__", [](const PlanOptions& o) {
+        return "mla.PlanOptions(path='" + std::string(to_string(o.path)) + "', split='" +
+               std::string(to_string(o.split)) + "', compute='" + std::string(to_string(o.compute)) + "', sparse='" +
+               std::string(to_string(o.sparse)) + "')";
+      });
   nb::class_<Step>(m, "Plan", "A planned step: which path each request takes, chunks, splits, workspace. Immutable.")
       .def_prop_ro("tokens", [](const Step& s) { return s.plan.tokens; })
       .def_prop_ro(
@@ -182,6 +191,15 @@ void bind_plan(nb::module_& m) {
             return paths;
           },
           "Of each request: latent, expanded or sparse.")
+      .def("__repr__",
+           [](const Step& s) {
+             std::string text = "mla.Plan('" + s.plan.model.name + "', tokens=" + std::to_string(s.plan.tokens);
+             for (Path path : {Path::latent, Path::expanded, Path::sparse})
+               if (const auto n = std::count_if(s.plan.requests.begin(), s.plan.requests.end(),
+                                                [&](const RequestPlan& r) { return r.path == path; }))
+                 text += ", " + std::string(to_string(path)) + "=" + std::to_string(n);
+             return text + ", device='" + to_string(s.plan.device.device) + "')";
+           })
       .def(
           "describe", [](const Step& s) { return s.plan.describe(); }, "Several lines a person can read.");
   m.def(

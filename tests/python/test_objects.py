@@ -97,6 +97,30 @@ def test_weights_are_copied_and_not_pickled(small_model):
         pickle.dumps(weights)
 
 
+def test_objects_say_what_they_are(small_model, stream):
+    spec = mla.cache_spec(small_model, "fp8_ds_mla")
+    cache = mla.Cache(spec, 3)
+    batch = mla.Batch([0, 1, 41], [100, 40], [[0, 1], [2]], [99, *range(128, 168)])
+    sparse = mla.preset("deepseek-v3.2")
+    options = mla.PlanOptions(path="by_length", compute="bf16")
+    for found, wanted in (
+        (spec, "mla.CacheSpec('fp8_ds_mla', latent=512, rope=64, page_size=64)"),
+        (cache, "mla.Cache('fp8_ds_mla', pages=3, page_size=64, device='cpu')"),
+        (mla.IndexCache(sparse, mla.Cache(mla.cache_spec(sparse), 2)),
+         "mla.IndexCache('fp8', pages=2, page_size=64, device='cpu')"),
+        (batch, "mla.Batch(requests=2, tokens=41)"),
+        (mla.plan(small_model, cache, batch, stream=stream, options=options),
+         "mla.Plan('deepseek-v2-lite', tokens=41, latent=1, expanded=1, device='cpu')"),
+        (options,
+         "mla.PlanOptions(path='by_length', split='fast', compute='bf16', sparse='automatic')"),
+        (mla.prepare(small_model, mla.random_layer(small_model)),
+         "mla.LayerWeights('deepseek-v2-lite', dtype='bf16', absorption='runtime', device='cpu')"),
+        (mla.RotaryTable(small_model, 100),
+         "mla.RotaryTable(positions=100, pairs=32, device='cpu')"),
+    ):
+        assert repr(found) == wanted
+
+
 def test_weights_are_a_function_of_their_seed(small_model):
     a, b, c = (mla.random_layer(small_model, 0, seed).arrays() for seed in (1, 1, 2))
     assert set(a) == {"query", "kv_down", "kv_norm", "kv_up", "output"}

@@ -39,6 +39,7 @@ def test_version_and_metadata():
 def test_all_names_exist():
     for name in mla.__all__:
         assert getattr(mla, name) is not None
+    assert dir(mla) == sorted(mla.__all__)
 
 
 def test_stub_says_what_the_module_has():
