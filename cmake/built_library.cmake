@@ -15,5 +15,5 @@ add_library(mla::mla ALIAS mla)
 set_target_properties(mla PROPERTIES IMPORTED_LOCATION ${archive})
 target_compile_features(mla INTERFACE cxx_std_20)
 target_include_directories(mla INTERFACE ${PROJECT_SOURCE_DIR}/include)
-target_link_libraries(mla INTERFACE Threads::Threads hwy::hwy DNNL::dnnl OpenMP::OpenMP_CXX
+target_link_libraries(mla INTERFACE Threads::Threads hwy::hwy
   $<$<TARGET_EXISTS:CUDA::cudart_static>:CUDA::cudart_static>)  # of no use to a library without CUDA, and no harm

@@ -3,9 +3,7 @@
 # and test.sh.
 set -euo pipefail
 
-# ocl-icd-opencl-dev: Debian's oneDNN package looks for it when CMake finds it; nothing here uses it.
-packages=(g++ cmake ninja-build libhwy-dev libdnnl-dev ocl-icd-opencl-dev libgomp1 nlohmann-json3-dev libcli11-dev libgtest-dev
-  "${more_packages[@]}")
+packages=(g++ cmake ninja-build libhwy-dev nlohmann-json3-dev libcli11-dev libgtest-dev "${more_packages[@]}")
 missing=()
 for package in "${packages[@]}"; do
   dpkg-query -W -f='${Status}' "$package" 2>/dev/null | grep -q 'install ok installed' || missing+=("$package")

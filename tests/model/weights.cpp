@@ -190,7 +190,7 @@ TEST(Prepare, MemoryIsWhatWasPromised) {
     const LayerTensors t = random_layer(m, 0, 1, Dtype::bf16);
     for (PrepareOptions o : every_choice()) {
       const double promised = prepared_bytes(m, 0, o), held = static_cast<double>(prepare(m, t, o).bytes());
-      // oneDNN may pad, and a CPU without bf16 products holds bf16 values as f32.
+      // Columns are padded to 64, and a CPU without bf16 products holds bf16 values as f32.
       EXPECT_GE(held, promised) << to_string(o.dtype) << to_string(o.absorption) << to_string(o.up);
       if (o.dtype == Dtype::f32) {
         EXPECT_LE(held, 1.05 * promised) << to_string(o.absorption) << to_string(o.up);

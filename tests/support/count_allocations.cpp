@@ -1,23 +1,26 @@
-// Replaces operator new for the program it is linked into and counts what libmla itself allocates. oneDNN's own
-// bookkeeping inside a call is not counted: it is told apart by the library the call comes from.
+// Replaces operator new and malloc's family for the program it is linked into, libraries it loads among it, and counts
+// their calls.
 #include "support/count_allocations.hpp"
 
-#include <dlfcn.h>
-
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
-#include <cstring>
 #include <new>
+
+// Sanitizers replace malloc themselves.
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__) && defined(__GLIBC__)
+#define MLA_COUNT_MALLOC 1
+extern "C" {
+void* __libc_malloc(std::size_t) noexcept;
+void* __libc_calloc(std::size_t, std::size_t) noexcept;
+void* __libc_realloc(void*, std::size_t) noexcept;
+void* __libc_memalign(std::size_t, std::size_t) noexcept;
+}
+#endif
 
 namespace {
 
 std::atomic<int64_t> allocations{0};
-
-void count(const void* caller) {
-  Dl_info info{};
-  if (dladdr(caller, &info) && info.dli_fname && std::strstr(info.dli_fname, "libdnnl")) return;
-  ++allocations;
-}
 
 void* obtain(std::size_t n) {
   if (void* p = std::malloc(n ? n : 1)) return p;
@@ -35,16 +38,42 @@ namespace mla::test {
 int64_t allocation_count() { return allocations.load(); }
 }  // namespace mla::test
 
+#if MLA_COUNT_MALLOC
+extern "C" {
+void* malloc(std::size_t n) {
+  ++allocations;
+  return __libc_malloc(n);
+}
+void* calloc(std::size_t n, std::size_t size) {
+  ++allocations;
+  return __libc_calloc(n, size);
+}
+void* realloc(void* p, std::size_t n) {
+  ++allocations;
+  return __libc_realloc(p, n);
+}
+void* aligned_alloc(std::size_t align, std::size_t n) {
+  ++allocations;
+  return __libc_memalign(align, n);
+}
+int posix_memalign(void** p, std::size_t align, std::size_t n) {
+  ++allocations;
+  *p = __libc_memalign(align, n);
+  return *p ? 0 : ENOMEM;
+}
+}
+#endif
+
 void* operator new(std::size_t n) {
-  count(__builtin_return_address(0));
+  ++allocations;
   return obtain(n);
 }
 void* operator new(std::size_t n, std::align_val_t align) {
-  count(__builtin_return_address(0));
+  ++allocations;
   return obtain(n, static_cast<std::size_t>(align));
 }
 void* operator new(std::size_t n, const std::nothrow_t&) noexcept {
-  count(__builtin_return_address(0));
+  ++allocations;
   return std::malloc(n ? n : 1);
 }
 void operator delete(void* p, const std::nothrow_t&) noexcept { std::free(p); }

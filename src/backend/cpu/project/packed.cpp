@@ -1,11 +1,16 @@
-// Weights as they are multiplied: each panel packed once in oneDNN's own layout.
+// Weights as they are multiplied: tiles of 64 columns, laid out once.
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/cpu/index_score/kernel.hpp"
 #include "backend/cpu/project/linear.hpp"
+#include "backend/cpu/project/tile_amx.hpp"
+#include "backend/cpu/project/tile_bf16.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
@@ -15,45 +20,91 @@ namespace {
 // parts' sums are added in order.
 constexpr int64_t kMostInputs = 16384;
 
-struct Panel {
-  const PanelKernel* kernel;
-  dnnl::memory packed;  // in PackedLinear::memory
-};
-
 struct PackedLinear final : CpuLinear {
-  int64_t parts = 1;          // of the inputs
-  std::vector<Panel> panels;  // [head, panel, part]
-  Buffer memory;
+  bool amx = false;
+  Buffer memory;  // [head, tile, the tile's groups of columns, inputs (pairs of them in bf16), column]
 
-  using CpuLinear::use;
-
+  int64_t parts() const { return (in + kMostInputs - 1) / kMostInputs; }
   int64_t part_inputs(int64_t part) const { return std::min(kMostInputs, in - part * kMostInputs); }
+  // bf16 inputs come in pairs.
+  int64_t padded(int64_t inputs) const { return native_bf16 ? (inputs + 1) / 2 * 2 : inputs; }
+  // Columns that lie together: all of a tile's, but a register of AMX reads 16.
+  int64_t together() const { return amx ? kAmxColumns : kTileColumns; }
+  int64_t tiles() const { return (out + kTileColumns - 1) / kTileColumns; }
+  std::byte* tile(int64_t head, int64_t t) const {
+    return const_cast<std::byte*>(memory.data()) + static_cast<size_t>(head * tiles() + t) * tile_bytes();
+  }
+  size_t tile_bytes() const { return static_cast<size_t>(padded(in) * kTileColumns) * operand_bytes(); }
   size_t staged() const {
-    return round_up(static_cast<size_t>(kMaxRows * std::min(in, kMostInputs)) * operand_bytes());
+    return round_up(static_cast<size_t>(kMaxRows * padded(std::min(in, kMostInputs))) * operand_bytes());
   }
   size_t scratch() const override {
-    return staged() + static_cast<size_t>(kMaxRows * kPanel) * sizeof(float) * (parts > 1 ? 2 : 1);
+    return staged() + static_cast<size_t>(kMaxRows * kPanel) * sizeof(float) * (parts() > 1 ? 2 : 1);
   }
 
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
-                const QuantizedWriter& quantized, std::byte* scratch, int slot) const override {
+                const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* y = reinterpret_cast<float*>(scratch + staged());
     float* more = y + kMaxRows * kPanel;  // of a later part
-    const bool dense = a.x_rows.empty() && heads == 1 && parts == 1 && a.x.stride<Token>() == in &&
-                       a.x.dtype() == (native_bf16 ? Dtype::bf16 : Dtype::f32) && (native_bf16 || dtype == Dtype::f32);
+    const bool dense = a.x_rows.empty() && heads == 1 && parts() == 1 && a.x.stride<Token>() == in &&
+                       padded(in) == in && a.x.dtype() == (native_bf16 ? Dtype::bf16 : Dtype::f32) &&
+                       (native_bf16 || dtype == Dtype::f32);
     const void* x = scratch;
-    if (dense && rows.rows == rows.padded()) x = a.x.at(rows.first, head, 0);
-    else if (parts == 1) stage(a, head, rows, 0, in, in, scratch);
+    if (dense) x = a.x.at(rows.first, head, 0);
+    else if (parts() == 1) stage(a, head, rows, 0, in, padded(in), scratch);
     for (int64_t p = first_panel; p < last_panel; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
-      for (int64_t part = 0; part < parts; ++part) {
-        if (parts > 1) stage(a, head, rows, part * kMostInputs, part_inputs(part), part_inputs(part), scratch);
-        const Panel& panel = panels[(head * panels_per_head + p) * parts + part];
-        panel.kernel->run(rows.block, x, panel.packed, part == 0 ? y : more, slot);
+      for (int64_t part = 0; part < parts(); ++part) {
+        const int64_t inputs = part_inputs(part), pitch = padded(inputs);
+        if (parts() > 1) stage(a, head, rows, part * kMostInputs, inputs, pitch, scratch);
+        for (int64_t c = 0; c < width; c += kTileColumns)
+          product(x, pitch, rows.rows, tile(head, (first + c) / kTileColumns), part * kMostInputs, inputs,
+                  (part == 0 ? y : more) + c);
         if (part > 0)
-          for (int64_t i = 0; i < rows.rows * width; ++i) y[i] += more[i];
+          for (int64_t i = 0; i < rows.rows * kPanel; ++i) y[i] += more[i];
       }
-      store(a, head, rows, first, width, width, quantized, y);
+      store(a, head, rows, first, width, kPanel, quantized, y);
+    }
+  }
+
+  // Sums of inputs [begin, begin + inputs) of a tile. Blocks of inputs are summed apart: their weights stay in L2 for
+  // all rows.
+  void product(const void* x, int64_t pitch, int64_t rows, const std::byte* weights, int64_t begin, int64_t inputs,
+               float* sums) const {
+    const int64_t block = inputs <= 1024 ? 512 : 1024;
+    for (int64_t i = 0; i < inputs; i += block) {
+      const int64_t n = std::min(block, inputs - i), at = (begin + i) * together();
+      if (!native_bf16) {
+        product_f32(static_cast<const float*>(x) + i, pitch, rows, reinterpret_cast<const float*>(weights) + at,
+                    kTileColumns, n, sums, kPanel, i > 0);
+        continue;
+      }
+      const bf16 *from = static_cast<const bf16*>(x) + i, *w = reinterpret_cast<const bf16*>(weights) + at;
+      const int64_t pairs = (n + 1) / 2;
+      if (amx) amx_product(from, pitch, rows, w, padded(in) * kAmxColumns, pairs, sums, kPanel, i > 0);
+      else tile_product(from, pitch, rows, w, pairs, nullptr, sums, kPanel, i > 0);
+    }
+  }
+
+  // Columns from `first` on of row-major [out, in] weights of a head.
+  void lay_out(const float* weights, int64_t first, std::byte* to) const {
+    constexpr int64_t kInputs = 64;  // at a time: a transposition of 32-bit words, pairs of bf16 among them
+    const int64_t width = std::min(kTileColumns, out - first), words = native_bf16 ? 2 : 1;
+    for (int64_t i = 0; i < in; i += kInputs) {
+      const int64_t n = std::min(kInputs, in - i);
+      alignas(64) float rows[kTileColumns * kInputs] = {};
+      for (int64_t c = 0; c < width; ++c) {
+        const float* from = weights + (first + c) * in + i;
+        float* row = rows + c * kInputs / words;
+        if (native_bf16) convert(from, reinterpret_cast<bf16*>(row), n);
+        else if (dtype == Dtype::bf16)
+          for (int64_t k = 0; k < n; ++k) row[k] = to_float(to_bf16(from[k]));
+        else std::copy_n(from, n, row);
+      }
+      for (int64_t c = 0; c < kTileColumns; c += together())
+        transpose(reinterpret_cast<const uint32_t*>(rows) + c * kInputs / words, kInputs / words, together(),
+                  (n + words - 1) / words,
+                  reinterpret_cast<uint32_t*>(to) + c * padded(in) / words + i / words * together(), together());
     }
   }
 };
@@ -72,41 +123,13 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
   w->in = in;
   w->out = out;
   w->dtype = dtype;
-  w->native_bf16 = dtype == Dtype::bf16 && native_bf16_dot() && bf16_products();
+  w->native_bf16 = dtype == Dtype::bf16 && native_bf16_dot();
+  w->amx = w->native_bf16 && amx_bf16();
   w->panels_per_head = (out + kPanel - 1) / kPanel;
-  w->parts = (in + kMostInputs - 1) / kMostInputs;
-  std::vector<const PanelKernel*> kernels;
-  for (int64_t h = 0; h < heads; ++h)
-    for (int64_t first = 0; first < out; first += kPanel)
-      for (int64_t part = 0; part < w->parts; ++part) {
-        const PanelKernel& kernel = PanelKernel::get(w->part_inputs(part), std::min(kPanel, out - first),
-                                                     w->native_bf16 ? Dtype::bf16 : Dtype::f32);
-        w->panels.push_back({&kernel, {}});
-        kernels.push_back(&kernel);
-        w->bytes += round_up(kernel.packed_bytes());
-      }
-  w->use(kernels);
+  w->bytes = static_cast<size_t>(heads * w->tiles()) * w->tile_bytes();
   w->memory = Buffer(w->bytes);
-  std::byte* to = w->memory.data();
-  std::vector<float> copy;
-  for (size_t i = 0; i < w->panels.size(); ++i) {
-    Panel& p = w->panels[i];
-    const int64_t part = static_cast<int64_t>(i) % w->parts, panel = static_cast<int64_t>(i) / w->parts;
-    const int64_t first = panel % w->panels_per_head * kPanel, width = std::min(kPanel, out - first);
-    const float* source = weights.data() + (panel / w->panels_per_head * out + first) * in;
-    const bool rounded = dtype == Dtype::bf16 && !w->native_bf16;
-    if (rounded || w->parts > 1) {
-      const int64_t inputs = w->part_inputs(part);
-      copy.resize(static_cast<size_t>(width * inputs));
-      for (int64_t o = 0; o < width; ++o)
-        std::copy_n(source + o * in + part * kMostInputs, inputs, copy.begin() + o * inputs);
-      if (rounded)
-        for (float& x : copy) x = to_float(to_bf16(x));
-      source = copy.data();
-    }
-    p.packed = p.kernel->pack(source, to);
-    to += round_up(p.kernel->packed_bytes());
-  }
+  for (int64_t h = 0; h < heads; ++h)
+    for (int64_t t = 0; t < w->tiles(); ++t) w->lay_out(weights.data() + h * out * in, t * kTileColumns, w->tile(h, t));
   return w;
 }
 

@@ -1,5 +1,5 @@
-// Products with weights, by oneDNN. Weights are cut into column panels; a product is cut into row blocks of a few fixed
-// sizes. Both cuts are independent of the number of threads, so results are too. See README.md for figures.
+// Products with weights. Weights are cut into column panels, rows into blocks. A row's sums do not depend on either
+// cut, so results do not depend on the number of threads, nor on the other rows. See README.md for figures.
 #include <algorithm>
 #include <cstring>
 #include <optional>
@@ -15,9 +15,6 @@ namespace {
 
 constexpr int64_t kPanelsPerTask =
     4;  // at most, of one row block when there are several: their weights then serve the next one
-// Candidates for the one block of an invariant product whose kernels are not uniform: 8 rows and up, then down. One row
-// always serves.
-constexpr size_t kInvariantBlocks[] = {3, 4, 5, 6, 7, 8, 9, 2, 1, 0};
 
 // Up to kActivationPart inputs of a row as the values of their fp8_128 codes.
 class Fp8Row {
@@ -53,13 +50,6 @@ class Fp8Row {
 
 }  // namespace
 
-void CpuLinear::use(std::span<const PanelKernel* const> kernels) {
-  uniform = std::all_of(kernels.begin(), kernels.end(), [](const PanelKernel* k) { return k->uniform(); });
-  invariant_block = *std::find_if(std::begin(kInvariantBlocks), std::end(kInvariantBlocks), [&](size_t block) {
-    return std::all_of(kernels.begin(), kernels.end(), [&](const PanelKernel* k) { return k->uniform(block); });
-  });
-}
-
 void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t begin, int64_t count,
                       int64_t pitch, std::byte* to) const {
   const size_t used = static_cast<size_t>(count) * operand_bytes(),
@@ -91,8 +81,6 @@ void CpuLinear::stage(const ops::ProjectArgs& a, int64_t head, const RowBlock& r
     }
     std::memset(y + used, 0, row_bytes - used);
   }
-  std::memset(to + static_cast<size_t>(rows.rows) * row_bytes, 0,
-              static_cast<size_t>(rows.padded() - rows.rows) * row_bytes);
 }
 
 void CpuLinear::store(const ops::ProjectArgs& a, int64_t head, const RowBlock& rows, int64_t first, int64_t width,
@@ -115,11 +103,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   if (a.scratch.per_worker < w.scratch())
     throw ShapeError("project: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(w.scratch()) + " are needed");
-  // Full blocks of the largest size, and the remainder in the smallest that holds it; one size for all when bits may
-  // not depend on the number of rows and the kernels' own order does.
-  const bool one_size = a.batch_invariant && !w.uniform;
-  const int64_t largest = one_size ? kRowBlocks[w.invariant_block] : kMaxRows;
-  const int64_t blocks = (a.rows + largest - 1) / largest;
+  const int64_t blocks = (a.rows + kMaxRows - 1) / kMaxRows;
   // Panels of a task share its staged rows; a few tasks a thread are enough. Which task computes a panel changes no
   // bit.
   const int64_t group = std::clamp<int64_t>(w.heads * w.panels_per_head * blocks / (4 * stream.pool().threads()), 1,
@@ -128,12 +112,10 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const QuantizedWriter quantized(a.quantized);
   stream.pool().run(w.heads * groups * blocks, [&](int64_t task, int worker) {
     // Row blocks innermost: neighbours in time share weights.
-    const int64_t first = task % blocks * largest;
+    const int64_t first = task % blocks * kMaxRows;
     const int64_t head = task / blocks / groups, first_panel = task / blocks % groups * group;
-    RowBlock rows{first, std::min(largest, a.rows - first), one_size ? w.invariant_block : 0};
-    while (rows.padded() < rows.rows) ++rows.block;
-    w.multiply(a, head, first_panel, std::min(first_panel + group, w.panels_per_head), rows, quantized,
-               a.scratch.worker(worker), worker);
+    w.multiply(a, head, first_panel, std::min(first_panel + group, w.panels_per_head),
+               {first, std::min(kMaxRows, a.rows - first)}, quantized, a.scratch.worker(worker));
   });
 }
 

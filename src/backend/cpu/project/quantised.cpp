@@ -1,9 +1,7 @@
-// Weights that stay quantised in memory and are dequantised into scratch a part at a time, just before its product:
-// by oneDNN in f32, or by the dot products of tile_bf16.
+// Weights that stay quantised in memory and are dequantised into scratch a part at a time, just before its product: in
+// f32, or in bf16 by the dot products of tile_bf16.
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <iterator>
 #include <string>
 
 #include "backend/cpu/backend.hpp"
@@ -35,12 +33,6 @@ class QuantisedLinear final : public CpuLinear {
       block_cols = w.block_cols;
       scales_ = w.scales;
     }
-    for (int64_t width : {std::min(kPanel, out), out - (panels_per_head - 1) * kPanel})
-      for (int64_t inputs : {std::min(kPart, in), in - (in - 1) / kPart * kPart})
-        kernels_[kernel(inputs, width)] = &PanelKernel::get(inputs, width, Dtype::f32, PanelLayout::rows);
-    std::vector<const PanelKernel*> kernels;
-    std::copy_if(kernels_.begin(), kernels_.end(), std::back_inserter(kernels), [](const auto* k) { return k; });
-    use(kernels);
     row_blocks_ = w.row_blocks();
     col_blocks_ = w.col_blocks();
     codes_ = Buffer(static_cast<size_t>(heads * code_bytes(out) * in));
@@ -50,18 +42,17 @@ class QuantisedLinear final : public CpuLinear {
     bytes = codes_.size() + exponents_.size() + scales_.size() * sizeof(float);
   }
 
-  size_t scratch() const override { return staged() + panel_bytes() + 2 * kProduct; }
+  size_t scratch() const override { return staged() + panel_bytes() + kProduct; }
 
   static size_t most_scratch() {
     return round_up(static_cast<size_t>(kMaxRows * kPart) * sizeof(float)) +
-           round_up(static_cast<size_t>(kPart * kPanel) * sizeof(float)) + 2 * kProduct;
+           round_up(static_cast<size_t>(kPart * kPanel) * sizeof(float)) + kProduct;
   }
 
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
-                const QuantizedWriter& quantized, std::byte* scratch, int slot) const override {
-    std::byte* weights = scratch + staged();
-    float* y = reinterpret_cast<float*>(weights + panel_bytes());
-    float* more = y + kMaxRows * kPanel;  // of a later part
+                const QuantizedWriter& quantized, std::byte* scratch) const override {
+    float* weights = reinterpret_cast<float*>(scratch + staged());
+    float* y = reinterpret_cast<float*>(scratch + staged() + panel_bytes());
     for (int64_t p = first_panel; p < last_panel; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
       for (int64_t begin = 0; begin < in; begin += kPart) {
@@ -69,12 +60,11 @@ class QuantisedLinear final : public CpuLinear {
         // One part serves every panel.
         if (in > kPart || p == first_panel) stage(a, head, rows, begin, count, count, scratch);
         dequantise_part(head, p, begin, count, weights);
-        kernels_[kernel(count, width)]->run(rows.block, scratch, static_cast<const void*>(weights),
-                                            begin == 0 ? y : more, slot);
-        if (begin > 0)
-          for (int64_t i = 0; i < rows.rows * width; ++i) y[i] += more[i];
+        for (int64_t c = 0; c < width; c += kTileColumns)
+          product_f32(reinterpret_cast<const float*>(scratch), count, rows.rows, weights + c, kPanel, count, y + c,
+                      kPanel, begin > 0);
       }
-      store(a, head, rows, first, width, width, quantized, y);
+      store(a, head, rows, first, width, kPanel, quantized, y);
     }
   }
 
@@ -83,13 +73,7 @@ class QuantisedLinear final : public CpuLinear {
 
   int64_t groups() const { return (in + kMxGroup - 1) / kMxGroup; }
   size_t staged() const { return round_up(static_cast<size_t>(kMaxRows * std::min(in, kPart)) * operand_bytes()); }
-  size_t panel_bytes() const {
-    return round_up(static_cast<size_t>(std::min(in, kPart) * std::min(out, kPanel)) * operand_bytes());
-  }
-  // Index of a part's kernel: the last panel and the last part may be smaller than the others.
-  size_t kernel(int64_t inputs, int64_t width) const {
-    return (width == std::min(kPanel, out) ? 0 : 2) + (inputs == std::min(kPart, in) ? 0 : 1);
-  }
+  size_t panel_bytes() const { return static_cast<size_t>(std::min(in, kPart) * kPanel) * sizeof(float); }
 
   // A panel's codes are [in][width]. Two mxfp4 codes share a byte: column c of the first half in the low nibble, its
   // counterpart of the second half in the high one, so that both unpack to runs of neighbours.
@@ -124,46 +108,46 @@ class QuantisedLinear final : public CpuLinear {
             static_cast<uint8_t>(std::bit_cast<uint32_t>(w.scale(head, first + c, g * kMxGroup)) >> 23);
   }
 
-  // Inputs [begin, begin + count) of a panel as [count, width] in the operand dtype.
-  void dequantise_part(int64_t head, int64_t panel, int64_t begin, int64_t count, std::byte* to) const {
+  // Inputs [begin, begin + count) of a panel as [count, kPanel]: columns that there are not keep what they hold.
+  void dequantise_part(int64_t head, int64_t panel, int64_t begin, int64_t count, float* to) const {
     const int64_t first = panel * kPanel, width = std::min(kPanel, out - first), row = code_bytes(width);
     const std::byte* from = codes(head, panel) + begin * row;
     if (format == WeightFormat::fp8) return fp8_part(from, head, first, width, begin, count, to);
     alignas(64) float scale[kPanel];
-    for (int64_t i = 0; i < count; ++i, from += row, to += static_cast<size_t>(width) * operand_bytes()) {
+    for (int64_t i = 0; i < count; ++i, from += row, to += kPanel) {
       if ((begin + i) % kMxGroup == 0) {
         const uint8_t* exponent = exponents(head, panel) + (begin + i) / kMxGroup * width;
         for (int64_t c = 0; c < width; ++c) scale[c] = e8m0_value(exponent[c]);
       }
-      float* values = reinterpret_cast<float*>(to);
-      convert_e2m1(reinterpret_cast<const uint8_t*>(from), scale, values, width);
-      narrow(values, width);
+      convert_e2m1(reinterpret_cast<const uint8_t*>(from), scale, to, width);
+      narrow(to, width);
     }
   }
 
   // Block by block, so that a conversion's scale changes as seldom as it can.
   void fp8_part(const std::byte* from, int64_t head, int64_t first, int64_t width, int64_t begin, int64_t count,
-                std::byte* to) const {
-    if (block_rows == 0) return fp8_codes(from, count * width, scales_[0], to);
+                float* to) const {
+    if (block_rows == 0) {
+      for (int64_t i = 0; i < count; ++i) fp8_codes(from + i * width, width, scales_[0], to + i * kPanel);
+      return;
+    }
     const float* scales = scales_.data() + head * row_blocks_ * col_blocks_;
     for (int64_t i = begin; i < begin + count;) {
       const int64_t next = std::min(begin + count, (i / block_cols + 1) * block_cols);
       for (int64_t c = first; c < first + width;) {
         const int64_t end = std::min(first + width, (c / block_rows + 1) * block_rows);
         for (int64_t r = i; r < next; ++r) {
-          const int64_t at = (r - begin) * width + c - first;
-          fp8_codes(from + at, end - c, scales[c / block_rows * col_blocks_ + i / block_cols],
-                    to + at * static_cast<int64_t>(operand_bytes()));
+          fp8_codes(from + (r - begin) * width + c - first, end - c,
+                    scales[c / block_rows * col_blocks_ + i / block_cols], to + (r - begin) * kPanel + c - first);
         }
         c = end;
       }
       i = next;
     }
   }
-  void fp8_codes(const std::byte* from, int64_t n, float scale, std::byte* to) const {
-    float* values = reinterpret_cast<float*>(to);
-    convert(reinterpret_cast<const fp8_e4m3*>(from), values, n, scale);
-    narrow(values, n);
+  void fp8_codes(const std::byte* from, int64_t n, float scale, float* to) const {
+    convert(reinterpret_cast<const fp8_e4m3*>(from), to, n, scale);
+    narrow(to, n);
   }
 
   // Rounds values to what is exact in the operands' dtype.
@@ -172,7 +156,6 @@ class QuantisedLinear final : public CpuLinear {
       for (int64_t i = 0; i < n; ++i) x[i] = to_float(to_bf16(x[i]));
   }
 
-  std::array<const PanelKernel*, 4> kernels_{};  // by kernel(); null where there is no such part
   int64_t row_blocks_ = 1, col_blocks_ = 1;
   std::vector<float> scales_;  // fp8
   Buffer codes_, exponents_;
@@ -207,17 +190,16 @@ class NativeQuantisedLinear final : public CpuLinear {
   size_t scratch() const override { return kStaged + kTile + kSums; }
 
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
-                const QuantizedWriter& quantized, std::byte* scratch, int) const override {
+                const QuantizedWriter& quantized, std::byte* scratch) const override {
     const bf16* x = reinterpret_cast<const bf16*>(scratch);
     bf16* tile = reinterpret_cast<bf16*>(scratch + kStaged);
     float* sums = reinterpret_cast<float*>(scratch + kStaged + kTile);
-    const RowBlock exact{rows.first, rows.rows, rows.block};
     for (int64_t p = first_panel; p < last_panel; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
       for (int64_t begin = 0; begin < in; begin += kPart) {
         const int64_t end = std::min(in, begin + kPart), pitch = (end - begin + 1) / 2 * 2;
         // One part serves every panel.
-        if (in > kPart || p == first_panel) stage(a, head, exact, begin, end - begin, pitch, scratch);
+        if (in > kPart || p == first_panel) stage(a, head, rows, begin, end - begin, pitch, scratch);
         for (int64_t c = 0; c < width; c += kTileColumns)
           for (int64_t i = begin; i < end;) {
             const int64_t next = std::min(end, next_input(i));

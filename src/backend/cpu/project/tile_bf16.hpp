@@ -1,15 +1,14 @@
-// Products of a few rows with 64 quantised columns, by AVX-512 BF16 dot products. Only where native_bf16_dot() holds.
+// Products of a few rows with 64 columns, by AVX-512 BF16 dot products. Only where native_bf16_dot() holds.
 //
-// A tile holds dequantised weights as the instruction wants them: [pairs of inputs][64 columns][2].
+// A tile holds weights as the instruction wants them: [pairs of inputs][64 columns][2].
 #pragma once
 
 #include <cstdint>
 
+#include "backend/cpu/project/tile_f32.hpp"
 #include "mla/dtype.hpp"
 
 namespace mla::cpu {
-
-constexpr int64_t kTileColumns = 64;
 
 /// e4m3 codes [pairs, 64, 2] times a scale, rounded to bf16. No code is NaN.
 void fp8_tile(const uint8_t* codes, float scale, int64_t pairs, bf16* tile);
