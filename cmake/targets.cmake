@@ -1,7 +1,9 @@
 # How every target of this project is compiled.
 function(mla_target_defaults target)
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wshadow;-Wnon-virtual-dtor;-Wno-ignored-attributes;-Wno-restrict;-Wno-missing-field-initializers>)
+    $<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;-Wshadow;-Wnon-virtual-dtor;-Wno-ignored-attributes;-Wno-missing-field-initializers>
+    $<$<COMPILE_LANG_AND_ID:CXX,GNU>:-Wno-restrict>
+    $<$<COMPILE_LANG_AND_ID:CXX,Clang>:-Wno-unused-private-field>)  # those of core/gpu.hpp where there is no CUDA
   if(MLA_WARNINGS_AS_ERRORS)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
   endif()

@@ -7,14 +7,16 @@
 #if defined(__x86_64__)
 
 // GCC 12 takes its own headers' undefined-value intrinsics for uninitialised reads (GCC bug 105593).
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #include <immintrin.h>
 
 #include <array>
 
 // Highway's targets in this build have no bf16 dot product; the intrinsics below need no compiler flags beyond this.
-#define MLA_BF16_DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define MLA_BF16_DOT [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]]
 
 namespace mla::cpu {
 namespace {

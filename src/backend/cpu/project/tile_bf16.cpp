@@ -3,7 +3,9 @@
 #if defined(__x86_64__)
 
 // GCC 12 takes its own headers' undefined-value intrinsics for uninitialised reads (GCC bug 105593).
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #include <immintrin.h>
 
@@ -12,7 +14,7 @@
 
 #include "mla/quant.hpp"
 
-#define MLA_BF16_DOT __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")))
+#define MLA_BF16_DOT [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]]
 
 namespace mla::cpu {
 namespace {
