@@ -4,10 +4,10 @@
 #include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <numeric>
 #include <utility>
 #include <vector>
 
+#include "cli/batch_file.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
@@ -17,8 +17,6 @@
 
 namespace mla::cli {
 namespace {
-
-constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's new tokens
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
@@ -34,24 +32,6 @@ struct Flags {
 ModelConfig model_of(const std::string& name) {
   if (std::filesystem::is_directory(name)) return read_config(std::filesystem::path(name) / "config.json");
   return name.ends_with(".json") ? read_config(name) : preset(name);
-}
-
-void read_batch(Flags& f) {
-  const nlohmann::json json = parse_object(read_text(f.batch), f.batch);
-  auto lengths = [&](const char* key) {
-    const auto it = json.find(key);
-    if (it == json.end() || !it->is_array()) throw InputError(f.batch + ": " + key + " is missing or not an array");
-    std::vector<int64_t> v;
-    for (const auto& e : *it) {
-      if (!e.is_number_integer() || (e.is_number_unsigned() && e.get<uint64_t>() > kMost))
-        throw InputError(f.batch + ": " + key + "[" + std::to_string(v.size()) + "] is not an integer up to " +
-                         std::to_string(kMost));
-      v.push_back(e.get<int64_t>());
-    }
-    return v;
-  };
-  f.queries = lengths("query_lens");
-  f.contexts = lengths("contexts");
 }
 
 // Kernels in the order of their first call, each with the ops that it serves.
@@ -98,38 +78,18 @@ void run(const CLI::App& command, Flags& f) {
     throw InputError("--compute-capability is " + std::to_string(f.capability) + ", allowed 80 (for 8.0) to 129");
   if (device.kind == DeviceKind::cpu && command.get_option("--compute-capability")->count() > 0)
     throw InputError("--compute-capability is a GPU's, --device is cpu");
-  if (!f.batch.empty()) read_batch(f);
-  else if (f.queries.empty()) f.queries = {1};
-  if (f.contexts.empty()) f.contexts.assign(f.queries.size(), 0);
-  if (f.contexts.size() == 1) f.contexts.assign(f.queries.size(), f.contexts[0]);
-  if (f.contexts.size() != f.queries.size())
-    throw InputError("contexts has " + std::to_string(f.contexts.size()) + " entries, queries has " +
-                     std::to_string(f.queries.size()));
+  BatchLengths lengths{f.queries, f.contexts};
+  if (!f.batch.empty()) lengths = parse_batch(read_text(f.batch), f.batch);
+  else if (lengths.queries.empty()) lengths.queries = {1};
+  if (lengths.contexts.empty()) lengths.contexts.assign(lengths.queries.size(), 0);
+  if (lengths.contexts.size() == 1) lengths.contexts.assign(lengths.queries.size(), lengths.contexts[0]);
   ModelConfig model = model_of(f.model);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
   spec.validate();
 
-  std::vector<int32_t> starts{0}, lengths;
-  int64_t width = 1, tokens = 0;
-  for (size_t r = 0; r < f.queries.size(); ++r) {
-    for (int64_t n : {f.queries[r], f.contexts[r]})
-      if (n < 0 || n > kMost)
-        throw InputError("request " + std::to_string(r) + ": length is " + std::to_string(n) + ", allowed 0 to " +
-                         std::to_string(kMost));
-    const int64_t length = f.queries[r] + f.contexts[r], needed = (length + f.page_size - 1) / f.page_size;
-    tokens += f.queries[r];
-    if (tokens > kMost) throw InputError("the batch has more than " + std::to_string(kMost) + " new tokens");
-    starts.push_back(static_cast<int32_t>(tokens));
-    lengths.push_back(static_cast<int32_t>(length));
-    width = std::max(width, needed);
-  }
-  // Which pages a sequence has does not matter to a plan: all rows of the block table are this one.
-  std::vector<int32_t> table(static_cast<size_t>(width));
-  std::iota(table.begin(), table.end(), 0);
-  const std::vector<int32_t> slots(static_cast<size_t>(tokens), -1);
-
+  const BatchOfLengths made(lengths, f.page_size);
   PlanOptions options;
   options.path = parse_path_policy(f.path);
   options.split = parse_split_policy(f.split);
@@ -143,9 +103,9 @@ void run(const CLI::App& command, Flags& f) {
   options.up = parse_weight_format(f.up);
   options.activations = parse_activations(f.activations);
   options.index_format = parse_index_cache_format(f.index_cache);
-  const Batch batch{starts, lengths, {table.data(), {static_cast<int64_t>(f.queries.size()), width}, {0, 1}}, slots};
+  const Batch batch = made.batch();
   const bool gpu = device.kind == DeviceKind::cuda;
-  const Plan p = plan(model, spec, width, batch, device_info(device, gpu ? 1 : f.threads, model), options);
+  const Plan p = plan(model, spec, made.pages(), batch, device_info(device, gpu ? 1 : f.threads, model), options);
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
                                 .up = options.up,
