@@ -33,11 +33,11 @@ T dot(const A* a, const B* b, int64_t n) {
 }
 
 template <class T>
-void round_to(Dtype t, std::span<T> x) {
+void round_to(Dtype t, std::span<T> x, double moved = 0) {
   if (t == Dtype::f32) return;
   for (T& e : x) {
     std::byte stored[4];
-    store_float(t, stored, 0, static_cast<float>(e));
+    store_float(t, stored, 0, static_cast<float>(e + e * moved));
     e = load_float(t, stored, 0);
   }
 }
@@ -57,11 +57,16 @@ class Sequence {
     for (int64_t t = 0; t < length_; ++t) append(t);
     cached_ = entries_;
     if (r_.cache) through_cache();
-    if (r_.path == Path::expanded) expand();
+    if (r_.path == Path::expanded) {
+      expanded_ = expand(cached_);
+      if (r_.cache) fresh_ = expand(entries_);
+    } else if (r_.round_keys) {
+      round(r_.compute, cached_);
+    }
   }
 
-  /// Attends to `keys`, ascending positions; to 0..position when it is empty.
-  void output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
+  /// Attends to `keys`, ascending positions; to 0..position when it is empty. Tokens from `context` on came with it.
+  void output(int64_t position, std::span<const int32_t> keys, int64_t context, std::span<double> y) const {
     std::vector<int32_t> all;
     if (keys.empty()) {
       all.resize(position + 1);
@@ -73,7 +78,7 @@ class Sequence {
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::span<const T> q_h(q.data() + h * m_.query_key(), m_.query_key());
       std::span<T> out(heads.data() + h * m_.value, m_.value);
-      r_.path == Path::expanded ? expanded_head(h, keys, q_h, out) : latent_head(h, keys, q_h, out);
+      r_.path == Path::expanded ? expanded_head(h, keys, context, q_h, out) : latent_head(h, keys, q_h, out);
     }
     take(heads, w_.fp8_products);
     for (int64_t o = 0; o < m_.hidden; ++o)
@@ -95,7 +100,7 @@ class Sequence {
         const T scale = static_cast<T>(cache::index::writer_scale(static_cast<float>(amax), true));
         for (T& e : q_h) e = to_float(to_fp8_e4m3(static_cast<float>(e / scale))) * scale;
       } else {
-        round_to<T>(r_.compute, q_h);
+        round(r_.compute, q_h);
       }
     }
     const T scale = T(1) / std::sqrt(static_cast<T>(c.heads * c.dim));
@@ -116,14 +121,25 @@ class Sequence {
   }
 
  private:
+  void round(Dtype t, std::span<T> x) const { round_to<T>(t, x, r_.moved); }
+  float moved(T x) const { return static_cast<float>(x + x * r_.moved); }
+
   // Inputs as a product takes them.
   void take(std::span<T> x, bool fp8_weights) const {
     if (fp8_weights && r_.inputs == Activations::fp8_128) {
+      // A group's scale follows its largest element, so that alone stays where it is.
       std::vector<float> values(x.begin(), x.end());
+      for (size_t group = 0; group < x.size(); group += ops::kActivationGroup) {
+        const auto first = x.begin() + static_cast<int64_t>(group),
+                   last = x.begin() + static_cast<int64_t>(std::min(x.size(), group + ops::kActivationGroup)),
+                   largest = std::max_element(first, last, [](T l, T r) { return std::abs(l) < std::abs(r); });
+        for (auto e = first; e != last; ++e)
+          if (e != largest) values[static_cast<size_t>(e - x.begin())] = moved(*e);
+      }
       ops::through_fp8(values.data(), values.data(), static_cast<int64_t>(values.size()));
       std::copy(values.begin(), values.end(), x.begin());
     }
-    round_to<T>(r_.weights, x);
+    round(r_.weights, x);
   }
 
   std::vector<T> product(std::span<const T> x, const std::vector<float>& w, bool fp8_weights = false) const {
@@ -162,10 +178,10 @@ class Sequence {
 
   void append(int64_t t) {
     std::vector<T> kv = product(hidden_row(t), w_.kv_down, w_.fp8_products);
-    round_to<T>(r_.activations, kv);
+    round(r_.activations, kv);
     norm(std::span(kv).first(m_.latent), w_.kv_norm);
     rotate(std::span(kv).subspan(m_.latent), t);
-    round_to<T>(r_.activations, kv);
+    round(r_.activations, kv);
     std::copy(kv.begin(), kv.end(), entries_.begin() + t * m_.entry());
   }
 
@@ -176,45 +192,44 @@ class Sequence {
     std::vector<std::byte> page(spec.page_bytes());
     std::vector<float> row(m_.entry());
     for (int64_t t = 0; t < length_; ++t) {
-      for (int64_t i = 0; i < m_.entry(); ++i) row[i] = static_cast<float>(entries_[t * m_.entry() + i]);
+      for (int64_t i = 0; i < m_.entry(); ++i) row[i] = moved(entries_[t * m_.entry() + i]);
       format.encode(spec, page.data(), 0, row.data(), row.data() + m_.latent);
       format.decode(spec, page.data(), 0, 1, row.data(), m_.entry());
       std::copy(row.begin(), row.end(), cached_.begin() + t * m_.entry());
     }
   }
 
-  // Keys and values per head, from the cached rows: the layer expands new tokens before they are stored, which only
-  // helps it.
-  void expand() {
+  // Keys and values per head of rows as they were cached, or were to be; their rope parts round as operands.
+  std::vector<T> expand(std::vector<T>& rows) const {
     const int64_t width = m_.heads * (m_.nope + m_.value);
-    expanded_.resize(length_ * width);
+    std::vector<T> expanded(length_ * width);
     for (int64_t t = 0; t < length_; ++t) {
       std::vector<T> kv =
-          product(std::span<const T>(cached_.data() + t * m_.entry(), m_.latent), w_.kv_up, w_.fp8_products);
-      round_to<T>(r_.compute, kv);
-      std::copy(kv.begin(), kv.end(), expanded_.begin() + t * width);
+          product(std::span<const T>(rows.data() + t * m_.entry(), m_.latent), w_.kv_up, w_.fp8_products);
+      round(r_.compute, kv);
+      std::copy(kv.begin(), kv.end(), expanded.begin() + t * width);
+      round(r_.compute, std::span<T>(rows.data() + t * m_.entry() + m_.latent, m_.rope));
     }
-    for (int64_t t = 0; t < length_; ++t)
-      round_to<T>(r_.compute, std::span<T>(cached_.data() + t * m_.entry() + m_.latent, m_.rope));
+    return expanded;
   }
 
   std::vector<T> query_source(int64_t position) const {
     std::vector<T> x = hidden_row(position);
     if (m_.query_latent > 0) {
       x = product(x, w_.query_down, w_.fp8_products);
-      round_to<T>(r_.activations, x);
+      round(r_.activations, x);
       norm(x, w_.query_norm);
-      round_to<T>(r_.activations, x);
+      round(r_.activations, x);
     }
     return x;
   }
 
   std::vector<T> query(int64_t position) const {
     std::vector<T> q = product(query_source(position), w_.query, w_.fp8_query());
-    round_to<T>(r_.activations, q);
+    round(r_.activations, q);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
-    round_to<T>(r_.activations, q);
+    round(r_.activations, q);
     return q;
   }
 
@@ -226,7 +241,7 @@ class Sequence {
     for (size_t j = 0; j < keys.size(); ++j) largest = std::max(largest, p[j] = score(keys[j]));
     T sum = 0;
     for (T& e : p) sum += (e = std::exp(e - largest));
-    round_to<T>(r_.compute, p);
+    if (!r_.float64) round(r_.compute, p);
     std::fill(out.begin(), out.end(), T(0));
     for (size_t j = 0; j < keys.size(); ++j) {
       const T* v = value(keys[j]);
@@ -267,25 +282,28 @@ class Sequence {
   // One head's latent query [latent | rope] over the cached rows; latent becomes the weighted sum of their latents.
   void attend_latents(std::span<const int32_t> keys, std::span<T> entry, std::span<T> latent) const {
     if (r_.q_scale > 0)
-      for (T& e : entry) e = to_float(to_fp8_e4m3(static_cast<float>(e) / r_.q_scale)) * r_.q_scale;
-    else round_to<T>(r_.compute, entry);
+      for (T& e : entry) e = to_float(to_fp8_e4m3(moved(e) / r_.q_scale)) * r_.q_scale;
+    else round(r_.compute, entry);
     const T scale = static_cast<T>(m_.softmax_scale());
     softmax_sum(
         keys, [&](int64_t j) { return dot<T>(entry.data(), &cached_[j * m_.entry()], m_.entry()) * scale; },
         [&](int64_t j) { return &cached_[j * m_.entry()]; }, latent);
   }
 
-  void expanded_head(int64_t h, std::span<const int32_t> keys, std::span<const T> q, std::span<T> out) const {
+  void expanded_head(int64_t h, std::span<const int32_t> keys, int64_t context, std::span<const T> q,
+                     std::span<T> out) const {
     std::vector<T> rounded(q.begin(), q.end());
-    round_to<T>(r_.compute, rounded);
+    round(r_.compute, rounded);
     const int64_t per_head = m_.nope + m_.value, row = m_.heads * per_head;
     const T scale = static_cast<T>(m_.softmax_scale());
-    auto key = [&](int64_t j) { return &expanded_[j * row + h * per_head]; };
+    const auto fresh = [&](int64_t j) { return j >= context && !fresh_.empty(); };
+    auto key = [&](int64_t j) { return &(fresh(j) ? fresh_ : expanded_)[j * row + h * per_head]; };
     softmax_sum(
         keys,
         [&](int64_t j) {
           return (dot<T>(rounded.data(), key(j), m_.nope) +
-                  dot<T>(rounded.data() + m_.nope, &cached_[j * m_.entry() + m_.latent], m_.rope)) *
+                  dot<T>(rounded.data() + m_.nope, &(fresh(j) ? entries_ : cached_)[j * m_.entry() + m_.latent],
+                         m_.rope)) *
                  scale;
         },
         [&](int64_t j) { return key(j) + m_.nope; }, out);
@@ -330,7 +348,7 @@ class Sequence {
   int64_t length_;
   std::vector<double> frequencies_;
   double magnitude_ = 1;
-  std::vector<T> entries_, cached_, expanded_;
+  std::vector<T> entries_, cached_, expanded_, fresh_;
 };
 
 // Weights as a format holds them; rows and columns as in the matrix that is multiplied.
@@ -346,11 +364,12 @@ std::vector<float> held(std::span<const float> w, int64_t heads, int64_t out, in
 template <class T>
 std::vector<double> rows_of(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                             std::span<const int64_t> rows, const Rounding& rounding,
-                            std::span<const std::vector<int32_t>> selections) {
+                            std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts) {
   const Sequence<T> sequence(config, weights, hidden, rounding);
   std::vector<double> out(rows.size() * config.hidden);
   for (size_t i = 0; i < rows.size(); ++i)
     sequence.output(rows[i], selections.empty() ? std::span<const int32_t>() : selections[i],
+                    contexts.empty() ? std::numeric_limits<int64_t>::max() : contexts[i],
                     std::span(out).subspan(i * config.hidden, config.hidden));
   return out;
 }
@@ -454,9 +473,10 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
 
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                                 std::span<const int64_t> rows, const Rounding* rounding,
-                                std::span<const std::vector<int32_t>> selections) {
-  return rounding ? rows_of<float>(config, weights, hidden, rows, *rounding, selections)
-                  : rows_of<double>(config, weights, hidden, rows, Rounding{}, selections);
+                                std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts) {
+  if (rounding && !rounding->float64)
+    return rows_of<float>(config, weights, hidden, rows, *rounding, selections, contexts);
+  return rows_of<double>(config, weights, hidden, rows, rounding ? *rounding : Rounding{}, selections, contexts);
 }
 
 std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,

@@ -44,14 +44,25 @@ struct Rounding {
   /// Indexer keys go through this format's codec; with fp8, queries do too. Otherwise queries round as compute says.
   std::optional<IndexCacheSpec> index_cache;
   bool index_hadamard = false;
+  /// Sums in float64, and nothing rounds whose rounding depends on how a kernel goes about it: probabilities, which
+  /// round relative to the maximum that their block has seen.
+  bool float64 = false;
+  /// What is about to be rounded is moved by this part of itself first: as far as sums in f32 may have moved it, which
+  /// shows what becomes of those that lie at a border between two codes.
+  double moved = 0;
+  /// Cached rows round to `compute` as the latent path reads them.
+  bool round_keys = false;
 };
 
 /// Output rows [rows.size(), hidden] of one sequence with hidden states [S, hidden], positions 0..S-1, each row
 /// attending to itself and all before it, or to the positions that selections[i] lists for rows[i] unless that is
-/// empty. Without `rounding` everything is float64; with it, sums are f32.
+/// empty. contexts[i] tokens were cached before the step of rows[i]: on the expanded path it saw the others as they
+/// were before they were stored; all as they are stored without a list. Without `rounding` everything is float64; with
+/// it, sums are f32 unless it says otherwise.
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                                 std::span<const int64_t> rows, const Rounding* rounding = nullptr,
-                                std::span<const std::vector<int32_t>> selections = {});
+                                std::span<const std::vector<int32_t>> selections = {},
+                                std::span<const int64_t> contexts = {});
 
 /// The indexer's scores of positions 0..row for each of `rows`.
 std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,

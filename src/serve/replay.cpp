@@ -178,6 +178,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                     .request = pieces[piece].request,
                     .position = pieces[piece].start + rows[i].row - input.starts[piece],
                     .path = rows[i].path,
+                    .context = pieces[piece].start,
                     .row = std::move(rows[i].out),
                     .selected = std::move(rows[i].selected)};
       const size_t slot = static_cast<size_t>(picks[i].slot);

@@ -40,6 +40,7 @@ struct Options {
 struct Sample {
   int64_t layer = 0, request = 0, position = 0;
   Path path = Path::latent;
+  int64_t context = 0;  ///< tokens of its request that were cached before its step
   std::vector<float> row;
   std::vector<int32_t> selected;  ///< sparse path: the positions it attended to, ascending
 };
@@ -110,11 +111,15 @@ struct Verification {
   int64_t rows = 0, failed = 0;
   int64_t selections = 0;                   ///< rows whose selection was judged too
   double worst_error = 0, worst_bound = 0;  ///< of the row whose error is the largest part of its bound
-  std::string worst;                        ///< which row that is
+  std::string worst;                        ///< which row that is, and against what
+  double tightest = 0;                      ///< largest error as a part of the second bound
 };
-/// Recomputes samples from the trace in float64, and as a plain computation with the layer's roundings; a row fails
-/// when its relative error is above twice the plain one's plus a floor of 2e-6. A sparse row is judged on the positions
-/// that it attended to, and fails also when the exact scores do not allow that choice.
+/// Recomputes samples from the trace: in float64; in float64 with the layer's own roundings; and twice as a plain
+/// computation in f32 with those roundings, with what is about to be rounded moved up and down by what f32 may have
+/// moved it. A row fails when its relative error against the first is above twice the plain ones', or against the
+/// second above twice what those are away from it, each plus a floor of 2e-6. The first bound holds the model, the
+/// second sees what is smaller than a format's own error. A sparse row is judged on the positions that it attended to,
+/// and fails also when the exact scores do not allow that choice.
 Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool);
 
 /// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.
