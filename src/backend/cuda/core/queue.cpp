@@ -52,7 +52,7 @@ Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr
 Queue::~Queue() {
   blas_.reset();
   if (own_counters_) cudaFree(counters_);
-  cudaFree(made_.data);
+  if (made_.data) cudaFree(made_.data);  // any cudaFree ends a capture that another thread or framework has begun
   if (own_stream_) cudaStreamDestroy(stream_);
 }
 
