@@ -199,9 +199,12 @@ struct Plan {
 
   /// Of rows between ops: f32 on the CPU, the compute dtype on a GPU.
   Dtype activations() const { return device.device.kind == DeviceKind::cpu ? Dtype::f32 : options.compute; }
-  /// Of finished heads in the workspace: f32 also where they are quantised, or context is merged into them in parts.
+  /// Of finished heads in the workspace: f32 also where they are quantised, or context is merged into them in parts;
+  /// where bits must not follow from neighbours, whatever this batch's need.
   Dtype head_dtype() const {
-    return options.output.kind != OutputKind::none || !chunks.empty() ? Dtype::f32 : activations();
+    return options.output.kind != OutputKind::none || options.split == SplitPolicy::batch_invariant || !chunks.empty()
+               ? Dtype::f32
+               : activations();
   }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.

@@ -57,7 +57,8 @@ class Walk : Runner {
     ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
     ops::require_range("layer", "plan tokens", t, 0, out.extent<Token>() + 1);
     const AnyMutableView<Token, Head, Value> rows = out.slice<Token>(0, t);
-    if (out.dtype() == plan_.head_dtype()) return append_and_attend(q, kv_c, k_pe, rows);
+    // f32 is never a rounded f32: not by what else is in the batch, and a quantised output has the same heads.
+    if (out.dtype() == Dtype::f32 || out.dtype() == plan_.head_dtype()) return append_and_attend(q, kv_c, k_pe, rows);
     const AnyMutableView<Token, Head, Value> heads = heads_region(t);
     append_and_attend(q, kv_c, k_pe, heads);
     run("cast", ops::CastArgs{.x = {heads.dtype(), heads.data(), heads.extents(), heads.strides()},

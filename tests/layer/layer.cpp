@@ -1,8 +1,10 @@
-// The layer's own duties: both forms agree, arguments are checked, nothing is allocated after the plan.
+// The layer's own duties: both forms agree, arguments are checked, nothing is allocated after the plan. On a GPU this
+// program's host arrays are the GPU's to read.
 #include <gtest/gtest.h>
 
 #include "layer/reference.hpp"
 #include "support/count_allocations.hpp"
+#include "support/device.hpp"
 #include "support/engine.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
@@ -20,7 +22,7 @@ TEST(Layer, AllocatesNothingAfterThePlan) {
   const ModelConfig m = small_deepseek();
   const auto hidden = random_rows(200 * m.hidden, 1);
   for (Dtype t : {Dtype::f32, Dtype::bf16}) {
-    const LayerWeights weights = prepare(m, random_layer(m, 0, 1, Dtype::f32), t);
+    const LayerWeights weights = prepare(m, random_layer(m, 0, 1, Dtype::f32), t, kDevice);
     for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded, PathPolicy::automatic}) {
       Engine engine(weights, cache_spec(m, CacheFormat::bf16), {.plan = {.path = path, .compute = t}});
       engine.counter = allocation_count;
@@ -33,7 +35,7 @@ TEST(Layer, AllocatesNothingAfterThePlan) {
 TEST(Layer, OddDimensionsWithoutRopeAgreeWithFloat64) {
   const ModelConfig m = odd_nope();
   const LayerTensors tensors = random_layer(m, 0, 3, Dtype::f32);
-  const LayerWeights weights = prepare(m, tensors, Dtype::f32);
+  const LayerWeights weights = prepare(m, tensors, Dtype::f32, kDevice);
   const auto hidden = random_rows(70 * m.hidden, 2);
   std::vector<int64_t> rows(70);
   std::iota(rows.begin(), rows.end(), 0);
@@ -47,43 +49,74 @@ TEST(Layer, OddDimensionsWithoutRopeAgreeWithFloat64) {
 struct Step {
   ModelConfig model = small_deepseek();
   LayerTensors tensors = random_layer(model, 0, 1, Dtype::f32);
-  LayerWeights weights = prepare(model, tensors, Dtype::f32);
-  RotaryTable rotary{model.rotary, model.rope, 128};
+  LayerWeights weights = prepare(model, tensors, Dtype::f32, kDevice);
+  RotaryTable rotary{model.rotary, model.rope, 128, kDevice};
   std::vector<int32_t> starts{0, 3, 4}, lengths{3, 1}, table{1, 0}, slots{64, 65, 66, 0};
   Batch batch{starts, lengths, {table.data(), {2, 1}}, slots};
   ThreadPool pool{2};
-  Stream stream{pool};
-  Cache cache{cache_spec(model, CacheFormat::f32), 2};
-  Plan plan = mla::plan(model, cache.spec(), 2, batch, device_info(stream, model));
-  Buffer workspace{plan.workspace_bytes};
+  Stream stream = stream_on_device(pool);
+  Cache cache{cache_spec(model, CacheFormat::f32), 2, kDevice};
+  PlanOptions options;
+  Plan plan = mla::plan(model, cache.spec(), 2, batch, device_info(stream, model), options);
+  Buffer workspace{plan.workspace_bytes, kDevice};
   std::vector<float> hidden = random_rows(4 * model.hidden, 8), out = std::vector<float>(4 * model.hidden);
 
   LayerContext context() { return {plan, batch, weights, rotary, cache.view(), {workspace.data(), workspace.size()}}; }
   View<const float, Token, Hidden> hidden_view() const { return {hidden.data(), {4, model.hidden}}; }
   View<float, Token, Hidden> out_view() { return {out.data(), {4, model.hidden}}; }
+  /// The block form, and what it leaves in the workspace.
+  void forward() {
+    mla::forward(stream, context(), hidden_view(), out_view());
+    stream.synchronize();
+  }
+  std::vector<std::byte> region(const char* name, int64_t bytes) {
+    return read(stream, workspace.data() + plan.region(name).offset, static_cast<size_t>(bytes));
+  }
+  std::vector<std::byte> cache_bytes(const Cache& of) {
+    return read(stream, of.view().data, 2 * of.spec().page_bytes());
+  }
+
+  explicit Step(PlanOptions o = {}) : options(o) {}
 };
 
 TEST(Layer, AttentionFormAgreesWithBlockForm) {
-  Step s;
-  forward(s.stream, s.context(), s.hidden_view(), s.out_view());
-  // The block form leaves its rotated queries and normed latents in the workspace.
-  const ModelConfig& m = s.model;
-  auto copy = [&](const char* region, int64_t n) {
-    const float* p = reinterpret_cast<const float*>(s.workspace.data() + s.plan.region(region).offset);
-    return std::vector<float>(p, p + n);
-  };
-  const auto q = copy("query", 4 * m.heads * m.query_key()), kv = copy("kv", 4 * m.entry()),
-             heads = copy("heads", 4 * m.heads * m.value);
-  Cache other(s.cache.spec(), 2);
-  LayerContext context = s.context();
-  context.cache = other.view();
-  std::vector<float> out(heads.size());
-  attend(s.stream, context, View<const float, Token, Head, QueryKey>(q.data(), {4, m.heads, m.query_key()}),
-         View<const float, Token, Latent>(kv.data(), {4, m.latent}, {m.entry(), 1}),
-         View<const float, Token, Rope>(kv.data() + m.latent, {4, m.rope}, {m.entry(), 1}),
-         View<float, Token, Head, Value>(out.data(), {4, m.heads, m.value}));
-  EXPECT_EQ(out, heads);
-  EXPECT_EQ(std::memcmp(other.view().data, s.cache.view().data, 2 * s.cache.spec().page_bytes()), 0);
+  for (Dtype compute : {Dtype::f32, Dtype::bf16})
+    for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded}) {
+      Step s({.path = path, .compute = compute});
+      fill(s.stream, s.cache.view().data, 2 * s.cache.spec().page_bytes(), std::byte{0});
+      s.forward();
+      // The block form leaves its rotated queries and normed latents in the workspace.
+      const ModelConfig& m = s.model;
+      const Dtype act = s.plan.activations();
+      const auto size = static_cast<int64_t>(size_of(act));
+      const auto q = s.region("query", 4 * m.heads * m.query_key() * size), kv = s.region("kv", 4 * m.entry() * size),
+                 heads = s.region("heads", 4 * m.heads * m.value * size);
+      const AnyView<Token, Entry> rows(act, kv.data(), {4, m.entry()});
+      const Cache other(s.cache.spec(), 2, kDevice);
+      fill(s.stream, other.view().data, 2 * other.spec().page_bytes(), std::byte{0});
+      LayerContext context = s.context();
+      context.cache = other.view();
+      const auto run = [&](Dtype dtype, std::byte* out) {
+        attend(s.stream, context, AnyView<Token, Head, QueryKey>(act, q.data(), {4, m.heads, m.query_key()}),
+               AnyView<Token, Latent>(act, kv.data(), {4, m.latent}, rows.strides()),
+               AnyView<Token, Rope>(act, rows.at(0, m.latent), {4, m.rope}, rows.strides()),
+               AnyMutableView<Token, Head, Value>(dtype, out, {4, m.heads, m.value}));
+        s.stream.synchronize();
+      };
+      std::vector<std::byte> out(heads.size());
+      run(act, out.data());
+      EXPECT_TRUE(out == heads) << to_string(compute) << " " << to_string(path);
+      EXPECT_TRUE(s.cache_bytes(other) == s.cache_bytes(s.cache));
+      if (act == Dtype::f32) continue;
+      // f32 heads are those that the others are rounded from, or next to them.
+      std::vector<float> unrounded(static_cast<size_t>(4 * m.heads * m.value));
+      run(Dtype::f32, reinterpret_cast<std::byte*>(unrounded.data()));
+      std::vector<double> rounded;
+      for (size_t i = 0; i < unrounded.size(); ++i)
+        rounded.push_back(load_float(act, heads.data(), static_cast<int64_t>(i)));
+      EXPECT_LE(reference::relative_error(unrounded, rounded), 0x1p-8) << to_string(path);
+      EXPECT_TRUE(std::any_of(unrounded.begin(), unrounded.end(), [](float x) { return to_float(to_bf16(x)) != x; }));
+    }
 }
 
 TEST(Layer, Bf16HiddenAndOutput) {
@@ -93,9 +126,10 @@ TEST(Layer, Bf16HiddenAndOutput) {
     hidden.push_back(to_bf16(x));
     x = to_float(hidden.back());
   }
-  forward(s.stream, s.context(), s.hidden_view(), s.out_view());
+  s.forward();
   forward(s.stream, s.context(), View<const bf16, Token, Hidden>(hidden.data(), {4, s.model.hidden}),
           View<bf16, Token, Hidden>(out.data(), {4, s.model.hidden}));
+  s.stream.synchronize();
   for (size_t i = 0; i < out.size(); ++i) EXPECT_EQ(to_float(out[i]), to_float(to_bf16(s.out[i])));
 }
 
@@ -125,7 +159,7 @@ TEST(Layer, MismatchesAreNamed) {
               std::string::npos);
   }
   {
-    Cache wrong(cache_spec(s.model, CacheFormat::bf16), 2);
+    Cache wrong(cache_spec(s.model, CacheFormat::bf16), 2, kDevice);
     LayerContext c = s.context();
     c.cache = wrong.view();
     EXPECT_EQ(message_of([&] { run(c); }), "layer: cache format is bf16, plan was made for f32");
@@ -133,22 +167,24 @@ TEST(Layer, MismatchesAreNamed) {
   {
     ModelConfig other = s.model;
     other.heads = 4;
-    const LayerWeights weights = prepare(other, random_layer(other, 0, 1, Dtype::f32), Dtype::f32);
+    const LayerWeights weights = prepare(other, random_layer(other, 0, 1, Dtype::f32), Dtype::f32, kDevice);
     const LayerContext c{s.plan, s.batch, weights, s.rotary, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
     EXPECT_EQ(message_of([&] { run(c); }), "layer: weights heads is 4, plan heads is 3");
   }
   {
     LayerWeights weights = s.weights;
-    weights.device = {DeviceKind::cuda, 0};
+    const Device elsewhere = kOnGpu ? Device{} : Device{DeviceKind::cuda, 0};
+    weights.device = elsewhere;
     const LayerContext c{s.plan, s.batch, weights, s.rotary, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
-    EXPECT_EQ(message_of([&] { run(c); }), "layer: weights of cuda:0 on a stream of cpu");
+    EXPECT_EQ(message_of([&] { run(c); }),
+              "layer: weights of " + to_string(elsewhere) + " on a stream of " + to_string(kDevice));
   }
   EXPECT_EQ(message_of([&] {
               forward(s.stream, s.context(), View<const float, Token, Hidden>(s.hidden.data(), {4, s.model.hidden - 1}),
                       s.out_view());
             }),
             "layer: hidden Hidden is 95, model hidden is 96");
-  {
+  if (!kOnGpu) {
     ThreadPool many(5);
     Stream stream(many);
     EXPECT_EQ(message_of([&] { forward(stream, s.context(), s.hidden_view(), s.out_view()); }),

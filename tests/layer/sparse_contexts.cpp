@@ -7,6 +7,7 @@
 #include "mla/error.hpp"
 #include "mla/layer.hpp"
 #include "ops/run.hpp"
+#include "support/device.hpp"
 #include "support/quantised.hpp"
 
 namespace mla::test {
@@ -18,11 +19,12 @@ struct Step {
   ModelConfig model = v.golden.config;
   std::vector<int32_t> starts{0, 200}, lengths{200}, table{0, 1, 2, 3}, slots;
   CacheSpec spec = cache_spec(model, CacheFormat::f32);
-  Cache cache{spec, 4};
-  IndexCache index{index_cache_spec(model, spec, IndexCacheFormat::fp8), 4};
-  RotaryTable rotary{model.rotary, model.rope, 256}, index_rotary{model.index_rotary(), model.rope, 256};
+  Cache cache{spec, 4, kDevice};
+  IndexCache index{index_cache_spec(model, spec, IndexCacheFormat::fp8), 4, kDevice};
+  RotaryTable rotary{model.rotary, model.rope, 256, kDevice},
+      index_rotary{model.index_rotary(), model.rope, 256, kDevice};
   ThreadPool pool{2};
-  Stream stream{pool};
+  Stream stream = stream_on_device(pool);
   Buffer workspace, selection;
   std::vector<float> out = std::vector<float>(200 * static_cast<size_t>(model.hidden));
 
@@ -34,8 +36,8 @@ struct Step {
   std::string go(const LayerWeights& weights, const std::function<void(LayerContext&)>& breaks) {
     const Plan p = planned();
     const Batch b = batch();
-    workspace = Buffer(p.workspace_bytes);
-    selection = Buffer(p.selection_bytes);
+    workspace = Buffer(p.workspace_bytes, kDevice);
+    selection = Buffer(p.selection_bytes, kDevice);
     LayerContext c{.plan = p,
                    .batch = b,
                    .weights = weights,
@@ -49,6 +51,7 @@ struct Step {
     try {
       forward(stream, c, View<const float, Token, Hidden>(v.golden.hidden.data(), {200, model.hidden}),
               View<float, Token, Hidden>(out.data(), {200, model.hidden}));
+      stream.synchronize();
     } catch (const Error& e) {
       return e.what();
     }
@@ -67,7 +70,7 @@ TEST(SparseLayer, ContextsThatDoNotFitAreNamed) {
             "layer: index cache's number of pages is 0, the cache's is 4");
   IndexCacheSpec other = s.index.spec();
   other.format = IndexCacheFormat::bf16;
-  const IndexCache wrong(other, 4);
+  const IndexCache wrong(other, 4, kDevice);
   EXPECT_EQ(s.go(w, [&](LayerContext& c) { c.index_cache = wrong.view(); }),
             "layer: index cache format is bf16, plan was made for fp8");
 }
@@ -78,11 +81,11 @@ TEST(SparseLayer, SharedSelection) {
   ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
   const std::vector<float> own = s.out;
   const Plan p = s.planned();
-  std::vector<std::byte> kept(s.selection.data(), s.selection.data() + s.selection.size());
-  Cache cache(s.spec, 4);
+  const std::vector<std::byte> kept = read(s.stream, s.selection.data(), s.selection.size());
+  Cache cache(s.spec, 4, kDevice);
   ASSERT_EQ(s.go(s.v.without_indexer,
                  [&](LayerContext& c) {
-                   std::copy(kept.begin(), kept.end(), c.selection.data());
+                   copy(s.stream, c.selection.data(), kept.data(), kept.size());
                    c.cache = cache.view();
                    c.index_cache = {};
                    c.index_rotary = nullptr;
@@ -98,14 +101,17 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
   ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
   const Plan block = s.planned();
   auto region = [&](const char* name, int64_t n) {
-    const float* p = reinterpret_cast<const float*>(s.workspace.data() + block.region(name).offset);
-    return std::vector<float>(p, p + n);
+    std::vector<float> x(static_cast<size_t>(n));
+    const auto bytes = read(s.stream, s.workspace.data() + block.region(name).offset, x.size() * sizeof(float));
+    std::memcpy(x.data(), bytes.data(), bytes.size());
+    return x;
   };
   const int64_t width = m.heads * m.value;
   const auto q = region("query", 200 * m.heads * m.query_key()), kv = region("kv", 200 * m.entry()),
              heads = region("heads", 200 * width);
   std::vector<int32_t> choice(200 * static_cast<size_t>(block.topk), -7);
-  const View<int32_t, Token, Topk> selected = block.selected({s.selection.data(), s.selection.size()});
+  std::vector<std::byte> chosen = read(s.stream, s.selection.data(), s.selection.size());
+  const View<int32_t, Token, Topk> selected = block.selected(chosen);
   for (int64_t row = 0; row < block.sparse_rows(); ++row)
     for (int64_t k = 0; k < block.topk; ++k)
       choice[block.latent_tokens[block.sparse_begin + row] * block.topk + k] = selected(row, k);
@@ -114,8 +120,8 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
     const OutputSpec spec = parse_output_spec(name);
     const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec});
     const Batch b = s.batch();
-    Cache cache(s.spec, 4);
-    const Buffer workspace(p.workspace_bytes), selection(p.selection_bytes);
+    Cache cache(s.spec, 4, kDevice);
+    const Buffer workspace(p.workspace_bytes, kDevice), selection(p.selection_bytes, kDevice);
     const LayerContext c{.plan = p,
                          .batch = b,
                          .weights = s.v.without_indexer,
@@ -130,12 +136,14 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
     if (spec.kind == OutputKind::none) {
       std::vector<float> out(heads.size());
       attend(s.stream, c, queries, kv_c, k_pe, View<float, Token, Head, Value>(out.data(), {200, m.heads, m.value}));
+      s.stream.synchronize();
       EXPECT_EQ(out, heads);
       continue;
     }
     QuantisedMemory got(spec, 200, width), right(spec, 200, width);
     attend(s.stream, c, queries, kv_c, k_pe, got.view());
     ops::run(s.stream, ops::QuantizeArgs{.x = {Dtype::f32, heads.data(), {200, width}}, .y = right.view()});
+    s.stream.synchronize();
     EXPECT_EQ(got.codes, right.codes) << name;
     EXPECT_EQ(got.scales, right.scales) << name;
   }
