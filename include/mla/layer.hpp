@@ -45,8 +45,12 @@ class Profile {
 
   /// A call that has just ended and took `seconds`.
   void add(std::string_view op, double seconds, double bytes, double flops);
-  /// The same with the time that the watch will have measured.
-  void add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops);
+  /// Counted work of a call.
+  struct Work {
+    double bytes = 0, flops = 0;
+  };
+  /// The same with the time that the watch will have measured, and work that is counted when rows() is asked for.
+  void add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, std::function<Work()> work);
   /// Sums measured elsewhere.
   void add(const Row& sums);
   const std::vector<Row>& rows() const;
@@ -75,6 +79,8 @@ struct LayerContext {
   const RotaryTable& rotary;
   CacheView cache;
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
+  /// On a stream that is held (HeldStream), what a sparse step's rows attend to is counted when rows() is asked for: do
+  /// that before the selection is written again.
   Profile* profile = nullptr;
   // Of models with an indexer.
   IndexCacheView index_cache;                 ///< of a layer with indexer weights: page for page beside the cache

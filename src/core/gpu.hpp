@@ -69,6 +69,8 @@ class Mark {
 /// A queue does nothing more until the gate, a host object, is opened.
 std::shared_ptr<void> hold(cuda::Queue& queue);
 void open_gate(void* gate) noexcept;
+/// Is a gate of the queue closed? Whoever waits for the queue then waits for ever.
+bool held(const cuda::Queue& queue);
 
 /// The device's time between two points of a queue.
 class Stopwatch {

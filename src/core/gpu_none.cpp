@@ -34,6 +34,7 @@ void Mark::set(cuda::Queue&) {}
 void Mark::wait() const {}
 std::shared_ptr<void> hold(cuda::Queue&) { return nullptr; }
 void open_gate(void*) noexcept {}
+bool held(const cuda::Queue&) { return false; }
 Stopwatch::Stopwatch() = default;
 Stopwatch::~Stopwatch() = default;
 void Stopwatch::start(cuda::Queue&) {}

@@ -24,7 +24,7 @@ void add_to(std::vector<Profile::Row>& rows, const Profile::Row& more) {
 struct Profile::Pending {
   std::string_view op;
   std::unique_ptr<gpu::Stopwatch> watch;
-  double bytes, flops;
+  std::function<Work()> work;
 };
 
 Profile::Profile() = default;
@@ -41,8 +41,8 @@ void Profile::add(std::string_view op, double seconds, double bytes, double flop
   add_to(rows_, {op, seconds, bytes, flops, 1});
 }
 
-void Profile::add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, double bytes, double flops) {
-  pending_.push_back({op, std::move(watch), bytes, flops});
+void Profile::add(std::string_view op, std::unique_ptr<gpu::Stopwatch> watch, std::function<Work()> work) {
+  pending_.push_back({op, std::move(watch), std::move(work)});
 }
 
 void Profile::add(const Row& sums) {
@@ -53,8 +53,9 @@ void Profile::add(const Row& sums) {
 void Profile::settle() const {
   for (const Pending& p : pending_) {
     const double seconds = p.watch->seconds();
-    if (observer_) observer_({p.op, 0, seconds, p.bytes, p.flops});
-    add_to(rows_, {p.op, seconds, p.bytes, p.flops, 1});
+    const Work work = p.work();
+    if (observer_) observer_({p.op, 0, seconds, work.bytes, work.flops});
+    add_to(rows_, {p.op, seconds, work.bytes, work.flops, 1});
   }
   pending_.clear();
 }

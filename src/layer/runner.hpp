@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string_view>
@@ -18,8 +19,9 @@
 
 namespace mla::layer {
 
-/// ops::cost with the slots, in memory of the stream's device, read back first; waits for the stream.
-ops::Cost cost_of_selection(Stream& stream, const ops::AttendSparseArgs& args);
+/// ops::cost with the slots, in memory of the stream's device, read back first; waits for the stream, when it is called.
+/// The arrays that args borrows must live until then.
+std::function<Profile::Work()> work_of_selection(const Stream& stream, const ops::AttendSparseArgs& args);
 
 #ifdef MLA_NVTX
 /// The op's name over what the host queues for it, for NVIDIA's profilers; next to nothing when none is attached.
@@ -65,8 +67,7 @@ class Runner {
       watch->start(stream_->queue());
       ops::run(*stream_, args);
       watch->stop(stream_->queue());
-      const ops::Cost cost = cost_on_gpu(args);
-      c_.profile->add(name, std::move(watch), cost.bytes, cost.flops);
+      c_.profile->add(name, std::move(watch), work_on_gpu(args));
       return;
     }
     const ops::Cost cost = ops::cost(args);
@@ -92,11 +93,19 @@ class Runner {
                                .scratch = scratch_});
   }
 
-  // Costs follow from what the host has, but for the slots of a selection.
+  // Costs follow from what the host has, but for the slots of a selection: those cannot be read while the stream is
+  // held, and may be overwritten once it is not.
   template <class Args>
-  ops::Cost cost_on_gpu(const Args& args) const {
-    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>) return cost_of_selection(*stream_, args);
-    else return ops::cost(args);
+  std::function<Profile::Work()> work_on_gpu(const Args& args) const {
+    const auto known = [](Profile::Work work) { return [work] { return work; }; };
+    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>) {
+      const auto work = work_of_selection(*stream_, args);
+      if (gpu::held(stream_->queue())) return work;
+      return known(work());
+    } else {
+      const ops::Cost cost = ops::cost(args);
+      return known({cost.bytes, cost.flops});
+    }
   }
 
   Stream* stream_ = nullptr;  // of a walk that runs; else

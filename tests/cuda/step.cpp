@@ -29,6 +29,14 @@ std::vector<float> random_rows(int64_t n, uint64_t seed) {
   return x;
 }
 
+// The same with an indexer that chooses 64 positions.
+ModelConfig sparse_dims(int64_t heads) {
+  ModelConfig m = full_dims(heads);
+  m.query_latent = 128;
+  m.indexer = IndexerConfig{.heads = 8, .dim = 128, .topk = 64};
+  return m;
+}
+
 /// Decode steps over a cache full of random rows, launched call by call or as a captured step for the most requests.
 class Decode {
  public:
@@ -41,6 +49,7 @@ class Decode {
         pages_per_request_((longest + 15) / 16),
         cache_(spec_, most * pages_per_request_, kDevice),
         rotary_(m.rotary, m.rope, longest, kDevice),
+        index_rotary_(m.index_rotary(), m.rope, m.indexer ? longest : 0, kDevice),
         staged_(stream_),
         captured_(stream_) {
     options_.compute = Dtype::bf16;
@@ -52,6 +61,14 @@ class Decode {
     if (format != CacheFormat::bf16)
       for (bf16& x : rows) x.bits &= 0x3f3f;  // no NaN, nothing large, no scale either
     copy(stream_, cache_.view().data, rows.data(), rows.size() * sizeof(bf16));
+    stream_.synchronize();
+    if (!m.indexer) return;
+    options_.index_format = IndexCacheFormat::bf16;
+    const IndexCacheSpec index = index_cache_spec(m, spec_, options_.index_format);
+    index_cache_ = IndexCache(index, cache_.pages(), kDevice);
+    rows.resize(cache_.pages() * index.page_bytes() / sizeof(bf16));
+    for (bf16& x : rows) x = to_bf16(random.normal());
+    copy(stream_, index_cache_.view().data, rows.data(), rows.size() * sizeof(bf16));
     stream_.synchronize();
   }
 
@@ -82,18 +99,30 @@ class Decode {
   std::vector<float> eager(const std::vector<int32_t>& lengths, std::span<const float> hidden) {
     const auto s = step(lengths);
     const Buffer workspace = filled(s->plan.workspace_bytes, std::byte{0xff});
+    selection_ = filled(s->plan.selection_bytes, std::byte{0xff});
     const Buffer in = Buffer::copy_of(hidden.data(), hidden.size_bytes(), kDevice),
                  out = filled(hidden.size_bytes(), std::byte{0xff});
     staged_.stage(s->plan, s->batch);
-    forward_on(*s, workspace, in, out);
+    if (profile) {
+      {
+        const HeldStream held(stream_);
+        forward_on(*s, workspace, in, out);
+      }
+      stream_.synchronize();
+      (void)profile->rows();
+    } else {
+      forward_on(*s, workspace, in, out);
+    }
     stream_.synchronize();
     return download(out, lengths.size());
   }
+  Profile* profile = nullptr;  ///< of eager steps, which are then held back until they are queued
 
   /// calls: of the layer, one after another, as a step's layers are.
   void capture(int calls = 1) {
     maxima_ = step(std::vector<int32_t>(static_cast<size_t>(most_), static_cast<int32_t>(longest_)), false);
     workspace_ = filled(maxima_->plan.workspace_bytes, std::byte{0xff});
+    captured_selection_ = filled(maxima_->plan.selection_bytes, std::byte{0xff});
     const size_t bytes = static_cast<size_t>(most_ * model_.hidden) * sizeof(float);
     in_ = filled(bytes, std::byte{0});
     out_ = filled(bytes, std::byte{0xff});
@@ -127,9 +156,17 @@ class Decode {
              .rotary = rotary_,
              .cache = wild_ ? CacheView{spec_, reinterpret_cast<std::byte*>(0x1000), cache_.pages(), spec_.page_bytes()}
                             : cache_.view(),
-             .workspace = {workspace.data(), workspace.size()}},
+             .workspace = {workspace.data(), workspace.size()},
+             .profile = profile,
+             .index_cache = index_cache_.view(),
+             .index_rotary = &index_rotary_,
+             .selection = selection_of(s)},
             View<const float, Token, Hidden>(in.as<const float>(), {s.plan.tokens, model_.hidden}),
             View<float, Token, Hidden>(out.as<float>(), {s.plan.tokens, model_.hidden}));
+  }
+  std::span<std::byte> selection_of(const Step& s) {
+    const Buffer& b = &s == maxima_.get() ? captured_selection_ : selection_;
+    return {b.data(), b.size()};
   }
   std::vector<float> download(const Buffer& out, size_t rows) {
     std::vector<float> x(rows * static_cast<size_t>(model_.hidden));
@@ -145,7 +182,9 @@ class Decode {
   int64_t pages_per_request_;
   Stream stream_{kDevice};
   Cache cache_;
-  RotaryTable rotary_;
+  RotaryTable rotary_, index_rotary_;
+  IndexCache index_cache_;
+  Buffer selection_, captured_selection_;
   PlanOptions options_;
   StagedStep staged_, captured_;
   std::unique_ptr<Step> maxima_;
@@ -201,6 +240,37 @@ TEST(CapturedStep, BatchInvariantBitsAreThoseOfOneRequestAlone) {
   const auto alone = d.replay({2900}, first);
   const auto among = d.replay({2900, 3, 1000, 2000, 3000, 1, 64, 65}, hidden);
   EXPECT_TRUE(std::equal(alone.begin(), alone.end(), among.begin()));
+}
+
+// Of requests that are all longer than what the indexer chooses.
+TEST(CapturedStep, SparseStepsServeSmallerBatches) {
+  for (CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8_ds_mla}) {
+    Decode d(sparse_dims(16), format, SplitPolicy::fast, 5, 900);
+    d.capture();
+    for (const std::vector<int32_t>& lengths : {std::vector<int32_t>{900, 900, 900, 900, 900}, {100, 900, 65}, {300}}) {
+      const auto hidden = random_rows(static_cast<int64_t>(lengths.size()) * d.model().hidden, lengths.size());
+      const auto replayed = d.replay(lengths, hidden), again = d.replay(lengths, hidden);
+      EXPECT_EQ(replayed, again);
+      EXPECT_LE(difference(replayed, d.eager(lengths, hidden)), 0x1p-6)
+          << to_string(format) << " requests " << lengths.size();
+    }
+  }
+}
+
+// What a sparse row attends to is on the device, and a profile counts it: that must not wait for a stream that waits
+// for the host.
+TEST(LayerOnGpu, SparseStepsAreProfiledOnAHeldStream) {
+  Decode d(sparse_dims(16), CacheFormat::bf16, SplitPolicy::fast, 3, 500);
+  const auto hidden = random_rows(3 * d.model().hidden, 1);
+  const std::vector<int32_t> lengths{500, 100, 70};
+  const auto plain = d.eager(lengths, hidden);
+  Profile profile;
+  d.profile = &profile;
+  EXPECT_EQ(d.eager(lengths, hidden), plain);
+  const auto row = std::find_if(profile.rows().begin(), profile.rows().end(),
+                                [](const Profile::Row& r) { return r.op == "attend_sparse"; });
+  ASSERT_NE(row, profile.rows().end());
+  EXPECT_EQ(row->flops, 2.0 * 3 * 64 * 16 * (576 + 512));
 }
 
 TEST(CapturedStep, LargerStepsAreRefusedByName) {

@@ -200,7 +200,7 @@ TEST(SparseLayer, ASelectionsCostIsReadFromTheDevice) {
   };
   ThreadPool pool(1);
   Stream stream = stream_on_device(pool);
-  const ops::Cost found = layer::cost_of_selection(stream, args);
+  const Profile::Work found = layer::work_of_selection(stream, args)();
   const double width = static_cast<double>(m.entry() + m.latent), heads = static_cast<double>(m.heads);
   EXPECT_EQ(found.bytes, 5 * spec.token_bytes() + kRows * (heads * width * 2 + 4 * kTopk));
   EXPECT_EQ(found.flops, 2 * 7 * heads * width);

@@ -129,12 +129,13 @@ void Mark::wait() const {
 
 namespace {
 struct Gate {
+  cuda::Queue& queue;
   std::atomic<bool> open{false};
 };
 }  // namespace
 
 std::shared_ptr<void> hold(cuda::Queue& queue) {
-  auto gate = std::make_shared<Gate>();
+  const std::shared_ptr<Gate> gate(new Gate{queue});
   auto* kept = new std::shared_ptr<Gate>(gate);  // the waiting callback's own
   const cudaError_t status = cudaLaunchHostFunc(
       queue.stream(),
@@ -145,12 +146,15 @@ std::shared_ptr<void> hold(cuda::Queue& queue) {
       kept);
   if (status != cudaSuccess) delete kept;
   check(status, "cuda", "holding a stream");
+  queue.hold();
   return gate;
 }
 void open_gate(void* gate) noexcept {
+  static_cast<Gate*>(gate)->queue.let_go();
   static_cast<Gate*>(gate)->open = true;
   static_cast<Gate*>(gate)->open.notify_all();
 }
+bool held(const cuda::Queue& queue) { return queue.held(); }
 
 Stopwatch::Stopwatch() {
   cudaEvent_t event = nullptr;

@@ -77,6 +77,11 @@ class Queue {
   /// Staged copies were written anew.
   void changed() noexcept { made_.capture = 0; }
 
+  /// Gates that hold the stream back.
+  void hold() noexcept { ++gates_; }
+  void let_go() noexcept { --gates_; }
+  bool held() const noexcept { return gates_ > 0; }
+
  private:
   const void* find(const void* host, size_t bytes, std::string_view op, std::string_view name) const;
 
@@ -87,6 +92,7 @@ class Queue {
   std::unique_ptr<Blas> blas_;
   std::vector<Range> ranges_;  // by host address
   mutable Made made_;
+  int gates_ = 0;
 };
 
 }  // namespace mla::cuda
