@@ -78,10 +78,10 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     float* const at = a.out.lse + tile.to[row.row] * a.out.lse_row + head * a.out.lse_head;
     float lse = row.sum == 0.0f ? -INFINITY : row.max + logf(row.sum), factor = row.sum == 0.0f ? 0.0f : 1.0f / row.sum;
     if (a.accumulate) {
-      const float old = usable(*at), m = fmaxf(old, lse);
+      const float old = usable_part(*at, a.out, tile.to[row.row], head), m = base_of(fmaxf(old, lse));
+      const float mine = expf(lse - m), theirs = expf(old - m), sum = mine + theirs;
       float keep = 0.0f;
-      if (m != -INFINITY) {
-        const float mine = expf(lse - m), theirs = expf(old - m), sum = mine + theirs;
+      if (sum != 0.0f) {
         factor *= mine / sum, keep = theirs / sum;
         lse = m + logf(sum);
       }

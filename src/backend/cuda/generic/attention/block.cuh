@@ -57,6 +57,8 @@ struct Tile {
   int32_t from[M], to[M], head[M];  // query row, row of the destination
   int32_t limit[M];                 // keys of the tile's range that the row sees; 0 for a row that is none
   float alpha[M], keep[M];          // softmax to values; at the end the factors of O and of what `out` holds
+  int32_t unusable[M];              // does the row's query hold NaN or +inf?
+  uint32_t bad[2];                  // keys of the block whose values were not all numbers
 };
 
 // bf16 operands, f32 sums, by mma.sync. Warps of `scores`: kWarpsM x kWarpsN over the tile, kParts over the depth.
@@ -337,9 +339,10 @@ __device__ inline void pack8(const float (&x)[8], float* to) {
 
 template <class T, class S, int kWarps>
 __device__ void load_query_rows(const Queries& queries, const int32_t* from, const int32_t* head, const int32_t* limit,
-                                int rows, int depth, int ld, T* q) {
+                                int32_t* unusable, int rows, int depth, int ld, T* q) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   for (int r = warp; r < rows; r += kWarps) {
+    bool strange = false;
     const S* const x = static_cast<const S*>(queries.data) + from[r] * queries.row + head[r] * queries.head;
     for (int i = lane * 8; i < depth; i += 256) {
       float y[8] = {};
@@ -354,27 +357,44 @@ __device__ void load_query_rows(const Queries& queries, const int32_t* from, con
             if (i + e < queries.depth) y[e] = widen(x[i + e]);
         }
       }
+#pragma unroll
+      for (float e : y) strange |= !(e < INFINITY);
       pack8(y, q + r * ld + i);
     }
+    strange = __any_sync(0xffffffffu, strange);
+    if (lane == 0) unusable[r] = strange;
   }
 }
 
 /// Rows of a tile as T in shared memory, zero past their depth and where there is no row.
 template <class Core>
-__device__ void load_queries(const Queries& queries, const Layout& l, const Tile<Core::M>& tile, std::byte* shared) {
+__device__ void load_queries(const Queries& queries, const Layout& l, Tile<Core::M>& tile, std::byte* shared) {
   using T = typename Core::T;
   T* const q = reinterpret_cast<T*>(shared + l.q);
   switch (queries.dtype) {
     case Dtype::f32:
-      return load_query_rows<T, float, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth,
-                                                     l.ld_q, q);
+      return load_query_rows<T, float, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable, Core::M,
+                                                     l.depth, l.ld_q, q);
     case Dtype::fp8_e4m3:
-      return load_query_rows<T, fp8_e4m3, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth,
-                                                        l.ld_q, q);
+      return load_query_rows<T, fp8_e4m3, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable,
+                                                        Core::M, l.depth, l.ld_q, q);
     default:
-      return load_query_rows<T, bf16, Core::kWarps>(queries, tile.from, tile.head, tile.limit, Core::M, l.depth, l.ld_q,
-                                                    q);
+      return load_query_rows<T, bf16, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable, Core::M,
+                                                    l.depth, l.ld_q, q);
   }
+}
+
+/// Infinities and NaN among `width` elements of `count` rows become 0, since a weight of 0 must not meet them; bit i %
+/// 32 of bad[i / 32] says that row i had some. By all threads, each its share.
+template <class T>
+__device__ void keep_numbers(T* rows, int ld, int count, int width, int threads, uint32_t* bad) {
+  for (int row = 0; row < count; ++row)
+    for (int i = static_cast<int>(threadIdx.x); i < width; i += threads) {
+      T& x = rows[row * ld + i];
+      if (fabsf(widen(x)) < INFINITY) continue;
+      x = T{};
+      atomicOr(&bad[row / 32], 1u << row % 32);
+    }
 }
 
 /// What the rows' softmax ends with.
@@ -399,12 +419,11 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
   constexpr float kLog2e = 1.4426950408889634f;
   const T* const q = reinterpret_cast<const T*>(shared + l.q);
   const T* const k = reinterpret_cast<const T*>(shared + l.k);
-  const T* const v = reinterpret_cast<const T*>(shared + l.v) + first_column;
+  T* const v = reinterpret_cast<T*>(shared + l.v) + first_column;
   float* const s = reinterpret_cast<float*>(shared + l.s);
   T* const p = reinterpret_cast<T*>(shared + l.p);
   const int row = static_cast<int>(threadIdx.x) / kRowThreads, part = static_cast<int>(threadIdx.x) % kRowThreads;
   const int limit = tile.limit[row];
-
   float max = -INFINITY, sum = 0.0f;
   core.clear();
   bool any = __syncthreads_or(blocks > 0 && keys.locate(0));
@@ -419,10 +438,13 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
       core.scores(q, k + keys.buffer(block), l.ld_q, l.depth, s);
       __syncthreads();
       float x[kPairs][2], most = max;
+      // Of values that are part of the keys the scores tell; the others are looked at.
+      bool strange = l.v != l.k;
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) {
         const int key = (i * kRowThreads + part) * 2;
         const float2 y = *reinterpret_cast<const float2*>(s + row * Core::kScoreRow + key);
+        strange |= !(fabsf(y.x) < INFINITY && fabsf(y.y) < INFINITY);  // of keys that the row does not see, too
         x[i][0] = block * N + key < limit && keys.exists(block, key) ? y.x * scale : -INFINITY;
         x[i][1] = block * N + key + 1 < limit && keys.exists(block, key + 1) ? y.y * scale : -INFINITY;
         most = fmaxf(most, fmaxf(x[i][0], x[i][1]));
@@ -447,15 +469,28 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
       max = most;
       sum = sum * alpha + added;
       if (part == 0) tile.alpha[row] = alpha;
-      __syncthreads();
-      core.values(p, v + keys.buffer(block), l.ld_v, columns, tile.alpha);
+      T* const values = v + keys.buffer(block);
+      if (__syncthreads_or(strange)) {
+        if (threadIdx.x < 2) tile.bad[threadIdx.x] = 0;
+        __syncthreads();
+        keep_numbers(values, l.ld_v, N, columns, Core::kThreads, tile.bad);
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < kPairs; ++i)
+          for (int e = 0; e < 2; ++e) {
+            const int key = (i * kRowThreads + part) * 2 + e;
+            if (block * N + key < limit && keys.exists(block, key) && (tile.bad[key / 32] >> key % 32 & 1)) sum = NAN;
+          }
+      }
+      core.values(p, values, l.ld_v, columns, tile.alpha);
     }
     any = next;
   }
 #pragma unroll
   for (int d = 1; d < kRowThreads; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  __syncthreads();  // alpha is used
-  return {max, sum, part == 0, row};
+  if (limit > 0 && tile.unusable[row]) sum = NAN;  // whatever the logits' signs
+  __syncthreads();                                 // alpha is used
+  return {sum == sum ? max : NAN, sum, part == 0, row};
 }
 
 /// Columns [first, first + columns) of a tile's rows: O * alpha, and with `merge` + keep * what `out` holds.

@@ -18,8 +18,18 @@ struct Parts {
   int64_t max_row = 0, max_head = 0;
 };
 
-/// NaN and +inf stand for an empty part.
-__device__ inline float usable(float lse) { return lse < INFINITY ? lse : -INFINITY; }
+/// +inf stands for an empty part; NaN is a row's that is NaN.
+__device__ inline float usable(float lse) { return lse == INFINITY ? -INFINITY : lse; }
+/// The same of a part that comes from outside: a NaN lse beside a number is an empty part's.
+__device__ inline float usable_part(float lse, const Destination& d, int64_t row, int head) {
+  if (lse == lse) return usable(lse);
+  const int64_t at = row * d.out_row + head * d.out_head;
+  const float first =
+      d.dtype == Dtype::f32 ? static_cast<const float*>(d.out)[at] : widen(static_cast<const bf16*>(d.out)[at]);
+  return first == first ? -INFINITY : lse;
+}
+/// What a row's exponents are taken relative to: its largest lse, or 0 of a row that sees nothing or is NaN.
+__device__ inline float base_of(float largest) { return largest > -INFINITY ? largest : 0.0f; }
 
 /// What a row of softmax sum e^lse keeps beside its sink.
 __device__ inline float kept(const float* sinks, int head, float lse) {
@@ -34,10 +44,10 @@ __device__ inline void join_row(const Parts& parts, int64_t first, int64_t step,
   const int64_t lse_step = step * parts.lse_row, out_step = step * parts.out_row;
   float m = -INFINITY, sum = 0.0f;
   for (int i = 0; i < count; ++i) m = fmaxf(m, usable(lse[i * lse_step]));
-  if (m != -INFINITY)
-    for (int i = 0; i < count; ++i) sum += expf(usable(lse[i * lse_step]) - m);
-  const float joined = m == -INFINITY ? m : m + logf(sum);
-  const float factor = m == -INFINITY ? 0.0f : kept(sinks, head, joined) / sum;
+  m = base_of(m);
+  for (int i = 0; i < count; ++i) sum += expf(usable(lse[i * lse_step]) - m);
+  const float joined = sum == 0.0f ? -INFINITY : m + logf(sum);
+  const float factor = sum == 0.0f ? 0.0f : kept(sinks, head, joined) / sum;
   for (int c = static_cast<int>(threadIdx.x); c < width; c += static_cast<int>(blockDim.x)) {
     float x = 0.0f;
     if (factor != 0.0f) {
@@ -57,7 +67,10 @@ __device__ inline void join_row(const Parts& parts, int64_t first, int64_t step,
     if (d.max) {
       float largest = -INFINITY;
       const float* const max = parts.max + first * parts.max_row + head * parts.max_head;
-      for (int i = 0; i < count; ++i) largest = fmaxf(largest, max[i * step * parts.max_row]);
+      for (int i = 0; i < count; ++i) {
+        const float one = max[i * step * parts.max_row];
+        largest = one == one && largest == largest ? fmaxf(largest, one) : NAN;
+      }
       d.max[to * d.max_row + head * d.max_head] = largest;
     }
   }

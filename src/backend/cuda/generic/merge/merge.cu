@@ -15,9 +15,15 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ inline float empty_lse() { return __uint_as_float(0xff800000u); }
-/// What came from outside as +inf or NaN counts as empty.
-__device__ inline float usable_lse(float lse) { return lse < __uint_as_float(0x7f800000u) ? lse : empty_lse(); }
+__device__ inline float empty_lse() { return -INFINITY; }
+/// What came from outside as +inf or NaN counts as empty. But NaN beside a NaN is attention's own: of a row that is
+/// NaN.
+__device__ inline float usable_lse(float lse, const float* out) {
+  if (lse == lse) return lse < INFINITY ? lse : -INFINITY;
+  return *out == *out ? -INFINITY : lse;
+}
+/// What exponents are taken relative to: the largest lse, or 0 of a row that sees nothing or is NaN.
+__device__ inline float base_of(float largest) { return largest > -INFINITY ? largest : 0.0f; }
 
 /// Rows of O and their lse.
 template <class T>
@@ -52,19 +58,18 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(Part<float> to, Part<co
   const int64_t row = rows ? rows[t] : t;
   float* const out = to.row(row, h);
   const float* const add = other.row(t, h);
-  const float a = usable_lse(*to.lse_at(row, h)), b = usable_lse(*other.lse_at(t, h)), m = fmaxf(a, b);
-  float wa = 0, wb = 0, lse = empty_lse();
-  if (m != lse) {
-    wa = expf(a - m);
-    wb = expf(b - m);
-    const float sum = wa + wb;
+  const float a = usable_lse(*to.lse_at(row, h), out), b = usable_lse(*other.lse_at(t, h), add),
+              m = base_of(fmaxf(a, b));
+  float wa = expf(a - m), wb = expf(b - m), lse = empty_lse();
+  const float sum = wa + wb;
+  if (sum != 0) {
     wa /= sum;
     wb /= sum;
     lse = m + logf(sum);
   }
   __syncwarp();  // all have read it
   if (lane == 0) *to.lse_at(row, h) = lse;
-  if (wb == 0 && wa != 0) return;
+  if (wb == 0 && wa != 0 && sum == sum) return;
   // A part of weight 0 is not read.
   for (int first = n * lane; first < width; first += 32 * n * rounds) {
     float x[rounds][n] = {}, y[rounds][n] = {};
@@ -108,16 +113,17 @@ __global__ void __launch_bounds__(kThreads, 3)
     load_rows(0);
 
     const auto lse_of = [&](int split) {
-      return split < s.splits ? usable_lse(*from.lse_at(s.partial + int64_t{split} * s.rows + r, h)) : empty_lse();
+      const int64_t row = s.partial + int64_t{split} * s.rows + r;
+      return split < s.splits ? usable_lse(*from.lse_at(row, h), from.row(row, h)) : empty_lse();
     };
     const float mine = lse_of(lane);
     float m = mine;
     for (int split = lane + 32; split < s.splits; split += 32) m = fmaxf(m, lse_of(split));
-    m = warp_max(m);
-    const bool empty = m == empty_lse();
+    m = base_of(warp_max(m));
     float sum = expf(mine - m);
     for (int split = lane + 32; split < s.splits; split += 32) sum += expf(lse_of(split) - m);
-    sum = empty ? 0.0f : warp_sum(sum);
+    sum = warp_sum(sum);
+    const bool empty = sum == 0;
 
     float out[blocks][n] = {}, weight = 0;
     for (int split = 0; !empty && split < s.splits; split += unroll) {
@@ -136,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 #pragma unroll
     for (int b = 0; b < blocks; ++b)
       if (const int i = first + b * 32 * n; i < width) store<wide>(out[b], to.row(s.row + r, h) + i);
-    if (span == 0 && lane == 0) *to.lse_at(s.row + r, h) = empty ? m : m + logf(sum);
+    if (span == 0 && lane == 0) *to.lse_at(s.row + r, h) = empty ? empty_lse() : m + logf(sum);
   });
 }
 

@@ -1,6 +1,7 @@
 // Multi-head attention with k_nope and k_pe as two operands. README.md has the roofline, the schedule and the budgets.
 #include <algorithm>
 #include <array>
+#include <climits>
 #include <cmath>
 #include <limits>
 #include <string>
@@ -152,7 +153,8 @@ struct alignas(1024) Shared {
   uint64_t q_full[tile.groups], q_empty[tile.groups];
   uint64_t k_full[tile.key_stages], k_empty[tile.key_stages];
   uint64_t v_full[tile.value_stages], v_empty[tile.value_stages];
-  uint64_t v_tail[tile.value_stages];  // a part of values that holds rows past the item's end has landed
+  uint64_t v_tail[tile.value_stages];  // a part of values that produce_values is to look at has landed
+  int32_t poisoned[tile_ring];  // of a tile: the first key whose value is no number, hidden from some of its rows
 };
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
@@ -353,7 +355,23 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   }
 }
 
-/// Warp 1 of the producer: loads values; rows past the item's end become zeros, for 0 times NaN would reach the sums.
+/// Infinities and NaN of a row's 16 bytes become zeros; were there any?
+template <class Element>
+__device__ __forceinline__ bool keep_numbers(uint4& at) {
+  constexpr uint32_t exponent = std::is_same_v<Element, __nv_bfloat16> ? 0x7f80 : 0x7c00;
+  uint32_t words[4] = {at.x, at.y, at.z, at.w};
+  bool found = false;
+#pragma unroll
+  for (uint32_t& word : words) {
+    if ((word & exponent) == exponent) word &= 0xffff0000u, found = true;
+    if ((word & exponent << 16) == exponent << 16) word &= 0xffffu, found = true;
+  }
+  if (found) at = {words[0], words[1], words[2], words[3]};
+  return found;
+}
+
+/// Warp 1 of the producer: loads values. 0 times NaN would reach the sums: rows past the item's end become zeros, and
+/// so does what is no number of keys that some of the tile's rows do not see. Those that see them are told (poisoned).
 template <TileConfig tile, class Element>
 __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
   const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
@@ -363,6 +381,7 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
     const TileWork work = shared.work[slot.index];
+    if (lane == 0) shared.poisoned[slot.index] = INT_MAX;
     __syncwarp();
     if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
     if (work.blocks == 0) return;
@@ -370,9 +389,10 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
       for (int part = 0; part < tile.value_parts(); ++part, ++parts) {
         const Slot<tile.value_stages> v(parts);
         const int32_t first = n * tile.keys + part * tile.value_keys;
-        const int32_t valid = max(work.keys - first, 0);
-        const bool tail = valid < tile.value_keys;
-        const uint32_t landed = smem_address(tail ? &shared.v_tail[v.index] : &shared.v_full[v.index]);
+        const int32_t valid = min(max(work.keys - first, 0), tile.value_keys);
+        const int32_t hidden = min(max(work.diagonal - first, 0), valid);  // keys that the tile's first row sees
+        const bool watched = hidden < tile.value_keys;
+        const uint32_t landed = smem_address(watched ? &shared.v_tail[v.index] : &shared.v_full[v.index]);
         mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
         if (lane == 0) {
           mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
@@ -383,14 +403,19 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
                                       work.key + first);
           }
         }
-        if (!tail) continue;
+        if (!watched) continue;
         mbarrier_wait(landed, tails >> v.index & 1);
         tails ^= 1u << v.index;
         constexpr int row_chunks = panel * sizeof(Element) / 16;
+        int32_t bad = INT_MAX;
         for (int d = 0; d < tile.value / panel; ++d) {
           uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
+#pragma unroll 4
+          for (int i = hidden * row_chunks + lane; i < valid * row_chunks; i += 32)
+            if (keep_numbers<Element>(rows[i])) bad = min(bad, first + i / row_chunks);
           for (int i = valid * row_chunks + lane; i < tile.value_keys * row_chunks; i += 32) rows[i] = uint4{};
         }
+        if (bad != INT_MAX) atomicMin(&shared.poisoned[slot.index], bad);
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
@@ -753,19 +778,20 @@ struct Math {
       const bool valid = row < rows;
       Out* const out = static_cast<Out*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
       const int64_t lse_at = int64_t{begin + row} * p.lse_token + head * p.lse_head;
-      float lse = sum > 0.0f ? done.reference[h] * 0.6931471805599453f + __logf(sum) : -INFINITY;
-      float take = sum > 0.0f ? __fdividef(1.0f, sum) : 0.0f;
+      float lse = sum == 0.0f ? -INFINITY : done.reference[h] * 0.6931471805599453f + __logf(sum);  // NaN stays
+      float take = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
       if (p.accumulate) {
         float before = valid ? p.lse[lse_at] : -INFINITY;
-        if (!(before < INFINITY)) before = -INFINITY;
-        const float high = fmaxf(before, lse);
-        const float part_before = high > -INFINITY ? __expf(before - high) : 0.0f,
-                    part = high > -INFINITY ? __expf(lse - high) : 0.0f, whole = part_before + part;
-        const float share = whole > 0.0f ? __fdividef(1.0f, whole) : 0.0f;
+        // A NaN lse beside a number is an empty part's.
+        if (before == INFINITY || (before != before && load_pair(out).x == load_pair(out).x)) before = -INFINITY;
+        const float high = offset_of(fmaxf(before, lse));
+        const float part_before = __expf(before - high), part = __expf(lse - high), whole = part_before + part;
+        const float share = whole == 0.0f ? 0.0f : __fdividef(1.0f, whole);
         merge_row(out, o, h, part_before * share, take * part * share);
-        if (whole > 0.0f) lse = high + __logf(whole);
+        if (whole != 0.0f) lse = high + __logf(whole);
         take = 1.0f;
       }
+      if (min(w.keys, w.diagonal + row) > shared.poisoned[of % tile_ring]) take = NAN;
       store_row(out, o, h, take, valid);
       if (p.lse && valid && thread % 4 == 0) p.lse[lse_at] = lse;
     }

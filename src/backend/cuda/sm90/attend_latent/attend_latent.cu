@@ -110,6 +110,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
+  p.q = a.q;
   p.page_stride = a.page_stride ? a.page_stride : dense_page_stride(a);
   p.requests = l.requests;
   p.heads = l.heads;

@@ -300,6 +300,19 @@ __global__ void __launch_bounds__(threads, 1)
         return top;
       };
       constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
+      if (masked) {
+        const int at = (block0 + j) * block_tokens + p0;
+        if (limit_all < positions) {  // the bytes that this thread has multiplied
+          if (at + swapped >= limit_all) zero_nan_codes(s.ring[slot] + first_at);
+          if (at + 1 - swapped >= limit_all) zero_nan_codes(s.ring[slot] + second_at);
+        }
+        if constexpr (Rows::scaled)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (at + i >= limit_all)
+              scale[i] = make_float4(number_of(scale[i].x), number_of(scale[i].y), number_of(scale[i].z),
+                                     number_of(scale[i].w));
+      }
       float top = probabilities();
       barrier_sync(own + h, 128);  // P of the block before has been used
       top = fmaxf(top, store());
@@ -428,7 +441,9 @@ __global__ void __launch_bounds__(threads, 1)
       // Both warpgroups' halves of the positions.
       const float shift0 = s.shift[0][row], shift1 = s.shift[1][row], best = fmaxf(shift0, shift1);
       const float weight0 = exp2_approx(shift0 - best), weight1 = exp2_approx(shift1 - best);
-      const float all = total(0) * weight0 + total(1) * weight1, weight = h ? weight1 : weight0;
+      const float weight = h ? weight1 : weight0;
+      float all = total(0) * weight0 + total(1) * weight1;
+      if (all == 0 && row < rows && s.limit[row] > block0 * block_tokens && lost_to_query(p, out_row + row)) all = NAN;
       const float factor = all == 0 ? 0.0f : weight * p.value_scale / all;
       if (h == 0 && w == 0 && g == 0 && row < rows) {
         const float lse2 = all == 0 ? -INFINITY : best + __log2f(all);

@@ -197,7 +197,8 @@ __global__ void __launch_bounds__(threads, 1)
           for (int q = 0; q < 4; ++q) v[q] = top == 0 ? 1.0f : copysignf(fmaxf(fabsf(v[q]), top * 0x1p-40f), v[q]);
 #pragma unroll
           for (int q = 0; q < 3; ++q) f[r][q] = __fdividef(v[q], v[q + 1]);
-          f[r][3] = top == 0 ? 0.0f : v[3];
+          // The other formulas lose a NaN.
+          f[r][3] = (top == 0 ? 0.0f : v[3]) + fmaf(0, four.x, fmaf(0, four.y, fmaf(0, four.z, 0 * four.w)));
         }
         const auto scale_sums = [&](int group) {
           wgmma_wait<0>();
@@ -261,6 +262,20 @@ __global__ void __launch_bounds__(threads, 1)
         const char* from = s.ring[place_of(block, unit)] + Rows::scales_at - c * 16;
         scale[0] = *reinterpret_cast<const float4*>(from + first_at);
         scale[1] = *reinterpret_cast<const float4*>(from + second_at);
+      }
+      if (masked) {
+        const int hidden = s.limit[0], at = (it.block + j) * block_tokens + p0;
+        if (hidden < it.positions) {
+          char* const from = s.ring[place_of(block, unit)];
+          if (at + swapped >= hidden) zero_nan_codes(from + first_at);
+          if (at + 1 - swapped >= hidden) zero_nan_codes(from + second_at);
+        }
+        if constexpr (Rows::scaled)
+#pragma unroll
+          for (int i = 0; i < 2; ++i)
+            if (at + i >= hidden)
+              scale[i] = make_float4(number_of(scale[i].x), number_of(scale[i].y), number_of(scale[i].z),
+                                     number_of(scale[i].w));
       }
       const auto store = [&] {  // to shared memory
 #pragma unroll
@@ -435,6 +450,9 @@ __global__ void __launch_bounds__(threads, 1)
       float all = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) all += s.sum[i / 4][i % 4][thread];
+      if (all == 0 && thread < it.rows && s.limit[thread] > it.block * block_tokens &&
+          lost_to_query(p, it.row0 + thread))
+        all = NAN;
       const float factor = all == 0 ? 0.0f : p.value_scale / all;
 #pragma unroll
       for (int q = 0; q < groups; ++q) s.last[q][thread] = Rows::scaled ? factor / s.room[q][thread] : factor;

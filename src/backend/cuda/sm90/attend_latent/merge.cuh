@@ -317,8 +317,8 @@ struct Join {
     const float top = fmaxf(lse2_first, lse2_second), shift = top == -INFINITY ? 0.0f : top;
     first = exp2_approx(lse2_first - shift), second = exp2_approx(lse2_second - shift);
     const float sum = __fadd_rn(first, second);
-    inverse = sum > 0 ? reciprocal_approx(sum) : 0.0f;
-    lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
+    inverse = sum == 0 ? 0.0f : reciprocal_approx(sum);  // NaN stays
+    lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);
   }
   __device__ static float sum(float first, float x, float second, float y) {
     return __fmaf_rn(second, y, __fmaf_rn(first, x, 0.0f));
@@ -419,10 +419,10 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     rest(weigh);
     total = over_row(total, [](float x, float y) { return x + y; });
     if (lane == 0 && r < rows) {
-      weights[n * pitch + r] = total > 0 ? reciprocal_approx(total) : 0.0f;
+      weights[n * pitch + r] = total == 0 ? 0.0f : reciprocal_approx(total);  // NaN stays
       const int unit = Order::first_unit(s.row_begin + r);
       if (begin <= unit && unit < end)
-        store_lse(p, s.row0 + s.row_begin + r, total > 0 ? top + __log2f(total) : -INFINITY);
+        store_lse(p, s.row0 + s.row_begin + r, total == 0 ? -INFINITY : top + __log2f(total));
     }
   }
 

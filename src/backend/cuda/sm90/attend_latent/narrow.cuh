@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(threads, 1)
     const int blocks = it.blocks, block0 = it.block, positions = it.positions;
     // Row sees positions below:
     const int limit = min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
+    const int hidden = hidden_from(p, it) - block0 * block_tokens;
     convert_queries<T>(&s.q[0][0], 9 * Tile::rows * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -187,6 +188,8 @@ __global__ void __launch_bounds__(threads, 1)
       for (int k = 0; k < Tile::rows / 2; ++k)
         s.scores[h][(k / 4 * 8 + pair_row + k % 2) * Shared::score_pitch + warp_row + g + k % 4 / 2 * 8] = d[k];
       barrier_sync(math_barrier, math_threads);
+      if ((j + 1) * block_tokens > hidden && hidden < positions - block0 * block_tokens)
+        zero_nonfinite<T>(s.kv[buffer][4 * h], max(hidden - j * block_tokens, 0), block_tokens);
 
       // softmax: row_threads threads a row, 4 positions of each 4 * row_threads
       float x[chunks][4], best = -INFINITY;
@@ -273,7 +276,8 @@ __global__ void __launch_bounds__(threads, 1)
     const int64_t other_row = static_cast<int64_t>(partial_slot(it, 1)) * Tile::rows;
     const auto lse_at = [&](int piece) { return partial_row(it.slot0, Tile::rows, row, it.pieces, piece); };
     if (row_lane == 0) {
-      float lse2 = sum > 0 ? top + __log2f(sum) : -INFINITY;
+      if (sum == 0 && row < rows && limit > block0 * block_tokens && lost_to_query(p, it.row0 + row)) sum = NAN;
+      float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);  // NaN stays
       if (row < rows) {
         if (joins) {
           const Join join(lse2, __ldcg(p.partial_lse + lse_at(1)));
@@ -283,7 +287,7 @@ __global__ void __launch_bounds__(threads, 1)
         if (whole) store_lse(p, it.row0 + row, lse2);
         else p.partial_lse[lse_at(it.piece)] = lse2;
       }
-      s.sum[row] = sum > 0 ? 1.0f / sum : 0.0f;
+      s.sum[row] = sum == 0 ? 0.0f : 1.0f / sum;
     }
     barrier_sync(math_barrier, math_threads);
     constexpr int chunks_of_8 = Tile::rows / 8;

@@ -64,6 +64,7 @@ struct Params {
   unsigned* left;                    // of a piece: was its share of the merging left to others?
   int patience;                      // cycles that a worker waits for others, at most
   bool settled;                      // may cached rows be read while the stream's previous kernel ends?
+  const void* q;                     // for rows that see keys but no logit above -inf (lost_to_query)
 };
 
 /// By a constant.

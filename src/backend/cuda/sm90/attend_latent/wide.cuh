@@ -467,10 +467,16 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);  // the last ones
             const int row = my_row();
             if (lane % 4 == 0) {
-              s.inverse[row] = sum0 > 0 ? 1.0f / sum0 : 0.0f;
-              s.inverse[row + 8] = sum1 > 0 ? 1.0f / sum1 : 0.0f;
-              put_lse(it, row, sum0 > 0 ? top0 + __log2f(sum0) : -INFINITY);
-              put_lse(it, row + 8, sum1 > 0 ? top1 + __log2f(sum1) : -INFINITY);
+              const int first = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
+              const auto lost = [&](int at) {
+                return first + at < it.rows && limit(at) > 0 && lost_to_query(p, it.row0 + first + at);
+              };
+              if (sum0 == 0 && lost(row)) sum0 = NAN;
+              if (sum1 == 0 && lost(row + 8)) sum1 = NAN;
+              s.inverse[row] = sum0 == 0 ? 0.0f : 1.0f / sum0;  // NaN stays
+              s.inverse[row + 8] = sum1 == 0 ? 0.0f : 1.0f / sum1;
+              put_lse(it, row, sum0 == 0 ? -INFINITY : top0 + __log2f(sum0));
+              put_lse(it, row + 8, sum1 == 0 ? -INFINITY : top1 + __log2f(sum1));
             }
           }
           if (last) {
@@ -526,6 +532,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
             fence_async_proxy();
             barrier_sync(half_barrier + h, 128);
           }
+        }
+        const int end = (it.block + i + 1) * block_tokens, hidden = hidden_from(p, it);
+        if (end > hidden && hidden < it.positions) {
+          zero_nonfinite<T>(s.kv[buffer][4 * h], max(hidden - end + block_tokens, 0), block_tokens);
+          barrier_sync(half_barrier + h, 128);
         }
         const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h]), 1024, box_bytes);
         const uint64_t probabilities = operand_128b(smem_address(s.rope[turn & 1]));
