@@ -1,16 +1,18 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on this machine's first one: tests, compute-sanitizer's four tools on small shapes,
-# benchmarks to JSON, and last the table of what they are held against (scripts/gpu-table.py).
+# Everything that needs a GPU, on this machine's first one: tests, compute-sanitizer's four tools on small shapes, replays
+# by the command, the Python package, benchmarks to JSON, and last the table of what they are held against
+# (scripts/gpu-table.py).
 #
-#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,bench]
+#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,run,python,bench]
 #
-# --bin: a folder with the programs, and libmla.so where they need it; without it they are built here (build/gpu).
-# --out: where the JSON goes, by default bench/results/<card>. Both as seen from the repository.
+# --bin: a folder with the programs: test_cuda_* and *_bench, libmla.so where they need it, the command mla, the Python
+# package in python/, and in COMMIT the commit that they were built from; without it they are built here (build/gpu).
+# --out: where the JSON goes, by default bench/results/<card>; each file names its commit. Both as seen from the repository.
 # Exit code 1 when a test, a tool or a benchmark's own check failed, whatever the table says of speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-bin= out= only=tests,sanitize,bench
+bin= out= only=tests,sanitize,run,python,bench
 while (($#)); do
   case $1 in
     --bin | --out | --only) (($# > 1)) || { echo "gpu-check: $1 needs a value" >&2; exit 2; } ;;&
@@ -22,7 +24,8 @@ while (($#)); do
   shift 2
 done
 for part in ${only//,/ }; do
-  [[ $part =~ ^(tests|sanitize|bench)$ ]] || { echo "gpu-check: --only $part, known are tests, sanitize, bench" >&2; exit 2; }
+  [[ $part =~ ^(tests|sanitize|run|python|bench)$ ]] ||
+    { echo "gpu-check: --only $part, known are tests, sanitize, run, python, bench" >&2; exit 2; }
 done
 if ! command -v nvidia-smi >/dev/null || ! card=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 2>/dev/null); then
   echo "gpu-check: no NVIDIA GPU on this machine" >&2
@@ -37,8 +40,14 @@ if [[ -z $bin ]]; then
   find build/gpu/tests build/gpu/bench/cuda -maxdepth 2 -type f -perm -u+x \
     \( -name 'test_cuda_*' -o -name '*_bench' \) -exec cp -u {} "$bin" \;
   find build/gpu/src -maxdepth 1 -name 'libmla.so*' -exec cp -uP {} "$bin" \;
+  cp -u build/gpu/cli/mla "$bin"
+  python3 -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$bin/python" \
+    --config-settings=cmake.define.MLA_LIBRARY_DIR="$PWD/build/gpu" . || rm -rf "$bin/python"  # said below
+  git describe --always --dirty --abbrev=12 >"$bin/COMMIT"
 fi
 bin=$(cd "$bin" && pwd)
+MLA_COMMIT=$(cat "$bin/COMMIT" 2>/dev/null || echo unknown)
+export MLA_COMMIT
 export LD_LIBRARY_PATH=$bin${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export MLA_GOLDEN_DIR=$PWD/tests/data/golden
 name=$(sed 's/NVIDIA //; s/[^A-Za-z0-9]\+/-/g' <<<"$card" | tr '[:upper:]' '[:lower:]')
@@ -174,6 +183,39 @@ for tool in "${tools[@]}"; do
       "$(grep -E 'ERROR SUMMARY|RACECHECK SUMMARY' "$logs/$tool.log" | tail -1 | sed 's/=* *//')")")
   fi
 done
+
+# ---- the command and the package: whole replays, sparse ones among them, and frameworks' captures; none may hang --------
+replay() {  # NAME ARGUMENT...
+  local name=run.$1
+  shift
+  echo "== $name"
+  if ! timeout -k 10 180 "$bin/mla" run --device cuda --verify 4 --json "$logs/$name.json" "$@" >"$logs/$name.log" 2>&1 ||
+    ! grep -q 'verified.* 0 failed' "$logs/$name.log"; then
+    tail -20 "$logs/$name.log"
+    failed+=("$name")
+  fi
+  say "$name"
+}
+if wanted run; then
+  if [[ -x $bin/mla ]]; then
+    replay dense --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0
+    # Contexts beyond topk: rows select, in steps that are profiled and in steps that are not.
+    replay sparse --model deepseek-v3.2 --layers 1 --requests 2 --input-len 3000 --output-len 6 --rate 0 --token-budget 8192
+    replay sparse_ds_mla --model deepseek-v3.2 --layers 2 --requests 3 --input-len 2500 --output-len 20 --rate 0 \
+      --cache fp8_ds_mla --token-budget 4096
+  else
+    failed+=("run: no program mla in $bin")
+  fi
+fi
+if wanted python; then
+  if [[ ! -d $bin/python ]] || ! python3 -c 'import torch, transformers' 2>/dev/null; then
+    failed+=("python: no package in $bin/python, or no torch or transformers here")
+  else
+    echo "== python"
+    PYTHONPATH=$bin/python timeout -k 10 300 scripts/gpu-python.py --json "$out/python.json" || failed+=(gpu-python)
+    say python
+  fi
+fi
 
 # ---- benchmarks, one after another --------------------------------------------------------------------------------------
 if wanted bench; then

@@ -548,7 +548,8 @@ def main() -> int:
     torch.manual_seed(1)
     torch.set_grad_enabled(False)
     report: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(0), "mla": mla.__version__,
+        "device": torch.cuda.get_device_name(0), "commit": os.environ.get("MLA_COMMIT", "unknown"),
+        "mla": mla.__version__,
         "torch": torch.__version__, "transformers": transformers.__version__,
         "python": sys.version.split()[0], "sections": {},
     }

@@ -178,6 +178,17 @@ def markdown(table: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [table[0], rule, *table[1:]])
 
 
+def commits(folder: Path) -> str:
+    """Which commit each bench's JSON comes from."""
+    files: dict[str, list[str]] = {}
+    for file in sorted(folder.glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if "results" in found:
+            files.setdefault(found.get("commit", "unknown"), []).append(file.stem)
+    known = [f"{commit}: {', '.join(names)}" for commit, names in files.items()]
+    return f"Commits of these figures: {'; '.join(known)}.\n"
+
+
 def page_with(text: str, table: str) -> str:
     before, begin, rest = text.partition(BEGIN + "\n")
     _, end, after = rest.partition(END)
@@ -199,9 +210,10 @@ def main() -> int:
     table = [HEAD, *(cells(line) for line in lines(read(options.folder)))]
     if not options.write and not options.check:
         print(markdown(table) if options.markdown else plain(table), end="")
+        print("\n" + commits(options.folder), end="")
         return 0
     shown = PAGE.read_text(encoding="utf-8")
-    made = page_with(shown, markdown(table))
+    made = page_with(shown, markdown(table) + "\n" + commits(options.folder))
     if options.write:
         PAGE.write_text(made, encoding="utf-8")
         return 0

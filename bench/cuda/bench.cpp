@@ -4,6 +4,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <fstream>
 
 #include "backend/cuda/core/check.hpp"
@@ -134,7 +135,8 @@ void Report::add(Row row, const Times& times, bool right) {
 int Report::finish() {
   if (!wanted_) throw Error("no shape contains what only= asks for");
   if (!values_["json"].empty()) {
-    Row head{{"device", device_}, {"command", command_}};
+    const char* commit = std::getenv("MLA_COMMIT");
+    Row head{{"device", device_}, {"commit", commit ? commit : "unknown"}, {"command", command_}};
     head["method"] = "CUDA graph of whole calls, rotating inputs larger than the last-level cache, " +
                      std::to_string(replays_) + " replays";
     head.update(bench_.head);
