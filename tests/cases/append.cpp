@@ -88,6 +88,17 @@ std::vector<Params> sweep(uint64_t seed) {
           cases.push_back(p);
         }
       }
+  Random random(seed);
+  constexpr CacheFormat kPlain[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8};
+  for (int i = 0; i < 200; ++i)
+    cases.push_back({.requests = random.integer(0, 60),
+                     .query_len = random.integer(1, 3),
+                     .ragged = random.integer(0, 5) > 0,
+                     .latent = random.integer(1, 40),
+                     .rope = random.integer(0, 10),
+                     .format = kPlain[random.integer(0, 3)],
+                     .page_size = random.integer(1, 40),
+                     .seed = ++seed});
   return cases;
 }
 

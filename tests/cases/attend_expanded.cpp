@@ -21,6 +21,22 @@ struct Keys {
   std::vector<std::byte> kv, k_pe;
   std::vector<ExpandedItem> items;
 
+  /// NaN and infinities in some keys and values; the nope element huge_at of the items in `huge` meets huge queries.
+  void plant(Random& random, int64_t huge_at, const std::vector<int32_t>& huge) {
+    auto odd = [&](std::vector<std::byte>& x, int64_t row, int64_t width) {
+      if (width > 0 && random.integer(0, 15) == 0)
+        store_float(dtype, x.data(), row * width + random.integer(0, width - 1), odd_number(random, true));
+    };
+    for (const ExpandedItem& i : items)
+      for (int64_t j = i.k_begin; j < i.k_begin + i.k_count; ++j) {
+        const bool meets = std::find(huge.begin(), huge.end(), i.q_begin) != huge.end();
+        for (int64_t h = 0; meets && h < heads; ++h)
+          store_float(dtype, kv.data(), (j * heads + h) * (nope + value) + huge_at,
+                      random.integer(0, 1) == 0 ? kHugeKey : -kHugeKey);
+        odd(kv, j, heads * (nope + value));
+        odd(k_pe, j, rope);
+      }
+  }
   void fill(Random& random) {
     constexpr std::byte kPoison{0xff};
     kv.assign(static_cast<size_t>(rows * heads * (nope + value)) * size_of(dtype), kPoison);
@@ -63,13 +79,14 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
           p.push_back(s * a.scale);
           m = std::max(m, p.back());
         }
-        for (float& e : p) sum += (e = std::exp(e - m));
+        const bool some = m > -kInf;
+        for (float& e : p) sum += (e = some ? std::exp(e - m) : 0.0f);
         for (int64_t d = 0; d < width; ++d) {
           float x = 0;
           for (int64_t j = 0; j < count; ++j) x += rounded(p[j]) * a.v(item.k_begin + j, h, d);
-          out(row, h, d) = count > 0 ? x / sum : 0.0f;
+          out(row, h, d) = some ? x / sum : 0.0f;
         }
-        lse(row, h) = m + std::log(sum);
+        lse(row, h) = some ? m + std::log(sum) : m;
       }
 }
 
@@ -113,6 +130,7 @@ class AttendExpandedCase final : public Case {
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t h = 0; !used_[t] && h < heads_; ++h)
         for (int64_t d = 0; d < p.nope + p.rope; ++d) store_float(p.activations, q_.any().at(t, h, d), 0, poison());
+    if (p.nonfinite) plant(p);
     args_ = {.q = q_.any(),
              .scale = 1.0f / std::sqrt(static_cast<float>(p.nope + p.rope)),
              .out = out_.any(),
@@ -123,12 +141,17 @@ class AttendExpandedCase final : public Case {
     context_args_.accumulate = true;
     per_worker_ = backend::backend(p.device).scratch_per_worker(
         {.heads = p.heads, .rope = p.rope, .nope = p.nope, .value = p.value});
+    if (!p.nonfinite) return;
+    Params clean = p;
+    clean.nonfinite = false;
+    clean_ = std::make_unique<AttendExpandedCase>(clean);
   }
 
   void run(Stream& stream) override {
     args_.scratch = context_args_.scratch = scratch_.get(stream, per_worker_);
     ops::run(stream, args_);
     if (!context_args_.items.empty()) ops::run(stream, context_args_);
+    if (clean_) clean_->run(stream);
   }
 
   Verdict verify() override {
@@ -160,10 +183,27 @@ class AttendExpandedCase final : public Case {
                    untouched(got.at(t, h, 0), static_cast<size_t>(value_) * size_of(got.dtype()));
         }
       }
-    const double unit = fresh_.dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
+    // Keys that overflow with huge queries have large scores with others, and a rounding of a score moves its
+    // probability by the score's magnitude times that.
+    double magnitude = 1;
+    for (double lse : exact_lse)
+      if (clean_ && std::isfinite(lse)) magnitude = std::max(magnitude, std::abs(lse));
+    const double unit = fresh_.dtype == Dtype::bf16 ? 0x1p-9 : magnitude * 0x1p-24;
     const double out_unit = got.dtype() == Dtype::bf16 ? 0x1p-9 : unit;
-    const Verdict out = compare(got_out, exact_out, plain_out, out_unit),
-                  lse = compare(got_lse, exact_lse, plain_lse, unit);
+    Verdict out = compare(got_out, exact_out, plain_out, out_unit), lse = compare(got_lse, exact_lse, plain_lse, unit);
+    if (clean_) {
+      std::vector<double> clean_exact, clean_exact_lse;
+      clean_->judge<double>(&ops::reference, fresh, context, judged, clean_exact, clean_exact_lse);
+      std::vector<float> clean_got, clean_lse;
+      for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t h = 0; judged[t] && h < heads_; ++h) {
+          for (int64_t d = 0; d < value_; ++d)
+            clean_got.push_back(load_float(got.dtype(), clean_->out_.any().at(t, h, d), 0));
+          clean_lse.push_back(clean_->lse_.view()(t, h));
+        }
+      out = unless_moved(out, value_, got_out, exact_out, clean_got, clean_exact);
+      lse = unless_moved(lse, 1, got_lse, exact_lse, clean_lse, clean_exact_lse);
+    }
     return unless_touched(out.ok ? lse : out, intact, "out or lse");
   }
 
@@ -174,6 +214,23 @@ class AttendExpandedCase final : public Case {
   }
 
  private:
+  void plant(const Params& p) {
+    Random plants(p.seed + 1);
+    const int64_t huge_at = plants.integer(0, p.nope - 1);
+    std::vector<int32_t> huge;
+    for (const ExpandedItem& i : fresh_.items) {
+      const bool meets = plants.integer(0, 3) == 0;
+      if (meets) huge.push_back(i.q_begin);
+      for (int64_t t = i.q_begin; t < i.q_begin + i.q_count; ++t)
+        for (int64_t h = 0; h < heads_; ++h) {
+          auto set = [&](int64_t d, float x) { store_float(p.activations, q_.any().at(t, h, d), 0, x); };
+          if (meets && plants.integer(0, 1) == 0) set(huge_at, kHugeQuery);
+          if (plants.integer(0, 15) == 0) set(plants.integer(0, p.nope + p.rope - 1), odd_number(plants, true));
+        }
+    }
+    for (Keys* k : {&fresh_, &context_}) k->plant(plants, huge_at, huge);
+  }
+
   /// Each stride-th query row of every item and its last, as items of their own.
   static std::vector<ExpandedItem> rows_of(std::span<const ExpandedItem> items, int64_t stride) {
     std::vector<ExpandedItem> rows;
@@ -210,6 +267,12 @@ class AttendExpandedCase final : public Case {
     for (int64_t t = 0; t < tokens; ++t)
       for (int64_t i = t * heads_; judged[t] && i < (t + 1) * heads_; ++i) {
         const T m = std::max(l[0][i], l[1][i]);
+        if (std::isnan(l[0][i]) || std::isnan(l[1][i])) {  // either part's NaN is the row's
+          const T nan = std::numeric_limits<T>::quiet_NaN();
+          lse.push_back(nan);
+          out.insert(out.end(), value_, nan);
+          continue;
+        }
         const bool empty = m == -std::numeric_limits<T>::infinity();
         const T a = empty ? 0 : std::exp(l[0][i] - m), b = empty ? 0 : std::exp(l[1][i] - m), sum = empty ? 1 : a + b;
         lse.push_back(m + std::log(sum));
@@ -227,6 +290,7 @@ class AttendExpandedCase final : public Case {
   ops::AttendExpandedArgs args_, context_args_;
   size_t per_worker_ = 0;
   CaseScratch scratch_;
+  std::unique_ptr<AttendExpandedCase> clean_;  // the same without what is planted
 };
 
 std::vector<Params> sweep(uint64_t seed) {
@@ -259,6 +323,25 @@ std::vector<Params> sweep(uint64_t seed) {
                                                                                   .ragged = random.integer(0, 3) > 0,
                                                                                   .heads = random.integer(1, 4),
                                                                                   .causal = random.integer(0, 2) > 0});
+    // Batches of any shape: lengths from none to several groups of tiles.
+    for (int i = 0; i < 100; ++i)
+      add({random.integer(1, 8), random.integer(0, 4), random.integer(1, 8)},
+          {.requests = random.integer(0, 6),
+           .query_len = random.integer(0, 7) == 0 ? random.integer(200, 600) : random.integer(1, 60),
+           .context = random.integer(0, 2) == 0 ? random.integer(1, 110) : 0,
+           .ragged = random.integer(0, 5) > 0,
+           .heads = random.integer(1, 3),
+           .causal = random.integer(0, 2) > 0});
+    // NaN and infinities, in tiles whose rows see different keys and in blocks that all of them see.
+    for (int i = 0; i < 40; ++i)
+      add({random.integer(1, 20), random.integer(0, 8), random.integer(1, 40)},
+          {.requests = 3,
+           .query_len = i % 3 == 0 ? random.integer(60, 130) : random.integer(1, 30),
+           .context = i % 2 == 0 ? random.integer(1, 110) : 0,
+           .ragged = i % 4 > 0,
+           .heads = random.integer(1, 3),
+           .causal = i % 5 > 0,
+           .nonfinite = true});
   }
   return cases;
 }

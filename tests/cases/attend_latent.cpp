@@ -20,7 +20,12 @@ CacheSpec spec_of(const Params& p) {
 // partial rows the verdict joins in float64. Requests with nothing to see and with no query are among the ragged ones.
 class AttendLatentCase final : public Case {
  public:
-  explicit AttendLatentCase(const Params& p) : AttendLatentCase(p, Random(p.seed)) {}
+  explicit AttendLatentCase(const Params& p) : AttendLatentCase(p, Random(p.seed)) {
+    if (!p.nonfinite) return;
+    Params clean = p;
+    clean.nonfinite = false;
+    clean_ = std::make_unique<AttendLatentCase>(clean);
+  }
 
   void run(Stream& stream) override {
     const size_t per_worker =
@@ -29,15 +34,11 @@ class AttendLatentCase final : public Case {
                 {.heads = p_.heads, .latent = p_.latent, .rope = p_.rope, .nope = 1, .value = 1, .hidden = 1});
     args_.scratch = scratch_.get(stream, per_worker);
     ops::run(stream, args_);
+    if (clean_) clean_->run(stream);
   }
 
   Verdict verify() override {
-    const int64_t tokens = args_.q.extent<Token>(), width = args_.out.extent<Value>();
-    Exact<Token, Head, Value> exact({tokens, p_.heads, width});
-    Exact<Token, Head> exact_lse({tokens, p_.heads});
-    ops::AttendLatentArgs whole = args_;
-    whole.items = whole_;
-    ops::reference(whole, exact.view(), exact_lse.view());
+    const auto [exact, exact_lse] = exact_result();
     join_partials();
     std::vector<float> got = out_.values(), plain(got.size());
     std::vector<float> got_lse = lse_.values(), plain_lse(got_lse.size());
@@ -56,6 +57,12 @@ class AttendLatentCase final : public Case {
         v.detail = "lse: " + v.detail;
       }
     }
+    if (clean_) {
+      const auto [clean, clean_lse] = clean_->exact_result();
+      clean_->join_partials();
+      v = unless_moved(v, args_.out.extent<Value>(), got, exact.values, clean_->out_.values(), clean.values);
+      v = unless_moved(v, 1, got_lse, exact_lse.values, clean_->lse_.values(), clean_lse.values);
+    }
     return unless_touched(v, out_.intact() && lse_.intact() && partial_out_.intact() && partial_lse_.intact(),
                           "an output");
   }
@@ -71,14 +78,22 @@ class AttendLatentCase final : public Case {
     int32_t rows = 0, partial = 0;
     int64_t page = 0;
     std::vector<float> row(spec.entry());
+    Random plants(p.seed + 1);
+    const int64_t huge_at = plants.integer(0, spec.entry() - 1);
+    std::vector<std::pair<int32_t, int32_t>> huge_rows;  // query rows of the requests whose products may overflow
     for (int64_t r = 0; r < p.requests; ++r) {
       const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(0, p.query_len) : p.query_len);
       const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context),
                     length = context + count;
+      const bool huge = p.nonfinite && p.dtype != Dtype::fp8_e4m3 && plants.integer(0, 3) == 0;
+      if (huge) huge_rows.emplace_back(rows, count);
       for (int64_t i = 0; i < length; ++i) {
         int32_t& id = table_[r * (pages_ + 2) + i / p.page_size];
         if (i % p.page_size == 0) id = cache_.page(page++);
         random.fill_normal(row);
+        if (huge) row[huge_at] = plants.integer(0, 1) == 0 ? kHugeKey : -kHugeKey;
+        if (p.nonfinite && plants.integer(0, 11) == 0)
+          row[plants.integer(0, spec.entry() - 1)] = odd_number(plants, keeps_infinity(spec.format));
         cache::format(spec.format)
             .encode(spec, cache_.view().page(id), i % p.page_size, row.data(), row.data() + spec.latent);
       }
@@ -108,6 +123,15 @@ class AttendLatentCase final : public Case {
     const int64_t width = spec.value_width();
     q_ = {p.dtype, {rows, p.heads, spec.entry()}};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 16.0f : 1.0f);
+    for (int32_t t = 0; t < rows && p.nonfinite; ++t)
+      for (int64_t h = 0; h < p.heads; ++h) {
+        auto set = [&](int64_t d, float x) { store_float(p.dtype, q_.any().at(t, h, d), 0, x); };
+        const bool huge = std::any_of(huge_rows.begin(), huge_rows.end(),
+                                      [&](const auto& r) { return t >= r.first && t < r.first + r.second; });
+        if (huge && plants.integer(0, 1) == 0) set(huge_at, kHugeQuery);
+        if (plants.integer(0, 15) == 0)
+          set(plants.integer(0, spec.entry() - 1), odd_number(plants, p.dtype != Dtype::fp8_e4m3));
+      }
     out_ = {out_dtype(p), {rows, p.heads, width}};
     lse_ = {Dtype::f32, {rows, p.heads}};
     partial_out_ = {Dtype::f32, {partial, p.heads, width}};
@@ -122,6 +146,21 @@ class AttendLatentCase final : public Case {
              .lse = lse_.view(),
              .partial_out = partial_out_.view(),
              .partial_lse = partial_lse_.view()};
+  }
+
+  // In these a row of the cache may hold infinities; elsewhere they saturate.
+  static bool keeps_infinity(CacheFormat f) {
+    return f == CacheFormat::f32 || f == CacheFormat::bf16 || f == CacheFormat::f16;
+  }
+
+  std::pair<Exact<Token, Head, Value>, Exact<Token, Head>> exact_result() const {
+    const int64_t tokens = args_.q.extent<Token>();
+    Exact<Token, Head, Value> out({tokens, p_.heads, args_.out.extent<Value>()});
+    Exact<Token, Head> lse({tokens, p_.heads});
+    ops::AttendLatentArgs whole = args_;
+    whole.items = whole_;
+    ops::reference(whole, out.view(), lse.view());
+    return {out, lse};
   }
 
   void join_partials() {
@@ -169,14 +208,15 @@ class AttendLatentCase final : public Case {
               x += args_.q(item.q_begin + i, h, d) * args_.q_scale * operand(rows[j * entry + d]);
             m = std::max(m, s[j] = x * args_.scale);
           }
-          for (float& e : s) sum += (e = std::exp(e - m));
+          const bool some = m > -std::numeric_limits<float>::infinity();
+          for (float& e : s) sum += (e = some ? std::exp(e - m) : 0.0f);
           for (int64_t d = 0; d < width; ++d) {
             float x = 0;
             for (int64_t j = 0; j < count; ++j) x += operand(s[j]) * operand(rows[j * entry + d]);
-            out[at * width + d] = count > 0 ? x / sum : 0.0f;
+            out[at * width + d] = some ? x / sum : 0.0f;
             if (out_dtype(p_) == Dtype::bf16) out[at * width + d] = to_float(to_bf16(out[at * width + d]));
           }
-          lse[at] = count > 0 ? m + std::log(sum) : m;
+          lse[at] = some ? m + std::log(sum) : m;
         }
     }
   }
@@ -193,6 +233,7 @@ class AttendLatentCase final : public Case {
   Padded<Partial, Head, Value> partial_out_;
   Padded<Partial, Head> partial_lse_;
   CaseScratch scratch_;
+  std::unique_ptr<AttendLatentCase> clean_;  // the same without what is planted
   ops::AttendLatentArgs args_;
 };
 
@@ -269,6 +310,26 @@ std::vector<Params> sweep(uint64_t seed) {
          .dtype = random.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16,
          .splits = random.integer(1, 4) == 1 ? random.integer(2, 4) : 1});
   }
+  // NaN and infinities, in tiles of many rows that see different keys, over several blocks of keys.
+  for (CacheFormat format : cache_formats())
+    for (Dtype q : {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3}) {
+      const bool fixed = format == CacheFormat::fp8_ds_mla || format == CacheFormat::fp8_ds_v4;
+      for (int i = 0; i < (fixed ? 2 : 12); ++i)
+        add({.requests = 3,
+             .query_len = random.integer(1, 40),
+             .context = random.integer(0, 1) * random.integer(0, fixed ? 60 : 200),
+             .ragged = i > 0,
+             .heads = random.integer(1, 5),
+             .latent = format == CacheFormat::fp8_ds_v4 ? 448
+                       : fixed                          ? 512
+                                                        : random.integer(1, 33),
+             .rope = fixed ? 64 : random.integer(0, 9),
+             .format = format,
+             .page_size = random.integer(1, 20),
+             .dtype = q,
+             .splits = i % 4 == 3 ? 3 : 1,
+             .nonfinite = true});
+    }
   return cases;
 }
 

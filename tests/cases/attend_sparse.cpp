@@ -25,6 +25,8 @@ class Source {
         stride_(topk_ + 3),
         cache_(spec_of(p, index), pages_of(p, index), random),
         held_(cache_.view().pages * cache_.view().spec.page_size),
+        plants_(p.seed + 1 + static_cast<uint64_t>(index)),
+        nonfinite_(p.nonfinite),
         slots_((p.requests * p.query_len + 1) * stride_, kSmallest) {
     const int64_t per_request = pages_per_request(p, index) * page_size_of(p, index);
     std::vector<int32_t> order;
@@ -88,6 +90,10 @@ class Source {
     const CacheView cache = cache_.view();
     std::vector<float> row(static_cast<size_t>(cache.spec.entry()));
     random.fill_normal(row);
+    const CacheFormat f = cache.spec.format;
+    if (nonfinite_ && plants_.integer(0, 30) == 0)
+      row[plants_.integer(0, cache.spec.entry() - 1)] =
+          odd_number(plants_, f == CacheFormat::f32 || f == CacheFormat::bf16 || f == CacheFormat::f16);
     cache::format(cache.spec.format)
         .encode(cache.spec, cache.page(slot / cache.spec.page_size), slot % cache.spec.page_size, row.data(),
                 row.data() + cache.spec.latent);
@@ -96,6 +102,8 @@ class Source {
   int64_t topk_, stride_;
   PoisonedCache cache_;
   std::vector<bool> held_;
+  Random plants_;
+  bool nonfinite_;
   std::vector<int32_t> slots_, lengths_;
 };
 
@@ -103,12 +111,18 @@ class Source {
 // items of their own that merge_sparse joins, or (batch_invariant) as parts of one item.
 class AttendSparseCase final : public Case {
  public:
-  explicit AttendSparseCase(const Params& p) : AttendSparseCase(p, Random(p.seed)) {}
+  explicit AttendSparseCase(const Params& p) : AttendSparseCase(p, Random(p.seed)) {
+    if (!p.nonfinite) return;
+    Params clean = p;
+    clean.nonfinite = false;
+    clean_ = std::make_unique<AttendSparseCase>(clean);
+  }
 
   void run(Stream& stream) override {
     args_.scratch = scratch_.get(stream, per_worker_);
     ops::run(stream, args_);
     if (!joins_.empty()) ops::run(stream, merge_);
+    if (clean_) clean_->run(stream);
   }
 
   Verdict verify() override {
@@ -122,9 +136,16 @@ class AttendSparseCase final : public Case {
         judged.push_back({.q_begin = static_cast<int32_t>(r), .q_count = 1, .k_end = keys_});
     whole.items = judged;
     whole.part_keys = 0;
-    Exact<Token, Head, Value> exact({rows, p_.heads, width});
-    Exact<Token, Head> exact_lse({rows, p_.heads}), exact_max({rows, p_.heads});
+    Exact<Token, Head, Value> exact({rows, p_.heads, width}), clean(exact.extents);
+    Exact<Token, Head> exact_lse({rows, p_.heads}), exact_max({rows, p_.heads}), clean_lse(exact_lse.extents),
+        clean_max(exact_lse.extents);
     ops::reference(whole, exact.view(), exact_lse.view(), exact_max.view());
+    if (clean_) {
+      ops::AttendSparseArgs without = clean_->args_;
+      without.items = judged;
+      without.part_keys = 0;
+      ops::reference(without, clean.view(), clean_lse.view(), clean_max.view());
+    }
     std::vector<float> plain(exact.values.size()), plain_lse(exact_lse.values.size()), plain_max(plain_lse.size());
     for (const SparseItem& item : judged) plain_row(item.q_begin, plain, plain_lse, plain_max);
 
@@ -142,17 +163,27 @@ class AttendSparseCase final : public Case {
       if (std::isfinite(lse)) magnitude = std::max(magnitude, std::abs(lse));
     const double unit = rounds() ? 0x1p-9 : magnitude * 0x1p-24;
     const double out_unit = p_.activations == Dtype::bf16 ? std::max(unit, 0x1p-9) : unit;
-    auto judge = [&](const char* what, std::vector<float> got, const std::vector<double>& e,
-                     const std::vector<float>& p, int64_t row_size, double u) {
-      Verdict v = compare(kept(std::move(got), row_size), kept(e, row_size), kept(p, row_size), u);
+    auto judge = [&](const char* what, const auto& got, const std::vector<double>& e, const std::vector<float>& p,
+                     int64_t row_size, double u, const auto* clean_got, const std::vector<double>& clean_e) {
+      Verdict v = compare(kept(got.values(), row_size), kept(e, row_size), kept(p, row_size), u);
+      if (clean_)
+        v = unless_moved(v, row_size / p_.heads, kept(got.values(), row_size), kept(e, row_size),
+                         kept(clean_got->values(), row_size), kept(clean_e, row_size));
       v.detail = std::string(what) + ": " + v.detail;
       return v;
     };
-    Verdict v = judge("out", out_.values(), exact.values, plain, p_.heads * width, out_unit);
+    const AttendSparseCase* c = clean_.get();
+    Verdict v =
+        judge("out", out_, exact.values, plain, p_.heads * width, out_unit, c ? &c->out_ : nullptr, clean.values);
     if (v.ok)
-      if (const Verdict l = judge("lse", lse_.values(), exact_lse.values, plain_lse, p_.heads, unit); !l.ok) v = l;
+      if (const Verdict l =
+              judge("lse", lse_, exact_lse.values, plain_lse, p_.heads, unit, c ? &c->lse_ : nullptr, clean_lse.values);
+          !l.ok)
+        v = l;
     if (v.ok)
-      if (const Verdict m = judge("max_logits", max_.values(), exact_max.values, plain_max, p_.heads, unit); !m.ok)
+      if (const Verdict m = judge("max_logits", max_, exact_max.values, plain_max, p_.heads, unit,
+                                  c ? &c->max_ : nullptr, clean_max.values);
+          !m.ok)
         v = m;
     return unless_touched(v,
                           out_.intact() && lse_.intact() && max_.intact() && partial_out_.intact() &&
@@ -178,6 +209,12 @@ class AttendSparseCase final : public Case {
     const int64_t width = spec.value_width();
     q_ = {p.dtype, {rows, p.heads, spec.entry()}};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 16.0f : 1.0f);
+    Random plants(p.seed);
+    for (int64_t t = 0; t < rows && p.nonfinite; ++t)
+      for (int64_t h = 0; h < p.heads; ++h)
+        if (plants.integer(0, 15) == 0)
+          store_float(p.dtype, q_.any().at(t, h, plants.integer(0, spec.entry() - 1)), 0,
+                      odd_number(plants, p.dtype != Dtype::fp8_e4m3));
     out_ = {p.activations, {rows, p.heads, width}};
     lse_ = {Dtype::f32, {rows, p.heads}};
     max_ = {Dtype::f32, {rows, p.heads}};
@@ -186,17 +223,20 @@ class AttendSparseCase final : public Case {
 
     const int32_t step = static_cast<int32_t>(std::max<int64_t>(1, (keys_ + p.splits - 1) / p.splits));
     const int32_t all = static_cast<int32_t>(rows), splits = std::max(1, (keys_ + step - 1) / step);
-    if (splits == 1 || p.batch_invariant) {
-      items_.push_back({.q_begin = 0, .q_count = all, .k_begin = 0, .k_end = keys_});
-      args_.part_keys = p.batch_invariant ? step : 0;
-    } else {
-      for (int32_t s = 0; s < splits; ++s)
-        items_.push_back({.q_begin = 0,
-                          .q_count = all,
-                          .k_begin = s * step,
-                          .k_end = std::min(keys_, (s + 1) * step),
-                          .partial = s * all});
-      joins_.push_back({.row = 0, .rows = all, .partial = 0, .splits = splits});
+    const bool whole = splits == 1 || p.batch_invariant;
+    if (p.batch_invariant) args_.part_keys = step;
+    // Ragged rows come in items of any length, none too.
+    for (int32_t row = 0, count; row < all || items_.empty(); row += count) {
+      count = p.ragged ? static_cast<int32_t>(random.integer(0, all - row)) : all;
+      for (int32_t s = 0; s < (whole ? 1 : splits); ++s)
+        items_.push_back({.q_begin = row,
+                          .q_count = count,
+                          .k_begin = whole ? 0 : s * step,
+                          .k_end = whole ? keys_ : std::min(keys_, (s + 1) * step),
+                          .partial = whole ? -1 : row * splits + s * count});
+      if (!whole) joins_.push_back({.row = row, .rows = count, .partial = row * splits, .splits = splits});
+    }
+    if (!whole) {
       partial_out_ = {Dtype::f32, {splits * all, p.heads, width}};
       partial_lse_ = {Dtype::f32, {splits * all, p.heads}};
       partial_max_ = {Dtype::f32, {splits * all, p.heads}};
@@ -257,15 +297,17 @@ class AttendSparseCase final : public Case {
         m = std::max(m, s.back());
       }
       for (int64_t j = 0; j < count; ++j) {
+        if (s[j] == -kInf) continue;
         const float e = std::exp(s[j] - m);
         sum += e;
         for (int64_t d = 0; d < width; ++d) sums[d] += operand(e) * keys[j * entry + d];
       }
+      const bool some = m > -kInf;
       largest[at] = m;
-      lse[at] = m + std::log(sum);
+      lse[at] = some ? m + std::log(sum) : m;
       const float kept = sinks_.empty() ? 1.0f : 1.0f / (1.0f + std::exp(sinks_[h] - lse[at]));
       for (int64_t d = 0; d < width; ++d) {
-        out[at * width + d] = count > 0 ? sums[d] / sum * kept : 0.0f;
+        out[at * width + d] = some ? sums[d] / sum * kept : 0.0f;
         if (p_.activations == Dtype::bf16) out[at * width + d] = to_float(to_bf16(out[at * width + d]));
       }
     }
@@ -285,6 +327,7 @@ class AttendSparseCase final : public Case {
   Padded<Partial, Head> partial_lse_, partial_max_;
   size_t per_worker_ = 0;
   CaseScratch scratch_;
+  std::unique_ptr<AttendSparseCase> clean_;  // the same without what is planted
   ops::AttendSparseArgs args_;
   ops::MergeSparseArgs merge_;
 };
@@ -359,6 +402,27 @@ std::vector<Params> sweep(uint64_t seed) {
   add({.requests = 2, .query_len = 1, .context = 0, .heads = 2, .latent = 40, .rope = 8, .topk = 5});
   add({.requests = 2, .query_len = 3, .context = 9, .heads = 2, .latent = 40, .rope = 8, .splits = 3, .topk = 0});
   add({.requests = 0, .query_len = 3, .context = 9, .heads = 2, .latent = 40, .rope = 8, .splits = 2, .topk = 4});
+  // Batches of any shape; every third with NaN and infinities.
+  Random random(seed);
+  constexpr CacheFormat kPlain[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8};
+  constexpr Dtype kQueries[] = {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3};
+  for (int i = 0; i < 200; ++i)
+    add({.requests = random.integer(0, 5),
+         .query_len = random.integer(1, 6),
+         .context = random.integer(0, 40),
+         .ragged = random.integer(0, 5) > 0,
+         .heads = random.integer(0, 4) == 0 ? random.integer(48, 132) : random.integer(1, 20),
+         .latent = random.integer(1, 16),
+         .rope = random.integer(0, 6),
+         .format = kPlain[random.integer(0, 3)],
+         .page_size = random.integer(1, 9),
+         .dtype = kQueries[random.integer(0, 2)],
+         .batch_invariant = random.integer(0, 3) == 0,
+         .splits = random.integer(1, 3),
+         .topk = random.integer(0, 60),
+         .sources = random.integer(1, 3),
+         .sinks = random.integer(0, 1) == 0,
+         .nonfinite = i % 3 == 0});
   return cases;
 }
 

@@ -44,6 +44,9 @@ struct Params {
   int64_t topk = 2048;       ///< selected positions of a query row
   int64_t sources = 1;       ///< attend_sparse: caches
   bool sinks = false;        ///< attend_sparse
+  /// Attention and merge: NaN, infinities and numbers whose products overflow are planted among the inputs. Rows that
+  /// do not see one must have the bits of the same call without them.
+  bool nonfinite = false;
   // The sparse indexer; its heads are `heads`.
   int64_t index_dim = 128;
   IndexCacheFormat index_format = IndexCacheFormat::fp8;

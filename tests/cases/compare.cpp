@@ -54,6 +54,30 @@ Verdict compare(std::span<const float> got, std::span<const double> exact, std::
   return v;
 }
 
+Verdict unless_moved(Verdict v, int64_t width, std::span<const float> got, std::span<const double> exact,
+                     std::span<const float> clean_got, std::span<const double> clean_exact) {
+  const size_t n = static_cast<size_t>(width);
+  for (size_t row = 0; row + n <= exact.size() && n > 0; row += n) {
+    if (!std::equal(exact.begin() + row, exact.begin() + row + n, clean_exact.begin() + row)) continue;
+    for (size_t i = row; v.ok && i < row + n; ++i) {
+      if (std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(clean_got[i])) continue;
+      v.ok = false;
+      v.error = INFINITY;
+      v.detail = "element " + std::to_string(i) + " is " + std::to_string(got[i]) + ", but " +
+                 std::to_string(clean_got[i]) + " without what it does not see";
+    }
+  }
+  return v;
+}
+
+float odd_number(Random& random, bool infinities) {
+  switch (infinities ? random.integer(0, 2) : 0) {
+    case 1: return INFINITY;
+    case 2: return -INFINITY;
+    default: return poison();
+  }
+}
+
 uint64_t Random::next() {
   uint64_t z = (state_ += 0x9e3779b97f4a7c15u);
   z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;

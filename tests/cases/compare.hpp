@@ -15,6 +15,11 @@ namespace mla::cases {
 /// exactly.
 Verdict compare(std::span<const float> got, std::span<const double> exact, std::span<const float> plain, double unit);
 
+/// The verdict, turned to a failure where a row of `width` elements whose exact values are the same without what was
+/// planted has other bits than in the call without it.
+Verdict unless_moved(Verdict v, int64_t width, std::span<const float> got, std::span<const double> exact,
+                     std::span<const float> clean_got, std::span<const double> clean_exact);
+
 /// splitmix64 streams: the same numbers on every machine.
 class Random {
  public:
@@ -32,6 +37,11 @@ class Random {
 /// x as dtype holds it, and the unit roundoff of f32 or bf16.
 float stored(Dtype dtype, float x);
 inline double unit_of(Dtype dtype) { return dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24; }
+
+/// NaN or an infinity. Without `infinities`: NaN, for formats in which they saturate.
+float odd_number(Random& random, bool infinities);
+/// Products of these overflow f32's range, either alone is an ordinary number of its operand's dtype.
+constexpr float kHugeQuery = 3.3e38f, kHugeKey = 26.0f;
 
 /// A quiet NaN with a payload no computation makes: for poisoning what must not be read.
 float poison();

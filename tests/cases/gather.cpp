@@ -125,6 +125,20 @@ std::vector<Params> sweep(uint64_t seed) {
             cases.push_back(p);
           }
         }
+  // Batches of any shape: pieces from none to several tasks of rows, in any order.
+  Random random(seed);
+  constexpr CacheFormat kPlain[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8};
+  constexpr Dtype kOut[] = {Dtype::f32, Dtype::bf16, Dtype::f16};
+  for (int i = 0; i < 200; ++i)
+    cases.push_back({.requests = random.integer(0, 7),
+                     .context = random.integer(0, 150),
+                     .ragged = random.integer(0, 5) > 0,
+                     .latent = random.integer(1, 20),
+                     .rope = random.integer(0, 8),
+                     .format = kPlain[random.integer(0, 3)],
+                     .page_size = random.integer(1, 40),
+                     .dtype = kOut[random.integer(0, 2)],
+                     .seed = ++seed});
   cases.push_back({.requests = 0, .context = 10, .seed = ++seed});
   cases.push_back({.requests = 2, .context = 0, .seed = ++seed});
   return cases;

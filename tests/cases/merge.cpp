@@ -25,9 +25,10 @@ float random_lse(Random& random) {
   }
 }
 
-/// Random (O, LSE) parts; the O of an empty part is NaN or absurd.
+/// Random (O, LSE) parts; the O of an empty part is absurd in its first element and NaN in most. With nonfinite, some
+/// are rows that attention made NaN.
 template <class Row>
-void fill_parts(Random& random, Padded<Row, Head, Value>& out, Padded<Row, Head>& lse) {
+void fill_parts(Random& random, Padded<Row, Head, Value>& out, Padded<Row, Head>& lse, bool nonfinite) {
   out.fill_normal(random);
   auto o = out.view();
   auto l = lse.view();
@@ -36,6 +37,10 @@ void fill_parts(Random& random, Padded<Row, Head, Value>& out, Padded<Row, Head>
       l(t, h) = random_lse(random);
       if (empty(l(t, h)))
         for (int64_t d = 0; d < o.template extent<Value>(); ++d) o(t, h, d) = d % 3 ? poison() : 3e38f;
+      if (nonfinite && random.integer(0, 5) == 0) {
+        l(t, h) = poison();
+        for (int64_t d = 0; d < o.template extent<Value>(); ++d) o(t, h, d) = poison();
+      }
     }
 }
 
@@ -68,7 +73,7 @@ class MergeCase final : public Case {
         out_(Dtype::f32, {tokens_ + 2, heads_, width_}, gap_of(p)),
         lse_(Dtype::f32, {tokens_ + 2, heads_}, gap_of(p)) {
     Random random(p.seed);
-    fill_parts(random, out_, lse_);
+    fill_parts(random, out_, lse_, p.nonfinite);
     if (split_) {
       int32_t partials = 1;  // row 0 belongs to nobody
       for (int64_t r = 0; r < p.requests; ++r) {
@@ -81,7 +86,7 @@ class MergeCase final : public Case {
       }
       part_out_ = {Dtype::f32, {partials, heads_, width_}, gap_of(p)};
       part_lse_ = {Dtype::f32, {partials, heads_}, gap_of(p)};
-      fill_parts(random, part_out_, part_lse_);
+      fill_parts(random, part_out_, part_lse_, p.nonfinite);
       splits_args_ = {.partial_out = part_out_.view(),
                       .partial_lse = part_lse_.view(),
                       .items = items_,
@@ -90,7 +95,7 @@ class MergeCase final : public Case {
     } else {
       other_out_ = {Dtype::f32, {tokens_, heads_, width_}, gap_of(p)};
       other_lse_ = {Dtype::f32, {tokens_, heads_}, gap_of(p)};
-      fill_parts(random, other_out_, other_lse_);
+      fill_parts(random, other_out_, other_lse_, p.nonfinite);
       if (p.ragged) {
         rows_.resize(tokens_ + 2);
         std::iota(rows_.begin(), rows_.end(), 0);
@@ -210,6 +215,7 @@ std::vector<Params> sweep(uint64_t seed) {
                      .heads = random.integer(1, 20),
                      .value = random.integer(1, 200),
                      .splits = random.integer(1, 12),
+                     .nonfinite = i % 2 == 1,
                      .seed = ++seed});
   return cases;
 }

@@ -2,6 +2,7 @@
 // For item t, query row i < q_count, head h: keys j in [0, k_count) with j <= i + visible are seen;
 // out = softmax(scale * ([q_nope | q_pe] . [k_nope | k_pe])) v, lse in nats. A row that sees nothing: out 0, lse -inf.
 // K comes as two operands; k_pe is shared by all heads and never copied per head. V keeps its own width.
+// NaN and infinities: docs/numerics.md.
 #pragma once
 
 #include <span>

@@ -2,6 +2,7 @@
 // For item t, query row i < q_count, head h: cached positions j in [kv_begin, kv_end) with j <= visible + i are seen;
 // out = softmax(scale * q . row_j) . row_j[0 : value_width], row_j the dequantised cache row [latent | rope]; lse in
 // nats. A row that sees nothing: out 0, lse -inf. Splits of one request write partial rows, joined by merge_splits.
+// NaN and infinities: docs/numerics.md.
 #pragma once
 
 #include <span>

@@ -1,10 +1,10 @@
 #include <algorithm>
-#include <cmath>
 #include <limits>
 #include <vector>
 
 #include "cache/format.hpp"
 #include "ops/attend_latent/op.hpp"
+#include "ops/attention_row.hpp"
 
 namespace mla::ops {
 
@@ -24,21 +24,18 @@ void reference(const AttendLatentArgs& a, View<double, Token, Head, Value> out, 
         const int64_t row = item.q_begin + i;
         const int64_t count = std::clamp<int64_t>(static_cast<int64_t>(item.visible) + i + 1 - item.kv_begin, 0,
                                                   item.kv_end - item.kv_begin);
-        std::vector<double> p;
-        double m = -std::numeric_limits<double>::infinity(), sum = 0;
-        for (int64_t j = 0; j < count; ++j) {
-          double s = 0;
-          for (int64_t d = 0; d < entry; ++d) s += static_cast<double>(a.q(row, h, d)) * rows[j * entry + d];
-          p.push_back(s * q_scale * a.scale);
-          m = std::max(m, p.back());
-        }
-        for (double& e : p) sum += (e = std::exp(e - m));
-        for (int64_t d = 0; d < width; ++d) {
-          double x = 0;
-          for (int64_t j = 0; j < count; ++j) x += p[j] * rows[j * entry + d];
-          out(row, h, d) = count > 0 ? x / sum : 0.0;
-        }
-        lse(row, h) = m + std::log(sum);
+        bool usable = true;
+        for (int64_t d = 0; d < entry; ++d) usable = usable && a.q(row, h, d) < std::numeric_limits<float>::infinity();
+        const AttentionRow result(
+            usable, count, width,
+            [&](int64_t j) {
+              double s = 0;
+              for (int64_t d = 0; d < entry; ++d) s += static_cast<double>(a.q(row, h, d)) * rows[j * entry + d];
+              return s * q_scale * a.scale;
+            },
+            [&](int64_t j, int64_t d) { return rows[j * entry + d]; });
+        for (int64_t d = 0; d < width; ++d) out(row, h, d) = result.out[d];
+        lse(row, h) = result.lse;
       }
   }
 }

@@ -6,6 +6,7 @@
 // s_j = scale * q . row_j, out = softmax(s) . row_j[0 : value_width], lse in nats without the sink, max_logits = max
 // s_j. A sink is one more logit with no value behind it: out *= e^lse / (e^lse + e^sink); -inf changes nothing, +inf
 // gives 0. A row without keys: out 0, lse and max_logits -inf, whatever its sinks.
+// NaN and infinities: docs/numerics.md.
 #pragma once
 
 #include <span>

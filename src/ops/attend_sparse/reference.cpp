@@ -6,6 +6,7 @@
 #include "cache/format.hpp"
 #include "ops/attend_sparse/op.hpp"
 #include "ops/attend_sparse/selected.hpp"
+#include "ops/attention_row.hpp"
 
 namespace mla::ops {
 namespace {
@@ -35,23 +36,23 @@ void reference(const AttendSparseArgs& a, View<double, Token, Head, Value> out, 
                     keys.data() + count++ * entry, entry);
       });
       for (int64_t h = 0; h < a.q.extent<Head>(); ++h) {
-        std::vector<double> p, sums(static_cast<size_t>(width)), q;
-        for (int64_t d = 0; d < entry; ++d) q.push_back(a.q(row, h, d) * q_scale);
-        double m = kNone, sum = 0;
-        for (int64_t j = 0; j < count; ++j) {
-          double s = 0;
-          for (int64_t d = 0; d < entry; ++d) s += q[d] * keys[j * entry + d];
-          p.push_back(s * a.scale);
-          m = std::max(m, p.back());
+        bool usable = true;
+        std::vector<double> q;
+        for (int64_t d = 0; d < entry; ++d) {
+          usable = usable && a.q(row, h, d) < std::numeric_limits<float>::infinity();
+          q.push_back(a.q(row, h, d) * q_scale);
         }
-        for (int64_t j = 0; j < count; ++j) {
-          const double e = std::exp(p[j] - m);
-          sum += e;
-          for (int64_t d = 0; d < width; ++d) sums[d] += e * keys[j * entry + d];
-        }
-        max_logits(row, h) = m;
-        const double l = lse(row, h) = m + std::log(sum);
-        for (int64_t d = 0; d < width; ++d) out(row, h, d) = count > 0 ? kept(a.sinks, h, l) * sums[d] / sum : 0.0;
+        const AttentionRow result(
+            usable, count, width,
+            [&](int64_t j) {
+              double s = 0;
+              for (int64_t d = 0; d < entry; ++d) s += q[d] * keys[j * entry + d];
+              return s * a.scale;
+            },
+            [&](int64_t j, int64_t d) { return keys[j * entry + d]; });
+        max_logits(row, h) = result.max;
+        lse(row, h) = result.lse;
+        for (int64_t d = 0; d < width; ++d) out(row, h, d) = kept(a.sinks, h, result.lse) * result.out[d];
       }
     }
 }
@@ -65,10 +66,16 @@ void reference(const MergeSparseArgs& a, View<double, Token, Head, Value> out, V
     for (int64_t r = 0; r < s.rows; ++r)
       for (int64_t h = 0; h < a.out.extent<Head>(); ++h) {
         double m = kNone, sum = 0, largest = kNone;
+        bool nan = false;
         auto part = [&](int64_t i) { return s.partial + i * s.rows + r; };
         for (int64_t i = 0; i < s.splits; ++i) {
+          nan = nan || nan_part(
+                           a.partial_lse(part(i), h), [&](int64_t d) { return a.partial_out(part(i), h, d); },
+                           a.out.extent<Value>());
           m = std::max(m, usable(a.partial_lse(part(i), h)));
-          if (a.max_logits) largest = std::max<double>(largest, a.partial_max(part(i), h));
+          if (a.max_logits && !std::isnan(largest))
+            largest = std::isnan(a.partial_max(part(i), h)) ? AttentionRow::kNaN
+                                                            : std::max<double>(largest, a.partial_max(part(i), h));
         }
         std::vector<double> x(static_cast<size_t>(a.out.extent<Value>()));
         for (int64_t i = 0; i < s.splits; ++i) {
@@ -78,6 +85,11 @@ void reference(const MergeSparseArgs& a, View<double, Token, Head, Value> out, V
           for (size_t d = 0; d < x.size(); ++d) x[d] += std::exp(l - m) * a.partial_out(part(i), h, d);
         }
         max_logits(s.row + r, h) = largest;
+        if (nan) {
+          lse(s.row + r, h) = AttentionRow::kNaN;
+          for (size_t d = 0; d < x.size(); ++d) out(s.row + r, h, d) = AttentionRow::kNaN;
+          continue;
+        }
         const double l = lse(s.row + r, h) = m == kNone ? m : m + std::log(sum);
         for (size_t d = 0; d < x.size(); ++d)
           out(s.row + r, h, d) = m == kNone ? 0.0 : kept(a.sinks, h, l) * x[d] / sum;

@@ -1,6 +1,6 @@
 // merge: joins partial softmaxes (O, LSE), f32, LSE in nats. m = max(lse); O = sum(e^(lse - m) O) / sum(e^(lse - m)).
-// An empty part has lse -inf and its O is never read; +inf or NaN lse is read as -inf. All parts empty: O = 0, lse =
-// -inf.
+// An empty part has lse -inf and its O is never multiplied; +inf is read as -inf, and so is NaN unless O begins with
+// NaN: such a part makes the row NaN, lse too. All parts empty: O = 0, lse = -inf.
 #pragma once
 
 #include <span>

@@ -2,6 +2,7 @@
 #include <cmath>
 #include <limits>
 
+#include "ops/attention_row.hpp"
 #include "ops/merge/op.hpp"
 
 namespace mla::ops {
@@ -15,7 +16,14 @@ double usable(float lse) { return std::isnan(lse) || lse == std::numeric_limits<
 template <class Lse, class Part, class To>
 double join(int64_t parts, int64_t width, Lse&& lse, Part&& part, To&& to) {
   double m = kEmpty;
-  for (int64_t i = 0; i < parts; ++i) m = std::max(m, usable(lse(i)));
+  for (int64_t i = 0; i < parts; ++i) {
+    if (nan_part(
+            lse(i), [&](int64_t d) { return part(i, d); }, width)) {
+      for (int64_t d = 0; d < width; ++d) to(d, AttentionRow::kNaN);
+      return AttentionRow::kNaN;
+    }
+    m = std::max(m, usable(lse(i)));
+  }
   double sum = 0;
   for (int64_t i = 0; i < parts; ++i) sum += m == kEmpty ? 0 : std::exp(usable(lse(i)) - m);
   for (int64_t d = 0; d < width; ++d) {

@@ -106,6 +106,7 @@ class Kernel {
     std::fill_n(k, (padded - count) * block.k_stride, Element{});
     block.v = s.v;
     block.v_stride = tile_stride(width_, sizeof(float));
+    block.paired = kDot;
     if constexpr (kDot) {
       uint32_t* v = reinterpret_cast<uint32_t*>(s.v);
       for (int64_t j = 0; j < count;
@@ -127,9 +128,14 @@ class Kernel {
     }
     float* out = &out_(token, head, 0);
     const float part_lse = finish_row(tile, lane, width_, part);
-    if (part_lse == kEmptyLse) return out;
-    const MergeWeights w = merge_weights(lse, part_lse);
+    if (part_lse == kEmptyLse || nan_row(out, lse, width_)) return out;
     float* to = goes_on ? part : out;
+    if (nan_row(part, part_lse, width_)) {
+      lse = part_lse;
+      if (to != part) std::copy_n(part, width_, to);
+      return to;
+    }
+    const MergeWeights w = merge_weights(lse, part_lse);
     for (int64_t d = 0; d < width_; ++d) to[d] = w.a == 0 ? w.b * part[d] : w.a * out[d] + w.b * part[d];
     lse = w.lse;
     return to;

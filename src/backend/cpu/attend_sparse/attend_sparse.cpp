@@ -122,15 +122,14 @@ void run_task(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t in
       const RowTile& tile = tiles[i / kTileRows];
       const int64_t lane = i % kTileRows;
       const Target to = target_of(a, item, index, first_head + i);
-      const float largest = tile.l[lane] == 0 ? kEmptyLse : tile.m[lane];
-      if (begin == item.k_begin) {
-        *to.lse = finish_row(tile, lane, width, to.out);
-        if (to.max) *to.max = largest;
-      } else {
-        const float lse = finish_row(tile, lane, width, spare);
-        join_part(to.out, *to.lse, spare, lse, width);
-        if (to.max) *to.max = std::max(*to.max, largest);
-      }
+      const bool first = begin == item.k_begin;
+      const float lse = finish_row(tile, lane, width, first ? to.out : spare), largest = std::isnan(lse) ? lse
+                                                                                         : tile.l[lane] == 0
+                                                                                             ? kEmptyLse
+                                                                                             : tile.m[lane];
+      if (first) *to.lse = lse;
+      else join_part(to.out, *to.lse, spare, lse, width);
+      if (to.max) *to.max = first ? largest : larger(*to.max, largest);
     }
   }
   if (item.partial >= 0 || a.sinks.empty()) return;
@@ -181,7 +180,7 @@ void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
     float *out = &to(s->row + r, h, 0), lse = kEmptyLse, largest = kEmptyLse;
     for (int64_t p = s->partial + r; p < s->partial + int64_t{s->splits} * s->rows; p += s->rows) {
       join_part(out, lse, &a.partial_out(p, h, 0), a.partial_lse(p, h), width);
-      if (a.max_logits) largest = std::max(largest, a.partial_max(p, h));
+      if (a.max_logits) largest = larger(largest, a.partial_max(p, h));
     }
     a.lse(s->row + r, h) = lse;
     if (a.max_logits) a.max_logits(s->row + r, h) = largest;

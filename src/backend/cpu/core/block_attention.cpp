@@ -82,20 +82,34 @@ void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
   for (int64_t n = 0; n < b.count; n += kKeys)
     for (int64_t g = 0; g < w; g += G * lanes)
       ScoreTile<G, kKeys>(q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
+  auto values = [&](int64_t from, int64_t to, const float* factor) {
+    const float *p = scores + from * w, *rows = v + from * b.v_stride;
+    for (int64_t g = 0; g < w; g += G * lanes) {
+      int64_t d = 0;
+      for (; d + kDims <= b.v_dim; d += kDims)
+        ValueTile<G, kDims>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+      for (; d + 4 <= b.v_dim; d += 4)
+        ValueTile<G, 4>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+      for (; d < b.v_dim; ++d)
+        ValueTile<G, 1>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+    }
+  };
   float alpha[kTileRows];
-  Softmax(tile, b, scores, alpha);
-  for (int64_t g = 0; g < w; g += G * lanes) {
-    int64_t d = 0;
-    for (; d + kDims <= b.v_dim; d += kDims)
-      ValueTile<G, kDims>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
-    for (; d + 4 <= b.v_dim; d += 4)
-      ValueTile<G, 4>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
-    for (; d < b.v_dim; ++d) ValueTile<G, 1>(scores + g, w, v + d, b.v_stride, b.count, alpha + g, tile.o + d * w + g);
+  bool skip[kBlockKeys];
+  if (!Softmax(tile, b, scores, alpha, skip)) return values(0, b.count, alpha);
+  // Runs of keys between those that are left out; every row's sums keep their order.
+  values(0, 0, alpha);
+  std::fill_n(alpha, w, 1.0f);
+  for (int64_t t = 0, end; t < b.count; t = end + 1) {
+    end = std::find(skip + t, skip + b.count, true) - skip;
+    if (end > t) values(t, end, alpha);
   }
 }
 
-void SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) {
-  Softmax(tile, block, scores, alpha);
+bool AllFiniteFloats(const float* x, int64_t n) { return FiniteFloats(x, n); }
+
+bool SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip) {
+  return Softmax(tile, block, scores, alpha, skip);
 }
 
 void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
@@ -118,18 +132,19 @@ namespace mla::cpu {
 
 HWY_EXPORT(Block);
 HWY_EXPORT(SoftmaxBlock);
+HWY_EXPORT(AllFiniteFloats);
 
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) {
   HWY_DYNAMIC_DISPATCH(Block)(tile, block, scores);
 }
 
-void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha) {
-  HWY_DYNAMIC_DISPATCH(SoftmaxBlock)(tile, block, scores, alpha);
+bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip) {
+  return HWY_DYNAMIC_DISPATCH(SoftmaxBlock)(tile, block, scores, alpha, skip);
 }
 
 void begin_tile(RowTile& tile, int64_t v_dim) {
   std::fill_n(tile.o, v_dim * tile.width, 0.0f);
-  std::fill_n(tile.m, tile.width, kMaskedScore);
+  std::fill_n(tile.m, tile.width, -std::numeric_limits<float>::infinity());
   std::fill_n(tile.l, tile.width, 0.0f);
   std::fill_n(tile.last + tile.rows, tile.width - tile.rows, -1);
   tile.first_last = *std::min_element(tile.last, tile.last + tile.rows);
@@ -144,7 +159,10 @@ float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out) {
   }
   const float inverse = 1.0f / sum;
   for (int64_t d = 0; d < v_dim; ++d) out[d] = tile.o[d * tile.width + r] * inverse;
-  return tile.m[r] + std::log(sum);
+  if (sum > 0 && HWY_DYNAMIC_DISPATCH(AllFiniteFloats)(out, v_dim)) return tile.m[r] + std::log(sum);
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+  std::fill_n(out, v_dim, kNaN);
+  return kNaN;
 }
 
 void set_query_f32(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim) {
@@ -158,6 +176,21 @@ void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t
     const uint32_t low = to_bf16(row[d]).bits, high = d + 1 < qk_dim ? to_bf16(row[d + 1]).bits : 0;
     q[d / 2 * tile.width] = low | high << 16;
   }
+}
+
+bool usable_query(const RowTile& tile, int64_t lane, const KeyBlock& block) {
+  auto usable = [](float x) { return x < std::numeric_limits<float>::infinity(); };
+  if (!block.paired) {
+    const float* q = static_cast<const float*>(tile.q) + lane;
+    for (int64_t d = 0; d < block.qk_dim; ++d)
+      if (!usable(q[d * tile.width])) return false;
+    return true;
+  }
+  const uint32_t* q = static_cast<const uint32_t*>(tile.q) + lane;
+  for (int64_t d = 0; d < (block.qk_dim + 1) / 2; ++d)
+    for (const uint32_t half : {q[d * tile.width] & 0xffff, q[d * tile.width] >> 16})
+      if (!usable(to_float(bf16{static_cast<uint16_t>(half)}))) return false;
+  return true;
 }
 
 }  // namespace mla::cpu

@@ -44,6 +44,7 @@ struct KeyBlock {
   int64_t k_stride = 0;  ///< elements
   const void* v = nullptr;
   int64_t v_stride = 0;  ///< elements of a row (f32), or pairs of a pair row (bf16)
+  bool paired = false;   ///< values are pairs
   int64_t qk_dim = 0, v_dim = 0;
   int64_t first_key = 0, count = 0;
   float scale = 1;
@@ -64,15 +65,18 @@ void begin_tile(RowTile& tile, int64_t v_dim);
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
 /// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for
-/// what it had summed.
-void softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha);
-/// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf.
+/// what it had summed. True: the values of the keys in skip[kBlockKeys] must not be multiplied.
+bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip);
+/// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf. A row whose query holds NaN or
+/// +inf, with a NaN or +inf score, or that saw a value that is no finite number: NaN, lse too.
 float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out);
 
 /// q_t[d * width + lane] = row[d].
 void set_query_f32(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim);
 /// The same in bf16 pairs, rounding to nearest even.
 void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t qk_dim);
+/// The lane's query holds neither NaN nor +inf.
+bool usable_query(const RowTile& tile, int64_t lane, const KeyBlock& block);
 
 /// Joins rows a and b of bf16 values into pairs; b may be null: zeros.
 void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n);

@@ -101,23 +101,53 @@ MLA_BF16_DOT void pair_probabilities(float* scores, int64_t width, int64_t count
     }
 }
 
+// Value tiles over all dims.
+template <int G, int kDims>
+MLA_BF16_DOT void values(const uint32_t* p, int64_t w, const uint32_t* v, int64_t stride, int64_t v_dim, int64_t pairs,
+                         const float* alpha, float* o) {
+  int64_t d = 0;
+  for (; d + kDims <= v_dim; d += kDims) value_tile<G, kDims>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (; d + 4 <= v_dim; d += 4) value_tile<G, 4>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (; d < v_dim; ++d) value_tile<G, 1>(p, w, v + d, stride, pairs, alpha, o + d * w);
+}
+
+// The same without the keys in `skip`: pairs between theirs as they are, in order, and theirs with a half zeroed.
+template <int G, int kDims>
+void values_but(const bool* skip, const uint32_t* p, int64_t w, const KeyBlock& b, float* alpha, float* o) {
+  const uint32_t* v = static_cast<const uint32_t*>(b.v);
+  const int64_t pairs = (b.count + 1) / 2;
+  values<G, kDims>(p, w, v, b.v_stride, b.v_dim, 0, alpha, o);
+  std::fill_n(alpha, w, 1.0f);
+  for (int64_t t = 0; t < pairs;) {
+    int64_t end = t;
+    while (end < pairs && !skip[2 * end] && !skip[2 * end + 1]) ++end;
+    if (end > t) values<G, kDims>(p + t * w, w, v + t * b.v_stride, b.v_stride, b.v_dim, end - t, alpha, o);
+    if ((t = end) == pairs) break;
+    const uint32_t kept = (skip[2 * t] ? 0 : 0xffffu) | (skip[2 * t + 1] ? 0 : 0xffff0000u);
+    for (int64_t d = 0; kept != 0 && d < b.v_dim; d += kDims) {
+      const int64_t n = std::min<int64_t>(kDims, b.v_dim - d);
+      uint32_t half[kDims];
+      for (int64_t i = 0; i < n; ++i) half[i] = v[t * b.v_stride + d + i] & kept;
+      values<G, kDims>(p + t * w, w, half, 0, n, 1, alpha, o + d * w);
+    }
+    ++t;
+  }
+}
+
 template <int G, int kKeys, int kDims>
 MLA_BF16_DOT void block_of(const RowTile& tile, const KeyBlock& b, float* scores) {
   const int64_t w = tile.width;
   const uint32_t* q = static_cast<const uint32_t*>(tile.q);
   const bf16* k = static_cast<const bf16*>(b.k);
-  const uint32_t* v = static_cast<const uint32_t*>(b.v);
   for (int64_t n = 0; n < b.count; n += kKeys)
     score_tile<G, kKeys>(q, w, k + n * b.k_stride, b.k_stride, (b.qk_dim + 1) / 2, scores + n * w);
   float alpha[kTileRows];
-  softmax_block(tile, b, scores, alpha);
+  bool skip[kBlockKeys];
+  const bool skips = softmax_block(tile, b, scores, alpha, skip);
   pair_probabilities(scores, w, b.count);
   const uint32_t* p = reinterpret_cast<const uint32_t*>(scores);
-  const int64_t pairs = (b.count + 1) / 2;
-  int64_t d = 0;
-  for (; d + kDims <= b.v_dim; d += kDims) value_tile<G, kDims>(p, w, v + d, b.v_stride, pairs, alpha, tile.o + d * w);
-  for (; d + 4 <= b.v_dim; d += 4) value_tile<G, 4>(p, w, v + d, b.v_stride, pairs, alpha, tile.o + d * w);
-  for (; d < b.v_dim; ++d) value_tile<G, 1>(p, w, v + d, b.v_stride, pairs, alpha, tile.o + d * w);
+  if (skips) return values_but<G, kDims>(skip, p, w, b, alpha, tile.o);
+  values<G, kDims>(p, w, static_cast<const uint32_t*>(b.v), b.v_stride, b.v_dim, (b.count + 1) / 2, alpha, tile.o);
 }
 
 }  // namespace

@@ -97,6 +97,7 @@ void finish_block(int64_t count, const LatentScratch& s, KeyBlock& block) {
       for (int64_t i = 0; i < count; ++i) rows[i * stride + entry] = {};
     block.v = s.v;
     block.v_stride = tile_stride(block.v_dim, sizeof(uint32_t));
+    block.paired = true;
     for (int64_t i = 0; i < count; i += 2)  // a missing last position has probability 0: any number will do
       interleave_bf16(rows + i * stride, rows + std::min(i + 1, count - 1) * stride,
                       reinterpret_cast<uint32_t*>(s.v) + i / 2 * block.v_stride, block.v_dim);

@@ -10,8 +10,17 @@ namespace mla::cpu {
 
 constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
 
-/// What came from outside as +inf or NaN counts as empty.
+/// What came from outside as +inf or NaN counts as empty. A NaN row's lse is to be asked for before (nan_row).
 inline float usable_lse(float lse) { return lse < std::numeric_limits<float>::infinity() ? lse : kEmptyLse; }
+
+/// A part that is NaN makes its row NaN. Attention's NaN rows are NaN throughout, lse included; beside any other output
+/// a NaN lse counts as empty.
+inline bool nan_row(const float* out, float lse, int64_t width) {
+  return std::isnan(lse) && width > 0 && std::isnan(out[0]);
+}
+
+/// The larger; NaN if either is.
+inline float larger(float a, float b) { return std::isnan(a) || b <= a ? a : b; }
 
 struct MergeWeights {
   float a = 0, b = 0;  ///< a part of weight 0 is not to be read
@@ -27,6 +36,12 @@ inline MergeWeights merge_weights(float lse_a, float lse_b) {
 
 /// Joins the part (other, other_lse) of a row into (out, lse).
 inline void join_part(float* out, float& lse, const float* other, float other_lse, int64_t width) {
+  if (nan_row(out, lse, width)) return;
+  if (nan_row(other, other_lse, width)) {
+    std::copy_n(other, width, out);
+    lse = other_lse;
+    return;
+  }
   const MergeWeights w = merge_weights(lse, other_lse);
   lse = w.lse;
   if (w.a == 0 && w.b == 0) std::fill_n(out, width, 0.0f);

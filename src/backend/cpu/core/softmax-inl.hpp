@@ -6,37 +6,96 @@
 #define MLA_SOFTMAX_INL_HPP
 #endif
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
 #include "backend/cpu/core/block_attention.hpp"
 #include "hwy/contrib/math/math-inl.h"
 #include "hwy/highway.h"
-
-#ifndef MLA_MASKED_SCORE
-#define MLA_MASKED_SCORE
-namespace mla::cpu {
-/// The score of a key that a row does not see: finite, so that differences stay numbers, and far below any real score.
-constexpr float kMaskedScore = -1e30f;
-}  // namespace mla::cpu
-#endif
 
 HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
+// No element of x[n] has all bits of `special`, an exponent of all ones: NaN and infinity.
+template <class T>
+HWY_INLINE bool AllFinite(const T* HWY_RESTRICT x, int64_t n, T magnitude, T special) {
+  const hn::ScalableTag<T> d;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(d));
+  auto largest = hn::Zero(d);
+  int64_t i = 0;
+  for (; i + lanes <= n; i += lanes) largest = hn::Max(largest, hn::And(hn::LoadU(d, x + i), hn::Set(d, magnitude)));
+  for (; i < n; ++i)
+    if ((x[i] & magnitude) >= special) return false;
+  return hn::AllTrue(d, hn::Lt(largest, hn::Set(d, special)));
+}
+
+HWY_INLINE bool FiniteFloats(const float* x, int64_t n) {
+  return AllFinite<int32_t>(reinterpret_cast<const int32_t*>(x), n, 0x7fffffff, 0x7f800000);
+}
+HWY_INLINE bool FinitePairs(const uint32_t* x, int64_t n) {
+  return AllFinite<int16_t>(reinterpret_cast<const int16_t*>(x), 2 * n, 0x7fff, 0x7f80);
+}
+
+// Keys [from, ..) of the block whose values hold NaN or infinity go to `skip`: a row that does not see one would meet
+// it with probability 0, and 0 times NaN is NaN. Rows that do see one become NaN, by their sums. With `odd`, some score
+// is no finite number: a row with a NaN or +inf among its scores, or in its query, becomes NaN, too.
+HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* HWY_RESTRICT scores, int64_t from,
+                          bool odd, bool* HWY_RESTRICT skip) {
+  constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
+  const int64_t w = tile.width;
+  auto sees = [&](int64_t lane, int64_t t) { return t < b.count && b.first_key + t <= tile.last[lane]; };
+  std::fill_n(skip, kBlockKeys, false);
+  bool any = false;
+  auto leave_out = [&](int64_t t) {
+    skip[t] = any = true;
+    for (int64_t lane = 0; lane < tile.rows; ++lane)
+      if (sees(lane, t)) tile.l[lane] = kNaN;
+  };
+  if (b.paired) {
+    const uint32_t* v = static_cast<const uint32_t*>(b.v) + from / 2 * b.v_stride;
+    for (int64_t t = from / 2 * 2; t < b.count; t += 2, v += b.v_stride) {
+      if (FinitePairs(v, b.v_dim)) continue;
+      for (int half = 0; half < 2; ++half)
+        if (std::any_of(v, v + b.v_dim, [&](uint32_t x) { return (~x >> 16 * half & 0x7f80) == 0; }))
+          leave_out(t + half);
+    }
+  } else {
+    const float* v = static_cast<const float*>(b.v) + from * b.v_stride;
+    for (int64_t t = from; t < b.count; ++t, v += b.v_stride)
+      if (!FiniteFloats(v, b.v_dim)) leave_out(t);
+  }
+  if (!odd) return any;
+  for (int64_t lane = 0; lane < tile.rows; ++lane) {
+    const bool own = !usable_query(tile, lane, b);
+    for (int64_t t = 0; t < b.count; ++t)
+      if (sees(lane, t) && (own || !(scores[t * w + lane] < kInf))) tile.l[lane] = kNaN;
+  }
+  return any;
+}
+
 // In: scores [count][width], unscaled. Out: probabilities relative to the new maximum; alpha[width], the factor for
-// what was summed before. Updates the tile's maximum and sum.
-HWY_INLINE void Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores, float* HWY_RESTRICT alpha) {
+// what was summed before. Updates the tile's maximum and sum. True: the values of the keys in skip[kBlockKeys] are to
+// be left out of all products. A hidden key's score is -inf, whatever it was, and so is a masked key's.
+HWY_INLINE bool Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores, float* HWY_RESTRICT alpha,
+                        bool* HWY_RESTRICT skip) {
   const hn::ScalableTag<float> df;
   const hn::RebindToSigned<decltype(df)> di;
   using V = hn::Vec<decltype(df)>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df)), w = tile.width;
-  const bool masked = b.first_key + b.count - 1 > tile.first_last;
-  const V scale = hn::Set(df, b.scale), none = hn::Set(df, kMaskedScore), half_none = hn::Set(df, 0.5f * kMaskedScore);
+  const int64_t seen = std::clamp<int64_t>(tile.first_last + 1 - b.first_key, 0, b.count);  // by all rows
+  const bool masked = seen < b.count;
+  const V scale = hn::Set(df, b.scale), none = hn::Set(df, -std::numeric_limits<float>::infinity());
+  const auto magnitude = hn::Set(di, 0x7fffffff);
+  auto largest = hn::Zero(di);  // as bits: NaN and infinity lie above all numbers
+  float maximum[kTileRows];
   for (int64_t g = 0; g < w; g += lanes) {
-    const V before = hn::LoadU(df, tile.m + g);
-    V m = before;
+    V m = hn::LoadU(df, tile.m + g);
     const auto last = hn::LoadU(di, tile.last + g);
     for (int64_t t = 0; t < b.count; ++t) {
       V s = hn::Mul(hn::LoadU(df, scores + t * w + g), scale);
+      largest = hn::Max(largest, hn::And(hn::BitCast(di, s), magnitude));
       if (masked) {
         const auto hidden = hn::Gt(hn::Set(di, static_cast<int32_t>(b.first_key + t)), last);
         s = hn::IfThenElse(hn::RebindMask(df, hidden), none, s);
@@ -44,12 +103,19 @@ HWY_INLINE void Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTR
       hn::StoreU(s, df, scores + t * w + g);
       m = hn::Max(m, s);
     }
-    const V a = hn::Exp(df, hn::Sub(before, m));
+    hn::StoreU(m, df, maximum + g);
+  }
+  const bool odd = !hn::AllTrue(di, hn::Lt(largest, hn::Set(di, 0x7f800000)));
+  // The second half of a last pair belongs to no key.
+  const bool skips =
+      (odd || masked || (b.paired && b.count % 2 != 0)) && KeepOut(tile, b, scores, odd ? 0 : seen, odd, skip);
+  for (int64_t g = 0; g < w; g += lanes) {
+    const V m = hn::LoadU(df, maximum + g);
+    const V from = hn::IfThenElse(hn::Eq(m, none), hn::Zero(df), m);  // nothing seen yet: no difference of infinities
+    const V a = hn::Exp(df, hn::Sub(hn::LoadU(df, tile.m + g), from));
     V sum = hn::Mul(hn::LoadU(df, tile.l + g), a);
     for (int64_t t = 0; t < b.count; ++t) {
-      const V s = hn::LoadU(df, scores + t * w + g);
-      V p = hn::Exp(df, hn::Sub(s, m));
-      if (masked) p = hn::IfThenElseZero(hn::Gt(s, half_none), p);
+      const V p = hn::Exp(df, hn::Sub(hn::LoadU(df, scores + t * w + g), from));  // 0 at -inf and at NaN
       sum = hn::Add(sum, p);
       hn::StoreU(p, df, scores + t * w + g);
     }
@@ -57,6 +123,7 @@ HWY_INLINE void Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTR
     hn::StoreU(sum, df, tile.l + g);
     hn::StoreU(a, df, alpha + g);
   }
+  return skips;
 }
 
 }  // namespace mla::cpu::HWY_NAMESPACE

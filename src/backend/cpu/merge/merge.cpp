@@ -25,10 +25,20 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
     const int64_t h = task % heads;
     for (int32_t r = 0; r < s.rows; ++r) {
       float m = kEmptyLse, sum = 0;
+      const float* nan = nullptr;
       auto at = [&](int64_t i) { return s.partial + i * s.rows + r; };
       auto lse = [&](int64_t i) { return usable_lse(a.partial_lse(at(i), h)); };
-      for (int32_t i = 0; i < s.splits; ++i) m = std::max(m, lse(i));
+      for (int32_t i = 0; i < s.splits; ++i) {
+        const float* part = &a.partial_out(at(i), h, 0);
+        if (nan_row(part, a.partial_lse(at(i), h), width)) nan = part;
+        m = std::max(m, lse(i));
+      }
       float* out = &a.out(s.row + r, h, 0);
+      if (nan) {
+        std::copy_n(nan, width, out);
+        a.lse(s.row + r, h) = nan[0];
+        continue;
+      }
       std::fill_n(out, width, 0.0f);
       a.lse(s.row + r, h) = kEmptyLse;
       if (m == kEmptyLse) continue;
