@@ -159,6 +159,30 @@ TEST_F(SafetensorsFile, NamesCannotBreakTheLine) {
 }
 
 // Deep nesting must not recurse: the grammar has no value that nests.
+// Names are JSON strings: each escape and each length of UTF-8, and what is neither.
+TEST_F(SafetensorsFile, NamesAreDecodedOrRefused) {
+  const auto named = [&](const std::string& name) {
+    return refusal(raw_safetensors("{\"" + name + R"(":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}})", 0));
+  };
+  const auto reads = [&](const std::string& name, const std::string& as) {
+    EXPECT_EQ(named(name), "read") << name;
+    EXPECT_NE(Safetensors(folder_ / "f").find(as), nullptr) << name;
+  };
+  reads(R"(\"\\\/\b\f\n\r\t)", "\"\\/\b\f\n\r\t");
+  reads(R"(\u0041\u00e9\u20Ac\ud83d\ude00)", "A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
+  reads("A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
+  EXPECT_EQ(named(R"(\x)"), "unknown escape in a string at byte 3");
+  EXPECT_EQ(named(R"(\u00g0)"), "bad \\u escape at byte 6");
+  for (const char* half : {R"(\ud83d)", R"(\ud83dx\ude00)", R"(\ud83d\u0041)", R"(\ude00)"})
+    EXPECT_EQ(named(half).substr(0, 24), "half a surrogate pair at") << half;
+  // A stray continuation, forms that are too long, a surrogate, past Unicode's end, cut off.
+  for (const char* bad : {"\x80", "\xc0\xaf", "\xc1\xbf", "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xed\xa0\x80",
+                          "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xe2\x82", "\xc3"})
+    EXPECT_EQ(named(bad), "bad UTF-8 at byte 2");
+  for (const char* open : {R"({")", R"({"a)", R"({"\)", R"({"\u00)", "{\"\xe2\x82"})
+    EXPECT_NE(refusal(open, 0), "read") << open;
+}
+
 TEST_F(SafetensorsFile, DeepNestingIsRefused) {
   EXPECT_NE(refusal(raw_safetensors(std::string(R"({"t":)") + std::string(1 << 20, '['), 0)).find("is needed"),
             std::string::npos);
