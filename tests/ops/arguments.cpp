@@ -40,6 +40,16 @@ TEST_F(Arguments, Norm) {
   EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}}, 7), "norm: weight length is 7, x In is 8");
   EXPECT_EQ(with({x, {2, 8}, {16, 2}}, {y, {2, 8}}, 8), "norm: x In has stride 2, 1 is needed");
   EXPECT_EQ(with({x, {2, 8}}, {y, {2, 8}, {1, 2}}, 8), "norm: y In has stride 2, 1 is needed");
+  auto growing = [&](const std::vector<int32_t>& positions, int32_t length) {
+    return refusal(ops::NormArgs{.x = View<const float, Token, In>(x, {2, 8}),
+                                 .weight = weight,
+                                 .y = View<float, Token, In>(y, {2, 8}),
+                                 .growth = {positions, 0.1, length}});
+  };
+  EXPECT_EQ(growing({0, 7}, 1), "accepted");
+  EXPECT_EQ(growing({0}, 1), "norm: positions is 1, x Token is 2");
+  EXPECT_EQ(growing({0, -1}, 1).substr(0, 19), "norm: position is -");
+  EXPECT_EQ(growing({0, 1}, 0).substr(0, 23), "norm: growth length is ");
 }
 
 TEST_F(Arguments, LayerNorm) {

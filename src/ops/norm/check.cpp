@@ -11,6 +11,10 @@ void check(const NormArgs& a) {
   require_dense<In>("norm", "x", a.x);
   require_dense<In>("norm", "y", a.y);
   require_equal("norm", "weight length", static_cast<int64_t>(a.weight.size()), "x In", a.x.extent<In>());
+  if (a.growth.positions.empty()) return;
+  require_equal("norm", "positions", static_cast<int64_t>(a.growth.positions.size()), "x Token", a.x.extent<Token>());
+  require_range("norm", "growth length", a.growth.length, 1, int64_t{1} << 31);
+  for (int32_t p : a.growth.positions) require_range("norm", "position", p, 0, int64_t{1} << 31);
 }
 
 }  // namespace mla::ops

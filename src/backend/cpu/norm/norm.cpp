@@ -23,7 +23,10 @@ void norm(Stream& stream, const ops::NormArgs& a) {
       double sum = 0;
       for (float e : lane) sum += e;
       for (; i < n; ++i) sum += x[i] * x[i];
-      const float inverse = static_cast<float>(1.0 / std::sqrt(sum / static_cast<double>(n) + a.eps));
+      double inverse_norm = 1.0 / std::sqrt(sum / static_cast<double>(n) + a.eps);
+      if (!a.growth.positions.empty())
+        inverse_norm *= 1.0 + a.growth.beta * std::log1p(a.growth.positions[t] / a.growth.length);
+      const float inverse = static_cast<float>(inverse_norm);
       for (i = 0; i < n; ++i) y[i] = x[i] * inverse * a.weight[i];
     }
   });

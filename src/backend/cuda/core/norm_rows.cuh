@@ -20,6 +20,10 @@ struct NormRows {
   int32_t width = 0;
   const float *weight = nullptr, *bias = nullptr;
   float eps = 0;
+  // RMSNorm's rows grow with their positions; null: they do not.
+  const int32_t* positions = nullptr;
+  float beta = 0;
+  int32_t length = 1;
 };
 
 constexpr int kNormThreads = 1024;  // a row's, at most
@@ -89,7 +93,9 @@ __global__ void __launch_bounds__(kNormThreads) norm_rows_kernel(NormRows<T> a) 
     rest = row_sum(rest, partial) * inverse_width;
     variance = fmaxf(variance - rest * rest, 0.0f);
   }
-  const float inverse = 1.0f / sqrtf(variance + a.eps);
+  float inverse = 1.0f / sqrtf(variance + a.eps);
+  if constexpr (!mean_and_bias)
+    if (a.positions && real) inverse *= 1.0f + a.beta * log1pf(static_cast<float>(a.positions[row] / a.length));
   each([&](const T(&part)[n], int i) {
     float w[n], y[n], b[n] = {};
     load<(n > 1)>(a.weight + i, w);

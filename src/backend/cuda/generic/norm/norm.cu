@@ -16,6 +16,11 @@ void norm(Stream& stream, const ops::NormArgs& a) {
     rows.width = static_cast<int32_t>(a.x.extent<In>());
     rows.weight = a.weight.data();
     rows.eps = static_cast<float>(a.eps);
+    if (!a.growth.positions.empty()) {
+      rows.positions = stream.queue().staged(a.growth.positions, "norm", "positions");
+      rows.beta = static_cast<float>(a.growth.beta);
+      rows.length = a.growth.length;
+    }
     norm_rows<false>(stream.queue().stream(), rows, "norm");
   });
 }
