@@ -103,6 +103,8 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions);
 
 /// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.activations();
+/// q and kv_c are taken as they are: what a model multiplies them by (ModelConfig::query_scale, latent_scale,
+/// query_growth) is the caller's to have done, scores take ModelConfig::softmax_scale alone.
 /// out [Token, Head, Value], f32, or on a GPU bf16 too. Appends [kv_c | k_pe] first. Sparse rows attend to what
 /// context.selection holds: see select().
 void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,

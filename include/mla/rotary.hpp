@@ -10,9 +10,10 @@
 
 namespace mla {
 
-/// Inverse frequencies [rope / 2] of a config, YaRN's blend included, in float64.
+/// Inverse frequencies [rope / 2] of a config, YaRN's blend or longrope's divisors included, in float64. ShapeError
+/// when longrope has another number of divisors.
 std::vector<double> inverse_frequencies(const RopeConfig& config, int64_t rope);
-/// The factor YaRN puts on cos and sin; 1 without YaRN.
+/// The factor YaRN or longrope puts on cos and sin; 1 without them.
 double rotary_magnitude(const RopeConfig& config);
 
 /// cos and sin for positions [0, positions), computed in float64, stored as f32 rows of rope / 2 pairs.

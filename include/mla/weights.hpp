@@ -87,10 +87,12 @@ class Safetensors {
 class Checkpoint {
  public:
   /// Path of the folder. CheckpointError for anything missing or malformed; a weight_map path that leaves the folder is
-  /// refused.
-  explicit Checkpoint(const std::filesystem::path& folder);
+  /// refused. UnsupportedError as parse_config().
+  explicit Checkpoint(const std::filesystem::path& folder, const ReadOptions& options = {});
   const ModelConfig& config() const;
-  /// Tensors under [language_model.]model.layers.N.self_attn., checked against the config's shapes.
+  /// Tensors of attention `index`, checked against the config's shapes: under `model.`, `language_model.model.` or
+  /// `model.language_model.`, then ModelConfig::attention_name(). UnsupportedError naming a tensor there that nothing
+  /// reads (a bias, a gate, sinks, an indexer of a model without one), unless ReadOptions allows it.
   LayerTensors layer(int64_t index) const;
   /// All attention tensors of a layer as found: for display.
   std::vector<SafetensorsEntry> attention_entries(int64_t index) const;
@@ -103,9 +105,9 @@ class Checkpoint {
 };
 
 /// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the
-/// config. `layer` says whether an indexer's are among them.
+/// config. `layer` says whether an indexer's are among them. UnsupportedError as Checkpoint::layer().
 LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config,
-                           int64_t layer = 0);
+                           int64_t layer = 0, const ReadOptions& options = {});
 
 /// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer,
 /// seed), stored in dtype.

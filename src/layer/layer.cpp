@@ -100,6 +100,8 @@ class Walk : Runner {
     same("nope", w.nope, m.nope);
     same("rope", w.rope, m.rope);
     same("value", w.value, m.value);
+    if (w.query_growth_beta != m.query_growth_beta || w.query_growth_length != m.query_growth_length)
+      throw ShapeError("layer: weights' and plan's queries grow differently with their positions");
     lies("weights", c_.weights.device);
     lies("plan", plan_.device.device);
     if (c_.rotary.rotates()) lies("rotary table", c_.rotary.device());
@@ -194,7 +196,11 @@ class Walk : Runner {
     std::byte* q_latent = at<std::byte>("query_latent");
     project("query_down", hidden, {}, *c_.weights.query_down, flat(act_, q_latent, t, m.query_latent), {}, t);
     const AnyMutableView<Token, In> rows(act_, q_latent, {t, m.query_latent});
-    run("norm", ops::NormArgs{rows, c_.weights.query_norm.values(), m.rms_eps, rows});
+    ops::NormArgs norm{rows, c_.weights.query_norm.values(), m.rms_eps, rows};
+    // The rows' maps and rotation are linear, so that queries grow with them.
+    if (m.query_growth_beta > 0)
+      norm.growth = {plan_.positions, m.query_growth_beta, static_cast<int32_t>(m.query_growth_length)};
+    run("norm", norm);
     return flat(act_, q_latent, t, m.query_latent).read;
   }
 

@@ -180,6 +180,7 @@ class Sequence {
     std::vector<T> kv = product(hidden_row(t), w_.kv_down, w_.fp8_products);
     round(r_.activations, kv);
     norm(std::span(kv).first(m_.latent), w_.kv_norm);
+    for (int64_t i = 0; i < m_.latent; ++i) kv[i] *= static_cast<T>(m_.latent_scale);
     rotate(std::span(kv).subspan(m_.latent), t);
     round(r_.activations, kv);
     std::copy(kv.begin(), kv.end(), entries_.begin() + t * m_.entry());
@@ -226,11 +227,23 @@ class Sequence {
 
   std::vector<T> query(int64_t position) const {
     std::vector<T> q = product(query_source(position), w_.query, w_.fp8_query());
+    scale_query(q, position);
     round(r_.activations, q);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
     round(r_.activations, q);
     return q;
+  }
+
+  // What a model multiplies its queries by, or maps of them: LongCat's constant, Mistral's growth with the position.
+  void scale_query(std::span<T> q, int64_t position) const {
+    double factor = m_.query_scale;
+    if (m_.query_growth_beta != 0)
+      factor *=
+          1 + m_.query_growth_beta *
+                  std::log(1 + std::floor(static_cast<double>(position) / static_cast<double>(m_.query_growth_length)));
+    if (factor != 1)
+      for (T& e : q) e *= static_cast<T>(factor);
   }
 
   // Softmax over scores, then the weighted sum of value rows; both products' operands round as asked.
@@ -253,8 +266,9 @@ class Sequence {
   // Both projections as one map each, over the heads' outputs in the latent space.
   void absorbed_output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
     const int64_t latent = m_.heads * m_.latent;
-    const std::vector<T> q = query(position),
-                         latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
+    const std::vector<T> q = query(position);
+    std::vector<T> latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
+    scale_query(latent_q, position);
     std::vector<T> latents(latent), entry(m_.entry());
     for (int64_t h = 0; h < m_.heads; ++h) {
       std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());

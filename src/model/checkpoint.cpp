@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <map>
 #include <system_error>
@@ -14,6 +15,40 @@ namespace {
 
 /// Where tensors are looked up by name: one file, or the shards of an index.
 using Find = std::function<const Safetensors*(const std::string&)>;
+
+/// What a layer may have: the tensors that are read, their block scales, and what follows from the config.
+constexpr std::array<std::string_view, 15> kKnown{"q_proj.weight",
+                                                  "q_a_proj.weight",
+                                                  "q_a_layernorm.weight",
+                                                  "q_b_proj.weight",
+                                                  "kv_a_proj_with_mqa.weight",
+                                                  "kv_a_layernorm.weight",
+                                                  "kv_b_proj.weight",
+                                                  "o_proj.weight",
+                                                  "rotary_emb.inv_freq",
+                                                  "q_proj.weight_scale_inv",
+                                                  "q_a_proj.weight_scale_inv",
+                                                  "q_b_proj.weight_scale_inv",
+                                                  "kv_a_proj_with_mqa.weight_scale_inv",
+                                                  "kv_b_proj.weight_scale_inv",
+                                                  "o_proj.weight_scale_inv"};
+constexpr std::array<std::string_view, 8> kKnownOfIndexers{
+    "indexer.wq_b.weight",         "indexer.wk.weight",
+    "indexer.k_norm.weight",       "indexer.k_norm.bias",
+    "indexer.weights_proj.weight", "indexer.wq_b.weight_scale_inv",
+    "indexer.wk.weight_scale_inv", "indexer.weights_proj.weight_scale_inv"};
+
+/// UnsupportedError for a tensor under the prefix that nothing reads. A layer that shares its choice may come with an
+/// indexer's tensors all the same.
+void require_known(std::string_view prefix, std::string_view tensor, std::string_view where, const ModelConfig& m) {
+  if (!tensor.starts_with(prefix)) return;
+  const std::string_view role = tensor.substr(prefix.size());
+  if (std::find(kKnown.begin(), kKnown.end(), role) != kKnown.end()) return;
+  if (m.indexer && std::find(kKnownOfIndexers.begin(), kKnownOfIndexers.end(), role) != kKnownOfIndexers.end()) return;
+  throw UnsupportedError(one_line(std::string(where) + ": tensor '" + std::string(tensor) +
+                                  "' is not one that attention of model " + m.name +
+                                  " has (allow_unknown goes on past it)"));
+}
 
 class LayerReader {
  public:
@@ -85,7 +120,10 @@ class LayerReader {
 
 }  // namespace
 
-LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config, int64_t layer) {
+LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config, int64_t layer,
+                           const ReadOptions& options) {
+  if (!options.allow_unknown)
+    for (const SafetensorsEntry& e : file.entries()) require_known(prefix, e.name, file.file().string(), config);
   const Find find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
   return LayerReader(find, std::string(prefix), file.file().string(), config, layer).read();
 }
@@ -93,6 +131,7 @@ LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, con
 struct Checkpoint::State {
   std::filesystem::path folder;
   ModelConfig config;
+  ReadOptions options;
   std::vector<Safetensors> files;
   std::unordered_map<std::string, size_t> file_of;  // tensor name -> index into files
 
@@ -101,10 +140,10 @@ struct Checkpoint::State {
     return it == file_of.end() ? nullptr : &files[it->second];
   }
   std::string prefix(int64_t layer) const {
-    const std::string tail = "model.layers." + std::to_string(layer) + ".self_attn.";
-    return find(tail + "kv_a_proj_with_mqa.weight") || !find("language_model." + tail + "kv_a_proj_with_mqa.weight")
-               ? tail
-               : "language_model." + tail;
+    const std::string name = config.attention_name(layer);
+    for (const char* above : {"language_model.model.", "model.language_model."})
+      if (find(above + name + "kv_a_proj_with_mqa.weight")) return above + name;
+    return "model." + name;
   }
   void add(const std::filesystem::path& file) { files.emplace_back(file); }
 
@@ -129,12 +168,13 @@ struct Checkpoint::State {
   }
 };
 
-Checkpoint::Checkpoint(const std::filesystem::path& folder) {
+Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& options) {
   auto s = std::make_shared<State>();
   s->folder = folder;
   std::error_code error;
   if (!std::filesystem::is_directory(folder, error)) refuse(folder.string(), "not a folder");
-  s->config = read_config(folder / "config.json");
+  s->options = options;
+  s->config = read_config(folder / "config.json", options);
   const auto index = folder / "model.safetensors.index.json", single = folder / "model.safetensors";
   if (std::filesystem::exists(index, error)) {
     s->read_index(index);
@@ -154,7 +194,12 @@ LayerTensors Checkpoint::layer(int64_t index) const {
     throw InputError(state_->folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
                      std::to_string(state_->config.layers - 1));
   const Find find = [&](const std::string& name) { return state_->find(name); };
-  return LayerReader(find, state_->prefix(index), state_->folder.string(), state_->config, index).read();
+  const std::string prefix = state_->prefix(index);
+  if (!state_->options.allow_unknown)
+    for (const Safetensors& file : state_->files)
+      for (const SafetensorsEntry& e : file.entries())
+        require_known(prefix, e.name, file.file().string(), state_->config);
+  return LayerReader(find, prefix, state_->folder.string(), state_->config, index).read();
 }
 
 std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {

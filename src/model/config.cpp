@@ -1,11 +1,14 @@
-// Reads the attention part of a Hugging Face config.json. Two generations of rope keys exist: `rope_theta` with
-// `rope_scaling`, and `rope_parameters` that holds both; each names the kind `type` or `rope_type`.
+// Reads the attention part of a model's config. Two generations of rope keys exist: `rope_theta` with `rope_scaling`,
+// and `rope_parameters` that holds both; each names the kind `type` or `rope_type`. Models' own code has other names.
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstdio>
 
 #include "mla/error.hpp"
 #include "mla/model.hpp"
 #include "mla/rotary.hpp"
+#include "model/config_keys.hpp"
 #include "model/json.hpp"
 #include "model/text.hpp"
 
@@ -31,6 +34,9 @@ class Reader {
     const auto it = json_.find(key);
     return it == json_.end() || it->is_null() ? nullptr : &*it;
   }
+  bool has(std::string_view key) const { return find(key) != nullptr; }
+  /// There, null or not.
+  bool mentions(std::string_view key) const { return json_.contains(key); }
   int64_t integer(std::string_view key, int64_t fallback) const {
     const Json* v = find(key);
     if (!v) return fallback;
@@ -45,9 +51,7 @@ class Reader {
   }
   double number(std::string_view key, double fallback) const {
     const Json* v = find(key);
-    if (!v) return fallback;
-    if (!v->is_number() || !std::isfinite(v->get<double>())) fail(key, "is " + v->dump() + ", a number is needed");
-    return v->get<double>();
+    return v ? number_of(key, *v) : fallback;
   }
   bool flag(std::string_view key, bool fallback) const {
     const Json* v = find(key);
@@ -61,41 +65,376 @@ class Reader {
     if (!v->is_string()) fail(key, "is " + v->dump() + ", a string is needed");
     return v->get<std::string>();
   }
+  const Json& object(std::string_view key) const {
+    static const Json none = Json::object();
+    const Json* v = find(key);
+    if (!v) return none;
+    if (!v->is_object()) fail(key, "is " + v->dump() + ", an object is needed");
+    return *v;
+  }
+  const Json* list(std::string_view key) const {
+    const Json* v = find(key);
+    if (v && !v->is_array()) fail(key, "is " + v->dump() + ", a list is needed");
+    return v;
+  }
+  std::vector<double> numbers(std::string_view key) const {
+    const Json* v = list(key);
+    if (!v) fail(key, "is missing");
+    std::vector<double> x;
+    for (const Json& e : *v) x.push_back(number_of(key, e));
+    return x;
+  }
   const std::string& where() const { return where_; }
+  const Json& json() const { return json_; }
 
  private:
+  double number_of(std::string_view key, const Json& v) const {
+    if (!v.is_number() || !std::isfinite(v.get<double>())) fail(key, "is " + v.dump() + ", a number is needed");
+    return v.get<double>();
+  }
   const Json& json_;
   std::string where_;
 };
 
-void read_rope(const Reader& config, const std::string& model_type, ModelConfig& m) {
-  RopeConfig& r = m.rotary;
-  r.interleaved = config.flag("rope_interleave", model_type != "minicpm3");
-  r.theta = config.number("rope_theta", 10000.0);
-  const Json* parameters = config.find("rope_parameters");
-  if (!parameters) parameters = config.find("rope_scaling");
-  if (!parameters) return;
-  if (!parameters->is_object()) config.fail("rope_scaling", "is " + parameters->dump() + ", an object is needed");
-  const Reader rope(*parameters, config.where() + ": rope");
-  r.theta = rope.number("rope_theta", r.theta);
-  const std::string kind = rope.text("rope_type", rope.text("type", "default"));
-  if (kind == "default") return;
-  if (kind != "yarn" && kind != "deepseek_yarn")
-    config.unsupported("rope type '" + kind + "' is not supported (default and yarn are)");
-  r.scaling = RopeConfig::Scaling::yarn;
-  r.factor = rope.number("factor", 1.0);
-  r.beta_fast = rope.number("beta_fast", 32.0);
-  r.beta_slow = rope.number("beta_slow", 1.0);
-  r.mscale = rope.number("mscale", 1.0);
-  r.mscale_all_dim = rope.number("mscale_all_dim", 0.0);
-  r.original_max_position =
-      rope.integer("original_max_position_embeddings", config.integer("max_position_embeddings", 4096));
-  // `attn_factor` multiplies the magnitude, `attention_factor` is all of it.
-  r.attention_factor = rope.number("attn_factor", 1.0);
-  if (rope.find("attention_factor")) {
-    r.attention_factor = 1.0;
-    r.attention_factor = rope.number("attention_factor", 1.0) / rotary_magnitude(r);
+std::string format(const char* pattern, double a, double b = 0, double c = 0) {
+  char s[200];
+  std::snprintf(s, sizeof s, pattern, a, b, c);
+  return s;
+}
+
+// What a class takes for a key that its config lacks. 0: the key is needed.
+struct Family {
+  std::string_view type;
+  int64_t hidden, layers, heads, query_latent, latent, nope, rope, value;
+  double eps, theta;
+  int64_t max_position;
+  int64_t index_heads = 0, index_dim = 0, index_topk = 0;  // of those with an indexer
+  bool interleaved_indexer = false;
+};
+
+constexpr Family kUnknown{"", 0, 0, 0, 0, 0, 0, 0, 0, 1e-6, 1e4, 4096};
+constexpr std::array kFamilies{
+    Family{"deepseek_v2", 4096, 32, 32, 1536, 512, 128, 64, 128, 1e-6, 1e4, 2048},
+    Family{"deepseek_v3", 7168, 61, 128, 1536, 512, 128, 64, 128, 1e-6, 1e4, 4096},
+    Family{"kimi_k2", 7168, 61, 64, 1536, 512, 128, 64, 128, 1e-6, 1e4, 4096},
+    Family{"deepseek_v32", 7168, 61, 128, 1536, 512, 128, 64, 128, 1e-6, 1e4, 163840, 64, 128, 2048, false},
+    Family{"glm_moe_dsa", 6144, 78, 64, 2048, 512, 192, 64, 256, 1e-5, 1e4, 202752, 32, 128, 2048, true},
+    Family{"glm4_moe_lite", 2048, 47, 20, 768, 512, 192, 64, 256, 1e-5, 1e4, 202752},
+    Family{"longcat_flash", 6144, 56, 64, 1536, 512, 128, 64, 128, 1e-5, 1e7, 131072},
+    Family{"mistral4", 4096, 36, 32, 1024, 256, 64, 64, 128, 1e-6, 1e4, 1048576},
+    Family{"kimi_linear", 2304, 27, 32, 0, 512, 128, 64, 128, 1e-5, 1e4, 1048576},
+    Family{"minicpm3", 2560, 62, 40, 768, 256, 64, 32, 0, 1e-5, 1e4, 32768},
+    Family{"youtu", 2048, 32, 16, 1536, 512, 128, 64, 128, 1e-6, 1e4, 131072},
+    Family{"axk1", 7168, 61, 64, 1536, 512, 128, 64, 128, 1e-6, 1e4, 32768},
+    Family{"pangu_ultra_moe", 0, 0, 0, 0, 0, 0, 0, 0, 1e-5, 25600000, 131072},
+};
+
+// Classes whose attention is another, and what it is that this library does not do.
+struct Other {
+  std::string_view type, what;
+};
+constexpr std::array kOthers{
+    Other{"deepseek_v4", "compressed and windowed attention"},
+    Other{"hy_v4", "an output gate and sinks"},
+    Other{"kimi_k3", "an output gate"},
+    Other{"glm5_next", "linear attention beside a pooled indexer"},
+    Other{"bailing_hybrid", "linear attention and gates"},
+    Other{"bailing_moe_linear", "linear attention and gates"},
+    Other{"bailing_moe_v2_5", "linear attention and gates"},
+    Other{"gigachat3_5", "an output gate"},
+    Other{"axk2", "a gated norm"},
+    Other{"dots3_note", "a sliding window"},
+    Other{"mistral_large4", "layers that share keys or do not rotate"},
+};
+
+// The class that an architecture's name says, for configs without a model_type.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 17> kArchitectures{{
+    {"DeepseekV2", "deepseek_v2"},
+    {"DeepseekV32", "deepseek_v32"},
+    {"DeepseekV3", "deepseek_v3"},
+    {"DeepseekV4", "deepseek_v4"},
+    {"GlmMoeDsa", "glm_moe_dsa"},
+    {"Glm4MoeLite", "glm4_moe_lite"},
+    {"LongcatFlash", "longcat_flash"},
+    {"Longcat", "longcat_flash"},
+    {"Mistral4", "mistral4"},
+    {"KimiLinear", "kimi_linear"},
+    {"MiniCPM3", "minicpm3"},
+    {"Youtu", "youtu"},
+    {"AXK1", "axk1"},
+    {"PanguUltraMoE", "pangu_ultra_moe"},
+    {"HYV4", "hy_v4"},
+    {"KimiK3", "kimi_k3"},
+    {"Glm5Next", "glm5_next"},
+}};
+
+// Names by which a class is known elsewhere.
+std::string canonical(std::string type) {
+  if (type.ends_with("_text")) type.resize(type.size() - 5);  // a wrapper's language model
+  if (type == "youtu_llm") return "youtu";
+  if (type == "AXK1") return "axk1";
+  if (type == "longcat_flash_ngram") return "longcat_flash";
+  if (type == "openpangu" || type == "openpangu_ultra_moe" || type == "openpangu_moe" || type == "PanguUltraMoE")
+    return "pangu_ultra_moe";
+  return type;
+}
+
+std::string type_of(const Reader& config) {
+  std::string type = config.text("model_type", "");
+  if (!type.empty()) return type;
+  const Json* architectures = config.list("architectures");
+  if (!architectures || architectures->empty() || !architectures->front().is_string()) return "";
+  const std::string name = architectures->front().get<std::string>();
+  for (const auto& [prefix, known] : kArchitectures)
+    if (name.starts_with(prefix)) return std::string(known);
+  return "";
+}
+
+// The names of openPangu's, Mistral's and DeepSeek's own parameter files as Hugging Face's, where they are there. What
+// is said once must not be said again with another value.
+class Renamed {
+ public:
+  Renamed(const Reader& from) : from_(from), json_(from.json()) {}
+
+  void rename(std::string_view old, std::string_view known) {
+    const Json* v = from_.find(old);
+    if (!v) return;
+    if (json_.contains(known) && !json_[std::string(known)].is_null() && json_[std::string(known)] != *v)
+      from_.fail(old, "is " + v->dump() + ", " + std::string(known) + " is " + json_[std::string(known)].dump());
+    json_[std::string(known)] = *v;
+    json_.erase(std::string(old));
   }
+  void set(std::string_view key, Json value) { json_[std::string(key)] = std::move(value); }
+  void drop(std::string_view key) { json_.erase(std::string(key)); }
+  Json& json() { return json_; }
+
+ private:
+  const Reader& from_;
+  Json json_;
+};
+
+// Mistral's params.json: YaRN as `yarn` with alpha and beta, whose magnitude cancels and whose score factor
+// `apply_scale` can switch off.
+void mistral_native(const Reader& from, Renamed& r) {
+  r.rename("norm_eps", "rms_norm_eps");
+  r.rename("n_kv_heads", "num_key_value_heads");
+  r.rename("hidden_dim", "intermediate_size");
+  r.rename("max_seq_len", "max_position_embeddings");
+  if (from.has("yarn")) {
+    const Reader yarn(from.object("yarn"), from.where() + ": yarn");
+    for (const auto& [key, value] : yarn.json().items())
+      if (key != "factor" && key != "original_max_position_embeddings" && key != "alpha" && key != "beta" &&
+          key != "apply_scale" && !value.is_null())
+        yarn.unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
+    Json rope{{"rope_type", "yarn"}, {"factor", yarn.number("factor", 1.0)}, {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
+    if (yarn.has("original_max_position_embeddings"))
+      rope["original_max_position_embeddings"] = yarn.integer("original_max_position_embeddings");
+    if (yarn.has("beta")) rope["beta_fast"] = yarn.number("beta", 32);
+    if (yarn.has("alpha")) rope["beta_slow"] = yarn.number("alpha", 1);
+    if (!yarn.flag("apply_scale", true)) {
+      rope["mscale"] = rope["mscale_all_dim"] = 0;
+      rope["attention_factor"] = 1.0;
+    }
+    r.set("rope_scaling", std::move(rope));
+    r.drop("yarn");
+  }
+}
+
+// The parameters of DeepSeek's inference code: YaRN over rope_factor unless it is 1, with one mscale for both.
+void deepseek_native(const Reader& from, Renamed& r) {
+  Json rope{{"rope_type", "yarn"},
+            {"factor", from.number("rope_factor", 40.0)},
+            {"original_max_position_embeddings", from.integer("original_seq_len", 4096)},
+            {"beta_fast", from.number("beta_fast", 32)},
+            {"beta_slow", from.number("beta_slow", 1)},
+            {"mscale", from.number("mscale", 1.0)},
+            {"mscale_all_dim", from.number("mscale", 1.0)}};
+  // Its sequences are no longer than this, and it scales nothing when none is longer than the original length.
+  const int64_t longest = from.integer("max_seq_len", 16384);
+  if (longest > from.integer("original_seq_len", 4096)) r.set("rope_scaling", std::move(rope));
+  if (!from.mentions("q_lora_rank")) r.set("q_lora_rank", nullptr);
+  for (const char* key : {"rope_factor", "original_seq_len", "beta_fast", "beta_slow", "mscale", "max_seq_len"})
+    r.drop(key);
+}
+
+Json with_known_names(const Reader& from) {
+  Renamed r(from);
+  r.rename("attention_kv_lora_dim", "kv_lora_rank");
+  r.rename("attention_q_lora_dim", "q_lora_rank");
+  r.rename("attention_qk_dim", "qk_nope_head_dim");
+  r.rename("attention_qk_rope_dim", "qk_rope_head_dim");
+  r.rename("attention_v_dim", "v_head_dim");
+  if (!from.has("dim") || from.has("hidden_size")) return r.json();
+  r.rename("dim", "hidden_size");
+  r.rename("n_layers", "num_hidden_layers");
+  r.rename("n_heads", "num_attention_heads");
+  const bool mistral = from.has("norm_eps") || from.has("hidden_dim") || from.has("yarn") || from.has("moe") ||
+                       from.has("llama_4_scaling");
+  mistral ? mistral_native(from, r) : deepseek_native(from, r);
+  return r.json();
+}
+
+// A config's rope object, by its old or its new key. One for each kind of layer counts when they are all the same.
+const Json* rope_object(const Reader& config) {
+  const char* key = config.has("rope_scaling") ? "rope_scaling" : "rope_parameters";
+  const Json* rope = config.find(key);
+  if (!rope) return nullptr;
+  if (!rope->is_object()) config.fail(key, "is " + rope->dump() + ", an object is needed");
+  const bool typed = std::any_of(rope->begin(), rope->end(), [](const Json& v) { return v.is_object(); });
+  if (!typed) return rope;
+  const Json* one = nullptr;
+  for (const auto& [layer_type, object] : rope->items()) {
+    if (object.is_null()) continue;
+    if (!object.is_object()) config.fail(key, "has " + layer_type + " beside objects of layer types");
+    if (layer_type != "full_attention" && layer_type != "indexed_attention" &&
+        layer_type != "deepseek_sparse_attention" && rope->size() == 1)
+      config.unsupported(std::string(key) + " is for " + layer_type + ": such layers are not supported");
+    if (one && *one != object)
+      config.unsupported(std::string(key) + " is " + rope->dump() +
+                         ": layers that rotate differently are not supported");
+    one = &object;
+  }
+  return one;
+}
+
+class RopeReader {
+ public:
+  RopeReader(const Reader& config, const Json& object, const Family& family, const ReadOptions& options, ModelConfig& m)
+      : config_(config),
+        rope_(object, config.where() + ": rope"),
+        family_(family),
+        options_(options),
+        m_(m),
+        r_(m.rotary) {}
+
+  void read() {
+    r_.theta = rope_.number("rope_theta", r_.theta);
+    const std::string kind = rope_.text("rope_type", rope_.text("type", "default"));
+    if (!options_.allow_unknown) check_keys(rope_.json(), KeysOf::rope, rope_.where());
+    if (kind == "yarn" || kind == "deepseek_yarn") yarn();
+    else if (kind == "longrope") longrope();
+    else if (kind != "default")
+      config_.unsupported("rope type '" + kind + "' is not supported (default, yarn and longrope are)");
+    growth();
+  }
+
+ private:
+  int64_t longest() const { return config_.integer("max_position_embeddings", family_.max_position); }
+  void original_length() {
+    r_.original_max_position = config_.integer("original_max_position_embeddings",
+                                               rope_.integer("original_max_position_embeddings", longest()));
+  }
+  // 0 is as good as absent.
+  double nonzero(std::string_view key, double fallback) const {
+    const double x = rope_.number(key, 0);
+    return x != 0 ? x : fallback;
+  }
+  void note(std::string text) { m_.notes.push_back(std::move(text)); }
+
+  // Magnitude and score factor as transformers reads the keys; servers (vLLM, SGLang) read some otherwise.
+  void yarn() {
+    r_.scaling = RopeConfig::Scaling::yarn;
+    r_.factor = rope_.number("factor", 1.0);
+    r_.beta_fast = nonzero("beta_fast", 32.0);
+    r_.beta_slow = nonzero("beta_slow", 1.0);
+    original_length();
+    const double a = rope_.number("mscale", 0), b = rope_.number("mscale_all_dim", 0);
+    const double s = r_.factor, servers = yarn_mscale(s, rope_.has("mscale") ? a : 1.0) / yarn_mscale(s, b);
+    r_.mscale = a != 0 && (a < 0 || b != 0) ? a : 1.0;
+    r_.mscale_all_dim = b;
+    // One of the two alone leaves the magnitude at m(factor, 1).
+    double magnitude = a != 0 && b != 0 ? rotary_magnitude(r_) : yarn_mscale(s, 1.0);
+    if (rope_.has("attention_factor")) magnitude = rope_.number("attention_factor", 1.0);
+    if (rope_.has("attn_factor")) {
+      magnitude *= rope_.number("attn_factor", 1.0);
+      note(format("rope attn_factor multiplies the magnitude, as in servers; transformers does not read it: %.9g",
+                  magnitude / rope_.number("attn_factor", 1.0)));
+    } else if (std::fabs(magnitude - servers) > 1e-9 * magnitude) {
+      note(format("YaRN's magnitude is %.9g as transformers reads the keys; servers such as vLLM read %.9g", magnitude,
+                  servers));
+    }
+    r_.attention_factor = 1.0;
+    if (a >= 0 && b >= 0 && s > 0) r_.attention_factor = magnitude / rotary_magnitude(r_);
+    r_.truncate = rope_.flag("truncate", true);
+    if (!r_.truncate) note("YaRN's truncate false is honoured, as by transformers; vLLM always truncates");
+    if (!rope_.flag("apply_yarn_scaling", true) && b != 0)
+      note(
+          format("YaRN's score factor is %.9g as transformers reads the keys; servers read apply_yarn_scaling false "
+                 "as 1",
+                 yarn_mscale(s, b) * yarn_mscale(s, b)));
+  }
+
+  void longrope() {
+    r_.scaling = RopeConfig::Scaling::longrope;
+    original_length();
+    r_.max_position = longest();
+    r_.short_factors = rope_.numbers("short_factor");
+    r_.long_factors = rope_.numbers("long_factor");
+    const double length = static_cast<double>(r_.original_max_position);
+    r_.factor = rope_.number("factor", length > 0 ? static_cast<double>(r_.max_position) / length : 1.0);
+    const double grown = r_.factor > 1 && length > 1 ? std::sqrt(1 + std::log(r_.factor) / std::log(length)) : 1.0;
+    r_.attention_factor = rope_.number("attention_factor", grown);
+    r_.mscale_all_dim = 0;
+    if (r_.short_factors != r_.long_factors)
+      note(std::string("longrope takes its ") + (r_.max_position > r_.original_max_position ? "long" : "short") +
+           " factors for every position, as the longest sequence is " + std::to_string(r_.max_position) + " and " +
+           std::to_string(r_.original_max_position) + " the original length");
+  }
+
+  void growth() {
+    if (!rope_.has("llama_4_scaling_beta")) return;
+    m_.query_growth_beta = rope_.number("llama_4_scaling_beta", 0);
+    original_length();
+    m_.query_growth_length = r_.original_max_position;
+  }
+
+  const Reader& config_;
+  const Reader rope_;
+  const Family& family_;
+  const ReadOptions& options_;
+  ModelConfig& m_;
+  RopeConfig& r_;
+};
+
+void read_rope(const Reader& config, const Family& family, const ReadOptions& options, ModelConfig& m) {
+  m.rotary.theta = config.number("rope_theta", family.theta);
+  if (family.type == "minicpm3") m.rotary.interleaved = false;
+  else if (family.type != "longcat_flash" && family.type != "glm_moe_dsa")
+    m.rotary.interleaved = config.flag("rope_interleave", true);
+  m.rotary.rotate = family.type != "kimi_linear" && !config.flag("mla_use_nope", false);
+  const Json* rope = rope_object(config);
+  if (m.rotary.rotate) {
+    static const Json mistral4{
+        {"rope_type", "yarn"}, {"factor", 128.0},       {"original_max_position_embeddings", 8192},
+        {"mscale", 1.0},       {"mscale_all_dim", 1.0}, {"llama_4_scaling_beta", 0.1}};
+    if (!rope && family.type == "mistral4") rope = &mistral4;
+    if (rope) RopeReader(config, *rope, family, options, m).read();
+  }
+  const Json& growth = config.object("llama_4_scaling");
+  if (!growth.empty()) {
+    const Reader r(growth, config.where() + ": llama_4_scaling");
+    if (!options.allow_unknown)
+      for (const auto& [key, value] : growth.items())
+        if (key != "beta" && key != "original_max_position_embeddings" && !value.is_null())
+          r.unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
+    m.query_growth_beta = r.number("beta", 0.0);
+    m.query_growth_length = r.integer("original_max_position_embeddings");
+  }
+  // How many of a head's dims rotate must come to qk_rope_head_dim.
+  const Reader inside(rope ? *rope : Json::object(), config.where());
+  for (const Reader* r : {&inside, &config}) {
+    if (!r->has("partial_rotary_factor") || options.allow_unknown) continue;
+    const double part = r->number("partial_rotary_factor", 1.0),
+                 of = static_cast<double>(family.type == "mistral4" ? m.nope + m.rope : m.rope);
+    if (m.rotary.rotate && std::fabs(part * of - static_cast<double>(m.rope)) > 0.5)
+      config.unsupported("partial_rotary_factor is " + r->find("partial_rotary_factor")->dump() +
+                         ": rotating other than all " + std::to_string(m.rope) +
+                         " dims of qk_rope_head_dim is not supported");
+    break;
+  }
+  if (family.type == "longcat_flash" && config.integer("head_dim", m.rope) != m.rope && !options.allow_unknown)
+    config.unsupported("head_dim is " + config.find("head_dim")->dump() + ": rotating other than the " +
+                       std::to_string(m.rope) + " dims of qk_rope_head_dim is not supported");
 }
 
 // Which layers have an indexer of their own, in the three forms of configs, the most explicit first: a list of "full"
@@ -122,88 +461,214 @@ std::vector<uint8_t> indexer_layers(const Reader& config, int64_t layers) {
       config.fail(
           key, "has " + std::to_string(full.size()) + " entries, the model has " + std::to_string(layers) + " layers");
     full.resize(static_cast<size_t>(layers));
+    if (std::all_of(full.begin(), full.end(), [](uint8_t own) { return own != 0; })) return {};
     return full;
   }
-  const int64_t period = config.integer("index_topk_freq", 1), offset = config.integer("index_skip_topk_offset", 2);
-  if (period < 1) config.fail("index_topk_freq", "is " + std::to_string(period) + ", at least 1 is needed");
+  const int64_t period = std::max<int64_t>(config.integer("index_topk_freq", 1), 1),
+                offset = config.integer("index_skip_topk_offset", 2);
   if (period == 1) return {};
   for (int64_t l = 0; l < layers; ++l) full.push_back(std::max<int64_t>(l - offset + 1, 0) % period == 0);
   return full;
 }
 
-void reject_unsupported(const Reader& config) {
-  auto reject = [&](std::string_view key, const std::string& what) {
-    const Json* v = config.find(key);
-    if (v && !(v->is_boolean() && !v->get<bool>()) && !(v->is_number() && v->get<double>() == 0))
-      config.unsupported(std::string(key) + " is " + v->dump() + ": " + what + " is not supported");
+void read_indexer(const Reader& config, const Family& family, const ReadOptions& options, ModelConfig& m) {
+  static constexpr std::array kKeys{"index_topk", "index_n_heads", "index_head_dim"};
+  const bool known = family.type.empty() || family.index_topk > 0;
+  if (!known) {
+    for (const char* key : kKeys)
+      if (const Json* v = config.find(key); v && !options.allow_unknown)
+        config.unsupported(std::string(key) + " is " + v->dump() + ", but model_type " + m.name +
+                           " has no indexer: its attention is dense (deepseek_v32 and glm_moe_dsa are sparse)");
+    return;
+  }
+  if (family.index_topk == 0 && !config.has("index_topk")) return;
+  if (m.layers < 1 || m.layers > kMostLayers)
+    config.fail("num_hidden_layers", "is " + std::to_string(m.layers) + ", allowed 1 to " +
+                                         std::to_string(kMostLayers) + " with an indexer");
+  auto integer = [&](const char* key, int64_t fallback) {
+    return fallback > 0 ? config.integer(key, fallback) : config.integer(key);
   };
-  const bool windowed = config.flag("use_sliding_window", true);
-  if (windowed) reject("sliding_window", "a sliding window");
-  reject("attn_logit_softcapping", "a logit soft cap");
-  reject("attn_logit_soft_cap", "a logit soft cap");
-  reject("alibi", "ALiBi");
-  reject("num_kv_shared_layers", "KV sharing between layers");
-  reject("attention_bias", "a bias in attention's projections");
+  m.indexer = IndexerConfig{.heads = integer("index_n_heads", family.index_heads),
+                            .dim = integer("index_head_dim", family.index_dim),
+                            .topk = integer("index_topk", family.index_topk),
+                            .interleaved = config.flag("indexer_rope_interleave", family.interleaved_indexer),
+                            .full = indexer_layers(config, m.layers)};
+}
+
+// Kinds of layers elsewhere than in Kimi Linear: all the same, dense or sparse as the model is.
+void check_layer_types(const Reader& config, const ModelConfig& m) {
+  const Json* types = config.list("layer_types");
+  if (!types) return;
+  for (const Json& t : *types) {
+    const bool sparse = t == "indexed_attention" || t == "deepseek_sparse_attention";
+    if (!(m.indexer ? sparse : t == "full_attention"))
+      config.unsupported("layer_types holds " + t.dump() + ": in this model only " +
+                         (m.indexer ? "indexed_attention" : "full_attention") + " is supported");
+  }
+}
+
+// LongCat: a layer has two attentions.
+void read_pairs(const Reader& config, const Family& family, ModelConfig& m) {
+  m.attentions_per_layer = 2;
+  m.layers =
+      config.has("num_layers") ? 2 * config.integer("num_layers") : config.integer("num_hidden_layers", family.layers);
+  const int64_t given = config.integer("num_hidden_layers", m.layers);
+  if (given != m.layers && 2 * given != m.layers)
+    config.fail("num_hidden_layers", "is " + std::to_string(given) + ", num_layers is " + std::to_string(m.layers / 2) +
+                                         " layers of two attentions each");
+  auto scale = [&](const char* key, int64_t rank) {
+    if (!config.flag(key, true)) {
+      m.notes.push_back(std::string(key) + " false is honoured; transformers always scales");
+      return 1.0;
+    }
+    return rank > 0 ? std::sqrt(static_cast<double>(m.hidden) / static_cast<double>(rank)) : 1.0;
+  };
+  m.query_scale = scale("mla_scale_q_lora", m.query_latent);
+  m.latent_scale = scale("mla_scale_kv_lora", m.latent);
+}
+
+// Kimi Linear: the layers that are MLA, and no others. By layer_types, or by two lists that count from 1, or each
+// fourth after the first.
+void read_layer_map(const Reader& config, ModelConfig& m) {
+  const int64_t layers = m.layers;
+  if (layers < 1 || layers > kMostLayers)
+    config.fail("num_hidden_layers", "is " + std::to_string(layers) + ", allowed 1 to " + std::to_string(kMostLayers));
+  const Reader linear(config.object("linear_attn_config"), config.where() + ": linear_attn_config");
+  std::vector<uint8_t> kind(static_cast<size_t>(layers));  // 0: not said, 1: MLA, 2: another
+  if (const Json* types = config.list("layer_types")) {
+    if (static_cast<int64_t>(types->size()) != layers)
+      config.fail("layer_types", "has " + std::to_string(types->size()) + " entries, the model has " +
+                                     std::to_string(layers) + " layers");
+    for (size_t l = 0; l < types->size(); ++l) {
+      const Json& t = (*types)[l];
+      if (t != "full_attention" && t != "linear_attention")
+        config.unsupported("layer_types holds " + t.dump() + ": full_attention and linear_attention are known");
+      kind[l] = t == "full_attention" ? 1 : 2;
+    }
+  } else if (linear.has("full_attn_layers") && linear.has("kda_layers")) {
+    for (const auto& [key, value] : {std::pair("full_attn_layers", 1), std::pair("kda_layers", 2)})
+      for (const Json& e : *linear.list(key)) {
+        if (!e.is_number_integer() || e.get<double>() < 1 || e.get<double>() > static_cast<double>(layers))
+          linear.fail(key, "holds " + e.dump() + ", layers are 1 to " + std::to_string(layers));
+        uint8_t& k = kind[static_cast<size_t>(e.get<int64_t>() - 1)];
+        if (k != 0) linear.fail(key, "holds " + e.dump() + ", which is named already");
+        k = static_cast<uint8_t>(value);
+      }
+    for (int64_t l = 0; l < layers; ++l)
+      if (kind[static_cast<size_t>(l)] == 0)
+        linear.fail("full_attn_layers",
+                    "and kda_layers name no layer " + std::to_string(l + 1) + " of " + std::to_string(layers));
+  } else {
+    for (const char* key : {"full_attn_layers", "kda_layers"})
+      if (linear.has(key)) linear.fail(key, "is there alone, full_attn_layers and kda_layers are needed");
+    for (int64_t l = 0; l < layers; ++l) kind[static_cast<size_t>(l)] = l > 0 && l % 4 == 0 ? 1 : 2;
+  }
+  for (int64_t l = 0; l < layers; ++l)
+    if (kind[static_cast<size_t>(l)] == 1) m.model_layers.push_back(l);
+  m.layers = static_cast<int64_t>(m.model_layers.size());
+  if (m.layers == 0) config.fail("layer_types", "names no layer with MLA, of " + std::to_string(layers));
+  if (m.layers == layers) m.model_layers.clear();
+}
+
+void read_quantization(std::string_view key, const Reader& config, const ReadOptions& options, ModelConfig& m) {
+  if (!config.has(key)) return;
+  const Reader q(config.object(key), config.where() + ": " + std::string(key));
+  const std::string method = q.text("quant_method", "fp8");
+  if (method != "fp8" && !options.allow_unknown) {
+    // Weights of experts alone are none of attention's.
+    bool spared = false;
+    if (const Json* ignored = q.find("ignore"); ignored && ignored->is_array())
+      for (const Json& e : *ignored) spared = spared || e == "re:.*self_attn.*";
+    if (!(method == "compressed-tensors" && spared))
+      q.unsupported("quant_method is '" + method + "': weights of this form are not supported (fp8 by blocks is)");
+  }
+  // Other tools' names for the same: NVIDIA's, Mistral's.
+  for (const char* name : {"quant_algo", "qformat_weight"})
+    if (const std::string form = q.text(name, "fp8");
+        form.substr(0, 3) != "fp8" && form.substr(0, 3) != "FP8" && !options.allow_unknown)
+      q.unsupported(std::string(name) + " is '" + form +
+                    "': weights of this form are not supported (fp8 by blocks is)");
+  if (const Json* block = q.find("weight_block_size")) {
+    auto size = [&](size_t i) {
+      if (!block->is_array() || block->size() != 2 || !(*block)[i].is_number_integer() ||
+          (*block)[i].get<int64_t>() < 1 || (*block)[i].get<int64_t>() > 65536)
+        q.fail("weight_block_size", "is " + block->dump() + ", two positive integers are needed");
+      return (*block)[i].get<int64_t>();
+    };
+    m.fp8_block_rows = size(0);
+    m.fp8_block_cols = size(1);
+  }
 }
 
 }  // namespace
 
-ModelConfig parse_config(std::string_view text, std::string_view where) {
+ModelConfig parse_config(std::string_view text, std::string_view where, const ReadOptions& options) {
   const Json root = parse_object(text, where);
-  const bool nested = !root.contains("kv_lora_rank") && root.contains("text_config") && root["text_config"].is_object();
-  const Reader config(nested ? root["text_config"] : root, std::string(where));
-  reject_unsupported(config);
+  const Reader outer(root, std::string(where));
+  const char* inner = "text_config";
+  for (const char* key : {"language_config", "llm_config"})
+    if (!root.contains(inner) && root.contains(key)) inner = key;
+  const bool nested = !root.contains("kv_lora_rank") && root.contains(inner) && root[inner].is_object();
+  const Reader given(nested ? root[inner] : root, std::string(where));
+  const Json renamed = with_known_names(given);
+  const Reader config(renamed, std::string(where));
 
-  const std::string type = config.text("model_type", "");
+  const std::string type = type_of(config), known = canonical(type);
+  if (!options.allow_unknown)
+    for (const Other& o : kOthers)
+      if (known == o.type)
+        config.unsupported("model_type is '" + type + "': " + std::string(o.what) + ", not supported");
+  const auto found = std::find_if(kFamilies.begin(), kFamilies.end(), [&](const Family& f) { return f.type == known; });
+  const bool pangu = given.has("attention_kv_lora_dim");
+  if (found == kFamilies.end() && !type.empty() && !pangu && !options.allow_unknown) {
+    std::string names;
+    for (const Family& f : kFamilies) names += " " + std::string(f.type);
+    config.unsupported("model_type is '" + type + "', which is not known; known are" + names +
+                       " (allow_unknown reads it by its keys)");
+  }
+  const Family& family = found != kFamilies.end() ? *found : pangu ? kFamilies.back() : kUnknown;
+  if (!options.allow_unknown)
+    check_keys(renamed, family.type == "kimi_linear" ? KeysOf::kimi_linear : KeysOf::model, where);
+
+  auto integer = [&](const char* key, int64_t fallback) {
+    return fallback > 0 ? config.integer(key, fallback) : config.integer(key);
+  };
   ModelConfig m;
   m.name = type.empty() ? "model" : one_line(type);
-  m.hidden = config.integer("hidden_size");
-  m.layers = config.integer("num_hidden_layers");
-  m.heads = config.integer("num_attention_heads");
-  m.query_latent = config.integer("q_lora_rank", 0);
-  m.latent = config.integer("kv_lora_rank");
-  m.nope = config.integer("qk_nope_head_dim");
-  m.rope = config.integer("qk_rope_head_dim");
-  m.value = config.integer("v_head_dim");
-  m.rms_eps = config.number("rms_norm_eps", 1e-6);
-  m.rotary.rotate = !config.flag("mla_use_nope", false);
-  read_rope(config, type, m);
+  m.hidden = integer("hidden_size", family.hidden);
+  m.heads = integer("num_attention_heads", family.heads);
+  // Null says that there is none.
+  m.query_latent = config.integer("q_lora_rank", config.mentions("q_lora_rank") ? 0 : family.query_latent);
+  m.latent = integer("kv_lora_rank", family.latent);
+  m.nope = integer("qk_nope_head_dim", family.nope);
+  m.rope = integer("qk_rope_head_dim", family.rope);
+  if (family.type == "minicpm3" && m.heads > 0) m.value = config.integer("v_head_dim", m.hidden / m.heads);
+  else m.value = integer("v_head_dim", family.value);
+  m.rms_eps = config.number("rms_norm_eps", family.eps);
+  if (family.type == "longcat_flash") read_pairs(config, family, m);
+  else m.layers = integer("num_hidden_layers", family.layers);
+  if (family.type == "kimi_linear") read_layer_map(config, m);
+  read_rope(config, family, options, m);
+  read_indexer(config, family, options, m);
+  if (family.type != "kimi_linear" && !options.allow_unknown) check_layer_types(config, m);
+  if (m.rms_eps != 1e-6 && found != kFamilies.end() && !pangu)
+    m.notes.push_back(
+        format("norms of latents take rms_norm_eps %g, as servers do; transformers takes 1e-06", m.rms_eps));
 
-  if (config.find("index_topk")) {
-    if (m.layers < 1 || m.layers > kMostLayers)
-      config.fail("num_hidden_layers", "is " + std::to_string(m.layers) + ", allowed 1 to " +
-                                           std::to_string(kMostLayers) + " with an indexer");
-    m.indexer = IndexerConfig{.heads = config.integer("index_n_heads"),
-                              .dim = config.integer("index_head_dim"),
-                              .topk = config.integer("index_topk"),
-                              .interleaved = config.flag("indexer_rope_interleave", false),
-                              .full = indexer_layers(config, m.layers)};
-  }
-  const Json* quantization = config.find("quantization_config");
-  if (!quantization) quantization = Reader(root, config.where()).find("quantization_config");
-  if (quantization) {
-    if (!quantization->is_object())
-      config.fail("quantization_config", "is " + quantization->dump() + ", an object is needed");
-    const Reader q(*quantization, config.where() + ": quantization_config");
-    if (const Json* block = q.find("weight_block_size")) {
-      auto size = [&](size_t i) {
-        if (!block->is_array() || block->size() != 2 || !(*block)[i].is_number_integer() ||
-            (*block)[i].get<int64_t>() < 1 || (*block)[i].get<int64_t>() > 65536)
-          q.fail("weight_block_size", "is " + block->dump() + ", two positive integers are needed");
-        return (*block)[i].get<int64_t>();
-      };
-      m.fp8_block_rows = size(0);
-      m.fp8_block_cols = size(1);
-    }
-  }
+  read_quantization("quantization_config", config.has("quantization_config") ? config : outer, options, m);
+  read_quantization("quantization", config, options, m);
   try {
     m.validate();
   } catch (const ShapeError& e) {
     refuse(where, e.what());
+  } catch (const UnsupportedError& e) {
+    config.unsupported(e.what());
   }
   return m;
 }
 
-ModelConfig read_config(const std::filesystem::path& file) { return parse_config(read_text(file), file.string()); }
+ModelConfig read_config(const std::filesystem::path& file, const ReadOptions& options) {
+  return parse_config(read_text(file), file.string(), options);
+}
 
 }  // namespace mla

@@ -71,6 +71,14 @@ ModelConfig make(std::string_view name) {
   m.value = 64;
   m.rms_eps = 1e-5;
   m.rotary.interleaved = false;
+  // Short and long factors are the same ones, and the length is the original one: magnitude 1 at any length.
+  m.rotary.scaling = RopeConfig::Scaling::longrope;
+  m.rotary.short_factors =
+      m.rotary.long_factors = {1.0591234137867171, 1.1241891283591912, 1.2596935748670968, 1.5380380402321725,
+                               2.093982484148734,  3.1446935121267696, 4.937952647693647,  7.524541999994549,
+                               10.475458000005451, 13.062047352306353, 14.85530648787323,  15.906017515851266,
+                               16.461961959767827, 16.740306425132907, 16.87581087164081,  16.940876586213285};
+  m.rotary.original_max_position = m.rotary.max_position = 32768;
   return m;
 }
 
@@ -106,6 +114,26 @@ double ModelConfig::softmax_scale() const {
     scale *= m * m;
   }
   return scale;
+}
+
+double ModelConfig::query_growth(int64_t position) const {
+  if (query_growth_beta == 0) return 1.0;
+  const double lengths = static_cast<double>(position) / static_cast<double>(query_growth_length);
+  return 1.0 + query_growth_beta * std::log1p(std::floor(lengths));
+}
+
+int64_t ModelConfig::model_layer(int64_t index) const {
+  if (index < 0 || index >= layers || attentions_per_layer < 1)
+    throw InputError("model " + name + ": attention is " + std::to_string(index) + ", allowed 0 to " +
+                     std::to_string(layers - 1));
+  const int64_t layer = index / attentions_per_layer;
+  return model_layers.empty() ? layer : model_layers.at(static_cast<size_t>(layer));
+}
+
+std::string ModelConfig::attention_name(int64_t index) const {
+  std::string path = "layers." + std::to_string(model_layer(index)) + ".self_attn.";
+  if (attentions_per_layer > 1) path += std::to_string(index % attentions_per_layer) + ".";
+  return path;
 }
 
 RopeConfig ModelConfig::index_rotary() const {
@@ -154,7 +182,42 @@ void ModelConfig::validate() const {
   };
   require_number("rms_eps", rms_eps, rms_eps >= 0, "not be negative");
   require_number("rope theta", rotary.theta, rotary.theta > 0, "be above 0");
-  if (rotary.scaling != RopeConfig::Scaling::yarn) return;
+  require_number("query scale", query_scale, query_scale > 0, "be above 0");
+  require_number("latent scale", latent_scale, latent_scale > 0, "be above 0");
+  require_number("query growth beta", query_growth_beta, query_growth_beta >= 0, "not be negative");
+  if (query_growth_beta > 0 && (query_growth_length < 1 || query_growth_length > INT32_MAX))
+    throw ShapeError("model " + name + ": query growth length is " + std::to_string(query_growth_length) +
+                     ", must be above 0");
+  if (query_latent == 0 && (query_scale != 1 || query_growth_beta != 0))
+    throw UnsupportedError("model " + name + ": queries that are scaled need a query latent, its q_lora_rank is 0");
+  require("attentions per layer", attentions_per_layer, 1);
+  if (layers % attentions_per_layer != 0)
+    throw ShapeError("model " + name + ": layers is " + std::to_string(layers) + ", no multiple of " +
+                     std::to_string(attentions_per_layer) + " attentions per layer");
+  if (!model_layers.empty() && static_cast<int64_t>(model_layers.size()) != layers / attentions_per_layer)
+    throw ShapeError("model " + name + ": model layers has " + std::to_string(model_layers.size()) +
+                     " entries, the model has " + std::to_string(layers / attentions_per_layer) + " layers with MLA");
+  for (size_t i = 0; i < model_layers.size(); ++i) {
+    require("model layer", model_layers[i], 0);
+    if (i > 0 && model_layers[i] <= model_layers[i - 1])
+      throw ShapeError("model " + name + ": model layer " + std::to_string(model_layers[i]) + " comes after " +
+                       std::to_string(model_layers[i - 1]) + ", they must ascend");
+  }
+  if (rotary.scaling == RopeConfig::Scaling::none) return;
+  require_number("rope attention factor", rotary.attention_factor, rotary.attention_factor > 0, "be above 0");
+  if (rotary.original_max_position < 1)
+    throw ShapeError("model " + name + ": rope original max position is " +
+                     std::to_string(rotary.original_max_position) + ", must be above 0");
+  if (rotary.scaling == RopeConfig::Scaling::longrope) {
+    for (const auto& [what, divisors] :
+         {std::pair("short", &rotary.short_factors), std::pair("long", &rotary.long_factors)}) {
+      if (static_cast<int64_t>(divisors->size()) != rope / 2)
+        throw ShapeError("model " + name + ": rope " + what + " factors are " + std::to_string(divisors->size()) +
+                         ", rope " + std::to_string(rope) + " needs " + std::to_string(rope / 2));
+      for (double d : *divisors) require_number("rope factor of a pair", d, d > 0, "be above 0");
+    }
+    return;
+  }
   // YaRN divides by ln(theta), and by a temperature that is at least 1 for mscales of at least 0.
   require_number("rope theta", rotary.theta, rotary.theta > 1, "be above 1");
   require_number("rope factor", rotary.factor, rotary.factor > 0, "be above 0");
@@ -162,10 +225,6 @@ void ModelConfig::validate() const {
   require_number("rope beta_slow", rotary.beta_slow, rotary.beta_slow > 0, "be above 0");
   require_number("rope mscale", rotary.mscale, rotary.mscale >= 0, "not be negative");
   require_number("rope mscale_all_dim", rotary.mscale_all_dim, rotary.mscale_all_dim >= 0, "not be negative");
-  require_number("rope attention factor", rotary.attention_factor, rotary.attention_factor > 0, "be above 0");
-  if (rotary.original_max_position < 1)
-    throw ShapeError("model " + name + ": rope original max position is " +
-                     std::to_string(rotary.original_max_position) + ", must be above 0");
 }
 
 }  // namespace mla

@@ -14,6 +14,13 @@ std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
   std::vector<double> frequencies(pairs);
   for (int64_t i = 0; i < pairs; ++i)
     frequencies[i] = std::pow(c.theta, -2.0 * static_cast<double>(i) / static_cast<double>(rope));
+  if (c.scaling == RopeConfig::Scaling::longrope) {
+    const std::vector<double>& divisors = c.max_position > c.original_max_position ? c.long_factors : c.short_factors;
+    if (static_cast<int64_t>(divisors.size()) != pairs)
+      throw ShapeError("rotary table: longrope has " + std::to_string(divisors.size()) + " divisors, rope " +
+                       std::to_string(rope) + " needs " + std::to_string(pairs));
+    for (int64_t i = 0; i < pairs; ++i) frequencies[i] /= divisors[i];
+  }
   if (c.scaling != RopeConfig::Scaling::yarn) return frequencies;
 
   // The dim whose wavelength makes `turns` full turns over the original context.
@@ -22,8 +29,13 @@ std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
            std::log(static_cast<double>(c.original_max_position) / (turns * 2 * std::numbers::pi)) /
            (2 * std::log(c.theta));
   };
-  const double low = std::max(std::floor(correction_dim(c.beta_fast)), 0.0);
-  double high = std::min(std::ceil(correction_dim(c.beta_slow)), static_cast<double>(rope - 1));
+  double low = correction_dim(c.beta_fast), high = correction_dim(c.beta_slow);
+  if (c.truncate) {
+    low = std::floor(low);
+    high = std::ceil(high);
+  }
+  low = std::max(low, 0.0);
+  high = std::min(high, static_cast<double>(rope - 1));
   if (low == high) high += 0.001;
   for (int64_t i = 0; i < pairs; ++i) {
     const double interpolated = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
@@ -33,7 +45,8 @@ std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
 }
 
 double rotary_magnitude(const RopeConfig& c) {
-  if (c.scaling != RopeConfig::Scaling::yarn) return 1.0;
+  if (c.scaling == RopeConfig::Scaling::none) return 1.0;
+  if (c.scaling == RopeConfig::Scaling::longrope) return c.attention_factor;
   return yarn_mscale(c.factor, c.mscale) / yarn_mscale(c.factor, c.mscale_all_dim) * c.attention_factor;
 }
 

@@ -124,10 +124,10 @@ class Preparation {
     w.absorption = o_.absorption;
     if (m_.query_latent > 0) {
       w.query_down = product(t_.query_down, "query_down", m_.query_latent, m_.hidden);
-      w.query_norm = vector(t_.query_norm, "query_norm", m_.query_latent);
+      w.query_norm = vector(t_.query_norm, "query_norm", m_.query_latent, m_.query_scale);
     }
     w.kv_down = product(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
-    w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent);
+    w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent, m_.latent_scale);
     if (t_.indexer) w.indexer = indexer(*t_.indexer);
 
     const int64_t query_out = m_.heads * m_.query_key(), up_out = m_.heads * (m_.nope + m_.value),
@@ -149,8 +149,12 @@ class Preparation {
   }
 
  private:
-  WeightVector vector(const HostTensor& tensor, const char* role, int64_t n) const {
-    return {values(tensor, role, {n}), device_};
+  // A norm's weights take what its result is multiplied by.
+  WeightVector vector(const HostTensor& tensor, const char* role, int64_t n, double scale = 1.0) const {
+    std::vector<float> v = values(tensor, role, {n});
+    if (scale != 1.0)
+      for (float& e : v) e = static_cast<float>(e * scale);
+    return {v, device_};
   }
   std::shared_ptr<const Linear> linear(const HostTensor& tensor, const char* role, int64_t out, int64_t in) const {
     return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype, device_);

@@ -65,7 +65,7 @@ std::vector<int64_t> first_rows(int64_t n) {
   return rows;
 }
 
-class AbsorbedGolden : public testing::TestWithParam<std::filesystem::path> {};
+class AbsorbedGolden : public testing::TestWithParam<GoldenCase> {};
 
 TEST_P(AbsorbedGolden, FilesAreReproduced) {
   const Golden g = read_golden(GetParam());
@@ -120,8 +120,8 @@ TEST_P(AbsorbedGolden, TokenByTokenInMixedBatches) {
   EXPECT_LE(reference::relative_error(fast_out, exact), 6e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(Files, AbsorbedGolden, testing::ValuesIn(golden_files()),
-                         [](const auto& i) { return i.param.stem().string(); });
+INSTANTIATE_TEST_SUITE_P(Files, AbsorbedGolden, testing::ValuesIn(golden_cases()),
+                         [](const auto& i) { return i.param.name(); });
 
 // Every model's head shapes, few heads and a narrow hidden state.
 std::vector<ModelConfig> small_models() {

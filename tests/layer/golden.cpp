@@ -58,12 +58,12 @@ struct Loaded {
   static constexpr float kQueryScale = 0.125f;
 };
 
-Loaded& loaded(const std::filesystem::path& path) {
-  static std::map<std::filesystem::path, Loaded> all;
-  auto [it, fresh] = all.try_emplace(path);
+Loaded& loaded(const GoldenCase& which) {
+  static std::map<GoldenCase, Loaded> all;
+  auto [it, fresh] = all.try_emplace(which);
   if (fresh) {
     Loaded& l = it->second;
-    l.golden = read_golden(path);
+    l.golden = read_golden(which);
     l.exact = reference::output_rows(l.golden.config, reference::plain_weights(l.golden.tensors, Dtype::f32),
                                      l.golden.hidden, l.rows());
   }
@@ -83,7 +83,7 @@ std::vector<CacheFormat> suitable_formats(const ModelConfig& config) {
   return formats;
 }
 
-class GoldenFile : public testing::TestWithParam<std::filesystem::path> {
+class GoldenFile : public testing::TestWithParam<GoldenCase> {
  protected:
   Loaded& l() const { return loaded(GetParam()); }
 
@@ -220,8 +220,8 @@ TEST_P(GoldenFile, Fp8Query) {
         bound(Dtype::f32, Dtype::f32, PathPolicy::latent, CacheFormat::fp8, true), "fp8 query");
 }
 
-INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(golden_files()),
-                         [](const auto& i) { return i.param.stem().string(); });
+INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(golden_cases()),
+                         [](const auto& i) { return i.param.name(); });
 
 }  // namespace
 }  // namespace mla::test

@@ -92,6 +92,48 @@ TEST(SparseGolden, OutputsOnTheFilesChoice) {
     }
 }
 
+// GLM-5's interleaved indexer, which no key of the file says, and a layer that takes the choice of the one before it.
+TEST(SparseGolden, IndexerPairsAndSharedChoicesOfGlm) {
+  for (const GoldenCase& which : {GoldenCase{golden2_folder() / "glm_moe_dsa.safetensors"},
+                                  GoldenCase{golden2_folder() / "glm_moe_dsa_shared.safetensors", 0},
+                                  GoldenCase{golden2_folder() / "glm_moe_dsa_shared.safetensors", 1}}) {
+    const Golden g = read_golden(which, true);
+    ASSERT_TRUE(g.config.indexer->interleaved);
+    const int64_t k = g.config.indexer->topk;
+    const auto chosen = [&](int64_t row) {
+      std::vector<int32_t> c;
+      for (int64_t i = 0; i < k; ++i)
+        if (const int32_t j = g.topk[row * k + i]; j <= row) c.push_back(j);
+      std::sort(c.begin(), c.end());
+      return c;
+    };
+    const std::vector<double> file(g.output.begin(), g.output.end());
+    LayerWeights weights = prepare(g.config, g.tensors, Dtype::f32, kDevice);
+    EXPECT_EQ(weights.indexer.has_value(), which.attention != 1);
+    if (weights.indexer) {
+      std::vector<int64_t> rows(static_cast<size_t>(g.length));
+      std::iota(rows.begin(), rows.end(), 0);
+      const auto scores =
+          reference::index_scores(g.config, reference::plain_weights(g.tensors, Dtype::f32), g.hidden, rows);
+      for (int64_t row = 0; row < g.length; ++row) EXPECT_EQ(reference::best(scores[row], k), chosen(row)) << row;
+      Engine engine(weights, cache_spec(g.config, CacheFormat::f32, 16),
+                    {.plan = {.index_format = IndexCacheFormat::f32}});
+      if (!kOnGpu) {
+        const Ran r = run(engine, g.hidden, g.length, 23);
+        for (int64_t row = k; row < g.length; ++row) EXPECT_EQ(r.selected[row], chosen(row)) << row;
+        EXPECT_LE(reference::relative_error(r.out, file), kFileError) << which.name();
+      }
+      weights.indexer.reset();
+    }
+    for (int64_t chunk : {g.length, int64_t{23}, int64_t{1}}) {
+      Engine engine(weights, cache_spec(g.config, CacheFormat::f32, 16), {});
+      engine.chooser = [&](int64_t, int64_t position) { return chosen(position); };
+      EXPECT_LE(reference::relative_error(engine.run_alone(engine.add(g.hidden), g.length, chunk), file), kFileError)
+          << which.name() << " chunks of " << chunk;
+    }
+  }
+}
+
 TEST(SparseGolden, PrefillAndChunksOnEveryModeAndFormat) {
   const Golden& g = v32().golden;
   for (CacheFormat format :

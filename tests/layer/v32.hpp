@@ -13,7 +13,7 @@
 namespace mla::test {
 
 struct V32 {
-  Golden golden = read_golden(golden_folder() / "v32.safetensors", true);
+  Golden golden = read_golden({golden_folder() / "v32.safetensors"}, true);
   reference::Weights plain = reference::plain_weights(golden.tensors, Dtype::f32);
   LayerWeights weights = prepare(golden.config, golden.tensors, Dtype::f32, kDevice);
   LayerWeights without_indexer = weights;

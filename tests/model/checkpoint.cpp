@@ -144,12 +144,63 @@ TEST_F(CheckpointFolder, ManyReadersAtOnce) {
   EXPECT_EQ(equal, 200);  // both layers hold the same values
 }
 
+// What lies under a layer's attention and is read by nothing would change its outputs: a gate, sinks, a bias.
+TEST_F(CheckpointFolder, TensorsThatNothingReadsAreNamed) {
+  for (const char* role : {"gate_proj.weight", "sinks", "q_a_proj.bias", "indexer.wk.weight", "q_norm.weight",
+                           "o_proj.weight_scale", "kv_b_proj.qweight"}) {
+    write_single("", [&](auto& t) { t.push_back({role, {3}}); });
+    EXPECT_EQ(refusal(folder_.path()), "F/model.safetensors: tensor 'model.layers.1.self_attn." + std::string(role) +
+                                           "' is not one that attention of model deepseek_v3 has (allow_unknown goes "
+                                           "on past it)");
+    EXPECT_NO_THROW(Checkpoint(folder_.path()).layer(0));
+    EXPECT_NO_THROW(Checkpoint(folder_.path(), {.allow_unknown = true}).layer(1));
+  }
+  write_single("", [&](auto& t) { t.push_back({"rotary_emb.inv_freq", {4}}); });
+  EXPECT_EQ(refusal(folder_.path()), "read");
+}
+
+// Where attentions are: two in each of LongCat's layers, some layers of Kimi Linear's, behind a wrapper's names.
+TEST_F(CheckpointFolder, NamesByFamily) {
+  const std::string dims = R"("hidden_size":48,"num_attention_heads":3,"q_lora_rank":20,"kv_lora_rank":40,)"
+                           R"("qk_nope_head_dim":24,"qk_rope_head_dim":8,"v_head_dim":20,)";
+  const auto write = [&](const std::vector<std::string>& prefixes) {
+    test::SafetensorsWriter w;
+    for (const std::string& prefix : prefixes)
+      for (const Tensor& t : kTensors) add(w, prefix, t);
+    w.write(folder_ / "model.safetensors");
+  };
+  test::write_file(folder_ / "config.json", "{" + dims + R"("model_type":"longcat_flash","num_layers":1})");
+  write({"model.layers.0.self_attn.0.", "model.layers.0.self_attn.1."});
+  const Checkpoint pair(folder_.path());
+  EXPECT_EQ(pair.config().layers, 2);
+  EXPECT_EQ(pair.layer(0).output.name, "model.layers.0.self_attn.0.o_proj.weight");
+  EXPECT_EQ(pair.layer(1).output.name, "model.layers.0.self_attn.1.o_proj.weight");
+  EXPECT_EQ(pair.attention_entries(1).size(), kTensors.size());
+  EXPECT_THROW(pair.layer(2), InputError);
+
+  test::write_file(folder_ / "config.json",
+                   "{" + dims + R"("model_type":"kimi_linear","num_hidden_layers":4,"linear_attn_config":)" +
+                       R"({"full_attn_layers":[2,4],"kda_layers":[1,3]}})");
+  write({"model.layers.1.self_attn.", "model.layers.3.self_attn."});
+  const Checkpoint map(folder_.path());
+  EXPECT_EQ(map.config().layers, 2);
+  EXPECT_EQ(map.layer(1).output.name, "model.layers.3.self_attn.o_proj.weight");
+
+  test::write_file(folder_ / "config.json",
+                   R"({"text_config":{)" + dims + R"("model_type":"kimi_k2","num_hidden_layers":1}})");
+  for (const char* above : {"model.language_model.", "language_model.model."}) {
+    write({std::string(above) + "layers.0.self_attn."});
+    EXPECT_EQ(Checkpoint(folder_.path()).layer(0).output.name, std::string(above) + "layers.0.self_attn.o_proj.weight");
+  }
+}
+
 // Two layers, the second of which shares the first one's indexer; the query projection in fp8 with block scales.
 class IndexerFolder : public testing::Test {
  protected:
   IndexerFolder() {
     std::string config = kConfig;
     config.pop_back();
+    config.replace(config.find("deepseek_v3"), 11, "deepseek_v32");
     test::write_file(folder_ / "config.json",
                      config +
                          R"(,"index_n_heads":9,"index_head_dim":16,"index_topk":64,"indexer_types":["full","shared"],)"
@@ -220,7 +271,7 @@ TEST(BlockScales, PartialEdges) {
   test::write_file(
       folder / "config.json",
       R"({"model_type":"deepseek_v3","hidden_size":260,"num_hidden_layers":1,"num_attention_heads":1,"kv_lora_rank":512,)"
-      R"("qk_nope_head_dim":8,"qk_rope_head_dim":64,"v_head_dim":8,"quantization_config":{"weight_block_size":[128,128]}})");
+      R"("qk_nope_head_dim":8,"qk_rope_head_dim":64,"v_head_dim":8,"q_lora_rank":null,"quantization_config":{"weight_block_size":[128,128]}})");
   const std::string prefix = "model.layers.0.self_attn.";
   auto file = [&](std::vector<int64_t> scale_shape) {
     test::SafetensorsWriter w;

@@ -68,7 +68,11 @@ TEST(Presets, TrueConstants) {
     EXPECT_EQ(m.indexer.has_value(), std::string_view(r.name) == "deepseek-v3.2") << r.name;
   }
   const ModelConfig mini = preset("minicpm3");
-  EXPECT_EQ(mini.rotary.scaling, RopeConfig::Scaling::none);
+  EXPECT_EQ(mini.rotary.scaling, RopeConfig::Scaling::longrope);
+  EXPECT_EQ(mini.rotary.short_factors.size(), 16u);
+  EXPECT_EQ(mini.rotary.short_factors, mini.rotary.long_factors);
+  EXPECT_EQ(mini.rotary.short_factors[5], 3.1446935121267696);
+  EXPECT_EQ(rotary_magnitude(mini.rotary), 1);
   EXPECT_FALSE(mini.rotary.interleaved);
   EXPECT_EQ(mini.rms_eps, 1e-5);
   const IndexerConfig indexer = *preset("deepseek-v3.2").indexer;
@@ -126,6 +130,12 @@ std::string config(const std::string& more) {
          R"("qk_nope_head_dim":24,"qk_rope_head_dim":8,"v_head_dim":20)" +
          more + "}";
 }
+// The same of a class whose attention is sparse.
+std::string sparse_config(const std::string& more) {
+  std::string text = config(more);
+  text.replace(text.find("deepseek_v3"), 11, "deepseek_v32");
+  return text;
+}
 
 TEST(Config, OldAndNewRopeKeys) {
   const std::string yarn =
@@ -170,7 +180,7 @@ TEST(Config, OptionalParts) {
   EXPECT_EQ(fp8.fp8_block_rows, 128);
   EXPECT_EQ(fp8.fp8_block_cols, 64);
   const ModelConfig sparse =
-      parse_config(config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
+      parse_config(sparse_config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":128,"index_topk":64)"));
   EXPECT_EQ(sparse.indexer->heads, 4);
   EXPECT_FALSE(sparse.indexer->interleaved);
   EXPECT_EQ(parse_config(R"({"text_config":)" + config("") + "}").latent, 40);
@@ -224,14 +234,16 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message("{"), "c.json: not valid JSON");
   EXPECT_EQ(message("[]"), "c.json: not a JSON object");
   EXPECT_EQ(message("{}"), "c.json: hidden_size is missing");
+  EXPECT_EQ(message(R"({"hidden_size":1,"num_hidden_layers":1})"), "c.json: num_attention_heads is missing");
   EXPECT_EQ(message(config(R"(,"rope_theta":"x")")), "c.json: rope_theta is \"x\", a number is needed");
   EXPECT_EQ(message(config(R"(,"q_lora_rank":1.5)")), "c.json: q_lora_rank is 1.5, an integer is needed");
   EXPECT_EQ(message(config(R"(,"q_lora_rank":-3)")),
             "c.json: model deepseek_v3: query latent is -3, allowed 0 to 1048576");
   EXPECT_EQ(message(config(R"(,"rms_norm_eps":-1)")),
             "c.json: model deepseek_v3: rms_eps is -1.000000, must not be negative");
-  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")),
-            "c.json: rope type 'longrope' is not supported (default and yarn are)");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")), "c.json: rope: short_factor is missing");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"llama3","factor":8})")),
+            "c.json: rope type 'llama3' is not supported (default, yarn and longrope are)");
   EXPECT_EQ(message(config(R"(,"sliding_window":4096)")),
             "c.json: sliding_window is 4096: a sliding window is not supported");
   EXPECT_EQ(message(config(R"(,"use_sliding_window":false,"sliding_window":4096)")), "read");
@@ -241,17 +253,16 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message(config(R"(,"quantization_config":{"weight_block_size":[0,1]})")),
             "c.json: quantization_config: weight_block_size is [0,1], two positive integers are needed");
   EXPECT_EQ(message(config(R"(,"quantization_config":3)")), "c.json: quantization_config is 3, an object is needed");
-  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":-5)")),
-            "c.json: model deepseek_v3: indexer topk is -5, allowed 1 to 1048576");
-  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":4,"index_topk":5)")),
-            "c.json: model deepseek_v3: indexer dim is 4, allowed 8 to 1048576");
-  EXPECT_EQ(message(config(R"(,"index_topk":5)")), "c.json: index_n_heads is missing");
+  EXPECT_EQ(message(sparse_config(R"(,"index_n_heads":4,"index_head_dim":128,"index_topk":-5)")),
+            "c.json: model deepseek_v32: indexer topk is -5, allowed 1 to 1048576");
+  EXPECT_EQ(message(sparse_config(R"(,"index_n_heads":4,"index_head_dim":4,"index_topk":5)")),
+            "c.json: model deepseek_v32: indexer dim is 4, allowed 8 to 1048576");
   const auto sparse = [](const std::string& more) {
-    return message(config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)" + more));
+    return message(sparse_config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)" + more));
   };
   EXPECT_EQ(sparse(""), "read");
-  EXPECT_EQ(message(config(R"(,"index_n_heads":4,"index_head_dim":16,"index_topk":5)")),
-            "c.json: model deepseek_v3: query latent of a model with an indexer is 0, allowed 1 to 1048576");
+  EXPECT_EQ(message(sparse_config(R"(,"q_lora_rank":null,"index_n_heads":4,"index_head_dim":16,"index_topk":5)")),
+            "c.json: model deepseek_v32: query latent of a model with an indexer is 0, allowed 1 to 1048576");
   EXPECT_EQ(sparse(R"(,"indexer_types":["full"])"), "c.json: indexer_types has 1 entries, the model has 2 layers");
   EXPECT_EQ(sparse(R"(,"indexer_types":["full","half"])"),
             "c.json: indexer_types holds 'half', full or shared (F or S) are known");
@@ -259,11 +270,11 @@ TEST(Config, ErrorsNameKeyAndValue) {
             "c.json: indexer_types holds '3', full or shared (F or S) are known");
   EXPECT_EQ(sparse(R"(,"indexer_types":3)"), "c.json: indexer_types is 3, a list or a string is needed");
   EXPECT_EQ(sparse(R"(,"index_topk_pattern":"SF")"),
-            "c.json: model deepseek_v3: indexer of layer 0 is shared, there is no layer before it");
-  EXPECT_EQ(sparse(R"(,"index_topk_freq":0)"), "c.json: index_topk_freq is 0, at least 1 is needed");
+            "c.json: model deepseek_v32: indexer of layer 0 is shared, there is no layer before it");
+  EXPECT_EQ(sparse(R"(,"index_topk_freq":0)"), "read");  // as 1
   EXPECT_EQ(sparse(R"(,"index_topk_freq":2,"index_skip_topk_offset":0)"),
-            "c.json: model deepseek_v3: indexer of layer 0 is shared, there is no layer before it");
-  std::string many = config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)");
+            "c.json: model deepseek_v32: indexer of layer 0 is shared, there is no layer before it");
+  std::string many = sparse_config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)");
   many.insert(many.find("layers\":2") + 9, "000000");
   EXPECT_EQ(message(many), "c.json: num_hidden_layers is 2000000, allowed 1 to 1048576 with an indexer");
   EXPECT_EQ(message(config(R"(,"rope_theta":0)")),
@@ -275,7 +286,7 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(yarn(R"(,"rope_theta":1)"), where + "theta is 1.000000, must be above 1");
   EXPECT_EQ(yarn(R"(,"factor":0)"), where + "factor is 0.000000, must be above 0");
   EXPECT_EQ(yarn(R"(,"beta_fast":-1)"), where + "beta_fast is -1.000000, must be above 0");
-  EXPECT_EQ(yarn(R"(,"beta_slow":0)"), where + "beta_slow is 0.000000, must be above 0");
+  EXPECT_EQ(yarn(R"(,"beta_slow":-2)"), where + "beta_slow is -2.000000, must be above 0");
   EXPECT_EQ(yarn(R"(,"mscale":-1)"), where + "mscale is -1.000000, must not be negative");
   EXPECT_EQ(yarn(R"(,"mscale_all_dim":-1)"), where + "mscale_all_dim is -1.000000, must not be negative");
   EXPECT_EQ(yarn(R"(,"attn_factor":0)"), where + "attention factor is 0.000000, must be above 0");
@@ -285,7 +296,7 @@ TEST(Config, ErrorsNameKeyAndValue) {
 
 TEST(Config, MessagesStayOnOneReadableLine) {
   EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"a\nb"})")),
-            "c.json: rope type 'a\\x0ab' is not supported (default and yarn are)");
+            "c.json: rope type 'a\\x0ab' is not supported (default, yarn and longrope are)");
   const std::string deep = std::string(1 << 20, '[') + std::string(1 << 20, ']');
   EXPECT_EQ(message(config(R"(,"rope_theta":)" + deep)), "c.json: nested deeper than 64");
   const std::string wide = message(config(R"(,"rope_theta":")" + std::string(1 << 20, 'x') + "\""));
@@ -293,8 +304,482 @@ TEST(Config, MessagesStayOnOneReadableLine) {
   EXPECT_TRUE(wide.ends_with("a number is needed")) << wide;
 }
 
+// The magnitude and the score factor of YaRN by the keys that are there: transformers' reading, by its own formulas.
+TEST(Config, YarnWithOneOfItsMscales) {
+  const double s = 40;
+  const auto m = [&](double k) { return 0.1 * k * std::log(s) + 1; };
+  struct Row {
+    const char* keys;
+    double magnitude, score;
+    bool noted;
+  };
+  for (const Row& r :
+       {Row{R"("mscale":0.707,"mscale_all_dim":0.5)", m(0.707) / m(0.5), m(0.5) * m(0.5), false},
+        Row{R"("mscale":1,"mscale_all_dim":1)", 1, m(1) * m(1), false}, Row{R"("beta_fast":null)", m(1), 1, false},
+        Row{R"("mscale":1)", m(1), 1, false}, Row{R"("mscale":0.707)", m(1), 1, true},
+        Row{R"("mscale":0.707,"mscale_all_dim":0)", m(1), 1, true},
+        Row{R"("mscale_all_dim":0.5)", m(1), m(0.5) * m(0.5), true},
+        Row{R"("mscale":0,"mscale_all_dim":1)", m(1), m(1) * m(1), true},
+        Row{R"("mscale":1,"mscale_all_dim":1,"attention_factor":1.2)", 1.2, m(1) * m(1), true},
+        Row{R"("attention_factor":1.2)", 1.2, 1, true},
+        Row{R"("mscale":1,"mscale_all_dim":1,"apply_yarn_scaling":false)", 1, m(1) * m(1), true},
+        Row{R"("mscale":1,"mscale_all_dim":1,"truncate":false)", 1, m(1) * m(1), true}}) {
+    const ModelConfig c =
+        parse_config(config(std::string(R"(,"rope_scaling":{"type":"yarn","factor":40,)") + r.keys + "}"));
+    EXPECT_NEAR(rotary_magnitude(c.rotary), r.magnitude, 1e-12) << r.keys;
+    EXPECT_NEAR(c.softmax_scale(), r.score / std::sqrt(32.0), 1e-12) << r.keys;
+    EXPECT_EQ(!c.notes.empty(), r.noted) << r.keys;
+  }
+}
+
+// Frequencies against the definition, written out again.
+TEST(Config, YarnFrequencies) {
+  for (const char* truncate : {"true", "false"})
+    for (const char* betas : {R"("beta_fast":4,"beta_slow":1)", R"("beta_fast":0,"beta_slow":null)"}) {
+      const ModelConfig c = parse_config(
+          R"({"model_type":"deepseek_v3","qk_rope_head_dim":32,"max_position_embeddings":2560,"rope_parameters":{"rope_type":"yarn","rope_theta":5000,"factor":16,)"
+          R"("original_max_position_embeddings":96,"truncate":)" +
+          std::string(truncate) + "," + betas + "}}");
+      const double theta = 5000, s = 16, length = 96, dims = 32;
+      const double fast = betas[12] == '4' ? 4 : 32;
+      const auto turns = [&](double r) {
+        return dims * std::log(length / (2 * 3.141592653589793 * r)) / (2 * std::log(theta));
+      };
+      double low = turns(fast), high = turns(1);
+      if (std::string_view(truncate) == "true") {
+        low = std::floor(low);
+        high = std::ceil(high);
+      }
+      low = std::max(low, 0.0);
+      high = std::min(high, dims - 1);
+      const std::vector<double> found = inverse_frequencies(c.rotary, 32);
+      for (int i = 0; i < 16; ++i) {
+        const double f = 1 / std::pow(theta, 2 * i / dims),
+                     ramp = std::min(std::max((i - low) / (high - low), 0.0), 1.0);
+        EXPECT_NEAR(found[i], f * (1 - ramp) + f / s * ramp, 1e-15) << truncate << betas << i;
+      }
+    }
+}
+
+TEST(Config, WhichRopeKeysWin) {
+  // The old object over the new one, a theta within over one beside it, an original length beside over one within.
+  EXPECT_EQ(
+      parse_config(config(R"(,"rope_theta":1,"rope_scaling":{"rope_theta":2},"rope_parameters":{"rope_theta":3})"))
+          .rotary.theta,
+      2);
+  const auto yarn = [](const std::string& inside, const std::string& beside) {
+    return parse_config(
+               config(R"(,"rope_scaling":{"rope_type":"yarn","type":"default","factor":2)" + inside + "}" + beside))
+        .rotary;
+  };
+  EXPECT_EQ(yarn("", "").scaling, RopeConfig::Scaling::yarn);
+  EXPECT_EQ(yarn("", "").original_max_position, 4096);  // the class's max_position_embeddings
+  EXPECT_EQ(yarn("", R"(,"max_position_embeddings":512)").original_max_position, 512);
+  EXPECT_EQ(yarn(R"(,"original_max_position_embeddings":64)", "").original_max_position, 64);
+  EXPECT_EQ(yarn(R"(,"original_max_position_embeddings":64)", R"(,"original_max_position_embeddings":32)")
+                .original_max_position,
+            32);
+}
+
+TEST(Config, RopeObjectsOfLayerTypes) {
+  const std::string object = R"({"rope_type":"yarn","factor":40,"mscale":1,"mscale_all_dim":1})";
+  const double flat = parse_config(config(R"(,"rope_parameters":)" + object)).softmax_scale();
+  EXPECT_EQ(parse_config(config(R"(,"rope_parameters":{"full_attention":)" + object + "}")).softmax_scale(), flat);
+  EXPECT_EQ(parse_config(
+                config(R"(,"rope_parameters":{"full_attention":)" + object + R"(,"other_attention":)" + object + "}"))
+                .softmax_scale(),
+            flat);
+  EXPECT_EQ(
+      message(config(R"(,"rope_parameters":{"full_attention":{"rope_theta":1},"sliding_attention":{"rope_theta":2}})")),
+      "c.json: rope_parameters is {\"full_attention\":{\"rope_theta\":1},\"sliding_attention\":{\"rope_theta\":2}}: "
+      "layers that rotate differently are not supported");
+  EXPECT_EQ(message(config(R"(,"rope_parameters":{"sliding_attention":{"rope_theta":2}})")),
+            "c.json: rope_parameters is for sliding_attention: such layers are not supported");
+}
+
+TEST(Config, Longrope) {
+  const auto read = [](const std::string& more) {
+    return parse_config(config(
+        R"(,"max_position_embeddings":1024,"rope_scaling":{"type":"longrope","short_factor":[1,2,3,4],"long_factor":[5,6,7,8],)"
+        R"("original_max_position_embeddings":64)" +
+        more + "}"));
+  };
+  ModelConfig m = read("");
+  EXPECT_NEAR(rotary_magnitude(m.rotary), std::sqrt(1 + std::log(16.0) / std::log(64.0)), 1e-12);
+  EXPECT_NEAR(rotary_magnitude(read(R"(,"factor":4)").rotary), std::sqrt(1 + std::log(4.0) / std::log(64.0)), 1e-12);
+  EXPECT_EQ(rotary_magnitude(read(R"(,"factor":0.5)").rotary), 1);
+  EXPECT_EQ(rotary_magnitude(read(R"(,"attention_factor":1.5)").rotary), 1.5);
+  EXPECT_NEAR(m.softmax_scale(), 1 / std::sqrt(32.0), 1e-15);
+  ASSERT_EQ(m.notes.size(), 1u);  // which factors hold
+  for (int i = 0; i < 4; ++i)
+    EXPECT_NEAR(inverse_frequencies(m.rotary, 8)[i], 1 / ((5 + i) * std::pow(1e4, i / 4.0)), 1e-15);
+  m.rotary.max_position = 64;  // nothing longer is to be served
+  for (int i = 0; i < 4; ++i)
+    EXPECT_NEAR(inverse_frequencies(m.rotary, 8)[i], 1 / ((1 + i) * std::pow(1e4, i / 4.0)), 1e-15);
+  EXPECT_THROW(inverse_frequencies(m.rotary, 16), ShapeError);
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope","short_factor":[1,2,3],"long_factor":[5,6,7,8]})")),
+            "c.json: model deepseek_v3: rope short factors are 3, rope 8 needs 4");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope","short_factor":[1,2,3,0],"long_factor":[5,6,7,8]})")),
+            "c.json: model deepseek_v3: rope factor of a pair is 0.000000, must be above 0");
+}
+
+// What each class takes for keys that are not there.
+TEST(Config, DefaultsOfFamilies) {
+  struct Row {
+    const char* type;
+    int64_t hidden, layers, heads, query_latent, latent, nope, rope, value;
+    double eps, theta;
+    int64_t index_heads;
+  };
+  for (const Row& r : {Row{"deepseek_v2", 4096, 32, 32, 1536, 512, 128, 64, 128, 1e-6, 1e4, 0},
+                       Row{"deepseek_v3", 7168, 61, 128, 1536, 512, 128, 64, 128, 1e-6, 1e4, 0},
+                       Row{"deepseek_v32", 7168, 61, 128, 1536, 512, 128, 64, 128, 1e-6, 1e4, 64},
+                       Row{"glm_moe_dsa", 6144, 78, 64, 2048, 512, 192, 64, 256, 1e-5, 1e4, 32},
+                       Row{"glm4_moe_lite", 2048, 47, 20, 768, 512, 192, 64, 256, 1e-5, 1e4, 0},
+                       Row{"longcat_flash", 6144, 56, 64, 1536, 512, 128, 64, 128, 1e-5, 1e7, 0},
+                       Row{"mistral4", 4096, 36, 32, 1024, 256, 64, 64, 128, 1e-6, 1e4, 0},
+                       Row{"kimi_linear", 2304, 6, 32, 0, 512, 128, 64, 128, 1e-5, 1e4, 0},
+                       Row{"minicpm3", 2560, 62, 40, 768, 256, 64, 32, 64, 1e-5, 1e4, 0},
+                       Row{"youtu", 2048, 32, 16, 1536, 512, 128, 64, 128, 1e-6, 1e4, 0},
+                       Row{"axk1", 7168, 61, 64, 1536, 512, 128, 64, 128, 1e-6, 1e4, 0}}) {
+    const ModelConfig m = parse_config(R"({"model_type":")" + std::string(r.type) + "\"}");
+    EXPECT_EQ(m.hidden, r.hidden) << r.type;
+    EXPECT_EQ(m.layers, r.layers) << r.type;
+    EXPECT_EQ(m.heads, r.heads) << r.type;
+    EXPECT_EQ(m.query_latent, r.query_latent) << r.type;
+    EXPECT_EQ(m.latent, r.latent) << r.type;
+    EXPECT_EQ(m.nope, r.nope) << r.type;
+    EXPECT_EQ(m.rope, r.rope) << r.type;
+    EXPECT_EQ(m.value, r.value) << r.type;
+    EXPECT_EQ(m.rms_eps, r.eps) << r.type;
+    EXPECT_EQ(m.rotary.theta, r.theta) << r.type;
+    EXPECT_EQ(m.rotary.rotate, std::string_view(r.type) != "kimi_linear") << r.type;
+    EXPECT_EQ(m.rotary.interleaved, std::string_view(r.type) != "minicpm3") << r.type;
+    ASSERT_EQ(m.indexer.has_value(), r.index_heads > 0) << r.type;
+    if (!m.indexer) continue;
+    EXPECT_EQ(m.indexer->heads, r.index_heads);
+    EXPECT_EQ(m.indexer->interleaved, std::string_view(r.type) == "glm_moe_dsa");
+  }
+  // Keys that a class does not read do not matter.
+  EXPECT_TRUE(parse_config(R"({"model_type":"longcat_flash","rope_interleave":false})").rotary.interleaved);
+  EXPECT_FALSE(parse_config(R"({"model_type":"minicpm3","rope_interleave":true})").rotary.interleaved);
+  EXPECT_FALSE(parse_config(R"({"model_type":"glm_moe_dsa","indexer_rope_interleave":false})").indexer->interleaved);
+  EXPECT_EQ(parse_config(R"({"architectures":["LongcatFlashForCausalLM"]})").attentions_per_layer, 2);
+}
+
+TEST(Config, Mistral) {
+  const ModelConfig none = parse_config(R"({"model_type":"mistral4"})");
+  const double m = 0.1 * std::log(128.0) + 1;
+  EXPECT_NEAR(none.softmax_scale(), m * m / std::sqrt(128.0), 1e-12);
+  EXPECT_EQ(none.rotary.original_max_position, 8192);
+  EXPECT_EQ(none.query_growth(8191), 1);
+  EXPECT_NEAR(none.query_growth(8192), 1 + 0.1 * std::log(2.0), 1e-12);
+  EXPECT_NEAR(none.query_growth(5 * 8192 - 1), 1 + 0.1 * std::log(5.0), 1e-12);
+  // In transformers' object and in the servers' own.
+  const std::string yarn = R"({"rope_type":"yarn","factor":8,"original_max_position_embeddings":32)";
+  for (const std::string& text : {config(R"(,"rope_parameters":)" + yarn + R"(,"llama_4_scaling_beta":0.2})"),
+                                  config(R"(,"rope_parameters":)" + yarn +
+                                         R"(},"llama_4_scaling":{"beta":0.2,"original_max_position_embeddings":32})")})
+    EXPECT_NEAR(parse_config(text).query_growth(64), 1 + 0.2 * std::log(3.0), 1e-12);
+  EXPECT_EQ(
+      parse_config(R"({"model_type":"mistral4","rope_parameters":{"rope_type":"default"}})").query_growth(1 << 20), 1);
+  EXPECT_EQ(
+      message(config(R"(,"q_lora_rank":null,"llama_4_scaling":{"beta":0.2,"original_max_position_embeddings":32})")),
+      "c.json: model deepseek_v3: queries that are scaled need a query latent, its q_lora_rank is 0");
+}
+
+TEST(Config, LongcatHasTwoAttentionsALayer) {
+  const auto read = [](const std::string& more) {
+    return parse_config(R"({"model_type":"longcat_flash","hidden_size":96,"q_lora_rank":24,"kv_lora_rank":6)" + more +
+                        "}");
+  };
+  const ModelConfig m = read(R"(,"num_layers":3)");
+  EXPECT_EQ(m.layers, 6);
+  EXPECT_EQ(m.query_scale, 2);
+  EXPECT_EQ(m.latent_scale, 4);
+  EXPECT_NEAR(m.softmax_scale(), 1 / std::sqrt(192.0), 1e-15);
+  EXPECT_EQ(m.attention_name(0), "layers.0.self_attn.0.");
+  EXPECT_EQ(m.attention_name(5), "layers.2.self_attn.1.");
+  EXPECT_THROW(m.attention_name(6), InputError);
+  EXPECT_EQ(read(R"(,"num_layers":3,"num_hidden_layers":6)").layers, 6);
+  EXPECT_EQ(read(R"(,"num_layers":3,"num_hidden_layers":3)").layers, 6);
+  EXPECT_EQ(read(R"(,"num_hidden_layers":6)").layers, 6);
+  EXPECT_THROW(read(R"(,"num_layers":3,"num_hidden_layers":4)"), CheckpointError);
+  const ModelConfig plain = read(R"(,"mla_scale_q_lora":false,"mla_scale_kv_lora":true)");
+  EXPECT_EQ(plain.query_scale, 1);
+  EXPECT_EQ(plain.latent_scale, 4);
+  EXPECT_EQ(read(R"(,"head_dim":64)").rope, 64);
+  EXPECT_THROW(read(R"(,"head_dim":32)"), UnsupportedError);
+}
+
+TEST(Config, LayerMapsCountLayersWithMla) {
+  const auto read = [](const std::string& more) {
+    return parse_config(R"({"model_type":"kimi_linear","num_hidden_layers":9)" + more + "}", "c.json");
+  };
+  const auto refused = [&](const std::string& more) {
+    try {
+      read(more);
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+    return std::string("read");
+  };
+  using Layers = std::vector<int64_t>;
+  EXPECT_EQ(read("").model_layers, (Layers{4, 8}));  // each fourth after the first
+  const ModelConfig listed = read(R"(,"linear_attn_config":{"full_attn_layers":[4,8,9],"kda_layers":[1,2,3,5,6,7]})");
+  EXPECT_EQ(listed.model_layers, (Layers{3, 7, 8}));
+  EXPECT_EQ(listed.layers, 3);
+  EXPECT_EQ(listed.attention_name(1), "layers.7.self_attn.");
+  EXPECT_FALSE(listed.rotary.rotate);
+  EXPECT_NEAR(listed.softmax_scale(), 1 / std::sqrt(192.0), 1e-15);
+  // YaRN would not count either: there is nothing to rotate.
+  EXPECT_EQ(read(R"(,"rope_scaling":{"type":"yarn","factor":4,"mscale":1,"mscale_all_dim":1})").softmax_scale(),
+            listed.softmax_scale());
+  const std::string types =
+      R"(,"layer_types":["full_attention","linear_attention","linear_attention","linear_attention",)"
+      R"("linear_attention","linear_attention","full_attention","linear_attention","linear_attention"])";
+  EXPECT_EQ(read(types + R"(,"linear_attn_config":{"full_attn_layers":[4],"kda_layers":[1,2]})").model_layers,
+            (Layers{0, 6}));
+  EXPECT_EQ(refused(R"(,"linear_attn_config":{"full_attn_layers":[4],"kda_layers":[1,2]})"),
+            "c.json: linear_attn_config: full_attn_layers and kda_layers name no layer 3 of 9");
+  EXPECT_EQ(refused(R"(,"linear_attn_config":{"full_attn_layers":[0],"kda_layers":[1]})"),
+            "c.json: linear_attn_config: full_attn_layers holds 0, layers are 1 to 9");
+  EXPECT_EQ(refused(R"(,"linear_attn_config":{"full_attn_layers":[1],"kda_layers":[1]})"),
+            "c.json: linear_attn_config: kda_layers holds 1, which is named already");
+  EXPECT_EQ(refused(R"(,"linear_attn_config":{"full_attn_layers":[1]})"),
+            "c.json: linear_attn_config: full_attn_layers is there alone, full_attn_layers and kda_layers are needed");
+  EXPECT_EQ(refused(R"(,"layer_types":["full_attention"])"),
+            "c.json: layer_types has 1 entries, the model has 9 layers");
+}
+
+TEST(Config, NamesOfModelsOwnParameterFiles) {
+  // DeepSeek's inference code.
+  const ModelConfig demo = parse_config(
+      R"({"vocab_size":129280,"dim":7168,"inter_dim":18432,"moe_inter_dim":2048,"n_layers":61,"n_dense_layers":3,"n_heads":128,)"
+      R"("n_routed_experts":256,"n_shared_experts":1,"n_activated_experts":8,"n_expert_groups":8,"n_limited_groups":4,)"
+      R"("route_scale":2.5,"score_func":"sigmoid","q_lora_rank":1536,"kv_lora_rank":512,"qk_nope_head_dim":128,)"
+      R"("qk_rope_head_dim":64,"v_head_dim":128,"dtype":"fp8","scale_fmt":"ue8m0","index_n_heads":64,"index_head_dim":128,)"
+      R"("index_topk":2048})");
+  EXPECT_EQ(demo.hidden, 7168);
+  EXPECT_EQ(demo.layers, 61);
+  EXPECT_EQ(demo.heads, 128);
+  EXPECT_EQ(demo.softmax_scale(), preset("deepseek-v3").softmax_scale());
+  EXPECT_EQ(rotary_magnitude(demo.rotary), 1);
+  EXPECT_EQ(inverse_frequencies(demo.rotary, 64), inverse_frequencies(preset("deepseek-v3").rotary, 64));
+  EXPECT_EQ(demo.indexer->topk, 2048);
+  EXPECT_FALSE(demo.indexer->interleaved);
+  // Mistral's params.json.
+  const auto mistral = [](const char* apply) {
+    return parse_config(
+        R"({"dim":7168,"n_layers":61,"head_dim":128,"hidden_dim":16384,"n_heads":128,"n_kv_heads":128,"rope_theta":10000.0,)"
+        R"("norm_eps":1e-06,"vocab_size":131072,"tied_embeddings":false,"max_position_embeddings":294912,)"
+        R"("q_lora_rank":1536,"qk_rope_head_dim":64,"qk_nope_head_dim":128,"kv_lora_rank":512,"v_head_dim":128,)"
+        R"("llama_4_scaling":{"original_max_position_embeddings":8192,"beta":0.1},)"
+        R"("yarn":{"original_max_position_embeddings":8192,"factor":36,"apply_scale":)" +
+        std::string(apply) +
+        R"(,"beta":32,"alpha":1},"moe":{"expert_parallel":1,"num_experts":128,"num_experts_per_tok":4}})");
+  };
+  EXPECT_EQ(mistral("false").layers, 61);
+  EXPECT_EQ(mistral("false").rms_eps, 1e-6);
+  EXPECT_NEAR(mistral("false").query_growth(8192), 1 + 0.1 * std::log(2.0), 1e-12);
+  const double m = 0.1 * std::log(36.0) + 1;
+  EXPECT_NEAR(mistral("false").softmax_scale(), 1 / std::sqrt(192.0), 1e-12);
+  EXPECT_NEAR(mistral("true").softmax_scale(), m * m / std::sqrt(192.0), 1e-12);
+  for (const char* apply : {"true", "false"}) {
+    EXPECT_NEAR(rotary_magnitude(mistral(apply).rotary), 1, 1e-12);
+    EXPECT_TRUE(mistral(apply).notes.empty());
+    EXPECT_EQ(mistral(apply).rotary.factor, 36);
+  }
+  // openPangu.
+  const ModelConfig pangu = parse_config(
+      R"({"architectures":["PanguUltraMoEForCausalLM"],"attention_kv_lora_dim":512,"attention_q_lora_dim":1536,)"
+      R"("attention_qk_dim":128,"attention_qk_rope_dim":64,"attention_v_dim":128,"attention_dropout":0.0,"hidden_act":"silu",)"
+      R"("hidden_size":7680,"num_hidden_layers":61,"num_attention_heads":128,"num_key_value_heads":128,"num_dense_layers":3,)"
+      R"("num_routed_experts":256,"num_shared_experts":1,"num_mtp_layers":1,"rms_norm_eps":1e-05,"rope_theta":25600000,)"
+      R"("sandwich_norm":true,"routed_scaling_factor":2.5,"model_type":"pangu_ultra_moe","max_position_embeddings":131072})");
+  EXPECT_EQ(pangu.latent, 512);
+  EXPECT_EQ(pangu.query_latent, 1536);
+  EXPECT_EQ(pangu.nope, 128);
+  EXPECT_EQ(pangu.value, 128);
+  EXPECT_EQ(pangu.rotary.theta, 25600000);
+  EXPECT_TRUE(pangu.rotary.interleaved);
+  EXPECT_EQ(message(R"({"attention_kv_lora_dim":512,"kv_lora_rank":256})"),
+            "c.json: attention_kv_lora_dim is 512, kv_lora_rank is 256");
+}
+
+TEST(Config, WhatIsNotDoneIsRefusedByName) {
+  for (const auto& [more, why] : std::vector<std::pair<std::string, std::string>>{
+           {R"(,"sliding_window":4096)", "sliding_window is 4096"},
+           {R"(,"attention_bias":true)", "attention_bias is true"},
+           {R"(,"use_qk_norm":true)", "use_qk_norm is true"},
+           {R"(,"use_bias":true)", "use_bias is true"},
+           {R"(,"use_qkv_bias":true)", "use_qkv_bias is true"},
+           {R"(,"mla_use_output_gate":true)", "mla_use_output_gate is true"},
+           {R"(,"index_kpool":4)", "index_kpool is 4"},
+           {R"(,"qk_latent_layernorm":false)", "qk_latent_layernorm is false"},
+           {R"(,"learnable_sink_init":0.5)", "learnable_sink_init is 0.5"},
+           {R"(,"param_sink_number":128)", "param_sink_number is 128"},
+           {R"(,"layer_group_size":6)", "layer_group_size is 6"},
+           {R"(,"compress_ratios":[4,128])", "compress_ratios is [4,128]"},
+           {R"(,"o_lora_rank":1024)", "o_lora_rank is 1024"},
+           {R"(,"window_size":128)", "window_size is 128"},
+           {R"(,"use_mla_scaling_factor":true)", "use_mla_scaling_factor is true"},
+           {R"(,"full_attention_layers":[3])", "full_attention_layers is [3]"},
+           {R"(,"attention_method":"MHA")", "attention_method is \"MHA\""},
+           {R"(,"layer_types":["full_attention","linear_attention"])", "layer_types holds \"linear_attention\""},
+           {R"(,"layer_types":["full_attention","sliding_attention"])", "layer_types holds \"sliding_attention\""},
+           {R"(,"partial_rotary_factor":0.5)", "partial_rotary_factor is 0.5"},
+           {R"(,"rope_scaling":{"type":"yarn","factor":4,"finetuned":true})", "rope: finetuned is true"},
+           {R"(,"index_topk":64)", "index_topk is 64"},
+           {R"(,"index_n_heads":64)", "index_n_heads is 64"},
+           {R"(,"quantization_config":{"quant_method":"gptq","bits":4})", "quant_method is 'gptq'"},
+           {R"(,"quantization_config":{"quant_method":"awq"})", "quant_method is 'awq'"},
+           {R"(,"quantization_config":{"quant_method":"compressed-tensors"})", "quant_method is 'compressed-tensors'"},
+           {R"(,"quantization_config":{"quant_method":"modelopt","quant_algo":"NVFP4"})", "quant_method is 'modelopt'"},
+           {R"(,"quantization_config":{"quant_algo":"NVFP4"})", "quant_algo is 'NVFP4'"},
+           {R"(,"quantization":{"qformat_weight":"nvfp4"})", "qformat_weight is 'nvfp4'"}}) {
+    EXPECT_NE(message(config(more)).find(why), std::string::npos) << more << ": " << message(config(more));
+    EXPECT_THROW(parse_config(config(more)), UnsupportedError) << more;
+  }
+  for (const char* type : {"deepseek_v4", "hy_v4", "kimi_k3", "glm5_next", "glm5_next_text", "bailing_hybrid",
+                           "bailing_moe_v2_5", "axk2", "dots3_note_text", "mistral_large4", "llama"}) {
+    const std::string text = R"({"model_type":")" + std::string(type) + R"(","hidden_size":48})";
+    EXPECT_NE(message(text).find("model_type is '" + std::string(type) + "'"), std::string::npos) << message(text);
+    EXPECT_THROW(parse_config(text), UnsupportedError) << type;
+  }
+  // Experts alone are quantised here.
+  EXPECT_EQ(
+      message(config(
+          R"(,"quantization_config":{"quant_method":"compressed-tensors","ignore":["lm_head","re:.*self_attn.*"]})")),
+      "read");
+}
+
+TEST(Config, UnknownKeysThatLookLikeAttentions) {
+  for (const char* key : {"attention_twist", "attn_twist",
+                          "rope_twist",      "rotary_dim",
+                          "num_twist_heads", "q_twist",
+                          "twist_q",         "kv_twist",
+                          "qk_twist",        "twist_lora_rank",
+                          "index_twist",     "local_window",
+                          "use_sink",        "logit_softcap",
+                          "output_gate",     "key_norm",
+                          "score_scale",     "latent_twist",
+                          "position_twist",  "linear_twist",
+                          "conv_size",       "moe_attention_twist",
+                          "kvTwist",         "attention-twist"}) {
+    const std::string text = config(",\"" + std::string(key) + "\":7");
+    EXPECT_EQ(message(text), "c.json: " + std::string(key) +
+                                 " is 7: a key that looks as if it concerned attention and is not known (allow_unknown "
+                                 "goes on past it)");
+    EXPECT_EQ(parse_config(text, "c.json", {.allow_unknown = true}).latent, 40);
+    EXPECT_EQ(message(config(",\"" + std::string(key) + "\":null")), "read");
+  }
+  for (const char* key : {"moe_gate_bias", "router_scaling", "expert_norm", "mtp_attention_twist", "tokenizer_index",
+                          "hc_mult", "swiglu_limit", "twist", "mlp_layer_types", "image_scale"}) {
+    EXPECT_EQ(message(config(",\"" + std::string(key) + "\":7")), "read") << key;
+  }
+  // Past what is missing or impossible it does not go.
+  EXPECT_THROW(parse_config(config(R"(,"rope_theta":0)"), "c.json", {.allow_unknown = true}), CheckpointError);
+  EXPECT_EQ(parse_config(R"({"model_type":"llama","hidden_size":48,"num_hidden_layers":2,"num_attention_heads":3,)"
+                         R"("kv_lora_rank":40,"qk_nope_head_dim":24,"qk_rope_head_dim":8,"v_head_dim":20})",
+                         "c.json", {.allow_unknown = true})
+                .latent,
+            40);
+}
+
+// Configs as they are published or as transformers saves them, whole but for long lists.
+TEST(Config, WholeConfigsAreRead) {
+  const std::string base =
+      R"("architectures":["XForCausalLM"],"attention_dropout":0.0,"auto_map":{"AutoConfig":"c"},"bos_token_id":0,"eos_token_id":1,)"
+      R"("pad_token_id":null,"hidden_act":"silu","initializer_range":0.02,"intermediate_size":18432,"tie_word_embeddings":false,)"
+      R"("torch_dtype":"bfloat16","transformers_version":"4.33.1","use_cache":true,"vocab_size":129280,"pretraining_tp":1,)"
+      R"("output_hidden_states":false,"return_dict":true,"dtype":null,"chunk_size_feed_forward":0,"is_encoder_decoder":false,)"
+      R"("id2label":{"0":"LABEL_0"},"label2id":{"LABEL_0":0},"problem_type":null,"output_attentions":false,"_name_or_path":"",)"
+      R"("pruned_heads":{},"top_k":50,"cross_attention_hidden_size":null,"add_cross_attention":false,"attention_bias":false,)";
+  const std::string moe =
+      R"("ep_size":1,"first_k_dense_replace":3,"moe_intermediate_size":2048,"moe_layer_freq":1,"n_group":8,"n_routed_experts":256,)"
+      R"("n_shared_experts":1,"norm_topk_prob":true,"num_experts_per_tok":8,"routed_scaling_factor":2.5,"scoring_func":"sigmoid",)"
+      R"("topk_group":4,"topk_method":"noaux_tc","aux_loss_alpha":0.001,"seq_aux":true,"num_nextn_predict_layers":1,)"
+      R"("output_router_logits":false,"mlp_layer_types":["dense","sparse"],"mlp_bias":false,)";
+  const std::string sizes =
+      R"("hidden_size":7168,"kv_lora_rank":512,"num_attention_heads":128,"num_hidden_layers":61,"num_key_value_heads":128,)"
+      R"("q_lora_rank":1536,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128,"rms_norm_eps":1e-06,"qk_head_dim":192,)"
+      R"("head_dim":64,"max_position_embeddings":163840,)";
+  const std::string yarn =
+      R"("rope_scaling":{"beta_fast":32,"beta_slow":1,"factor":40,"mscale":1.0,"mscale_all_dim":1.0,)"
+      R"("original_max_position_embeddings":4096,"type":"yarn"},"rope_theta":10000,)";
+  const std::string fp8 =
+      R"("quantization_config":{"activation_scheme":"dynamic","fmt":"e4m3","quant_method":"fp8","scale_fmt":"ue8m0",)"
+      R"("weight_block_size":[128,128]},)";
+  const std::string all = base + moe + sizes;
+  struct Row {
+    std::string text;
+    int64_t layers;
+  };
+  const std::vector<Row> rows{
+      {"{" + all + yarn + fp8 + R"("model_type":"deepseek_v3"})", 61},
+      {"{" + all + yarn + R"("model_type":"deepseek_v2"})", 61},
+      {"{" + all + yarn + fp8 + R"("model_type":"kimi_k2"})", 61},
+      {"{" + all + yarn + fp8 +
+           R"("index_head_dim":128,"index_n_heads":64,"index_topk":2048,"layer_types":["indexed_attention"],"model_type":"deepseek_v32"})",
+       61},
+      {R"({"model_type":"kimi_k25","vision_config":{"num_attention_heads":16,"attn_sink":3},"image_token_index":5,"text_config":{)" +
+           all + yarn + R"("model_type":"kimi_k2"}})",
+       61},
+      {"{" + all +
+           R"("rope_parameters":{"rope_theta":1000000,"rope_type":"default"},"index_head_dim":128,"index_n_heads":32,"index_topk":2048,)"
+           R"("indexer_rope_interleave":true,"index_topk_freq":4,"index_skip_topk_offset":3,"index_share_for_mtp_iteration":true,)"
+           R"("indexer_types":null,"index_topk_pattern":null,"model_type":"glm_moe_dsa"})",
+       61},
+      {"{" + all +
+           R"("partial_rotary_factor":1.0,"rope_scaling":null,"rope_theta":1000000,"model_type":"glm4_moe_lite"})",
+       61},
+      {"{" + base +
+           R"("hidden_size":6144,"num_layers":28,"num_attention_heads":64,"ffn_hidden_size":12288,"expert_ffn_hidden_size":2048,)"
+           R"("q_lora_rank":1536,"kv_lora_rank":512,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128,"n_routed_experts":512,)"
+           R"("moe_topk":12,"max_position_embeddings":131072,"rms_norm_eps":1e-05,"rope_theta":10000000.0,"attention_method":"MLA",)"
+           R"("zero_expert_num":256,"zero_expert_type":"identity","routed_scaling_factor":6.0,"mla_scale_q_lora":true,)"
+           R"("mla_scale_kv_lora":true,"router_bias":false,"norm_topk_prob":false,"nextn_use_scmoe":false,"head_dim":64,)"
+           R"("model_type":"longcat_flash"})",
+       56},
+      {"{" + base + moe +
+           R"("num_hidden_layers":36,"rope_interleave":true,"qk_head_dim":128,"head_dim":128,"rope_parameters":{"type":"yarn",)"
+           R"("rope_theta":10000.0,"factor":128.0,"original_max_position_embeddings":8192,"max_position_embeddings":1048576,)"
+           R"("beta_fast":32.0,"beta_slow":1.0,"mscale_all_dim":1.0,"mscale":1.0,"llama_4_scaling_beta":0.1,)"
+           R"("partial_rotary_factor":0.5,"rope_type":"yarn"},"model_type":"mistral4"})",
+       36},
+      {"{" + base +
+           R"("first_k_dense_replace":1,"head_dim":72,"hidden_size":2304,"kv_lora_rank":512,"linear_attn_config":{"full_attn_layers":)"
+           R"([4,8,12,16,20,24,27],"head_dim":128,"kda_layers":[1,2,3,5,6,7,9,10,11,13,14,15,17,18,19,21,22,23,25,26],"num_heads":32,)"
+           R"("short_conv_kernel_size":4},"mla_use_nope":true,"model_max_length":1048576,"moe_renormalize":true,)"
+           R"("moe_router_activation_func":"sigmoid","num_attention_heads":32,"num_expert_group":1,"num_experts":256,)"
+           R"("num_experts_per_token":8,"num_hidden_layers":27,"num_key_value_heads":32,"num_nextn_predict_layers":0,)"
+           R"("num_shared_experts":1,"q_lora_rank":null,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"rms_norm_eps":1e-05,)"
+           R"("rope_scaling":null,"rope_theta":10000.0,"use_grouped_topk":true,"v_head_dim":128,"linear_conv_kernel_dim":4,)"
+           R"("linear_head_dim":128,"linear_num_heads":32,"model_type":"kimi_linear"})",
+       7},
+      {"{" + base +
+           R"("hidden_size":2560,"num_hidden_layers":62,"max_position_embeddings":32768,"num_attention_heads":40,"num_key_value_heads":40,)"
+           R"("qk_nope_head_dim":64,"qk_rope_head_dim":32,"q_lora_rank":768,"kv_lora_rank":256,"rms_norm_eps":1e-05,"scale_emb":12,)"
+           R"("dim_model_base":256,"scale_depth":1.4,"rope_scaling":{"type":"longrope","long_factor":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],)"
+           R"("short_factor":[1,1,1,1,1,1,1,1,1,1,1,1,1,1,1,1],"original_max_position_embeddings":32768},"model_type":"minicpm3"})",
+       62},
+      {"{" + base +
+           R"("num_hidden_layers":32,"rope_interleave":true,"embedding_initializer_range":0.1,"mlp_bias":false,"model_type":"youtu"})",
+       32},
+      {"{" + base + moe + R"("num_hidden_layers":61,"rope_interleave":true,"model_type":"axk1"})", 61},
+      {"{" + all + yarn + R"("qk_latent_layernorm":true,"position_embedding_type":"rope","model_type":"deepseek_v3"})",
+       61}};
+  for (const Row& r : rows) {
+    const std::string found = message(r.text);
+    EXPECT_EQ(found, "read") << r.text.substr(r.text.size() - 40);
+    if (found != "read") continue;
+    EXPECT_EQ(parse_config(r.text).layers, r.layers);
+  }
+}
+
 TEST(Config, RandomDamageNeverEscapes) {
-  const std::string whole = config(
+  const std::string whole = sparse_config(
       R"(,"q_lora_rank":20,"rms_norm_eps":1e-6,"rope_interleave":true,"index_n_heads":4,"index_head_dim":128,"index_topk":64,"index_topk_freq":2,"index_topk_pattern":"FS",)"
       R"("rope_parameters":{"rope_theta":5e3,"rope_type":"yarn","factor":40,"beta_fast":32,"beta_slow":1,"mscale":0.7,)"
       R"("mscale_all_dim":0.9},"quantization_config":{"weight_block_size":[128,64]})");

@@ -220,9 +220,9 @@ TEST_F(SafetensorsFile, RandomDamageNeverCrashes) {
 }
 
 TEST(GoldenFiles, EveryLayerReads) {
-  for (const auto& path : test::golden_files()) {
-    const test::Golden g = test::read_golden(path);
-    EXPECT_GT(g.length, 0) << path;
+  for (const test::GoldenCase& which : test::golden_cases()) {
+    const test::Golden g = test::read_golden(which);
+    EXPECT_GT(g.length, 0) << which.name();
     EXPECT_EQ(static_cast<int64_t>(g.tensors.kv_up.to_f32().size()),
               g.config.heads * (g.config.nope + g.config.value) * g.config.latent);
   }

@@ -93,7 +93,7 @@ TEST(Prepare, Indexer) {
 }
 
 TEST(Prepare, GoldenIndexer) {
-  const test::Golden g = test::read_golden(test::golden_folder() / "v32.safetensors");
+  const test::Golden g = test::read_golden({test::golden_folder() / "v32.safetensors"});
   const IndexerConfig& x = *g.config.indexer;
   ASSERT_TRUE(g.tensors.indexer);
   const LayerWeights w = prepare(g.config, g.tensors, Dtype::f32);

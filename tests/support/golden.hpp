@@ -28,33 +28,55 @@ inline std::filesystem::path golden_folder() {
   const char* set = std::getenv("MLA_GOLDEN_DIR");
   return set ? set : MLA_GOLDEN_DEFAULT;
 }
+/// Of further families: the folder beside it whose name ends in 2.
+inline std::filesystem::path golden2_folder() { return golden_folder().string() + "2"; }
 
-inline std::vector<std::filesystem::path> golden_files() {
-  std::vector<std::filesystem::path> files;
-  for (const auto& entry : std::filesystem::directory_iterator(golden_folder()))
-    if (entry.path().extension() == ".safetensors") files.push_back(entry.path());
-  std::sort(files.begin(), files.end());
-  if (files.empty()) throw std::runtime_error("no golden files in " + golden_folder().string());
-  return files;
+/// One attention of a file; most have one, under plain names.
+struct GoldenCase {
+  std::filesystem::path path;
+  int64_t attention = -1;  ///< of several: their names have its number
+
+  std::string name() const { return path.stem().string() + (attention < 0 ? "" : "_" + std::to_string(attention)); }
+  bool operator<(const GoldenCase& o) const { return name() < o.name(); }
+};
+
+inline std::vector<GoldenCase> golden_cases() {
+  std::vector<GoldenCase> cases;
+  for (const std::filesystem::path& folder : {golden_folder(), golden2_folder()}) {
+    if (!std::filesystem::is_directory(folder)) continue;
+    for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+      if (entry.path().extension() != ".safetensors") continue;
+      const Safetensors file(entry.path());
+      if (file.find("output")) cases.push_back({entry.path()});
+      for (int64_t i = 0; file.find("output." + std::to_string(i)); ++i) cases.push_back({entry.path(), i});
+    }
+  }
+  std::sort(cases.begin(), cases.end());
+  if (cases.empty()) throw std::runtime_error("no golden files in " + golden_folder().string());
+  return cases;
 }
 
 /// `whole`: all rows of a model with an indexer too.
-inline Golden read_golden(const std::filesystem::path& path, bool whole = false) {
+inline Golden read_golden(const GoldenCase& which, bool whole = false) {
+  const std::filesystem::path& path = which.path;
+  const std::string number = which.attention < 0 ? "" : "." + std::to_string(which.attention);
   const Safetensors file(path);
   const std::string* config = file.metadata("config");
   if (!config) throw std::runtime_error(path.string() + " has no config");
-  Golden g{.name = path.stem().string(),
+  Golden g{.name = which.name(),
            .config = parse_config(*config, path.string()),
            .tensors = {},
            .hidden = {},
            .kv_c_normed = {},
            .output = {},
            .topk = {}};
-  g.tensors = layer_tensors(file, "weights.", g.config);
+  g.tensors = layer_tensors(file, "weights" + number + ".", g.config, std::max<int64_t>(which.attention, 0));
   g.hidden = file.tensor("hidden_states").to_f32();
-  g.kv_c_normed = file.tensor("kv_c_normed").to_f32();
-  g.output = file.tensor("output").to_f32();
+  g.kv_c_normed = file.tensor("kv_c_normed" + number).to_f32();
+  g.output = file.tensor("output" + number).to_f32();
   g.length = static_cast<int64_t>(g.hidden.size()) / g.config.hidden;
+  // The files' code decides by the longest sequence that it sees, which is the file's.
+  g.config.rotary.max_position = g.length;
   if (const SafetensorsEntry* e = file.find("topk_indices")) {
     g.topk.resize(file.bytes(*e).size() / sizeof(int32_t));
     std::memcpy(g.topk.data(), file.bytes(*e).data(), file.bytes(*e).size());
