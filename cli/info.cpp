@@ -11,6 +11,7 @@
 #include "cli/params.hpp"
 #include "mla/error.hpp"
 #include "mla/index_cache.hpp"
+#include "mla/rotary.hpp"
 #include "mla/weights.hpp"
 
 namespace mla::cli {
@@ -30,9 +31,18 @@ std::string rotary_text(const ModelConfig& m) {
   char s[160];
   std::snprintf(s, sizeof s, "%s, theta %g", r.interleaved ? "interleaved" : "NeoX halves", r.theta);
   std::string all = s;
+  const long long original = r.original_max_position;
   if (r.scaling == RopeConfig::Scaling::yarn) {
-    std::snprintf(s, sizeof s, ", YaRN factor %g over %lld positions, mscale %g, mscale_all_dim %g", r.factor,
-                  static_cast<long long>(r.original_max_position), r.mscale, r.mscale_all_dim);
+    const double score = r.mscale_all_dim != 0 ? yarn_mscale(r.factor, r.mscale_all_dim) : 1.0;
+    std::snprintf(s, sizeof s, ", YaRN factor %g over %lld positions, magnitude %.9g, score factor %.9g", r.factor,
+                  original, rotary_magnitude(r), score * score);
+    all += s;
+  }
+  if (r.scaling == RopeConfig::Scaling::longrope) {
+    const bool grown = r.max_position > original;
+    std::snprintf(s, sizeof s, ", longrope over %lld positions, %s factors%s, magnitude %.9g", original,
+                  grown ? "long" : "short", r.short_factors == r.long_factors ? " (both are the same)" : "",
+                  rotary_magnitude(r));
     all += s;
   }
   return all;
@@ -69,6 +79,20 @@ void print_config(const ModelConfig& m) {
               text(m.heads).c_str(), m.query_latent ? text(m.query_latent).c_str() : "none", text(m.latent).c_str(),
               text(m.nope).c_str(), text(m.rope).c_str(), text(m.value).c_str());
   std::printf("rotary %s\nsoftmax scale %.9g, rms eps %g\n", rotary_text(m).c_str(), m.softmax_scale(), m.rms_eps);
+  if (m.query_scale != 1 || m.latent_scale != 1)
+    std::printf("latents scaled: queries by %.9g, kv_c by %.9g\n", m.query_scale, m.latent_scale);
+  if (m.query_growth_beta > 0)
+    std::printf("queries grow with their position: 1 + %g ln(1 + floor(position / %lld))\n", m.query_growth_beta,
+                static_cast<long long>(m.query_growth_length));
+  if (m.attentions_per_layer > 1)
+    std::printf("%s attentions in each of %s layers\n", text(m.attentions_per_layer).c_str(),
+                text(m.layers / m.attentions_per_layer).c_str());
+  if (!m.model_layers.empty()) {
+    std::string numbers;
+    for (int64_t l : m.model_layers) numbers += " " + text(l);
+    std::printf("MLA layers of the model, counted from 0:%s\n", numbers.c_str());
+  }
+  for (const std::string& note : m.notes) std::printf("note: %s\n", note.c_str());
   if (m.indexer) {
     int64_t own = 0;
     for (int64_t l = 0; l < m.layers; ++l) own += m.layer_has_indexer(l);
@@ -150,46 +174,48 @@ std::string bytes_text(const SafetensorsEntry& e) {
 }
 
 // A layer's tensors without its number, to see which layers are alike.
-std::string signature(const std::vector<SafetensorsEntry>& entries) {
+std::string signature(const Checkpoint& checkpoint, int64_t layer) {
+  const std::string under = checkpoint.config().attention_name(layer);
   std::string s;
-  for (const SafetensorsEntry& e : entries)
-    s += e.name.substr(e.name.find(".self_attn.")) + e.dtype + shape_text(e.shape) + ";";
+  for (const SafetensorsEntry& e : checkpoint.attention_entries(layer))
+    s += e.name.substr(e.name.find(under) + under.size()) + e.dtype + shape_text(e.shape) + ";";
   return s;
 }
 
 void print_layers(const Checkpoint& checkpoint, int64_t first, int64_t last) {
   const auto entries = checkpoint.attention_entries(first);
+  const std::string under = checkpoint.config().attention_name(first);
   if (first == last) std::printf("layer %s: ", text(first).c_str());
   else std::printf("layers %s to %s, all alike: ", text(first).c_str(), text(last).c_str());
-  std::printf(
-      "%zu tensors%s\n", entries.size(),
-      entries.empty() ? "" : (" under " + entries[0].name.substr(0, entries[0].name.find(".self_attn.") + 10)).c_str());
+  std::printf("%zu tensors%s\n", entries.size(),
+              entries.empty()
+                  ? ""
+                  : (" under " + entries[0].name.substr(0, entries[0].name.find(under) + under.size() - 1)).c_str());
   for (const SafetensorsEntry& e : entries) {
-    const std::string number = "." + text(first) + ".self_attn.";
-    const size_t at = e.name.find(number);
+    const size_t at = e.name.find(under);
     std::set<std::string> files;
     for (int64_t l = first; l <= last; ++l) {
       std::string name = e.name;
-      if (at != std::string::npos) name.replace(at, number.size(), "." + text(l) + ".self_attn.");
+      name.replace(at, under.size(), checkpoint.config().attention_name(l));
       files.insert(checkpoint.file_of(name).filename().string());
     }
     std::string where = *files.begin();
     if (files.size() > 1) where += " to " + *files.rbegin();
     if (first == last) where += ", " + bytes_text(e);
-    print_entry(at == std::string::npos ? e.name : e.name.substr(at + number.size()), e, where);
+    print_entry(e.name.substr(at + under.size()), e, where);
   }
 }
 
 // Returns whether every layer has what attention needs.
-bool print_checkpoint(const std::filesystem::path& folder) {
-  const Checkpoint checkpoint(folder);
+bool print_checkpoint(const std::filesystem::path& folder, const ReadOptions& options) {
+  const Checkpoint checkpoint(folder, options);
   print_config(checkpoint.config());
   std::printf("\n");
   const int64_t layers = checkpoint.config().layers;
   bool complete = true;
   for (int64_t first = 0, last; first < layers; first = last + 1) {
-    const std::string mine = signature(checkpoint.attention_entries(first));
-    for (last = first; last + 1 < layers && signature(checkpoint.attention_entries(last + 1)) == mine;) ++last;
+    const std::string mine = signature(checkpoint, first);
+    for (last = first; last + 1 < layers && signature(checkpoint, last + 1) == mine;) ++last;
     print_layers(checkpoint, first, last);
     try {
       for (int64_t l = first; l <= last; ++l) checkpoint.layer(l);
@@ -212,12 +238,14 @@ void print_safetensors(const std::filesystem::path& file) {
 void add_info(CLI::App& app, int& status) {
   struct Options {
     std::string path, target;
+    ReadOptions read;
     int threads = 1;
   };
   CLI::App* command =
       app.add_subcommand("info", "This machine, its roofs, models and cache formats; or what a checkpoint holds");
   auto o = std::make_shared<Options>();
   command->add_option("path", o->path, "Checkpoint folder, config.json, safetensors file, or a preset's name");
+  add_allow_unknown(*command, o->read);
   add_threads(*command, o->threads);
   command->footer(
       "Examples:\n"
@@ -233,9 +261,9 @@ void add_info(CLI::App& app, int& status) {
       print_models();
       print_formats();
     } else if (fs::is_directory(path)) {
-      status = print_checkpoint(path) ? 0 : 1;
+      status = print_checkpoint(path, o->read) ? 0 : 1;
     } else if (path.extension() == ".json") {
-      print_config(read_config(path));
+      print_config(read_config(path, o->read));
     } else if (fs::exists(path)) {
       print_safetensors(path);
     } else {

@@ -145,6 +145,12 @@ void require_indexer(const CLI::App& command, const ModelConfig& model) {
       throw InputError(std::string(flag) + " needs a model with an indexer, " + model.name + " has none");
 }
 
+void add_allow_unknown(CLI::App& command, ReadOptions& options) {
+  command.add_flag("--allow-unknown", options.allow_unknown,
+                   "Go on past keys of a config and tensors of a layer that are not understood; results may be another "
+                   "model's");
+}
+
 void add_target(CLI::App& command, std::string& target) {
   command.add_option("--target", target, "Instruction set at most: avx512_bf16 avx512 avx2 sse4 portable");
 }

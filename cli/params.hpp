@@ -44,6 +44,8 @@ class DeviceFlag {
   std::string name_ = "cpu";
 };
 
+/// --allow-unknown: goes on past keys and tensors of a model that are not understood.
+void add_allow_unknown(CLI::App& command, ReadOptions& options);
 /// --target: limits the instruction set when the command runs; an empty name does not.
 void add_target(CLI::App& command, std::string& target);
 

@@ -25,13 +25,14 @@ struct Flags {
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1, capability = 90;
   bool absorbed = false;
+  ReadOptions read;
   std::vector<int64_t> queries, contexts;
   std::unique_ptr<DeviceFlag> device;
 };
 
-ModelConfig model_of(const std::string& name) {
-  if (std::filesystem::is_directory(name)) return read_config(std::filesystem::path(name) / "config.json");
-  return name.ends_with(".json") ? read_config(name) : preset(name);
+ModelConfig model_of(const std::string& name, const ReadOptions& options) {
+  if (std::filesystem::is_directory(name)) return read_config(std::filesystem::path(name) / "config.json", options);
+  return name.ends_with(".json") ? read_config(name, options) : preset(name);
 }
 
 // Kernels in the order of their first call, each with the ops that it serves.
@@ -83,7 +84,7 @@ void run(const CLI::App& command, Flags& f) {
   else if (lengths.queries.empty()) lengths.queries = {1};
   if (lengths.contexts.empty()) lengths.contexts.assign(lengths.queries.size(), 0);
   if (lengths.contexts.size() == 1) lengths.contexts.assign(lengths.queries.size(), lengths.contexts[0]);
-  ModelConfig model = model_of(f.model);
+  ModelConfig model = model_of(f.model, f.read);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
   const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
@@ -125,6 +126,7 @@ void add_plan(CLI::App& app, int&) {
   CLI::App* c =
       app.add_subcommand("plan", "Print the plan of a batch: paths, context chunks, splits, workspace, kernels");
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
+  add_allow_unknown(*c, f->read);
   c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)")->delimiter(',');
   c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)")
       ->delimiter(',');

@@ -33,6 +33,7 @@ struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
               weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain",
               products = "plain", activations = "plain", json, report, chrome_trace;
+  ReadOptions read;
   int64_t layers = 0, page_size = 0, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
@@ -104,10 +105,10 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   serve::Options o;
   o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
-    o.checkpoint.emplace(f.model);
+    o.checkpoint.emplace(f.model, f.read);
     o.model = o.checkpoint->config();
   } else if (f.model.ends_with(".json")) {
-    o.model = read_config(f.model);
+    o.model = read_config(f.model, f.read);
   } else {
     o.model = preset(f.model);
   }
@@ -476,6 +477,7 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--scale-lengths", f->scale_lengths, "multiply lengths and prefix blocks, above 0 and at most 1")
       ->capture_default_str();
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
+  add_allow_unknown(*c, f->read);
   c->add_option("--layers", f->layers, "layers to run; 0: all")->capture_default_str();
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
   c->add_option("--absorption", f->absorption,

@@ -437,6 +437,26 @@ TEST_F(Command, InfoShowsWhatEachWayOfPreparingTakes) {
   EXPECT_NE(s.out.find("interleaved; 2 of 4 layers have their own, the others share it"), std::string::npos) << s.out;
 }
 
+TEST_F(Command, InfoCountsLayersWithMlaAndSaysHowKeysAreRead) {
+  const fs::path kimi = write(
+      "config.json", R"({"model_type":"kimi_linear","linear_attn_config":{"full_attn_layers":[4,8,12,16,20,24,27],)"
+                     R"("kda_layers":[1,2,3,5,6,7,9,10,11,13,14,15,17,18,19,21,22,23,25,26]}})");
+  Outcome o = mla("info " + kimi.string());
+  EXPECT_EQ(o.status, 0) << o.err;
+  for (const char* s : {"layers 7,", "rotary none (NoPE)", "counted from 0: 3 7 11 15 19 23 26", "8064.0 a token"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+  const fs::path yarn = write("yarn.json", R"({"model_type":"deepseek_v3","attention_twist":3,"rope_scaling":)"
+                                           R"({"type":"yarn","factor":40,"mscale":0.707}})");
+  expect_bad("info " + yarn.string(), {"attention_twist is 3", "allow_unknown"});
+  expect_bad("plan --queries 1 --contexts 1 --model " + yarn.string(), {"attention_twist is 3"});
+  expect_bad("run --layers 1 --model " + yarn.string(), {"attention_twist is 3"});
+  EXPECT_EQ(mla("plan --allow-unknown --queries 1 --contexts 1 --model " + yarn.string()).status, 0);
+  o = mla("info --allow-unknown " + yarn.string());
+  EXPECT_EQ(o.status, 0) << o.err;
+  for (const char* s : {"magnitude 1.36888795, score factor 1", "note: YaRN's magnitude is 1.36888795 as transformers"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+}
+
 TEST_F(Command, BenchMeasuresQuantisedWeights) {
   for (const char* weights : {"fp8 --weight-block 16", "mxfp4"}) {
     const Outcome o =
