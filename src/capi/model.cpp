@@ -6,7 +6,8 @@
 using namespace mla;
 using namespace mla::capi;
 
-static_assert(static_cast<int>(RopeConfig::Scaling::yarn) == MLA_ROPE_SCALING_YARN);
+static_assert(static_cast<int>(RopeConfig::Scaling::yarn) == MLA_ROPE_SCALING_YARN &&
+              static_cast<int>(RopeConfig::Scaling::longrope) == MLA_ROPE_SCALING_LONGROPE);
 
 namespace {
 
@@ -38,14 +39,27 @@ ModelConfig mla::capi::read_fields(const mla_model_fields& f) {
   m.rotary = {.rotate = read_flag("rotate", f.rotate),
               .interleaved = read_flag("interleaved", f.interleaved),
               .theta = f.theta,
-              .scaling = read_enum("rope_scaling", f.rope_scaling, RopeConfig::Scaling::yarn),
+              .scaling = read_enum("rope_scaling", f.rope_scaling, RopeConfig::Scaling::longrope),
               .factor = f.factor,
               .beta_fast = f.beta_fast,
               .beta_slow = f.beta_slow,
               .mscale = f.mscale,
               .mscale_all_dim = f.mscale_all_dim,
               .attention_factor = f.attention_factor,
-              .original_max_position = f.original_max_position};
+              .original_max_position = f.original_max_position,
+              .truncate = read_flag("truncate", f.truncate),
+              .max_position = f.max_position};
+  if (f.short_factors || f.long_factors) {
+    const int64_t pairs = read_range("rope", f.rope, 0, 1 << 20) / 2;
+    if (f.short_factors) m.rotary.short_factors.assign(f.short_factors, f.short_factors + pairs);
+    if (f.long_factors) m.rotary.long_factors.assign(f.long_factors, f.long_factors + pairs);
+  }
+  m.query_scale = f.query_scale;
+  m.latent_scale = f.latent_scale;
+  m.query_growth_beta = f.query_growth_beta;
+  m.query_growth_length = f.query_growth_length;
+  m.attentions_per_layer = read_range("attentions_per_layer", f.attentions_per_layer, 1, 1 << 20);
+  if (f.model_layers) m.model_layers.assign(f.model_layers, f.model_layers + f.layers / m.attentions_per_layer);
   if (f.indexer_heads != 0 || f.indexer_dim != 0 || f.indexer_topk != 0) {
     IndexerConfig x{.heads = f.indexer_heads,
                     .dim = f.indexer_dim,
@@ -58,6 +72,12 @@ ModelConfig mla::capi::read_fields(const mla_model_fields& f) {
   m.fp8_block_rows = f.fp8_block_rows;
   m.fp8_block_cols = f.fp8_block_cols;
   return m;
+}
+
+ReadOptions mla::capi::read_read_options(const mla_read_options* options) {
+  mla_read_options o = mla_read_options_default();
+  if (options) o = read_struct("options", options, o);
+  return {.allow_unknown = read_flag("options allow_unknown", o.allow_unknown)};
 }
 
 const char* mla_preset_name(int32_t index) {
@@ -77,6 +97,18 @@ mla_status mla_model_create_config(const char* json, size_t length, mla_model** 
 
 mla_status mla_model_read_config(const char* file, mla_model** model) {
   return create_model("mla_model_read_config", model, [&] { return read_config(&required("file", file)); });
+}
+
+mla_status mla_model_create_config_with(const char* json, size_t length, const mla_read_options* options,
+                                        mla_model** model) {
+  return create_model("mla_model_create_config_with", model, [&] {
+    return parse_config({&required("json", json), length}, "config.json", read_read_options(options));
+  });
+}
+
+mla_status mla_model_read_config_with(const char* file, const mla_read_options* options, mla_model** model) {
+  return create_model("mla_model_read_config_with", model,
+                      [&] { return read_config(&required("file", file), read_read_options(options)); });
 }
 
 mla_status mla_model_create(const mla_model_fields* fields, mla_model** model) {
@@ -119,6 +151,16 @@ mla_status mla_model_get(const mla_model* model, mla_model_fields* fields) {
       f.indexer_interleaved = m.indexer->interleaved;
       if (!m.indexer->full.empty()) f.indexer_full = m.indexer->full.data();
     }
+    f.max_position = m.rotary.max_position;
+    f.truncate = m.rotary.truncate;
+    if (!m.rotary.short_factors.empty()) f.short_factors = m.rotary.short_factors.data();
+    if (!m.rotary.long_factors.empty()) f.long_factors = m.rotary.long_factors.data();
+    f.query_scale = m.query_scale;
+    f.latent_scale = m.latent_scale;
+    f.query_growth_beta = m.query_growth_beta;
+    f.query_growth_length = m.query_growth_length;
+    f.attentions_per_layer = m.attentions_per_layer;
+    if (!m.model_layers.empty()) f.model_layers = m.model_layers.data();
     f.fp8_block_rows = m.fp8_block_rows;
     f.fp8_block_cols = m.fp8_block_cols;
     write_struct("fields", fields, f);

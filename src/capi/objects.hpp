@@ -44,7 +44,7 @@ struct mla_rotary final : mla::capi::Object {
 
 struct mla_checkpoint final : mla::capi::Object {
   MLA_KIND("checkpoint")
-  explicit mla_checkpoint(const char* folder) : checkpoint(folder) {}
+  explicit mla_checkpoint(const char* folder, const mla::ReadOptions& options = {}) : checkpoint(folder, options) {}
   mla::Checkpoint checkpoint;
 };
 
@@ -106,6 +106,7 @@ struct mla_profile final : mla::capi::Object {
 namespace mla::capi {
 
 mla::ModelConfig read_fields(const mla_model_fields& f);
+mla::ReadOptions read_read_options(const mla_read_options* options);
 PrepareOptions read_prepare_options(const mla_prepare_options* options);
 CacheSpec read_cache_spec(const char* name, const mla_cache_spec* spec);
 IndexCacheSpec read_index_cache_spec(const char* name, const mla_index_cache_spec* spec);

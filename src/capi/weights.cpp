@@ -104,6 +104,13 @@ mla_status mla_checkpoint_open(const char* folder, mla_checkpoint** checkpoint) 
   });
 }
 
+mla_status mla_checkpoint_open_with(const char* folder, const mla_read_options* options, mla_checkpoint** checkpoint) {
+  return guarded("mla_checkpoint_open_with", [&] {
+    expect_handle("checkpoint", checkpoint);
+    put(checkpoint, std::make_shared<mla_checkpoint>(&required("folder", folder), read_read_options(options)));
+  });
+}
+
 mla_status mla_checkpoint_destroy(mla_checkpoint* checkpoint) {
   return destroy("mla_checkpoint_destroy", "checkpoint", checkpoint);
 }

@@ -76,8 +76,14 @@ TEST(CStructs, ModelsGoThroughTheirFieldsUnchanged) {
     ASSERT_OK(mla_model_get(again, &g));
     EXPECT_STREQ(f.name, g.name);
     EXPECT_EQ(f.indexer_full == nullptr, g.indexer_full == nullptr);
+    EXPECT_EQ(f.short_factors == nullptr, g.short_factors == nullptr);
+    for (int64_t pair = 0; f.short_factors && pair < f.rope / 2; ++pair) {
+      EXPECT_EQ(f.short_factors[pair], g.short_factors[pair]);
+      EXPECT_EQ(f.long_factors[pair], g.long_factors[pair]);
+    }
     f.name = g.name = nullptr;
     f.indexer_full = g.indexer_full = nullptr;
+    f.short_factors = f.long_factors = g.short_factors = g.long_factors = nullptr;
     EXPECT_EQ(0, std::memcmp(&f, &g, sizeof f)) << mla_preset_name(i);
     double a = 0, b = 1;
     EXPECT_OK(mla_model_softmax_scale(preset, &a));
@@ -105,6 +111,51 @@ TEST(CStructs, ModelsOfConfigs) {
   mla_checkpoint* checkpoint = nullptr;
   EXPECT_EQ(MLA_ERROR_CHECKPOINT, mla_checkpoint_open("/no/such/folder", &checkpoint));
   EXPECT_EQ(checkpoint, nullptr);
+}
+
+TEST(CStructs, ModelsOfFamiliesGoThroughTheirFields) {
+  const std::string longcat = R"({"model_type": "longcat_flash", "num_layers": 3})",
+                    kimi = R"({"model_type": "kimi_linear"})", mistral = R"({"model_type": "mistral4"})";
+  for (const std::string& json : {longcat, kimi, mistral}) {
+    Model model, again;
+    ASSERT_OK(mla_model_create_config(json.data(), json.size(), &model));
+    mla_model_fields f = mla_model_fields_default(), g = f;
+    ASSERT_OK(mla_model_get(model, &f));
+    ASSERT_OK(mla_model_create(&f, &again));
+    ASSERT_OK(mla_model_get(again, &g));
+    EXPECT_EQ(f.query_scale, g.query_scale);
+    EXPECT_EQ(f.latent_scale, g.latent_scale);
+    EXPECT_EQ(f.query_growth_beta, g.query_growth_beta);
+    EXPECT_EQ(f.query_growth_length, g.query_growth_length);
+    EXPECT_EQ(f.attentions_per_layer, g.attentions_per_layer);
+    ASSERT_EQ(f.model_layers == nullptr, g.model_layers == nullptr);
+    for (int64_t l = 0; f.model_layers && l < f.layers; ++l) EXPECT_EQ(f.model_layers[l], g.model_layers[l]);
+  }
+  Model model;
+  ASSERT_OK(mla_model_create_config(longcat.data(), longcat.size(), &model));
+  mla_model_fields f = mla_model_fields_default();
+  ASSERT_OK(mla_model_get(model, &f));
+  EXPECT_EQ(f.layers, 6);
+  EXPECT_EQ(f.attentions_per_layer, 2);
+  EXPECT_EQ(f.query_scale, 2);  // sqrt(6144 / 1536)
+}
+
+TEST(CStructs, UnknownKeysOfAttentionAreRefusedUnlessAllowed) {
+  const std::string json = R"({"model_type": "deepseek_v3", "attention_twist": 3})";
+  mla_model* none = nullptr;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_model_create_config(json.data(), json.size(), &none), "attention_twist is 3");
+  mla_read_options options = mla_read_options_default();
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_model_create_config_with(json.data(), json.size(), &options, &none),
+               "attention_twist is 3");
+  options.allow_unknown = 1;
+  Model model;
+  EXPECT_OK(mla_model_create_config_with(json.data(), json.size(), &options, &model));
+  options.allow_unknown = 2;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_model_create_config_with(json.data(), json.size(), &options, &none),
+               "allow_unknown is 2");
+  EXPECT_EQ(MLA_ERROR_CHECKPOINT, mla_model_read_config_with("/no/such/config.json", nullptr, &none));
+  mla_checkpoint* checkpoint = nullptr;
+  EXPECT_EQ(MLA_ERROR_CHECKPOINT, mla_checkpoint_open_with("/no/such/folder", nullptr, &checkpoint));
 }
 
 TEST(CStructs, ImpossibleModelsAreRefused) {

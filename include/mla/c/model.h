@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-enum { MLA_ROPE_SCALING_NONE = 0, MLA_ROPE_SCALING_YARN = 1 };
+enum { MLA_ROPE_SCALING_NONE = 0, MLA_ROPE_SCALING_YARN = 1, MLA_ROPE_SCALING_LONGROPE = 2 };
 
 /// A model in numbers. Of the indexer (sparse attention) all are 0 for a model without one.
 typedef struct mla_model_fields {
@@ -38,6 +38,17 @@ typedef struct mla_model_fields {
   int64_t indexer_heads, indexer_dim, indexer_topk;
   const uint8_t* indexer_full;             ///< [layers], 1: the layer has an indexer of its own; NULL: every layer
   int64_t fp8_block_rows, fp8_block_cols;  ///< block-scaled fp8 checkpoint weights; 0: none
+  int64_t max_position;                    ///< the longest sequence to be served: longrope's choice of factors
+  const double* short_factors;             ///< longrope: divisors of frequencies [rope / 2]; else NULL
+  const double* long_factors;              ///< likewise; they hold when max_position is above original_max_position
+  double query_scale;                      ///< queries are multiplied by it after their projection; default 1
+  double latent_scale;                     ///< normed latents are, and cached so; default 1
+  double query_growth_beta;  ///< a query at position p grows by 1 + beta ln(1 + floor(p / length)); 0: none
+  int64_t query_growth_length;
+  int64_t attentions_per_layer;  ///< default 1; layers counts attentions
+  const int64_t* model_layers;   ///< [layers / attentions_per_layer] layers of the model with MLA; NULL: the first ones
+  int32_t truncate;              ///< YaRN's correction dims are rounded outwards; default 1
+  int32_t reserved;              ///< 0
 } mla_model_fields;
 
 static inline mla_model_fields mla_model_fields_default(void) {
@@ -54,7 +65,25 @@ static inline mla_model_fields mla_model_fields_default(void) {
   f.mscale = 1.0;
   f.attention_factor = 1.0;
   f.original_max_position = 4096;
+  f.query_scale = 1.0;
+  f.latent_scale = 1.0;
+  f.attentions_per_layer = 1;
+  f.truncate = 1;
   return f;
+}
+
+/// How configs and checkpoints are read.
+typedef struct mla_read_options {
+  size_t struct_size;
+  int32_t allow_unknown;  ///< 1: go on past keys and tensors that are not understood; default 0
+  int32_t reserved;       ///< 0
+} mla_read_options;
+
+static inline mla_read_options mla_read_options_default(void) {
+  mla_read_options o;
+  memset(&o, 0, sizeof o);
+  o.struct_size = sizeof o;
+  return o;
 }
 
 typedef struct mla_model mla_model;
@@ -64,15 +93,20 @@ MLA_API const char* mla_preset_name(int32_t index);
 /// MLA_ERROR_INPUT listing the names when there is no such preset.
 MLA_API mla_status mla_model_create_preset(const char* name, mla_model** model);
 /// From the text of a Hugging Face config.json. MLA_ERROR_CHECKPOINT names the key that is missing or impossible,
-/// MLA_ERROR_UNSUPPORTED what this library does not do.
+/// MLA_ERROR_UNSUPPORTED what this library does not do, and a key that looks as if it concerned attention and is not
+/// understood.
 MLA_API mla_status mla_model_create_config(const char* json, size_t length, mla_model** model);
 MLA_API mla_status mla_model_read_config(const char* file, mla_model** model);
+/// The same with options; NULL: the defaults.
+MLA_API mla_status mla_model_create_config_with(const char* json, size_t length, const mla_read_options* options,
+                                                mla_model** model);
+MLA_API mla_status mla_model_read_config_with(const char* file, const mla_read_options* options, mla_model** model);
 /// MLA_ERROR_SHAPE naming the field that is impossible.
 MLA_API mla_status mla_model_create(const mla_model_fields* fields, mla_model** model);
 MLA_API mla_status mla_model_destroy(mla_model* model);
-/// Fills the fields that fields->struct_size has room for. name and indexer_full are the model's and live as long.
+/// Fills the fields that fields->struct_size has room for. What it points to is the model's and lives as long.
 MLA_API mla_status mla_model_get(const mla_model* model, mla_model_fields* fields);
-/// (nope + rope)^-0.5, times YaRN's factor.
+/// (nope + rope)^-0.5, times YaRN's factor. query_scale and the growth of queries are not in it.
 MLA_API mla_status mla_model_softmax_scale(const mla_model* model, double* scale);
 /// 1 when a layer has indexer weights of its own, else 0.
 MLA_API mla_status mla_model_layer_has_indexer(const mla_model* model, int64_t layer, int32_t* has);

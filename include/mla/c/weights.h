@@ -61,6 +61,9 @@ typedef struct mla_layer_tensors {
 typedef struct mla_checkpoint mla_checkpoint;
 /// MLA_ERROR_CHECKPOINT naming file, tensor and reason for anything missing or malformed.
 MLA_API mla_status mla_checkpoint_open(const char* folder, mla_checkpoint** checkpoint);
+/// The same with options; NULL: the defaults.
+MLA_API mla_status mla_checkpoint_open_with(const char* folder, const mla_read_options* options,
+                                            mla_checkpoint** checkpoint);
 MLA_API mla_status mla_checkpoint_destroy(mla_checkpoint* checkpoint);
 MLA_API mla_status mla_checkpoint_model(const mla_checkpoint* checkpoint, mla_model** model);
 
