@@ -7,6 +7,10 @@
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <array>
+
+#include "mla/error.hpp"
 #include "mla/rotary.hpp"
 #include "mla/weights.hpp"
 #include "stream.hpp"
@@ -17,6 +21,8 @@ namespace {
 
 using Weights = Placed<LayerWeights>;
 using Rotary = Placed<RotaryTable>;
+
+constexpr std::array<std::string_view, 3> kScalings{"none", "yarn", "longrope"};
 
 // Copies, and pickles by every property that can be written.
 template <class Config>
@@ -48,21 +54,42 @@ void bind_config(nb::module_& m) {
       .def_rw("theta", &RopeConfig::theta)
       .def_prop_rw(
           "yarn", [](const RopeConfig& r) { return r.scaling == RopeConfig::Scaling::yarn; },
-          [](RopeConfig& r, bool yarn) { r.scaling = yarn ? RopeConfig::Scaling::yarn : RopeConfig::Scaling::none; })
+          [](RopeConfig& r, bool yarn) {
+            if (yarn) r.scaling = RopeConfig::Scaling::yarn;
+            else if (r.scaling == RopeConfig::Scaling::yarn) r.scaling = RopeConfig::Scaling::none;
+          })
+      .def_prop_rw(
+          "scaling", [](const RopeConfig& r) { return std::string(kScalings[static_cast<size_t>(r.scaling)]); },
+          [](RopeConfig& r, const std::string& name) {
+            const auto at = std::find(kScalings.begin(), kScalings.end(), name);
+            if (at == kScalings.end())
+              throw InputError("unknown rope scaling '" + name + "'; known: none yarn longrope");
+            r.scaling = static_cast<RopeConfig::Scaling>(at - kScalings.begin());
+          },
+          "none, yarn or longrope")
       .def_rw("factor", &RopeConfig::factor)
       .def_rw("beta_fast", &RopeConfig::beta_fast)
       .def_rw("beta_slow", &RopeConfig::beta_slow)
       .def_rw("mscale", &RopeConfig::mscale)
       .def_rw("mscale_all_dim", &RopeConfig::mscale_all_dim)
       .def_rw("attention_factor", &RopeConfig::attention_factor)
-      .def_rw("original_max_position", &RopeConfig::original_max_position);
+      .def_rw("original_max_position", &RopeConfig::original_max_position)
+      .def_rw("truncate", &RopeConfig::truncate, "YaRN's correction dims are rounded outwards")
+      .def_rw("short_factors", &RopeConfig::short_factors, "longrope: divisors of frequencies, [rope / 2]; a copy")
+      .def_rw("long_factors", &RopeConfig::long_factors,
+              "likewise; they hold for every position when max_position is above original_max_position")
+      .def_rw("max_position", &RopeConfig::max_position,
+              "The longest sequence to be served: longrope's choice of factors; nothing else reads it.");
   make_copyable(rope);
   nb::class_<IndexerConfig> indexer(m, "IndexerConfig", "The indexer of sparse attention.");
   indexer.def(nb::init<>())
       .def_rw("heads", &IndexerConfig::heads)
       .def_rw("dim", &IndexerConfig::dim)
       .def_rw("topk", &IndexerConfig::topk)
-      .def_rw("interleaved", &IndexerConfig::interleaved);
+      .def_rw("interleaved", &IndexerConfig::interleaved)
+      .def_rw("full", &IndexerConfig::full,
+              "[layers] 1: the layer has an indexer of its own, 0: it takes the choice of the last one before it that "
+              "has; empty: every layer has. A copy.");
   make_copyable(indexer);
   nb::class_<ModelConfig> model(m, "ModelConfig",
                                 "The attention of a model: dimensions, rotary embedding, softmax scale.");
@@ -82,6 +109,22 @@ void bind_config(nb::module_& m) {
       .def_rw("indexer", &ModelConfig::indexer, nb::arg().none())
       .def_rw("fp8_block_rows", &ModelConfig::fp8_block_rows, "of a checkpoint's block scales; 0: none")
       .def_rw("fp8_block_cols", &ModelConfig::fp8_block_cols)
+      .def_rw("query_scale", &ModelConfig::query_scale, "LongCat: what queries are multiplied by")
+      .def_rw("latent_scale", &ModelConfig::latent_scale, "LongCat: what normed latents are, and cached so")
+      .def_rw("query_growth_beta", &ModelConfig::query_growth_beta,
+              "Mistral: a query at position p grows by 1 + beta ln(1 + floor(p / length)); 0: none")
+      .def_rw("query_growth_length", &ModelConfig::query_growth_length)
+      .def_rw("attentions_per_layer", &ModelConfig::attentions_per_layer, "LongCat: 2; layers counts attentions")
+      .def_rw("model_layers", &ModelConfig::model_layers,
+              "[layers / attentions_per_layer] layers of the model with MLA; empty: the first ones. A copy.")
+      .def_rw("notes", &ModelConfig::notes,
+              "What other readers of the same config take otherwise, or what was decided in reading it. A copy.")
+      .def("query_growth", &ModelConfig::query_growth, nb::arg("position"),
+           "What a query at this position is multiplied by; 1 without the rule.")
+      .def("model_layer", &ModelConfig::model_layer, nb::arg("index"),
+           "The model's layer that attention `index` is in.")
+      .def("attention_name", &ModelConfig::attention_name, nb::arg("index"),
+           "Where attention `index` is among the model's parts, for instance 'layers.3.self_attn.'.")
       .def_prop_ro("query_key", &ModelConfig::query_key, "nope + rope")
       .def_prop_ro("entry", &ModelConfig::entry, "latent + rope")
       .def_prop_ro("softmax_scale", &ModelConfig::softmax_scale)
@@ -108,10 +151,22 @@ void bind_config(nb::module_& m) {
       },
       "Names of the built-in models.");
   m.def("preset", &preset, nb::arg("name"), "A built-in model; InputError listing the names when there is none.");
-  m.def("read_config", &read_config, nb::arg("file"),
-        "A Hugging Face config.json; CheckpointError names the key that is missing or impossible.");
-  m.def("parse_config", &parse_config, nb::arg("json"), nb::arg("where") = "config.json",
-        "The same of a string; `where` names it in messages.");
+  m.def(
+      "read_config",
+      [](const std::filesystem::path& file, bool allow_unknown) {
+        return read_config(file, {.allow_unknown = allow_unknown});
+      },
+      nb::arg("file"), nb::kw_only(), nb::arg("allow_unknown") = false,
+      "A Hugging Face config.json; CheckpointError names the key that is missing or impossible, UnsupportedError the\n"
+      "one that asks for what this library does not do, or that looks as if it concerned attention and is not\n"
+      "understood. allow_unknown: go on past those.");
+  m.def(
+      "parse_config",
+      [](std::string_view json, std::string_view where, bool allow_unknown) {
+        return parse_config(json, where, {.allow_unknown = allow_unknown});
+      },
+      nb::arg("json"), nb::arg("where") = "config.json", nb::kw_only(), nb::arg("allow_unknown") = false,
+      "The same of a string; `where` names it in messages.");
 }
 
 using ArraysByRole = nb::typed<nb::dict, nb::str, nb::ndarray<nb::numpy, float>>;
@@ -192,7 +247,13 @@ void bind_weights(nb::module_& m) {
            "borrowed. `prepare` says which a model needs, and their shapes.")
       .def("arrays", &arrays_of, "Copies in f32, by role.");
   nb::class_<Checkpoint>(m, "Checkpoint", "A Hugging Face checkpoint folder: config.json and safetensors.")
-      .def(nb::init<const std::filesystem::path&>(), nb::arg("folder"))
+      .def(
+          "__init__",
+          [](Checkpoint* self, const std::filesystem::path& folder, bool allow_unknown) {
+            new (self) Checkpoint(folder, {.allow_unknown = allow_unknown});
+          },
+          nb::arg("folder"), nb::kw_only(), nb::arg("allow_unknown") = false,
+          "allow_unknown: go on past keys of the config and tensors of a layer that are not understood.")
       .def_prop_ro("config", &Checkpoint::config)
       .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>());
   m.def(

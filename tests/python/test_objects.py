@@ -39,6 +39,28 @@ def test_models(tmp_path):
         mla.Checkpoint(tmp_path)
 
 
+def test_configs_of_families():
+    unknown = '{"model_type": "deepseek_v3", "attention_twist": 3}'
+    with pytest.raises(mla.UnsupportedError, match="attention_twist is 3"):
+        mla.parse_config(unknown)
+    assert mla.parse_config(unknown, allow_unknown=True).hidden == 7168
+    longcat = mla.parse_config('{"model_type": "longcat_flash", "num_layers": 2}')
+    assert longcat.layers == 4 and longcat.attentions_per_layer == 2 and longcat.query_scale == 2
+    assert longcat.attention_name(3) == "layers.1.self_attn.1." and longcat.model_layer(3) == 1
+    with pytest.raises(mla.InputError, match="attention is 4"):
+        longcat.attention_name(4)
+    kimi = mla.parse_config('{"model_type": "kimi_linear", "num_hidden_layers": 9}')
+    assert kimi.layers == 2 and kimi.model_layers == [4, 8] and not kimi.rotary.rotate
+    mistral = mla.parse_config('{"model_type": "mistral4"}')
+    assert mistral.query_growth(8191) == 1 and mistral.query_growth(8192) > 1.06
+    rotary = mla.preset("minicpm3").rotary
+    assert rotary.scaling == "longrope" and not rotary.yarn and len(rotary.long_factors) == 16
+    with pytest.raises(mla.InputError, match="unknown rope scaling 'ntk'"):
+        rotary.scaling = "ntk"
+    yarn = '{"model_type": "deepseek_v3", "rope_scaling": {"type": "yarn", "factor": 4, "mscale": 2}}'
+    assert "magnitude" in mla.parse_config(yarn).notes[0]
+
+
 def fields(config):
     """A config's fields that can be written, other configs within as theirs."""
     found = {}
@@ -61,8 +83,12 @@ def test_configs_are_copied_whole(again):
                 setattr(config, name, not value)
             elif isinstance(value, (int, float)):
                 setattr(config, name, type(value)(value + 3))
+            elif name == "scaling":
+                config.scaling = "longrope"
             elif isinstance(value, str):
                 setattr(config, name, value + "3")
+            elif isinstance(value, list):
+                setattr(config, name, [*value, "3" if name == "notes" else 3])
         return config
 
     model = changed(mla.preset("deepseek-v3.2"))
