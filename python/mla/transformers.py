@@ -1,24 +1,24 @@
-"""libmla's attention in Hugging Face's DeepSeek V2, V3 and V3.2 models.
+"""libmla's attention in Hugging Face's models with Multi-head Latent Attention.
 
     attachment = mla.transformers.attach(model, cache="fp8_ds_mla")
     model.generate(...)
     attachment.detach()
 
-Every layer's attention is then libmla's layer over a paged latent cache: 576 elements a token and
-layer instead of keys and values of every head. Steps of the model's forward are planned once, for
-all layers. Beam search, assisted generation and continued caches work: transformers' DynamicCache
-holds, in the place of keys and values, the slot and the position of every token.
+MODEL_TYPES lists the families. Every layer's attention is then libmla's layer over a paged latent
+cache: 576 elements a token and layer instead of keys and values of every head. Steps of the model's
+forward are planned once, for all layers. Beam search, assisted generation and continued caches
+work: transformers' DynamicCache holds tokens' slots and positions in the place of keys and values.
 
 The model keeps its modules and their weights: state_dict, parameters and save_pretrained are as
-before. libmla computes with a copy in its own layout, so attention's weights are held twice. Weights
+before. libmla computes with a copy in its own layout, so attention's weights are held twice. Those
 that change (load_state_dict, an optimizer, new Parameters) are copied again at the next step; a
-change of their dtype or device is refused. Writes that torch does not count, through .data or NumPy,
-are noticed by a sample of each tensor's values; after one that changes but a few call refresh().
+change of their dtype or device is refused. Writes that torch does not count, through .data or
+NumPy, are noticed by a sample of each tensor's values; call refresh() after one that changes a few.
 
 Padding tokens take no cache, and their outputs are 0. Refused by name, as results would be others
-than the model's: position_ids of a row that do not follow one another, masks with holes or that
-change their mind about cached tokens, masks of more than two dimensions, output_attentions,
-gradients, dropout.
+than the model's: positions of a row that do not follow one another, masks with holes that positions
+count, masks that show or hide cached tokens otherwise than when they were cached, masks of other
+than two dimensions, output_attentions, dropout, gradients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,42 @@ from . import _mla
 from ._arrays import empty, stream_for
 from ._mla import InputError, UnsupportedError
 
-MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's attention class does whatever the config says."""
+
+    interleaved: bool | None = True  # pairs (2i, 2i+1) are rotated; None: as rope_interleave says
+    index_interleaved: bool = False
+    results: int = 2  # of a module's forward, hidden states first; the others are None here
+
+
+_FAMILIES = {
+    "axk1": _Family(interleaved=None),
+    "deepseek_v2": _Family(),
+    "deepseek_v3": _Family(interleaved=None),
+    "deepseek_v32": _Family(),
+    "glm4_moe_lite": _Family(interleaved=None),
+    "glm_moe_dsa": _Family(index_interleaved=True, results=3),
+    "kimi_linear": _Family(),
+    "longcat_flash": _Family(),
+    "minicpm3": _Family(interleaved=False),
+    "mistral4": _Family(interleaved=None),
+    "youtu": _Family(interleaved=None),
+}
+MODEL_TYPES = tuple(_FAMILIES)
+
+
+def _attentions(base: Any) -> list[Any]:
+    """A decoder's modules of latent attention, in the order in which they are called."""
+    found = []
+    for decoder in base.layers:
+        attention = decoder.self_attn
+        several = isinstance(attention, torch.nn.ModuleList)
+        found += [a for a in (attention if several else [attention])
+                  if hasattr(a, "kv_a_proj_with_mqa")]
+    return found
+
 
 # What a layer's tensors are called here, and in transformers.
 _TENSORS = {
@@ -100,7 +135,7 @@ class _Seen:
                 "changes; load the model outside it"
             )
         if tensor.device.type == "meta":
-            raise UnsupportedError(f"mla.transformers: {name} is on the meta device, without values")
+            raise UnsupportedError(f"mla.transformers: {name} is on the meta device, no values")
         alias = tensor.detach()
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         flat = alias.view(bits[alias.element_size()])
@@ -108,15 +143,32 @@ class _Seen:
         probe = flat.flatten()[:: flat.numel() // 64 | 1] if flat.is_contiguous() else flat
         return cls(name, tensor, alias, tensor._version, probe)
 
-    def holds(self, name: str, tensor: torch.Tensor) -> bool:
+    def holds(self) -> bool:
+        tensor, alias = self.tensor, self.alias
         return (
-            tensor is self.tensor
-            and tensor._version == self.version
-            and tensor.data_ptr() == self.alias.data_ptr()
-            and name == self.name
-            and tensor.dtype == self.alias.dtype
-            and tensor.device == self.alias.device
+            tensor._version == self.version
+            and tensor.data_ptr() == alias.data_ptr()
+            and tensor.dtype is alias.dtype
         )
+
+
+class _Watch:
+    """A module's tensors as they were when they were copied, and whether they still are."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.seen = [_Seen.of(name, tensor) for name, tensor in _parameters(module)]
+        self._modules = list(module.modules())
+        parts = [part for m in self._modules for part in (m._parameters, m._modules)]
+        self._parts = [(part, [*map(id, part.values())]) for part in parts]
+
+    def holds(self) -> bool:
+        for module in self._modules[1:]:
+            if module._forward_hooks or module._forward_pre_hooks:
+                return False
+        for part, ids in self._parts:
+            if [*map(id, part.values())] != ids:
+                return False
+        return all([s.holds() for s in self.seen])
 
 
 class _Weights:
@@ -124,7 +176,7 @@ class _Weights:
 
     def __init__(self, attachment: Attachment) -> None:
         self._attachment = attachment
-        self._seen: list[list[_Seen]] = []
+        self._watches: list[_Watch | None] = [None] * len(attachment.layers)
         self._places: list[dict[str, tuple[torch.dtype, torch.device]]] = []
         self._samples: list[torch.Tensor] = []
         self.layers: list[_mla.LayerWeights] = []
@@ -134,22 +186,15 @@ class _Weights:
         self.refresh()
 
     def refresh(self) -> None:
-        self._seen, self.layers = [], []
         for number in range(len(self._attachment.layers)):
             self._copy(number)
         self._samples = self._sampled()
 
     def update(self) -> None:
         """Copies what has changed since it was copied."""
-        changed = False
-        for number, layer in enumerate(self._attachment.layers):
-            found = list(_parameters(layer))
-            seen = self._seen[number]
-            if len(found) != len(seen) or not all(
-                s.holds(*f) for s, f in zip(seen, found, strict=True)
-            ):
-                self._copy(number)
-                changed = True
+        changed = [n for n, w in enumerate(self._watches) if w is None or not w.holds()]
+        for number in changed:
+            self._copy(number)
         samples = self._sampled()
         if changed:
             self._samples = samples
@@ -160,7 +205,7 @@ class _Weights:
         """The same for a copied model, whose tensors are yet to be looked at."""
         twin = copy.copy(self)
         twin._attachment = attachment
-        twin._seen = [[] for _ in self._seen]
+        twin._watches = [None] * len(self._watches)
         twin.layers = list(self.layers)
         return twin
 
@@ -171,10 +216,10 @@ class _Weights:
             place = self._places[number].get(name)
             if place is not None and place != (tensor.dtype, tensor.device):
                 raise UnsupportedError(
-                    f"mla.transformers: {name} of layer {number} was {place[0]} on {place[1]} and is "
-                    f"{tensor.dtype} on {tensor.device}; detach(), and attach again"
+                    f"mla.transformers: {name} of layer {number} was {place[0]} on {place[1]} and "
+                    f"is {tensor.dtype} on {tensor.device}; detach(), and attach again"
                 )
-        seen = [_Seen.of(name, tensor) for name, tensor in found.items()]
+        watch = _Watch(a.layers[number])
         arrays = {role: found[name] for role, name in _TENSORS.items() if name in found}
         arrays["query"] = next(found[name] for name in _QUERY if name in found)
         weights = _mla.prepare(
@@ -182,13 +227,14 @@ class _Weights:
             _mla.LayerTensors({r: t.detach().cpu().contiguous() for r, t in arrays.items()}),
             dtype=a.dtype, device=str(a.device),
         )
-        self._seen[number : number + 1] = [seen]
+        self._watches[number] = watch
         self.layers[number : number + 1] = [weights]
 
     def _sampled(self) -> list[torch.Tensor]:
         parts: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for seen in self._seen:
-            for s in seen:
+        for watch in self._watches:
+            assert watch is not None
+            for s in watch.seen:
                 parts.setdefault((s.probe.dtype, s.probe.device), []).append(s.probe.flatten())
         return [torch.cat(p) for p in parts.values()]
 
@@ -268,7 +314,8 @@ class _Step:
 def _require_close(what: str, found: float, own: float, bound: float = 1e-6) -> None:
     if not abs(found - own) <= bound * abs(own):
         raise UnsupportedError(
-            f"mla.transformers: {what} is {found} in the model, {own} by its config as libmla reads it"
+            f"mla.transformers: {what} is {found} in the model, {own} by its config as libmla "
+            "reads it"
         )
 
 
@@ -285,7 +332,7 @@ class _Forward:
         *_: Any,
         past_key_values: Any = None,
         **__: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         attachment = self._attachment
         step = attachment.step
         if step is None:
@@ -314,7 +361,7 @@ class _Forward:
         if step.rows is not None:
             full = torch.zeros_like(hidden_states).view(batch * new, width)
             out = full.index_copy_(0, step.rows.to(full.device), out)
-        return out.view(batch, new, width), None
+        return out.view(batch, new, width), *attachment.no_results
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
@@ -339,6 +386,7 @@ class Attachment:
         pages: int = 64,
         index_cache: str | None = None,
         options: _mla.PlanOptions | None = None,
+        allow_unknown: bool = False,
     ) -> None:
         config = model.config.get_text_config()
         if config.model_type not in MODEL_TYPES:
@@ -346,8 +394,13 @@ class Attachment:
                 f"mla.transformers: model_type is {config.model_type!r}, allowed: "
                 + " ".join(MODEL_TYPES)
             )
-        self._base = getattr(model, model.base_model_prefix, model)
-        self.layers = [decoder.self_attn for decoder in self._base.layers]
+        self._family = _FAMILIES[config.model_type]
+        self.no_results = (None,) * (self._family.results - 1)
+        self._rotary_seen: _Seen | None = None
+        self._base = model.get_decoder()
+        self.layers = _attentions(self._base)
+        if not self.layers:
+            raise UnsupportedError("mla.transformers: the model has no layer of latent attention")
         if any(isinstance(layer.forward, _Forward) for layer in self.layers):
             raise InputError("mla.transformers: the model is attached already")
         for layer in self.layers:
@@ -359,7 +412,7 @@ class Attachment:
         if self.device.type not in ("cpu", "cuda"):
             raise UnsupportedError(f"mla.transformers: device is {self.device}, allowed: cpu cuda")
         self.dtype = "bf16" if first.dtype is torch.bfloat16 else "f32"
-        self.model = self._config(config)
+        self.model = self._config(config, allow_unknown)
         self.index_format = index_cache or self.dtype
         self.options = options or _mla.PlanOptions(
             compute=self.dtype, index_format=self.index_format
@@ -367,8 +420,7 @@ class Attachment:
         self.spec = _mla.cache_spec(self.model, cache or self.dtype, page_size)
         self._require_plannable()
         self.weights = _Weights(self)
-        self._positions = 0
-        self._rotary_for(config.max_position_embeddings)
+        self._rotary: dict[bool, tuple[_mla.RotaryTable, _mla.RotaryTable | None]] = {}
         self.pages = _Pages(self, page_size, pages)
         self.step: _Step | None = None
         self._sequences: weakref.WeakKeyDictionary[Any, _Sequences] = weakref.WeakKeyDictionary()
@@ -404,6 +456,13 @@ class Attachment:
         """Copies all weights from the model's modules again."""
         self.weights.refresh()
 
+    def __repr__(self) -> str:
+        state = "" if self._hooks else ", detached"
+        return (
+            f"mla.transformers.Attachment({self.model.name!r}, layers={len(self.layers)}, "
+            f"cache={self.spec.format!r}, device={str(self.device)!r}{state})"
+        )
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Attachment:
         """Of a copied model: with pages of its own, empty, and weights that are copied at once."""
         twin = memo[id(self)] = object.__new__(Attachment)
@@ -417,20 +476,22 @@ class Attachment:
         twin._sequences = weakref.WeakKeyDictionary()
         return twin
 
-    def _config(self, config: Any) -> _mla.ModelConfig:
+    def _config(self, config: Any, allow_unknown: bool) -> _mla.ModelConfig:
         """What the modules compute, which is compared with what the config says."""
         keys = config.to_dict()
-        if not any(hasattr(layer, "indexer") for layer in self.layers):
+        if all(getattr(layer, "indexer", None) is None for layer in self.layers):
             # A class without an indexer computes none, whatever its config carries.
             keys = {k: v for k, v in keys.items() if not k.startswith("index_")}
-        model = _mla.parse_config(json.dumps(keys), "the model's config")
+        model = _mla.parse_config(
+            json.dumps(keys), "the model's config", allow_unknown=allow_unknown
+        )
         rotary = model.rotary
-        # V2 always rotates interleaved pairs, V3 says which, and V3.2's indexer has its own way.
-        rotary.interleaved = bool(getattr(config, "rope_interleave", True))
+        interleaved = self._family.interleaved
+        rotary.interleaved = config.rope_interleave if interleaved is None else interleaved
         model.rotary = rotary
         if model.indexer is not None:
             indexer = model.indexer
-            indexer.interleaved = False
+            indexer.interleaved = self._family.index_interleaved
             model.indexer = indexer
         model.rms_eps = self.layers[0].kv_a_layernorm.variance_epsilon
         for layer in self.layers:
@@ -446,6 +507,11 @@ class Attachment:
                 _require_close(f"a latent norm's eps of layer {number}", norm.variance_epsilon,
                                model.rms_eps)
         _require_close(f"the softmax scale of layer {number}", layer.scaling, model.softmax_scale)
+        for what, found, own in (
+            ("the factor of queries", getattr(layer, "mla_scale_q_lora", 1.0), model.query_scale),
+            ("the factor of latents", getattr(layer, "mla_scale_kv_lora", 1.0), model.latent_scale),
+        ):
+            _require_close(f"{what} of layer {number}", found, own)
         indexer = getattr(layer, "indexer", None)
         if indexer is None:
             return
@@ -459,20 +525,44 @@ class Attachment:
         _require_close(f"index_topk of layer {number}", indexer.index_topk, model.indexer.topk)
 
     def _require_same_rotary(self, model: _mla.ModelConfig) -> None:
-        rotary = self._base.rotary_emb
+        rotary = getattr(self._base, "rotary_emb", None)
+        if (rotary is not None) != model.rotary.rotate:
+            does = "rotates" if rotary is not None else "does not rotate"
+            raise UnsupportedError(
+                f"mla.transformers: the model {does}, by its config as libmla reads it it "
+                + ("does" if model.rotary.rotate else "does not")
+            )
+        if rotary is None:
+            return
         inv_freq = rotary.inv_freq.detach().cpu()
-        found, own = inv_freq.double(), torch.tensor(model.inverse_frequencies(), dtype=torch.double)
-        if found.shape != own.shape:
+        found = inv_freq.double()
+        own = [
+            torch.tensor(self._with_choice(model, long).inverse_frequencies(), dtype=torch.double)
+            for long in ((False, True) if model.rotary.scaling == "longrope" else (False,))
+        ]
+        if found.shape != own[0].shape:
             raise UnsupportedError(
                 f"mla.transformers: the model rotates {2 * found.numel()} dimensions, its config "
-                f"gives {2 * own.numel()}"
+                f"gives {2 * own[0].numel()}"
             )
         # A model that was cast has rounded its frequencies, which makes its rotation coarser.
         bound = max(1e-5, torch.finfo(inv_freq.dtype).eps)
+        nearest = min(own, key=lambda o: float(((found - o) / o).abs().max()))
         for i in range(found.numel()):
-            _require_close(f"inverse frequency {i}", found[i].item(), own[i].item(), bound)
-        _require_close("the magnitude of cos and sin", rotary.attention_scaling, model.rotary_magnitude)
+            _require_close(f"inverse frequency {i}", found[i].item(), nearest[i].item(), bound)
+        _require_close(
+            "the magnitude of cos and sin", rotary.attention_scaling, model.rotary_magnitude
+        )
         self._rotary_seen = _Seen.of("inv_freq", rotary.inv_freq)
+
+    @staticmethod
+    def _with_choice(model: _mla.ModelConfig, long: bool) -> _mla.ModelConfig:
+        """A model that uses longrope's short divisors, or its long ones."""
+        other = _mla.ModelConfig(model)
+        rotary = other.rotary
+        rotary.max_position = rotary.original_max_position + long
+        other.rotary = rotary
+        return other
 
     def _require_plannable(self) -> None:
         """Refuses here what every step would refuse."""
@@ -482,17 +572,27 @@ class Attachment:
             stream=stream_for(None), options=self.options,
         )
 
-    def _rotary_for(self, positions: int) -> None:
-        if positions <= self._positions:
-            return
-        self._positions = max(positions, 2 * self._positions)
-        place = str(self.device)
-        self._rotary = _mla.RotaryTable(self.model, self._positions, device=place)
-        self._index_rotary = None
-        if self.model.indexer is not None:
-            self._index_rotary = _mla.RotaryTable(
-                self.model, self._positions, indexer=True, device=place
+    def _long(self, positions: torch.Tensor) -> bool:
+        """Whether longrope's long divisors hold for a step: as its class says, by its positions."""
+        rotary = self.model.rotary
+        if rotary.scaling != "longrope" or not positions.numel():
+            return False
+        return bool(positions.max() >= rotary.original_max_position)
+
+    def _rotary_for(
+        self, positions: int, long: bool = False
+    ) -> tuple[_mla.RotaryTable, _mla.RotaryTable | None]:
+        """Tables of at least so many positions, of the attention and of its indexer."""
+        tables = self._rotary.get(long)
+        if tables is None or tables[0].positions < positions:
+            model = self._with_choice(self.model, long)
+            positions = max(positions, 2 * tables[0].positions if tables else 4096)
+            place, index = str(self.device), model.indexer is not None
+            tables = self._rotary[long] = (
+                _mla.RotaryTable(model, positions, device=place),
+                _mla.RotaryTable(model, positions, indexer=True, device=place) if index else None,
             )
+        return tables
 
     # A step of the model.
 
@@ -523,7 +623,10 @@ class Attachment:
         if past is None and (config.use_cache if use_cache is None else use_cache):
             past = kwargs["past_key_values"] = DynamicCache(config=config)
         self.weights.update()
-        if not self._rotary_seen.holds("inv_freq", self._base.rotary_emb.inv_freq):
+        seen = self._rotary_seen
+        if seen is not None and not (
+            seen.tensor is self._base.rotary_emb.inv_freq and seen.holds()
+        ):
             self._require_same_rotary(self.model)
         self.step = self._plan(
             tokens.shape[0], tokens.shape[1], given.get("attention_mask"),
@@ -583,7 +686,7 @@ class Attachment:
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         try:
-            self._rotary_for(max(lengths))
+            rotary, index_rotary = self._rotary_for(max(lengths), self._long(positions))
             plan = _mla.plan(
                 self.model, self.pages.caches[0],
                 _mla.Batch(starts, lengths, block_table, slots[real].contiguous()),
@@ -597,7 +700,7 @@ class Attachment:
             rows = real.reshape(-1).nonzero().squeeze(1).to(self.device)
         return _Step(
             plan, batch, new, rows, slots[:, None, :, None], positions[:, None, :, None],
-            self._rotary, self._index_rotary, temporary,
+            rotary, index_rotary, temporary,
         )
 
     def _real(self, mask: Any, old: torch.Tensor, new: int) -> torch.Tensor:
@@ -636,8 +739,10 @@ class Attachment:
         if given is None:
             name = "positions, without position_ids,"
             given = torch.arange(new) + old.shape[1]
-        elif not isinstance(given, torch.Tensor) or given.is_floating_point() or given.shape not in (
-            (new,), (1, new), (batch, new)
+        elif (
+            not isinstance(given, torch.Tensor)
+            or given.is_floating_point()
+            or given.shape not in ((new,), (1, new), (batch, new))
         ):
             found = type(given).__name__
             if isinstance(given, torch.Tensor):
@@ -646,6 +751,7 @@ class Attachment:
                 f"mla.transformers: position_ids is {found}, integers [{batch}, {new}] are needed"
             )
         positions: torch.Tensor = given.to("cpu", torch.int64).expand(batch, new)
+        self._require_same_growth(positions, real, old)
         every = torch.cat([old_positions, positions], dim=1)
         shown = torch.cat([old >= 0, real], dim=1)
         for row in range(batch):
@@ -660,6 +766,23 @@ class Attachment:
                     "follow one another"
                 )
         return positions
+
+    def _require_same_growth(
+        self, positions: torch.Tensor, real: torch.Tensor, old: torch.Tensor
+    ) -> None:
+        """Mistral's queries grow with the position itself: a row's count of tokens must do."""
+        length = self.model.query_growth_length
+        if not self.model.query_growth_beta or not length:
+            return
+        counted = (old >= 0).sum(1, keepdim=True) + real.cumsum(1) - 1
+        other = (positions // length != counted // length) & real
+        if other.any():
+            row, token = other.nonzero()[0].tolist()
+            raise UnsupportedError(
+                f"mla.transformers: row {row}: new token {token} is at position "
+                f"{int(positions[row, token])} and is the row's token {int(counted[row, token])}; "
+                f"queries grow with every {length} positions, and must be counted without padding"
+            )
 
     def _past(self, past: Any, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots, -1 for padding, and positions of what a cache holds, each [batch, tokens]."""
@@ -691,8 +814,8 @@ class Attachment:
         self.pages.copy(page, copy)
         assert held is not None
         held.pages.add(copy)
-        for layer in past.layers:
-            slots = layer.keys[row, 0, :, 0]
+        for layer in self.layers:
+            slots = past.layers[layer.layer_idx].keys[row, 0, :, 0]
             moved = slots // self.pages.size == page
             slots[moved] += (copy - page) * self.pages.size
         return copy
@@ -704,18 +827,21 @@ def attach(
     device: str | torch.device | None = None,
     **options: Any,
 ) -> Attachment:
-    """Replaces the attention of a DeepSeek V2, V3 or V3.2 model of transformers by libmla's layer.
+    """Puts libmla's layer in the place of a transformers model's latent attention: MODEL_TYPES.
 
     cache: the latent cache's format, by default f32 or bf16 as the model's weights are. device:
     where attention runs, by default where its weights lie; other devices' hidden states are copied
     to and fro. page_size: tokens a page. pages: of the cache, to begin with; it grows. index_cache:
-    format of the index cache of V3.2's indexer, by default as the weights. options: PlanOptions,
+    format of the index cache of a sparse model, by default as the weights. options: PlanOptions,
     whose compute and index_format are otherwise those of the weights and of index_cache.
+    allow_unknown: goes on past keys of the config that are not understood.
 
     The weights are copied into libmla's layout; the model's own stay where they are. Rotary
     frequencies, their magnitude, softmax scale and norms' eps are compared with the modules', and
-    attach refuses, with both numbers, where they differ. UnsupportedError also for other models, for
-    biases and for every other tensor of attention that libmla does not read.
+    attach refuses, with both numbers, where they differ. UnsupportedError also for other models,
+    for biases and for every other tensor of attention that libmla does not read.
+
+    longrope's divisors are chosen as the model's class does it: at every call, by its positions.
     """
     return Attachment(model, cache, device, **options)
 

@@ -57,6 +57,51 @@ def make_model(kind: str, dtype: torch.dtype, seed: int = 3, **changes: Any) -> 
     return model.to(dtype).eval()
 
 
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "axk1": ("AXK1", {}),
+    "deepseek_v2": ("DeepseekV2", dict(topk_method="greedy")),
+    "deepseek_v3": ("DeepseekV3", {}),
+    "deepseek_v3_neox": ("DeepseekV3", dict(rope_interleave=False, q_lora_rank=None)),
+    "deepseek_v32": ("DeepseekV32", dict(index_topk=TOPK, index_head_dim=32, index_n_heads=32)),
+    "glm4_moe_lite": ("Glm4MoeLite", {}),
+    "glm_moe_dsa": ("GlmMoeDsa", dict(
+        index_topk=TOPK, index_head_dim=32, index_n_heads=32,
+        indexer_types=["full", "shared", "full"],
+    )),
+    "kimi_linear": ("KimiLinear", dict(
+        layer_types=["full_attention", "linear_attention", "full_attention"], q_lora_rank=None,
+        linear_num_heads=4, linear_head_dim=32,
+    )),
+    "longcat_flash": ("LongcatFlash", dict(
+        num_layers=2, num_hidden_layers=4, ffn_hidden_size=192, expert_ffn_hidden_size=64,
+        head_dim=16, zero_expert_num=1, moe_topk=2,
+    )),
+    "minicpm3": ("MiniCPM3", {}),
+    "minicpm3_longrope": ("MiniCPM3", dict(rope_parameters=dict(
+        rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32,
+        short_factor=[1.0, 1.1, 1.2, 1.4, 1.6, 2.0, 2.5, 3.0],
+        long_factor=[1.0, 1.5, 2.5, 4.0, 6.0, 8.0, 12.0, 16.0],
+    ))),
+    "mistral4": ("Mistral4", dict(rope_parameters=_YARN | dict(
+        original_max_position_embeddings=8, llama_4_scaling_beta=0.5,
+    ))),
+    "youtu": ("Youtu", dict(rope_parameters=_YARN)),
+}
+
+
+def make_family(name: str, **changes: Any) -> Any:
+    """A small f32 model of a family, by its transformers class's own defaults where they matter."""
+    torch.manual_seed(3)
+    prefix, own = FAMILIES[name]
+    config = getattr(transformers, prefix + "Config")(
+        **(_COMMON | dict(q_lora_rank=48) | own | changes)
+    )
+    model = getattr(transformers, prefix + "ForCausalLM")(config).eval()
+    with torch.no_grad():  # the padding's embedding, which may be generated: its index keys are 0
+        model.get_input_embeddings().weight[0].normal_(std=_COMMON["initializer_range"])
+    return model
+
+
 def prompts(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
     """Two prompts, the second padded on its left; and their mask."""
     tokens = torch.randint(2, 96, (2, PROMPT), generator=torch.Generator().manual_seed(5))

@@ -7,11 +7,19 @@ import pickle
 import pytest
 
 torch = pytest.importorskip("torch", minversion="2.4")
-pytest.importorskip("transformers", minversion="5.0")
+transformers = pytest.importorskip("transformers", minversion="5.0")
 
 import mla  # noqa: E402
 import mla.transformers  # noqa: E402
-from hf_models import KINDS, PROMPT, greedy, make_model, prompts  # noqa: E402
+from hf_models import (  # noqa: E402
+    FAMILIES,
+    KINDS,
+    PROMPT,
+    greedy,
+    make_family,
+    make_model,
+    prompts,
+)
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 
@@ -28,7 +36,9 @@ def test_the_same_greedy_tokens(kind, dtype):
     assert (own - logits).abs().max() < bound
     gc.collect()
     assert len(attachment.pages.free) == attachment.pages.count > 4  # all given back, after growth
+    assert repr(attachment).endswith("device='cpu')")
     attachment.detach()
+    assert repr(attachment).endswith("device='cpu', detached)")
     assert torch.equal(greedy(model)[1], logits)
 
 
@@ -76,7 +86,7 @@ def test_what_cannot_be_attached_is_named():
         vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
         num_attention_heads=1, num_key_value_heads=1,
     ))
-    with pytest.raises(mla.UnsupportedError, match="'llama', allowed: deepseek_v2"):
+    with pytest.raises(mla.UnsupportedError, match="'llama', allowed: axk1 deepseek_v2"):
         mla.transformers.attach(llama)
     with pytest.raises(mla.UnsupportedError, match="bias"):
         mla.transformers.attach(make_model("v3", torch.float32, attention_bias=True))
@@ -218,11 +228,23 @@ def test_what_cannot_be_taken_over_is_named(shared):
     mla.transformers.attach(model)
     projection = model.model.layers[1].self_attn.o_proj
     projection.bfloat16()
-    with pytest.raises(mla.UnsupportedError, match="o_proj.weight of layer 1 was torch.float32 on "):
+    with pytest.raises(mla.UnsupportedError, match="o_proj.weight of layer 1 was torch.float32"):
         logits_of(model, tokens)
     projection.float().bias = torch.nn.Parameter(torch.zeros(128))
     with pytest.raises(mla.UnsupportedError, match="a bias that libmla does not read: o_proj.bias"):
         logits_of(model, tokens)
+    projection.bias = None
+    logits_of(model, tokens)
+    projection.to("meta")
+    with pytest.raises(mla.UnsupportedError, match="is torch.float32 on meta; detach"):
+        logits_of(model, tokens)
+    with pytest.raises(mla.UnsupportedError, match="o_proj.weight is on the meta device"):
+        model.model.layers[1].self_attn.forward._attachment.detach()
+        mla.transformers.attach(model)
+    with torch.inference_mode():
+        uncounted = make_model("v3", torch.float32, num_hidden_layers=1)
+    with pytest.raises(mla.UnsupportedError, match=r"made under torch.inference_mode\(\)"):
+        mla.transformers.attach(uncounted)
     with pytest.raises(mla.UnsupportedError, match="a tensor .* q_a_proj.weight_scale_inv"):
         model = make_model("v3", torch.float32, num_hidden_layers=2)
         scale = torch.nn.Parameter(torch.ones(1, 1))
@@ -355,6 +377,115 @@ def test_output_attentions_by_the_config(shared):
     attachment.detach()
 
 
+def in_pieces(model, steps=8):
+    """Logits of two prompts, one padded on its left, in two pieces, and of greedy tokens after."""
+    tokens, mask = prompts()
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    logits = []
+    for piece in (slice(0, 25), slice(25, PROMPT)):
+        found = logits_of(
+            model, tokens[:, piece], attention_mask=mask[:, : piece.stop],
+            position_ids=positions[:, piece], past_key_values=cache,
+        )
+        logits.append(found[mask[:, piece].bool()])
+    next_tokens = found[:, -1:].argmax(-1)
+    for _ in range(steps):
+        mask = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+        found = logits_of(
+            model, next_tokens, attention_mask=mask, past_key_values=cache,
+            position_ids=mask.sum(1, keepdim=True) - 1,
+        )
+        next_tokens = found.argmax(-1)
+        logits.append(found[:, 0])
+    return torch.cat(logits), next_tokens
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family):
+    if not hasattr(transformers, FAMILIES[family][0] + "ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = make_family(family)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    logits, last = in_pieces(model)
+    attachment = mla.transformers.attach(model, page_size=8, pages=2)
+    found, own = in_pieces(model)
+    close(found, logits)
+    assert torch.equal(own, last)
+    gc.collect()
+    assert len(attachment.pages.free) == attachment.pages.count > 2
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    attachment.detach()
+    assert torch.equal(in_pieces(model)[0], logits)
+
+
+def test_a_decoder_within_a_larger_model():
+    if not hasattr(transformers, "Kimi_K25Config"):
+        pytest.skip(f"transformers {transformers.__version__} has no Kimi_K25")
+    vision = transformers.Kimi_K25VisionConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    config = transformers.Kimi_K25Config(
+        text_config=make_family("deepseek_v3").config, vision_config=vision
+    )
+    torch.manual_seed(4)
+    model = transformers.Kimi_K25ForConditionalGeneration(config).eval()
+    tokens, _ = prompts()
+    wanted = logits_of(model, tokens)
+    mla.transformers.attach(model)
+    close(logits_of(model, tokens), wanted)
+
+
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "longcat_flash", "kimi_linear", "mistral4"])
+def test_beams_of_families(family):
+    if not hasattr(transformers, FAMILIES[family][0] + "ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
+    model = make_family(family)
+    wanted = greedy(model, 6, num_beams=2)[0]
+    mla.transformers.attach(model, page_size=8)
+    assert torch.equal(greedy(model, 6, num_beams=2)[0], wanted)
+
+
+def test_positions_that_change_what_is_computed():
+    """Mistral's queries grow with the position; longrope's frequencies follow a call's longest."""
+    model = make_family("mistral4")
+    tokens, mask = prompts()
+    own = (mask.cumsum(1) - 1).clamp(min=0)
+    shifted = torch.arange(PROMPT)[None] + 8
+    model_of = {name: make_family(name) for name in ("mistral4", "minicpm3_longrope")}
+    wanted = logits_of(model, tokens, attention_mask=mask, position_ids=own)
+    mla.transformers.attach(model)
+    found = logits_of(model, tokens, attention_mask=mask, position_ids=own)
+    close(found[mask.bool()], wanted[mask.bool()])
+    for options, words in (
+        (dict(attention_mask=mask), "row 1: new token 13 is at position 13 and is .* token 0"),
+        (dict(position_ids=shifted), "row 0: new token 0 is at position 8 and is .* token 0"),
+    ):
+        with pytest.raises(mla.UnsupportedError, match=words):
+            logits_of(model, tokens, **options)
+    model = model_of["minicpm3_longrope"]
+    calls = [
+        dict(position_ids=torch.arange(20)[None]),
+        dict(position_ids=torch.arange(20)[None] + 13),
+        dict(position_ids=torch.arange(20)[None] + 12),
+    ]
+    wanted = [logits_of(model, tokens[:, :20], **call) for call in calls]
+    assert (wanted[1] - wanted[2]).abs().max() > 1e-2  # the long divisors, and the short ones
+    mla.transformers.attach(model)
+    for call, own in zip(calls, wanted, strict=True):
+        close(logits_of(model, tokens[:, :20], **call), own)
+
+
+@pytest.mark.parametrize("prefix", ["AXK2", "HYV4", "BailingHybrid"])
+def test_families_that_are_not_right_are_refused(prefix):
+    if not hasattr(transformers, prefix + "ForCausalLM"):
+        pytest.skip(f"transformers {transformers.__version__} has no {prefix}")
+    model = make_family("deepseek_v3")
+    model.config = getattr(transformers, prefix + "Config")()
+    with pytest.raises(mla.UnsupportedError, match=f"'{model.config.model_type}', allowed: axk1"):
+        mla.transformers.attach(model)
+
+
 YARN = dict(
     rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=64,
     beta_fast=32.0, beta_slow=1.0,
@@ -371,17 +502,32 @@ YARN = dict(
     YARN | dict(truncate=False),
     dict(rope_type="default", rope_theta=500.0),
 ], ids=["plain", "mscale", "all_dim", "equal", "both", "factor", "whole", "default"])
-def test_rotary_numbers_are_right_or_refused(rope):
+def test_rotary_numbers(rope):
     model = make_model("v3", torch.float32, num_hidden_layers=2, rope_parameters=rope)
     tokens, _ = prompts()
     wanted = logits_of(model, tokens)
-    try:
+    mla.transformers.attach(model)
+    close(logits_of(model, tokens), wanted)
+
+
+@pytest.mark.parametrize("rope", [
+    dict(rope_type="linear", rope_theta=10000.0, factor=2.0),
+    dict(rope_type="dynamic", rope_theta=10000.0, factor=2.0),
+    dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
+         high_freq_factor=4.0, original_max_position_embeddings=64),
+], ids=lambda rope: rope["rope_type"])
+def test_other_rotary_embeddings_are_refused(rope):
+    model = make_model("v3", torch.float32, num_hidden_layers=1, rope_parameters=rope)
+    with pytest.raises(mla.UnsupportedError, match="config: .*(linear|dynamic|freq_factor)"):
         mla.transformers.attach(model)
-    except mla.UnsupportedError as error:
-        assert "in the model" in str(error) or "rope" in str(error)
-        assert torch.equal(logits_of(model, tokens), wanted)
-    else:
-        close(logits_of(model, tokens), wanted)
+
+
+def test_keys_that_are_not_understood():
+    model = make_family("deepseek_v3")
+    model.config.attention_gate_of_tomorrow = True
+    with pytest.raises(mla.UnsupportedError, match="attention_gate_of_tomorrow"):
+        mla.transformers.attach(model)
+    mla.transformers.attach(model, allow_unknown=True)
 
 
 def test_numbers_of_the_modules_are_compared():
