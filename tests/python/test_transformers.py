@@ -23,6 +23,10 @@ from hf_models import (  # noqa: E402
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 
+# The models are small: torch's threads would mostly wait for each other, and for libmla's.
+torch.set_num_threads(1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_greedy_tokens(kind, dtype):
