@@ -1,4 +1,5 @@
-// Typed errors. Every message gives the offending value, the limit it broke and the place, on one line.
+// Typed errors. Every message gives the offending value, the limit it broke and the place, on one line: whatever text
+// of others it quotes, control characters are escaped and it is cut at 1000 bytes.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@ namespace mla {
 /// Base of everything libmla throws on bad input or a failing device.
 class Error : public std::runtime_error {
  public:
-  using std::runtime_error::runtime_error;
+  explicit Error(const std::string& what);
 };
 
 /// Extents, strides or dtypes of an argument do not fit the call.

@@ -17,9 +17,9 @@ inline std::string shape_text(const std::vector<int64_t>& shape) {
   return (s.empty() ? "[" : s) + "]";
 }
 
-/// CheckpointError "where: why", on one line whatever a file put into either.
+/// CheckpointError "where: why".
 [[noreturn]] inline void refuse(std::string_view where, std::string_view why) {
-  throw CheckpointError(one_line(std::string(where).append(": ").append(why)));
+  throw CheckpointError(std::string(where).append(": ").append(why));
 }
 
 }  // namespace mla

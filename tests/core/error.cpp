@@ -1,4 +1,6 @@
 // Messages: one line that any terminal can show, whatever was put into them.
+#include "mla/error.hpp"
+
 #include <gtest/gtest.h>
 
 #include <random>
@@ -52,6 +54,13 @@ TEST(OneLine, AnyBytes) {
     EXPECT_LE(line.size(), kLongestLine);
     EXPECT_EQ(one_line(line), line);
   }
+}
+
+TEST(Errors, AreOneBoundedLine) {
+  const ShapeError error("first\nsecond " + std::string(1 << 20, 'y'));
+  const std::string what = error.what();
+  EXPECT_LE(what.size(), kLongestLine);
+  EXPECT_EQ(what.substr(0, 17), "first\\x0asecond y");
 }
 
 }  // namespace
