@@ -10,18 +10,21 @@
 namespace mla::capi {
 namespace {
 
+// No address of an object: on 64-bit machines none has the highest bit.
+constexpr uintptr_t kFirst = (~uintptr_t{0} >> 1) + 1;
+
 // Never destroyed: handles may be ended by other objects' destructors as the process ends.
 struct Registry {
   std::shared_mutex mutex;
-  std::unordered_map<const void*, std::shared_ptr<Object>> objects;
+  uintptr_t next = kFirst;
+  std::unordered_map<uintptr_t, std::shared_ptr<Object>> objects;
 };
 Registry& registry() {
   static Registry& r = *new Registry;
   return r;
 }
 
-// A handle is the address of the whole object.
-const void* key(const Object* object) { return dynamic_cast<const void*>(object); }
+uintptr_t number(const void* handle) { return reinterpret_cast<uintptr_t>(handle); }
 
 thread_local std::string last_message;
 thread_local const char* last_text = "";
@@ -44,24 +47,25 @@ mla_status failed(const char* function, mla_status status, std::string_view what
 
 }  // namespace
 
-void adopt(std::shared_ptr<Object> object) {
+const void* adopt(std::shared_ptr<Object> object) {
   Registry& r = registry();
   const std::scoped_lock lock(r.mutex);
-  const void* k = key(object.get());
-  r.objects.emplace(k, std::move(object));
+  if (r.next == ~uintptr_t{0}) throw DeviceError("no handles are left");
+  r.objects.emplace(r.next, std::move(object));
+  return reinterpret_cast<const void*>(r.next++);
 }
 
 std::shared_ptr<Object> find(const void* handle) {
   Registry& r = registry();
   const std::shared_lock lock(r.mutex);
-  const auto at = r.objects.find(handle);
+  const auto at = r.objects.find(number(handle));
   return at == r.objects.end() ? nullptr : at->second;
 }
 
 std::shared_ptr<Object> remove(const void* handle) {
   Registry& r = registry();
   const std::scoped_lock lock(r.mutex);
-  const auto at = r.objects.find(handle);
+  const auto at = r.objects.find(number(handle));
   if (at == r.objects.end()) return nullptr;
   std::shared_ptr<Object> object = std::move(at->second);
   r.objects.erase(at);

@@ -35,9 +35,10 @@ struct Object {
   virtual std::string_view kind() const = 0;
 };
 
-/// Handles alive now. A pointer is only followed after it has been found here, so that any value is safe to pass; a
-/// call keeps what it found alive though another thread destroys the handle meanwhile.
-void adopt(std::shared_ptr<Object> object);
+/// Handles are numbers, each given once in a process: a destroyed one is never another object's, wherever that lies. No
+/// pointer is behind them, so that any value is safe to pass; a call keeps what it found alive though another thread
+/// destroys the handle meanwhile.
+const void* adopt(std::shared_ptr<Object> object);
 std::shared_ptr<Object> find(const void* handle);
 /// Null when there is none.
 std::shared_ptr<Object> remove(const void* handle);
@@ -71,12 +72,9 @@ std::shared_ptr<T> get_optional(const char* name, const T* handle) {
   return handle ? get(name, handle) : nullptr;
 }
 
-/// The handle's own pointer is a T*, whatever else T derives from.
 template <class T>
 void put(T** out, std::shared_ptr<T> object) {
-  T* handle = object.get();
-  adopt(std::move(object));
-  *out = handle;
+  *out = static_cast<T*>(const_cast<void*>(adopt(std::move(object))));
 }
 
 template <class T>
@@ -84,7 +82,7 @@ mla_status destroy(const char* function, const char* name, T* handle) noexcept {
   return guarded(function, [&] {
     if (!handle) return;
     get(name, handle);
-    remove(handle);
+    if (!remove(handle)) get(name, handle);  // another thread was first
   });
 }
 

@@ -105,7 +105,7 @@ mla_status mla_staged_step_destroy(mla_staged_step* staged) {
     if (!staged) return;
     const auto s = get("staged", staged);
     const std::scoped_lock turn(s->stream->turn);
-    remove(staged);
+    if (!remove(staged)) get("staged", staged);  // another thread was first
     s->staged.reset();
   });
 }

@@ -1,4 +1,5 @@
 // Handles that are none, messages by thread, destruction in any order.
+#include <atomic>
 #include <thread>
 
 #include "call.hpp"
@@ -23,6 +24,62 @@ TEST(CHandles, NullStaleAndForeignOnesAreErrors) {
   EXPECT_OK(mla_model_destroy(model));
   EXPECT_FAILS(MLA_ERROR_HANDLE, mla_model_destroy(model), "mla_model_destroy: model is no handle, or a destroyed one");
   EXPECT_FAILS(MLA_ERROR_HANDLE, mla_model_softmax_scale(model, &scale), "destroyed");
+}
+
+// What is created next often lies where the destroyed object lay: it must not answer for it, nor end with it.
+template <class T, class Create, class Destroy, class Use>
+void expect_never_again(Create create, Destroy destroy, Use use) {
+  for (int i = 0; i < 20; ++i) {
+    T *first = nullptr, *second = nullptr;
+    ASSERT_OK(create(&first));
+    ASSERT_OK(destroy(first));
+    ASSERT_OK(create(&second));
+    EXPECT_NE(first, second);
+    EXPECT_FAILS(MLA_ERROR_HANDLE, use(first), "destroyed");
+    EXPECT_FAILS(MLA_ERROR_HANDLE, destroy(first), "destroyed");
+    EXPECT_OK(use(second));
+    EXPECT_OK(destroy(second));
+  }
+}
+
+TEST(CHandles, ADestroyedOneIsNeverTheNextObjects) {
+  expect_never_again<mla_model>([](mla_model** m) { return mla_model_create_preset("deepseek-v3", m); },
+                                mla_model_destroy,
+                                [](mla_model* m) {
+                                  double scale = 0;
+                                  return mla_model_softmax_scale(m, &scale);
+                                });
+  expect_never_again<mla_stream>([](mla_stream** s) { return mla_stream_create_cpu(1, s); }, mla_stream_destroy,
+                                 mla_stream_synchronize);
+  const mla_cache_spec spec = mla_cache_spec_default();
+  expect_never_again<mla_cache>([&](mla_cache** c) { return mla_cache_create(&spec, 1, kCpu, c); }, mla_cache_destroy,
+                                [](mla_cache* c) {
+                                  int64_t pages = 0;
+                                  return mla_cache_get(c, nullptr, &pages, nullptr, nullptr);
+                                });
+  expect_never_again<mla_buffer>([](mla_buffer** b) { return mla_buffer_create(kCpu, 64, b); }, mla_buffer_destroy,
+                                 [](mla_buffer* b) {
+                                   void* data = nullptr;
+                                   size_t bytes = 0;
+                                   return mla_buffer_data(b, &data, &bytes);
+                                 });
+}
+
+TEST(CHandles, OfManyThreadsThatDestroyOneHandleOneSucceeds) {
+  for (int round = 0; round < 50; ++round) {
+    mla_buffer* buffer = nullptr;
+    ASSERT_OK(mla_buffer_create(kCpu, 64, &buffer));
+    std::atomic<int> ended = 0;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < 4; ++t)
+      threads.emplace_back([&] {
+        const mla_status status = mla_buffer_destroy(buffer);
+        EXPECT_TRUE(status == MLA_OK || status == MLA_ERROR_HANDLE) << mla_last_error();
+        ended += status == MLA_OK;
+      });
+    for (std::thread& t : threads) t.join();
+    EXPECT_EQ(ended, 1);
+  }
 }
 
 TEST(CHandles, DestroyTakesNull) {

@@ -3,8 +3,9 @@
 // Rules
 // - Every function that can fail returns a status and, on failure, leaves a one-line message for its thread. What it
 //   was to write is unspecified then, except for handles, which are set to NULL.
-// - Handles are opaque. Each is ended by its `_destroy` function, which takes NULL too. A call with NULL, with a
-//   destroyed handle or with one of another kind is MLA_ERROR_HANDLE.
+// - Handles are opaque numbers, no addresses, and none is given twice in a process. Each is ended by its `_destroy`
+//   function, which takes NULL too. A call with NULL, with a destroyed handle (also a second destroy) or with one of
+//   another kind is MLA_ERROR_HANDLE.
 // - Handles may be destroyed in any order: what one was made of stays inside as long as it is needed. A running call
 //   keeps its handles. On a GPU calls go on after they return: a handle is destroyed, and memory given back, once the
 //   stream has done the calls that used it (mla_stream_synchronize); what a graph's calls use, once it is launched no
