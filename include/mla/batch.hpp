@@ -15,8 +15,9 @@ struct Batch {
   std::span<const int32_t> query_start_loc;  ///< [requests + 1]: first token row of each request; starts at 0
   std::span<const int32_t> seq_lens;         ///< [requests]: cached context + new tokens
   View<const int32_t, Request, Page>
-      block_table;                        ///< pages of each request in order; entries past its end may hold anything
-  std::span<const int32_t> slot_mapping;  ///< [tokens]: where each new token's row goes; < 0: nowhere
+      block_table;  ///< pages of each request in order; entries past its end may hold anything
+  /// [tokens]: where each new token's row goes, the place of its position in its request's own pages; < 0: nowhere
+  std::span<const int32_t> slot_mapping;
 
   int64_t requests() const { return static_cast<int64_t>(seq_lens.size()); }
   int64_t tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }
@@ -25,8 +26,9 @@ struct Batch {
 };
 
 /// BatchError for the first violation found, with request, value and limit: query starts begin at 0 and never fall,
-/// seq_lens cover the new tokens, the block table covers every sequence with pages of the cache, slots are below pages
-/// * page_size, one slot a token.
+/// seq_lens cover the new tokens, the block table covers every sequence with pages of the cache, and there is a slot a
+/// token: a negative one, which writes nothing (padding), or block_table[r, position / page_size] * page_size +
+/// position % page_size, which no other token of the batch has. Requests may share pages that they only read.
 void validate(const Batch& batch, int64_t pages, int64_t page_size);
 
 struct DecodePrefillSplit {

@@ -1,8 +1,10 @@
 #include "mla/batch.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "mla/error.hpp"
 
@@ -13,6 +15,58 @@ std::string n(int64_t x) { return std::to_string(x); }
 
 [[noreturn]] void fail(const std::string& why) { throw BatchError("batch: " + why); }
 
+// Every slot is the one of its token's position; gives the pages written, once for each request and page.
+std::vector<int32_t> check_slots(const Batch& b, int64_t pages, int64_t page_size) {
+  std::vector<int32_t> written;
+  for (int64_t r = 0; r < b.requests(); ++r) {
+    const int64_t begin = b.query_start_loc[r], first = b.context_len(r) - begin;  // position - token
+    for (int64_t t = begin, end = b.query_start_loc[r + 1]; t < end;) {
+      const int64_t page = (first + t) / page_size, id = b.block_table(r, page);
+      const int64_t slot = (id - page) * page_size + first, page_end = std::min(end, (page + 1) * page_size - first);
+      bool writes = false;
+      for (; t < page_end; ++t) {
+        const int64_t found = b.slot_mapping[t];
+        if (found < 0) continue;
+        writes = true;
+        if (found == slot + t) continue;
+        if (found >= pages * page_size)
+          fail("slot_mapping[" + n(t) + "] is " + n(found) + ", the cache has " + n(pages * page_size) + " slots");
+        fail("request " + n(r) + ": slot_mapping[" + n(t) + "] is " + n(found) + ", its token's position " +
+             n(first + t) + " is slot " + n(slot + t) + " (block_table[" + n(page) + "] is " + n(id) + ", pages of " +
+             n(page_size) + "); below 0 writes nothing");
+      }
+      if (writes) written.push_back(static_cast<int32_t>(id));
+    }
+  }
+  return written;
+}
+
+bool any_twice(std::span<const int32_t> pages) {
+  if (pages.size() < 2) return false;
+  const size_t mask = std::bit_ceil(2 * pages.size()) - 1;
+  std::vector<int32_t> seen(mask + 1, -1);
+  for (const int32_t page : pages) {
+    size_t at = (static_cast<uint32_t>(page) * 0x9e3779b97f4a7c15u >> 32) & mask;
+    for (; seen[at] >= 0; at = (at + 1) & mask)
+      if (seen[at] == page) return true;
+    seen[at] = page;
+  }
+  return false;
+}
+
+// Two tokens with one slot: only in a page that is written for two requests, or stands twice in a block table.
+void check_single_writers(const Batch& b, std::span<const int32_t> written) {
+  if (!any_twice(written)) return;
+  std::vector<std::pair<int32_t, int32_t>> slots;  // with their tokens
+  for (size_t t = 0; t < b.slot_mapping.size(); ++t)
+    if (b.slot_mapping[t] >= 0) slots.emplace_back(b.slot_mapping[t], static_cast<int32_t>(t));
+  std::sort(slots.begin(), slots.end());
+  for (size_t i = 1; i < slots.size(); ++i)
+    if (slots[i].first == slots[i - 1].first)
+      fail("slot_mapping[" + n(slots[i].second) + "] is " + n(slots[i].first) + ", the slot of token " +
+           n(slots[i - 1].second) + " too: one of them would be lost");
+}
+
 }  // namespace
 
 void validate(const Batch& b, int64_t pages, int64_t page_size) {
@@ -20,6 +74,13 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
   constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
   if (page_size < 1 || pages < 0 || pages > kMostSlots / page_size)
     fail("a cache of " + n(pages) + " pages of " + n(page_size) + " cannot be, slots go up to " + n(kMostSlots));
+  const auto present = [](const char* name, const int32_t* data, bool entries) {
+    if (entries && !data) fail(std::string(name) + " has no data");
+  };
+  present("query_start_loc", b.query_start_loc.data(), !b.query_start_loc.empty());
+  present("seq_lens", b.seq_lens.data(), requests > 0);
+  present("block table", b.block_table.data(), requests > 0 && b.block_table.extent<Page>() > 0);
+  present("slot_mapping", b.slot_mapping.data(), !b.slot_mapping.empty());
   if (static_cast<int64_t>(b.query_start_loc.size()) != requests + 1)
     fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) +
          " requests need " + n(requests + 1));
@@ -27,28 +88,25 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
   if (requests > 0 && b.block_table.extent<Request>() < requests)
     fail("block table has " + n(b.block_table.extent<Request>()) + " rows, " + n(requests) + " requests need as many");
   for (int64_t r = 0; r < requests; ++r) {
-    const std::string who = "request " + n(r) + ": ";
+    const auto fail_at = [&](const std::string& why) { fail("request " + n(r) + ": " + why); };
     if (b.query_start_loc[r + 1] < b.query_start_loc[r])
-      fail(who + "query_start_loc falls from " + n(b.query_start_loc[r]) + " to " + n(b.query_start_loc[r + 1]));
-    if (b.seq_lens[r] < 0) fail(who + "seq_len is " + n(b.seq_lens[r]) + ", must not be negative");
+      fail_at("query_start_loc falls from " + n(b.query_start_loc[r]) + " to " + n(b.query_start_loc[r + 1]));
+    if (b.seq_lens[r] < 0) fail_at("seq_len is " + n(b.seq_lens[r]) + ", must not be negative");
     if (b.seq_lens[r] < b.query_len(r))
-      fail(who + "seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
+      fail_at("seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
     if (b.query_len(r) == 0) continue;  // nothing to do: its table is not read
     const int64_t needed = (static_cast<int64_t>(b.seq_lens[r]) + page_size - 1) / page_size;
     if (needed > b.block_table.extent<Page>())
-      fail(who + "seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
-           ", block table has " + n(b.block_table.extent<Page>()));
+      fail_at("seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
+              ", block table has " + n(b.block_table.extent<Page>()));
     for (int64_t p = 0; p < needed; ++p)
       if (const int32_t page = b.block_table(r, p); page < 0 || page >= pages)
-        fail(who + "block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
+        fail_at("block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
   }
   if (static_cast<int64_t>(b.slot_mapping.size()) != b.tokens())
     fail("slot_mapping has " + n(static_cast<int64_t>(b.slot_mapping.size())) + " entries, the batch has " +
          n(b.tokens()) + " tokens");
-  for (size_t t = 0; t < b.slot_mapping.size(); ++t)
-    if (b.slot_mapping[t] >= pages * page_size)
-      fail("slot_mapping[" + n(static_cast<int64_t>(t)) + "] is " + n(b.slot_mapping[t]) + ", the cache has " +
-           n(pages * page_size) + " slots");
+  check_single_writers(b, check_slots(b, pages, page_size));
 }
 
 DecodePrefillSplit split_decodes_and_prefills(std::span<const int32_t> starts, const SplitOptions& o) {

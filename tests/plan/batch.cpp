@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
+#include <random>
 
 namespace mla {
 namespace {
@@ -30,7 +31,7 @@ TEST(Batch, ValidOnesPass) {
   a.table[2] = std::numeric_limits<int32_t>::min();  // past request 0's two pages: never looked at
   EXPECT_EQ(violation(a), "valid");
   a.starts = {0, 0, 1};
-  a.slots = {7};
+  a.slots = {20};
   a.table[0] = -5;  // request 0 has nothing to do
   EXPECT_EQ(violation(a), "valid");
 }
@@ -55,6 +56,115 @@ TEST(Batch, EachViolationIsNamed) {
             "batch: request 0: block_table[1] is -1, the cache has 6 pages");
   EXPECT_EQ(broken([](Arrays& a) { a.slots.pop_back(); }), "batch: slot_mapping has 2 entries, the batch has 3 tokens");
   EXPECT_EQ(broken([](Arrays& a) { a.slots[1] = 24; }), "batch: slot_mapping[1] is 24, the cache has 24 slots");
+}
+
+TEST(Batch, ListsOfNothing) {
+  const Arrays a;
+  int32_t* const nothing = nullptr;
+  const View<const int32_t, Request, Page> table(a.table.data(), {2, 3});
+  const auto violation_of = [](const Batch& b) {
+    try {
+      validate(b, 6, 4);
+    } catch (const BatchError& e) {
+      return std::string(e.what());
+    }
+    return std::string("valid");
+  };
+  EXPECT_EQ(violation_of({{nothing, 3}, a.lengths, table, a.slots}), "batch: query_start_loc has no data");
+  EXPECT_EQ(violation_of({a.starts, {nothing, 2}, table, a.slots}), "batch: seq_lens has no data");
+  EXPECT_EQ(violation_of({a.starts, a.lengths, {nothing, {2, 3}}, a.slots}), "batch: block table has no data");
+  EXPECT_EQ(violation_of({a.starts, a.lengths, table, {nothing, 3}}), "batch: slot_mapping has no data");
+  EXPECT_EQ(violation_of({a.starts, a.lengths, {}, a.slots}), "batch: block table has 0 rows, 2 requests need as many");
+}
+
+// A slot is the place of its token's position in its request's own pages, or none.
+TEST(Batch, SlotsThatAreNotTheTokensOwn) {
+  const auto broken = [](auto&& breaks) {
+    Arrays a;
+    breaks(a);
+    return violation(a);
+  };
+  EXPECT_EQ(broken([](Arrays& a) { a.slots = {3, 4, 20}; }), "valid");
+  EXPECT_EQ(broken([](Arrays& a) { a.slots = {-1, -7, -1}; }), "valid");
+  EXPECT_EQ(broken([](Arrays& a) { a.slots[0] = 2; }),  // its own page, another position
+            "batch: request 0: slot_mapping[0] is 2, its token's position 3 is slot 3 (block_table[0] is 0, pages of "
+            "4); below 0 writes nothing");
+  EXPECT_EQ(broken([](Arrays& a) { a.slots[1] = 12; }),  // the other request's page
+            "batch: request 0: slot_mapping[1] is 12, its token's position 4 is slot 4 (block_table[1] is 1, pages of "
+            "4); below 0 writes nothing");
+  EXPECT_EQ(broken([](Arrays& a) { a.slots[2] = 3; }),
+            "batch: request 1: slot_mapping[2] is 3, its token's position 8 is slot 20 (block_table[2] is 5, pages of "
+            "4); below 0 writes nothing");
+  EXPECT_EQ(broken([](Arrays& a) { a.slots[1] = 3; }).substr(0, 49),
+            "batch: request 0: slot_mapping[1] is 3, its token");
+}
+
+TEST(Batch, TwoTokensWithOneSlot) {
+  Arrays a;
+  a.table = {0, 1, 2, 3, 4, 1};  // request 1 writes the third row of a page that request 0 writes the first row of
+  a.lengths = {5, 11};
+  a.slots = {3, 4, 6};
+  EXPECT_EQ(violation(a), "valid");
+  a.lengths = {5, 9};
+  a.slots = {3, 4, 4};
+  EXPECT_EQ(violation(a), "batch: slot_mapping[2] is 4, the slot of token 1 too: one of them would be lost");
+  a.slots = {3, 4, -1};  // read by one, written by the other
+  EXPECT_EQ(violation(a), "valid");
+
+  a.starts = {0, 5, 5};  // one request whose table has a page twice
+  a.table = {2, 2, 0, 0, 0, 0};
+  a.slots = {8, 9, 10, 11, 8};
+  EXPECT_EQ(violation(a), "batch: slot_mapping[4] is 8, the slot of token 0 too: one of them would be lost");
+}
+
+// Random steps, whole and with one slot moved: what a table of every slot's owner says.
+TEST(Batch, SlotsOfRandomSteps) {
+  std::mt19937 random(11);
+  const auto below = [&](int64_t n) { return static_cast<int32_t>(random() % static_cast<uint32_t>(n)); };
+  int refused = 0;
+  for (int round = 0; round < 2000; ++round) {
+    const int32_t page_size = 1 + below(5), requests = 1 + below(6), columns = 4;
+    Arrays a;
+    a.starts = {0};
+    a.lengths.clear(), a.table.clear(), a.slots.clear();
+    const int32_t pages = requests * columns;
+    std::vector<int32_t> ids(static_cast<size_t>(pages));
+    std::iota(ids.begin(), ids.end(), 0);
+    std::shuffle(ids.begin(), ids.end(), random);
+    if (below(2)) ids[static_cast<size_t>(below(pages))] = ids[static_cast<size_t>(below(pages))];  // often shared
+    bool valid = true;
+    std::vector<bool> owned(static_cast<size_t>(pages * page_size));
+    for (int32_t r = 0; r < requests; ++r) {
+      const int32_t length = 1 + below(columns * page_size), fresh = below(length + 1);
+      for (int32_t p = length - fresh; p < length; ++p) {
+        int32_t slot = ids[static_cast<size_t>(r * columns + p / page_size)] * page_size + p % page_size;
+        if (below(8) == 0) slot = -1 - below(3);
+        else if (below(60) == 0) {
+          const int32_t other = below(pages * page_size);
+          valid = valid && other == slot;
+          slot = other;
+        }
+        if (slot >= 0) {
+          valid = valid && !owned[static_cast<size_t>(slot)];
+          owned[static_cast<size_t>(slot)] = true;
+        }
+        a.slots.push_back(slot);
+      }
+      a.starts.push_back(static_cast<int32_t>(a.slots.size()));
+      a.lengths.push_back(length);
+    }
+    const Batch batch{a.starts, a.lengths, {ids.data(), {requests, columns}}, a.slots};
+    std::string found = "valid";
+    try {
+      validate(batch, pages, page_size);
+    } catch (const BatchError& e) {
+      found = e.what();
+    }
+    EXPECT_EQ(found == "valid", valid) << "round " << round << ": " << found;
+    refused += !valid;
+  }
+  EXPECT_GT(refused, 200);
+  EXPECT_LT(refused, 1800);
 }
 
 TEST(Batch, CachesThatCannotBe) {
