@@ -1,15 +1,79 @@
 // Shape checks shared by the ops' contracts: each throws a one-line ShapeError that gives both numbers and their names.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <string_view>
 
+#include "mla/cache.hpp"
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
+#include "mla/index_cache.hpp"
+#include "mla/view.hpp"
 
 namespace mla::ops {
+
+namespace detail {
+
+struct Extents {
+  const void* data;
+  size_t element;  ///< bytes
+  const int64_t *extents, *strides;
+  const std::string_view* names;
+  size_t rank;
+};
+[[noreturn]] void refuse_view(std::string_view op, std::string_view name, const Extents& view);
+
+inline void require_view(std::string_view op, std::string_view name, const Extents& v) {
+  constexpr int64_t kMost = int64_t{1} << 59;
+  int64_t size = 1;
+  bool good = true, empty = false;
+  for (size_t i = 0; i < v.rank; ++i) {
+    const int64_t e = v.extents[i];
+    good = good && e >= 0 && !__builtin_mul_overflow(size, e > 0 ? e : 1, &size) && size <= kMost;
+    empty = empty || e == 0;
+  }
+  if (!good || (!empty && (!v.data || reinterpret_cast<uintptr_t>(v.data) % v.element != 0))) refuse_view(op, name, v);
+}
+
+}  // namespace detail
+
+/// "norm: x has no data"; also an extent below 0, more elements than 2^59, an address that is no element's. Views
+/// without elements may be of nothing.
+template <class T, class... Dims>
+void require_view(std::string_view op, std::string_view name, const View<T, Dims...>& v) {
+  constexpr std::string_view kNames[] = {Dims::name...};
+  detail::require_view(op, name,
+                       {v.data(), alignof(T), v.extents().data(), v.strides().data(), kNames, sizeof...(Dims)});
+}
+template <class Void, class... Dims>
+void require_view(std::string_view op, std::string_view name, const mla::detail::ErasedView<Void, Dims...>& v) {
+  constexpr std::string_view kNames[] = {Dims::name...};
+  detail::require_view(op, name,
+                       {v.data(), size_of(v.dtype()), v.extents().data(), v.strides().data(), kNames, sizeof...(Dims)});
+}
+
+/// Some extent is 0. Unlike size(), of any extents.
+template <class V>
+bool is_empty(const V& v) {
+  for (int64_t e : v.extents())
+    if (e == 0) return true;
+  return false;
+}
+
+/// "layer: q has 2 rows, the plan has 3 tokens"
+inline void require_rows(std::string_view op, std::string_view name, int64_t rows, int64_t tokens) {
+  if (rows < tokens)
+    throw ShapeError(std::string(op) + ": " + std::string(name) + " has " + std::to_string(rows) +
+                     " rows, the plan has " + std::to_string(tokens) + " tokens");
+}
+
+/// A cache's memory: "append: cache page_stride is 100, a page takes 576 bytes"; also no data, an address or a stride
+/// that is not a multiple of the format's elements.
+void require_pages(std::string_view op, std::string_view name, const CacheView& cache);
+void require_pages(std::string_view op, std::string_view name, const IndexCacheView& cache);
 
 /// "norm: y Token is 3, x Token is 4"
 template <class D, class A, class B>

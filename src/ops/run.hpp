@@ -7,6 +7,7 @@
 #include "backend/backend.hpp"
 #include "core/gpu.hpp"
 #include "mla/error.hpp"
+#include "ops/require.hpp"
 
 namespace mla::ops {
 
@@ -22,9 +23,25 @@ std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, cons
   return entry ? entry(gpu, args) : std::string(names.usual);
 }
 
+/// Whether a call writes nothing, whatever its other extents: rows of no elements may be many and have no memory.
+template <class Args>
+bool writes_nothing(const Args&) {
+  return false;
+}
+inline bool writes_nothing(const NormArgs& a) { return is_empty(a.y); }
+inline bool writes_nothing(const LayerNormArgs& a) { return is_empty(a.y); }
+inline bool writes_nothing(const CastArgs& a) { return is_empty(a.y); }
+inline bool writes_nothing(const RopeArgs& a) { return is_empty(a.q) && is_empty(a.k); }
+inline bool writes_nothing(const MergeArgs& a) { return is_empty(a.other_lse); }
+inline bool writes_nothing(const HadamardArgs& a) { return is_empty(a.q) && is_empty(a.k); }
+inline bool writes_nothing(const IndexQueryArgs& a) { return is_empty(a.scaled_weights); }
+inline bool writes_nothing(const QuantizeArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
+inline bool writes_nothing(const QuantizePaddingArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
+
 #define MLA_RUN(Args, entry)                                                       \
   inline void run(Stream& stream, const Args& args) {                              \
     check(args);                                                                   \
+    if (writes_nothing(args)) return;                                              \
     const backend::Backend& b = backend::backend(stream.device());                 \
     if (!b.entry) throw UnsupportedError(std::string(b.name) + " has no " #entry); \
     const gpu::OnDevice on(stream.device());                                       \

@@ -52,6 +52,84 @@ TEST_F(Arguments, Norm) {
   EXPECT_EQ(growing({0, 1}, 0).substr(0, 23), "norm: growth length is ");
 }
 
+// Views of no elements may be of nothing and of any other extents; all others have memory for what they say.
+TEST_F(Arguments, EmptyNullAndImpossibleViews) {
+  constexpr int64_t kMany = int64_t{1} << 50;
+  float* const nothing = nullptr;
+  const std::vector<float> weight(8, 1.0f);
+  const auto norm = [&](View<const float, Token, In> x, View<float, Token, In> y, size_t n) {
+    return refusal(ops::NormArgs{.x = x, .weight = std::span(weight).first(n), .y = y});
+  };
+  float *x = data_.data(), *y = other_.data();
+  EXPECT_EQ(norm({nothing, {kMany, 0}}, {nothing, {kMany, 0}}, 0), "accepted");
+  EXPECT_EQ(norm({nothing, {0, 8}}, {nothing, {0, 8}}, 8), "accepted");
+  EXPECT_EQ(norm({nothing, {2, 8}}, {y, {2, 8}}, 8), "norm: x has no data");
+  EXPECT_EQ(norm({x, {2, 8}}, {nothing, {2, 8}}, 8), "norm: y has no data");
+  EXPECT_EQ(norm({x, {-2, 8}}, {y, {-2, 8}}, 8), "norm: x Token is -2, must not be negative");
+  EXPECT_EQ(norm({x, {kMany, kMany}}, {y, {kMany, kMany}}, 8), "norm: x has more than 2^59 elements");
+  float* const odd = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(x) + 1);
+  EXPECT_EQ(norm({odd, {2, 8}}, {y, {2, 8}}, 8), "norm: x is at an address that is 1 past a multiple of 4");
+
+  EXPECT_EQ(
+      refusal(ops::LayerNormArgs{.x = {nothing, {kMany, 0}}, .weight = {}, .bias = {}, .y = {nothing, {kMany, 0}}}),
+      "accepted");
+  EXPECT_EQ(refusal(ops::CastArgs{.x = View<const float, Token, Head, In>(nothing, {kMany, 3, 0}),
+                                  .y = View<float, Token, Head, In>(nothing, {kMany, 3, 0})}),
+            "accepted");
+  EXPECT_EQ(refusal(ops::CastArgs{.x = View<const float, Token, Head, In>(x, {2, 3, 4}),
+                                  .y = View<float, Token, Head, In>(nothing, {2, 3, 4})}),
+            "cast: y has no data");
+  EXPECT_EQ(refusal(ops::HadamardArgs{.q = {nothing, {kMany, 0, 64}}, .k = {}}), "accepted");
+  EXPECT_EQ(refusal(ops::HadamardArgs{.q = {nothing, {2, 3, 64}}, .k = {}}), "hadamard: q has no data");
+  EXPECT_EQ(refusal(ops::MergeArgs{.out = {nothing, {kMany, 0, 8}},
+                                   .lse = {nothing, {kMany, 0}},
+                                   .other = View<const float, Token, Head, Value>(nothing, {kMany, 0, 8}),
+                                   .other_lse = View<const float, Token, Head>(nothing, {kMany, 0})}),
+            "accepted");
+  EXPECT_EQ(refusal(ops::IndexQueryArgs{.q = {nothing, {kMany, 0, 64}},
+                                        .weights = {nothing, {kMany, 0}},
+                                        .codes = {nullptr, {kMany, 0, 64}},
+                                        .scaled_weights = {nothing, {kMany, 0}}}),
+            "accepted");
+  const RotaryTable table({}, 8, 100);
+  const std::vector<int32_t> positions{0, 1};
+  EXPECT_EQ(refusal(ops::RopeArgs{.q = View<float, Token, Head, Rope>(nothing, {2, 3, 8}),
+                                  .k = View<float, Token, Rope>(y, {2, 8}),
+                                  .positions = positions,
+                                  .table = &table}),
+            "rope: q has no data");
+}
+
+// Pages of a cache that is nowhere, or that would lie on one another.
+TEST_F(Arguments, Caches) {
+  const Cache cache({.format = CacheFormat::bf16, .latent = 40, .rope = 8, .page_size = 4}, 3);
+  const std::vector<int32_t> slots{0, 11};
+  const auto with = [&](auto&& change) {
+    CacheView view = cache.view();
+    change(view);
+    return refusal(ops::AppendArgs{.kv_c = View<const float, Token, Latent>(data_.data(), {2, 40}),
+                                   .k_pe = View<const float, Token, Rope>(data_.data(), {2, 8}),
+                                   .slots = slots,
+                                   .cache = view});
+  };
+  EXPECT_EQ(with([](CacheView&) {}), "accepted");
+  EXPECT_EQ(with([](CacheView& c) { c.data = nullptr; }), "append: cache has no data");
+  EXPECT_EQ(with([](CacheView& c) { c.data += 1; }), "append: cache is at an address that is 1 past a multiple of 2");
+  EXPECT_EQ(with([](CacheView& c) { c.page_stride = 382; }),
+            "append: cache page_stride is 382, a page takes 384 bytes");
+  EXPECT_EQ(with([](CacheView& c) { c.page_stride = 385; }),
+            "append: cache page_stride is 385, must be a multiple of 2");
+  EXPECT_EQ(with([](CacheView& c) { c.spec.page_size = 0; }), "append: cache page size is 0, at least 1 is needed");
+  EXPECT_EQ(with([](CacheView& c) { c.pages = int64_t{1} << 40; }),
+            "append: cache pages is 1099511627776, allowed 0 to 536870912");
+  ops::PageBytes pages = cache.view();
+  const std::vector<ops::PageCopy> copies{{0, 1}};
+  pages.page_stride = 100;
+  EXPECT_EQ(refusal(ops::CopyPagesArgs{pages, copies}), "copy_pages: cache page_stride is 100, a page takes 384 bytes");
+  pages.data = nullptr;
+  EXPECT_EQ(refusal(ops::CopyPagesArgs{pages, copies}), "copy_pages: cache has no data");
+}
+
 TEST_F(Arguments, LayerNorm) {
   const std::vector<float> weight(8, 1.0f), bias(8, 0.5f);
   auto with = [&](View<const float, Token, In> x, View<float, Token, In> y, size_t weights, size_t biases) {

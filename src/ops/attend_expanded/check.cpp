@@ -8,6 +8,12 @@ namespace mla::ops {
 
 void check(const AttendExpandedArgs& a) {
   constexpr std::string_view op = "attend_expanded";
+  require_view(op, "q", a.q);
+  require_view(op, "k_nope", a.k_nope);
+  require_view(op, "k_pe", a.k_pe);
+  require_view(op, "v", a.v);
+  require_view(op, "out", a.out);
+  require_view(op, "lse", a.lse);
   require_same<Head>(op, "k_nope", a.k_nope, "q", a.q);
   require_same<Head>(op, "v", a.v, "q", a.q);
   require_same<Head>(op, "out", a.out, "q", a.q);

@@ -8,6 +8,13 @@ namespace mla::ops {
 void check(const AttendLatentArgs& a) {
   constexpr std::string_view op = "attend_latent";
   const CacheSpec& spec = a.cache.spec;
+  require_pages(op, "cache", a.cache);
+  require_view(op, "block_table", a.block_table);
+  require_view(op, "q", a.q);
+  require_view(op, "out", a.out);
+  require_view(op, "lse", a.lse);
+  require_view(op, "partial_out", a.partial_out);
+  require_view(op, "partial_lse", a.partial_lse);
   require_equal(op, "q Entry", a.q.extent<Entry>(), "cache latent + rope", spec.entry());
   require_equal(op, "out Value", a.out.extent<Value>(), "cache value width", spec.value_width());
   require_same<Head>(op, "out", a.out, "q", a.q);

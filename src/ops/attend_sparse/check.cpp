@@ -20,12 +20,21 @@ void check_sinks(std::string_view op, std::span<const float> sinks, int64_t head
 
 void check(const AttendSparseArgs& a) {
   constexpr std::string_view op = "attend_sparse";
+  require_view(op, "q", a.q);
+  require_view(op, "out", a.out);
+  require_view(op, "lse", a.lse);
+  require_view(op, "max_logits", a.max_logits);
+  require_view(op, "partial_out", a.partial_out);
+  require_view(op, "partial_lse", a.partial_lse);
+  require_view(op, "partial_max", a.partial_max);
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   require_range(op, "sources", static_cast<int64_t>(a.sources.size()), 1, kMost);
   int64_t keys = 0, rows = std::min({a.q.extent<Token>(), a.out.extent<Token>(), a.lse.extent<Token>()});
   if (a.max_logits) rows = std::min(rows, a.max_logits.extent<Token>());
   for (const SparseSource& s : a.sources) {
     s.cache.spec.validate();
+    require_pages(op, "cache", s.cache);
+    require_view(op, "slots", s.slots);
     require_equal(op, "q Entry", a.q.extent<Entry>(), "cache latent + rope", s.cache.spec.entry());
     require_equal(op, "out Value", a.out.extent<Value>(), "cache value width", s.cache.spec.value_width());
     require_range(op, "cache pages", s.cache.pages, 0, (kMost + 1) / s.cache.spec.page_size + 1);
@@ -75,6 +84,12 @@ void check(const AttendSparseArgs& a) {
 
 void check(const MergeSparseArgs& a) {
   constexpr std::string_view op = "merge_sparse";
+  require_view(op, "partial_out", a.partial_out);
+  require_view(op, "partial_lse", a.partial_lse);
+  require_view(op, "partial_max", a.partial_max);
+  require_view(op, "out", a.out);
+  require_view(op, "lse", a.lse);
+  require_view(op, "max_logits", a.max_logits);
   require_same<Head>(op, "partial_out", a.partial_out, "out", a.out);
   require_same<Value>(op, "partial_out", a.partial_out, "out", a.out);
   require_same<Partial>(op, "partial_lse", a.partial_lse, "partial_out", a.partial_out);

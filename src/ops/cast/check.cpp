@@ -4,6 +4,8 @@
 namespace mla::ops {
 
 void check(const CastArgs& a) {
+  require_view("cast", "x", a.x);
+  require_view("cast", "y", a.y);
   require_same<Head>("cast", "x", a.x, "y", a.y);
   require_same<In>("cast", "x", a.x, "y", a.y);
   require_dtype("cast", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});

@@ -5,6 +5,10 @@ namespace mla::ops {
 
 void check(const GatherArgs& a) {
   const CacheSpec& spec = a.cache.spec;
+  require_pages("gather", "cache", a.cache);
+  require_view("gather", "block_table", a.block_table);
+  require_view("gather", "kv_c", a.kv_c);
+  require_view("gather", "k_pe", a.k_pe);
   require_equal("gather", "kv_c Latent", a.kv_c.extent<Latent>(), "cache latent", spec.latent);
   require_equal("gather", "k_pe Rope", a.k_pe.extent<Rope>(), "cache rope", spec.rope);
   require_same<Key>("gather", "k_pe", a.k_pe, "kv_c", a.kv_c);

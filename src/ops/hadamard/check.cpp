@@ -11,6 +11,8 @@ void check(const HadamardArgs& a) {
       throw ShapeError("hadamard: " + std::string(name) + " IndexDim is " + std::to_string(n) +
                        ", must be a power of two");
   };
+  require_view("hadamard", "q", a.q);
+  require_view("hadamard", "k", a.k);
   if (a.q) dims("q", a.q);
   if (a.k) dims("k", a.k);
 }

@@ -6,6 +6,10 @@ namespace mla::ops {
 void check(const IndexGatherArgs& a) {
   constexpr std::string_view op = "index_gather";
   const IndexCacheSpec& spec = a.cache.spec;
+  require_pages(op, "cache", a.cache);
+  require_view(op, "block_table", a.block_table);
+  require_view(op, "keys", a.keys);
+  require_view(op, "scales", a.scales);
   require_equal(op, "keys IndexDim", a.keys.extent<IndexDim>(), "cache dim", spec.dim);
   require_dense<IndexDim>(op, "keys", a.keys);
   require_dtype(op, "keys", a.keys.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});

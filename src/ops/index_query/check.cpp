@@ -5,6 +5,10 @@ namespace mla::ops {
 
 void check(const IndexQueryArgs& a) {
   constexpr std::string_view op = "index_query";
+  require_view(op, "q", a.q);
+  require_view(op, "weights", a.weights);
+  require_view(op, "codes", a.codes);
+  require_view(op, "scaled_weights", a.scaled_weights);
   require_same<Token>(op, "weights", a.weights, "q", a.q);
   require_same<IndexHead>(op, "weights", a.weights, "q", a.q);
   require_same<Token>(op, "codes", a.codes, "q", a.q);

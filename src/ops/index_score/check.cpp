@@ -6,6 +6,11 @@ namespace mla::ops {
 void check(const IndexScoreArgs& a) {
   constexpr std::string_view op = "index_score";
   const IndexCacheSpec& spec = a.cache.spec;
+  require_pages(op, "cache", a.cache);
+  require_view(op, "block_table", a.block_table);
+  require_view(op, "q", a.q);
+  require_view(op, "weights", a.weights);
+  require_view(op, "scores", a.scores);
   require_equal(op, "q IndexDim", a.q.extent<IndexDim>(), "cache dim", spec.dim);
   require_same<Token>(op, "weights", a.weights, "q", a.q);
   require_same<IndexHead>(op, "weights", a.weights, "q", a.q);

@@ -4,6 +4,8 @@
 namespace mla::ops {
 
 void check(const LayerNormArgs& a) {
+  require_view("layer_norm", "x", a.x);
+  require_view("layer_norm", "y", a.y);
   require_same<Token>("layer_norm", "y", a.y, "x", a.x);
   require_same<In>("layer_norm", "y", a.y, "x", a.x);
   require_dense<In>("layer_norm", "x", a.x);

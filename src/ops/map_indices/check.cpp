@@ -10,6 +10,8 @@ void check_rows(const View<const int32_t, Token, Topk>& positions, std::span<con
                 int64_t request_count, std::string_view to_name, const View<int32_t, Token, Topk>& to) {
   constexpr std::string_view op = "map_indices";
   const int64_t rows = static_cast<int64_t>(requests.size());
+  require_view(op, "positions", positions);
+  require_view(op, to_name, to);
   require_same<Topk>(op, to_name, to, "positions", positions);
   require_dense<Topk>(op, "positions", positions);
   require_dense<Topk>(op, to_name, to);
@@ -22,6 +24,7 @@ void check_rows(const View<const int32_t, Token, Topk>& positions, std::span<con
 
 void check(const MapToSlotsArgs& a) {
   constexpr std::string_view op = "map_indices";
+  require_view(op, "block_table", a.block_table);
   require_range(op, "page_size", a.page_size, 1, kMostRows);
   require_range(op, "pages", a.pages, 0, kMostRows / a.page_size + 1);
   require_dense<Page>(op, "block_table", a.block_table);
@@ -44,6 +47,8 @@ void check(const MapToWorkspaceArgs& a) {
 
 void check(const PickRowsArgs& a) {
   constexpr std::string_view op = "map_indices";
+  require_view(op, "positions", a.positions);
+  require_view(op, "picked", a.picked);
   require_same<Topk>(op, "picked", a.picked, "positions", a.positions);
   require_dense<Topk>(op, "positions", a.positions);
   require_dense<Topk>(op, "picked", a.picked);

@@ -4,6 +4,10 @@
 namespace mla::ops {
 
 void check(const MergeArgs& a) {
+  require_view("merge", "out", a.out);
+  require_view("merge", "lse", a.lse);
+  require_view("merge", "other", a.other);
+  require_view("merge", "other_lse", a.other_lse);
   require_same<Head>("merge", "other", a.other, "out", a.out);
   require_same<Value>("merge", "other", a.other, "out", a.out);
   require_same<Token>("merge", "lse", a.lse, "out", a.out);
@@ -19,6 +23,10 @@ void check(const MergeArgs& a) {
 }
 
 void check(const MergeSplitsArgs& a) {
+  require_view("merge_splits", "partial_out", a.partial_out);
+  require_view("merge_splits", "partial_lse", a.partial_lse);
+  require_view("merge_splits", "out", a.out);
+  require_view("merge_splits", "lse", a.lse);
   require_same<Head>("merge_splits", "partial_out", a.partial_out, "out", a.out);
   require_same<Value>("merge_splits", "partial_out", a.partial_out, "out", a.out);
   require_same<Partial>("merge_splits", "partial_lse", a.partial_lse, "partial_out", a.partial_out);

@@ -4,6 +4,8 @@
 namespace mla::ops {
 
 void check(const NormArgs& a) {
+  require_view("norm", "x", a.x);
+  require_view("norm", "y", a.y);
   require_same<Token>("norm", "y", a.y, "x", a.x);
   require_same<In>("norm", "y", a.y, "x", a.x);
   require_dtype("norm", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});

@@ -6,6 +6,7 @@ namespace mla::ops {
 
 void check(const ProjectArgs& a) {
   if (!a.weights) throw ShapeError("project: no weights");
+  require_view("project", "x", a.x);
   require_equal("project", "x Head", a.x.extent<Head>(), "weights heads", a.weights->heads);
   require_equal("project", "x In", a.x.extent<In>(), "weights in", a.weights->in);
   require_dense<In>("project", "x", a.x);
@@ -16,6 +17,7 @@ void check(const ProjectArgs& a) {
   if (a.quantized) {
     check_quantized_heads("project", a.quantized, 0, a.weights->heads, a.weights->out);
   } else {
+    require_view("project", "y", a.y);
     require_equal("project", "y Head", a.y.extent<Head>(), "weights heads", a.weights->heads);
     require_equal("project", "y Out", a.y.extent<Out>(), "weights out", a.weights->out);
     require_dense<Out>("project", "y", a.y);

@@ -10,7 +10,8 @@ void check_quantized(std::string_view op, const QuantizedView& y, int64_t rows, 
   };
   if (!y) fail("is not a quantised one");
   require_equal(op, "output width", y.width, "Head * Value", width);
-  require_range(op, "rows", rows, 0, y.tokens + 1);
+  if (y.tokens < 0) fail("has " + std::to_string(y.tokens) + " tokens, must not be negative");
+  if (rows > y.tokens) fail("has room for " + std::to_string(y.tokens) + " tokens, there are " + std::to_string(rows));
   if (y.row_stride < y.spec.row_bytes(width))
     fail("has row stride " + std::to_string(y.row_stride) + ", a row takes " + std::to_string(y.spec.row_bytes(width)) +
          " bytes");
@@ -30,6 +31,7 @@ void check_quantized_heads(std::string_view op, const QuantizedView& y, int64_t 
 }
 
 void check(const QuantizeArgs& a) {
+  require_view("quantize", "x", a.x);
   require_dense<HeadValue>("quantize", "x", a.x);
   require_dtype("quantize", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
   check_quantized("quantize", a.y, a.x.extent<Token>(), a.x.extent<HeadValue>());

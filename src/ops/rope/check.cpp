@@ -10,6 +10,8 @@ void check(const RopeArgs& a) {
     require_equal("rope", std::string(name) + " Token", rows, "positions", tokens);
     if (a.table->rotates()) require_equal("rope", std::string(name) + " Rope", rope, "table's", 2 * a.table->pairs());
   };
+  require_view("rope", "q", a.q);
+  require_view("rope", "k", a.k);
   if (a.q) {
     dims("q", a.q.extent<Token>(), a.q.extent<Rope>());
     require_dtype("rope", "q", a.q.dtype(), {Dtype::f32, Dtype::bf16});

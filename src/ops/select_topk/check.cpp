@@ -21,6 +21,8 @@ constexpr int64_t kAnyColumns = int64_t{1} << 31;
 
 void check(const SelectTopkArgs& a) {
   constexpr std::string_view op = "select_topk";
+  require_view(op, "scores", a.scores);
+  require_view(op, "positions", a.positions);
   check_state(op, a.state, a.items);
   require_dense<Key>(op, "scores", a.scores);
   if (a.positions) {
@@ -34,6 +36,8 @@ void check(const SelectTopkArgs& a) {
 
 void check(const FinishTopkArgs& a) {
   constexpr std::string_view op = "finish_topk";
+  require_view(op, "indices", a.indices);
+  require_view(op, "scores", a.scores);
   check_state(op, a.state, a.items);
   require_equal(op, "indices Topk", a.indices.extent<Topk>(), "topk", a.state.topk);
   require_dense<Topk>(op, "indices", a.indices);
@@ -47,6 +51,7 @@ void check(const FinishTopkArgs& a) {
 
 void check(const FillTopkArgs& a) {
   constexpr std::string_view op = "fill_topk";
+  require_view(op, "indices", a.indices);
   require_dense<Topk>(op, "indices", a.indices);
   for (const IndexItem& i : a.items) {
     require_range(op, "item q_count", i.q_count, 0, a.indices.extent<Token>() + 1);
