@@ -11,8 +11,10 @@ static_assert(offsetof(GatherPiece, start) == offsetof(mla_gather_piece, start) 
 mla_status mla_append(mla_stream* stream, const mla_append_args* args) {
   return op("mla_append", stream, args, [](const OpCall& c, const mla_append_args& a) {
     const auto cache = c.cache("cache", a.cache);
-    c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, c.rows()),
-                          .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, c.rows()),
+    const std::initializer_list<Dtype> cpu{Dtype::f32, Dtype::bf16, Dtype::f16},
+        dtypes = c.device().kind == DeviceKind::cpu ? cpu : c.rows();
+    c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, dtypes),
+                          .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, dtypes),
                           .slots = read_list("slots", a.slots, a.slots_count),
                           .cache = cache->view});
   });

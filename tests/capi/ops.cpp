@@ -81,6 +81,37 @@ TEST(COps, RopeAndAppendAndGather) {
   ap.cache = one;
   ASSERT_OK(mla_append(s, &ap));
   const std::vector<float> kr = k.data;
+
+  // Rows of a model in bf16: the bytes that their f32 values give.
+  Cache wide, narrow;
+  mla_cache_spec codes = spec;
+  codes.format = MLA_CACHE_FP8;
+  codes.k_scale = 0.05f;
+  ASSERT_OK(mla_cache_create(&codes, 5, kCpu, &wide));
+  ASSERT_OK(mla_cache_create(&codes, 5, kCpu, &narrow));
+  Tensor<uint16_t> kv16({3, 128}), k16({3, 16});
+  Tensor<float> kv32({3, 128}), k32({3, 16});
+  for (size_t i = 0; i < kv16.data.size(); ++i)
+    kv32.data[i] = from_bf16(kv16.data[i] = static_cast<uint16_t>(16000 + i));
+  for (size_t i = 0; i < k16.data.size(); ++i) k32.data[i] = from_bf16(k16.data[i] = static_cast<uint16_t>(16200 + i));
+  ap.kv_c = kv32;
+  ap.k_pe = k32;
+  ap.cache = wide;
+  ASSERT_OK(mla_append(s, &ap));
+  ap.kv_c = kv16;
+  ap.k_pe = k16;
+  ap.cache = narrow;
+  ASSERT_OK(mla_append(s, &ap));
+  void *wide_data = nullptr, *narrow_data = nullptr;
+  size_t page = 0;
+  ASSERT_OK(mla_cache_get(wide, nullptr, nullptr, &wide_data, &page));
+  ASSERT_OK(mla_cache_get(narrow, nullptr, nullptr, &narrow_data, &page));
+  EXPECT_EQ(std::memcmp(wide_data, narrow_data, 5 * page), 0);
+  ap.k_pe = k32;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_append(s, &ap), "k_pe is f32, allowed: bf16");
+  ap.kv_c = kv;
+  ap.k_pe = k;
+  ap.cache = one;
   q.data = q0;
   k.data = k0;
   mla_rope_append_args ra = make<mla_rope_append_args>();

@@ -168,7 +168,8 @@ MLA_API mla_status mla_hadamard(mla_stream* stream, const mla_hadamard_args* arg
 /// New tokens' rows into the cache, one for each slot; a negative slot writes nothing.
 typedef struct mla_append_args {
   size_t struct_size;
-  const DLTensor* kv_c;  ///< [Token, Latent], rows, Latent dense; at least as many rows as slots
+  const DLTensor* kv_c;  ///< [Token, Latent], f32 or bf16, on the CPU f16 too; Latent dense; at least as many rows as
+                         ///< slots
   const DLTensor* k_pe;  ///< [Token, Rope], dtype of kv_c, Rope dense, rotated
   const int32_t* slots;
   int64_t slots_count;

@@ -15,7 +15,7 @@
 namespace mla::ops {
 
 struct AppendArgs {
-  AnyView<Token, Latent> kv_c;  ///< f32 or bf16
+  AnyView<Token, Latent> kv_c;  ///< f32 or bf16, on the CPU f16 too
   AnyView<Token, Rope> k_pe;    ///< dtype of kv_c, already rotated
   std::span<const int32_t> slots;
   CacheView cache;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/convert.hpp"
@@ -71,9 +72,27 @@ void write(const CacheView& cache, int32_t slot, const float* latent, const floa
 }  // namespace
 
 void append(Stream& stream, const ops::AppendArgs& a) {
+  const int64_t tokens = static_cast<int64_t>(a.slots.size());
+  const auto narrow = [&]<class T>(T*) {
+    const auto kv_c = a.kv_c.as<T>();
+    const auto k_pe = a.k_pe.as<T>();
+    const CacheSpec& spec = a.cache.spec;
+    for_tokens(stream, tokens, [&](int64_t t) {
+      if (a.slots[t] < 0) return;
+      constexpr int64_t kUsual = 1024;  // elements; every model's row fits
+      float usual[kUsual];
+      std::vector<float> longer(spec.entry() > kUsual ? static_cast<size_t>(spec.entry()) : 0);
+      float* row = longer.empty() ? usual : longer.data();
+      convert(kv_c.data() + t * kv_c.template stride<Token>(), row, spec.latent);
+      convert(k_pe.data() + t * k_pe.template stride<Token>(), row + spec.latent, spec.rope);
+      write(a.cache, a.slots[t], row, row + spec.latent);
+    });
+  };
+  if (a.kv_c.dtype() == Dtype::bf16) return narrow(static_cast<bf16*>(nullptr));
+  if (a.kv_c.dtype() == Dtype::f16) return narrow(static_cast<f16*>(nullptr));
   const auto kv_c = a.kv_c.as<float>();
   const auto k_pe = a.k_pe.as<float>();
-  for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
+  for_tokens(stream, tokens, [&](int64_t t) {
     write(a.cache, a.slots[t], kv_c.data() + t * kv_c.stride<Token>(), k_pe.data() + t * k_pe.stride<Token>());
   });
 }

@@ -354,6 +354,7 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
 
 void run_append(Stream& stream, const ops::AppendArgs& a) {
   const Queue& queue = stream.queue();
+  if (a.kv_c.dtype() == Dtype::f16) throw UnsupportedError("append: kv_c is f16, a GPU takes f32 and bf16");
   for_activation(a.kv_c.dtype(), [&](auto element) {
     using T = decltype(element);
     AppendRows<T> rows;
