@@ -21,6 +21,9 @@ constexpr int64_t kUnits = 64;
 // heads, bf16) and half that at 1024. The shorter one is for batches with so few positions that parallelism is worth
 // more.
 constexpr int64_t kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8;
+// A range's weights are summed in f32, one after another: with more, those that come last would round away
+// (docs/numerics.md).
+constexpr int64_t kLongest = 1 << 18;
 // batch_invariant: a fixed length. 1024 keeps two threads busy from 2K positions on; a partial row costs one pass over
 // its output for 1024 cache rows read, about 1% of the work at 16 heads.
 constexpr int64_t kInvariant = 1024;
@@ -61,7 +64,8 @@ void split_kv(Plan& plan) {
     throw UnsupportedError("plan: the latent path needs " + std::to_string(parts) +
                            " partial rows under batch_invariant, at most " + std::to_string(kMost) + " are possible");
   const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
-  const int64_t longest = invariant ? kInvariant : std::max(shortest, round_up((total + kUnits - 1) / kUnits, kGrain));
+  const int64_t longest =
+      invariant ? kInvariant : std::clamp(round_up((total + kUnits - 1) / kUnits, kGrain), shortest, kLongest);
 
   plan.latent_items.reserve(items + (invariant ? total / kInvariant + 1 : kUnits));
   int32_t row = 0, partial = 0;
