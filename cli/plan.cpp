@@ -20,8 +20,8 @@ namespace {
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
-              output = "none", sparse = "automatic", index_cache = "fp8", up = "plain", products = "plain",
-              activations = "plain", batch, json;
+              output = "none", form = "block", sparse = "automatic", index_cache = "fp8", up = "plain",
+              products = "plain", activations = "plain", batch, json;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1, capability = 90;
   bool absorbed = false;
@@ -92,6 +92,7 @@ void run(const CLI::App& command, Flags& f) {
 
   const BatchOfLengths made(lengths, f.page_size);
   PlanOptions options;
+  options.form = parse_layer_form(f.form);
   options.path = parse_path_policy(f.path);
   options.split = parse_split_policy(f.split);
   const Dtype weights = parse_dtype(f.weights);
@@ -147,6 +148,9 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
       ->capture_default_str();
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
+      ->capture_default_str();
+  c->add_option("--form", f->form,
+                "block: hidden states in and out; attention: queries in, heads out, nothing reserved for the indexer")
       ->capture_default_str();
   c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
   c->add_option("--topk", f->topk, "positions the indexer selects; 0: the model's number")->capture_default_str();

@@ -44,13 +44,20 @@ enum class SparsePolicy : uint8_t {
               ///< place
   dense,      ///< no selection: everything is attended; the index cache is still filled
 };
+/// Which calls a plan serves.
+enum class LayerForm : uint8_t {
+  block,      ///< forward(), and attend() too, unless its output is quantised
+  attention,  ///< attend() and select(): nothing is planned or reserved for projections and the indexer
+};
 std::string_view to_string(Path p);
 std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
 std::string_view to_string(SparsePolicy p);
+std::string_view to_string(LayerForm f);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
+LayerForm parse_layer_form(std::string_view name);
 
 /// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count
 /// arithmetic alone.
@@ -75,6 +82,7 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
                    int64_t new_tokens, int64_t context);
 
 struct PlanOptions {
+  LayerForm form = LayerForm::block;
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.
@@ -193,6 +201,9 @@ struct Plan {
   IndexCacheSpec index_cache;    ///< what the layer's index cache must be; of models with an indexer
   IndexSchedule index_schedule;  ///< q_begin of its items counts sparse rows
   size_t selection_bytes = 0;    ///< what layers that share a selection pass on; 0: nothing is selected
+  /// Of the sparse rows: their requests, positions, slots and order. A selection's memory holds it once the choice is
+  /// made, and is looked at before the choice is used.
+  uint64_t selection_stamp = 0;
 
   std::vector<Region> regions;
   size_t workspace_bytes = 0;
@@ -206,11 +217,14 @@ struct Plan {
                ? Dtype::f32
                : activations();
   }
+  /// Whether forward() can be called with it: not with a quantised output, which is the attention form's.
+  bool serves_block() const { return options.form == LayerForm::block && options.output.kind == OutputKind::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
   View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;
   /// The same as rows of the cache or of the workspace, as the row's group reads them.
   View<int32_t, Token, Topk> selected_slots(std::span<std::byte> selection) const;
+  static constexpr size_t kStampBytes = 64;  ///< at the end of a selection
 
   /// Region by name; Error when there is none.
   const Region& region(std::string_view name) const;

@@ -140,8 +140,10 @@ void bind_plan(nb::module_& m) {
           [](PlanOptions* self, std::string_view path, std::string_view split, std::string_view compute,
              std::string_view sparse, int64_t reorder_batch_threshold, bool absorbed, std::string_view up,
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
-             bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests) {
-            new (self) PlanOptions{.path = parse_path_policy(path),
+             bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
+             std::string_view form) {
+            new (self) PlanOptions{.form = parse_layer_form(form),
+                                   .path = parse_path_policy(path),
                                    .reorder_batch_threshold = reorder_batch_threshold,
                                    .absorbed = absorbed,
                                    .up = parse_weight_format(up),
@@ -162,10 +164,13 @@ void bind_plan(nb::module_& m) {
           nb::arg("up") = "plain", nb::arg("activations") = "plain", nb::arg("fp8_query") = false,
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
+          nb::arg("form") = "block",
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
-          "activations: what products with fp8 weights take their inputs as, plain or fp8_128.")
+          "activations: what products with fp8 weights take their inputs as, plain or fp8_128. form: block, or\n"
+          "attention for plans that attend() and select() alone are called with.")
+      .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
       .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 #include <limits>
 
@@ -13,6 +14,7 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::expanded) == MLA_PATHS_EXPANDED &&
               static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
+static_assert(static_cast<int>(LayerForm::attention) == MLA_FORM_ATTENTION);
 static_assert(static_cast<int>(SparsePolicy::mixed) == MLA_SPARSE_MIXED &&
               static_cast<int>(SparsePolicy::direct) == MLA_SPARSE_DIRECT &&
               static_cast<int>(SparsePolicy::upconvert) == MLA_SPARSE_UPCONVERT &&
@@ -43,6 +45,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   mla_plan_options o = mla_plan_options_default();
   if (options) o = read_struct("options", options, o);
   PlanOptions p;
+  p.form = read_enum("options form", o.form, LayerForm::attention);
   p.path = read_enum("options path", o.path, PathPolicy::by_length);
   p.split = read_enum("options split", o.split, SplitPolicy::batch_invariant);
   p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);
@@ -72,6 +75,10 @@ void read_batch(const mla_batch& b, mla_plan& p) {
   const int64_t requests = read_range("batch requests", b.requests, 0, kMost - 1),
                 pages = read_range("batch block_table_pages", b.block_table_pages, 0, kMost);
   const int64_t stride = b.block_table_stride == 0 ? pages : b.block_table_stride;
+  constexpr int64_t kMostEntries = int64_t{1} << 59;
+  if (stride > kMostEntries / std::max<int64_t>(requests, 1))
+    throw ShapeError("batch block_table_stride is " + std::to_string(stride) + ", rows of " + std::to_string(requests) +
+                     " requests leave 2^59 entries");
   if (stride < pages)
     throw ShapeError("batch block_table_stride is " + std::to_string(stride) + ", rows have " + std::to_string(pages) +
                      " entries");

@@ -2,7 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
-#include "mla/plan.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 namespace {
@@ -40,11 +40,11 @@ std::string Plan::describe() const {
       options.up == WeightFormat::plain ? "" : ", W_UK and W_UV in " + std::string(to_string(options.up));
   const std::string activations =
       options.activations == Activations::plain ? "" : ", activations " + std::string(to_string(options.activations));
-  line(out, "  cache: %s, pages of %lld, %.0f B a token; compute %s%s%s%s%s; split %s",
+  line(out, "  cache: %s, pages of %lld, %.0f B a token; compute %s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
        std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
        options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(),
-       std::string(to_string(options.split)).c_str());
+       options.form == LayerForm::attention ? ", attention form" : "", std::string(to_string(options.split)).c_str());
 
   PathTotals groups[3];
   for (const RequestPlan& r : requests) {
@@ -90,15 +90,16 @@ std::string Plan::describe() const {
       line(out, "  output: %s, fused: heads are quantised where they are finished; %lld f32 rows", name.c_str(),
            static_cast<long long>(head_rows));
     else
-      line(out, "  output: %s, not fused: groups of %lld span heads of %lld; f32 heads, then one quantize",
-           name.c_str(), static_cast<long long>(options.output.group_size()), static_cast<long long>(model.value));
+      line(out, "  output: %s, not fused: %s; f32 heads, then one quantize", name.c_str(),
+           planning::why_not_fused(*this).c_str());
   }
   if (topk > 0) {
     line(out, "  sparse by policy %s: topk %lld; index cache %s, %.0f B a token%s",
          std::string(to_string(options.sparse)).c_str(), static_cast<long long>(topk),
          std::string(to_string(index_cache.format)).c_str(), index_cache.token_bytes(),
          options.index_hadamard ? ", rotated" : "");
-    if (sparse_rows() > 0)
+    if (sparse_rows() > 0 && !serves_block()) line(out, "    chosen by the caller: attention form, nothing is scored");
+    else if (sparse_rows() > 0)
       line(out, "    scored in %zu tiles of at most %lld rows x %lld positions (%s of scores, %s of candidates)",
            index_schedule.selected.size(), static_cast<long long>(index_schedule.tiles.rows),
            static_cast<long long>(index_schedule.tiles.keys), bytes(index_schedule.tiles.score_bytes).c_str(),

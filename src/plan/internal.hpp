@@ -13,6 +13,8 @@ void plan_selection(Plan& plan);
 void chunk_context(Plan& plan);
 /// fused_output, head_rows: where the attention's result is made.
 void place_output(Plan& plan);
+/// Why a quantised output takes a call of its own; empty when heads are quantised where they are finished.
+std::string why_not_fused(const Plan& plan);
 /// regions, workspace_bytes.
 void lay_out_workspace(Plan& plan);
 

@@ -54,6 +54,8 @@ std::string_view to_string(SparsePolicy p) {
   return "?";
 }
 
+std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
+
 PathPolicy parse_path_policy(std::string_view name) {
   return parse("path policy", name,
                std::array{PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length});
@@ -67,6 +69,10 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
   return parse("sparse policy", name,
                std::array{SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert,
                           SparsePolicy::dense});
+}
+
+LayerForm parse_layer_form(std::string_view name) {
+  return parse("layer form", name, std::array{LayerForm::block, LayerForm::attention});
 }
 
 // A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210,

@@ -33,9 +33,10 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   OutputSpec format = o.output;
   format.scale = format.global_scale = 1;  // not the plan's
   format.validate();
-  if (o.absorbed && o.output.kind != OutputKind::none)
-    throw UnsupportedError("plan: output " + to_string(o.output) +
-                           " is the attention form's, fully absorbed weights serve the block form alone");
+  if (o.absorbed && (o.output.kind != OutputKind::none || o.form != LayerForm::block))
+    throw UnsupportedError(
+        "plan: " + (o.output.kind != OutputKind::none ? "output " + to_string(o.output) : "form attention") +
+        " is the attention form's, fully absorbed weights serve the block form alone");
   auto require = [](const char* what, int64_t found, int64_t least) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (found < least || found > kMost)
@@ -53,6 +54,25 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   if (o.index_hadamard && model.indexer && !std::has_single_bit(static_cast<uint64_t>(model.indexer->dim)))
     throw UnsupportedError("plan: index_hadamard with indexer dim " + std::to_string(model.indexer->dim) +
                            ", a power of two is needed");
+}
+
+// Of what a selection is for: which rows, in which order, and where their keys are written.
+uint64_t stamp_of(const Plan& p, const Batch& batch) {
+  uint64_t stamp = static_cast<uint64_t>(p.topk);
+  const auto add = [&](int32_t x) {
+    stamp = (stamp ^ static_cast<uint32_t>(x)) * 0x9e3779b97f4a7c15u;
+    stamp ^= stamp >> 29;
+  };
+  for (const SparseGroup& g : p.sparse_groups) {
+    add(g.count);
+    add(static_cast<int32_t>(g.rows));
+  }
+  for (size_t i = 0; i < p.sparse_requests.size(); ++i) {
+    add(p.sparse_requests[i]);
+    add(p.sparse_positions[i]);
+    add(batch.slot_mapping[static_cast<size_t>(p.latent_tokens[static_cast<size_t>(p.sparse_begin) + i])]);
+  }
+  return stamp;
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
@@ -148,6 +168,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   }
   planning::split_kv(p);
   planning::plan_selection(p);
+  p.selection_stamp = stamp_of(p, batch);
   planning::chunk_context(p);
   planning::place_output(p);
   planning::lay_out_workspace(p);

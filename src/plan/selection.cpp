@@ -89,7 +89,7 @@ void plan_selection(Plan& plan) {
   if (!in_place.empty()) add_group(plan, in_place);
   if (!prefills.empty()) add_group(plan, prefills);
   add_upconverted(plan, gathered);
-  if (plan.sparse_groups.empty()) return;
+  if (plan.sparse_groups.empty() || !plan.serves_block()) return;
 
   // The same requests with their rows counted as sparse rows are; all others have none.
   std::vector<RequestPlan> rows = plan.requests;

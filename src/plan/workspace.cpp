@@ -17,16 +17,22 @@ View<int32_t, Token, Topk> Plan::selected(std::span<std::byte> selection) const 
   return {reinterpret_cast<int32_t*>(selection.data()), {sparse_rows(), topk}};
 }
 View<int32_t, Token, Topk> Plan::selected_slots(std::span<std::byte> selection) const {
-  return {reinterpret_cast<int32_t*>(selection.data() + selection_bytes / 2), {sparse_rows(), topk}};
+  const size_t first = selection_bytes > 0 ? (selection_bytes - kStampBytes) / 2 : 0;
+  return {reinterpret_cast<int32_t*>(selection.data() + first), {sparse_rows(), topk}};
 }
 
 namespace planning {
 
+std::string why_not_fused(const Plan& plan) {
+  const OutputSpec& output = plan.options.output;
+  if (!output.groups_within(plan.model.value))
+    return "groups of " + std::to_string(output.group_size()) + " span heads of " + std::to_string(plan.model.value);
+  if (plan.device.device.kind != DeviceKind::cpu) return "a GPU's products and attention write no codes";
+  return {};
+}
+
 void place_output(Plan& plan) {
-  const bool quantised = plan.options.output.kind != OutputKind::none;
-  // A GPU's products and attention write no codes themselves.
-  plan.fused_output =
-      quantised && plan.options.output.groups_within(plan.model.value) && plan.device.device.kind == DeviceKind::cpu;
+  plan.fused_output = plan.options.output.kind != OutputKind::none && why_not_fused(plan).empty();
   plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
   if (!plan.fused_output) return;
   // Only rows that context is merged into are still f32 between two calls.
@@ -56,9 +62,9 @@ void lay_out_workspace(Plan& plan) {
                key_rows = std::max(plan.expanded_tokens.size(), context_rows);
   const size_t compute = size_of(o.compute);
 
-  // The block form's own: a quantised output belongs to the attention form. Fully absorbed weights give latent queries:
-  // of a head's query only the rotated part is its own.
-  const size_t block = o.output.kind == OutputKind::none ? t : 0;
+  // The block form's own. Fully absorbed weights give latent queries: of a head's query only the rotated part is its
+  // own.
+  const size_t block = plan.serves_block() ? t : 0;
   add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * act);
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", block * entry * act);
@@ -68,23 +74,24 @@ void lay_out_workspace(Plan& plan) {
   add("latent_lse", latent_rows * n * f);
   add("partial_out", partial_rows * n * width * f);
   add("partial_lse", partial_rows * n * f);
-  // The indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse rows.
+  // The block form's indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse
+  // rows.
   if (m.indexer) {
     const IndexerConfig& x = *m.indexer;
     const size_t heads = static_cast<size_t>(x.heads), dim = static_cast<size_t>(x.dim),
-                 rows = static_cast<size_t>(plan.sparse_rows());
+                 rows = static_cast<size_t>(plan.sparse_rows()), indexed = plan.serves_block() ? rows : 0;
     const size_t narrow = o.index_format == IndexCacheFormat::fp8 ? 1 : o.compute == Dtype::bf16 ? 2 : 0;
     size_t gathered = 0;
     for (const SparseGroup& g : plan.sparse_groups) gathered = std::max(gathered, static_cast<size_t>(g.rows));
-    add("index_key", t * dim * f);
-    add("index_query", rows * heads * dim * f);
-    add("index_codes", rows * heads * dim * narrow);
-    add("index_weights", rows * heads * f);
+    add("index_key", block * dim * f);
+    add("index_query", indexed * heads * dim * f);
+    add("index_codes", indexed * heads * dim * narrow);
+    add("index_weights", indexed * heads * f);
     add("index_scores", plan.index_schedule.tiles.score_bytes);
     add("index_topk", plan.index_schedule.tiles.state_bytes);
     add("sparse_context", gathered * entry * compute);
-    plan.selection_bytes =
-        2 * ((rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign);
+    const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
+    plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
   }
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);

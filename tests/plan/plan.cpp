@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 
 #include "cases/compare.hpp"
 #include "support/batches.hpp"
@@ -231,6 +232,60 @@ TEST(Plan, OutputsSayWhereTheyAreQuantised) {
   m.value = 20;
   EXPECT_FALSE(planned("nvfp4").fused_output);
   EXPECT_TRUE(planned("fp8").fused_output);
+
+  // On a GPU for a reason of its own, whatever the groups.
+  m.value = 128;
+  PlanOptions o;
+  o.output = parse_output_spec("fp8_128");
+  const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .threads = 1, .scratch_per_worker = 4096};
+  const Plan there = plan(m, spec, b.pages, b.batch(), gpu, o);
+  EXPECT_FALSE(there.fused_output);
+  EXPECT_NE(
+      there.describe().find("output: fp8_128, not fused: a GPU's products and attention write no codes; f32 heads"),
+      std::string::npos)
+      << there.describe();
+}
+
+// However long the context, a range stays one that f32 sums.
+TEST(Plan, RangesOfHugeContextsStayShort) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
+    for (const std::vector<int64_t>& contexts :
+         {std::vector<int64_t>{(int64_t{1} << 27) + 77}, std::vector<int64_t>(40, int64_t{1} << 20)}) {
+      const Made b(std::vector<int64_t>(contexts.size(), 1), contexts, 64);
+      const Plan p = make(m, spec, b, {.path = PathPolicy::latent, .split = split});
+      int64_t positions = 0, longest = 0;
+      for (const LatentItem& i : p.latent_items) {
+        positions += i.kv_end - i.kv_begin;
+        longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
+      }
+      EXPECT_LE(longest, 1 << 18);
+      EXPECT_EQ(positions,
+                std::accumulate(contexts.begin(), contexts.end(), int64_t{0}) + static_cast<int64_t>(contexts.size()));
+    }
+}
+
+// What only the block form uses is not reserved for the other one; attention itself is planned alike.
+TEST(Plan, TheAttentionFormReservesNoProjections) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const Made b({1, 30, 20, 7}, {900, 0, 500, 0}, 64);
+  const Plan block = make(m, spec, b), attention = make(m, spec, b, {.form = LayerForm::attention});
+  check(attention);
+  EXPECT_TRUE(block.serves_block());
+  EXPECT_FALSE(attention.serves_block());
+  size_t less = 0;
+  for (const Region& r : block.regions) {
+    const bool own = r.name == "query" || r.name == "query_latent" || r.name == "kv";
+    EXPECT_EQ(attention.region(r.name).bytes, own ? 0 : r.bytes) << r.name;
+    if (own) less += (r.bytes + 63) / 64 * 64;
+  }
+  EXPECT_EQ(attention.workspace_bytes + less, block.workspace_bytes);
+  EXPECT_NE(attention.describe().find(", attention form"), std::string::npos);
+  EXPECT_EQ(block.describe().find(", attention form"), std::string::npos);
+  EXPECT_THROW(make(m, spec, b, {.form = LayerForm::attention, .path = PathPolicy::latent, .absorbed = true}),
+               UnsupportedError);
 }
 
 TEST(Plan, OptionsThatCannotBe) {

@@ -22,6 +22,9 @@ enum {
   MLA_SPARSE_UPCONVERT = 3,
   MLA_SPARSE_DENSE = 4,
 };
+/// MLA_FORM_BLOCK: mla_forward, and mla_attend too unless the output is quantised. MLA_FORM_ATTENTION: mla_attend and
+/// mla_select alone, nothing is reserved for projections and the indexer.
+enum { MLA_FORM_BLOCK = 0, MLA_FORM_ATTENTION = 1 };
 
 /// One step's requests. All arrays are host memory and copied into the plan.
 typedef struct mla_batch {
@@ -33,7 +36,9 @@ typedef struct mla_batch {
   const int32_t* block_table;      ///< [requests, block_table_pages]; entries past a request's end may hold anything
   int64_t block_table_pages;
   int64_t block_table_stride;   ///< from one request's row to the next; 0: block_table_pages
-  const int32_t* slot_mapping;  ///< [tokens]: where each new token's row goes; < 0: nowhere
+  /// [tokens]: where each new token's row goes, the place of its position in its request's own pages, one slot for one
+  /// token; < 0: nowhere
+  const int32_t* slot_mapping;
 } mla_batch;
 
 /// Rates that turn counted work into time. Only their ratios matter for the choice of a path.
@@ -69,7 +74,7 @@ typedef struct mla_plan_options {
   const mla_cost_model* rates;      ///< for MLA_PATHS_AUTOMATIC; NULL: mla_cost_model_of the stream's device
   int32_t activations;              ///< MLA_ACTIVATIONS_... of products with fp8 weights, without which the layer
                                     ///< returns MLA_ERROR_UNSUPPORTED; default plain
-  int32_t reserved;                 ///< 0
+  int32_t form;                     ///< MLA_FORM_...: the calls that the plan serves; default block
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
