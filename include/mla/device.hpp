@@ -52,6 +52,7 @@ class ThreadPool {
 namespace cuda {
 class Queue;
 }
+class SelectionLog;
 
 /// An order of execution on a device. On the CPU calls run at once, on the pool's threads; on a GPU they are queued and
 /// return. Copies are the same stream.
@@ -73,11 +74,14 @@ class Stream {
   void synchronize() const;
   /// Of the CUDA backend.
   cuda::Queue& queue() const { return *queue_; }
+  /// Of the layer, on a GPU.
+  SelectionLog& selections() const { return *selections_; }
 
  private:
   ThreadPool* pool_ = nullptr;
   Device device_;
   std::shared_ptr<cuda::Queue> queue_;
+  std::shared_ptr<SelectionLog> selections_;
 };
 
 /// Bytes from any memory to any other, in the stream's order. Host memory that a GPU's copy reads or writes must stay

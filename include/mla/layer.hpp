@@ -76,8 +76,8 @@ struct LayerContext {
   const Plan& plan;
   const Batch& batch;  ///< the batch that was planned: its block table and slots are read
   const LayerWeights& weights;
-  const RotaryTable& rotary;
-  CacheView cache;
+  const RotaryTable& rotary;       ///< of forward(): made of ModelConfig::rotary, for all of the step's positions
+  CacheView cache;                 ///< 16-byte aligned, pages that do not overlap
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
   /// On a stream that is held (HeldStream), what a sparse step's rows attend to is counted when rows() is asked for: do
   /// that before the selection is written again.
@@ -86,13 +86,15 @@ struct LayerContext {
   IndexCacheView index_cache;                 ///< of a layer with indexer weights: page for page beside the cache
   const RotaryTable* index_rotary = nullptr;  ///< made of ModelConfig::index_rotary(); likewise
   /// At least plan.selection_bytes, 64-byte aligned. A layer with an indexer writes it; layers that share its choice,
-  /// later in the step, read it.
+  /// later in the step, read it. BatchError when they find none there, or that of another step. On a GPU that is known
+  /// of the stream's calls, not read: choices made while a stream was captured are taken for the step's.
   std::span<std::byte> selection = {};
 };
 
 /// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or
 /// bf16; out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
-/// UnsupportedError when the plan was made for a quantised output: this one is hidden states.
+/// UnsupportedError when the plan was made for the attention form alone or a quantised output: this one is hidden
+/// states.
 void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
              AnyMutableView<Token, Hidden> out);
 

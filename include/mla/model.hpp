@@ -30,6 +30,7 @@ struct RopeConfig {
   /// longer than original_max_position, for all positions of all its requests, so that keys in the cache never change.
   std::vector<double> short_factors, long_factors;
   int64_t max_position = 0;  ///< the longest sequence that will be served: longrope's choice; nothing else reads it
+  friend bool operator==(const RopeConfig&, const RopeConfig&) = default;
 };
 
 /// Sparse attention's indexer (DeepSeek V3.2, GLM-5).

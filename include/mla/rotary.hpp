@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "mla/device.hpp"
@@ -19,11 +20,18 @@ double rotary_magnitude(const RopeConfig& config);
 /// cos and sin for positions [0, positions), computed in float64, stored as f32 rows of rope / 2 pairs.
 class RotaryTable {
  public:
+  /// Rotates nothing, at any position.
   RotaryTable() = default;
+  /// positions at least 1, rope even.
   RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions, Device device = {});
   int64_t positions() const { return positions_; }
   int64_t pairs() const { return pairs_; }
-  bool interleaved() const { return interleaved_; }
+  /// What it was made of.
+  const RopeConfig& config() const { return config_; }
+  /// Why this is not the table of a model with this rotary embedding: "is of NeoX halves, the model's pairs are
+  /// interleaved"; empty when it is.
+  std::string difference(const RopeConfig& model, int64_t rope) const;
+  bool interleaved() const { return config_.interleaved; }
   bool rotates() const { return rotates_; }
   /// Of the table's memory; the CPU when nothing rotates.
   Device device() const { return table_ ? table_->device() : Device{}; }
@@ -34,7 +42,8 @@ class RotaryTable {
 
  private:
   int64_t positions_ = 0, pairs_ = 0;
-  bool interleaved_ = true, rotates_ = false;
+  bool rotates_ = false;
+  RopeConfig config_;
   std::shared_ptr<const Buffer> table_;
 };
 

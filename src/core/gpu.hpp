@@ -51,6 +51,8 @@ void begin_capture(cuda::Queue& queue);
 void abandon_capture(cuda::Queue& queue) noexcept;
 std::shared_ptr<void> end_capture(cuda::Queue& queue);
 void launch(cuda::Queue& queue, void* graph);
+/// Whether what is queued now is being captured, by whomever.
+bool capturing(const cuda::Queue& queue);
 
 /// Marks a point of a queue, to be waited for by the host.
 class Mark {

@@ -29,6 +29,7 @@ void begin_capture(cuda::Queue&) {}
 void abandon_capture(cuda::Queue&) noexcept {}
 std::shared_ptr<void> end_capture(cuda::Queue&) { return nullptr; }
 void launch(cuda::Queue&, void*) {}
+bool capturing(const cuda::Queue&) { return false; }
 Mark::~Mark() = default;
 void Mark::set(cuda::Queue&) {}
 void Mark::wait() const {}

@@ -1,6 +1,7 @@
 #include <cstring>
 
 #include "core/gpu.hpp"
+#include "core/selection_log.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -14,6 +15,7 @@ std::string describe(Device device) { return device.kind == DeviceKind::cpu ? "c
 Stream::Stream(Device device, void* native) : device_(device) {
   if (device.kind == DeviceKind::cpu) throw InputError("stream: the cpu's streams are made of a ThreadPool");
   queue_ = gpu::open(device.index, native);
+  selections_ = std::make_shared<SelectionLog>();
 }
 
 ThreadPool& Stream::pool() const {

@@ -19,9 +19,9 @@ struct KernelUse {
   int64_t calls = 0;    ///< a layer
 };
 
-/// Of one layer of the step, in the order of first use: the block form, or, for a plan with a quantised output, the
-/// attention form. weights: as they would be prepared; they must fit the plan's options. gpu: of a plan for a GPU.
-/// UnsupportedError when this build has no backend for the plan's device.
+/// Of one layer of the step, in the order of first use: the block form, or, for a plan of the attention form or with a
+/// quantised output, the attention form. weights: as they would be prepared; they must fit the plan's options. gpu: of
+/// a plan for a GPU. UnsupportedError when this build has no backend for the plan's device.
 std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const PrepareOptions& weights,
                                const backend::GpuModel& gpu = {});
 

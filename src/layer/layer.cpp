@@ -24,10 +24,20 @@ class Walk : Runner {
     if (plan_.options.output.kind != OutputKind::none)
       throw UnsupportedError("layer: plan was made for output " + to_string(plan_.options.output) +
                              "; the block form's output is hidden states after W_O, never quantised");
+    if (!plan_.serves_block())
+      throw UnsupportedError("layer: plan was made for the attention form alone (PlanOptions::form)");
     const int64_t t = plan_.tokens, n = m.heads;
+    require_input("hidden", hidden);
+    require_input("out", out);
     ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", m.hidden);
     ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", m.hidden);
-    ops::require_range("layer", "plan tokens", t, 0, std::min(hidden.extent<Token>(), out.extent<Token>()) + 1);
+    require_table("rotary table", c_.rotary, m.rotary);
+    if (c_.weights.indexer) {
+      if (!c_.index_rotary) throw ShapeError("layer: index_rotary is missing");
+      require_table("index rotary table", *c_.index_rotary, m.index_rotary());
+    } else {
+      sparse().require_chosen();
+    }
     const AnyView<Token, Head, In> h{
         hidden.dtype(), hidden.data(), {t, 1, m.hidden}, {hidden.stride<Token>(), 0, hidden.stride<Hidden>()}};
 
@@ -55,7 +65,8 @@ class Walk : Runner {
     require_inputs(q, kv_c, k_pe);
     ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", m.heads);
     ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", m.value);
-    ops::require_range("layer", "plan tokens", t, 0, out.extent<Token>() + 1);
+    require_input("out", out);
+    sparse().require_chosen();
     const AnyMutableView<Token, Head, Value> rows = out.slice<Token>(0, t);
     // f32 is never a rounded f32: not by what else is in the batch, and a quantised output has the same heads.
     if (out.dtype() == Dtype::f32 || out.dtype() == plan_.head_dtype()) return append_and_attend(q, kv_c, k_pe, rows);
@@ -73,6 +84,7 @@ class Walk : Runner {
     require_format(out.spec);
     require_inputs(q, kv_c, k_pe);
     ops::check_quantized("layer", out, t, width);
+    sparse().require_chosen();
     const AnyMutableView<Token, Head, Value> heads = heads_region(plan_.head_rows);
     if (plan_.fused_output) quantized_ = out;
     append_and_attend(q, kv_c, k_pe, heads);
@@ -104,7 +116,6 @@ class Walk : Runner {
       throw ShapeError("layer: weights' and plan's queries grow differently with their positions");
     lies("weights", c_.weights.device);
     lies("plan", plan_.device.device);
-    if (c_.rotary.rotates()) lies("rotary table", c_.rotary.device());
     if (c_.weights.absorbed() != plan_.options.absorbed)
       throw UnsupportedError("layer: weights are prepared with absorption " +
                              std::string(to_string(c_.weights.absorption)) + ", the plan is for " +
@@ -124,9 +135,10 @@ class Walk : Runner {
     if (c_.cache.spec.format != plan_.cache.format)
       throw ShapeError("layer: cache format is " + std::string(to_string(c_.cache.spec.format)) +
                        ", plan was made for " + std::string(to_string(plan_.cache.format)));
-    if (c_.workspace.size() < plan_.workspace_bytes)
-      throw ShapeError("layer: workspace is " + std::to_string(c_.workspace.size()) + " bytes, plan needs " +
-                       std::to_string(plan_.workspace_bytes));
+    ops::require_pages("layer", "cache", c_.cache);
+    if (const uintptr_t past = reinterpret_cast<uintptr_t>(c_.cache.data) % 16; past != 0)
+      throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");
+    require_memory("workspace", c_.workspace, plan_.workspace_bytes);
     if (workers > plan_.device.threads)
       throw ShapeError("layer: stream has " + std::to_string(workers) + " threads, plan was made for " +
                        std::to_string(plan_.device.threads));
@@ -154,8 +166,16 @@ class Walk : Runner {
     ops::require_dtype("layer", "q", q.dtype(), {act_});
     ops::require_dtype("layer", "kv_c", kv_c.dtype(), {act_});
     ops::require_dtype("layer", "k_pe", k_pe.dtype(), {act_});
-    for (int64_t rows : {q.extent<Token>(), kv_c.extent<Token>(), k_pe.extent<Token>()})
-      ops::require_range("layer", "plan tokens", plan_.tokens, 0, rows + 1);
+    require_input("q", q);
+    require_input("kv_c", kv_c);
+    require_input("k_pe", k_pe);
+  }
+
+  // Rows of the caller's, one a token.
+  template <class V>
+  void require_input(const char* name, const V& view) const {
+    ops::require_view("layer", name, view);
+    ops::require_rows("layer", name, view.template extent<Token>(), plan_.tokens);
   }
 
   void append_and_attend(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
@@ -406,8 +426,14 @@ void survey(Survey& survey, const LayerContext& context, std::byte* anywhere) {
   const ModelConfig& m = p.model;
   const int64_t t = p.tokens;
   Walk walk(survey, context);
-  if (p.options.output.kind == OutputKind::none)
+  if (p.serves_block())
     return walk.block({p.activations(), anywhere, {t, m.hidden}}, {p.activations(), anywhere, {t, m.hidden}});
+  const AnyView<Token, Head, QueryKey> q(p.activations(), anywhere, {t, m.heads, m.query_key()});
+  const AnyView<Token, Latent> kv_c(p.activations(), anywhere, {t, m.latent});
+  const AnyView<Token, Rope> k_pe(p.activations(), anywhere, {t, m.rope});
+  if (p.options.output.kind == OutputKind::none)
+    return walk.attention_form(q, kv_c, k_pe,
+                               AnyMutableView<Token, Head, Value>(p.head_dtype(), anywhere, {t, m.heads, m.value}));
   const int64_t width = m.heads * m.value;
   const QuantizedView out{.spec = p.options.output,
                           .tokens = t,
@@ -415,8 +441,7 @@ void survey(Survey& survey, const LayerContext& context, std::byte* anywhere) {
                           .data = anywhere,
                           .row_stride = p.options.output.row_bytes(width),
                           .scales = anywhere};
-  walk.attention_form({p.activations(), anywhere, {t, m.heads, m.query_key()}},
-                      {p.activations(), anywhere, {t, m.latent}}, {p.activations(), anywhere, {t, m.rope}}, out);
+  walk.attention_form(q, kv_c, k_pe, out);
 }
 
 }  // namespace layer

@@ -55,6 +55,32 @@ class Runner {
     return reinterpret_cast<T*>(c_.workspace.data() + plan_.region(region).offset);
   }
 
+  // Memory that the caller lends.
+  static void require_memory(const char* name, std::span<std::byte> memory, size_t needed) {
+    if (memory.size() < needed)
+      throw ShapeError("layer: " + std::string(name) + " is " + std::to_string(memory.size()) + " bytes, plan needs " +
+                       std::to_string(needed));
+    if (needed > 0 && !memory.data()) throw ShapeError("layer: " + std::string(name) + " has no data");
+    if (const uintptr_t past = reinterpret_cast<uintptr_t>(memory.data()) % 64; past != 0)
+      throw ShapeError("layer: " + std::string(name) + " is at an address that is " + std::to_string(past) +
+                       " past a multiple of 64");
+  }
+
+  // The table that positions are rotated with.
+  void require_table(const char* name, const RotaryTable& table, const RopeConfig& model) const {
+    if (survey_) return;
+    if (const std::string why = table.difference(model, plan_.model.rope); !why.empty())
+      throw ShapeError("layer: " + std::string(name) + " " + why);
+    if (!table.rotates()) return;
+    if (table.device() != stream_->device())
+      throw UnsupportedError("layer: " + std::string(name) + " of " + to_string(table.device()) + " on a stream of " +
+                             to_string(stream_->device()));
+    for (const RequestPlan& r : plan_.requests)
+      if (const int64_t last = int64_t{r.context} + r.query_len; r.query_len > 0 && last > table.positions())
+        throw ShapeError("layer: " + std::string(name) + " has " + std::to_string(table.positions()) +
+                         " positions, a request's sequence has " + std::to_string(last));
+  }
+
   template <class Args>
   void run(std::string_view name, const Args& args) const {
     if (survey_) return survey_->note(name, args);

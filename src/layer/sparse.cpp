@@ -1,9 +1,11 @@
 #include "layer/sparse.hpp"
 
 #include <cmath>
+#include <cstring>
 #include <string>
 #include <vector>
 
+#include "core/selection_log.hpp"
 #include "mla/error.hpp"
 #include "ops/require.hpp"
 
@@ -13,6 +15,12 @@ namespace {
 View<const int32_t, Token, Topk> rows_of(View<int32_t, Token, Topk> all, const SparseGroup& g) {
   return all.slice<Token>(g.begin, g.count);
 }
+
+// The choice's stamp stands behind it, after a number that memory with anything in it does not hold.
+struct Stamp {
+  uint64_t chosen = 0, stamp = 0;
+};
+constexpr uint64_t kChosen = 0xc4053e2be91f7a61u;
 
 }  // namespace
 
@@ -34,13 +42,43 @@ std::function<Profile::Work()> work_of_selection(const Stream& stream, const ops
   };
 }
 
+void Sparse::begin_choice() const {
+  if (survey_ || plan_.sparse_rows() == 0) return;
+  if (stream_->device().kind == DeviceKind::cuda) return stream_->selections().forget(c_.selection.data());
+  const Stamp none;
+  std::memcpy(c_.selection.data() + plan_.selection_bytes - Plan::kStampBytes, &none, sizeof none);
+}
+
+void Sparse::end_choice() const {
+  if (survey_ || plan_.sparse_rows() == 0) return;
+  if (stream_->device().kind == DeviceKind::cuda)
+    return stream_->selections().note(c_.selection.data(), plan_.selection_stamp, gpu::capturing(stream_->queue()));
+  const Stamp made{kChosen, plan_.selection_stamp};
+  std::memcpy(c_.selection.data() + plan_.selection_bytes - Plan::kStampBytes, &made, sizeof made);
+}
+
+void Sparse::require_chosen() const {
+  if (survey_ || plan_.sparse_rows() == 0) return;
+  using Found = SelectionLog::Found;
+  Found found;
+  if (stream_->device().kind == DeviceKind::cuda) {
+    found = stream_->selections().look(c_.selection.data(), plan_.selection_stamp);
+  } else {
+    Stamp there;
+    std::memcpy(&there, c_.selection.data() + plan_.selection_bytes - Plan::kStampBytes, sizeof there);
+    found = there.chosen != kChosen ? Found::none : there.stamp != plan_.selection_stamp ? Found::other : Found::same;
+  }
+  if (found == Found::same) return;
+  throw BatchError("layer: " + std::to_string(plan_.sparse_rows()) +
+                   " tokens attend to chosen keys, and the selection " +
+                   (found == Found::none ? "holds no choice" : "holds the choice of another step") +
+                   ": select() or a layer with an indexer makes it first");
+}
+
 void Sparse::check() const {
-  if (plan_.sparse_rows() > 0 && c_.selection.size() < plan_.selection_bytes)
-    throw ShapeError("layer: selection is " + std::to_string(c_.selection.size()) + " bytes, plan needs " +
-                     std::to_string(plan_.selection_bytes));
+  if (plan_.sparse_rows() > 0) require_memory("selection", c_.selection, plan_.selection_bytes);
   if (!c_.weights.indexer) return;
   if (!plan_.model.indexer) throw ShapeError("layer: weights have an indexer, plan was made for a model without one");
-  if (!c_.index_rotary) throw ShapeError("layer: index_rotary is missing");
   ops::require_equal("layer", "index cache's number of pages", c_.index_cache.pages, "the cache's", c_.cache.pages);
   const IndexCacheSpec &found = c_.index_cache.spec, &planned = plan_.index_cache;
   if (found.format != planned.format)
@@ -48,6 +86,7 @@ void Sparse::check() const {
                      std::string(to_string(planned.format)));
   ops::require_equal("layer", "index cache page size", found.page_size, "plan page size", planned.page_size);
   ops::require_equal("layer", "index cache dim", found.dim, "model index dim", planned.dim);
+  ops::require_pages("layer", "index cache", c_.index_cache);
 }
 
 void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, Head, In>& query_latent) const {
@@ -55,6 +94,7 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   const IndexerConfig& x = *m.indexer;
   const IndexerWeights& w = *c_.weights.indexer;
   const int64_t t = plan_.tokens;
+  begin_choice();
   float* key = at<float>("index_key");
   const View<float, Token, IndexDim> keys(key, {t, x.dim});
   project("index_key", hidden, {}, *w.key, flat(Dtype::f32, key, t, x.dim), {}, t);
@@ -98,6 +138,7 @@ void Sparse::index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, 
   }
   select(scored, weights);
   map();
+  end_choice();
 }
 
 void Sparse::select(const AnyView<Token, IndexHead, IndexDim>& q, View<const float, Token, IndexHead> weights) const {
@@ -158,11 +199,14 @@ void Sparse::map() const {
 
 void Sparse::choose(View<const int32_t, Token, Topk> positions) const {
   ops::require_equal("select", "positions Topk", positions.extent<Topk>(), "plan topk", plan_.topk);
-  ops::require_range("select", "plan tokens", plan_.tokens, 0, positions.extent<Token>() + 1);
+  ops::require_view("select", "positions", positions);
+  ops::require_rows("select", "positions", positions.extent<Token>(), plan_.tokens);
   const std::span<const int32_t> tokens =
       std::span(plan_.latent_tokens).subspan(static_cast<size_t>(plan_.sparse_begin));
+  begin_choice();
   run("map_indices", ops::PickRowsArgs{positions, tokens, plan_.selected(c_.selection)});
   map();
+  end_choice();
 }
 
 void Sparse::attend(const AnyView<Token, Head, Entry>& q, float q_scale, AnyMutableView<Token, Head, Value> out,

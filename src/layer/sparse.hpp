@@ -12,6 +12,8 @@ class Sparse : Runner {
 
   /// That the context has what the plan's sparse rows and the weights' indexer need.
   void check() const;
+  /// BatchError unless the selection that this step's sparse rows are to read was made for them.
+  void require_chosen() const;
   /// Keys of the step's tokens join the index cache, whatever attends; sparse rows then choose among what they see.
   /// hidden [tokens, 1, H]; query_latent: the normed query latents [tokens, 1, Lq].
   void index(const AnyView<Token, Head, In>& hidden, const AnyView<Token, Head, In>& query_latent) const;
@@ -24,6 +26,8 @@ class Sparse : Runner {
  private:
   void select(const AnyView<Token, IndexHead, IndexDim>& q, View<const float, Token, IndexHead> weights) const;
   void map() const;
+  void begin_choice() const;
+  void end_choice() const;
   CacheView gather(const SparseGroup& group) const;
 };
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 #include <numbers>
 #include <string>
 
@@ -50,13 +51,37 @@ double rotary_magnitude(const RopeConfig& c) {
   return yarn_mscale(c.factor, c.mscale) / yarn_mscale(c.factor, c.mscale_all_dim) * c.attention_factor;
 }
 
+std::string RotaryTable::difference(const RopeConfig& model, int64_t rope) const {
+  const bool rotated = model.rotate && rope > 0;
+  if (rotates_ != rotated)
+    return rotated ? "rotates nothing, the model's rope does" : "rotates, the model's rope does not";
+  if (!rotated) return {};
+  if (2 * pairs_ != rope)
+    return "is of rope " + std::to_string(2 * pairs_) + ", the model's is " + std::to_string(rope);
+  if (config_ == model) return {};
+  if (config_.interleaved != model.interleaved)
+    return model.interleaved ? "is of NeoX halves, the model's pairs are interleaved"
+                             : "is of interleaved pairs, the model's are NeoX halves";
+  // Other words for the same numbers are as good.
+  const std::vector<double> mine = inverse_frequencies(config_, rope), its = inverse_frequencies(model, rope);
+  auto other = [](const std::string& what, double a, double b) {
+    char text[80];
+    std::snprintf(text, sizeof(text), " is %.9g, the model's is %.9g", a, b);
+    return "is not the model's: " + what + text;
+  };
+  for (size_t i = 0; i < its.size(); ++i)
+    if (mine[i] != its[i]) return other("inverse frequency " + std::to_string(i), mine[i], its[i]);
+  const double a = rotary_magnitude(config_), b = rotary_magnitude(model);
+  return a == b ? std::string() : other("magnitude of cos and sin", a, b);
+}
+
 RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positions, Device device)
-    : positions_(positions), pairs_(rope / 2), interleaved_(config.interleaved), rotates_(config.rotate && rope > 0) {
+    : positions_(positions), pairs_(rope / 2), rotates_(config.rotate && rope > 0), config_(config) {
   if (rope < 0 || rope % 2 != 0)
     throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
   constexpr int64_t kMostPositions = int64_t{1} << 30;
-  if (positions < 0 || positions > kMostPositions)
-    throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", allowed 0 to " +
+  if (positions < 1 || positions > kMostPositions)
+    throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", allowed 1 to " +
                      std::to_string(kMostPositions));
   if (!rotates_) return;
   const std::vector<double> frequencies = inverse_frequencies(config, rope);

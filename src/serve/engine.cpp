@@ -63,7 +63,8 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
       positions_(positions),
       index_caches_(static_cast<size_t>(o.layers)),
       rotary_(o.model.rotary, o.model.rope, positions, o.device),
-      index_rotary_(o.model.index_rotary(), o.model.rope, o.model.indexer ? positions : 0, o.device),
+      index_rotary_(o.model.indexer ? RotaryTable(o.model.index_rotary(), o.model.rope, positions, o.device)
+                                    : RotaryTable()),
       device_(device_info(stream_, o.model)),
       io_(o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute),
       workspace_(0, o.device),

@@ -181,6 +181,20 @@ TEST(CLayer, RatesChooseThePath) {
   }
 }
 
+TEST(CLayer, BatchesThatReachBeyondMemoryOrIntoOthersRowsAreRefused) {
+  Step s;
+  mla_plan* plan = nullptr;
+  const auto create = [&] { return mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan); };
+  for (int64_t stride : {int64_t{1} << 62, (int64_t{1} << 59) + 1}) {
+    s.batch.block_table_stride = stride;
+    EXPECT_FAILS(MLA_ERROR_SHAPE, create(), "batch block_table_stride is");
+  }
+  s.batch.block_table_stride = 0;
+  s.slots[7] = s.slots[6];
+  EXPECT_FAILS(MLA_ERROR_BATCH, create(), "request 0: slot_mapping[7] is");
+  EXPECT_EQ(plan, nullptr);
+}
+
 TEST(CLayer, APlanNeedsNothingOfWhatItWasMadeOf) {
   Step s;
   const std::vector<float> expected = forward(s, 5);
@@ -285,9 +299,10 @@ TEST(CLayer, SparseStepsSelectAndTakeSelections) {
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_select(sparse.stream, &a, positions), "selection");
   a.selection = selection.data;
   a.selection_bytes = selection.size;
-  ASSERT_OK(mla_select(sparse.stream, &a, positions));
   Tensor<float> q({40, kHeads, kQueryKey}), kv_c({40, kLatent}), k_pe({40, kRope}), one({40, kHeads, kValue}),
       other({40, kHeads, kValue});
+  EXPECT_FAILS(MLA_ERROR_BATCH, mla_attend(sparse.stream, &a, q, kv_c, k_pe, one), "the selection holds no choice");
+  ASSERT_OK(mla_select(sparse.stream, &a, positions));
   q.random(1);
   kv_c.random(2);
   k_pe.random(3);
@@ -295,6 +310,24 @@ TEST(CLayer, SparseStepsSelectAndTakeSelections) {
   q.random(9);  // with a single key the softmax is 1 whatever the query
   ASSERT_OK(mla_attend(sparse.stream, &a, q, kv_c, k_pe, other));
   for (size_t i = 0; i < one.data.size(); ++i) ASSERT_NEAR(one[i], other[i], 1e-5f);
+
+  // Planned for this form alone: less is reserved, and the block form is refused.
+  sparse.options.form = MLA_FORM_ATTENTION;
+  Plan lean;
+  ASSERT_OK(mla_plan_create(sparse.stream, sparse.model, &sparse.spec, kPages, &sparse.batch, &sparse.options, &lean));
+  EXPECT_LT(describe(lean).workspace_bytes, info.workspace_bytes);
+  a.plan = lean;
+  q.random(1);
+  ASSERT_OK(mla_attend(sparse.stream, &a, q, kv_c, k_pe, other));  // the same step: the choice stands
+  for (size_t i = 0; i < one.data.size(); ++i) ASSERT_NEAR(one[i], other[i], 1e-5f);
+  Tensor<float> hidden({40, 96});
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_forward(sparse.stream, &a, hidden, hidden), "attention form alone");
+  sparse.options.form = 2;
+  mla_plan* none = nullptr;
+  EXPECT_FAILS(
+      MLA_ERROR_INPUT,
+      mla_plan_create(sparse.stream, sparse.model, &sparse.spec, kPages, &sparse.batch, &sparse.options, &none),
+      "options form is 2, allowed 0 to 1");
 }
 
 TEST(CLayer, ProfilesCountOps) {

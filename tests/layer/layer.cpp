@@ -184,12 +184,186 @@ TEST(Layer, MismatchesAreNamed) {
                       s.out_view());
             }),
             "layer: hidden Hidden is 95, model hidden is 96");
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, s.context(), View<const float, Token, Hidden>(s.hidden.data(), {3, s.model.hidden}),
+                      s.out_view());
+            }),
+            "layer: hidden has 3 rows, the plan has 4 tokens");
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, s.context(), s.hidden_view(), View<float, Token, Hidden>(s.out.data(), {-3, 96}));
+            }),
+            "layer: out Token is -3, must not be negative");
   if (!kOnGpu) {
     ThreadPool many(5);
     Stream stream(many);
     EXPECT_EQ(message_of([&] { forward(stream, s.context(), s.hidden_view(), s.out_view()); }),
               "layer: stream has 5 threads, plan was made for 2");
   }
+}
+
+// What is not there, lies where it cannot lie, or overlaps: each by its name, in both forms.
+TEST(Layer, MissingAndMisplacedMemoryIsNamed) {
+  Step s;
+  const ModelConfig& m = s.model;
+  float* const nothing = nullptr;
+  std::vector<float> q(4 * m.heads * m.query_key()), kv(4 * m.entry()), heads(4 * m.heads * m.value);
+  const auto block = [&](auto&& change) {
+    LayerContext c = s.context();
+    change(c);
+    return message_of([&] {
+      forward(s.stream, c, s.hidden_view(), s.out_view());
+      s.stream.synchronize();
+    });
+  };
+  const auto attention = [&](auto&& change, float* q_data, float* kv_data, float* pe_data, float* out_data) {
+    LayerContext c = s.context();
+    change(c);
+    return message_of([&] {
+      attend(s.stream, c, View<const float, Token, Head, QueryKey>(q_data, {4, m.heads, m.query_key()}),
+             View<const float, Token, Latent>(kv_data, {4, m.latent}),
+             View<const float, Token, Rope>(pe_data, {4, m.rope}),
+             View<float, Token, Head, Value>(out_data, {4, m.heads, m.value}));
+    });
+  };
+  const auto as_it_is = [](LayerContext&) {};
+  EXPECT_EQ(block(as_it_is), "no error");
+  EXPECT_EQ(attention(as_it_is, q.data(), kv.data(), kv.data(), heads.data()), "no error");
+
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, s.context(), View<const float, Token, Hidden>(nothing, {4, m.hidden}), s.out_view());
+            }),
+            "layer: hidden has no data");
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, s.context(), s.hidden_view(), View<float, Token, Hidden>(nothing, {4, m.hidden}));
+            }),
+            "layer: out has no data");
+  EXPECT_EQ(attention(as_it_is, nothing, kv.data(), kv.data(), heads.data()), "layer: q has no data");
+  EXPECT_EQ(attention(as_it_is, q.data(), nothing, kv.data(), heads.data()), "layer: kv_c has no data");
+  EXPECT_EQ(attention(as_it_is, q.data(), kv.data(), nothing, heads.data()), "layer: k_pe has no data");
+  EXPECT_EQ(attention(as_it_is, q.data(), kv.data(), kv.data(), nothing), "layer: out has no data");
+  float* const odd = reinterpret_cast<float*>(reinterpret_cast<std::byte*>(q.data()) + 2);
+  EXPECT_EQ(attention(as_it_is, odd, kv.data(), kv.data(), heads.data()),
+            "layer: q is at an address that is 2 past a multiple of 4");
+
+  std::vector<float> k_pe(4 * m.rope);
+  const auto both = [&](auto&& change, const std::string& expected) {
+    EXPECT_EQ(block(change), expected);
+    EXPECT_EQ(attention(change, q.data(), kv.data(), k_pe.data(), heads.data()), expected);
+  };
+  both(
+      [](LayerContext& c) {
+        c.workspace = {static_cast<std::byte*>(nullptr), c.workspace.size()};
+      },
+      "layer: workspace has no data");
+  const Buffer larger(s.workspace.size() + 64, kDevice);
+  for (size_t past : {1, 4, 32})
+    both(
+        [&](LayerContext& c) {
+          c.workspace = {larger.data() + past, s.workspace.size()};
+        },
+        "layer: workspace is at an address that is " + std::to_string(past) + " past a multiple of 64");
+  both([](LayerContext& c) { c.cache.data = nullptr; }, "layer: cache has no data");
+  const std::string page = std::to_string(s.cache.spec().page_bytes());
+  for (size_t stride : {size_t{0}, size_t{100}, s.cache.spec().page_bytes() - 1})
+    both([&](LayerContext& c) { c.cache.page_stride = stride; },
+         "layer: cache page_stride is " + std::to_string(stride) + ", a page takes " + page + " bytes");
+  both([&](LayerContext& c) { c.cache.page_stride += 2; },
+       "layer: cache page_stride is " + std::to_string(s.cache.spec().page_bytes() + 2) + ", must be a multiple of 4");
+  both([](LayerContext& c) { c.cache.data += 8; }, "layer: cache is at an address that is 8 past a multiple of 16");
+  both([](LayerContext& c) { c.cache.data += 2; }, "layer: cache is at an address that is 2 past a multiple of 4");
+  both([](LayerContext& c) { c.cache.pages = -1; }, "layer: cache pages is -1, allowed 0 to 33554432");
+}
+
+TEST(Layer, StepsWithoutTokensNeedNoMemory) {
+  if (kOnGpu) GTEST_SKIP() << "of the contracts, which are the same";
+  Step s;
+  const std::vector<int32_t> none{0};
+  const Batch empty{none, {}, {}, {}};
+  const Plan p = plan(s.model, s.cache.spec(), 2, empty, device_info(s.stream, s.model));
+  const LayerContext c{p, empty, s.weights, s.rotary, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, c, View<const float, Token, Hidden>(nullptr, {0, s.model.hidden}),
+                      View<float, Token, Hidden>(nullptr, {0, s.model.hidden}));
+            }),
+            "no error");
+}
+
+TEST(Layer, QuantisedOutputsWithoutMemoryAreNamed) {
+  Step s;
+  const ModelConfig& m = s.model;
+  const OutputSpec spec = parse_output_spec("fp8_64");
+  const Plan p = plan(m, s.cache.spec(), 2, s.batch, device_info(s.stream, m), {.output = spec});
+  const Buffer workspace(p.workspace_bytes, kDevice);
+  const LayerContext c{p, s.batch, s.weights, s.rotary, s.cache.view(), {workspace.data(), workspace.size()}};
+  std::vector<float> q(4 * m.heads * m.query_key()), kv(4 * m.entry());
+  const int64_t width = m.heads * m.value;
+  std::vector<std::byte> codes(static_cast<size_t>(4 * width)), scales(4096);
+  const auto with = [&](std::byte* data, std::byte* scale, int64_t tokens) {
+    const QuantizedView out{.spec = spec,
+                            .tokens = tokens,
+                            .width = width,
+                            .data = data,
+                            .row_stride = spec.row_bytes(width),
+                            .scales = scale};
+    return message_of([&] {
+      attend(s.stream, c, View<const float, Token, Head, QueryKey>(q.data(), {4, m.heads, m.query_key()}),
+             View<const float, Token, Latent>(kv.data(), {4, m.latent}),
+             View<const float, Token, Rope>(kv.data(), {4, m.rope}), out);
+    });
+  };
+  EXPECT_EQ(with(codes.data(), scales.data(), 4), "no error");
+  EXPECT_EQ(with(nullptr, scales.data(), 4), "layer: output fp8_64 has no data");
+  EXPECT_EQ(with(codes.data(), nullptr, 4), "layer: output fp8_64 has no scales");
+  EXPECT_EQ(with(codes.data(), scales.data(), 3), "layer: output fp8_64 has room for 3 tokens, there are 4");
+}
+
+// A table that is not the model's rotates by other angles, or not at all.
+TEST(Layer, OtherRotaryTablesAreRefused) {
+  Step s;
+  const auto with = [&](const RotaryTable& table) {
+    const LayerContext c{s.plan, s.batch, s.weights, table, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
+    return message_of([&] {
+      forward(s.stream, c, s.hidden_view(), s.out_view());
+      s.stream.synchronize();
+    });
+  };
+  const int64_t rope = s.model.rope;
+  EXPECT_EQ(with(s.rotary), "no error");
+  EXPECT_EQ(with(RotaryTable(s.model.rotary, rope, 3, kDevice)), "no error");
+  EXPECT_EQ(with(RotaryTable(s.model.rotary, rope, 2, kDevice)),
+            "layer: rotary table has 2 positions, a request's sequence has 3");
+  EXPECT_EQ(with(RotaryTable()), "layer: rotary table rotates nothing, the model's rope does");
+  EXPECT_EQ(with(RotaryTable(s.model.rotary, 2 * rope, 128)),
+            "layer: rotary table is of rope " + std::to_string(2 * rope) + ", the model's is " + std::to_string(rope));
+  const auto changed = [&](auto&& change) {
+    RopeConfig c = s.model.rotary;
+    change(c);
+    return with(RotaryTable(c, rope, 128, kDevice));
+  };
+  EXPECT_EQ(changed([](RopeConfig& c) { c.interleaved = !c.interleaved; }),
+            s.model.rotary.interleaved ? "layer: rotary table is of NeoX halves, the model's pairs are interleaved"
+                                       : "layer: rotary table is of interleaved pairs, the model's are NeoX halves");
+  EXPECT_EQ(changed([](RopeConfig& c) { c.rotate = false; }),
+            "layer: rotary table rotates nothing, the model's rope does");
+  EXPECT_EQ(changed([](RopeConfig& c) { c.theta *= 2; }).substr(0, 63),
+            "layer: rotary table is not the model's: inverse frequency 1 is ");
+  EXPECT_EQ(changed([](RopeConfig& c) { c.factor *= 2; }).substr(0, 40), "layer: rotary table is not the model's: ");
+  // Other words for the same numbers.
+  EXPECT_EQ(changed([](RopeConfig& c) { c.mscale = c.mscale_all_dim = 0.5; }), "no error");
+
+  // The attention form is given rotated rows: its table is not read.
+  const RotaryTable none;
+  const LayerContext c{s.plan, s.batch, s.weights, none, s.cache.view(), {s.workspace.data(), s.workspace.size()}};
+  std::vector<float> q(4 * s.model.heads * s.model.query_key()), kv(4 * s.model.entry()),
+      heads(4 * s.model.heads * s.model.value);
+  EXPECT_EQ(message_of([&] {
+              attend(s.stream, c,
+                     View<const float, Token, Head, QueryKey>(q.data(), {4, s.model.heads, s.model.query_key()}),
+                     View<const float, Token, Latent>(kv.data(), {4, s.model.latent}),
+                     View<const float, Token, Rope>(kv.data(), {4, rope}),
+                     View<float, Token, Head, Value>(heads.data(), {4, s.model.heads, s.model.value}));
+            }),
+            "no error");
 }
 
 }  // namespace

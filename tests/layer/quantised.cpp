@@ -269,7 +269,8 @@ TEST_F(Refusals, APlanForAnotherOutput) {
 
 TEST_F(Refusals, AnOutputThatDoesNotFit) {
   QuantisedMemory small(parse_output_spec("fp8_64"), step_.tokens() - 1, 128);
-  EXPECT_EQ(message_of([&] { step_.attend(plan_for("fp8_64"), small.view()); }), "layer: rows is 21, allowed 0 to 20");
+  EXPECT_EQ(message_of([&] { step_.attend(plan_for("fp8_64"), small.view()); }),
+            "layer: output fp8_64 has room for 20 tokens, there are 21");
   QuantisedMemory narrow(parse_output_spec("fp8_64"), step_.tokens(), 64);
   EXPECT_EQ(message_of([&] { step_.attend(plan_for("fp8_64"), narrow.view()); }),
             "layer: output width is 64, Head * Value is 128");

@@ -1,13 +1,16 @@
 // Sparse attention by a context of the test's own: shared selections, choices of the caller's, what must be refused.
 #include <gtest/gtest.h>
 
+#include <cstring>
 #include <functional>
+#include <utility>
 
 #include "layer/v32.hpp"
 #include "mla/error.hpp"
 #include "mla/layer.hpp"
 #include "ops/run.hpp"
 #include "support/device.hpp"
+#include "support/message.hpp"
 #include "support/quantised.hpp"
 
 namespace mla::test {
@@ -75,17 +78,132 @@ TEST(SparseLayer, ContextsThatDoNotFitAreNamed) {
             "layer: index cache format is bf16, plan was made for fp8");
 }
 
+TEST(SparseLayer, IndexTablesOfAnotherModelAreRefused) {
+  Step s;
+  const LayerWeights& w = s.v.weights;
+  const RotaryTable none, main(s.model.rotary, s.model.rope, 256, kDevice),
+      few(s.model.index_rotary(), s.model.rope, 199, kDevice);
+  EXPECT_EQ(s.go(w, [&](LayerContext& c) { c.index_rotary = &none; }),
+            "layer: index rotary table rotates nothing, the model's rope does");
+  EXPECT_EQ(s.go(w, [&](LayerContext& c) { c.index_rotary = &main; }),
+            "layer: index rotary table is of interleaved pairs, the model's are NeoX halves");
+  EXPECT_EQ(s.go(w, [&](LayerContext& c) { c.index_rotary = &few; }),
+            "layer: index rotary table has 199 positions, a request's sequence has 200");
+  EXPECT_EQ(s.go(w, [](LayerContext& c) { c.index_cache.page_stride = 64; }).substr(0, 45),
+            "layer: index cache page_stride is 64, a page ");
+  EXPECT_EQ(s.go(w, [](LayerContext& c) { c.index_cache.data = nullptr; }), "layer: index cache has no data");
+  const Buffer larger(s.planned().selection_bytes + 64, kDevice);
+  EXPECT_EQ(s.go(w,
+                 [&](LayerContext& c) {
+                   c.selection = {larger.data() + 4, larger.size() - 64};
+                 }),
+            "layer: selection is at an address that is 4 past a multiple of 64");
+}
+
+// Memory that nobody has put a choice into is not attended to, whatever it holds; nor is another step's choice.
+TEST(SparseLayer, StepsWithoutASelectionAreRefused) {
+  Step s;
+  const LayerWeights& shared = s.v.without_indexer;
+  const std::string rows = std::to_string(s.planned().sparse_rows()),
+                    none = "layer: " + rows +
+                           " tokens attend to chosen keys, and the selection holds no choice: "
+                           "select() or a layer with an indexer makes it first",
+                    other = "layer: " + rows +
+                            " tokens attend to chosen keys, and the selection holds the choice of "
+                            "another step: select() or a layer with an indexer makes it first";
+  for (int value : {0, 1, 0x7f, 0xff})
+    EXPECT_EQ(s.go(shared,
+                   [&](LayerContext& c) { fill(s.stream, c.selection.data(), c.selection.size(), std::byte(value)); }),
+              none);
+  ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
+  const Buffer kept = std::move(s.selection);
+  const auto keep = [&](LayerContext& c) { c.selection = {kept.data(), kept.size()}; };
+  EXPECT_EQ(s.go(shared, keep), "ran");
+
+  // The same lengths in other pages are another step.
+  std::swap(s.table[0], s.table[3]);
+  for (int32_t i = 0; i < 200; ++i)
+    s.slots[static_cast<size_t>(i)] = s.table[static_cast<size_t>(i / 64)] * 64 + i % 64;
+  EXPECT_EQ(s.go(shared, keep), other);
+
+  // The attention form, too.
+  const ModelConfig& m = s.model;
+  const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.form = LayerForm::attention});
+  const Batch b = s.batch();
+  const Buffer workspace(p.workspace_bytes, kDevice), selection(p.selection_bytes, kDevice);
+  const LayerContext c{.plan = p,
+                       .batch = b,
+                       .weights = shared,
+                       .rotary = s.rotary,
+                       .cache = s.cache.view(),
+                       .workspace = {workspace.data(), workspace.size()},
+                       .selection = {selection.data(), selection.size()}};
+  std::vector<float> q(200 * static_cast<size_t>(m.heads * m.query_key())), kv(200 * static_cast<size_t>(m.entry())),
+      heads(200 * static_cast<size_t>(m.heads * m.value));
+  const auto attention = [&] {
+    return message_of([&] {
+      attend(s.stream, c, View<const float, Token, Head, QueryKey>(q.data(), {200, m.heads, m.query_key()}),
+             View<const float, Token, Latent>(kv.data(), {200, m.latent}),
+             View<const float, Token, Rope>(kv.data(), {200, m.rope}),
+             View<float, Token, Head, Value>(heads.data(), {200, m.heads, m.value}));
+      s.stream.synchronize();
+    });
+  };
+  EXPECT_EQ(attention(), none);
+  const std::vector<int32_t> choice(200 * static_cast<size_t>(p.topk), 0);
+  select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk}));
+  EXPECT_EQ(attention(), "no error");
+  EXPECT_EQ(attention(), "no error");  // layers share it
+  EXPECT_EQ(message_of([&] {
+              select(s.stream, c, View<const int32_t, Token, Topk>(nullptr, {200, p.topk}));
+            }),
+            "select: positions has no data");
+}
+
+// Of the attention form alone: nothing of projections and the indexer is reserved, and the block form is refused.
+TEST(SparseLayer, PlansOfTheAttentionForm) {
+  Step s;
+  const Plan block = s.planned(),
+             p = plan(s.model, s.spec, 4, s.batch(), device_info(s.stream, s.model), {.form = LayerForm::attention});
+  for (const char* name : {"query", "query_latent", "kv", "index_key", "index_query", "index_codes", "index_weights",
+                           "index_scores", "index_topk"}) {
+    EXPECT_GT(block.region(name).bytes, 0u) << name;
+    EXPECT_EQ(p.region(name).bytes, 0u) << name;
+  }
+  EXPECT_EQ(p.selection_bytes, block.selection_bytes);
+  EXPECT_EQ(p.selection_stamp, block.selection_stamp);
+  EXPECT_NE(block.describe().find("scored in"), std::string::npos);
+  EXPECT_EQ(p.describe().find("scored in"), std::string::npos);
+  EXPECT_NE(p.describe().find("chosen by the caller"), std::string::npos);
+  const Batch b = s.batch();
+  const Buffer workspace(p.workspace_bytes, kDevice), selection(p.selection_bytes, kDevice);
+  const LayerContext c{.plan = p,
+                       .batch = b,
+                       .weights = s.v.weights,
+                       .rotary = s.rotary,
+                       .cache = s.cache.view(),
+                       .workspace = {workspace.data(), workspace.size()},
+                       .index_cache = s.index.view(),
+                       .index_rotary = &s.index_rotary,
+                       .selection = {selection.data(), selection.size()}};
+  EXPECT_EQ(message_of([&] {
+              forward(s.stream, c, View<const float, Token, Hidden>(s.v.golden.hidden.data(), {200, s.model.hidden}),
+                      View<float, Token, Hidden>(s.out.data(), {200, s.model.hidden}));
+            }),
+            "layer: plan was made for the attention form alone (PlanOptions::form)");
+}
+
 // A layer without an indexer attends to what the one before it selected.
 TEST(SparseLayer, SharedSelection) {
   Step s;
   ASSERT_EQ(s.go(s.v.weights, [](LayerContext&) {}), "ran");
   const std::vector<float> own = s.out;
   const Plan p = s.planned();
-  const std::vector<std::byte> kept = read(s.stream, s.selection.data(), s.selection.size());
+  const Buffer kept = std::move(s.selection);
   Cache cache(s.spec, 4, kDevice);
   ASSERT_EQ(s.go(s.v.without_indexer,
                  [&](LayerContext& c) {
-                   copy(s.stream, c.selection.data(), kept.data(), kept.size());
+                   c.selection = {kept.data(), kept.size()};
                    c.cache = cache.view();
                    c.index_cache = {};
                    c.index_rotary = nullptr;

@@ -121,6 +121,7 @@ TEST(Rotary, TableHoldsCosAndSin) {
   EXPECT_FALSE(RotaryTable(RopeConfig{}, 0, 10).rotates());
   EXPECT_THROW(RotaryTable(RopeConfig{}, 7, 10), ShapeError);
   EXPECT_THROW(RotaryTable(RopeConfig{}, 8, -1), ShapeError);
+  EXPECT_THROW(RotaryTable(RopeConfig{}, 8, 0), ShapeError);
   EXPECT_THROW(RotaryTable(RopeConfig{}, 64, int64_t{1} << 62), ShapeError);
 }
 

@@ -279,6 +279,11 @@ def test_sparse_model(stream):
     assert np.all(np.isfinite(out)) and np.abs(out).max() > 0
     with pytest.raises(mla.Error):
         mla.forward(step, weights, rotary, cache, hidden, stream=stream)
+    with pytest.raises(mla.ShapeError, match="index rotary table is of interleaved pairs"):
+        mla.forward(
+            step, weights, rotary, cache, hidden, stream=stream, index_cache=index_cache,
+            index_rotary=rotary,
+        )
     # A choice of all that the first rows see is what a dense plan attends to.
     q, kv_c, k_pe = (
         np.random.default_rng(1).standard_normal(s).astype(np.float32)
@@ -287,6 +292,13 @@ def test_sparse_model(stream):
     first = np.tile(np.arange(16, dtype=np.int32), (100, 1))
     first[first > np.arange(100)[:, None]] = -1
     index = dict(index_cache=index_cache, index_rotary=index_rotary)
+    step = mla.plan(
+        model, cache, batch, stream=stream, options=mla.PlanOptions(form="attention")
+    )
+    with pytest.raises(mla.BatchError, match="selection holds no choice"):
+        mla.attend(step, weights, rotary, cache, q, kv_c, k_pe, stream=stream, **index)
+    with pytest.raises(mla.UnsupportedError, match="attention form alone"):
+        mla.forward(step, weights, rotary, cache, hidden, stream=stream, **index)
     mla.select(step, weights, rotary, cache, first, stream=stream, **index)
     found = mla.attend(step, weights, rotary, cache, q, kv_c, k_pe, stream=stream, **index)
     dense = mla.plan(
@@ -407,3 +419,38 @@ def test_what_was_not_planned_is_refused(small_model, stream):
             mla.forward(step, world.weights, rotary, cache, hidden, stream=s)
     with pytest.raises(mla.InputError, match="sideways.*latent"):
         mla.PlanOptions(path="sideways")
+    with pytest.raises(mla.InputError, match="round.*attention"):
+        mla.PlanOptions(form="round")
+
+
+def test_other_rotary_tables_are_refused(small_model, stream):
+    world = World(small_model)
+    step, hidden = prefill(world, stream)
+    other = mla.preset("deepseek-v3")
+    other.rope = small_model.rope
+    rotary = other.rotary
+    rotary.interleaved, rotary.theta = not small_model.rotary.interleaved, 7.0
+    other.rotary = rotary
+    with pytest.raises(mla.ShapeError, match="rotary table is of"):
+        mla.forward(
+            step, world.weights, mla.RotaryTable(other, 256), world.cache, hidden, stream=stream
+        )
+    with pytest.raises(mla.ShapeError, match="positions is 0, allowed 1 to"):
+        mla.RotaryTable(small_model, 0)
+
+
+def test_slots_belong_to_their_tokens(small_model, stream):
+    cache = mla.Cache(mla.cache_spec(small_model, "f32", 16), 4)
+
+    def planned(slots, starts=(0, 3), lens=(20,), table=((2, 1),)):
+        batch = mla.Batch([*starts], [*lens], np.array(table, np.int32), slots)
+        return mla.plan(small_model, cache, batch, stream=stream)
+
+    planned([17, 18, 19])
+    planned([17, -1, 19])
+    with pytest.raises(mla.BatchError, match=r"slot_mapping\[1\] is 17, its token's position 18 is slot 18"):
+        planned([17, 17, 19])
+    with pytest.raises(mla.BatchError, match=r"slot_mapping\[0\] is 33"):
+        planned([33, 18, 19])
+    with pytest.raises(mla.BatchError, match="the slot of token 0 too"):  # two decode one row
+        planned([19, 19], (0, 1, 2), (20, 20), ((2, 1), (0, 1)))

@@ -41,7 +41,9 @@ class Engine {
         stream_(stream_on_device(pool_)),
         staged_(stream_),
         rotary_(weights.config.rotary, weights.config.rope, 4096, kDevice),
-        index_rotary_(weights.config.index_rotary(), weights.config.rope, weights.config.indexer ? 4096 : 0, kDevice),
+        index_rotary_(weights.config.indexer
+                          ? RotaryTable(weights.config.index_rotary(), weights.config.rope, 4096, kDevice)
+                          : RotaryTable()),
         free_(options.pages) {
     std::iota(free_.begin(), free_.end(), 0);
     cases::Random random(options.page_seed);

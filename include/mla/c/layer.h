@@ -46,21 +46,23 @@ typedef struct mla_layer_args {
   size_t struct_size;
   const mla_plan* plan;
   const mla_weights* weights;
-  const mla_rotary* rotary;
+  const mla_rotary* rotary;  ///< of mla_forward: of the plan's model, for all of the step's positions
   mla_cache* cache;
   void* workspace;         ///< 64-byte aligned; contents may be anything
   size_t workspace_bytes;  ///< at least the plan's
   // Of models with an indexer; NULL and 0 otherwise.
   mla_index_cache* index_cache;    ///< page for page beside the cache
   const mla_rotary* index_rotary;  ///< made with indexer = 1
-  void* selection;                 ///< 64-byte aligned; written by a layer with an indexer, read by those that share it
+  /// 64-byte aligned. A layer with an indexer or mla_select writes it, later calls of the step read it: MLA_ERROR_BATCH
+  /// when they find no choice of this step there
+  void* selection;
   size_t selection_bytes;          ///< at least the plan's
   mla_profile* profile;            ///< NULL: not timed
 } mla_layer_args;
 
 /// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16, at least the
 /// plan's tokens; rows past those are neither read nor written. Appends the step's rows to the cache.
-/// MLA_ERROR_UNSUPPORTED when the plan was made for a quantised output.
+/// MLA_ERROR_UNSUPPORTED when the plan was made for the attention form alone or a quantised output.
 MLA_API mla_status mla_forward(mla_stream* stream, const mla_layer_args* args, const DLTensor* hidden,
                                const DLTensor* out);
 

@@ -5,6 +5,8 @@ namespace mla::ops {
 
 void check(const IndexAppendArgs& a) {
   constexpr std::string_view op = "index_append";
+  require_pages(op, "cache", a.cache);
+  require_view(op, "keys", a.keys);
   require_equal(op, "keys IndexDim", a.keys.extent<IndexDim>(), "cache dim", a.cache.spec.dim);
   require_dense<IndexDim>(op, "keys", a.keys);
   require_range(op, "slots length", static_cast<int64_t>(a.slots.size()), 0, a.keys.extent<Token>() + 1);

@@ -112,6 +112,12 @@ void launch(cuda::Queue& queue, void* graph) {
   check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), queue.stream()), "graph", "launch");
 }
 
+bool capturing(const cuda::Queue& queue) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(queue.stream(), &status), "graph", "asking whether a stream is captured");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 Mark::~Mark() {
   if (event_) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
 }
