@@ -22,7 +22,7 @@ struct Prepared {
       : model(m),
         weights(prepare(m, random_layer(m, 0, 1, Dtype::f32), PrepareOptions{.dtype = Dtype::f32})),
         rotary(m.rotary, m.rope, 256),
-        index_rotary(m.index_rotary(), m.rope, m.indexer ? 256 : 0) {}
+        index_rotary(m.indexer ? RotaryTable(m.index_rotary(), m.rope, 256) : RotaryTable()) {}
 };
 
 const Prepared& prepared(int which) {
@@ -140,7 +140,17 @@ struct Step {
         FUZZ_CHECK(page >= 0 && page < pages);
       }
     }
-    for (int32_t s : slots) FUZZ_CHECK(s < pages * page_size);
+    // Every slot is that of its token's position, and one token's.
+    std::set<int32_t> written;
+    for (size_t r = 0; r < lengths.size(); ++r)
+      for (int32_t t = starts[r]; t < starts[r + 1]; ++t) {
+        const int32_t slot = slots[static_cast<size_t>(t)];
+        if (slot < 0) continue;
+        const int64_t at = lengths[r] - starts[r + 1] + t;
+        const int64_t page = table[r * static_cast<size_t>(width) + static_cast<size_t>(at / page_size)];
+        FUZZ_CHECK(slot == page * page_size + at % page_size);
+        FUZZ_CHECK(written.insert(slot).second);
+      }
   }
 };
 
@@ -164,6 +174,7 @@ PlanOptions options_of(fuzz::Source& in) {
   if (in.byte() < 16)
     o.rates = CostModel{
         .latent_flops = in.raw<float>(), .expanded_flops = in.raw<float>(), .projection_flops = in.raw<float>()};
+  if (in.byte() >= 248) o.form = LayerForm::attention;
   return o;
 }
 
