@@ -49,7 +49,7 @@ class Decode {
         pages_per_request_((longest + 15) / 16),
         cache_(spec_, most * pages_per_request_, kDevice),
         rotary_(m.rotary, m.rope, longest, kDevice),
-        index_rotary_(m.index_rotary(), m.rope, m.indexer ? longest : 0, kDevice),
+        index_rotary_(m.indexer ? RotaryTable(m.index_rotary(), m.rope, longest, kDevice) : RotaryTable()),
         staged_(stream_),
         captured_(stream_) {
     options_.compute = Dtype::bf16;
