@@ -6,7 +6,7 @@ namespace mla::serve {
 
 uint64_t token_key(const Trace& trace, int64_t request, int64_t position) {
   const TraceRequest& r = trace.requests[static_cast<size_t>(request)];
-  if (position < r.input) return r.blocks[static_cast<size_t>(position / trace.block_tokens)];
+  if (position < r.input) return block_id(r, position / trace.block_tokens);
   return mix(mix(static_cast<uint64_t>(request) + 0x6f7574u)) | (uint64_t{1} << 63);
 }
 
