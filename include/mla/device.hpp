@@ -25,7 +25,7 @@ std::string to_string(const Device& d);
 /// is not reentrant: one caller at a time, and a task must not call run() on its own pool.
 class ThreadPool {
  public:
-  /// threads >= 1; otherwise InputError. DeviceError when the system refuses a thread.
+  /// threads from 1 to four a processor, or 64: else InputError. DeviceError when the system refuses one.
   explicit ThreadPool(int threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;

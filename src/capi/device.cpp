@@ -21,7 +21,7 @@ mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream) {
   return guarded("mla_stream_create_cpu", [&] {
     expect_handle("stream", stream);
     auto made = std::make_shared<mla_stream>();
-    made->pool = std::make_unique<ThreadPool>(static_cast<int>(read_range("threads", threads, 1, 1024)));
+    made->pool = std::make_unique<ThreadPool>(threads);
     made->stream = std::make_unique<Stream>(*made->pool);
     put(stream, std::move(made));
   });

@@ -1,3 +1,6 @@
+#include "core/threads.hpp"
+
+#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <exception>
@@ -69,8 +72,11 @@ struct ThreadPool::State {
   }
 };
 
+int most_threads() { return std::max(64, 4 * static_cast<int>(std::thread::hardware_concurrency())); }
+
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
-  if (threads < 1) throw InputError("threads is " + std::to_string(threads) + ", at least 1 is needed");
+  if (threads < 1 || threads > most_threads())
+    throw InputError("threads is " + std::to_string(threads) + ", allowed 1 to " + std::to_string(most_threads()));
   try {
     for (int w = 1; w < threads; ++w) state_->workers.emplace_back([s = state_.get(), w] { s->loop(w); });
   } catch (const std::system_error& e) {

@@ -51,7 +51,7 @@ TEST(ThreadPool, ExceptionsReachTheCallerAndThePoolGoesOn) {
 }
 
 TEST(ThreadPool, NeedsAThread) {
-  EXPECT_THROW(ThreadPool(0), InputError);
+  for (int threads : {0, -1, 100'000, std::numeric_limits<int>::max()}) EXPECT_THROW(ThreadPool{threads}, InputError);
   EXPECT_THROW(ThreadPool(-3), InputError);
 }
 

@@ -18,7 +18,7 @@ MLA_API mla_status mla_device_describe(DLDevice device, char* text, size_t capac
 /// and return. Calls of several threads on one stream take turns.
 typedef struct mla_stream mla_stream;
 
-/// On the CPU, with threads of its own (1 to 1024, the caller's included).
+/// On the CPU, with threads of its own (1 to four a processor, or 64; the caller's included).
 MLA_API mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream);
 /// On a GPU. cuda_stream: a cudaStream_t, borrowed (cudaStreamLegacy for CUDA's default stream); NULL: a stream of its
 /// own. MLA_ERROR_DEVICE when there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
