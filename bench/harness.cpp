@@ -69,7 +69,9 @@ std::vector<Measurement> measure(Stream& stream, const Probe& probe, std::span<c
   constexpr int64_t kMostCalls = 10000, kMostColdCalls = 10;
   std::vector<State> states(entries.size());
   std::vector<Measurement> measured(entries.size());
+  const auto stopped = [&] { return options.stop && *options.stop; };
   for (size_t i = 0; i < entries.size(); ++i) {
+    if (stopped()) return {};
     entries[i].run->run(stream);
     const double seconds = std::max(1e-7, time_of(*entries[i].run, stream));
     states[i].calls_a_round = std::clamp(static_cast<int64_t>(options.min_time / options.rounds / seconds), int64_t{1},
@@ -77,7 +79,10 @@ std::vector<Measurement> measure(Stream& stream, const Probe& probe, std::span<c
     measured[i].cost = entries[i].run->cost();
   }
   for (int round = 0; round < options.rounds; ++round)
-    for (size_t i = 0; i < entries.size(); ++i) one_round(stream, probe, entries[i], options, states[i], measured[i]);
+    for (size_t i = 0; i < entries.size(); ++i) {
+      if (stopped()) return {};
+      one_round(stream, probe, entries[i], options, states[i], measured[i]);
+    }
   for (size_t i = 0; i < entries.size(); ++i) {
     Measurement& m = measured[i];
     m.median = quantile(states[i].times, 0.5);

@@ -1,6 +1,7 @@
 // Times cases, proves their answers, and sets them against the roof.
 #pragma once
 
+#include <atomic>
 #include <span>
 #include <string>
 #include <vector>
@@ -18,9 +19,10 @@ struct Entry {
 };
 
 struct Options {
-  int rounds = 5;         ///< at least 4
-  double min_time = 0.2;  ///< seconds of calls an entry, over all rounds
-  bool cold = false;      ///< caches emptied before each call
+  int rounds = 5;                           ///< at least 4
+  double min_time = 0.2;                    ///< seconds of calls an entry, over all rounds
+  bool cold = false;                        ///< caches emptied before each call
+  const std::atomic<bool>* stop = nullptr;  ///< becomes true: nothing more is measured
 };
 
 struct Measurement {
@@ -36,7 +38,7 @@ struct Measurement {
 };
 
 /// Warms up, then takes the entries in turn, round by round, a probe of the peaks before each; verifies each at the
-/// end. InputError when there are fewer than 4 rounds.
+/// end. Nothing comes back when it was stopped. InputError when there are fewer than 4 rounds.
 std::vector<Measurement> measure(Stream& stream, const Probe& probe, std::span<const Entry> entries,
                                  const Options& options);
 

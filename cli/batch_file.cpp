@@ -8,12 +8,6 @@
 #include "model/json.hpp"
 
 namespace mla::cli {
-namespace {
-
-constexpr int64_t kMost = int64_t{1} << 28;  // of a length, and of a batch's new tokens
-
-}  // namespace
-
 BatchLengths parse_batch(std::string_view text, std::string_view where) {
   const nlohmann::json json = parse_object(text, where);
   auto lengths = [&](const char* key) {
@@ -22,9 +16,9 @@ BatchLengths parse_batch(std::string_view text, std::string_view where) {
       throw InputError(std::string(where) + ": " + key + " is missing or not an array");
     std::vector<int64_t> v;
     for (const auto& e : *it) {
-      if (!e.is_number_integer() || (e.is_number_unsigned() && e.get<uint64_t>() > kMost))
+      if (!e.is_number_integer() || (e.is_number_unsigned() && e.get<uint64_t>() > kMostTokens))
         throw InputError(std::string(where) + ": " + key + "[" + std::to_string(v.size()) +
-                         "] is not an integer up to " + std::to_string(kMost));
+                         "] is not an integer up to " + std::to_string(kMostTokens));
       v.push_back(e.get<int64_t>());
     }
     return v;
@@ -39,12 +33,13 @@ BatchOfLengths::BatchOfLengths(const BatchLengths& of, int64_t page_size) {
   int64_t width = 1, tokens = 0;
   for (size_t r = 0; r < of.queries.size(); ++r) {
     for (int64_t n : {of.queries[r], of.contexts[r]})
-      if (n < 0 || n > kMost)
+      if (n < 0 || n > kMostTokens)
         throw InputError("request " + std::to_string(r) + ": length is " + std::to_string(n) + ", allowed 0 to " +
-                         std::to_string(kMost));
+                         std::to_string(kMostTokens));
     const int64_t length = of.queries[r] + of.contexts[r], needed = (length + page_size - 1) / page_size;
     tokens += of.queries[r];
-    if (tokens > kMost) throw InputError("the batch has more than " + std::to_string(kMost) + " new tokens");
+    if (tokens > kMostTokens)
+      throw InputError("the batch has more than " + std::to_string(kMostTokens) + " new tokens");
     starts_.push_back(static_cast<int32_t>(tokens));
     lengths_.push_back(static_cast<int32_t>(length));
     width = std::max(width, needed);

@@ -9,6 +9,8 @@
 
 namespace mla::cli {
 
+constexpr int64_t kMostTokens = int64_t{1} << 28;  ///< of a length, and of a batch's new tokens
+
 struct BatchLengths {
   std::vector<int64_t> queries, contexts;  ///< new and cached tokens of each request
 };

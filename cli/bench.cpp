@@ -1,7 +1,6 @@
 // mla bench: ops, the plan and the layer, each answer verified, each time set against the machine's measured roof.
 #include <algorithm>
 #include <cstdio>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "backend/backend.hpp"
@@ -13,7 +12,10 @@
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "cli/signals.hpp"
+#include "core/counted.hpp"
 #include "mla/error.hpp"
+#include "model/json.hpp"
 #include "report/report.hpp"
 
 namespace mla::cli {
@@ -35,6 +37,12 @@ std::string time_text(double seconds) {
   char s[32];
   if (seconds >= 1e-3) std::snprintf(s, sizeof s, "%.3f ms", 1e3 * seconds);
   else std::snprintf(s, sizeof s, "%.2f us", 1e6 * seconds);
+  return s;
+}
+
+std::string one_digit(double x) {
+  char s[32];
+  std::snprintf(s, sizeof s, "%.1f", x);
   return s;
 }
 
@@ -188,9 +196,7 @@ struct Peer {
 };
 
 std::vector<Peer> read_peers(const std::string& file) {
-  std::ifstream in(file, std::ios::binary);
-  if (!in) throw InputError(file + ": cannot be read");
-  const json all = json::parse(in, nullptr, false);
+  const json all = parse_strict(read_text(file), [&](const std::string& why) { throw InputError(file + ": " + why); });
   if (!all.is_array()) throw InputError(file + ": a JSON array of {\"row\", \"peer\", \"us\"} is needed");
   std::vector<Peer> peers;
   for (const json& p : all) {
@@ -209,18 +215,17 @@ std::vector<Peer> read_peers(const std::string& file) {
   return peers;
 }
 
+struct Interrupted {};
+
 class Bench {
  public:
-  explicit Bench(CLI::App& command) : shape_(command) {
+  explicit Bench(CLI::App& command) : command_(command), shape_(command) {
     command.add_option("op", ops_, "Ops to measure, or plan, or layer; all by default");
     add_threads(command, threads_);
     add_target(command, target_);
-    command.add_option("--rounds", options_.rounds, "Rounds, each between two probes of the peaks; at least 4")
-        ->capture_default_str()
-        ->check(CLI::Range(4, 10000));
-    command.add_option("--min-time", options_.min_time, "Seconds of calls a row, over all rounds")
-        ->capture_default_str()
-        ->check(CLI::Range(0.0, 600.0));
+    add_number(command, "--rounds", options_.rounds, "Rounds, each between two probes of the peaks; at least 4", 4,
+               10000);
+    add_number(command, "--min-time", options_.min_time, "Seconds of calls a row, over all rounds", 0.0, 600.0);
     command.add_flag("--cold", options_.cold, "Empty the caches before each call, in every row");
     command.add_option("--json", json_file_, "Also write machine, roof, options and rows to this file");
     command.add_option("--report", report_file_,
@@ -244,16 +249,18 @@ class Bench {
         "  mla bench attend_latent --report bench.html --peers peers.json");
   }
 
-  /// False when an answer was wrong.
-  bool run() {
+  /// The exit code.
+  int run() {
+    const StopOnSignal signals;
+    options_.stop = &signals.stop();
     for (const std::string& op : ops_)
       if (op != kPlan && op != kLayer) cases_find(op);
     const cases::Params params = shape_.params();
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
+    Outputs files({{"--json", json_file_}, {"--report", report_file_}}, {{"--peers", peers_file_}});
     if (!peers_file_.empty()) peers_ = read_peers(peers_file_);
-    OutputFile json_out(json_file_), report_out(report_file_);
-    if (!peers_file_.empty() && !json_out && !report_out) throw InputError("--peers goes with --report or --json");
+    if (!peers_file_.empty() && !files.wants_any()) throw InputError("--peers goes with --report or --json");
     cpu::restrict_target(target_);
 
     ThreadPool pool(threads_);
@@ -261,25 +268,40 @@ class Bench {
     const bench::Roof roof = bench::measure_roof(pool);
     const bench::Probe probe(pool);
     print_head(roof);
-    if (shape_.any()) {
-      for (const std::string& op : ops_) one_shape(stream, probe, op, params);
-    } else {
-      standing(stream, probe);
-      if (wanted("attend_sparse")) sparse_decode(stream, probe);
-      if (wanted(kPlan)) plan(stream, probe);
-      if (wanted(kLayer)) layer(stream, probe);
+    try {
+      if (shape_.any()) {
+        for (const std::string& op : ops_) one_shape(stream, probe, op, params);
+      } else {
+        standing(stream, probe);
+        if (wanted("attend_sparse")) sparse_decode(stream, probe);
+        if (wanted(kPlan)) plan(stream, probe);
+        if (wanted(kLayer)) layer(stream, probe);
+      }
+    } catch (const Interrupted&) {
+      interrupted_ = true;
+      std::printf("interrupted: rows that were whole are above\n");
     }
     if (!all_right_) std::printf("FAILED: a row's error is above its bound\n");
     add_peers();
-    if (json_out || report_out) {
+    if (files.wants_any()) {
       const json all = everything(roof);
-      json_out.write([&](std::ostream& out) { out << dump(all) << '\n'; });
-      report_out.write([&](std::ostream& out) { out << report::html(all); });
+      files.write("--json", [&](std::ostream& out) { out << dump(all) << '\n'; });
+      files.write("--report", [&](std::ostream& out) { out << report::html(all); });
     }
-    return all_right_;
+    files.finish();
+    std::fflush(stdout);
+    if (signals.exit_code() != 0) return signals.exit_code();
+    return all_right_ ? 0 : 1;
   }
 
  private:
+  std::vector<bench::Measurement> measure(Stream& stream, const bench::Probe& probe,
+                                          std::span<const bench::Entry> entries, const bench::Options& options) const {
+    std::vector<bench::Measurement> measured = bench::measure(stream, probe, entries, options);
+    if (measured.empty()) throw Interrupted{};
+    return measured;
+  }
+
   // Like cases::find, but its message knows what else may be asked for.
   static const cases::CaseType& cases_find(const std::string& op) {
     try {
@@ -293,9 +315,9 @@ class Bench {
   }
 
   void print_head(const bench::Roof& roof) const {
-    std::printf("%s, %d threads, target %s: read %.1f GB/s, f32 multiply-add %.0f GFLOP/s",
-                bench::this_machine().cpu.c_str(), threads_, std::string(backend::backend({}).target()).c_str(),
-                roof.read_gbps, roof.fma_gflops);
+    std::printf("%s, %s, target %s: read %.1f GB/s, f32 multiply-add %.0f GFLOP/s", bench::this_machine().cpu.c_str(),
+                counted(threads_, "thread").c_str(), std::string(backend::backend({}).target()).c_str(), roof.read_gbps,
+                roof.fma_gflops);
     if (roof.bf16_gflops > 0) std::printf(", bf16 dot %.0f GFLOP/s", roof.bf16_gflops);
     std::printf("\n%-56s %11s %11s %9s %8s %10s %9s %10s %10s\n", "", "median", "p90", "GFLOP/s", "GB/s", "% of roof",
                 "% of f32", "error", "bound");
@@ -304,23 +326,35 @@ class Bench {
   void add(const std::string& name, std::string_view op, const bench::Measurement& m, const cases::Params* p,
            bool cold) {
     std::printf("%-56s %11s %11s", name.c_str(), time_text(m.median).c_str(), time_text(m.p90).c_str());
+    // What passes the roof was set against one that leaves out units, or memory near the core, that the op used.
+    const bool known = m.of_roof <= 1;
     if (m.of_roof > 0)
-      std::printf(" %9.1f %8.1f %10.1f %9.1f", 1e-9 * m.cost.flops / m.median, 1e-9 * m.cost.bytes / m.median,
-                  100 * m.of_roof, 100 * m.of_fma);
+      std::printf(" %9.1f %8.1f %10s %9.1f", 1e-9 * m.cost.flops / m.median, 1e-9 * m.cost.bytes / m.median,
+                  known ? one_digit(100 * m.of_roof).c_str() : "unknown", 100 * m.of_fma);
     else std::printf(" %9s %8s %10s %9s", "-", "-", "-", "-");
     std::printf(" %10.2g %10.2g%s\n", m.verdict.error, m.verdict.bound,
                 m.verdict.ok ? "" : ("  FAILED: " + m.verdict.detail).c_str());
     std::fflush(stdout);
     all_right_ = all_right_ && m.verdict.ok;
-    json row{{"name", name},         {"op", op},           {"median_s", m.median},     {"p90_s", m.p90},
-             {"calls", m.calls},     {"cold", cold},       {"bytes", m.cost.bytes},    {"flops", m.cost.flops},
-             {"of_roof", m.of_roof}, {"of_f32", m.of_fma}, {"error", m.verdict.error}, {"bound", m.verdict.bound},
+    json row{{"name", name},
+             {"op", op},
+             {"median_s", m.median},
+             {"p90_s", m.p90},
+             {"calls", m.calls},
+             {"cold", cold},
+             {"bytes", m.cost.bytes},
+             {"flops", m.cost.flops},
+             {"of_roof", known ? json(m.of_roof) : json()},
+             {"of_f32", m.of_fma},
+             {"error", m.verdict.error},
+             {"bound", m.verdict.bound},
              {"ok", m.verdict.ok}};
     if (p) row["params"] = params_json(*p);
     rows_.push_back(std::move(row));
   }
 
   std::vector<bench::Measurement> measure_rows(Stream& stream, const bench::Probe& probe, std::span<const Row> rows) {
+    if (*options_.stop) throw Interrupted{};
     std::vector<std::unique_ptr<cases::Case>> made;
     std::vector<bench::Entry> entries;
     for (const Row& r : rows) {
@@ -331,7 +365,7 @@ class Bench {
     }
     bench::Options options = options_;
     options.cold = options.cold || rows[0].cold;
-    auto measured = bench::measure(stream, probe, entries, options);
+    auto measured = measure(stream, probe, entries, options);
     for (size_t i = 0; i < rows.size(); ++i) add(rows[i].name, rows[i].op, measured[i], &rows[i].params, options.cold);
     return measured;
   }
@@ -377,7 +411,7 @@ class Bench {
     for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
       const auto c = bench::make_plan_case(device, split);
       const bench::Entry entry{"plan of a mixed batch of 256 requests, " + std::string(to_string(split)), c.get()};
-      add(entry.name, kPlan, bench::measure(stream, probe, {&entry, 1}, options_)[0], nullptr, options_.cold);
+      add(entry.name, kPlan, measure(stream, probe, {&entry, 1}, options_)[0], nullptr, options_.cold);
     }
   }
 
@@ -406,7 +440,7 @@ class Bench {
         entries.push_back({s.name + ", cold, " + std::string(to_string(dtype)) + ", " + std::string(to_string(split)),
                            made.back().get(), dtype});
       }
-      const auto m = bench::measure(stream, probe, entries, options);
+      const auto m = measure(stream, probe, entries, options);
       for (size_t i = 0; i < m.size(); ++i) add(entries[i].name, kLayer, m[i], nullptr, true);
       std::vector<double> ratios;
       for (size_t r = 0; r < m[0].round_medians.size(); ++r)
@@ -433,33 +467,27 @@ class Bench {
 
   json everything(const bench::Roof& roof) const {
     const bench::Machine machine = bench::this_machine();
-    return {
-        {"command", "bench"},
-        {"version", MLA_VERSION},
-        {"date", utc_now()},
-        {"machine",
-         {{"cpu", machine.cpu},
-          {"cores", machine.cores},
-          {"memory_bytes", machine.memory_bytes},
-          {"target", backend::backend({}).target()}}},
-        {"roof", {{"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
-        {"options",
-         {{"threads", threads_},
-          {"rounds", options_.rounds},
-          {"min_time_s", options_.min_time},
-          {"target", target_},
-          {"cold", options_.cold},
-          {"ops", ops_}}},
-        {"rows", rows_}};
+    json all = provenance(command_);
+    all.update(
+        {{"machine",
+          {{"cpu", machine.cpu},
+           {"cores", machine.cores},
+           {"memory_bytes", machine.memory_bytes},
+           {"target", backend::backend({}).target()}}},
+         {"roof", {{"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
+         {"interrupted", interrupted_},
+         {"rows", rows_}});
+    return all;
   }
 
+  const CLI::App& command_;
   ShapeFlags shape_;
   std::vector<std::string> ops_;
   std::string target_, json_file_, report_file_, peers_file_;
   std::vector<Peer> peers_;
   bench::Options options_;
   int threads_ = 1;
-  bool all_right_ = true;
+  bool all_right_ = true, interrupted_ = false;
   json rows_ = json::array();
 };
 
@@ -468,7 +496,7 @@ class Bench {
 void add_bench(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("bench", "Measure ops, plan and layer against this machine's roof");
   auto bench = std::make_shared<Bench>(*command);
-  command->callback([bench, &status] { status = bench->run() ? 0 : 1; });
+  command->callback([bench, &status] { status = bench->run(); });
 }
 
 }  // namespace mla::cli

@@ -1,22 +1,29 @@
 // mla: what will this model, this cache format and this traffic cost on this machine?
 //
-// Exit codes: 0, 1 (a check failed), 2 (bad usage or input). Every error is one line on stderr.
+// Every error is one line on stderr; kExitCodes says what the program returns.
+#include <signal.h>
+
+#include <algorithm>
+#include <cstdio>
 #include <iostream>
 #include <new>
 #include <string>
 
 #include "cli/commands.hpp"
+#include "cli/output.hpp"
+#include "cli/version.hpp"
 #include "core/one_line.hpp"
 #include "mla/error.hpp"
 
 namespace {
 
-constexpr int kBadUsage = 2;
+constexpr int kFailed = 1, kBadUsage = 2;
 
-int fail(const std::string& message) {
+int fail(const std::string& message, int status = kBadUsage) {
   std::cout.flush();
+  std::fflush(stdout);
   std::cerr << "mla: " << mla::one_line(message) << std::endl;
-  return kBadUsage;
+  return status;
 }
 
 constexpr const char* kExamples =
@@ -31,13 +38,22 @@ constexpr const char* kExamples =
     "  mla plan --help                                        how a batch would be executed\n"
     "  mla info                                               machine, roofs, models, cache formats\n"
     "  mla info CHECKPOINT                                    a checkpoint's attention tensors\n"
-    "Exit codes: 0, 1 (a check failed), 2 (bad usage or input).";
+    "Exit codes: 0; 1, a check failed, every request was refused, or results could not be written; 2, bad usage or "
+    "input;\n128 + n, ended by signal n (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP, 141 SIGPIPE): mla run and mla bench "
+    "still "
+    "print and write what they have.";
 
-}  // namespace
+// CLI11 lists them from the last to the first.
+std::string unexpected(const CLI::App& app) {
+  std::string all;
+  for (const CLI::App* command : app.get_subcommands())
+    for (const std::string& argument : command->remaining()) all += " '" + argument + "'";
+  return all;
+}
 
-int main(int argc, char** argv) try {
+int run(int argc, char** argv) try {
   CLI::App app("Multi-head Latent Attention for LLM serving: replay, measure, check, plan", "mla");
-  app.set_version_flag("--version", MLA_VERSION);
+  app.set_version_flag("--version", std::string(MLA_VERSION) + " (commit " + mla::cli::commit() + ")");
   app.require_subcommand(1);
   app.footer(kExamples);
   app.get_formatter()->column_width(36);
@@ -58,13 +74,28 @@ int main(int argc, char** argv) try {
       for (const CLI::App* command : app.get_subcommands(nullptr)) known += " " + command->get_name();
       return fail("unknown command or option '" + rest[0] + "'; commands:" + known);
     }
-    return fail(std::string(e.what()) + " (see mla --help)");
+    const std::string extras = dynamic_cast<const CLI::ExtrasError*>(&e) ? unexpected(app) : "";
+    return fail((extras.empty() ? e.what() : "not expected:" + extras) + " (see mla --help)");
   }
   return status;
+} catch (const mla::cli::OutputError& e) {
+  return fail(e.what(), kFailed);
 } catch (const mla::Error& e) {
   return fail(e.what());
 } catch (const std::bad_alloc&) {
   return fail("out of memory");
 } catch (const std::exception& e) {
   return fail(e.what());
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  signal(SIGXFSZ, SIG_IGN);  // a write past a limit on files is then an error like others
+  mla::cli::hold_standard_descriptors();
+  mla::cli::remember_command_line(argc, argv);
+  const int status = run(argc, argv);
+  // What a reader that left did not take is known by SIGPIPE's status.
+  const std::string error = mla::cli::standard_output_error();
+  return error.empty() || status != 0 ? status : fail("standard output could not be written: " + error, kFailed);
 }

@@ -1,8 +1,10 @@
 #include "cli/params.hpp"
 
 #include <charconv>
+#include <cstdio>
 
 #include "bench/machine.hpp"
+#include "core/threads.hpp"
 #include "mla/error.hpp"
 #include "mla/index_plan.hpp"
 
@@ -19,6 +21,44 @@ void require(const char* flag, int64_t value, int64_t least, int64_t most) {
 
 }  // namespace
 
+std::string number_text(double x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.15g", x);
+  return text;
+}
+
+Dtype parse_operands(const char* flag, const std::string& text) {
+  const Dtype dtype = parse_choice(flag, text, parse_dtype);
+  if (dtype != Dtype::f32 && dtype != Dtype::bf16)
+    throw InputError(std::string(flag) + " is " + text + ", it must be f32 or bf16");
+  return dtype;
+}
+
+std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<std::string>& texts, int64_t least,
+                                   int64_t most) {
+  std::vector<int64_t> numbers;
+  for (const std::string& text : texts)
+    for (size_t at = 0; at <= text.size();) {
+      const size_t end = std::min(text.find(',', at), text.size());
+      numbers.push_back(
+          parse_number(flag + "[" + std::to_string(numbers.size()) + "]", text.substr(at, end - at), least, most));
+      at = end + 1;
+    }
+  return numbers;
+}
+
+void require_fp8_products(const std::string& activations, const std::string& products) {
+  if (parse_choice("--activations", activations, parse_activations) != Activations::plain && products == "plain")
+    throw InputError("--activations " + activations + " needs --product-weights fp8: it is their inputs' format");
+}
+
+void refuse_beside(const CLI::App& command, const char* other, std::initializer_list<const char*> flags) {
+  if (command.get_option(other)->count() == 0) return;
+  for (const char* flag : flags)
+    if (command.get_option(flag)->count() > 0)
+      throw InputError(std::string(flag) + " is not read beside " + other + ": give one of them");
+}
+
 ShapeFlags::ShapeFlags(CLI::App& command)
     : format_(to_string(p_.format)),
       dtype_(to_string(p_.dtype)),
@@ -27,8 +67,11 @@ ShapeFlags::ShapeFlags(CLI::App& command)
       inputs_(to_string(p_.inputs)),
       index_format_(to_string(p_.index_format)) {
   const std::string group = "Shape (an op reads those it knows)";
+  auto text = [&](const char* flag, std::string& value, const char* what) {
+    options_.push_back(command.add_option(flag, value, what)->capture_default_str()->group(group));
+  };
   auto number = [&](const char* flag, auto& value, const char* what) {
-    CLI::Option* option = command.add_option(flag, value, what)->capture_default_str()->group(group);
+    CLI::Option* option = add_number(command, flag, value, what)->group(group);
     options_.push_back(option);
     return option;
   };
@@ -46,24 +89,24 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   number("--value", p_.value, "Width of a head's value");
   number("--in", p_.in, "project, norm, layer_norm: input features");
   number("--out", p_.out, "project: output features");
-  number("--format", format_, "Cache format");
+  text("--format", format_, "Cache format");
   number("--page-size", p_.page_size, "Tokens a page");
-  number("--weights", weights_, "project: how weights are held: plain fp8 mxfp4");
-  number("--activations", inputs_, "project, of fp8 weights: plain or fp8_128");
+  text("--weights", weights_, "project: how weights are held: plain fp8 mxfp4");
+  text("--activations", inputs_, "project, of fp8 weights: plain or fp8_128");
   number("--weight-block", p_.weight_block, "project: side of the fp8 weights under one scale; 0: one scale for all");
-  number("--dtype", dtype_, "Main operands: f32 bf16 f16 fp8_e4m3");
+  text("--dtype", dtype_, "Main operands: f32 bf16 f16 fp8_e4m3");
   flag("--neox", p_.neox, "rope: NeoX halves instead of interleaved pairs");
   number("--yarn-factor", p_.yarn_factor, "rope: above 1, YaRN with this factor");
   flag("--full", full_, "attend_expanded: not causal");
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
-  number("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
+  text("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
   topk_ = number("--topk", p_.topk, "Positions a query row selects");
   number("--sources", p_.sources, "attend_sparse: caches");
   flag("--sinks", p_.sinks, "attend_sparse: a sink a head");
   number("--index-dim", p_.index_dim, "Sparse indexer: width of a key");
-  number("--index-format", index_format_, "Sparse indexer: f32 bf16 fp8");
-  command.add_option("--seed", p_.seed, "Seed of the random inputs")->capture_default_str()->group(group);
+  text("--index-format", index_format_, "Sparse indexer: f32 bf16 fp8");
+  add_number(command, "--seed", p_.seed, "Seed of the random inputs")->group(group);
 }
 
 bool ShapeFlags::any() const {
@@ -74,13 +117,13 @@ bool ShapeFlags::any() const {
 
 cases::Params ShapeFlags::params() const {
   cases::Params p = p_;
-  p.format = parse_cache_format(format_);
-  p.dtype = parse_dtype(dtype_);
-  p.weights = parse_weight_format(weights_);
-  p.inputs = parse_activations(inputs_);
-  p.index_format = parse_index_cache_format(index_format_);
+  p.format = parse_choice("--format", format_, parse_cache_format);
+  p.dtype = parse_choice("--dtype", dtype_, parse_dtype);
+  p.weights = parse_choice("--weights", weights_, parse_weight_format);
+  p.inputs = parse_choice("--activations", inputs_, parse_activations);
+  p.index_format = parse_choice("--index-format", index_format_, parse_index_cache_format);
   p.causal = !full_;
-  p.output = parse_output_spec(output_);
+  p.output = parse_choice("--output", output_, parse_output_spec);
   require("--requests", p.requests, 0, kMostTokens);
   require("--query-len", p.query_len, 0, kMostTokens);
   require("--context", p.context, 0, kMostTokens);
@@ -99,7 +142,7 @@ cases::Params ShapeFlags::params() const {
   require("--index-dim", p.index_dim, 1, kMostOfADimension);
   if (p.rope % 2 != 0) throw InputError("--rope is " + std::to_string(p.rope) + ", it must be even");
   if (!(p.yarn_factor >= 1))
-    throw InputError("--yarn-factor is " + std::to_string(p.yarn_factor) + ", at least 1 is needed");
+    throw InputError("--yarn-factor is " + number_text(p.yarn_factor) + ", at least 1 is needed");
   require("--requests times (--query-len + --context)", p.requests * (p.query_len + p.context), 0, kMostTokens);
   const int64_t widest = std::max({p.latent + p.rope, p.nope + p.rope, p.value, p.in, p.out, p.index_dim});
   require("new tokens times heads times the widest dimension", p.requests * p.query_len * p.heads * widest, 0,
@@ -111,7 +154,7 @@ cases::Params ShapeFlags::params() const {
 
 void add_threads(CLI::App& command, int& threads) {
   threads = bench::this_machine().cores;
-  command.add_option("--threads", threads, "Threads")->capture_default_str()->check(CLI::Range(1, 4096));
+  add_number(command, "--threads", threads, "Threads", 1, most_threads());
 }
 
 DeviceFlag::DeviceFlag(CLI::App& command) {

@@ -2,14 +2,76 @@
 #pragma once
 
 #include <CLI/CLI.hpp>
+#include <charconv>
+#include <cmath>
+#include <cstdint>
+#include <limits>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "cases/case.hpp"
+#include "core/one_line.hpp"
+#include "mla/error.hpp"
 #include "mla/model.hpp"
 
 namespace mla::cli {
+
+std::string number_text(double x);
+template <class T>
+std::string number_text(T x) {
+  return std::to_string(x);
+}
+
+/// All of the text as a number from least to most; InputError naming what it is, the text and the limits.
+template <class T>
+T parse_number(const std::string& what, const std::string& text, T least, T most) {
+  T value{};
+  const char *begin = text.data(), *end = begin + text.size();
+  const auto [at, error] = std::from_chars(begin, end, value);
+  if (at != end || error == std::errc::invalid_argument || begin == end || value != value)
+    throw InputError(what + " is '" + text + "', a " + (std::is_integral_v<T> ? "whole " : "") + "number from " +
+                     number_text(least) + " to " + number_text(most) + " is needed");
+  if (error != std::errc() || !(value >= least && value <= most))
+    throw InputError(what + " is " + text + ", allowed " + number_text(least) + " to " + number_text(most));
+  return value;
+}
+
+/// An option whose value is a number from least to most: CLI11 alone takes -1 and what overflows for an unsigned one.
+template <class T>
+CLI::Option* add_number(CLI::App& command, const std::string& flag, T& value, const std::string& help,
+                        T least = std::numeric_limits<T>::lowest(), T most = std::numeric_limits<T>::max()) {
+  CLI::Validator strict(
+      [=](std::string& text) {
+        parse_number<T>(flag, text, least, most);
+        return std::string();
+      },
+      "");
+  return command.add_option(flag, value, help)->capture_default_str()->check(std::move(strict));
+}
+
+/// A value by its name, as `parse` reads it; the error of an unknown one says which flag it was for.
+template <class Parse>
+auto parse_choice(const char* flag, const std::string& text, Parse&& parse) {
+  try {
+    return parse(text);
+  } catch (const Error& e) {
+    throw InputError(std::string(flag) + ": " + e.what());
+  }
+}
+
+/// A dtype of weights or operands: f32 or bf16.
+Dtype parse_operands(const char* flag, const std::string& text);
+
+/// Numbers separated by commas; InputError for an empty one or one that is none.
+std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<std::string>& texts, int64_t least,
+                                   int64_t most);
+
+/// InputError for fp8 activations without fp8 products, whose inputs they are.
+void require_fp8_products(const std::string& activations, const std::string& products);
+
+/// InputError when one of `flags` was given beside `other`: it would not be read.
+void refuse_beside(const CLI::App& command, const char* other, std::initializer_list<const char*> flags);
 
 class ShapeFlags {
  public:
@@ -29,7 +91,7 @@ class ShapeFlags {
   CLI::Option *splits_ = nullptr, *topk_ = nullptr;
 };
 
-/// --threads: at least 1, by default all of the machine's.
+/// --threads: 1 to most_threads(), by default all of the machine's.
 void add_threads(CLI::App& command, int& threads);
 /// --device: cpu, cuda or cuda:N. InputError for another name.
 class DeviceFlag {

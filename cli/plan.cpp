@@ -26,7 +26,7 @@ struct Flags {
   int threads = 1, capability = 90;
   bool absorbed = false;
   ReadOptions read;
-  std::vector<int64_t> queries, contexts;
+  std::vector<std::string> queries, contexts;
   std::unique_ptr<DeviceFlag> device;
 };
 
@@ -53,17 +53,19 @@ std::string target_of(Device device, int capability) {
   return "GPU of compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-nlohmann::json json_of(const Plan& p, const std::string& target, const std::vector<layer::KernelUse>& uses) {
-  nlohmann::json j{{"model", p.model.name},
-                   {"device", to_string(p.device.device)},
-                   {"target", target},
-                   {"tokens", p.tokens},
-                   {"workspace_bytes", p.workspace_bytes},
-                   {"context_chunks", p.chunks.size()},
-                   {"requests", nlohmann::json::array()},
-                   {"regions", nlohmann::json::object()},
-                   {"kernels", nlohmann::json::array()},
-                   {"text", p.describe()}};
+nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string& target,
+                       const std::vector<layer::KernelUse>& uses) {
+  nlohmann::json j = provenance(command);
+  j.update({{"model", p.model.name},
+            {"device", to_string(p.device.device)},
+            {"target", target},
+            {"tokens", p.tokens},
+            {"workspace_bytes", p.workspace_bytes},
+            {"context_chunks", p.chunks.size()},
+            {"requests", nlohmann::json::array()},
+            {"regions", nlohmann::json::object()},
+            {"kernels", nlohmann::json::array()},
+            {"text", p.describe()}});
   for (const RequestPlan& r : p.requests)
     j["requests"].push_back({{"path", to_string(r.path)}, {"new_tokens", r.query_len}, {"context_tokens", r.context}});
   for (const Region& r : p.regions) j["regions"][std::string(r.name)] = r.bytes;
@@ -73,13 +75,14 @@ nlohmann::json json_of(const Plan& p, const std::string& target, const std::vect
 }
 
 void run(const CLI::App& command, Flags& f) {
-  OutputFile json(f.json);
+  Outputs files({{"--json", f.json}}, {{"--batch", f.batch}, {"--model", f.model}});
   const Device device = f.device->named();
-  if (f.capability < 80 || f.capability > 129)
-    throw InputError("--compute-capability is " + std::to_string(f.capability) + ", allowed 80 (for 8.0) to 129");
   if (device.kind == DeviceKind::cpu && command.get_option("--compute-capability")->count() > 0)
     throw InputError("--compute-capability is a GPU's, --device is cpu");
-  BatchLengths lengths{f.queries, f.contexts};
+  refuse_beside(command, "--batch", {"--queries", "--contexts"});
+  require_fp8_products(f.activations, f.products);
+  BatchLengths lengths{parse_numbers("--queries", f.queries, 0, kMostTokens),
+                       parse_numbers("--contexts", f.contexts, 0, kMostTokens)};
   if (!f.batch.empty()) lengths = parse_batch(read_text(f.batch), f.batch);
   else if (lengths.queries.empty()) lengths.queries = {1};
   if (lengths.contexts.empty()) lengths.contexts.assign(lengths.queries.size(), 0);
@@ -87,37 +90,38 @@ void run(const CLI::App& command, Flags& f) {
   ModelConfig model = model_of(f.model, f.read);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
-  const CacheSpec spec = cache_spec(model, parse_cache_format(f.cache), f.page_size);
+  const CacheSpec spec = cache_spec(model, parse_choice("--cache", f.cache, parse_cache_format), f.page_size);
   spec.validate();
 
   const BatchOfLengths made(lengths, f.page_size);
   PlanOptions options;
-  options.form = parse_layer_form(f.form);
-  options.path = parse_path_policy(f.path);
-  options.split = parse_split_policy(f.split);
-  const Dtype weights = parse_dtype(f.weights);
-  options.compute = f.compute.empty() ? weights : parse_dtype(f.compute);
-  options.output = parse_output_spec(f.output);
+  options.form = parse_choice("--form", f.form, parse_layer_form);
+  options.path = parse_choice("--path", f.path, parse_path_policy);
+  options.split = parse_choice("--split", f.split, parse_split_policy);
+  const Dtype weights = parse_operands("--weights", f.weights);
+  options.compute = f.compute.empty() ? weights : parse_operands("--compute", f.compute);
+  options.output = parse_choice("--output", f.output, parse_output_spec);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
-  options.sparse = parse_sparse_policy(f.sparse);
+  options.sparse = parse_choice("--sparse", f.sparse, parse_sparse_policy);
   options.absorbed = f.absorbed;
-  options.up = parse_weight_format(f.up);
-  options.activations = parse_activations(f.activations);
-  options.index_format = parse_index_cache_format(f.index_cache);
+  options.up = parse_choice("--up-weights", f.up, parse_weight_format);
+  options.activations = parse_choice("--activations", f.activations, parse_activations);
+  options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   const Batch batch = made.batch();
   const bool gpu = device.kind == DeviceKind::cuda;
   const Plan p = plan(model, spec, made.pages(), batch, device_info(device, gpu ? 1 : f.threads, model), options);
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
                                 .up = options.up,
-                                .products = parse_weight_format(f.products)};
+                                .products = parse_choice("--product-weights", f.products, parse_weight_format)};
   const std::vector<layer::KernelUse> uses = layer::kernels(p, batch, prepared, {.hopper = f.capability / 10 == 9});
   const std::string target = target_of(device, f.capability);
+  files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
-  json.write([&](std::ostream& out) { out << dump(json_of(p, target, uses)) << '\n'; });
+  files.finish();
 }
 
 }  // namespace
@@ -128,16 +132,14 @@ void add_plan(CLI::App& app, int&) {
       app.add_subcommand("plan", "Print the plan of a batch: paths, context chunks, splits, workspace, kernels");
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   add_allow_unknown(*c, f->read);
-  c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)")->delimiter(',');
-  c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)")
-      ->delimiter(',');
+  c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)");
+  c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)");
   c->add_option("--batch", f->batch, "JSON file with arrays query_lens and contexts, instead of the two flags");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
-  c->add_option("--page-size", f->page_size, "tokens a page")->capture_default_str();
+  add_number<int64_t>(*c, "--page-size", f->page_size, "tokens a page", 1, kMostTokens);
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  c->add_option("--decode-length", f->reorder_threshold,
-                "by_length: longest query that takes the latent path; sparse: longest decode")
-      ->capture_default_str();
+  add_number<int64_t>(*c, "--decode-length", f->reorder_threshold,
+                      "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
   c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
@@ -153,14 +155,13 @@ void add_plan(CLI::App& app, int&) {
                 "block: hidden states in and out; attention: queries in, heads out, nothing reserved for the indexer")
       ->capture_default_str();
   c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
-  c->add_option("--topk", f->topk, "positions the indexer selects; 0: the model's number")->capture_default_str();
+  add_number<int64_t>(*c, "--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
   c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
       ->capture_default_str();
-  c->add_option("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule")
-      ->capture_default_str();
+  add_number<int64_t>(*c, "--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule", 0,
+                      kMostTokens);
   f->device = std::make_unique<DeviceFlag>(*c);
-  c->add_option("--compute-capability", f->capability, "of the GPU that kernels are named for, times ten")
-      ->capture_default_str();
+  add_number(*c, "--compute-capability", f->capability, "of the GPU that kernels are named for, times ten", 80, 129);
   c->add_option("--json", f->json, "write the plan and its kernels to this file");
   add_threads(*c, f->threads);
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");

@@ -45,16 +45,18 @@ void round_to(Dtype t, std::span<T> x, double moved = 0) {
 template <class T>
 class Sequence {
  public:
-  Sequence(const ModelConfig& config, const Weights& weights, std::span<const float> hidden, const Rounding& rounding)
+  Sequence(const ModelConfig& config, const Weights& weights, std::span<const float> hidden, const Rounding& rounding,
+           const std::atomic<bool>* stop)
       : m_(config),
         w_(weights),
         r_(rounding),
+        stop_(stop),
         hidden_(hidden),
         length_(static_cast<int64_t>(hidden.size()) / config.hidden) {
     frequencies_ = inverse_frequencies(m_.rotary, m_.rope);
     magnitude_ = rotary_magnitude(m_.rotary);
     entries_.resize(length_ * m_.entry());
-    for (int64_t t = 0; t < length_; ++t) append(t);
+    for (int64_t t = 0; t < length_ && !stopped(); ++t) append(t);
     cached_ = entries_;
     if (r_.cache) through_cache();
     if (r_.path == Path::expanded) {
@@ -64,6 +66,8 @@ class Sequence {
       round(r_.compute, cached_);
     }
   }
+
+  bool stopped() const { return stop_ && stop_->load(std::memory_order_relaxed); }
 
   /// Attends to `keys`, ascending positions; to 0..position when it is empty. Tokens from `context` on came with it.
   void output(int64_t position, std::span<const int32_t> keys, int64_t context, std::span<double> y) const {
@@ -75,7 +79,7 @@ class Sequence {
     }
     if (!w_.absorbed_query.empty()) return absorbed_output(position, keys, y);
     std::vector<T> q = query(position), heads(m_.heads * m_.value);
-    for (int64_t h = 0; h < m_.heads; ++h) {
+    for (int64_t h = 0; h < m_.heads && !stopped(); ++h) {
       std::span<const T> q_h(q.data() + h * m_.query_key(), m_.query_key());
       std::span<T> out(heads.data() + h * m_.value, m_.value);
       r_.path == Path::expanded ? expanded_head(h, keys, context, q_h, out) : latent_head(h, keys, q_h, out);
@@ -105,7 +109,7 @@ class Sequence {
     }
     const T scale = T(1) / std::sqrt(static_cast<T>(c.heads * c.dim));
     std::vector<double> scores(position + 1);
-    for (int64_t j = 0; j <= position; ++j) {
+    for (int64_t j = 0; j <= position && !stopped(); ++j) {
       T sum = 0;
       for (int64_t h = 0; h < c.heads; ++h)
         sum += scale * weights[h] * std::max(T(0), dot<T>(q.data() + h * c.dim, keys[j].data(), c.dim));
@@ -116,7 +120,7 @@ class Sequence {
 
   std::vector<std::vector<T>> index_keys() const {
     std::vector<std::vector<T>> keys(length_);
-    for (int64_t t = 0; t < length_; ++t) keys[t] = index_key(t);
+    for (int64_t t = 0; t < length_ && !stopped(); ++t) keys[t] = index_key(t);
     return keys;
   }
 
@@ -204,7 +208,7 @@ class Sequence {
   std::vector<T> expand(std::vector<T>& rows) const {
     const int64_t width = m_.heads * (m_.nope + m_.value);
     std::vector<T> expanded(length_ * width);
-    for (int64_t t = 0; t < length_; ++t) {
+    for (int64_t t = 0; t < length_ && !stopped(); ++t) {
       std::vector<T> kv =
           product(std::span<const T>(rows.data() + t * m_.entry(), m_.latent), w_.kv_up, w_.fp8_products);
       round(r_.compute, kv);
@@ -270,7 +274,7 @@ class Sequence {
     std::vector<T> latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
     scale_query(latent_q, position);
     std::vector<T> latents(latent), entry(m_.entry());
-    for (int64_t h = 0; h < m_.heads; ++h) {
+    for (int64_t h = 0; h < m_.heads && !stopped(); ++h) {
       std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());
       std::copy_n(q.begin() + h * m_.query_key() + m_.nope, m_.rope, entry.begin() + m_.latent);
       attend_latents(keys, entry, std::span<T>(latents).subspan(h * m_.latent, m_.latent));
@@ -358,6 +362,7 @@ class Sequence {
   const ModelConfig& m_;
   const Weights& w_;
   Rounding r_;
+  const std::atomic<bool>* stop_;
   std::span<const float> hidden_;
   int64_t length_;
   std::vector<double> frequencies_;
@@ -378,24 +383,26 @@ std::vector<float> held(std::span<const float> w, int64_t heads, int64_t out, in
 template <class T>
 std::vector<double> rows_of(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                             std::span<const int64_t> rows, const Rounding& rounding,
-                            std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts) {
-  const Sequence<T> sequence(config, weights, hidden, rounding);
+                            std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts,
+                            const std::atomic<bool>* stop) {
+  const Sequence<T> sequence(config, weights, hidden, rounding, stop);
   std::vector<double> out(rows.size() * config.hidden);
-  for (size_t i = 0; i < rows.size(); ++i)
+  for (size_t i = 0; i < rows.size() && !sequence.stopped(); ++i)
     sequence.output(rows[i], selections.empty() ? std::span<const int32_t>() : selections[i],
                     contexts.empty() ? std::numeric_limits<int64_t>::max() : contexts[i],
                     std::span(out).subspan(i * config.hidden, config.hidden));
-  return out;
+  return sequence.stopped() ? std::vector<double>() : out;
 }
 
 template <class T>
 std::vector<std::vector<double>> scores_of(const ModelConfig& config, const Weights& weights,
                                            std::span<const float> hidden, std::span<const int64_t> rows,
-                                           const Rounding& rounding) {
-  const Sequence<T> sequence(config, weights, hidden, rounding);
+                                           const Rounding& rounding, const std::atomic<bool>* stop) {
+  const Sequence<T> sequence(config, weights, hidden, rounding, stop);
   const std::vector<std::vector<T>> keys = sequence.index_keys();
   std::vector<std::vector<double>> scores;
   for (int64_t row : rows) scores.push_back(sequence.index_scores(row, keys));
+  if (sequence.stopped()) scores.clear();
   return scores;
 }
 
@@ -487,17 +494,18 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
 
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                                 std::span<const int64_t> rows, const Rounding* rounding,
-                                std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts) {
+                                std::span<const std::vector<int32_t>> selections, std::span<const int64_t> contexts,
+                                const std::atomic<bool>* stop) {
   if (rounding && !rounding->float64)
-    return rows_of<float>(config, weights, hidden, rows, *rounding, selections, contexts);
-  return rows_of<double>(config, weights, hidden, rows, rounding ? *rounding : Rounding{}, selections, contexts);
+    return rows_of<float>(config, weights, hidden, rows, *rounding, selections, contexts, stop);
+  return rows_of<double>(config, weights, hidden, rows, rounding ? *rounding : Rounding{}, selections, contexts, stop);
 }
 
 std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,
                                               std::span<const float> hidden, std::span<const int64_t> rows,
-                                              const Rounding* rounding) {
-  return rounding ? scores_of<float>(config, weights, hidden, rows, *rounding)
-                  : scores_of<double>(config, weights, hidden, rows, Rounding{});
+                                              const Rounding* rounding, const std::atomic<bool>* stop) {
+  return rounding ? scores_of<float>(config, weights, hidden, rows, *rounding, stop)
+                  : scores_of<double>(config, weights, hidden, rows, Rounding{}, stop);
 }
 
 std::vector<int32_t> best(std::span<const double> scores, int64_t k) {

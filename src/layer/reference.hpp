@@ -3,6 +3,7 @@
 // more than twice the plain one's (docs/numerics.md).
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <optional>
 #include <span>
@@ -58,16 +59,18 @@ struct Rounding {
 /// attending to itself and all before it, or to the positions that selections[i] lists for rows[i] unless that is
 /// empty. contexts[i] tokens were cached before the step of rows[i]: on the expanded path it saw the others as they
 /// were before they were stored; all as they are stored without a list. Without `rounding` everything is float64; with
-/// it, sums are f32 unless it says otherwise.
+/// it, sums are f32 unless it says otherwise. Nothing comes back when `stop` became true before the end, which is then
+/// near.
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,
                                 std::span<const int64_t> rows, const Rounding* rounding = nullptr,
                                 std::span<const std::vector<int32_t>> selections = {},
-                                std::span<const int64_t> contexts = {});
+                                std::span<const int64_t> contexts = {}, const std::atomic<bool>* stop = nullptr);
 
-/// The indexer's scores of positions 0..row for each of `rows`.
+/// The indexer's scores of positions 0..row for each of `rows`; none when `stop` became true.
 std::vector<std::vector<double>> index_scores(const ModelConfig& config, const Weights& weights,
                                               std::span<const float> hidden, std::span<const int64_t> rows,
-                                              const Rounding* rounding = nullptr);
+                                              const Rounding* rounding = nullptr,
+                                              const std::atomic<bool>* stop = nullptr);
 
 /// The best k positions, ascending; the lower of equal scores wins. All of them when there are no more than k.
 std::vector<int32_t> best(std::span<const double> scores, int64_t k);

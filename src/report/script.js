@@ -40,7 +40,8 @@ const grouped = (text) => {
 };
 const fixed = (v, digits) => (isNumber(v) ? grouped(v.toFixed(digits)) : '–');
 const count = (v) => fixed(v, 0);
-const threads = (n) => `${n} thread${n === 1 ? '' : 's'}`;
+const things = (n, what) => `${count(n)} ${what}${n === 1 ? '' : 's'}`;
+const threads = (n) => things(n, 'thread');
 // Three digits that count, without an exponent.
 function short(v) {
   if (!isNumber(v)) return '–';
@@ -53,7 +54,7 @@ function scaled(v, unit) {  // 12300000 -> 12.3 M
   return short(v) + (unit ? ' ' + unit : '');
 }
 // A rate among the first figures: six digits and more do not fit.
-const rate = (v) => (v >= 1e5 ? scaled(v, '') : short(v));
+const rate = (v) => (isNumber(v) && v >= 1e5 ? scaled(v, '') : short(v));
 const time = (s) => (!isNumber(s) ? '–' : s >= 1 ? short(s) + ' s' : s >= 1e-3 ? short(s * 1e3) + ' ms' : short(s * 1e6) + ' µs');
 // One unit for a column of times, so that their points stand below each other.
 function timeColumn(values) {
@@ -294,10 +295,12 @@ function opBars(ops, total) {
     },
   });
 }
+// What passes the roof was set against one that leaves out what the op used: there is no number then.
+const roofShare = (p) => (isNumber(p) ? percent(p / 100) : 'unknown');
 const opLines = (o, total) => o.rest ? [['time', time(o.seconds)], ['share', percent(ratio(o.seconds, total))]] : [
   ['time', time(o.seconds)], ['share', percent(ratio(o.seconds, total))], ['calls', count(o.calls)],
   ['a call', time(ratio(o.seconds, o.calls))], ['achieved', flopRate(ratio(o.flops, o.seconds) * 1e-9)],
-  ['moved', scaled(ratio(o.bytes, o.seconds), 'B/s')], ['of the roof', percent(o.percent_of_roof / 100)]];
+  ['moved', scaled(ratio(o.bytes, o.seconds), 'B/s')], ['of the roof', roofShare(o.percent_of_roof)]];
 
 // What kind of work an op is: colour and shape of its mark.
 const kinds = ['attention', 'products', 'rows', 'indexer', 'whole layer'];
@@ -455,15 +458,25 @@ function head(title, subtitle) {
 const words = (key) => key.replace(/_s$/, ', s').replace(/_/g, ' ');
 const plain = (v) => (v === null ? '–' : typeof v === 'boolean' ? (v ? 'yes' : 'no') : Array.isArray(v) ? v.map(plain).join(', ') || 'all'
   : isNumber(v) ? (Number.isInteger(v) ? (Math.abs(v) < 10000 ? String(v) : count(v)) : short(v)) : String(v));
+const figure = (v, unit) => (isNumber(v) ? short(v) + ' ' + unit : '–');
+// What repeats it.
+const madeBy = [data.version && ['libmla', data.version + (data.commit ? ', commit ' + data.commit : '')], data.command_line && ['command', data.command_line]].filter(Boolean);
 const date = data.date ? String(data.date).replace('T', ' ').replace('Z', ' UTC') : '';
 
 function runPage() {
   const {model, machine, options, trace, cache, prefix, throughput, latency_seconds: latency, ops, seconds} = data;
   const s = data.steps_series, n = s.start_s.length, gpu = machine.device !== 'cpu';
-  head('mla run · ' + model.name, [gpu ? machine.device : `${machine.cpu}, ${threads(machine.threads)}`, trace.source, date].filter(Boolean).join(' · '));
+  const ran = `${count(model.layers)} of ${things(model.all_layers, 'layer')}`;
+  const scale = trace.scale_lengths < 1 ? `lengths × ${short(trace.scale_lengths)}` : '';
+  head(['mla run · ' + model.name, ran, scale].filter(Boolean).join(', '),
+    [gpu ? machine.device : `${machine.cpu}, ${threads(machine.threads)}`, trace.source, date].filter(Boolean).join(' · '));
+  notice(`Times are attention's alone, of ${ran}${scale && ' and ' + scale}: no embedding, MLP, experts or sampling.`);
   if (data.interrupted) notice('The run was interrupted: this covers it up to then.');
   const v = data.verification;
-  if (v && (v.failed > 0 || v.rows === 0))
+  if (trace.requests > 0 && trace.refused === trace.requests)
+    notice(`Every request was refused: the smallest needs ${things(trace.refused_pages, 'page')}, the cache has ${count(cache.pages)}.`, true);
+  if (v && v.interrupted) notice('Verification was interrupted: it covers the rows up to then.');
+  if (v && (v.failed > 0 || (v.rows === 0 && !v.interrupted)))
     notice(v.rows === 0 ? 'No row was verified.' : `${count(v.failed)} of ${count(v.rows)} verified rows are above their bound. The worst: ${v.worst}.`, true);
 
   const waits = (name, l) => {
@@ -471,14 +484,16 @@ function runPage() {
     return [name, value, unit || '', l.count ? `p99 ${time(l.p99)}` : 'none'];
   };
   add(main, figures([
-    ['Prefill', rate(throughput.prefill_tokens_per_second), 'tokens/s', count(throughput.prefill_tokens) + ' tokens'],
-    ['Decode', rate(throughput.decode_tokens_per_second), 'tokens/s', count(throughput.decode_tokens) + ' tokens'],
+    ['Layers', count(model.layers), `of ${count(model.all_layers)}`, ['attention alone', scale].filter(Boolean).join(', ')],
+    ['Output', rate(throughput.output_tokens_per_second), 'tokens/s', `${things(throughput.output_tokens, 'token')} over ${time(throughput.duration_s)}`],
+    ['Prompt', rate(throughput.prompt_tokens_per_second), 'tokens/s', `${things(throughput.prefill_tokens, 'token')} computed`],
+    ['Requests', rate(throughput.requests_per_second), 'a second', `${count(trace.finished)} finished`],
     waits('Step, p50', latency.step),
     waits('TTFT, p50', latency.ttft),
     waits('TPOT, p50', latency.tpot),
     ['Cache, peak', percent(ratio(cache.peak_pages, cache.pages)), '', `mean ${percent(ratio(cache.mean_pages, cache.pages))}`],
     ['Prefix hits', percent(prefix.hit_rate), '', `${count(prefix.hit_tokens)} of ${count(prefix.prompt_tokens)} tokens`],
-    v && ['Verified', count(v.rows), 'rows', v.failed ? `${count(v.failed)} FAILED` : `worst: ${percent(ratio(v.worst_error, v.worst_bound), 0)} of bound`],
+    v && ['Verified', count(v.rows), v.rows === 1 ? 'row' : 'rows', v.failed ? `${count(v.failed)} FAILED` : `worst: ${percent(ratio(v.worst_error, v.worst_bound), 0)} of bound`],
   ]));
 
   const number = [];  // of each bucket's first step, from 1
@@ -531,13 +546,13 @@ function runPage() {
     card('Ops', [tableOf('Ops', {
       columns: [{name: 'op'}, {name: 'time, ' + spent.unit}, {name: 'share'}, {name: '% of roof'}, {name: 'calls'}, {name: perSecond}, {name: 'GB/s'}, {name: 'FLOP/byte'}],
       rows: all.map((o, i) => (o.rest ? [o.op, spent.of(o.seconds), percent(ratio(o.seconds, total)), '–', '–', '–', '–', '–']
-        : [o.op, spent.of(o.seconds), percent(ratio(o.seconds, total)), percent(o.percent_of_roof / 100), count(o.calls),
+        : [o.op, spent.of(o.seconds), percent(ratio(o.seconds, total)), roofShare(o.percent_of_roof), count(o.calls),
            fixed(gflops[i] * by, 1), fixed(gbps[i], gbDigits), o.flops > 0 ? short(ratio(o.flops, o.bytes)) : '–'])),
     }), sampled && el('p', {class: 'soft'}, sampled)], 'tall'),
     roofline('Roofline of ops', ops.map((o) => ({
       name: o.op, op: o.op, label: o.op, kind: kindOf(o.op), intensity: ratio(o.flops, o.bytes), gflops: ratio(o.flops, o.seconds) * 1e-9, peers: [],
       lines: () => [...opLines(o, total), ['intensity', short(ratio(o.flops, o.bytes)) + ' FLOP/byte']]})), machine,
-      'Above the roof: what an op reads was still in a processor cache.'));
+      'Above the roof: the op used units, or memory near the core, that the roof was not measured on. What part of its own roof it reached is unknown.'));
 
   const waited = timeColumn([latency.step.p99, latency.ttft.p99, latency.tpot.p99]);
   const row = (name, l) => [name, count(l.count), ...[l.p50, l.p90, l.p99].map((v) => (l.count ? waited.of(v) : '–'))];
@@ -545,15 +560,20 @@ function runPage() {
     card('Latency', tableOf('Latency', {
       columns: [{name: ''}, {name: 'count'}, ...['p50', 'p90', 'p99'].map((p) => ({name: `${p}, ${waited.unit}`}))],
       rows: [row('step', latency.step), row('first token (TTFT)', latency.ttft), row('each further token (TPOT)', latency.tpot)]})),
+    facts('Throughput', [['output', figure(throughput.output_tokens_per_second, 'tokens/s')], ['prompt', figure(throughput.prompt_tokens_per_second, 'tokens/s')],
+      ['together', figure(throughput.total_tokens_per_second, 'tokens/s')], ['requests', figure(throughput.requests_per_second, 'a second')],
+      ['over', `${time(throughput.duration_s)}, from the first arrival to the last step's end, simulated`],
+      ['generated', things(throughput.output_tokens, 'token')], ['prompt computed', things(throughput.prefill_tokens, 'token')],
+      ['while steps ran', figure(throughput.computed_tokens_per_step_second, 'computed tokens/s')]]),
     facts('Run', [['date', date], ['trace', trace.source], ['trace format', trace.format],
       ['requests', `${count(trace.finished)} of ${count(trace.requests)} finished, ${count(trace.refused)} refused`],
-      ['preemptions', count(data.preemptions)], ['steps', count(data.steps)], ['setup', time(seconds.setup)], ['replay', time(seconds.replay)],
+      ['preemptions', count(data.preemptions)], ['steps', count(data.steps)], v && ['verification', time(v.seconds)], ['setup', time(seconds.setup)], ['replay', time(seconds.replay)],
       ['simulated', time(seconds.simulated)], ['peak memory', bytes(data.memory.peak_bytes)], ['workspace', bytes(data.memory.workspace_bytes)],
-      data.version && ['libmla', data.version]]),
+      ...madeBy]),
     facts('Machine', [['device', gpu ? machine.device : 'CPU'], ['processor', machine.cpu], ['threads', count(machine.threads)],
       [gpu ? 'memory copy' : 'memory read', short(machine.read_gbps) + ' GB/s'], ['f32 peak', flopRate(machine.fma_gflops)],
       ['bf16 peak', machine.bf16_gflops > 0 ? flopRate(machine.bf16_gflops) : 'none']]),
-    facts('Model and cache', [['model', model.name], ['layers run', count(model.layers)], ['heads', count(model.heads)],
+    facts('Model and cache', [['model', model.name], ['layers run', ran], ['heads', count(model.heads)],
       ['weights', `${model.weights}, ${bytes(model.weight_bytes)}`], ['absorption', model.absorption], ['up weights', model.up_weights],
       ['cache format', cache.format], ['cache', `${count(cache.pages)} pages of ${count(cache.page_size)} tokens, ${bytes(cache.bytes)}`],
       cache.index_bytes > 0 && ['index cache', bytes(cache.index_bytes)], ['evictions', count(cache.evictions)]]),
@@ -565,7 +585,8 @@ function runPage() {
 
 function benchPage() {
   const {machine, roof, options, rows} = data;
-  head('mla bench', [`${machine.cpu}, ${threads(options.threads)}, ${machine.target}`, `${rows.length} rows`, date].filter(Boolean).join(' · '));
+  head('mla bench', [`${machine.cpu}, ${threads(options.threads)}, ${machine.target}`, things(rows.length, 'row'), date].filter(Boolean).join(' · '));
+  if (data.interrupted) notice('The bench was interrupted: it has the rows up to then.');
   const failed = rows.filter((r) => !r.ok);
   if (failed.length) notice(`${failed.length} of ${rows.length} rows have an error above their bound: ${failed.map((r) => r.name).join('; ')}.`, true);
   const counted = rows.filter((r) => r.of_roof > 0).map((r) => r.of_roof).sort((a, b) => a - b);
@@ -585,13 +606,13 @@ function benchPage() {
   section('Rows against the machine', roofline('Roofline of rows', rows.map((r) => ({
     name: r.name, op: r.op, label: rows.length <= 12 ? r.name : '', kind: kindOf(r.op), intensity: ratio(r.flops, r.bytes), gflops: ratio(r.flops, r.median_s) * 1e-9,
     lines: lines(r), peers: (r.peers || []).map((p) => ({name: p.peer, gflops: ratio(r.flops, p.us * 1e-6) * 1e-9}))})), roof,
-    'The roof is as measured at the start; rows are judged by what was probed around their rounds. Above it: operands were still in a processor cache.'));
+    'The roof is as measured at the start; rows are judged by what was probed around their rounds. Above it: the row used units, or memory near the core, that the roof was not measured on; its part of the roof is unknown.'));
   const small = (v) => (!isNumber(v) ? '–' : v === 0 ? '0' : v.toExponential(1));
   const body = [];
   let group = null;
   for (const r of rows) {
     if (r.op !== group) body.push({group: group = r.op});
-    const cells = [r.name, fixed(1e6 * r.median_s, 2), r.of_roof > 0 ? bar(r.of_roof, percent(r.of_roof)) : '–', fixed(1e6 * r.p90_s, 2),
+    const cells = [r.name, fixed(1e6 * r.median_s, 2), r.of_roof > 0 ? bar(r.of_roof, percent(r.of_roof)) : r.of_roof === null ? 'unknown' : '–', fixed(1e6 * r.p90_s, 2),
       r.flops > 0 ? fixed(r.flops / r.median_s * 1e-9, 1) : '–', r.bytes > 0 ? fixed(r.bytes / r.median_s * 1e-9, 1) : '–',
       small(r.error), r.ok ? small(r.bound) : {bad: `FAILED, above ${small(r.bound)}`}];
     if (peered.length) cells.push(r.peers ? el('span', {}, r.peers.map((p) => el('span', {class: 'peer'}, `${p.peer}: ${fixed(p.us, 2)}, ${fixed(p.us * 1e-6 / r.median_s, 2)} ×`))) : '–');
@@ -604,7 +625,7 @@ function benchPage() {
   columns('Made with',
     facts('Machine', [['processor', machine.cpu], ['cores', count(machine.cores)], ['memory', bytes(machine.memory_bytes)], ['target', machine.target],
       ['memory read', short(roof.read_gbps) + ' GB/s'], ['f32 peak', flopRate(roof.fma_gflops)], ['bf16 peak', roof.bf16_gflops > 0 ? flopRate(roof.bf16_gflops) : 'none']]),
-    facts('Options', [...Object.entries(options).map(([k, x]) => [words(k), plain(x)]), ['date', date], data.version && ['libmla', data.version]]));
+    facts('Options', [...Object.entries(options).map(([k, x]) => [words(k), plain(x)]), ['date', date], ...madeBy]));
 }
 
 if (data.command === 'run') runPage();

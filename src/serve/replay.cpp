@@ -10,6 +10,8 @@
 #include <memory>
 #include <utility>
 
+#include "core/counted.hpp"
+#include "layer/kernels.hpp"
 #include "serve/engine.hpp"
 #include "serve/hidden.hpp"
 
@@ -20,22 +22,25 @@ using Clock = std::chrono::steady_clock;
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-int64_t longest_sequence(const Trace& trace) {
+int64_t pages_of(const TraceRequest& r, int64_t page_size) { return (r.input + r.output + page_size - 1) / page_size; }
+
+// Of those that the page budget does not refuse.
+int64_t longest_sequence(const Trace& trace, const Limits& limits) {
   int64_t longest = 1;
-  for (const TraceRequest& r : trace.requests) longest = std::max(longest, r.input + r.output);
+  for (const TraceRequest& r : trace.requests)
+    if (pages_of(r, limits.page_size) <= limits.pages) longest = std::max(longest, r.input + r.output);
   return longest;
 }
 
-// Enough for all of the trace if memory allows, for the longest sequence at least.
+// Enough for all of the trace, if memory and the 32 bits of a slot allow.
 int64_t page_budget(const Trace& trace, int64_t page_size, size_t page_bytes, size_t bytes) {
-  int64_t all = 0, longest = 0;
-  for (const TraceRequest& r : trace.requests) {
-    const int64_t pages = (r.input + r.output + page_size - 1) / page_size;
-    all += pages;
-    longest = std::max(longest, pages);
-  }
-  const int64_t affordable = static_cast<int64_t>(bytes / page_bytes);
-  return std::max(std::min(all, affordable), longest);
+  int64_t all = 0;
+  for (const TraceRequest& r : trace.requests) all += pages_of(r, page_size);
+  const int64_t pages =
+      std::min({all, static_cast<int64_t>(bytes / page_bytes), std::numeric_limits<int32_t>::max() / page_size});
+  if (pages > 0) return pages;
+  throw InputError("cache-gib: " + counted(static_cast<int64_t>(bytes), "byte") + " cannot hold a page: one of " +
+                   counted(page_size, "token") + " takes " + std::to_string(page_bytes) + " in all layers");
 }
 
 // Which rows to keep: each computed row has the same chance, whatever their number (reservoir sampling), on a random
@@ -116,10 +121,7 @@ double percentile(std::vector<double> values, double p) {
   return values[low] + (at - static_cast<double>(low)) * (values[high] - values[low]);
 }
 
-Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const std::atomic<bool>& stop,
-              const std::function<void(const Progress&)>& progress) {
-  const auto setup = Clock::now();
-  Options o = given;
+Options resolved(const Trace& trace, Options o) {
   o.model.validate();
   o.plan.absorbed = o.absorption != Absorption::runtime;
   o.plan.up = o.up;
@@ -127,16 +129,28 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   if (o.layers < 1 || o.layers > o.model.layers)
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
                      std::to_string(o.model.layers));
-  CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
+  const CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
-  IndexCacheSpec index_spec;
   size_t page_bytes = spec.page_bytes() * static_cast<size_t>(o.layers);  // of all layers
   if (o.model.indexer) {
-    index_spec = index_cache_spec(o.model, spec, o.plan.index_format);
+    const IndexCacheSpec index_spec = index_cache_spec(o.model, spec, o.plan.index_format);
     index_spec.validate();
     for (int64_t l = 0; l < o.layers; ++l) page_bytes += o.model.layer_has_indexer(l) ? index_spec.page_bytes() : 0;
   }
   if (o.limits.pages == 0) o.limits.pages = page_budget(trace, o.limits.page_size, page_bytes, o.cache_bytes);
+  o.limits.validate();
+  // A step of one token that ends a page, for what a plan and the weights have to agree on.
+  const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
+  const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};
+  const Plan p = plan(o.model, spec, o.limits.pages, batch, device_info(o.device, o.threads, o.model), o.plan);
+  layer::kernels(p, batch, prepare_options(o), {});
+  return o;
+}
+
+Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const std::atomic<bool>& stop,
+              const std::function<void(const Progress&)>& progress) {
+  const auto setup = Clock::now();
+  const Options o = resolved(trace, given);
   Scheduler scheduler(trace, o.limits);
 
   Result r;
@@ -145,7 +159,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.requests = static_cast<int64_t>(trace.requests.size());
   r.pages = o.limits.pages;
   r.page_size = o.limits.page_size;
-  Engine engine(o, longest_sequence(trace), pool, stop, r);
+  Engine engine(o, longest_sequence(trace, o.limits), pool, stop, r);
   StepInput input;
   std::vector<WantedRow> rows;
   Reservoir reservoir(o.verify, o.layers, o.seed);
@@ -200,11 +214,10 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     for (const StepPiece& piece : pieces) {
       decodes += piece.decode;
       record.context_tokens += piece.start;
+      r.output_tokens += piece.emits;
     }
     r.decode_tokens += decodes;
     r.prefill_tokens += tokens - decodes;
-    r.decode_seconds += seconds * static_cast<double>(decodes) / static_cast<double>(tokens);
-    r.prefill_seconds += seconds * static_cast<double>(tokens - decodes) / static_cast<double>(tokens);
     const int64_t used = scheduler.allocator().counts().referenced;
     r.peak_pages = std::max(r.peak_pages, used);
     page_seconds += static_cast<double>(used) * seconds;
@@ -244,6 +257,10 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   for (size_t i = 0; i < trace.requests.size(); ++i) {
     const RequestTimes& t = scheduler.times()[i];
     const TraceRequest& q = trace.requests[i];
+    if (t.refused) {
+      const int64_t pages = pages_of(q, o.limits.page_size);
+      r.refused_pages = r.refused_pages == 0 ? pages : std::min(r.refused_pages, pages);
+    }
     if (t.first_token >= 0) r.ttft.push_back(t.first_token - q.arrival);
     if (t.finish >= 0 && q.output > 1) r.tpot.push_back((t.finish - t.first_token) / static_cast<double>(q.output - 1));
   }

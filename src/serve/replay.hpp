@@ -82,13 +82,14 @@ struct Result {
   double step_seconds = 0;       ///< sum of steps' measured times
   double simulated_seconds = 0;  ///< the clock's end
   int64_t steps = 0;
-  int64_t prefill_tokens = 0, decode_tokens = 0;
-  double prefill_seconds = 0, decode_seconds = 0;  ///< step time, divided by tokens in mixed steps
+  int64_t prefill_tokens = 0, decode_tokens = 0;  ///< computed in steps
+  int64_t output_tokens = 0;                      ///< generated: each request's first one ends its prefill
   std::vector<double> step_latencies, ttft, tpot;
   std::vector<StepRecord> series;  ///< of every step
   std::vector<Span> spans;         ///< the first Options::spans calls, by start
   int64_t spans_left_out = 0;      ///< calls past those
   int64_t finished = 0, refused = 0, preemptions = 0, requests = 0;
+  int64_t refused_pages = 0;  ///< that the smallest refused request needs
   int64_t pages = 0, page_size = 0, peak_pages = 0;
   double mean_pages = 0;
   int64_t prompt_tokens = 0, hit_tokens = 0, evictions = 0;
@@ -102,25 +103,38 @@ struct Result {
   bool interrupted = false;
 };
 
+/// Fills in what 0 stands for, and checks all that can be known before the work begins. Errors of what does not fit
+/// together; InputError for a page budget that holds no page.
+Options resolved(const Trace& trace, Options options);
+
 /// Runs the trace to its end, or until `stop` becomes true (after the step in progress). `progress` is called after
 /// every step.
 Result replay(const Trace& trace, const Options& options, ThreadPool& pool, const std::atomic<bool>& stop,
               const std::function<void(const Progress&)>& progress = {});
 
 struct Verification {
-  int64_t rows = 0, failed = 0;
+  int64_t rows = 0, failed = 0;             ///< judged; fewer than the samples when it was stopped
   int64_t selections = 0;                   ///< rows whose selection was judged too
   double worst_error = 0, worst_bound = 0;  ///< of the row whose error is the largest part of its bound
   std::string worst;                        ///< which row that is, and against what
   double tightest = 0;                      ///< largest error as a part of the second bound
+  double seconds = 0;
+  bool interrupted = false;
+};
+struct VerificationProgress {
+  double elapsed = 0, share = 0;  ///< wall seconds since it began; share of the work done
+  int64_t rows = 0, of = 0;       ///< done
 };
 /// Recomputes samples from the trace: in float64; in float64 with the layer's own roundings; and twice as a plain
 /// computation in f32 with those roundings, with what is about to be rounded moved up and down by what f32 may have
 /// moved it. A row fails when its relative error against the first is above twice the plain ones', or against the
 /// second above twice what those are away from it, each plus a floor of 2e-6. The first bound holds the model, the
 /// second sees what is smaller than a format's own error. A sparse row is judged on the positions that it attended to,
-/// and fails also when the exact scores do not allow that choice.
-Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool);
+/// and fails also when the exact scores do not allow that choice. Ends soon after `stop` becomes true. `progress` is
+/// called now and then, from one thread at a time.
+Verification verify(const Trace& trace, const Options& options, std::span<const Sample> samples, ThreadPool& pool,
+                    const std::atomic<bool>& stop,
+                    const std::function<void(const VerificationProgress&)>& progress = {});
 
 /// The p-th percentile (0 to 100) by linear interpolation; 0 for no values.
 double percentile(std::vector<double> values, double p);

@@ -9,18 +9,26 @@
 
 namespace mla::serve {
 
+void Limits::validate() const {
+  auto positive = [](const char* what, int64_t x) {
+    if (x < 1) throw InputError(std::string(what) + " is " + std::to_string(x) + ", at least 1 is needed");
+  };
+  positive("page budget", pages);
+  positive("page size", page_size);
+  positive("token budget", token_budget);
+  constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
+  if (pages > kMostSlots / page_size)
+    throw InputError("page budget is " + std::to_string(pages) + ", pages of " + std::to_string(page_size) +
+                     " tokens have 32 bits of slots: at most " + std::to_string(kMostSlots / page_size));
+}
+
 Scheduler::Scheduler(const Trace& trace, Limits limits)
     : trace_(trace),
       limits_(limits),
       allocator_(std::max<int64_t>(0, limits.pages), {.reserve_null_page = false, .prefix_reuse = limits.prefix_reuse}),
       states_(trace.requests.size()),
       times_(trace.requests.size()) {
-  auto positive = [](const char* what, int64_t x) {
-    if (x < 1) throw InputError(std::string(what) + " is " + std::to_string(x) + ", at least 1 is needed");
-  };
-  positive("page budget", limits.pages);
-  positive("page size", limits.page_size);
-  positive("token budget", limits.token_budget);
+  limits.validate();
 }
 
 bool Scheduler::done() const { return arrived_ == trace_.requests.size() && waiting_.empty() && running_.empty(); }

@@ -22,6 +22,9 @@ struct Limits {
   int64_t page_size = 64;
   int64_t token_budget = 512;  ///< new tokens a step
   bool prefix_reuse = true;
+
+  /// InputError for limits that no request could run under.
+  void validate() const;
 };
 
 /// A request's tokens in one step.

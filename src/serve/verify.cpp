@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <mutex>
 #include <numeric>
 #include <string>
 #include <tuple>
@@ -16,8 +18,9 @@ constexpr double kFloor = 2e-6;
 struct Judged {
   double error = 0, bound = 0;                  ///< against float64 of the model as it is
   double rounded_error = 0, rounded_bound = 0;  ///< against float64 with the layer's own roundings
-  bool chose = false;                           ///< its selection was judged
-  double selection = 0;                         ///< as a part of what is excused
+  bool done = false;
+  bool chose = false;    ///< its selection was judged
+  double selection = 0;  ///< as a part of what is excused
 };
 
 bool holds(const Judged& j) { return j.error <= j.bound && j.rounded_error <= j.rounded_bound && j.selection <= 1; }
@@ -40,7 +43,10 @@ double device_floor(const Options& o) { return o.device.kind == DeviceKind::cpu 
 
 // Samples of one layer and request share everything up to the furthest of their positions, so they are recomputed
 // together.
-Verification verify(const Trace& trace, const Options& o, std::span<const Sample> samples, ThreadPool& pool) {
+Verification verify(const Trace& trace, const Options& o, std::span<const Sample> samples, ThreadPool& pool,
+                    const std::atomic<bool>& stop, const std::function<void(const VerificationProgress&)>& progress) {
+  const auto start = std::chrono::steady_clock::now();
+  const auto elapsed = [&] { return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count(); };
   std::vector<size_t> order(samples.size());
   std::iota(order.begin(), order.end(), size_t{0});
   auto key = [&](size_t i) {
@@ -51,7 +57,13 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
   std::optional<IndexCacheSpec> index_spec;
   if (o.model.indexer) index_spec = index_cache_spec(o.model, cache_spec(o.model, o.format), o.plan.index_format);
 
-  for (size_t begin = 0; begin < order.size();) {
+  // Work is as positions to recompute, roughly.
+  std::mutex progress_mutex;
+  VerificationProgress so_far{.of = static_cast<int64_t>(samples.size())};
+  double work = 0, worked = 0;
+  for (const Sample& s : samples) work += static_cast<double>(s.position + 1);
+
+  for (size_t begin = 0; begin < order.size() && !stop;) {
     const int64_t layer = samples[order[begin]].layer;
     const LayerTensors tensors = tensors_of(o, layer);
     const reference::Weights exact_weights = reference::plain_weights(tensors, Dtype::f32);
@@ -68,7 +80,9 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
     }
     std::vector<std::vector<double>> results(kPasses * groups.size());
     std::vector<std::vector<std::vector<double>>> scores(kPasses * groups.size());
+    std::vector<int64_t> passed(groups.size());  // under the mutex
     pool.run(static_cast<int64_t>(results.size()), [&](int64_t task, int) {
+      if (stop) return;
       const auto [first, last] = groups[static_cast<size_t>(task / kPasses)];
       const Sample& furthest = samples[order[last - 1]];
       std::vector<float> hidden(static_cast<size_t>((furthest.position + 1) * o.model.hidden));
@@ -102,13 +116,20 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       const reference::Weights& weights = exact ? exact_weights : plain_weights;
       const reference::Rounding* rounds = exact ? nullptr : &rounding;
       results[static_cast<size_t>(task)] =
-          reference::output_rows(o.model, weights, hidden, rows, rounds, selections, contexts);
+          reference::output_rows(o.model, weights, hidden, rows, rounds, selections, contexts, &stop);
       // A layer that shares a selection has no scores of its own to judge it by.
       if (furthest.path == Path::sparse && tensors.indexer && (exact || pass == kPlainUp))
-        scores[static_cast<size_t>(task)] = reference::index_scores(o.model, weights, hidden, rows, rounds);
+        scores[static_cast<size_t>(task)] = reference::index_scores(o.model, weights, hidden, rows, rounds, &stop);
+      if (stop) return;
+      const std::lock_guard lock(progress_mutex);
+      for (size_t i = first; i < last; ++i) worked += static_cast<double>(samples[order[i]].position + 1) / kPasses;
+      if (++passed[static_cast<size_t>(task / kPasses)] == kPasses) so_far.rows += static_cast<int64_t>(last - first);
+      so_far.share = worked / work;
+      so_far.elapsed = elapsed();
+      if (progress) progress(so_far);
     });
     for (size_t g = 0; g < groups.size(); ++g)
-      for (size_t i = groups[g].first; i < groups[g].second; ++i) {
+      for (size_t i = groups[g].first; i < groups[g].second && passed[g] == kPasses; ++i) {
         const size_t at = (i - groups[g].first) * static_cast<size_t>(o.model.hidden),
                      width = static_cast<size_t>(o.model.hidden);
         const auto of = [&](Pass pass) {
@@ -124,6 +145,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
         j.rounded_error = reference::relative_error(row, of(kRounded));
         j.rounded_bound =
             2 * std::hypot(apart(kPlainUp, kRounded), apart(kPlainDown, kRounded)) + kFloor + device_floor(o);
+        j.done = true;
         j.chose = !scores[kPasses * g + kExact].empty();
         if (j.chose)
           j.selection =
@@ -133,10 +155,12 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
     begin = end;
   }
 
-  Verification v{.rows = static_cast<int64_t>(samples.size()), .worst = {}};
+  Verification v{.worst = {}, .interrupted = stop};
   double worst = -1;
   for (size_t i = 0; i < samples.size(); ++i) {
     const Judged& j = judged[i];
+    if (!j.done) continue;
+    ++v.rows;
     const double loose = j.error / j.bound, tight = j.rounded_error / j.rounded_bound,
                  part = std::max({loose, tight, j.selection});
     if (!holds(j)) ++v.failed;
@@ -151,6 +175,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
                 " path, against " + (tight > loose ? "float64 with the same roundings" : "float64");
     }
   }
+  v.seconds = elapsed();
   return v;
 }
 

@@ -1,10 +1,14 @@
 // The mla command as a user meets it: exit codes, messages, help, JSON.
 #include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
@@ -40,6 +44,43 @@ class Command : public testing::Test {
         std::system((MLA_COMMAND " " + arguments + " >" + out.string() + " 2>" + err.string() + " </dev/null").c_str());
     return {WIFEXITED(raw) ? WEXITSTATUS(raw) : -1, contents(out), contents(err)};
   }
+
+  // As it is: redirections, pipes, descriptors that are closed. In bash, with pipefail.
+  Outcome shell(const std::string& script) const {
+    const fs::path file = write("script", "set -o pipefail; mla() { " MLA_COMMAND " \"$@\"; }; cd " + folder_.string() +
+                                              "\n" + script + "\n"),
+                   out = folder_ / "out", err = folder_ / "err";
+    const int raw = std::system(("bash " + file.string() + " >" + out.string() + " 2>" + err.string()).c_str());
+    return {WIFEXITED(raw) ? WEXITSTATUS(raw) : -1, contents(out), contents(err)};
+  }
+
+  // Runs until `ready` holds, then sends the signal; the status is the program's own, or -1 when it was killed.
+  template <class Ready>
+  Outcome signalled(const std::vector<std::string>& arguments, int signal, Ready&& ready) const {
+    const fs::path out = folder_ / "out", err = folder_ / "err";
+    fs::remove(out);
+    const pid_t child = fork();
+    if (child == 0) {
+      std::vector<char*> argv{const_cast<char*>(MLA_COMMAND)};
+      for (const std::string& a : arguments) argv.push_back(const_cast<char*>(a.c_str()));
+      argv.push_back(nullptr);
+      ::signal(signal, SIG_DFL);
+      if (!std::freopen(out.c_str(), "w", stdout) || !std::freopen(err.c_str(), "w", stderr)) _exit(126);
+      execv(MLA_COMMAND, argv.data());
+      _exit(127);
+    }
+    int raw = 0;
+    for (int i = 0; i < 3000 && !ready(contents(out)) && waitpid(child, &raw, WNOHANG) == 0; ++i) usleep(20'000);
+    kill(child, signal);
+    waitpid(child, &raw, 0);
+    return {WIFEXITED(raw) ? WEXITSTATUS(raw) : -1, contents(out), contents(err)};
+  }
+
+  // A run of a moment.
+  std::string small_run() const {
+    return "run --model " + sparse_config() + " --requests 3 --input-len 30 --output-len 4 --threads 2 ";
+  }
+  static bool whole(const fs::path& file) { return json::accept(contents(file)); }
 
   // Exit code 2, nothing but one line on stderr, and that line says what it should.
   void expect_bad(const std::string& arguments, const std::vector<std::string>& says) const {
@@ -131,7 +172,7 @@ TEST_F(Command, UnknownNamesListTheKnownOnes) {
   for (const char* flag : {"--sparse mixed", "--topk 5", "--index-cache bf16", "--hadamard"})
     expect_bad(std::string("run ") + flag, {"needs a model with an indexer", "deepseek-v2-lite"});
   expect_bad("plan --sparse direct", {"--sparse", "needs a model with an indexer", "deepseek-v2-lite"});
-  expect_bad("plan --decode-length -5", {"reorder_batch_threshold", "-5"});
+  expect_bad("plan --decode-length -5", {"--decode-length is -5", "0 to"});
   expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4"});
   expect_bad("check quantize --output none", {"output none is not a quantised one"});
   expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
@@ -159,11 +200,13 @@ TEST_F(Command, PlanRefusesBadBatchFiles) {
   refuse(R"({"query_lens":[1,0.5],"contexts":[0,0]})", {"batch.json", "query_lens[1]", "integer"});
   refuse(R"({"query_lens":[18446744073709551615],"contexts":[0]})", {"batch.json", "query_lens[0]", "268435456"});
   refuse(R"({"query_lens":[],"contexts":[5,6]})", {"contexts has 2", "queries has 0"});
+  refuse(R"({"query_lens":[1],"query_lens":[2],"contexts":[0]})", {"batch.json", "'query_lens' occurs twice"});
+  refuse(R"({"query_lens":[1],"contexts":[0]})" + std::string("\0x", 2), {"batch.json", "NUL"});
   refuse(R"({"query_lens":[)" + std::string(1'000'000, '[') + std::string(1'000'000, ']') + R"(],"contexts":[0]})",
          {"batch.json", "nested deeper"});
   refuse(R"({"query_lens":[1],"query_lens":[2],"contexts":[0]})", {"batch.json", "key 'query_lens' occurs twice"});
   refuse(std::string("{\"query_lens\":[1],\"contexts\":[0]}\0garbage", 42), {"batch.json", "a NUL at byte 33"});
-  expect_bad("plan --batch " + folder_.string(), {folder_.string(), "cannot be read"});
+  expect_bad("plan --batch " + folder_.string(), {folder_.string(), "not a regular file"});
   const Outcome none = mla("plan --batch " + write("batch.json", R"({"query_lens":[],"contexts":[]})").string());
   EXPECT_EQ(none.status, 0);
   EXPECT_NE(none.out.find("0 tokens in 0 requests"), std::string::npos) << none.out;
@@ -206,10 +249,10 @@ TEST_F(Command, SparseFlagsThatCannotBe) {
   expect_bad("run --hadamard", {"--hadamard", "deepseek-v2-lite"});
   expect_bad("plan --topk 4", {"--topk", "none"});
   expect_bad("run --heads 17", {"--heads", "17", "1 to 16"});
-  expect_bad("run --heads -1", {"--heads", "-1", "1 to 16"});
+  expect_bad("run --heads -1", {"--heads", "-1", "0 to"});
   expect_bad("run --heads 1 --model " + checkpoint(true).string(), {"--heads", "checkpoint"});
   expect_bad("run --model " + sparse_config() + " --topk 8193 --requests 1", {"8193", "8192"});
-  expect_bad("run --model " + sparse_config() + " --topk -1 --requests 1", {"topk", "-1"});
+  expect_bad("run --model " + sparse_config() + " --topk -1 --requests 1", {"--topk is -1", "0 to 8192"});
   expect_bad("plan --model " + sparse_config() + " --sparse most", {"'most'", "upconvert"});
   expect_bad("run --index-cache bf16", {"--index-cache", "deepseek-v2-lite"});
   expect_bad("run --model " + sparse_config() + " --index-cache int8", {"'int8'", "fp8"});
@@ -327,10 +370,12 @@ TEST_F(Command, BenchWritesReportWithPeers) {
     expect_bad(bench + peers(all), says);
   };
   refuse(json::object(), {"peers.json", "array"});
+  expect_bad(bench + "--peers " + write("peers.json", R"([{"row":"a","row":"b","peer":"c","us":1}])").string(),
+             {"peers.json", "'row' occurs twice"});
   refuse({{{"row", name}, {"us", 1}}}, {"peers.json: entry 0", "\"peer\""});
   refuse({{{"row", name}, {"peer", "a"}, {"us", "1"}}}, {"peers.json: entry 0", "no number"});
   refuse({{{"row", name}, {"peer", "a"}, {"us", 0}}}, {"peers.json: entry 0", "is 0", "above 0"});
-  expect_bad(bench + "--peers " + write("peers.json", "[{").string(), {"peers.json", "array"});
+  expect_bad(bench + "--peers " + write("peers.json", "[{").string(), {"peers.json", "not valid JSON"});
   expect_bad(bench + peers(json::array()), {"--peers", "--report or --json"});
   expect_bad(bench + "--peers /no/such/peers.json", {"/no/such/peers.json", "cannot be read"});
   expect_bad(bench + "--report /no/such/folder/x.html", {"/no/such/folder/x.html", "cannot be written"});
@@ -372,7 +417,7 @@ TEST_F(Command, PlanNamesTheKernels) {
   EXPECT_EQ(ops, expected);
   expect_bad("plan --device tpu", {"--device", "'tpu'", "cuda:N"});
   EXPECT_NE(mla("plan --product-weights fp8 --activations fp8_128").out.find("activations fp8_128"), std::string::npos);
-  expect_bad("plan --activations fp8_128", {"fp8_128", "no map", "held in fp8"});
+  expect_bad("plan --activations fp8_128", {"--activations fp8_128 needs --product-weights fp8"});
   expect_bad("plan --product-weights mxfp4", {"mxfp4"});
   expect_bad("run --requests 1 --activations fp8", {"'fp8'", "fp8_128"});
   expect_bad("plan --compute-capability 80", {"--compute-capability", "--device is cpu"});
@@ -492,6 +537,366 @@ TEST_F(Command, MalformedFilesAreOneLine) {
   expect_bad("info " + write("config.json", "{\"hidden_size\": \"wide\"}").string(), {"config.json", "hidden_size"});
   expect_bad("info " + write("cut.safetensors", "\x40\0\0").string(), {"cut.safetensors"});
   expect_bad("info " + write("empty/none", "").parent_path().string(), {"config.json"});
+}
+
+// Tokens over the run's duration, and nothing that a share of each step goes into.
+TEST_F(Command, ThroughputIsTokensOverDuration) {
+  const fs::path file = folder_ / "run.json";
+  const Outcome o = mla("run --model " + sparse_config() +
+                        " --requests 12 --rate 40 --input-len 40 --output-len 8 --threads 2 --json " + file.string());
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  const json j = json::parse(contents(file)), t = j["throughput"];
+  const double seconds = j["seconds"]["simulated"], output = t["output_tokens"], prompt = t["prefill_tokens"];
+  EXPECT_EQ(t["duration_s"], seconds);
+  EXPECT_EQ(output, t["decode_tokens"].get<double>() + 12);  // a prefill ends with a token
+  EXPECT_DOUBLE_EQ(t["output_tokens_per_second"], output / seconds);
+  EXPECT_DOUBLE_EQ(t["prompt_tokens_per_second"], prompt / seconds);
+  EXPECT_DOUBLE_EQ(t["total_tokens_per_second"], (output + prompt) / seconds);
+  EXPECT_DOUBLE_EQ(t["requests_per_second"], 12 / seconds);
+  EXPECT_FALSE(t.contains("decode_tokens_per_second"));
+  char line[80];
+  std::snprintf(line, sizeof line, "throughput output %.1f tokens/s, prompt %.1f tokens/s", output / seconds,
+                prompt / seconds);
+  EXPECT_NE(o.out.find(line), std::string::npos) << line << "\n" << o.out;
+  EXPECT_NE(o.out.find("from the first arrival to the last step's end"), std::string::npos) << o.out;
+}
+
+TEST_F(Command, WhereNothingWasMeasuredIsADash) {
+  const fs::path file = folder_ / "run.json";
+  const Outcome o =
+      mla("run --model " + sparse_config() + " --requests 1 --output-len 1 --seed 2 --json " + file.string());
+  ASSERT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find("  TPOT              -          -          -\n"), std::string::npos) << o.out;
+  EXPECT_TRUE(json::parse(contents(file))["latency_seconds"]["tpot"]["p50"].is_null());
+  EXPECT_NE(o.out.find("1 request, 1 finished"), std::string::npos) << o.out;
+  // One width for all names of ops.
+  std::vector<size_t> ends;
+  for (const char* op : {"\n  query ", "\n  norm_rope_append "}) {
+    const size_t at = o.out.find(op);
+    ASSERT_NE(at, std::string::npos) << op << o.out;
+    ends.push_back(o.out.find('%', at) - at);
+  }
+  EXPECT_EQ(ends[0], ends[1]) << o.out;
+}
+
+TEST_F(Command, ResultsSayHowTheyWereMade) {
+  const fs::path file = folder_ / "run.json", again = folder_ / "again.json";
+  ASSERT_EQ(mla("run --model '" + sparse_config() +
+                "' --requests 7 --input-len 50 --output-len 6 --rate 3.5 --seed 18446744073709551615 --page-size 16 "
+                "--no-prefix-reuse --context-rows 64 --cache-gib 0.5 --threads 2 --json " +
+                file.string())
+                .status,
+            0);
+  const json j = json::parse(contents(file));
+  EXPECT_EQ(j["command_line"],
+            "mla run --model " + sparse_config() +
+                " --requests 7 --input-len 50 --output-len 6 --rate 3.5 --seed 18446744073709551615 "
+                "--page-size 16 --no-prefix-reuse --context-rows 64 --cache-gib 0.5 --threads 2 --json " +
+                file.string());
+  EXPECT_FALSE(j["commit"].get<std::string>().empty());
+  EXPECT_NE(mla("--version").out.find(j["commit"]), std::string::npos);
+  const json& o = j["options"];
+  EXPECT_EQ(o["requests"], 7);
+  EXPECT_EQ(o["input_len"], 50);
+  EXPECT_EQ(o["output_len"], 6);
+  EXPECT_EQ(o["rate"], 3.5);
+  EXPECT_EQ(o["seed"], 18446744073709551615u);
+  EXPECT_EQ(o["page_size"], 16);
+  EXPECT_EQ(o["no_prefix_reuse"], true);
+  EXPECT_EQ(o["context_rows"], 64);
+  EXPECT_EQ(o["cache_gib"], 0.5);
+  EXPECT_EQ(o["decode_length"], 1);
+  // Every option that the command has is there.
+  const std::string help = mla("run --help").out;
+  size_t options = 0;
+  for (size_t at = help.find("\n  --"); at != std::string::npos; at = help.find("\n  --", at + 1), ++options) {
+    std::string name = help.substr(at + 5, help.find_first_of(" \n", at + 5) - at - 5);
+    std::replace(name.begin(), name.end(), '-', '_');
+    EXPECT_TRUE(o.contains(name)) << name;
+  }
+  EXPECT_GT(options, 30u);
+  // The same generated trace comes of them.
+  ASSERT_EQ(shell(j["command_line"].get<std::string>() + "; mv run.json first.json; " +
+                  j["command_line"].get<std::string>() + " --verify 2; mv run.json again.json")
+                .status,
+            0);
+  const json k = json::parse(contents(again));
+  for (const char* key : {"prefill_tokens", "decode_tokens", "output_tokens"})
+    EXPECT_EQ(k["throughput"][key], j["throughput"][key]) << key;
+  EXPECT_EQ(json::parse(contents(write("q", mla("plan --json " + (folder_ / "p.json").string()).err)), nullptr, false)
+                .is_discarded(),
+            true);
+  EXPECT_EQ(json::parse(contents(folder_ / "p.json"))["options"]["decode_length"], 1);
+}
+
+TEST_F(Command, TextSaysWhatTheTimesAreOf) {
+  const Outcome o = mla(small_run() + "--layers 1 --scale-lengths 0.5");
+  ASSERT_EQ(o.status, 0) << o.err;
+  for (const char* s : {"1 of 2 layers", "lengths times 0.5,", "attention's alone, of 1 of 2 layers", "of 64 ("})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+}
+
+// What stood there before is there after every failure, and nothing else is left in the folder.
+TEST_F(Command, AGoodFileSurvivesFailures) {
+  const fs::path old = write("files/old.json", "old\n"), folder = old.parent_path();
+  const auto kept = [&](const char* when) {
+    EXPECT_EQ(contents(old), "old\n") << when;
+    EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1) << when;
+  };
+  expect_bad("plan --queries -1 --json " + old.string(), {"--queries"});
+  kept("bad option");
+  expect_bad("run --trace /no/such/trace --json " + old.string(), {"/no/such/trace"});
+  kept("no trace");
+  expect_bad(small_run() + "--absorption full --up-weights fp8 --report " + old.string(), {"fp8", "full"});
+  kept("options that do not fit");
+  // Files of at most 4 blocks: the report does not fit.
+  const Outcome full = shell("ulimit -f 4; mla " + small_run() + " --report files/old.json");
+  EXPECT_EQ(full.status, 1) << full.err;
+  EXPECT_NE(full.err.find("mla: --report: files/old.json was not written: File too large"), std::string::npos)
+      << full.err;
+  EXPECT_NE(full.out.find("throughput"), std::string::npos);
+  kept("a full disk");
+  const Outcome good = shell("mla " + small_run() + " --json files/old.json");
+  EXPECT_EQ(good.status, 0) << good.err;
+  EXPECT_NE(good.out.find("written    files/old.json\n"), std::string::npos) << good.out;
+  EXPECT_TRUE(whole(old));
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder), fs::directory_iterator()), 1);
+}
+
+TEST_F(Command, OutputsKeepLinksAndModes) {
+  const fs::path target = write("target.json", "old");
+  chmod(target.c_str(), 0640);
+  fs::create_symlink(target, folder_ / "link.json");
+  ASSERT_EQ(shell("umask 022; mla plan --json link.json --queries 1 && mla plan --json new.json").status, 0);
+  EXPECT_TRUE(fs::is_symlink(folder_ / "link.json"));
+  EXPECT_TRUE(whole(target));
+  EXPECT_EQ(fs::status(target).permissions(), fs::perms(0640));
+  EXPECT_EQ(fs::status(folder_ / "new.json").permissions(), fs::perms(0644));
+}
+
+TEST_F(Command, OneFailedOutputLeavesTheOthers) {
+  const Outcome o = shell("mla " + small_run() + "--json /dev/full --report ok.html --chrome-trace ok.json");
+  EXPECT_EQ(o.status, 1) << o.err;
+  EXPECT_EQ(o.err, "mla: --json: /dev/full was not written: No space left on device\n");
+  EXPECT_NE(contents(folder_ / "ok.html").find("</html>"), std::string::npos);
+  EXPECT_TRUE(whole(folder_ / "ok.json"));
+}
+
+TEST_F(Command, OutputsThatWouldDestroyAreRefused) {
+  const std::string a = (folder_ / "a").string(), same = (folder_ / "model/../a").string();
+  checkpoint(true);
+  const fs::path config = sparse_config(), batch = write("batch.json", R"({"query_lens":[1],"contexts":[0]})"),
+                 trace = write("trace.csv", "Timestamp,Request tokens,Response tokens\n5,47,2\n");
+  fs::create_hard_link(trace, folder_ / "hard.csv");
+  expect_bad("run --json " + a + " --report " + a, {"--report is", "--json writes"});
+  expect_bad("run --json " + a + " --chrome-trace " + same, {"--chrome-trace is", "--json writes"});
+  expect_bad("run --trace " + trace.string() + " --json " + trace.string(), {"--json is", "--trace reads"});
+  expect_bad("run --trace " + trace.string() + " --json " + (folder_ / "hard.csv").string(), {"--trace reads"});
+  expect_bad("run --model " + config.string() + " --report " + config.string(), {"--report is", "--model reads"});
+  expect_bad("run --model " + (folder_ / "model").string() + " --json " + (folder_ / "model/config.json").string(),
+             {"--json is", "--model reads"});
+  expect_bad("plan --batch " + batch.string() + " --json " + batch.string(), {"--json is", "--batch reads"});
+  expect_bad("bench norm --peers " + batch.string() + " --json " + batch.string(), {"--json is", "--peers reads"});
+  expect_bad("run --json -", {"--json", "/dev/stdout"});
+  expect_bad("run --json " + folder_.string(), {"--json", "folder"});
+  const fs::path fifo = folder_ / "fifo";
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  expect_bad("run --json " + fifo.string(), {"--json", "nobody reads it"});
+  expect_bad("run --trace " + fifo.string(), {"fifo", "not a regular file"});
+  expect_bad("plan --batch " + fifo.string(), {"fifo", "not a regular file"});
+  expect_bad("run --trace -", {"--trace", "standard input"});
+}
+
+TEST_F(Command, OutputsThatAreNoFilesAreWrittenAsTheyAre) {
+  // Text and JSON in one stream, in this order, whether that is a pipe or a file.
+  for (const char* to : {"| cat", "> both; cat both"}) {
+    const Outcome o = shell("mla plan --queries 1 --json /dev/stdout " + std::string(to));
+    EXPECT_EQ(o.status, 0) << o.err;
+    const size_t at = o.out.find("{\n");
+    ASSERT_NE(at, std::string::npos) << o.out;
+    EXPECT_EQ(json::parse(o.out.substr(at, o.out.find("\n}\n") + 3 - at))["command"], "plan");
+    EXPECT_NE(o.out.find("tokens in"), std::string::npos);
+  }
+  EXPECT_EQ(shell("mla plan --json /dev/null").status, 0);
+  EXPECT_TRUE(fs::is_character_file("/dev/null"));
+  const Outcome pipe = shell("mkfifo p; cat p > got & mla plan --json p; status=$?; wait; exit $status");
+  EXPECT_EQ(pipe.status, 0) << pipe.err;
+  EXPECT_TRUE(whole(folder_ / "got"));
+}
+
+TEST_F(Command, StandardOutputThatFailsIsAnError) {
+  for (const std::string& command : {std::string("info deepseek-v3"), std::string("plan"), std::string("--help"),
+                                     std::string("check norm --requests 2 --in 8"), small_run()})
+    for (const char* to : {">/dev/full", ">&-"}) {
+      const Outcome o = shell("mla " + command + " " + to);
+      EXPECT_EQ(o.status, 1) << command << to << o.err;
+      EXPECT_EQ(o.err.rfind("mla: standard output could not be written", 0), 0u) << command << to << o.err;
+    }
+  // The descriptor that is free is no file's.
+  const Outcome o = shell("mla " + small_run() + "--json j.json --report r.html >&-");
+  EXPECT_EQ(o.status, 1);
+  EXPECT_TRUE(whole(folder_ / "j.json"));
+  EXPECT_EQ(contents(folder_ / "r.html").rfind("<!DOCTYPE html>", 0), 0u);
+  EXPECT_EQ(shell("mla plan --json j2.json <&- 2>&-").status, 0);
+  EXPECT_TRUE(whole(folder_ / "j2.json"));
+}
+
+TEST_F(Command, AReaderThatLeavesLosesNoFile) {
+  for (const std::string& command : {small_run(), small_run() + "--verify 5 ",
+                                     std::string("bench norm merge --requests 3 --rounds 4 --min-time 0 ")}) {
+    fs::remove(folder_ / "j.json");
+    const Outcome o = shell("mla " + command + "--json j.json | true");
+    EXPECT_EQ(o.status, 128 + SIGPIPE) << command << o.err;
+    EXPECT_TRUE(whole(folder_ / "j.json")) << command;
+  }
+}
+
+TEST_F(Command, SignalsEndARunWithWhatItHas) {
+  const fs::path data = folder_ / "j.json", page = folder_ / "r.html", trace = folder_ / "t.json";
+  const std::vector<std::string> run{"run",
+                                     "--model",
+                                     sparse_config(),
+                                     "--requests",
+                                     "100000",
+                                     "--rate",
+                                     "0",
+                                     "--input-len",
+                                     "60",
+                                     "--threads",
+                                     "2",
+                                     "--json",
+                                     data,
+                                     "--report",
+                                     page,
+                                     "--chrome-trace",
+                                     trace};
+  const auto soon = [](const std::string&) { return usleep(500'000) == 0; };
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    for (const fs::path& file : {data, page, trace}) fs::remove(file);
+    const Outcome o = signalled(run, signal, soon);
+    EXPECT_EQ(o.status, 128 + signal) << o.err;
+    EXPECT_EQ(o.out.rfind("interrupted: what follows covers the run so far\n", 0), 0u) << o.out;
+    ASSERT_TRUE(whole(data));
+    EXPECT_EQ(json::parse(contents(data))["interrupted"], true);
+    EXPECT_NE(contents(page).find("</html>"), std::string::npos);
+    EXPECT_TRUE(whole(trace));
+  }
+}
+
+TEST_F(Command, SignalsEndSetUpVerificationAndBench) {
+  const fs::path data = folder_ / "j.json";
+  // While the weights of a model are made, which takes a minute.
+  Outcome o = signalled({"run", "--model", "deepseek-v3", "--requests", "1", "--threads", "1", "--json", data}, SIGTERM,
+                        [](const std::string&) { return usleep(1'500'000) == 0; });
+  EXPECT_EQ(o.status, 128 + SIGTERM) << o.err;
+  ASSERT_TRUE(whole(data));
+  EXPECT_EQ(json::parse(contents(data))["steps"], 0);
+
+  fs::remove(data);
+  o = signalled({"run", "--layers", "1", "--requests", "4", "--input-len", "600", "--output-len", "2", "--threads", "2",
+                 "--verify", "400", "--json", data},
+                SIGINT, [&](const std::string&) { return fs::exists(data); });
+  EXPECT_EQ(o.status, 128 + SIGINT) << o.err;
+  EXPECT_NE(o.out.find(", then interrupted"), std::string::npos) << o.out;
+  ASSERT_TRUE(whole(data));
+  json j = json::parse(contents(data));
+  EXPECT_EQ(j["interrupted"], false);  // the run itself was whole
+  EXPECT_EQ(j["verification"]["interrupted"], true);
+  EXPECT_LT(j["verification"]["rows"], 400);
+
+  fs::remove(data);
+  o = signalled({"bench", "--min-time", "0", "--rounds", "4", "--threads", "2", "--json", data}, SIGTERM,
+                [](const std::string& out) { return std::count(out.begin(), out.end(), '\n') >= 3; });
+  EXPECT_EQ(o.status, 128 + SIGTERM) << o.err;
+  ASSERT_TRUE(whole(data));
+  j = json::parse(contents(data));
+  EXPECT_EQ(j["interrupted"], true);
+  EXPECT_GE(j["rows"].size(), 1u);
+}
+
+TEST_F(Command, VerificationSaysHowLongItTook) {
+  const Outcome o = mla(small_run() + "--verify 6");
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find("verified   6 rows against float64 in "), std::string::npos) << o.out;
+}
+
+TEST_F(Command, ARunThatRefusedEverythingFailed) {
+  const fs::path data = folder_ / "j.json";
+  Outcome o = mla(small_run() + "--pages 1 --page-size 8 --json " + data.string());
+  EXPECT_EQ(o.status, 1);
+  EXPECT_EQ(o.err.rfind("mla: every request was refused: the smallest needs ", 0), 0u) << o.err;
+  EXPECT_NE(o.err.find("the cache has 1"), std::string::npos) << o.err;
+  EXPECT_TRUE(whole(data));
+  // A small file that asks for 6 million million tokens: refused by what the cache holds, in little memory.
+  std::string text = "Timestamp,Request tokens,Response tokens\n";
+  for (int i = 0; i < 30'000; ++i) text += std::to_string(i) + ",100000000,100000000\n";
+  write("long.csv", text);
+  o = shell("ulimit -v 4000000; mla run --model " + sparse_config() + " --cache-gib 0.01 --threads 2 --trace long.csv");
+  EXPECT_EQ(o.status, 1) << o.err;
+  EXPECT_NE(o.out.find("30000 requests, 0 finished, 30000 refused"), std::string::npos) << o.out;
+  expect_bad(small_run() + "--cache-gib 1e-6", {"cache-gib", "cannot hold a page"});
+}
+
+TEST_F(Command, NumbersAreTakenWholeOrNotAtAll) {
+  for (const char* seed : {"-1", "99999999999999999999999", "1.5", "0x10", "' 1'"})
+    for (const char* command : {"run", "check norm"})
+      expect_bad(std::string(command) + " --seed=" + seed, {"--seed is", "0 to 18446744073709551615"});
+  expect_bad("plan --queries 9223372036854775808", {"--queries[0] is 9223372036854775808", "0 to 268435456"});
+  expect_bad("plan --queries 1,,2", {"--queries[1] is ''"});
+  expect_bad("plan --queries 1,2, --contexts 3", {"--queries[2] is ''"});
+  expect_bad("plan --queries 1 --contexts 1,x", {"--contexts[1] is 'x'"});
+  expect_bad("run --rate inf", {"--rate is inf"});
+  expect_bad("run --rate nan", {"--rate is 'nan'"});
+  expect_bad("run --verify 4611686018427387904", {"--verify is 4611686018427387904", "0 to 1000000"});
+  expect_bad("run --cache-gib 1e30", {"--cache-gib is 1e30", "to 1000000"});
+  expect_bad("run --scale-lengths 1.5", {"--scale-lengths is 1.5"});
+  expect_bad("bench norm --min-time nan --in 8", {"--min-time is 'nan'"});
+  for (const char* command : {"run", "plan", "bench norm", "check norm", "info"})
+    for (const char* threads : {"0", "-1", "100000", "4294967297"})
+      expect_bad(std::string(command) + " --threads " + threads, {"--threads is " + std::string(threads), "1 to "});
+  // Several numbers may be several arguments, too.
+  EXPECT_EQ(mla("plan --queries 1,2 --contexts 3,4").out, mla("plan --queries 1 2 --contexts 3 4").out);
+}
+
+TEST_F(Command, WhatWouldNotBeReadIsRefused) {
+  for (const char* flag : {"--requests 3", "--input-len 9", "--output-len 9", "--rate 1"})
+    expect_bad("run --trace t.csv " + std::string(flag), {std::string(flag).substr(0, 6), "not read beside --trace"});
+  expect_bad("plan --batch b.json --queries 3", {"--queries is not read beside --batch"});
+  expect_bad("plan --batch b.json --contexts 3", {"--contexts is not read beside --batch"});
+  expect_bad("run --pages 7 --cache-gib 2", {"--cache-gib is not read beside --pages"});
+  expect_bad("run --decode-length 3", {"--decode-length", "--path by_length"});
+}
+
+TEST_F(Command, ErrorsNameTheOption) {
+  expect_bad("run --cache q8", {"--cache: unknown cache format 'q8'"});
+  expect_bad("run --path fast", {"--path: ", "'fast'"});
+  expect_bad("run --model gpt-2", {"--model: ", "'gpt-2'"});
+  expect_bad("run --weights f16", {"--weights is f16", "f32 or bf16"});
+  expect_bad("run --compute fp8", {"--compute is fp8", "f32 or bf16"});
+  expect_bad("run --activations fp8_128", {"--activations fp8_128 needs --product-weights fp8"});
+  expect_bad("run --token-budget 0", {"--token-budget is 0"});
+  expect_bad("run --model deepseek-v3.2 --topk 9000", {"--topk is 9000", "8192"});
+  expect_bad("run extra words", {"'extra' 'words'"});
+  expect_bad("run --layer 1", {"'--layer' '1'"});
+  // One line that a terminal can show, however long or strange what it quotes.
+  const Outcome o = mla("run --cache \"$(printf '\\033[31m\\n%5000d' 0)\"");
+  EXPECT_EQ(o.status, 2);
+  EXPECT_EQ(std::count_if(o.err.begin(), o.err.end(), [](unsigned char c) { return c < 0x20; }), 1) << o.err;
+  EXPECT_LT(o.err.size(), 1100u);
+}
+
+TEST_F(Command, HelpSaysEveryExitCode) {
+  const std::string help = mla("--help").out;
+  for (const char* s : {"Exit codes: 0; 1, ", "; 2, ", "128 + n", "130", "143", "129", "141"})
+    EXPECT_NE(help.find(s), std::string::npos) << s << "\n" << help;
+}
+
+TEST_F(Command, TimesThatGoBackAreSaid) {
+  const fs::path trace = write("t.csv", "Timestamp,Request tokens,Response tokens\n5,40,2\n3,41,2\n4,42,2\n");
+  const Outcome o = mla("run --model " + sparse_config() + " --threads 2 --trace " + trace.string());
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find("1 line has an earlier time than the line above, the first is line 3"), std::string::npos)
+      << o.out;
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ struct Verified {
   }
   Verification judge(const Options& ran) {
     const Result r = replay(trace, ran, pool, stop);
-    return verify(trace, options, r.samples, pool);
+    return verify(trace, options, r.samples, pool, stop);
   }
 };
 
