@@ -122,7 +122,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
         scores[static_cast<size_t>(task)] = reference::index_scores(o.model, weights, hidden, rows, rounds, &stop);
       if (stop) return;
       const std::lock_guard lock(progress_mutex);
-      for (size_t i = first; i < last; ++i) worked += static_cast<double>(samples[order[i]].position + 1) / kPasses;
+      for (size_t i = first; i < last; ++i)
+        worked += static_cast<double>(samples[order[i]].position + 1) / int{kPasses};
       if (++passed[static_cast<size_t>(task / kPasses)] == kPasses) so_far.rows += static_cast<int64_t>(last - first);
       so_far.share = worked / work;
       so_far.elapsed = elapsed();

@@ -165,7 +165,7 @@ TEST(Verify, CleanRunsPassForAnyNumberOfThreadsAndRealDimensions) {
       run.trace = generate_trace({.requests = 2, .input = 24, .output = 3, .rate = 200, .seed = 5});
       ThreadPool pool(threads);
       const Result r = replay(run.trace, run.options, pool, run.stop);
-      const Verification v = verify(run.trace, run.options, r.samples, pool);
+      const Verification v = verify(run.trace, run.options, r.samples, pool, run.stop);
       EXPECT_EQ(v.failed, 0) << threads << " threads: " << text(v);
       EXPECT_LT(v.tightest, kRoom) << threads << " threads: " << text(v);
     }
