@@ -327,7 +327,7 @@ def test_bad_arrays(small_model, stream):
         (dict(hidden=hidden.astype(F64), out=hidden), "hidden: is float64, allowed: f32"),
         (dict(hidden=hidden[0], out=hidden), r"hidden: has shape \[256\], \[Token, Hidden\]"),
         (dict(hidden=hidden[:, :255]), "hidden Hidden is 255, model hidden is 256"),
-        (dict(hidden=hidden[:100]), "plan tokens is 127, allowed 0 to 100"),
+        (dict(hidden=hidden[:100]), "hidden has 100 rows, the plan has 127 tokens"),
         (dict(out=hidden[:, :255].copy()), "out Hidden is 255"),
         (dict(out=frozen), "out: is read-only"),
         (dict(out=np.empty((127, 256), np.int32)), "out: is int32"),
