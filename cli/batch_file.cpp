@@ -9,7 +9,8 @@
 
 namespace mla::cli {
 BatchLengths parse_batch(std::string_view text, std::string_view where) {
-  const nlohmann::json json = parse_object(text, where);
+  const JsonDocument document = parse_object(text, where);
+  const nlohmann::json& json = document.root;
   auto lengths = [&](const char* key) {
     const auto it = json.find(key);
     if (it == json.end() || !it->is_array())

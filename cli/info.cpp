@@ -218,7 +218,7 @@ bool print_checkpoint(const std::filesystem::path& folder, const ReadOptions& op
     for (last = first; last + 1 < layers && signature(checkpoint, last + 1) == mine;) ++last;
     print_layers(checkpoint, first, last);
     try {
-      for (int64_t l = first; l <= last; ++l) checkpoint.layer(l);
+      for (int64_t l = first; l <= last; ++l) checkpoint.check(l);
     } catch (const Error& e) {
       std::printf("  unusable: %s\n", e.what());
       complete = false;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "cli/commands.hpp"
+#include "cli/no_memory.hpp"
 #include "cli/output.hpp"
 #include "cli/version.hpp"
 #include "core/one_line.hpp"
@@ -91,6 +92,7 @@ int run(int argc, char** argv) try {
 }  // namespace
 
 int main(int argc, char** argv) {
+  std::set_terminate(mla::cli::end_without_memory);
   signal(SIGXFSZ, SIG_IGN);  // a write past a limit on files is then an error like others
   mla::cli::hold_standard_descriptors();
   mla::cli::remember_command_line(argc, argv);

@@ -183,9 +183,11 @@ Device DeviceFlag::device() const {
 
 void require_indexer(const CLI::App& command, const ModelConfig& model) {
   if (model.indexer) return;
-  for (const char* flag : {"--sparse", "--topk", "--index-cache", "--hadamard"})
-    if (const CLI::Option* o = command.get_option_no_throw(flag); o && o->count() > 0)
-      throw InputError(std::string(flag) + " needs a model with an indexer, " + model.name + " has none");
+  // CLI11's own look-up by name ends the process when it finds no memory.
+  for (const CLI::Option* o : command.get_options(nullptr))
+    for (const char* flag : {"--sparse", "--topk", "--index-cache", "--hadamard"})
+      if (o->count() > 0 && o->check_name(flag))
+        throw InputError(std::string(flag) + " needs a model with an indexer, " + model.name + " has none");
 }
 
 void add_allow_unknown(CLI::App& command, ReadOptions& options) {

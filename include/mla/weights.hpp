@@ -17,7 +17,7 @@
 
 namespace mla {
 
-/// A tensor in host memory: borrowed from a mapped checkpoint (`owner` keeps the map alive) or owned.
+/// A tensor in host memory, which `owner` keeps alive, or the caller where it is null.
 struct HostTensor {
   std::string name;
   Dtype dtype = Dtype::f32;
@@ -63,7 +63,7 @@ struct SafetensorsEntry {
   uint64_t begin = 0, end = 0;  ///< bytes from the start of the data section
 };
 
-/// One safetensors file, memory-mapped; read-only. The parser is strict: see docs/numerics.md, "Checkpoints".
+/// One safetensors file, open while the object lives. The parser is strict: see docs/numerics.md, "Checkpoints".
 class Safetensors {
  public:
   /// CheckpointError naming file, tensor and reason for anything malformed.
@@ -73,10 +73,12 @@ class Safetensors {
   const SafetensorsEntry* find(std::string_view name) const;
   /// Value of a `__metadata__` key, or nullptr.
   const std::string* metadata(std::string_view key) const;
-  std::span<const std::byte> bytes(const SafetensorsEntry& entry) const;
-  /// A float tensor (F32, BF16, F16, F8_E4M3) as a borrowed HostTensor; CheckpointError for another dtype or no such
-  /// tensor.
+  /// A tensor, read now; CheckpointError when the file no longer holds all of it.
+  Buffer bytes(const SafetensorsEntry& entry) const;
+  /// The same for a float tensor (F32, BF16, F16, F8_E4M3); CheckpointError also for another dtype or no such tensor.
   HostTensor tensor(std::string_view name) const;
+  /// tensor() without its data.
+  HostTensor outline(std::string_view name) const;
 
  private:
   struct File;
@@ -94,6 +96,8 @@ class Checkpoint {
   /// `model.language_model.`, then ModelConfig::attention_name(). UnsupportedError naming a tensor there that nothing
   /// reads (a bias, a gate, sinks, an indexer of a model without one), unless ReadOptions allows it.
   LayerTensors layer(int64_t index) const;
+  /// Throws what layer() would but for reading: no tensor's data is touched.
+  void check(int64_t index) const;
   /// All attention tensors of a layer as found: for display.
   std::vector<SafetensorsEntry> attention_entries(int64_t index) const;
   /// The file that holds a tensor; empty when there is none.

@@ -63,6 +63,13 @@ struct ThreadPool::State {
     }
   }
 
+  // Also of a pool whose threads could not all be started, for whatever reason.
+  ~State() {
+    stop = true;
+    start_generation();
+    for (std::thread& t : workers) t.join();
+  }
+
   void start_generation() {
     {
       std::lock_guard lock(mutex);
@@ -77,23 +84,16 @@ int most_threads() { return std::max(64, 4 * static_cast<int>(std::thread::hardw
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   if (threads < 1 || threads > most_threads())
     throw InputError("threads is " + std::to_string(threads) + ", allowed 1 to " + std::to_string(most_threads()));
+  State& s = *state_;
   try {
-    for (int w = 1; w < threads; ++w) state_->workers.emplace_back([s = state_.get(), w] { s->loop(w); });
+    for (int w = 1; w < threads; ++w) s.workers.emplace_back([&s, w] { s.loop(w); });
   } catch (const std::system_error& e) {
-    const size_t started = state_->workers.size() + 1;
-    state_->stop = true;
-    state_->start_generation();
-    for (auto& t : state_->workers) t.join();
-    throw DeviceError("thread " + std::to_string(started + 1) + " of " + std::to_string(threads) +
+    throw DeviceError("thread " + std::to_string(s.workers.size() + 2) + " of " + std::to_string(threads) +
                       " could not be started: " + e.what());
   }
 }
 
-ThreadPool::~ThreadPool() {
-  state_->stop = true;
-  state_->start_generation();
-  for (auto& t : state_->workers) t.join();
-}
+ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 

@@ -1,3 +1,5 @@
+#include <sys/stat.h>
+
 #include <algorithm>
 #include <array>
 #include <functional>
@@ -52,8 +54,15 @@ void require_known(std::string_view prefix, std::string_view tensor, std::string
 
 class LayerReader {
  public:
-  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer)
-      : find_(find), prefix_(std::move(prefix)), where_(std::move(where)), config_(config), layer_(layer) {}
+  /// Without data, tensors are looked up and checked, not read.
+  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer,
+              bool data = true)
+      : find_(find),
+        prefix_(std::move(prefix)),
+        where_(std::move(where)),
+        config_(config),
+        layer_(layer),
+        data_(data) {}
 
   LayerTensors read() const {
     const ModelConfig& m = config_;
@@ -85,10 +94,11 @@ class LayerReader {
     const std::string name = prefix_ + role;
     const Safetensors* file = find_(name);
     if (!file) refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape));
-    HostTensor t = file->tensor(name);
+    HostTensor t = file->outline(name);
     if (t.shape != shape)
       refuse(file->file().string(),
              "tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " + shape_text(shape));
+    if (data_) t = file->tensor(name);
     if (t.dtype == Dtype::fp8_e4m3) scales(t);
     return t;
   }
@@ -104,18 +114,19 @@ class LayerReader {
     const Safetensors* file = find_(name);
     if (!file)
       refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape) + " for the fp8 weight");
-    const HostTensor s = file->tensor(name);
+    const HostTensor s = file->outline(name);
     if (s.shape != shape)
       refuse(file->file().string(),
              "tensor '" + name + "' has shape " + shape_text(s.shape) + ", expected " + shape_text(shape));
     if (s.dtype == Dtype::fp8_e4m3) refuse(file->file().string(), "tensor '" + name + "' is fp8, a float is needed");
-    t.block_scales = s.to_f32();
+    if (data_) t.block_scales = file->tensor(name).to_f32();
   }
 
   const Find& find_;
   std::string prefix_, where_;
   const ModelConfig& config_;
   int64_t layer_;
+  bool data_;
 };
 
 }  // namespace
@@ -135,6 +146,8 @@ struct Checkpoint::State {
   std::vector<Safetensors> files;
   std::unordered_map<std::string, size_t> file_of;  // tensor name -> index into files
 
+  LayerTensors read(int64_t index, bool data) const;
+
   const Safetensors* find(const std::string& name) const {
     const auto it = file_of.find(name);
     return it == file_of.end() ? nullptr : &files[it->second];
@@ -148,11 +161,14 @@ struct Checkpoint::State {
   void add(const std::filesystem::path& file) { files.emplace_back(file); }
 
   void read_index(const std::filesystem::path& index) {
-    const nlohmann::json json = parse_object(read_text(index), index.string());
+    const JsonDocument document = parse_object(read_text(index), index.string());
+    const nlohmann::json& json = document.root;
     auto fail = [&](const std::string& why) { refuse(index.string(), why); };
     const auto map = json.find("weight_map");
     if (map == json.end() || !map->is_object()) fail("weight_map is missing or not an object");
+    constexpr size_t kMostShards = 4096;  // each stays open
     std::map<std::string, size_t> shards;
+    std::map<std::pair<dev_t, ino_t>, size_t> by_file;  // one file may be spelled in many ways
     for (const auto& [tensor, value] : map->items()) {
       if (!value.is_string()) fail("weight_map of '" + tensor + "' is not a string");
       const std::string name = value.get<std::string>();
@@ -161,7 +177,18 @@ struct Checkpoint::State {
                           std::none_of(path.begin(), path.end(), [](const auto& part) { return part == ".."; });
       if (!inside) fail("weight_map of '" + tensor + "' is '" + name + "', which leaves the folder");
       auto [it, fresh] = shards.try_emplace(name, files.size());
-      if (fresh) add(folder / path);
+      if (fresh) {
+        struct stat info {};
+        const bool there = stat((folder / path).c_str(), &info) == 0;
+        const auto same = by_file.find({info.st_dev, info.st_ino});
+        if (there && same != by_file.end()) {
+          it->second = same->second;
+        } else {
+          if (files.size() == kMostShards) fail("weight_map names more than " + std::to_string(kMostShards) + " files");
+          add(folder / path);
+          if (there) by_file.try_emplace({info.st_dev, info.st_ino}, files.size() - 1);
+        }
+      }
       if (!files[it->second].find(tensor)) fail("tensor '" + tensor + "' is not in its shard '" + name + "'");
       file_of.emplace(tensor, it->second);
     }
@@ -189,18 +216,21 @@ Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& o
 
 const ModelConfig& Checkpoint::config() const { return state_->config; }
 
-LayerTensors Checkpoint::layer(int64_t index) const {
-  if (index < 0 || index >= state_->config.layers)
-    throw InputError(state_->folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
-                     std::to_string(state_->config.layers - 1));
-  const Find find = [&](const std::string& name) { return state_->find(name); };
-  const std::string prefix = state_->prefix(index);
-  if (!state_->options.allow_unknown)
-    for (const Safetensors& file : state_->files)
-      for (const SafetensorsEntry& e : file.entries())
-        require_known(prefix, e.name, file.file().string(), state_->config);
-  return LayerReader(find, prefix, state_->folder.string(), state_->config, index).read();
+LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
+  if (index < 0 || index >= config.layers)
+    throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
+                     std::to_string(config.layers - 1));
+  const Find look_up = [&](const std::string& name) { return find(name); };
+  const std::string above = prefix(index);
+  if (!options.allow_unknown)
+    for (const Safetensors& file : files)
+      for (const SafetensorsEntry& e : file.entries()) require_known(above, e.name, file.file().string(), config);
+  return LayerReader(look_up, above, folder.string(), config, index, data).read();
 }
+
+LayerTensors Checkpoint::layer(int64_t index) const { return state_->read(index, true); }
+
+void Checkpoint::check(int64_t index) const { state_->read(index, false); }
 
 std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {
   const std::string prefix = state_->prefix(index);

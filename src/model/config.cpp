@@ -603,14 +603,16 @@ void read_quantization(std::string_view key, const Reader& config, const ReadOpt
 }  // namespace
 
 ModelConfig parse_config(std::string_view text, std::string_view where, const ReadOptions& options) {
-  const Json root = parse_object(text, where);
+  const JsonDocument document = parse_object(text, where);
+  const Json& root = document.root;
   const Reader outer(root, std::string(where));
   const char* inner = "text_config";
   for (const char* key : {"language_config", "llm_config"})
     if (!root.contains(inner) && root.contains(key)) inner = key;
   const bool nested = !root.contains("kv_lora_rank") && root.contains(inner) && root[inner].is_object();
   const Reader given(nested ? root[inner] : root, std::string(where));
-  const Json renamed = with_known_names(given);
+  const JsonDocument renamed_document(with_known_names(given));
+  const Json& renamed = renamed_document.root;
   const Reader config(renamed, std::string(where));
 
   const std::string type = type_of(config), known = canonical(type);

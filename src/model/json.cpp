@@ -4,10 +4,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <array>
 #include <cerrno>
 #include <cstring>
-#include <unordered_set>
-#include <vector>
 
 #include "model/text.hpp"
 
@@ -38,38 +37,93 @@ std::string read_text(const std::filesystem::path& file) {
   return text;
 }
 
-nlohmann::json parse_strict(std::string_view text, const std::function<void(const std::string&)>& fail) {
-  constexpr size_t kMostDepth = 64;  // the parser does not recurse, but printing a value does
-  // nlohmann's lexer takes a NUL for the end of its input, and JSON has no place for one.
-  if (const size_t at = text.find('\0'); at != text.npos) fail("not valid JSON: a NUL at byte " + std::to_string(at));
-  using Event = nlohmann::json::parse_event_t;
-  std::vector<std::unordered_set<std::string>> keys;  // of the objects and arrays that are open
-  const auto strict = [&](int, Event event, nlohmann::json& value) {
-    switch (event) {
-      case Event::object_start:
-      case Event::array_start:
-        if (keys.size() == kMostDepth) fail("nested deeper than " + std::to_string(kMostDepth));
-        keys.emplace_back();
-        break;
-      case Event::object_end:
-      case Event::array_end: keys.pop_back(); break;
-      case Event::key:
-        if (!keys.back().insert(value.get_ref<const std::string&>()).second)
-          fail("key '" + value.get_ref<const std::string&>() + "' occurs twice");
-        break;
-      case Event::value: break;
-    }
-    return true;
-  };
-  nlohmann::json json = nlohmann::json::parse(text, strict, /*allow_exceptions=*/false);
-  if (json.is_discarded()) fail("not valid JSON");
-  return json;
+namespace {
+
+using Json = nlohmann::json;
+
+// Leaves an empty object or array, or a scalar: nlohmann destroys those without allocating.
+void take_apart(Json& value) noexcept {
+  if (auto* object = value.get_ptr<Json::object_t*>()) {
+    for (auto& [key, member] : *object) take_apart(member);
+    object->clear();
+  } else if (auto* array = value.get_ptr<Json::array_t*>()) {
+    for (Json& element : *array) take_apart(element);
+    array->clear();
+  }
 }
 
-nlohmann::json parse_object(std::string_view text, std::string_view where) {
-  nlohmann::json json = parse_strict(text, [&](const std::string& why) { refuse(where, why); });
-  if (!json.is_object()) refuse(where, "not a JSON object");
-  return json;
+// Builds the document as it is read, so that what an error leaves behind is the document's to take apart.
+class Builder : public nlohmann::json_sax<Json> {
+ public:
+  Builder(Json& root, const std::function<void(const std::string&)>& fail) : root_(root), fail_(fail) {}
+
+  bool null() override { return put(nullptr); }
+  bool boolean(bool v) override { return put(v); }
+  bool number_integer(number_integer_t v) override { return put(v); }
+  bool number_unsigned(number_unsigned_t v) override { return put(v); }
+  bool number_float(number_float_t v, const string_t&) override { return put(v); }
+  bool string(string_t& v) override { return put(std::move(v)); }
+  bool binary(binary_t&) override { return false; }
+  bool start_object(size_t) override { return open(Json::object()); }
+  bool start_array(size_t) override { return open(Json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+  bool key(string_t& v) override {
+    auto [at, fresh] = open_[depth_ - 1]->get_ref<Json::object_t&>().try_emplace(v);
+    if (!fresh) fail_("key '" + v + "' occurs twice");
+    member_ = &at->second;
+    return true;
+  }
+  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override { return false; }
+
+ private:
+  static constexpr size_t kMostDepth = 64;  // printing a value and taking it apart recurse
+
+  Json* place(Json value) {
+    Json* at = &root_;
+    if (depth_ > 0) {
+      auto* array = open_[depth_ - 1]->get_ptr<Json::array_t*>();
+      at = array ? &array->emplace_back() : member_;
+    }
+    *at = std::move(value);
+    return at;
+  }
+  bool put(Json value) { return place(std::move(value)); }
+  bool open(Json value) {
+    if (depth_ == kMostDepth) fail_("nested deeper than " + std::to_string(kMostDepth));
+    open_[depth_] = place(std::move(value));
+    ++depth_;
+    return true;
+  }
+  bool close() {
+    --depth_;
+    return true;
+  }
+
+  Json& root_;
+  const std::function<void(const std::string&)>& fail_;
+  std::array<Json*, kMostDepth> open_{};  // the objects and arrays around the place
+  size_t depth_ = 0;
+  Json* member_ = nullptr;  // of the object that is read
+};
+
+}  // namespace
+
+JsonDocument::~JsonDocument() { take_apart(root); }
+
+JsonDocument parse_strict(std::string_view text, const std::function<void(const std::string&)>& fail) {
+  // nlohmann's lexer takes a NUL for the end of its input, and JSON has no place for one.
+  if (const size_t at = text.find('\0'); at != text.npos) fail("not valid JSON: a NUL at byte " + std::to_string(at));
+  JsonDocument document;
+  Builder builder(document.root, fail);
+  if (!Json::sax_parse(text, &builder)) fail("not valid JSON");
+  return document;
+}
+
+JsonDocument parse_object(std::string_view text, std::string_view where) {
+  JsonDocument document = parse_strict(text, [&](const std::string& why) { refuse(where, why); });
+  if (!document.root.is_object()) refuse(where, "not a JSON object");
+  return document;
 }
 
 }  // namespace mla

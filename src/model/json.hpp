@@ -6,17 +6,31 @@
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 
 namespace mla {
 
 /// A whole file; CheckpointError when it is not a regular file of at most 100 MB that can be read.
 std::string read_text(const std::filesystem::path& file);
 
+/// Owns a JSON value. nlohmann's destructor allocates for a value that holds others, and ends the process where memory
+/// is short; this one takes the value apart first, which needs none. At most some hundred levels deep.
+class JsonDocument {
+ public:
+  JsonDocument() = default;
+  explicit JsonDocument(nlohmann::json value) : root(std::move(value)) {}
+  JsonDocument(JsonDocument&&) = default;
+  JsonDocument& operator=(JsonDocument&&) = delete;
+  ~JsonDocument();
+
+  nlohmann::json root;
+};
+
 /// The JSON value that text holds and nothing beside it, at most 64 levels deep, no object with a key twice, no NUL.
 /// Otherwise `fail` is called, which must throw.
-nlohmann::json parse_strict(std::string_view text, const std::function<void(const std::string& why)>& fail);
+JsonDocument parse_strict(std::string_view text, const std::function<void(const std::string& why)>& fail);
 
 /// The same for an object; CheckpointError for anything else.
-nlohmann::json parse_object(std::string_view text, std::string_view where);
+JsonDocument parse_object(std::string_view text, std::string_view where);
 
 }  // namespace mla

@@ -1,7 +1,8 @@
 // A strict reader. The header is attacker-controlled text, so it is parsed here, by hand: a general JSON parser would
-// accept duplicate keys silently, and every number below becomes an offset into mapped memory.
+// accept duplicate keys silently, and every number below becomes an offset into the file.
+//
+// Tensors are read, not mapped: a mapped file that another process shortens is a bus error wherever it is touched next.
 #include <fcntl.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -264,42 +265,57 @@ class HeaderParser {
 
 struct Safetensors::File {
   std::filesystem::path path;
-  const std::byte* map = nullptr;
-  size_t size = 0;
+  int fd = -1;
+  uint64_t size = 0;
   uint64_t data = 0;  // first byte of the data section
   std::vector<SafetensorsEntry> entries;
   std::unordered_map<std::string_view, size_t> by_name;
   std::unordered_map<std::string, std::string> metadata;
 
+  File() = default;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
   ~File() {
-    if (map) munmap(const_cast<std::byte*>(map), size);
+    if (fd >= 0) ::close(fd);
   }
 
   [[noreturn]] void fail(const std::string& why) const { refuse(path.string(), why); }
 
   void open() {
-    const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
+    fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);  // a FIFO would wait for a writer
     if (fd < 0) fail(std::string("cannot be opened: ") + std::strerror(errno));
     struct stat info {};
-    const bool known = fstat(fd, &info) == 0 && S_ISREG(info.st_mode);
-    size = known ? static_cast<size_t>(info.st_size) : 0;
-    void* p = size ? mmap(nullptr, size, PROT_READ, MAP_PRIVATE, fd, 0) : MAP_FAILED;
-    ::close(fd);
-    if (!known) fail("not a regular file");
+    if (fstat(fd, &info) != 0) fail(std::string("cannot be examined: ") + std::strerror(errno));
+    if (!S_ISREG(info.st_mode)) fail("not a regular file");
+    size = static_cast<uint64_t>(info.st_size);
     if (size < 8) fail("has " + std::to_string(size) + " bytes, a header length alone takes 8");
-    if (p == MAP_FAILED) fail(std::string("cannot be mapped: ") + std::strerror(errno));
-    map = static_cast<const std::byte*>(p);
+  }
+
+  void read(uint64_t at, void* to, size_t bytes, const std::string& what) const {
+    constexpr size_t kMostAtOnce = size_t{1} << 30;  // Linux reads at most 2 GB a call
+    for (size_t done = 0; done < bytes;) {
+      const ssize_t n = pread(fd, static_cast<std::byte*>(to) + done, std::min(bytes - done, kMostAtOnce),
+                              static_cast<off_t>(at + done));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) fail(what + " cannot be read: " + std::strerror(errno));
+      if (n == 0)
+        fail(what + " has " + std::to_string(done) + " bytes left of " + std::to_string(bytes) +
+             ": the file was shortened after it was opened");
+      done += static_cast<size_t>(n);
+    }
   }
 
   void parse() {
     uint64_t header = 0;
-    std::memcpy(&header, map, 8);
+    read(0, &header, 8, "the header's length");
     if (header > kMostHeader)
       fail("header of " + std::to_string(header) + " bytes, at most " + std::to_string(kMostHeader));
     if (header > size - 8)
       fail("header of " + std::to_string(header) + " bytes ends past the file's " + std::to_string(size));
     data = 8 + header;
-    HeaderParser({reinterpret_cast<const char*>(map + 8), header}, path.string()).parse(entries, metadata);
+    std::string text(header, '\0');
+    read(8, text.data(), text.size(), "the header");
+    HeaderParser(text, path.string()).parse(entries, metadata);
     std::sort(entries.begin(), entries.end(), [](const auto& a, const auto& b) {
       return std::tie(a.begin, a.end, a.name) < std::tie(b.begin, b.end, b.name);
     });
@@ -363,11 +379,13 @@ const std::string* Safetensors::metadata(std::string_view key) const {
   return it == file_->metadata.end() ? nullptr : &it->second;
 }
 
-std::span<const std::byte> Safetensors::bytes(const SafetensorsEntry& e) const {
-  return {file_->map + file_->data + e.begin, static_cast<size_t>(e.end - e.begin)};
+Buffer Safetensors::bytes(const SafetensorsEntry& e) const {
+  Buffer b(static_cast<size_t>(e.end - e.begin));
+  file_->read(file_->data + e.begin, b.data(), b.size(), "tensor '" + e.name + "'");
+  return b;
 }
 
-HostTensor Safetensors::tensor(std::string_view name) const {
+HostTensor Safetensors::outline(std::string_view name) const {
   const SafetensorsEntry* e = find(name);
   if (!e) file_->fail("tensor '" + std::string(name) + "' is missing");
   HostTensor t;
@@ -378,8 +396,15 @@ HostTensor Safetensors::tensor(std::string_view name) const {
   else if (e->dtype == "F16") t.dtype = Dtype::f16;
   else if (e->dtype == "F8_E4M3") t.dtype = Dtype::fp8_e4m3;
   else file_->fail("tensor '" + e->name + "': dtype " + e->dtype + " is not one of F32 BF16 F16 F8_E4M3");
-  t.data = bytes(*e).data();
-  t.owner = file_;
+  return t;
+}
+
+HostTensor Safetensors::tensor(std::string_view name) const {
+  HostTensor t = outline(name);
+  const auto held = std::make_shared<const Buffer>(bytes(*find(name)));
+  static constexpr std::byte kNothing{};
+  t.data = held->size() > 0 ? held->data() : &kNothing;
+  t.owner = held;
   return t;
 }
 

@@ -18,7 +18,7 @@ template <class T>
 void widen(const std::byte* data, std::vector<float>& out) {
   const T* x = reinterpret_cast<const T*>(data);
   for (size_t i = 0; i < out.size(); ++i) {
-    T e;  // mapped tensors need not be aligned
+    T e;  // tensors need not be aligned
     std::memcpy(&e, x + i, sizeof(T));
     out[i] = to_float(e);
   }

@@ -77,9 +77,14 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
   const int64_t at_once = gpu() ? std::clamp<int64_t>(pool.threads() / 2, 1, 8) : 1;
   for (int64_t first = 0; first < o.layers && !stop; first += at_once) {
     std::vector<std::future<LayerWeights>> made;
-    for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
-      made.push_back(std::async(at_once > 1 ? std::launch::async : std::launch::deferred,
-                                [&o, l] { return prepare(o.model, tensors_of(o, l), prepare_options(o), o.device); }));
+    try {
+      for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
+        made.push_back(std::async(at_once > 1 ? std::launch::async : std::launch::deferred, [&o, l] {
+          return prepare(o.model, tensors_of(o, l), prepare_options(o), o.device);
+        }));
+    } catch (const std::system_error& e) {
+      throw DeviceError("a thread that prepares weights could not be started: " + std::string(e.what()));
+    }
     for (auto& m : made) weights_.push_back(m.get());
   }
   for (int64_t l = 0; l < static_cast<int64_t>(weights_.size()); ++l) {

@@ -33,9 +33,10 @@ void add(test::SafetensorsWriter& w, const std::string& prefix, const Tensor& t)
   w.add(prefix + t.role, "BF16", t.shape, values);
 }
 
-std::string refusal(const std::filesystem::path& folder) {
+template <class F>
+std::string refusal(const std::filesystem::path& folder, F&& use) {
   try {
-    Checkpoint(folder).layer(1);
+    use(Checkpoint(folder));
   } catch (const Error& e) {
     std::string text = e.what();
     for (size_t at; (at = text.find(folder.string())) != std::string::npos;)
@@ -43,6 +44,12 @@ std::string refusal(const std::filesystem::path& folder) {
     return text;
   }
   return "read";
+}
+
+std::string refusal(const std::filesystem::path& folder) {
+  const std::string why = refusal(folder, [](const Checkpoint& c) { c.layer(1); });
+  EXPECT_EQ(refusal(folder, [](const Checkpoint& c) { c.check(1); }), why);
+  return why;
 }
 
 class CheckpointFolder : public testing::Test {
@@ -107,6 +114,31 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
             "F/model.safetensors.index.json: weight_map of 'a' is '/etc/passwd', which leaves the folder");
   EXPECT_EQ(with(R"({"weight_map":{"a":"part-0.safetensors"}})"),
             "F/model.safetensors.index.json: tensor 'a' is not in its shard 'part-0.safetensors'");
+}
+
+TEST_F(CheckpointFolder, OneFileIsOpenedOnceHoweverItIsSpelled) {
+  test::SafetensorsWriter w;
+  std::string map, path = "s.safetensors";
+  for (const Tensor& t : kTensors)
+    for (int layer = 0; layer < 2; ++layer) {
+      const std::string prefix = "model.layers." + std::to_string(layer) + ".self_attn.";
+      add(w, prefix, t);
+      map += (map.empty() ? "\"" : ",\"") + prefix + t.role + "\":\"" + path + "\"";
+      path = layer == 0 ? "./" + path : "linked.safetensors";
+    }
+  w.write(folder_ / "s.safetensors");
+  std::filesystem::create_hard_link(folder_ / "s.safetensors", folder_ / "linked.safetensors");
+  test::write_file(folder_ / "model.safetensors.index.json", "{\"weight_map\":{" + map + "}}");
+  const Checkpoint checkpoint(folder_.path());
+  EXPECT_EQ(refusal(folder_.path()), "read");
+  // Open files and maps of this process.
+  int64_t uses = 0;
+  std::error_code gone;
+  for (const auto& fd : std::filesystem::directory_iterator("/proc/self/fd"))
+    uses += std::filesystem::read_symlink(fd.path(), gone).string().starts_with(folder_.path().string());
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) uses += line.find(folder_.path()) != std::string::npos;
+  EXPECT_EQ(uses, 1);
 }
 
 TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {

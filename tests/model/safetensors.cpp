@@ -188,6 +188,31 @@ TEST_F(SafetensorsFile, DeepNestingIsRefused) {
             std::string::npos);
 }
 
+// A map of the file would be a bus error.
+TEST_F(SafetensorsFile, ShortenedAfterItWasOpened) {
+  test::SafetensorsWriter w;
+  w.add("a", "F32", {4096}, std::vector<float>(4096, 1.0f));
+  w.add("b", "F32", {4096}, std::vector<float>(4096, 2.0f));
+  w.write(folder_ / "f");
+  const Safetensors file(folder_ / "f");
+  const size_t whole = std::filesystem::file_size(folder_ / "f");
+  const HostTensor early = file.tensor("a");
+  auto said = [&](size_t size) -> std::string {
+    std::filesystem::resize_file(folder_ / "f", size);
+    try {
+      file.tensor("b").to_f32();
+    } catch (const CheckpointError& e) {
+      return e.what();
+    }
+    return "read";
+  };
+  EXPECT_EQ(said(whole), "read");
+  const std::string where = (folder_ / "f").string() + ": tensor 'b' has ";
+  EXPECT_EQ(said(whole - 6000), where + "10384 bytes left of 16384: the file was shortened after it was opened");
+  EXPECT_EQ(said(0), where + "0 bytes left of 16384: the file was shortened after it was opened");
+  EXPECT_EQ(early.to_f32(), std::vector<float>(4096, 1.0f));
+}
+
 TEST_F(SafetensorsFile, RandomDamageNeverCrashes) {
   test::SafetensorsWriter w;
   w.add("model.layers.0.self_attn.o_proj.weight", "BF16", {4, 3}, std::vector<uint16_t>(12, 0x3f80));
