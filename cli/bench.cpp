@@ -196,7 +196,9 @@ struct Peer {
 };
 
 std::vector<Peer> read_peers(const std::string& file) {
-  const json all = parse_strict(read_text(file), [&](const std::string& why) { throw InputError(file + ": " + why); });
+  const JsonDocument document =
+      parse_strict(read_text(file), [&](const std::string& why) { throw InputError(file + ": " + why); });
+  const json& all = document.root;
   if (!all.is_array()) throw InputError(file + ": a JSON array of {\"row\", \"peer\", \"us\"} is needed");
   std::vector<Peer> peers;
   for (const json& p : all) {

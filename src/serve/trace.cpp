@@ -97,7 +97,8 @@ void add(Trace& t, TraceRequest r, const Lines& at) {
 }
 
 TraceRequest mooncake(const Lines& at) {
-  const nlohmann::json json = parse_strict(at.text, [&](const std::string& why) { at.fail(why); });
+  const JsonDocument line = parse_strict(at.text, [&](const std::string& why) { at.fail(why); });
+  const nlohmann::json& json = line.root;
   if (!json.is_object()) at.fail("not a JSON object");
   auto number = [&](const char* key) {
     const auto it = json.find(key);
