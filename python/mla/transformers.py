@@ -686,9 +686,10 @@ class Attachment:
         for row, table in enumerate(tables):
             block_table[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
         try:
-            rotary, index_rotary = self._rotary_for(max(lengths), self._long(positions))
+            long = self._long(positions)
+            rotary, index_rotary = self._rotary_for(max(lengths), long)
             plan = _mla.plan(
-                self.model, self.pages.caches[0],
+                self._with_choice(self.model, long), self.pages.caches[0],
                 _mla.Batch(starts, lengths, block_table, slots[real].contiguous()),
                 stream=stream_for(torch.empty(0, device=self.device)), options=self.options,
             )
