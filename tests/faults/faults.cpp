@@ -138,7 +138,7 @@ struct Row {
 void write_inputs(const std::string& folder) {
   namespace fs = std::filesystem;
   const std::string config =
-      R"({"model_type":"tiny","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":2,"q_lora_rank":16,"kv_lora_rank":32,)"
+      R"({"model_type":"deepseek_v3","hidden_size":64,"num_hidden_layers":2,"num_attention_heads":2,"q_lora_rank":16,"kv_lora_rank":32,)"
       R"("qk_nope_head_dim":16,"qk_rope_head_dim":16,"v_head_dim":16})";
   fs::create_directories(folder + "/checkpoint");
   mla::test::write_file(folder + "/tiny.json", config);

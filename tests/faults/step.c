@@ -23,7 +23,7 @@ static mla_status step(const char* folder, float* out) {
   mla_plan* plan = NULL;
   mla_buffer* workspace = NULL;
   static const char config[] =
-      "{\"model_type\":\"tiny\",\"hidden_size\":64,\"num_hidden_layers\":1,\"num_attention_heads\":2,\"kv_lora_rank\":"
+      "{\"model_type\":\"deepseek_v3\",\"hidden_size\":64,\"num_hidden_layers\":1,\"num_attention_heads\":2,\"kv_lora_rank\":"
       "32,"
       "\"qk_nope_head_dim\":16,\"qk_rope_head_dim\":16,\"v_head_dim\":16,\"rope_scaling\":{\"type\":\"yarn\","
       "\"factor\":4,"

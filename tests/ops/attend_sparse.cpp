@@ -605,7 +605,7 @@ TEST_F(AttendSparse, MergeOfSplitsRefusesWhatDoesNotFit) {
                                     .sinks = s,
                                     .out = {out.data(), {4, 2, 8}},
                                     .lse = {lse.data(), {4, 2}},
-                                    .max_logits = {max ? lse.data() + 8 : nullptr, {4, 2}}});
+                                    .max_logits = {max ? lse.data() + 8 : nullptr, {max ? 4 : 0, 2}}});
     } catch (const ShapeError& e) {
       return e.what();
     }

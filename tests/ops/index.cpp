@@ -473,6 +473,7 @@ TEST(IndexArguments, EveryViolationIsNamed) {
   EXPECT_EQ(gathered([&](G& a) {
               a.keys = View<fp8_e4m3, Key, IndexDim>(codes.data(), {10, 8});
               a.cache.spec.format = IndexCacheFormat::bf16;
+              a.cache.page_stride = a.cache.spec.page_bytes();
             }),
             "index_gather: keys are fp8_e4m3, the cache is bf16");
 

@@ -185,7 +185,7 @@ TEST_F(Quantize, ArgumentsThatDoNotFit) {
   EXPECT_EQ(with([](A&) {}), "accepted");
   EXPECT_EQ(with([](A& a) { a.y.spec = {}; }), "quantize: output none is not a quantised one");
   EXPECT_EQ(with([](A& a) { a.y.width = 255; }), "quantize: output width is 255, Head * Value is 256");
-  EXPECT_EQ(with([](A& a) { a.y.tokens = 3; }), "quantize: rows is 4, allowed 0 to 3");
+  EXPECT_EQ(with([](A& a) { a.y.tokens = 3; }), "quantize: output fp8_128 has room for 3 tokens, there are 4");
   EXPECT_EQ(with([](A& a) { a.y.row_stride = 200; }),
             "quantize: output fp8_128 has row stride 200, a row takes 256 bytes");
   EXPECT_EQ(with([](A& a) { a.y.data = nullptr; }), "quantize: output fp8_128 has no data");
@@ -199,7 +199,7 @@ TEST_F(Quantize, ArgumentsThatDoNotFit) {
             }),
             "quantize: x HeadValue has stride 2, 1 is needed");
   EXPECT_EQ(refusal(stream_, ops::QuantizePaddingArgs{memory.view(), 5}),
-            "quantize_padding: rows is 5, allowed 0 to 4");
+            "quantize_padding: output fp8_128 has room for 4 tokens, there are 5");
 }
 
 // A product whose rows go to a quantised output, against the same product to f32.

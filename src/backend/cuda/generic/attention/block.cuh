@@ -425,6 +425,7 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
   const int row = static_cast<int>(threadIdx.x) / kRowThreads, part = static_cast<int>(threadIdx.x) % kRowThreads;
   const int limit = tile.limit[row];
   float max = -INFINITY, sum = 0.0f;
+  bool sees = false;  // any key
   core.clear();
   bool any = __syncthreads_or(blocks > 0 && keys.locate(0));
   if (blocks > 0) keys.fetch(0);
@@ -445,8 +446,11 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
         const int key = (i * kRowThreads + part) * 2;
         const float2 y = *reinterpret_cast<const float2*>(s + row * Core::kScoreRow + key);
         strange |= !(fabsf(y.x) < INFINITY && fabsf(y.y) < INFINITY);  // of keys that the row does not see, too
-        x[i][0] = block * N + key < limit && keys.exists(block, key) ? y.x * scale : -INFINITY;
-        x[i][1] = block * N + key + 1 < limit && keys.exists(block, key + 1) ? y.y * scale : -INFINITY;
+        const bool first = block * N + key < limit && keys.exists(block, key),
+                   second = block * N + key + 1 < limit && keys.exists(block, key + 1);
+        sees |= first || second;
+        x[i][0] = first ? y.x * scale : -INFINITY;
+        x[i][1] = second ? y.y * scale : -INFINITY;
         most = fmaxf(most, fmaxf(x[i][0], x[i][1]));
       }
 #pragma unroll
@@ -487,9 +491,12 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
     any = next;
   }
 #pragma unroll
-  for (int d = 1; d < kRowThreads; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  if (limit > 0 && tile.unusable[row]) sum = NAN;  // whatever the logits' signs
-  __syncthreads();                                 // alpha is used
+  for (int d = 1; d < kRowThreads; d *= 2) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, d);
+    sees |= __shfl_xor_sync(0xffffffffu, static_cast<int>(sees), d) != 0;
+  }
+  if (sees && tile.unusable[row]) sum = NAN;  // whatever the logits' signs
+  __syncthreads();                            // alpha is used
   return {sum == sum ? max : NAN, sum, part == 0, row};
 }
 
