@@ -404,11 +404,15 @@ void read_rope(const Reader& config, const Family& family, const ReadOptions& op
   m.rotary.rotate = family.type != "kimi_linear" && !config.flag("mla_use_nope", false);
   const Json* rope = rope_object(config);
   if (m.rotary.rotate) {
-    static const Json mistral4{
-        {"rope_type", "yarn"}, {"factor", 128.0},       {"original_max_position_embeddings", 8192},
-        {"mscale", 1.0},       {"mscale_all_dim", 1.0}, {"llama_4_scaling_beta", 0.1}};
-    if (!rope && family.type == "mistral4") rope = &mistral4;
+    JsonDocument mistral4;  // the class's own rope, where none is given
+    if (!rope && family.type == "mistral4") {
+      mistral4 = parse_object(R"({"rope_type": "yarn", "factor": 128.0, "original_max_position_embeddings": 8192,
+                                  "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1})",
+                              "mistral4");
+      rope = &mistral4.root;
+    }
     if (rope) RopeReader(config, *rope, family, options, m).read();
+    if (rope == &mistral4.root) rope = nullptr;
   }
   const Json& growth = config.object("llama_4_scaling");
   if (!growth.empty()) {
@@ -421,7 +425,8 @@ void read_rope(const Reader& config, const Family& family, const ReadOptions& op
     m.query_growth_length = r.integer("original_max_position_embeddings");
   }
   // How many of a head's dims rotate must come to qk_rope_head_dim.
-  const Reader inside(rope ? *rope : Json::object(), config.where());
+  static const Json none = Json::object();
+  const Reader inside(rope ? *rope : none, config.where());
   for (const Reader* r : {&inside, &config}) {
     if (!r->has("partial_rotary_factor") || options.allow_unknown) continue;
     const double part = r->number("partial_rotary_factor", 1.0),
@@ -611,8 +616,10 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
     if (!root.contains(inner) && root.contains(key)) inner = key;
   const bool nested = !root.contains("kv_lora_rank") && root.contains(inner) && root[inner].is_object();
   const Reader given(nested ? root[inner] : root, std::string(where));
-  const JsonDocument renamed_document(with_known_names(given));
-  const Json& renamed = renamed_document.root;
+  // A copy is made only where keys have other names.
+  const bool renames = given.has("attention_kv_lora_dim") || (given.has("dim") && !given.has("hidden_size"));
+  const JsonDocument renamed_document(renames ? with_known_names(given) : Json());
+  const Json& renamed = renames ? renamed_document.root : given.json();
   const Reader config(renamed, std::string(where));
 
   const std::string type = type_of(config), known = canonical(type);

@@ -20,7 +20,10 @@ class JsonDocument {
   JsonDocument() = default;
   explicit JsonDocument(nlohmann::json value) : root(std::move(value)) {}
   JsonDocument(JsonDocument&&) = default;
-  JsonDocument& operator=(JsonDocument&&) = delete;
+  JsonDocument& operator=(JsonDocument&& other) noexcept {
+    std::swap(root, other.root);
+    return *this;
+  }
   ~JsonDocument();
 
   nlohmann::json root;
