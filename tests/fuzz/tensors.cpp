@@ -125,7 +125,7 @@ struct World {
   World() {
     ok(mla_stream_create_cpu(2, &stream));
     const char* config =
-        R"({"model_type":"fuzz","hidden_size":16,"num_hidden_layers":1,"num_attention_heads":2,"kv_lora_rank":8,)"
+        R"({"model_type":"deepseek_v2","hidden_size":16,"num_hidden_layers":1,"num_attention_heads":2,"kv_lora_rank":8,)"
         R"("qk_nope_head_dim":8,"qk_rope_head_dim":4,"v_head_dim":8})";
     ok(mla_model_create_config(config, std::strlen(config), &model));
     ok(mla_rotary_create(model, 0, 32, DLDevice{kDLCPU, 0}, &rotary));
