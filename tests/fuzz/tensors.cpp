@@ -34,7 +34,7 @@ struct Tensor {
     int64_t dense = 1;
     for (size_t i = want.size(); i-- > 0;) {
       strides[i] = dense;
-      dense *= shape[i] > 0 ? shape[i] : 1;
+      if (__builtin_mul_overflow(dense, shape[i] > 0 ? shape[i] : 1, &dense)) dense = INT64_MAX;
     }
     tensor.shape = shape;
     tensor.strides = in.flag() ? strides : nullptr;
