@@ -223,6 +223,7 @@ TEST(Layer, MissingAndMisplacedMemoryIsNamed) {
              View<const float, Token, Latent>(kv_data, {4, m.latent}),
              View<const float, Token, Rope>(pe_data, {4, m.rope}),
              View<float, Token, Head, Value>(out_data, {4, m.heads, m.value}));
+      s.stream.synchronize();
     });
   };
   const auto as_it_is = [](LayerContext&) {};
@@ -309,6 +310,7 @@ TEST(Layer, QuantisedOutputsWithoutMemoryAreNamed) {
       attend(s.stream, c, View<const float, Token, Head, QueryKey>(q.data(), {4, m.heads, m.query_key()}),
              View<const float, Token, Latent>(kv.data(), {4, m.latent}),
              View<const float, Token, Rope>(kv.data(), {4, m.rope}), out);
+      s.stream.synchronize();  // the arrays outlive the work
     });
   };
   EXPECT_EQ(with(codes.data(), scales.data(), 4), "no error");
@@ -362,6 +364,7 @@ TEST(Layer, OtherRotaryTablesAreRefused) {
                      View<const float, Token, Latent>(kv.data(), {4, s.model.latent}),
                      View<const float, Token, Rope>(kv.data(), {4, rope}),
                      View<float, Token, Head, Value>(heads.data(), {4, s.model.heads, s.model.value}));
+              s.stream.synchronize();
             }),
             "no error");
 }
