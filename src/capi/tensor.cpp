@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <utility>
 
 namespace mla::capi {
 namespace {
@@ -63,6 +64,20 @@ bool reachable(Device from, DLDevice memory) {
   if (type == kDLCUDAHost || type == kDLCUDAManaged) return true;
   if (from.kind == DeviceKind::cpu) return type == kDLCPU;
   return type == kDLCUDA && memory.device_id == from.index;
+}
+
+// No element of a written tensor lies where another does: a dimension steps over all that the shorter steps reach.
+void require_apart(const std::string& name, const Checked& c, std::initializer_list<std::string_view> dims) {
+  for (size_t d = 0; d < dims.size(); ++d) {
+    if (c.extents[d] <= 1) continue;
+    int64_t taken = 1;
+    for (size_t e = 0; e < dims.size(); ++e)
+      if (c.extents[e] > 1 && std::pair(c.strides[e], e) < std::pair(c.strides[d], d))
+        taken += c.strides[e] * (c.extents[e] - 1);
+    if (c.strides[d] < taken)
+      throw ShapeError(name + " " + std::string(*(dims.begin() + d)) + " has stride " + std::to_string(c.strides[d]) +
+                       ", at least " + std::to_string(taken) + " is needed for elements that are written");
+  }
 }
 
 }  // namespace
@@ -173,6 +188,7 @@ Checked Tensors::check(const char* name, const DLTensor* t, std::initializer_lis
         throw ShapeError(n + " " + dim + " has stride " + std::to_string(stride) + ", which leaves 2^59 elements");
     }
     if (!t->data) throw ShapeError(n + " has no data");
+    if (writable) require_apart(n, c, dims);
   }
   if (!t->data) return c;
   const uintptr_t address = reinterpret_cast<uintptr_t>(t->data) + t->byte_offset;

@@ -130,6 +130,10 @@ TEST(CTensors, WrongStridesAreNamed) {
   EXPECT_OK(n.run());
   (*n.y).strides = strides;
   EXPECT_FAILS(MLA_ERROR_SHAPE, n.run(), "y Token has stride 0, at least 1 is needed");
+  strides[0] = 7;  // a row's last element would be the next one's first
+  EXPECT_FAILS(MLA_ERROR_SHAPE, n.run(), "y Token has stride 7, at least 8 is needed for elements that are written");
+  strides[0] = 8;
+  EXPECT_OK(n.run());
 }
 
 TEST(CTensors, MissingAndMisplacedMemoryIsNamed) {

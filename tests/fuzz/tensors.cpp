@@ -62,8 +62,8 @@ struct Tensor {
     Wide last = 0;
     bool empty = false, odd = tensor.ndim < 0 || tensor.ndim > 8 || !tensor.shape;
     Wide count = 1;
+    for (int32_t i = 0; !odd && i < tensor.ndim; ++i) empty = empty || shape[i] == 0;
     for (int32_t i = odd ? -1 : tensor.ndim - 1; i >= 0; --i) {
-      empty = empty || shape[i] == 0;
       odd = odd || shape[i] < 0 || (tensor.strides && strides[i] < 0);
       if (odd) break;
       last += Wide(shape[i] > 0 ? shape[i] - 1 : 0) * (tensor.strides ? Wide(strides[i]) : count);

@@ -18,7 +18,8 @@
 //   arrays or within others have no size of their own and do not grow.
 // - Tensors are DLPack's, borrowed for the call (on a GPU until its work is done). Shapes are written [Token, Head] by
 //   the dimensions' names. Strides are free unless a dimension is said to be dense; a tensor that is written has no
-//   stride 0. MLA_ERROR_SHAPE for a dtype, device, shape or stride that does not fit.
+//   two elements in one place: each stride passes what the shorter ones reach. MLA_ERROR_SHAPE for a dtype, device,
+//   shape or stride that does not fit.
 // - dtypes: f32, bf16 and f16 are DLPack's float 32, bfloat 16 and float 16; fp8 is float8_e4m3fn, or uint8 that holds
 //   its codes.
 // - Plain arrays (`const int32_t*` and a count, work items) are host memory and read during the call. A GPU's ops read

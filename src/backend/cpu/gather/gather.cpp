@@ -22,6 +22,7 @@ void store(const float* x, Dtype t, void* y, int64_t n) {
 }  // namespace
 
 void gather(Stream& stream, const ops::GatherArgs& a) {
+  if (a.kv_c.extent<Key>() == 0) return;
   const CacheSpec& spec = a.cache.spec;
   // [latent | rope] of one f32 array, as the layer lays it out: decoded in place.
   const bool joined = a.kv_c.dtype() == Dtype::f32 && a.kv_c.stride<Key>() == a.k_pe.stride<Key>() &&
