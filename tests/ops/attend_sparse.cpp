@@ -423,7 +423,7 @@ TEST_P(SparseByTarget, WorkspaceGivesTheCachesBits) {
                       .page_stride = kEntry * size_of(dtype)};
   const Result direct = run({slots.of(c.view())}), gathered = run({rows.of(workspace)});
   // An f32 workspace is attended in f32, where bf16 queries may take the cache's rows in bf16.
-  const bool exact = dtype == Dtype::bf16 || GetParam().q == Dtype::f32 || !cpu::native_bf16_dot();
+  const bool exact = dtype == Dtype::bf16 || GetParam().q == Dtype::f32 || !cpu::bf16_dot_pays();
   if (exact) {
     EXPECT_TRUE(same_bits(direct, gathered));
   } else {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "backend/backend.hpp"
+#include "backend/cpu/core/dot_rate.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "cases/compare.hpp"
 #include "ops/run.hpp"
@@ -221,8 +222,25 @@ TEST(Target, NamesAreCheckedAndLimitsHold) {
   cpu::restrict_target("portable");
   EXPECT_EQ(backend::backend({}).target(), "portable");
   EXPECT_FALSE(cpu::native_bf16_dot());
+  EXPECT_FALSE(cpu::bf16_dot_pays());
   cpu::restrict_target("");
   EXPECT_EQ(backend::backend({}).target(), best);
+}
+
+// A dot product does as much as one multiply-add or as two, or about so: what decides is no accident of the
+// measurement.
+TEST(Target, Bf16DotProductsServeAttentionWhereTheyAreFaster) {
+  if (!cpu::native_bf16_dot()) GTEST_SKIP() << "no bf16 dot products";
+  const bool pays = cpu::bf16_dot_pays();
+  for (int i = 0; i < 20; ++i) {
+    const double rate = cpu::bf16_dot_rate();
+    EXPECT_TRUE(rate > 0.4 && rate < 1.2) << rate;
+    EXPECT_EQ(rate > 0.75, pays) << rate;
+  }
+  cpu::restrict_target("avx512_bf16");
+  EXPECT_TRUE(cpu::bf16_dot_pays());
+  cpu::restrict_target("");
+  EXPECT_EQ(cpu::bf16_dot_pays(), pays);
 }
 
 }  // namespace

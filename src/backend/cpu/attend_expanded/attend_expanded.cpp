@@ -191,7 +191,7 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
     throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   if (a.k_nope.dtype() == Dtype::f32) attend<float, float>(stream, a);
-  else if (native_bf16_dot()) attend<bf16, bf16>(stream, a);
+  else if (bf16_dot_pays()) attend<bf16, bf16>(stream, a);
   else attend<bf16, float>(stream, a);
 }
 

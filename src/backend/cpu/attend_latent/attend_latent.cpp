@@ -80,7 +80,7 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   if (a.scratch.per_worker < needed)
     throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
-  const bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot() && loads_as_bf16(a.cache.spec.format);
+  const bool dot = a.q.dtype() == Dtype::bf16 && bf16_dot_pays() && loads_as_bf16(a.cache.spec.format);
   auto groups = [&](const LatentItem& i) { return (i.q_count * heads + LatentTiles::kRows - 1) / LatentTiles::kRows; };
   int64_t tasks = 0;
   for (const LatentItem& i : a.items) tasks += groups(i);

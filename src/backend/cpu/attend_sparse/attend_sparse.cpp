@@ -152,7 +152,7 @@ void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
     throw ShapeError("attend_sparse: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   (void)a.out.as<float>();  // the CPU's outputs are f32
-  bool dot = a.q.dtype() == Dtype::bf16 && native_bf16_dot();
+  bool dot = a.q.dtype() == Dtype::bf16 && bf16_dot_pays();
   for (const ops::SparseSource& s : a.sources) dot = dot && loads_as_bf16(s.cache.spec.format);
   const int64_t groups = (heads + LatentTiles::kRows - 1) / LatentTiles::kRows;
   int64_t tasks = 0;

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/dot_rate.hpp"
 #include "hwy/highway.h"
 #include "mla/error.hpp"
 
@@ -19,7 +20,7 @@ bool cpu_has_bf16_dot() {
 #endif
 }
 
-bool bf16_dot_allowed = true;
+bool bf16_dot_allowed = true, bf16_dot_asked = false;
 
 struct Named {
   std::string_view name;
@@ -48,6 +49,12 @@ bool native_bf16_dot() {
   return has && bf16_dot_allowed;
 }
 
+bool bf16_dot_pays() {
+  if (!native_bf16_dot()) return false;
+  static const bool faster = bf16_dot_rate() > 0.75;
+  return faster || bf16_dot_asked;
+}
+
 std::string_view target() {
   if (native_bf16_dot()) return "avx512_bf16";
   const int64_t supported = hwy::SupportedTargets();
@@ -59,6 +66,7 @@ std::string_view target() {
 void restrict_target(std::string_view name) {
   const int64_t all = unrestricted();
   bf16_dot_allowed = true;
+  bf16_dot_asked = name == "avx512_bf16";
   if (!name.empty() && name != "avx512_bf16") {
     const auto* t =
         std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
