@@ -159,7 +159,9 @@ std::string judge(const Draw& d, const LayerTensors& tensors, const std::vector<
     std::vector<int64_t> rows(static_cast<size_t>(d.lengths[s]));
     std::iota(rows.begin(), rows.end(), 0);
     const auto exact = reference::output_rows(d.model, exact_weights, hidden[s], rows, nullptr, ran.selected[s]);
-    reference::Rounding rounding{.weights = d.weights, .compute = d.engine.plan.compute, .cache = d.spec};
+    const Dtype compute = d.engine.plan.compute;
+    reference::Rounding rounding{
+        .weights = d.weights, .compute = compute, .activations = kOnGpu ? compute : Dtype::f32, .cache = d.spec};
     if (d.model.indexer) {
       rounding.index_cache = index_cache_spec(d.model, d.spec, d.engine.plan.index_format);
       rounding.index_hadamard = d.engine.plan.index_hadamard;
@@ -224,7 +226,7 @@ Difference difference(uint64_t seed) {
   const Draw d(r);
   Difference result{d.text(), {}};
   const LayerTensors tensors = random_layer(d.model, 0, r.next(), Dtype::f32);
-  const LayerWeights weights = prepare(d.model, tensors, d.weights);
+  const LayerWeights weights = prepare(d.model, tensors, d.weights, kDevice);
   std::vector<std::vector<float>> hidden;
   for (int64_t n : d.lengths) {
     hidden.emplace_back(n * d.model.hidden);
