@@ -153,7 +153,7 @@ struct alignas(1024) Shared {
   uint64_t q_full[tile.groups], q_empty[tile.groups];
   uint64_t k_full[tile.key_stages], k_empty[tile.key_stages];
   uint64_t v_full[tile.value_stages], v_empty[tile.value_stages];
-  uint64_t v_tail[tile.value_stages];  // a part of values that produce_values is to look at has landed
+  uint64_t v_tail[tile.value_stages];  // a part of values that is to be looked at has landed
   int32_t poisoned[tile_ring];  // of a tile: the first key whose value is no number, hidden from some of its rows
 };
 
@@ -355,6 +355,52 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   }
 }
 
+/// Keys of a part of values that the tile's first row sees, and keys that there are. 0 times NaN would reach the sums,
+/// so a part is watched that has values hidden from some of the tile's rows, or rows past the item's end.
+template <TileConfig tile>
+struct ValuePart {
+  int32_t first, seen, valid;
+  __device__ ValuePart(const TileWork& work, int n, int part) : first(n * tile.keys + part * tile.value_keys) {
+    valid = min(max(work.keys - first, 0), tile.value_keys);
+    seen = min(max(work.diagonal - first, 0), valid);
+  }
+  __device__ bool watched() const { return seen < tile.value_keys; }
+};
+
+/// Warp 1 of the producer: loads values.
+template <TileConfig tile, class Element>
+__device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
+  const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
+  constexpr int panels = tile.value / panel / tile.cluster;  // that this block loads
+  uint32_t parts = 0;
+  for (uint32_t t = 0;; ++t) {
+    const Slot<tile_ring> slot(t);
+    mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
+    const TileWork work = shared.work[slot.index];
+    if (lane == 0) shared.poisoned[slot.index] = INT_MAX;
+    __syncwarp();
+    if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
+    if (work.blocks == 0) return;
+    if (lane != 0) continue;
+    for (int n = work.blocks - 1; n >= 0; --n)
+      for (int part = 0; part < tile.value_parts(); ++part, ++parts) {
+        const Slot<tile.value_stages> v(parts);
+        const ValuePart<tile> values(work, n, part);
+        const uint32_t full = smem_address(&shared.v_full[v.index]), tail = smem_address(&shared.v_tail[v.index]),
+                       landed = values.watched() ? tail : full;
+        mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
+        mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
+#pragma unroll
+        for (int i = 0; i < panels; ++i) {
+          const int d = rank * panels + i;
+          load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head,
+                                    work.key + values.first);
+        }
+        if (!values.watched()) mbarrier_arrive(full);  // in place of the second watcher
+      }
+  }
+}
+
 /// Infinities and NaN of a row's 16 bytes become zeros; were there any?
 template <class Element>
 __device__ __forceinline__ bool keep_numbers(uint4& at) {
@@ -370,56 +416,60 @@ __device__ __forceinline__ bool keep_numbers(uint4& at) {
   return found;
 }
 
-/// Warp 1 of the producer: loads values. 0 times NaN would reach the sums: rows past the item's end become zeros, and
-/// so does what is no number of keys that some of the tile's rows do not see. Those that see them are told (poisoned).
+/// Whether 16 bytes hold an infinity or NaN: bit 15 or 31, where adding one to an exponent of ones arrives.
+template <class Element>
+__device__ __forceinline__ uint32_t no_numbers(uint4 x) {
+  constexpr uint32_t exponents = std::is_same_v<Element, __nv_bfloat16> ? 0x7f807f80 : 0x7c007c00,
+                     one = exponents & ~(exponents << 1);
+  return ((x.x & exponents) + one) | ((x.y & exponents) + one) | ((x.z & exponents) + one) | ((x.w & exponents) + one);
+}
+
+/// Warps 2 and 3 of the producer: look at the watched parts. Rows past the item's end become zeros, and so does what is
+/// no number of keys that some of the tile's rows do not see. Those that see them are told (poisoned).
 template <TileConfig tile, class Element>
-__device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
-  const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
-  constexpr int panels = tile.value / panel / tile.cluster;  // that this block loads
-  uint32_t parts = 0, tails = 0;                             // tails: a parity bit for each stage
+__device__ void watch_values(Shared<tile, Element>& shared, int watcher) {
+  constexpr int watchers = 2, row_chunks = panel * sizeof(Element) / 16;
+  const int lane = threadIdx.x % 32;
+  uint32_t before = 0, tails = 0;  // parts of earlier tiles; tails: a parity bit for each stage
   for (uint32_t t = 0;; ++t) {
     const Slot<tile_ring> slot(t);
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
     const TileWork work = shared.work[slot.index];
-    if (lane == 0) shared.poisoned[slot.index] = INT_MAX;
     __syncwarp();
     if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
     if (work.blocks == 0) return;
-    for (int n = work.blocks - 1; n >= 0; --n)
-      for (int part = 0; part < tile.value_parts(); ++part, ++parts) {
-        const Slot<tile.value_stages> v(parts);
-        const int32_t first = n * tile.keys + part * tile.value_keys;
-        const int32_t valid = min(max(work.keys - first, 0), tile.value_keys);
-        const int32_t hidden = min(max(work.diagonal - first, 0), valid);  // keys that the tile's first row sees
-        const bool watched = hidden < tile.value_keys;
-        const uint32_t landed = smem_address(watched ? &shared.v_tail[v.index] : &shared.v_full[v.index]);
-        mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
-        if (lane == 0) {
-          mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
-#pragma unroll
-          for (int i = 0; i < panels; ++i) {
-            const int d = rank * panels + i;
-            load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head,
-                                      work.key + first);
-          }
-        }
-        if (!watched) continue;
-        mbarrier_wait(landed, tails >> v.index & 1);
+    const int32_t seen_by_all = min(work.diagonal, work.keys);
+    for (int n = work.blocks - 1; n >= 0 && seen_by_all < (n + 1) * tile.keys; --n)
+      for (int part = 0; part < tile.value_parts(); ++part) {
+        const ValuePart<tile> values(work, n, part);
+        if (!values.watched()) continue;
+        const Slot<tile.value_stages> v(before + (work.blocks - 1 - n) * tile.value_parts() + part);
+        mbarrier_wait(smem_address(&shared.v_tail[v.index]), tails >> v.index & 1);
         tails ^= 1u << v.index;
-        constexpr int row_chunks = panel * sizeof(Element) / 16;
-        int32_t bad = INT_MAX;
+        uint32_t found = 0;
+        const int begin = values.seen * row_chunks + watcher * 32 + lane, end = values.valid * row_chunks;
         for (int d = 0; d < tile.value / panel; ++d) {
           uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
 #pragma unroll 4
-          for (int i = hidden * row_chunks + lane; i < valid * row_chunks; i += 32)
-            if (keep_numbers<Element>(rows[i])) bad = min(bad, first + i / row_chunks);
-          for (int i = valid * row_chunks + lane; i < tile.value_keys * row_chunks; i += 32) rows[i] = uint4{};
+          for (int i = begin; i < end; i += watchers * 32) found |= no_numbers<Element>(rows[i]);
+          for (int i = end + watcher * 32 + lane; i < tile.value_keys * row_chunks; i += watchers * 32)
+            rows[i] = uint4{};
         }
-        if (bad != INT_MAX) atomicMin(&shared.poisoned[slot.index], bad);
+        if (found & 0x80008000u) {
+          int32_t bad = INT_MAX;
+          for (int d = 0; d < tile.value / panel; ++d) {
+            uint4* const rows = reinterpret_cast<uint4*>(shared.v[v.index][d]);
+#pragma unroll 1
+            for (int i = begin; i < end; i += watchers * 32)
+              if (keep_numbers<Element>(rows[i])) bad = min(bad, values.first + i / row_chunks);
+          }
+          atomicMin(&shared.poisoned[slot.index], bad);
+        }
         fence_async_proxy();
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
       }
+    before += work.blocks * tile.value_parts();
   }
 }
 
@@ -980,13 +1030,14 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
       for (uint64_t& b : barriers) mbarrier_init(smem_address(&b), arrivals);
     };
     init(shared.work_full, 1);
-    // Every math warp, and the warp that loads values; of the cluster's other blocks also the one that loads keys.
-    init(shared.work_empty, tile.cluster * (4 * tile.groups + 2) - 1);
+    // Every math warp, the warp that loads values and two that look at them; of the cluster's other blocks also the one
+    // that loads keys.
+    init(shared.work_empty, tile.cluster * (4 * tile.groups + 4) - 1);
     init(shared.q_full, 1);
     init(shared.q_empty, 1);
     init(shared.k_full, 1);
     init(shared.k_empty, tile.groups * tile.cluster);
-    init(shared.v_full, 1);
+    init(shared.v_full, 2);
     init(shared.v_empty, tile.groups * tile.cluster);
     init(shared.v_tail, 1);
     mbarrier_init_fence();
@@ -1003,6 +1054,7 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
     const int warp = warp_uniform(threadIdx.x / 32) % 4;
     if (warp == 0) produce_keys<tile, Element>(p, shared);
     else if (warp == 1) produce_values<tile, Element>(p, shared);
+    else watch_values<tile, Element>(shared, warp - 2);
   } else {
     take_registers<tile.math_registers>();
     Math<tile, Element, Out> math(p, shared, warpgroup);
