@@ -33,17 +33,22 @@ class Lines {
   /// The next line into `text`; false at the end.
   bool next() {
     ++line_;
-    try {
-      in_.getline(buffer_.data(), static_cast<std::streamsize>(buffer_.size()));
-    } catch (const std::ios_base::failure& e) {
-      fail("cannot be read: " + std::string(e.what()));
+    text.clear();
+    for (bool more = true; more;) {
+      try {
+        in_.getline(piece_, sizeof piece_);
+      } catch (const std::ios_base::failure& e) {
+        fail("cannot be read: " + std::string(e.what()));
+      }
+      const size_t taken = static_cast<size_t>(in_.gcount());
+      bytes_ += static_cast<int64_t>(taken);
+      if (bytes_ > kMostBytes) fail("the trace has more than " + std::to_string(kMostBytes) + " bytes");
+      if (in_.eof() && taken == 0 && text.empty()) return false;
+      more = in_.fail() && !in_.eof();  // the piece is full, the line goes on
+      if (more) in_.clear();
+      text.append(piece_, taken - (more || in_.eof() ? 0 : 1));
+      if (text.size() > kMostLine) fail("the line has more than " + std::to_string(kMostLine) + " bytes");
     }
-    const size_t taken = static_cast<size_t>(in_.gcount());
-    bytes_ += static_cast<int64_t>(taken);
-    if (bytes_ > kMostBytes) fail("the trace has more than " + std::to_string(kMostBytes) + " bytes");
-    if (in_.fail() && !in_.eof()) fail("the line has more than " + std::to_string(kMostLine) + " bytes");
-    if (taken == 0) return false;
-    text.assign(buffer_.data(), taken - (in_.eof() ? 0 : 1));
     if (line_ == 1 && text.starts_with("\xef\xbb\xbf")) text.erase(0, 3);  // a mark that spreadsheets write
     if (!text.empty() && text.back() == '\r') text.pop_back();
     return true;
@@ -60,7 +65,7 @@ class Lines {
  private:
   std::istream& in_;
   std::string name_;
-  std::vector<char> buffer_ = std::vector<char>(kMostLine + 1);
+  char piece_[size_t{1} << 14];
   int64_t line_ = 0, bytes_ = 0;
 };
 
