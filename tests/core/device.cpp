@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 #include "mla/error.hpp"
@@ -48,6 +49,33 @@ TEST(ThreadPool, ExceptionsReachTheCallerAndThePoolGoesOn) {
     pool.run(20, [&](int64_t, int) { ++runs; });
     EXPECT_EQ(runs, 20);
   }
+}
+
+TEST(ThreadPool, PoolsOfManyThreadsRunAtOnce) {
+  std::vector<std::thread> callers;
+  for (int c = 0; c < 3; ++c)
+    callers.emplace_back([c] {
+      ThreadPool pool(c + 2);
+      std::vector<int64_t> squares(40);  // no atomics: run() orders its tasks before what follows
+      for (int i = 0; i < 200; ++i) {
+        EXPECT_THROW(pool.run(3, [](int64_t, int) { throw ShapeError("every task"); }), ShapeError);
+        pool.run(40, [&](int64_t task, int) { squares[task] = task * task + i; });
+        for (int64_t task = 0; task < 40; ++task) ASSERT_EQ(squares[task], task * task + i);
+      }
+    });
+  for (std::thread& t : callers) t.join();
+}
+
+TEST(ThreadPool, CallersTakeTurns) {
+  ThreadPool pool(3);
+  int64_t sum = 0;
+  for (int c = 0; c < 20; ++c)
+    std::thread([&] {
+      std::vector<int64_t> parts(7);
+      pool.run(7, [&](int64_t task, int) { parts[task] = task; });
+      for (int64_t p : parts) sum += p;
+    }).join();
+  EXPECT_EQ(sum, 20 * 21);
 }
 
 TEST(ThreadPool, NeedsAThread) {

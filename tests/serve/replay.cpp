@@ -10,6 +10,7 @@
 #include <nlohmann/json.hpp>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "mla/error.hpp"
 #include "serve/chrome_trace.hpp"
@@ -195,6 +196,54 @@ TEST(Replay, StopsWhenAsked) {
   });
   EXPECT_TRUE(r.interrupted);
   EXPECT_EQ(r.steps, 3);
+}
+
+// As a signal does it, whenever it comes.
+TEST(Replay, StopsWhenAnotherThreadAsks) {
+  Replayed run;
+  std::atomic<int64_t> steps{0};
+  std::thread asks([&] {
+    while (steps < 3) std::this_thread::yield();
+    run.stop = true;
+  });
+  const Result r = replay(run.trace, run.options, run.pool, run.stop, [&](const Progress& p) {
+    steps = p.steps;
+    while (p.steps == 5 && !run.stop) std::this_thread::yield();
+  });
+  asks.join();
+  EXPECT_TRUE(r.interrupted);
+  EXPECT_GE(r.steps, 3);
+  EXPECT_LE(r.steps, 5);
+
+  run.stop = false;
+  const Result whole = run.go();
+  std::atomic<int64_t> rows{0};
+  std::thread asks_again([&] {
+    while (rows == 0) std::this_thread::yield();
+    run.stop = true;
+  });
+  const Verification v =
+      verify(run.trace, run.options, whole.samples, run.pool, run.stop, [&](const VerificationProgress& p) {
+        rows = p.rows;
+        while (p.rows > 0 && !run.stop) std::this_thread::yield();
+      });
+  asks_again.join();
+  EXPECT_TRUE(v.interrupted);
+  EXPECT_LT(v.rows, 12);
+}
+
+TEST(Replay, OnesOfOwnPoolsRunAtOnce) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i)
+    threads.emplace_back([] {
+      Replayed run;
+      const Result r = run.go();
+      EXPECT_EQ(r.finished, 8);
+      const Verification v = verify(run.trace, run.options, r.samples, run.pool, run.stop);
+      EXPECT_EQ(v.rows, 12);
+      EXPECT_EQ(v.failed, 0) << v.worst;
+    });
+  for (std::thread& t : threads) t.join();
 }
 
 TEST(Replay, BadOptions) {
