@@ -251,8 +251,7 @@ class HeaderParser {
     return at_ < text_.size() ? text_[at_] : '\0';
   }
   void expect(char c) {
-    if (peek() != c || at_ == text_.size())
-      fail("'" + std::string(1, c) + "' is needed in the header at byte " + std::to_string(at_));
+    if (peek() != c) fail("'" + std::string(1, c) + "' is needed in the header at byte " + std::to_string(at_));
     ++at_;
   }
 

@@ -99,6 +99,9 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
   const auto index = folder_ / "model.safetensors.index.json";
   test::write_file(index, "{\"weight_map\":{" + map + "}}");
   EXPECT_EQ(refusal(folder_.path()), "read");
+  EXPECT_EQ(Checkpoint(folder_.path()).file_of("model.layers.1.self_attn.o_proj.weight"),
+            folder_ / "part-1.safetensors");
+  EXPECT_EQ(Checkpoint(folder_.path()).file_of("no tensor"), std::filesystem::path());
 
   auto with = [&](const std::string& text) {
     test::write_file(index, text);
@@ -107,6 +110,13 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
   EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not valid JSON");
   EXPECT_EQ(with("[]"), "F/model.safetensors.index.json: not a JSON object");
   EXPECT_EQ(with("{}"), "F/model.safetensors.index.json: weight_map is missing or not an object");
+  EXPECT_EQ(with(R"({"weight_map":["a"]})"), "F/model.safetensors.index.json: weight_map is missing or not an object");
+  EXPECT_EQ(with(R"({"weight_map":{"a":""}})"),
+            "F/model.safetensors.index.json: weight_map of 'a' is '', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"b\u0000c"}})"),
+            "F/model.safetensors.index.json: weight_map of 'a' is 'b\\x00c', which leaves the folder");
+  EXPECT_EQ(with(R"({"weight_map":{"a":"part-7.safetensors"}})"),
+            "F/part-7.safetensors: cannot be opened: No such file or directory");
   EXPECT_EQ(with(R"({"weight_map":{"a":3}})"), "F/model.safetensors.index.json: weight_map of 'a' is not a string");
   EXPECT_EQ(with(R"({"weight_map":{"a":"../x.safetensors"}})"),
             "F/model.safetensors.index.json: weight_map of 'a' is '../x.safetensors', which leaves the folder");
@@ -258,7 +268,7 @@ class IndexerFolder : public testing::Test {
   std::string refusal_of_first() const {
     try {
       Checkpoint(folder_.path()).layer(0);
-    } catch (const CheckpointError& e) {
+    } catch (const Error& e) {
       return std::string(e.what()).substr(folder_.path().string().size());
     }
     return "read";
@@ -295,6 +305,59 @@ TEST_F(IndexerFolder, MissingAndMisshapedTensorsAreNamed) {
   write([](auto& t) { t[2].shape = {15}; });
   EXPECT_EQ(refusal_of_first(),
             "/model.safetensors: tensor 'model.layers.0.self_attn.indexer.k_norm.bias' has shape [15], expected [16]");
+}
+
+// An indexer's own tensors, and one that none has.
+TEST_F(IndexerFolder, TensorsThatNothingReadsAreNamed) {
+  write([](auto& t) { t.push_back({"indexer.gate.weight", {3}}); });
+  EXPECT_EQ(refusal_of_first(),
+            "/model.safetensors: tensor 'model.layers.0.self_attn.indexer.gate.weight' is not one "
+            "that attention of model deepseek_v32 has (allow_unknown goes on past it)");
+}
+
+// Of fp8 tensors: blocks of 128 unless the config says otherwise, scales that are there and are floats, matrices alone.
+TEST_F(CheckpointFolder, BlockScalesAreAskedFor) {
+  const std::string prefix = "model.layers.0.self_attn.";
+  const auto write = [&](const std::string& fp8, const std::function<void(test::SafetensorsWriter&)>& scales) {
+    test::SafetensorsWriter w;
+    for (const Tensor& t : kTensors) {
+      int64_t n = 1;
+      for (int64_t e : t.shape) n *= e;
+      if (t.role == fp8) w.add(prefix + t.role, "F8_E4M3", t.shape, std::vector<uint8_t>(n, 0x38));  // 1.0
+      else add(w, prefix, t);
+    }
+    scales(w);
+    w.write(folder_ / "model.safetensors");
+  };
+  const auto refused = [&] {
+    const std::string why = refusal(folder_.path(), [](const Checkpoint& c) { c.layer(0); });
+    EXPECT_EQ(refusal(folder_.path(), [](const Checkpoint& c) { c.check(0); }), why);
+    return why;
+  };
+  write("kv_b_proj.weight", [&](auto& w) {
+    w.add(prefix + "kv_b_proj.weight_scale_inv", "F32", {2, 1}, std::vector<float>{0.5f, 2});
+  });
+  EXPECT_EQ(refused(), "read");
+  EXPECT_EQ(Checkpoint(folder_.path()).layer(0).kv_up.to_f32()[131 * 40], 2);
+  write("kv_b_proj.weight", [](auto&) {});
+  EXPECT_EQ(refused(),
+            "F: tensor 'model.layers.0.self_attn.kv_b_proj.weight_scale_inv' is missing, expected shape "
+            "[2, 1] for the fp8 weight");
+  write("kv_b_proj.weight", [&](auto& w) {
+    w.add(prefix + "kv_b_proj.weight_scale_inv", "F8_E4M3", {2, 1}, std::vector<uint8_t>{0x38, 0x38});
+  });
+  EXPECT_EQ(refused(),
+            "F/model.safetensors: tensor 'model.layers.0.self_attn.kv_b_proj.weight_scale_inv' is fp8, a "
+            "float is needed");
+  write("kv_a_layernorm.weight", [](auto&) {});
+  EXPECT_EQ(refused(),
+            "F: tensor 'model.layers.0.self_attn.kv_a_layernorm.weight' is fp8 with shape [40], only "
+            "matrices may be");
+  const Safetensors file(folder_ / "model.safetensors");
+  const ModelConfig model = read_config(folder_ / "config.json");
+  EXPECT_THROW(layer_tensors(file, prefix, model, 0), CheckpointError);
+  EXPECT_THROW(layer_tensors(file, "model.", model, 0), UnsupportedError);
+  EXPECT_THROW(layer_tensors(file, "model.", model, 0, {.allow_unknown = true}), CheckpointError);
 }
 
 // 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.

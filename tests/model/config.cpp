@@ -779,6 +779,164 @@ TEST(Config, WholeConfigsAreRead) {
   }
 }
 
+TEST(Config, KindsOfValues) {
+  EXPECT_EQ(message(config(R"(,"q_lora_rank":"7")")), "c.json: q_lora_rank is \"7\", an integer is needed");
+  EXPECT_EQ(message(config(R"(,"q_lora_rank":1e13)")), "c.json: q_lora_rank is 10000000000000.0, an integer is needed");
+  EXPECT_EQ(message(config(R"(,"rope_interleave":1)")), "c.json: rope_interleave is 1, true or false is needed");
+  EXPECT_EQ(message(R"({"model_type":3})"), "c.json: model_type is 3, a string is needed");
+  EXPECT_EQ(message(R"({"architectures":"DeepseekV3ForCausalLM"})"),
+            "c.json: architectures is \"DeepseekV3ForCausalLM\", a list is needed");
+  EXPECT_EQ(message(config(R"(,"rope_scaling":"yarn")")), "c.json: rope_scaling is \"yarn\", an object is needed");
+  EXPECT_EQ(message(config(R"(,"layer_types":["full_attention","full_attention"])")), "read");
+  EXPECT_EQ(message(config(R"(,"layer_types":["full_attention","sliding_attention"])")),
+            "c.json: layer_types holds \"sliding_attention\": in this model only full_attention is supported");
+  EXPECT_EQ(message(sparse_config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5,)"
+                                  R"("layer_types":["indexed_attention","full_attention"])")),
+            "c.json: layer_types holds \"full_attention\": in this model only indexed_attention is supported");
+  std::string none = sparse_config(R"(,"q_lora_rank":20,"index_n_heads":4,"index_head_dim":16,"index_topk":5)");
+  none.replace(none.find("layers\":2") + 8, 1, "0");
+  EXPECT_EQ(message(none), "c.json: num_hidden_layers is 0, allowed 1 to 1048576 with an indexer");
+}
+
+// A class by its model_type in every spelling, by the first of its architectures, or by its keys alone.
+TEST(Config, NamesOfClasses) {
+  const auto named = [](const std::string& name) {
+    std::string text = config("");
+    text.replace(text.find(R"("model_type":"deepseek_v3")"), 26, name);
+    return message(text);
+  };
+  for (const char* known :
+       {"deepseek_v3_text", "youtu_llm", "AXK1", "openpangu", "openpangu_ultra_moe", "openpangu_moe", "PanguUltraMoE"})
+    EXPECT_EQ(named(R"("model_type":")" + std::string(known) + "\""), "read") << known;
+  std::string pairs = R"({"model_type":"longcat_flash_ngram","hidden_size":96,"q_lora_rank":24,"kv_lora_rank":6})";
+  EXPECT_EQ(parse_config(pairs).attentions_per_layer, 2);
+  for (const char* by : {R"("architectures":["DeepseekV3ForCausalLM"])", R"("architectures":[])",
+                         R"("architectures":[3])", R"("architectures":["SomeNewForCausalLM"])"})
+    EXPECT_EQ(named(by), "read") << by;
+  EXPECT_EQ(named(R"("model_type":"some_new")").rfind("c.json: model_type is 'some_new', which is not known", 0), 0u);
+  EXPECT_EQ(parse_config(config(""), "c.json", {.allow_unknown = true}).latent, 40);
+  std::string other = config("");
+  other.replace(other.find("deepseek_v3"), 11, "some_new");
+  EXPECT_EQ(parse_config(other, "c.json", {.allow_unknown = true}).name, "some_new");
+}
+
+TEST(Config, WhereALanguageModelLies) {
+  const std::string inside = config("");
+  for (const char* key : {"text_config", "language_config", "llm_config"})
+    EXPECT_EQ(parse_config(R"({"a":1,")" + std::string(key) + "\":" + inside + "}").latent, 40) << key;
+  // The first of them, and only an object.
+  EXPECT_EQ(parse_config(R"({"text_config":)" + inside + R"(,"llm_config":{}})").latent, 40);
+  EXPECT_EQ(message(R"({"text_config":3})"), "c.json: hidden_size is missing");
+}
+
+TEST(Config, NamesOfOwnParameterFilesInEveryForm) {
+  const std::string dims = R"("n_layers":2,"n_heads":3,"kv_lora_rank":40,"qk_nope_head_dim":24,"qk_rope_head_dim":8,)"
+                           R"("v_head_dim":20)";
+  const auto said = [&](const std::string& more) { return message("{" + dims + more + "}"); };
+  EXPECT_EQ(said(R"(,"dim":48)"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"max_seq_len":4096)"), "read");
+  EXPECT_EQ(parse_config("{" + dims + R"(,"dim":48,"max_seq_len":4096})").rotary.scaling, RopeConfig::Scaling::none);
+  EXPECT_EQ(said(R"(,"dim":48,"num_hidden_layers":2)"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"num_hidden_layers":null)"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"num_hidden_layers":3)"), "c.json: n_layers is 2, num_hidden_layers is 3");
+  EXPECT_EQ(said(R"(,"dim":48,"moe":{})"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"hidden_dim":9)"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"beta":0.1,"original_max_position_embeddings":8}})")
+                .substr(0, 7),
+            "c.json:");  // a brace too many
+  EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"beta":0.1,"original_max_position_embeddings":8})"),
+            "read");
+  EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"beta":0.1,"gamma":null,"delta":2})"),
+            "c.json: llama_4_scaling: delta is 2, a key that is not known (allow_unknown goes on past it)");
+  EXPECT_NO_THROW(parse_config("{" + dims + R"(,"dim":48,"q_lora_rank":20,"norm_eps":1e-6,"llama_4_scaling":)" +
+                                   R"({"beta":0.1,"original_max_position_embeddings":8,"delta":2}})",
+                               "c.json", {.allow_unknown = true}));
+  EXPECT_EQ(said(R"(,"dim":48,"yarn":{"factor":4,"gamma":null})"), "read");
+  EXPECT_EQ(said(R"(,"dim":48,"yarn":{"factor":4,"gamma":1})"),
+            "c.json: yarn: gamma is 1, a key that is not known (allow_unknown goes on past it)");
+  EXPECT_EQ(said(R"(,"dim":48,"yarn":{"factor":4,"original_max_position_embeddings":64,"alpha":2,"beta":16})"), "read");
+}
+
+TEST(Config, RopeObjectsThatAreRefused) {
+  EXPECT_EQ(message(config(R"(,"rope_parameters":{"full_attention":{"rope_theta":2},"other":null})")), "read");
+  EXPECT_EQ(message(config(R"(,"rope_parameters":{"full_attention":{"rope_theta":2},"rope_theta":3})")),
+            "c.json: rope_parameters has rope_theta beside objects of layer types");
+  for (const char* type : {"indexed_attention", "deepseek_sparse_attention"})
+    EXPECT_EQ(message(config(R"(,"rope_parameters":{")" + std::string(type) + R"(":{"rope_theta":2}})")), "read");
+  const std::string odd = config(R"(,"rope_scaling":{"type":"yarn","factor":4,"gamma":1})");
+  EXPECT_EQ(message(odd).rfind("c.json: rope: gamma is 1: ", 0), 0u) << message(odd);
+  EXPECT_EQ(parse_config(odd, "c.json", {.allow_unknown = true}).rotary.factor, 4);
+  EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"deepseek_yarn","factor":4})")), "read");
+  EXPECT_EQ(message(config(R"(,"mla_use_nope":true)")), "read");
+  EXPECT_FALSE(parse_config(config(R"(,"mla_use_nope":true,"partial_rotary_factor":0.5)")).rotary.rotate);
+}
+
+TEST(Config, LayerMapsThatAreRefused) {
+  const auto read = [](const std::string& layers, const std::string& more) {
+    return message(R"({"model_type":"kimi_linear","num_hidden_layers":)" + layers + more + "}");
+  };
+  EXPECT_EQ(read("0", ""), "c.json: num_hidden_layers is 0, allowed 1 to 1048576");
+  EXPECT_EQ(read("1048577", ""), "c.json: num_hidden_layers is 1048577, allowed 1 to 1048576");
+  EXPECT_EQ(read("2", R"(,"layer_types":["full_attention","other"])"),
+            "c.json: layer_types holds \"other\": full_attention and linear_attention are known");
+  EXPECT_EQ(read("2", R"(,"layer_types":["linear_attention","linear_attention"])"),
+            "c.json: layer_types names no layer with MLA, of 2");
+  EXPECT_EQ(read("2", R"(,"linear_attn_config":{"full_attn_layers":[1.5],"kda_layers":[1]})"),
+            "c.json: linear_attn_config: full_attn_layers holds 1.5, layers are 1 to 2");
+  EXPECT_EQ(read("2", R"(,"linear_attn_config":{"full_attn_layers":[3],"kda_layers":[1]})"),
+            "c.json: linear_attn_config: full_attn_layers holds 3, layers are 1 to 2");
+  EXPECT_EQ(read("2", R"(,"linear_attn_config":{"kda_layers":[1]})"),
+            "c.json: linear_attn_config: kda_layers is there alone, full_attn_layers and kda_layers are needed");
+  const ModelConfig all = parse_config(
+      R"({"model_type":"kimi_linear","num_hidden_layers":2,"layer_types":["full_attention","full_attention"]})");
+  EXPECT_EQ(all.layers, 2);
+  EXPECT_TRUE(all.model_layers.empty());
+}
+
+TEST(Config, QuantisationsThatAreRefused) {
+  const auto with = [](const std::string& object) { return config(R"(,"quantization_config":)" + object); };
+  const std::string where = "c.json: quantization_config: ";
+  for (const char* block : {"3", "[1]", "[1,2,3]", "[1.5,1]", "[1,0]", "[1,65537]", "[70000,1]", R"(["a",1])"})
+    EXPECT_EQ(message(with(R"({"weight_block_size":)" + std::string(block) + "}")),
+              where + "weight_block_size is " + block + ", two positive integers are needed");
+  const std::string refused = "': weights of this form are not supported (fp8 by blocks is)";
+  EXPECT_EQ(message(with(R"({"quant_method":"awq"})")), where + "quant_method is 'awq" + refused);
+  for (const char* ignore : {"", R"(,"ignore":3)", R"(,"ignore":[])", R"(,"ignore":["lm_head"])"})
+    EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors")" + std::string(ignore) + "}")),
+              where + "quant_method is 'compressed-tensors" + refused);
+  EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors","ignore":["re:.*self_attn.*","lm_head"]})")), "read");
+  EXPECT_EQ(message(with(R"({"quant_method":"awq","ignore":["re:.*self_attn.*"]})")),
+            where + "quant_method is 'awq" + refused);
+  EXPECT_NO_THROW(parse_config(with(R"({"quant_method":"awq"})"), "c.json", {.allow_unknown = true}));
+  for (const char* name : {"quant_algo", "qformat_weight"}) {
+    const std::string key = R"({")" + std::string(name) + R"(":")";
+    EXPECT_EQ(message(with(key + "NVFP4\"}")), where + name + " is 'NVFP4" + refused);
+    EXPECT_EQ(message(with(key + "FP8\"}")), "read");
+    EXPECT_EQ(message(with(key + "fp8_e4m3\"}")), "read");
+    EXPECT_NO_THROW(parse_config(with(key + "NVFP4\"}"), "c.json", {.allow_unknown = true}));
+  }
+}
+
+// What a key that would change attention holds when it changes nothing.
+TEST(Config, KeysThatSayNothing) {
+  for (const char* value : {"null", "false", "0", "0.0", "[]", "{}", R"("")"})
+    EXPECT_EQ(message(config(R"(,"attn_logit_softcapping":)" + std::string(value))), "read") << value;
+  for (const char* value : {"true", "3", "[1]", R"({"a":1})", R"("a")"})
+    EXPECT_EQ(message(config(R"(,"attn_logit_softcapping":)" + std::string(value))),
+              "c.json: attn_logit_softcapping is " + std::string(value) + ": a logit soft cap is not supported");
+  const std::string window = "c.json: sliding_window is 8: a sliding window is not supported";
+  EXPECT_EQ(message(config(R"(,"use_sliding_window":true,"sliding_window":8)")).substr(0, 6), "c.json");
+  EXPECT_EQ(message(config(R"(,"use_sliding_window":0,"sliding_window":8)")), window);
+  EXPECT_EQ(message(config(R"(,"qk_latent_layernorm":true)")), "read");
+  EXPECT_EQ(message(config(R"(,"qk_latent_layernorm":false)")),
+            "c.json: qk_latent_layernorm is false: latents without norms are not supported");
+  EXPECT_NE(message(config(R"(,"qk_latent_layernorm":3)")), "");
+  EXPECT_EQ(message(config(R"(,"position_embedding_type":"rope")")), "read");
+  EXPECT_EQ(message(config(R"(,"position_embedding_type":"rotary")")), "read");
+  EXPECT_NE(message(config(R"(,"position_embedding_type":"alibi")")), "read");
+  EXPECT_EQ(message(config(R"(,"attention_method":"MLA")")), "read");
+}
+
 TEST(Config, RandomDamageNeverEscapes) {
   const std::string whole = sparse_config(
       R"(,"q_lora_rank":20,"rms_norm_eps":1e-6,"rope_interleave":true,"index_n_heads":4,"index_head_dim":128,"index_topk":64,"index_topk_freq":2,"index_topk_pattern":"FS",)"

@@ -87,6 +87,18 @@ TEST(StrictJson, ConfigAndIndexAreReadWithIt) {
   EXPECT_EQ(message(), "/model.safetensors.index.json: not valid JSON: a NUL at byte 17");
 }
 
+TEST(Files, LargerOnesAreNotRead) {
+  test::TempFolder folder;
+  test::write_file(folder / "config.json", "{}");
+  std::filesystem::resize_file(folder / "config.json", 100'000'001);
+  try {
+    read_config(folder / "config.json");
+    FAIL();
+  } catch (const CheckpointError& e) {
+    EXPECT_EQ(std::string(e.what()), (folder / "config.json").string() + ": has 100000001 bytes, at most 100000000");
+  }
+}
+
 // A FIFO has no writer here: who opens one to read and waits would wait for ever.
 TEST(Files, WhatIsNotARegularFileIsRefusedAtOnce) {
   test::TempFolder folder;

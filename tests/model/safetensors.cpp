@@ -173,7 +173,10 @@ TEST_F(SafetensorsFile, NamesAreDecodedOrRefused) {
   reads("A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80", "A\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80");
   EXPECT_EQ(named(R"(\x)"), "unknown escape in a string at byte 3");
   EXPECT_EQ(named(R"(\u00g0)"), "bad \\u escape at byte 6");
-  for (const char* half : {R"(\ud83d)", R"(\ud83dx\ude00)", R"(\ud83d\u0041)", R"(\ude00)"})
+  for (const char* digit : {"-", ":", "G", "`"})
+    EXPECT_EQ(named("\\u00" + std::string(digit) + "0"), "bad \\u escape at byte 6") << digit;
+  reads(R"(\ue000\uFFFD)", "\xee\x80\x80\xef\xbf\xbd");
+  for (const char* half : {R"(\ud83d)", R"(\ud83dx\ude00)", R"(\ud83d\u0041)", R"(\ud83d\ue000)", R"(\ude00)"})
     EXPECT_EQ(named(half).substr(0, 24), "half a surrogate pair at") << half;
   // A stray continuation, forms that are too long, a surrogate, past Unicode's end, cut off.
   for (const char* bad : {"\x80", "\xc0\xaf", "\xc1\xbf", "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xed\xa0\x80",

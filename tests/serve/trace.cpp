@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <cmath>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <set>
 #include <sstream>
@@ -105,6 +106,10 @@ TEST(Trace, MalformedLinesAreNamed) {
             "t:3: ContextTokens is -4, a whole number from 0 to 100000000 is needed");
   EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,1,1e99\n"),
             "t:3: GeneratedTokens is 1e+99, a whole number from 0 to 100000000 is needed");
+  for (const char* tokens : {"nan", "1e400", "1.5", "100000001", "", "4x"})
+    EXPECT_NE(refusal(azure + "2023-11-16 18:15:46," + tokens + ",1\n"), "read") << tokens;
+  EXPECT_EQ(refusal("Timestamp,Response tokens\n"), "t:1: column 'Request tokens' of a BurstGPT csv is missing");
+  EXPECT_EQ(refusal("Timestamp,Request tokens,Response tokens\n1,2,0\n"), "t: holds no request");
   const std::string good(kMooncake);
   EXPECT_EQ(refusal(good + "{\"timestamp\": 1\n"), "t:4: not valid JSON");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"timestamp":2})"), "t:4: key 'timestamp' occurs twice");
@@ -113,6 +118,17 @@ TEST(Trace, MalformedLinesAreNamed) {
   EXPECT_EQ(refusal(good + "{\"timestamp\": 1}\n"), "t:4: input_length is missing or not a number");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":0,"output_length":1,"hash_ids":[]})"),
             "t:4: input_length is 0, a whole number from 1 to 100000000 is needed");
+  EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":"5"})"), "t:4: input_length is missing or not a number");
+  EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5.5,"output_length":1,"hash_ids":[7]})"),
+            "t:4: input_length is 5.5, a whole number from 1 to 100000000 is needed");
+  for (const char* ids : {"", R"(,"hash_ids":7)"})
+    EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1)" + ids + "}"),
+              "t:4: hash_ids is missing or not an array");
+  for (const char* id : {"1.5", "\"a\""})
+    EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[)" + id + "]}"),
+              "t:4: hash_ids holds " + std::string(id) + ", non-negative integers are needed");
+  EXPECT_EQ(refusal(good + R"({"timestamp":1e15,"input_length":5,"output_length":1,"hash_ids":[7]})"),
+            "t:4: timestamp is 1e+15, milliseconds from 0 are needed");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":513,"output_length":1,"hash_ids":[7]})"),
             "t:4: hash_ids has 1 block, input_length 513 needs 2");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[-7]})"),
@@ -136,6 +152,28 @@ TEST(Trace, MessagesAreOneBoundedLine) {
     EXPECT_LE(why.size(), 1000u);
     for (char c : why) EXPECT_GE(static_cast<unsigned char>(c), 0x20u) << why;
   }
+}
+
+TEST(Trace, MostRequestsAndBlankLines) {
+  const std::string csv =
+      "TIMESTAMP,ContextTokens,GeneratedTokens\n \t\n2023-11-16 18:15:46,1,1\n\n"
+      "2023-11-16 18:15:47,2,1\n2023-11-16 18:15:48,3,1";
+  EXPECT_EQ(read(csv).requests.size(), 3u);
+  EXPECT_EQ(read(csv, 2).requests.size(), 2u);
+  EXPECT_EQ(read("\n\t\n" + std::string(kMooncake) + kMooncake).requests.size(), 4u);
+  EXPECT_EQ(read(std::string(kMooncake) + kMooncake, 3).requests.size(), 3u);
+  EXPECT_EQ(
+      read("TIMESTAMP,\"a,b\",ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,\"x,y\",5,1\n").requests[0].input, 5);
+}
+
+TEST(Trace, FilesAreRead) {
+  const std::filesystem::path file = std::filesystem::temp_directory_path() / ("mla_trace_" + std::to_string(getpid()));
+  std::ofstream(file) << kMooncake;
+  const Trace t = read_trace(file);
+  EXPECT_EQ(t.requests.size(), 2u);
+  EXPECT_EQ(t.source, file.string());
+  EXPECT_EQ(read_trace(file, 1).requests.size(), 1u);
+  std::filesystem::remove(file);
 }
 
 TEST(Trace, AByteOrderMarkIsNotPartOfTheFirstLine) {
@@ -284,6 +322,8 @@ TEST(Trace, GeneratedOnesAreReproducible) {
   EXPECT_NEAR(input / 300, 200, 15);
   EXPECT_NEAR(a.requests.back().arrival, 60, 15);
   EXPECT_LT(first_blocks.size(), 260u);  // some prompts continue others
+  for (const TraceRequest& r : generate_trace({.requests = 20, .input = 20, .output = 2, .rate = 0}).requests)
+    EXPECT_EQ(r.arrival, 0);
   EXPECT_THROW(generate_trace({.requests = 0}), InputError);
   EXPECT_THROW(generate_trace({.rate = -1}), InputError);
   EXPECT_THROW(generate_trace({.rate = INFINITY}), InputError);
