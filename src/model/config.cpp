@@ -89,7 +89,7 @@ class Reader {
 
  private:
   double number_of(std::string_view key, const Json& v) const {
-    if (!v.is_number() || !std::isfinite(v.get<double>())) fail(key, "is " + v.dump() + ", a number is needed");
+    if (!v.is_number()) fail(key, "is " + v.dump() + ", a number is needed");
     return v.get<double>();
   }
   const Json& json_;

@@ -184,8 +184,7 @@ constexpr std::array kRefused{
 
 bool nothing(const Json& v) {
   return v.is_null() || (v.is_boolean() && !v.get<bool>()) || (v.is_number() && v.get<double>() == 0) ||
-         ((v.is_array() || v.is_object() || v.is_string()) && v.empty()) ||
-         (v.is_string() && v.get_ref<const std::string&>().empty());
+         (v.is_structured() && v.empty()) || v == "";
 }
 
 // Attention's vocabulary.

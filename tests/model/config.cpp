@@ -846,7 +846,7 @@ TEST(Config, NamesOfOwnParameterFilesInEveryForm) {
             "c.json:");  // a brace too many
   EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"beta":0.1,"original_max_position_embeddings":8})"),
             "read");
-  EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"beta":0.1,"gamma":null,"delta":2})"),
+  EXPECT_EQ(said(R"(,"dim":48,"q_lora_rank":20,"llama_4_scaling":{"alpha":null,"beta":0.1,"delta":2})"),
             "c.json: llama_4_scaling: delta is 2, a key that is not known (allow_unknown goes on past it)");
   EXPECT_NO_THROW(parse_config("{" + dims + R"(,"dim":48,"q_lora_rank":20,"norm_eps":1e-6,"llama_4_scaling":)" +
                                    R"({"beta":0.1,"original_max_position_embeddings":8,"delta":2}})",
@@ -868,6 +868,7 @@ TEST(Config, RopeObjectsThatAreRefused) {
   EXPECT_EQ(parse_config(odd, "c.json", {.allow_unknown = true}).rotary.factor, 4);
   EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"deepseek_yarn","factor":4})")), "read");
   EXPECT_EQ(message(config(R"(,"mla_use_nope":true)")), "read");
+  EXPECT_EQ(message(R"({"model_type":"minicpm3","num_attention_heads":0})").substr(0, 7), "c.json:");
   EXPECT_FALSE(parse_config(config(R"(,"mla_use_nope":true,"partial_rotary_factor":0.5)")).rotary.rotate);
 }
 
@@ -915,6 +916,38 @@ TEST(Config, QuantisationsThatAreRefused) {
     EXPECT_EQ(message(with(key + "fp8_e4m3\"}")), "read");
     EXPECT_NO_THROW(parse_config(with(key + "NVFP4\"}"), "c.json", {.allow_unknown = true}));
   }
+}
+
+TEST(Config, WhatAllowUnknownGoesPast) {
+  const ReadOptions all{.allow_unknown = true};
+  EXPECT_EQ(parse_config(config(R"(,"partial_rotary_factor":0.5)"), "c.json", all).rope, 8);
+  EXPECT_FALSE(parse_config(config(R"(,"index_topk":5)"), "c.json", all).indexer);
+  EXPECT_EQ(parse_config(R"({"model_type":"longcat_flash","hidden_size":96,"q_lora_rank":null,"kv_lora_rank":6,)"
+                         R"("num_layers":1,"head_dim":32})",
+                         "c.json", all)
+                .query_scale,
+            1);
+}
+
+TEST(Config, NamesOfPangu) {
+  const std::string dims =
+      R"("hidden_size":48,"num_hidden_layers":2,"num_attention_heads":3,"attention_kv_lora_dim":40,)"
+      R"("attention_qk_dim":24,"attention_qk_rope_dim":8,"attention_v_dim":20)";
+  const ModelConfig m = parse_config(R"({"model_type":"some_new","dim":3,"rms_norm_eps":1e-5,)" + dims + "}");
+  EXPECT_EQ(m.latent, 40);
+  EXPECT_EQ(m.rms_eps, 1e-5);
+  EXPECT_EQ(parse_config("{" + dims + "}").value, 20);
+  EXPECT_EQ(parse_config(config(R"(,"dim":3)")).hidden, 48);  // a name that means nothing beside hidden_size
+}
+
+// Words of a key are told apart by what is no letter, and by an upper case letter after a lower case one.
+TEST(Config, WordsOfKeys) {
+  for (const char* key : {"attentionSinkBias", "attention.sink", "Attention_Sink"})
+    EXPECT_NE(message(config(",\"" + std::string(key) + "\":1")).find("looks as if it concerned attention"),
+              std::string::npos)
+        << key;
+  for (const char* key : {"ABC", "fooBar", "X"})
+    EXPECT_EQ(message(config(",\"" + std::string(key) + "\":1")), "read") << key;
 }
 
 // What a key that would change attention holds when it changes nothing.

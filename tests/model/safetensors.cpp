@@ -52,6 +52,9 @@ TEST_F(SafetensorsFile, ReadsWhatIsWellFormed) {
           R"( { "__metadata__" : { "k" : "v\u00e9\ud83d\ude00\n" } , "t":{"shape":[1],"dtype":"U8","data_offsets":[0,1]} }   )",
           1),
       "read");
+  EXPECT_EQ(*Safetensors(folder_ / "f").metadata("k"), "v\xc3\xa9\xf0\x9f\x98\x80\n");
+  EXPECT_EQ(Safetensors(folder_ / "f").metadata("absent"), nullptr);
+  EXPECT_EQ(refusal("\r\n\t{ }\n\t\r", 0), "read");
 }
 
 TEST_F(SafetensorsFile, RefusesByName) {
@@ -182,7 +185,7 @@ TEST_F(SafetensorsFile, NamesAreDecodedOrRefused) {
   for (const char* bad : {"\x80", "\xc0\xaf", "\xc1\xbf", "\xe0\x80\xaf", "\xf0\x80\x80\xaf", "\xed\xa0\x80",
                           "\xf4\x90\x80\x80", "\xf5\x80\x80\x80", "\xe2\x82", "\xc3"})
     EXPECT_EQ(named(bad), "bad UTF-8 at byte 2");
-  for (const char* open : {R"({")", R"({"a)", R"({"\)", R"({"\u00)", "{\"\xe2\x82"})
+  for (const char* open : {R"({")", R"({"a)", R"({"\)", R"({"\u00)", R"({"t":{"shape":[1)", "{\"\xe2\x82"})
     EXPECT_NE(refusal(open, 0), "read") << open;
 }
 
