@@ -199,6 +199,10 @@ TEST_F(Command, PlanRefusesBadBatchFiles) {
   refuse(R"({"query_lens":[1]})", {"batch.json", "contexts is missing"});
   refuse(R"({"query_lens":[1,0.5],"contexts":[0,0]})", {"batch.json", "query_lens[1]", "integer"});
   refuse(R"({"query_lens":[18446744073709551615],"contexts":[0]})", {"batch.json", "query_lens[0]", "268435456"});
+  refuse(R"({"query_lens":[1],"contexts":3})", {"batch.json", "contexts is missing or not an array"});
+  refuse(R"({"query_lens":[-1],"contexts":[0]})", {"request 0: length is -1, allowed 0 to 268435456"});
+  refuse(R"({"query_lens":[1],"contexts":[-2]})", {"request 0: length is -2"});
+  refuse(R"({"query_lens":[268435456,1],"contexts":[0,0]})", {"more than 268435456 new tokens"});
   refuse(R"({"query_lens":[],"contexts":[5,6]})", {"contexts has 2", "queries has 0"});
   refuse(R"({"query_lens":[1],"query_lens":[2],"contexts":[0]})", {"batch.json", "'query_lens' occurs twice"});
   refuse(R"({"query_lens":[1],"contexts":[0]})" + std::string("\0x", 2), {"batch.json", "NUL"});
