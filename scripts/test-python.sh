@@ -11,4 +11,5 @@ if (($#)); then options+=("--config-settings=cmake.define.MLA_LIBRARY_DIR=$(real
 if ((${#launcher[@]})); then options+=("--config-settings=cmake.define.CMAKE_CXX_COMPILER_LAUNCHER=ccache"); fi
 python3 -m venv --clear "$venv"
 "$venv/bin/pip" install -q --disable-pip-version-check "${options[@]}" ".[${MLA_PYTHON_EXTRAS:-test}]"
+if (($#)); then export MLA_FAULTS=$(realpath "$1")/tests/faults; fi
 "$venv/bin/python" -m pytest -q

@@ -1,8 +1,9 @@
 // Runs programs with one call after another failing, and looks at how they end: well, or with an exit code and one line
 // that says why. A signal, another exit code, no message, wrong output, or no end is a failure of this test.
 //
-//   faults INJECTOR MLA STEP FOLDER [--all | --seconds N] [--only PROGRAM]
+//   faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--all | --seconds N] [--only PROGRAM]
 //
+// PYTHON has NumPy and the package mla; without it the step in Python is skipped.
 // Without --all, calls are taken evenly spaced, as many as fit into N seconds.
 #include <fcntl.h>
 #include <signal.h>
@@ -37,6 +38,8 @@ struct Program {
   std::vector<std::string> command;
   bool window = false;      // it opens the injector's window itself
   bool same_output = true;  // its output is a function of its arguments
+  std::string of;           // the injector's MLA_FAULT_OF
+  bool allocations = true;  // without --all, too
 };
 
 struct Fault {
@@ -64,7 +67,9 @@ class Runner {
   End run(const Program& p, const Fault& fault, long n, int worker) const {
     const std::string stem = folder_ + "/worker" + std::to_string(worker);
     const std::string out = stem + ".out", error = stem + ".err", report = stem + ".report";
-    std::filesystem::remove(report);
+    // A file that an earlier run left would be looked at by this one: other calls than the run without a fault makes.
+    for (const auto& entry : std::filesystem::directory_iterator(folder_))
+      if (entry.path().string().starts_with(stem + ".")) std::filesystem::remove(entry.path());
     std::vector<std::string> arguments = p.command;
     for (std::string& a : arguments)
       if (a.starts_with("@")) a = stem + a.substr(1);
@@ -76,6 +81,7 @@ class Runner {
       if (fault.from) set.push_back("MLA_FAULT_FROM=1");
     }
     if (p.window) set.push_back("MLA_FAULT_WINDOW=1");
+    if (!p.of.empty()) set.push_back("MLA_FAULT_OF=" + p.of);
     std::vector<char*> argv, env;
     for (std::string& a : arguments) argv.push_back(a.data());
     for (std::string& e : set) env.push_back(e.data());
@@ -186,7 +192,9 @@ void write_inputs(const std::string& folder) {
 }
 
 int usage() {
-  std::fprintf(stderr, "usage: faults INJECTOR MLA STEP FOLDER [--all | --seconds N] [--only PROGRAM]\n");
+  std::fprintf(
+      stderr,
+      "usage: faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--all | --seconds N] [--only PROGRAM]\n");
   return 2;
 }
 
@@ -197,10 +205,11 @@ int main(int argc, char** argv) {
   const std::string injector = argv[1], mla = argv[2], step = argv[3], folder = argv[4];
   bool all = false;
   double seconds = 60;
-  std::string only;
+  std::string only, python, python_step;
   for (int i = 5; i < argc; ++i) {
     if (std::strcmp(argv[i], "--all") == 0) all = true;
     else if (std::strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) seconds = std::atof(argv[++i]);
+    else if (std::strcmp(argv[i], "--python") == 0 && i + 2 < argc) python = argv[++i], python_step = argv[++i];
     else if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
     else return usage();
   }
@@ -218,6 +227,12 @@ int main(int argc, char** argv) {
        false,
        false}};
   if (step != "-") programs.push_back({"C: a step", {step, checkpoint}, true, true});
+  // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module. So does nanobind, which
+  // ends the process when it finds no memory for its table of instances or an argument that is a path.
+  if (!python.empty())
+    programs.push_back(
+        {"Python: a step", {python, python_step, checkpoint}, true, true, "/_mla.,/libstdc++.so", false});
+  else std::printf("Python: a step: skipped: --python names no Python with NumPy and the package\n");
   std::erase_if(programs, [&](const Program& p) { return !only.empty() && p.name != only; });
   const Fault faults[] = {{"alloc"}, {"alloc", true}, {"mmap"},   {"open"},  {"read"},
                           {"write"}, {"stat"},        {"rename"}, {"thread"}};
@@ -242,6 +257,7 @@ int main(int argc, char** argv) {
       return 1;
     }
     for (const Fault& fault : faults) {
+      if (fault.kind == "alloc" && !p.allocations && !all) continue;
       Row row;
       row.calls = clean.counts.at(fault.kind);
       if (row.calls == 0) continue;
@@ -262,7 +278,8 @@ int main(int argc, char** argv) {
               ++row.wrong;
               std::string command = "MLA_FAULT_TRACE=1 MLA_FAULT_KIND=" + fault.kind +
                                     " MLA_FAULT_AT=" + std::to_string(n) + (fault.from ? " MLA_FAULT_FROM=1" : "") +
-                                    (p.window ? " MLA_FAULT_WINDOW=1" : "") + " LD_PRELOAD=" + injector;
+                                    (p.window ? " MLA_FAULT_WINDOW=1" : "") +
+                                    (p.of.empty() ? "" : " MLA_FAULT_OF=" + p.of) + " LD_PRELOAD=" + injector;
               for (const std::string& a : p.command) command += " " + a;
               found.push_back(why + ": " + command + "\n    " + end.error.substr(0, 300));
             } else if (!end.fired) {

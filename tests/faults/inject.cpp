@@ -4,11 +4,17 @@
 //   MLA_FAULT_AT      which call of that kind fails, from 1
 //   MLA_FAULT_FROM    set: all later ones fail, too
 //   MLA_FAULT_WINDOW  set: calls count between fault_window(1) and fault_window(0), which the program calls; else in
-//   main MLA_FAULT_REPORT  a file: "fired" is added to it when a call fails, and the counts when counting ends
+//                     main
+//
+//   MLA_FAULT_OF      parts of names of files, separated by commas: only calls out of these libraries count, of those
+//                     that are loaded when the window opens
+//
+//   MLA_FAULT_REPORT  a file: "fired" is added to it when a call fails, and the counts when counting ends
 //   MLA_FAULT_TRACE   set: where the failing call came from goes to stderr
 #include <dlfcn.h>
 #include <execinfo.h>
 #include <fcntl.h>
+#include <link.h>
 #include <pthread.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -44,8 +50,38 @@ void tell(const char* text) {
   syscall(SYS_close, fd);
 }
 
-bool fails(Kind kind, int error) {
-  if (!counting.load(std::memory_order_relaxed)) return false;
+// Code of the libraries whose calls count; all do when none is named.
+struct Code {
+  uintptr_t begin, end;
+};
+Code codes[64];
+int code_count = 0;
+const char* of = nullptr;
+
+int find_code(dl_phdr_info* library, size_t, void*) {
+  for (const char* name = of; *name;) {
+    const size_t n = std::strcspn(name, ",");
+    if (n > 0 && memmem(library->dlpi_name, std::strlen(library->dlpi_name), name, n))
+      for (int i = 0; i < library->dlpi_phnum && code_count < 64; ++i) {
+        const auto& part = library->dlpi_phdr[i];
+        const uintptr_t begin = library->dlpi_addr + part.p_vaddr;
+        if (part.p_type == PT_LOAD && part.p_flags & PF_X) codes[code_count++] = {begin, begin + part.p_memsz};
+      }
+    name += n + (name[n] == ',');
+  }
+  return 0;
+}
+
+bool counts_from(const void* caller) {
+  if (!of) return true;
+  const auto at_caller = reinterpret_cast<uintptr_t>(caller);
+  for (int i = 0; i < code_count; ++i)
+    if (at_caller >= codes[i].begin && at_caller < codes[i].end) return true;
+  return false;
+}
+
+bool fails_from(const void* caller, Kind kind, int error) {
+  if (!counting.load(std::memory_order_relaxed) || !counts_from(caller)) return false;
   const long n = ++counts[kind];
   if (kind != chosen || n < at || (n > at && !from)) return false;
   if (n == at) {
@@ -59,6 +95,11 @@ bool fails(Kind kind, int error) {
   }
   errno = error;
   return true;
+}
+
+// Inlined, so that the caller is that of the function that stands for the system's.
+[[gnu::always_inline]] inline bool fails(Kind kind, int error) {
+  return fails_from(__builtin_return_address(0), kind, error);
 }
 
 template <class F>
@@ -86,6 +127,7 @@ int counted_main(int argc, char** argv, char** env) {
   from = std::getenv("MLA_FAULT_FROM");
   trace = std::getenv("MLA_FAULT_TRACE");
   report = std::getenv("MLA_FAULT_REPORT");
+  of = std::getenv("MLA_FAULT_OF");
   if (trace) {
     void* frames[2];
     backtrace(frames, 2);  // loads what it needs
@@ -109,10 +151,12 @@ void __libc_free(void*) noexcept;
 
 // The program's own: opens and closes what counts.
 void fault_window(int on) {
-  if (on) counting = true;
-  else end();
+  if (!on) return end();
+  code_count = 0;
+  if (of) dl_iterate_phdr(find_code, nullptr);
+  counting = true;
 }
-// Blocks and maps that are held.
+// Blocks and maps that are held, by whoever took them.
 long fault_live() { return live_blocks + live_maps; }
 
 int __libc_start_main(int (*main)(int, char**, char**), int argc, char** argv, void (*init)(), void (*fini)(),
@@ -135,11 +179,14 @@ void* realloc(void* p, size_t n) {
   if (!p && q) ++live_blocks;
   return q;
 }
-void* memalign(size_t align, size_t n) { return fails(alloc, ENOMEM) ? nullptr : held(__libc_memalign(align, n)); }
-void* aligned_alloc(size_t align, size_t n) { return memalign(align, n); }
+[[gnu::always_inline]] static inline void* aligned(size_t align, size_t n) {
+  return fails(alloc, ENOMEM) ? nullptr : held(__libc_memalign(align, n));
+}
+void* memalign(size_t align, size_t n) { return aligned(align, n); }
+void* aligned_alloc(size_t align, size_t n) { return aligned(align, n); }
 int posix_memalign(void** p, size_t align, size_t n) {
   const int before = errno;
-  void* q = memalign(align, n);
+  void* q = aligned(align, n);
   errno = before;
   if (!q) return ENOMEM;
   *p = q;
@@ -162,7 +209,7 @@ int munmap(void* p, size_t n) noexcept {
   return status;
 }
 
-static int opened(int folder, const char* path, int flags, va_list more) {
+[[gnu::always_inline]] static inline int opened(int folder, const char* path, int flags, va_list more) {
   if (fails(open_, EMFILE)) return -1;
   return static_cast<int>(syscall(SYS_openat, folder, path, flags, flags & O_CREAT ? va_arg(more, int) : 0));
 }
