@@ -125,14 +125,14 @@ std::vector<Row> standing_rows() {
 
   for (int64_t tokens : {1, 32, 512})
     for (Dtype t : {Dtype::f32, Dtype::bf16}) {
-      const std::string with = ", " + std::string(to_string(t)) + ", " + std::to_string(tokens) + " tokens";
+      const std::string with = ", " + std::string(to_string(t)) + ", " + counted(tokens, "token");
       rows.push_back({"project query 2048 -> 3072" + with, "project", project(tokens, 1, 2048, 3072, t)});
       rows.push_back({"project absorb 16 x 128 -> 512" + with, "project", project(tokens, 16, 128, 512, t)});
     }
   // The latent path's maps as they may be held; W_UV W_O of full absorption, a decode step's largest product.
   for (int64_t tokens : {1, 32})
     for (WeightFormat f : {WeightFormat::plain, WeightFormat::fp8, WeightFormat::mxfp4}) {
-      const std::string with = ", " + std::string(to_string(f)) + ", bf16, " + std::to_string(tokens) + " tokens, cold";
+      const std::string with = ", " + std::string(to_string(f)) + ", bf16, " + counted(tokens, "token") + ", cold";
       cases::Params absorb = project(tokens, 16, 128, 512, Dtype::bf16);
       absorb.weights = f;
       rows.push_back({"project absorb 16 x 128 -> 512" + with, "project", absorb, true});
@@ -306,11 +306,9 @@ class Bench {
 
   // Like cases::find, but its message knows what else may be asked for.
   static const cases::CaseType& cases_find(const std::string& op) {
-    try {
-      return cases::find(op);
-    } catch (const InputError& e) {
-      throw InputError(std::string(e.what()) + " plan layer");
-    }
+    for (const cases::CaseType& c : cases::all())
+      if (c.op == op) return c;
+    throw cases::unknown_op(op, {kPlan, kLayer});
   }
   bool wanted(std::string_view op) const {
     return ops_.empty() || std::find(ops_.begin(), ops_.end(), op) != ops_.end();
@@ -393,7 +391,7 @@ class Bench {
       for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
         for (Dtype t : {Dtype::f32, Dtype::bf16}) {
           if (t == Dtype::bf16 && !cpu::native_bf16_dot()) continue;
-          const std::string what = std::string(to_string(f)) + ", " + std::to_string(heads) + " heads, 2048",
+          const std::string what = std::string(to_string(f)) + ", " + counted(heads, "head") + ", 2048",
                             with = ", " + std::string(to_string(t)) + " arithmetic";
           const Row rows[] = {
               {"dense decode " + what + with, "attend_latent", decode(heads, kSelected, f, t)},

@@ -8,11 +8,14 @@
 #include <iostream>
 #include <new>
 #include <string>
+#include <string_view>
+#include <vector>
 
 #include "cli/commands.hpp"
 #include "cli/no_memory.hpp"
 #include "cli/output.hpp"
 #include "cli/version.hpp"
+#include "core/nearest.hpp"
 #include "core/one_line.hpp"
 #include "mla/error.hpp"
 
@@ -44,12 +47,25 @@ constexpr const char* kExamples =
     "still "
     "print and write what they have.";
 
-// CLI11 lists them from the last to the first.
+// The options of a command; of the program alone its commands, too.
+std::string nearest_name(const CLI::App& app, const std::string& argument) {
+  std::vector<std::string> names;
+  for (const CLI::Option* o : app.get_options(nullptr))
+    for (const std::string& name : o->get_lnames()) names.push_back("--" + name);
+  for (const CLI::App* command : app.get_subcommands(nullptr)) names.push_back(command->get_name());
+  const std::vector<std::string_view> known(names.begin(), names.end());
+  return mla::did_you_mean(argument.substr(0, argument.find('=')), known);
+}
+
+// With the name that the first option was meant to be, if one is near.
 std::string unexpected(const CLI::App& app) {
-  std::string all;
+  std::string all, meant;
   for (const CLI::App* command : app.get_subcommands())
-    for (const std::string& argument : command->remaining()) all += " '" + argument + "'";
-  return all;
+    for (const std::string& argument : command->remaining()) {
+      all += " '" + argument + "'";
+      if (meant.empty() && argument.starts_with("-")) meant = nearest_name(*command, argument);
+    }
+  return all + meant;
 }
 
 int run(int argc, char** argv) try {
@@ -73,7 +89,7 @@ int run(int argc, char** argv) try {
     if (const auto rest = app.remaining(); app.get_subcommands().empty() && !rest.empty()) {
       std::string known;
       for (const CLI::App* command : app.get_subcommands(nullptr)) known += " " + command->get_name();
-      return fail("unknown command or option '" + rest[0] + "'; commands:" + known);
+      return fail("unknown command or option '" + rest[0] + "'; commands:" + known + nearest_name(app, rest[0]));
     }
     const std::string extras = dynamic_cast<const CLI::ExtrasError*>(&e) ? unexpected(app) : "";
     return fail((extras.empty() ? e.what() : "not expected:" + extras) + " (see mla --help)");

@@ -4,6 +4,8 @@
 #include <limits>
 
 #include "cache/format.hpp"
+#include "core/counted.hpp"
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -37,7 +39,8 @@ Cache::Cache(const CacheSpec& spec, int64_t pages, Device device) : spec_(spec),
     throw ShapeError("cache pages is " + std::to_string(pages) + ", allowed 0 to " +
                      std::to_string(std::numeric_limits<int32_t>::max() / spec.page_size) + " at page size " +
                      std::to_string(spec.page_size));
-  buffer_ = Buffer(static_cast<size_t>(pages) * spec.page_bytes(), device);
+  buffer_ = named_buffer("cache of " + counted(pages, "page") + " of " + counted(spec.page_size, "token"),
+                         static_cast<size_t>(pages) * spec.page_bytes(), device);
 }
 
 }  // namespace mla

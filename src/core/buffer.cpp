@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/counted.hpp"
 #include "core/gpu.hpp"
 #include "mla/error.hpp"
 
@@ -16,7 +17,9 @@ Buffer::Buffer(size_t bytes, Device device) : size_(bytes), device_(device) {
     return;
   }
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (p == MAP_FAILED) throw DeviceError("cpu has no " + std::to_string(bytes) + " bytes to give");
+  if (p == MAP_FAILED)
+    throw DeviceError("cpu has no " + counted(static_cast<int64_t>(bytes), "byte") + " to give (" +
+                      readable_bytes(bytes) + ")");
   madvise(p, bytes, MADV_HUGEPAGE);
   data_ = std::unique_ptr<std::byte, Free>(static_cast<std::byte*>(p), Free{bytes, device});
 }

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/counted.hpp"
 #include "layer/sparse.hpp"
 #include "ops/require.hpp"
 
@@ -140,7 +141,7 @@ class Walk : Runner {
       throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");
     require_memory("workspace", c_.workspace, plan_.workspace_bytes);
     if (workers > plan_.device.threads)
-      throw ShapeError("layer: stream has " + std::to_string(workers) + " threads, plan was made for " +
+      throw ShapeError("layer: stream has " + counted(workers, "thread") + ", plan was made for " +
                        std::to_string(plan_.device.threads));
     scratch_ = {at<std::byte>("scratch"), plan_.device.scratch_per_worker};
     sparse().check();

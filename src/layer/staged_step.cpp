@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "core/gpu.hpp"
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -103,7 +104,7 @@ struct StagedStep::State {
     for (const Array& a : arrays) bytes += up(a.count * a.element);
     if (device.size() < bytes) {
       stream.synchronize();  // calls under way still read the old one
-      device = Buffer(bytes + bytes / 4, stream.device());
+      device = named_buffer("arrays of a staged step", bytes + bytes / 4, stream.device());
     }
     gpu::withdraw(stream.queue(), this);
     std::vector<gpu::HostRange> ranges;

@@ -2,6 +2,7 @@
 #include <cstdarg>
 #include <cstdio>
 
+#include "core/counted.hpp"
 #include "plan/internal.hpp"
 
 namespace mla {
@@ -25,6 +26,11 @@ std::string bytes(size_t n) {
   return text;
 }
 
+template <class T>
+std::string count_of(const T& things, const char* thing) {
+  return counted(static_cast<int64_t>(things.size()), thing);
+}
+
 struct PathTotals {
   int64_t requests = 0, tokens = 0, shortest_query = 0, longest_query = 0, longest_context = 0;
 };
@@ -33,9 +39,9 @@ struct PathTotals {
 
 std::string Plan::describe() const {
   std::string out;
-  line(out, "plan: %s, %lld heads, %lld tokens in %zu requests on %s with %d threads", model.name.c_str(),
-       static_cast<long long>(model.heads), static_cast<long long>(tokens), requests.size(),
-       to_string(device.device).c_str(), device.threads);
+  line(out, "plan: %s, %s, %s in %s on %s with %s", model.name.c_str(), counted(model.heads, "head").c_str(),
+       counted(tokens, "token").c_str(), count_of(requests, "request").c_str(), to_string(device.device).c_str(),
+       counted(device.threads, "thread").c_str());
   const std::string up =
       options.up == WeightFormat::plain ? "" : ", W_UK and W_UV in " + std::string(to_string(options.up));
   const std::string activations =
@@ -61,9 +67,9 @@ std::string Plan::describe() const {
     if (path == Path::sparse && !model.indexer) continue;
     if (g.requests == 0) line(out, "    %-8s  none", std::string(to_string(path)).c_str());
     else
-      line(out, "    %-8s  %lld requests, %lld tokens; %lld to %lld new tokens, contexts up to %lld",
-           std::string(to_string(path)).c_str(), static_cast<long long>(g.requests), static_cast<long long>(g.tokens),
-           static_cast<long long>(g.shortest_query), static_cast<long long>(g.longest_query),
+      line(out, "    %-8s  %s, %s; %lld to %s, contexts up to %lld", std::string(to_string(path)).c_str(),
+           counted(g.requests, "request").c_str(), counted(g.tokens, "token").c_str(),
+           static_cast<long long>(g.shortest_query), counted(g.longest_query, "new token").c_str(),
            static_cast<long long>(g.longest_context));
   }
 
@@ -71,24 +77,23 @@ std::string Plan::describe() const {
     int64_t longest = 0, partials = 0;  // partial_rows is the most of the latent path's and any sparse launch's
     for (const SplitRows& s : splits) partials += int64_t{s.rows} * s.splits;
     for (const LatentItem& i : latent_items) longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
-    line(out, "  latent: %zu items of at most %lld positions; %zu split, %lld partial rows", latent_items.size(),
-         static_cast<long long>(longest), splits.size(), static_cast<long long>(partials));
+    line(out, "  latent: %s of at most %s; %zu split, %s", count_of(latent_items, "item").c_str(),
+         counted(longest, "position").c_str(), splits.size(), counted(partials, "partial row").c_str());
   }
   if (!suffix_items.empty()) {
-    line(out, "  expanded: %zu new-token items; %zu context chunks of at most %lld rows", suffix_items.size(),
-         chunks.size(), static_cast<long long>(context_rows));
+    line(out, "  expanded: %s; %s of at most %s", count_of(suffix_items, "new-token item").c_str(),
+         count_of(chunks, "context chunk").c_str(), counted(context_rows, "row").c_str());
     constexpr size_t kShown = 6;
     for (size_t c = 0; c < std::min(chunks.size(), kShown); ++c)
-      line(out, "    chunk %zu: %lld rows of %zu requests, first request %d from %d", c,
-           static_cast<long long>(chunks[c].rows), chunks[c].pieces.size(), chunks[c].pieces[0].request,
-           chunks[c].pieces[0].start);
+      line(out, "    chunk %zu: %s of %s, first request %d from %d", c, counted(chunks[c].rows, "row").c_str(),
+           count_of(chunks[c].pieces, "request").c_str(), chunks[c].pieces[0].request, chunks[c].pieces[0].start);
     if (chunks.size() > kShown) line(out, "    ... %zu more", chunks.size() - kShown);
   }
   if (options.output.kind != OutputKind::none) {
     const std::string name = to_string(options.output);
     if (fused_output)
-      line(out, "  output: %s, fused: heads are quantised where they are finished; %lld f32 rows", name.c_str(),
-           static_cast<long long>(head_rows));
+      line(out, "  output: %s, fused: heads are quantised where they are finished; %s", name.c_str(),
+           counted(head_rows, "f32 row").c_str());
     else
       line(out, "  output: %s, not fused: %s; f32 heads, then one quantize", name.c_str(),
            planning::why_not_fused(*this).c_str());
@@ -100,17 +105,16 @@ std::string Plan::describe() const {
          options.index_hadamard ? ", rotated" : "");
     if (sparse_rows() > 0 && !serves_block()) line(out, "    chosen by the caller: attention form, nothing is scored");
     else if (sparse_rows() > 0)
-      line(out, "    scored in %zu tiles of at most %lld rows x %lld positions (%s of scores, %s of candidates)",
-           index_schedule.selected.size(), static_cast<long long>(index_schedule.tiles.rows),
-           static_cast<long long>(index_schedule.tiles.keys), bytes(index_schedule.tiles.score_bytes).c_str(),
+      line(out, "    scored in %s of at most %s x %s (%s of scores, %s of candidates)",
+           count_of(index_schedule.selected, "tile").c_str(), counted(index_schedule.tiles.rows, "row").c_str(),
+           counted(index_schedule.tiles.keys, "position").c_str(), bytes(index_schedule.tiles.score_bytes).c_str(),
            bytes(index_schedule.tiles.state_bytes).c_str());
     for (const SparseGroup& g : sparse_groups)
-      line(out, "    launch: %d rows %s; %zu items, %lld partial rows", g.count,
-           g.rows == 0 ? "read in place"
-                       : ("through a workspace of " + std::to_string(g.rows) + " rows, " +
-                          std::to_string(g.pieces.size()) + " sequences")
-                             .c_str(),
-           g.work.items.size(), static_cast<long long>(g.work.partial_rows));
+      line(out, "    launch: %s %s; %s, %s", counted(g.count, "row").c_str(),
+           g.rows == 0
+               ? "read in place"
+               : ("through a workspace of " + counted(g.rows, "row") + ", " + count_of(g.pieces, "sequence")).c_str(),
+           count_of(g.work.items, "item").c_str(), counted(g.work.partial_rows, "partial row").c_str());
     line(out, "    selection, kept by layers that share it: %s", bytes(selection_bytes).c_str());
   } else if (model.indexer) {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <future>
 
+#include "core/named_buffer.hpp"
+
 namespace mla::serve {
 namespace {
 
@@ -39,7 +41,9 @@ void count_sparse(const Plan& p, Result& r) {
   }
 }
 
-Buffer grown(const Buffer& from, size_t bytes) { return Buffer(bytes + bytes / 4, from.device()); }
+Buffer grown(const char* what, const Buffer& from, size_t bytes) {
+  return named_buffer(what, bytes + bytes / 4, from.device());
+}
 
 }  // namespace
 
@@ -192,9 +196,9 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
   options.path = PathPolicy::latent;  // as the step's own plan chose
   g->plan = mla::plan(o_.model, spec_, o_.limits.pages, g->batch, device_, options);
   const size_t row = static_cast<size_t>(o_.model.hidden) * size_of(io_);
-  g->workspace = Buffer(g->plan.workspace_bytes, o_.device);
-  g->hidden = Buffer(static_cast<size_t>(requests) * row, o_.device);
-  g->out = Buffer(static_cast<size_t>(o_.layers * requests) * row, o_.device);
+  g->workspace = named_buffer("workspace of a captured step", g->plan.workspace_bytes, o_.device);
+  g->hidden = named_buffer("hidden states of a captured step", static_cast<size_t>(requests) * row, o_.device);
+  g->out = named_buffer("outputs of a captured step", static_cast<size_t>(o_.layers * requests) * row, o_.device);
   g->staged.stage(g->plan, g->batch);
   const auto record = [&] {
     forward_all(g->plan, g->batch, {g->workspace.data(), g->workspace.size()}, g->hidden.data(), g->out.data(), true,
@@ -215,10 +219,10 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
   count_sparse(p, r);
   DecodeGraph* graph = graph_for(p, batch);
   // Between steps: an engine sizes its memory once, for its largest batch.
-  if (workspace_.size() < p.workspace_bytes) workspace_ = grown(workspace_, p.workspace_bytes);
-  if (selection_.size() < p.selection_bytes) selection_ = grown(selection_, p.selection_bytes);
-  if (hidden_.size() < bytes) hidden_ = grown(hidden_, bytes);
-  if (out_.size() < bytes) out_ = grown(out_, bytes);
+  if (workspace_.size() < p.workspace_bytes) workspace_ = grown("workspace of a step", workspace_, p.workspace_bytes);
+  if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
+  if (hidden_.size() < bytes) hidden_ = grown("hidden states of a step", hidden_, bytes);
+  if (out_.size() < bytes) out_ = grown("outputs of a step", out_, bytes);
   const void* from = hidden.data();
   if (io_ == Dtype::bf16) {
     narrow_.resize(count);

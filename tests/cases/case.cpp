@@ -2,7 +2,7 @@
 
 #include <array>
 
-#include "mla/error.hpp"
+#include "core/nearest.hpp"
 
 namespace mla::cases {
 
@@ -33,14 +33,18 @@ std::span<const CaseType> all() {
   return kAll;
 }
 
+InputError unknown_op(std::string_view op, std::initializer_list<std::string_view> more) {
+  std::vector<std::string_view> known(more);
+  for (const CaseType& c : all()) known.push_back(c.op);
+  std::string list;
+  for (const std::string_view k : known) (list += ' ') += k;
+  return InputError("unknown op '" + std::string(op) + "'; known:" + list + did_you_mean(op, known));
+}
+
 const CaseType& find(std::string_view op) {
-  std::string known;
-  for (const CaseType& c : all()) {
+  for (const CaseType& c : all())
     if (c.op == op) return c;
-    known += ' ';
-    known += c.op;
-  }
-  throw InputError("unknown op '" + std::string(op) + "'; known:" + known);
+  throw unknown_op(op);
 }
 
 }  // namespace mla::cases

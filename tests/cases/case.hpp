@@ -3,7 +3,9 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 #include <memory>
+#include <ostream>
 #include <span>
 #include <string>
 #include <string_view>
@@ -12,6 +14,7 @@
 #include "mla/cache.hpp"
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
+#include "mla/error.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/quant.hpp"
 #include "mla/weights.hpp"
@@ -77,7 +80,12 @@ struct CaseType {
   std::vector<Params> (*sweep)(uint64_t seed);
 };
 
+/// For test programs: a parameter's name in place of its bytes.
+inline void PrintTo(const CaseType& c, std::ostream* out) { *out << c.op; }
+
 std::span<const CaseType> all();
+/// That there is no such op: the nearest, and all that are known, `more` among them.
+InputError unknown_op(std::string_view op, std::initializer_list<std::string_view> more = {});
 /// InputError listing the ops when there is no such case.
 const CaseType& find(std::string_view op);
 

@@ -862,6 +862,18 @@ TEST_F(Command, NumbersAreTakenWholeOrNotAtAll) {
   EXPECT_EQ(mla("plan --queries 1,2 --contexts 3,4").out, mla("plan --queries 1 2 --contexts 3 4").out);
 }
 
+TEST_F(Command, MisspelledNamesAreGuessed) {
+  expect_bad("runn", {"'runn'; commands: run", "did you mean 'run'?"});
+  expect_bad("--versoin", {"did you mean '--version'?"});
+  expect_bad("run --layer 1", {"'--layer' '1'; did you mean '--layers'?"});
+  expect_bad("plan --contxets=3", {"did you mean '--contexts'?"});
+  expect_bad("check nrm", {"'nrm'; known: ", "did you mean 'norm'?"});
+  expect_bad("bench attend_latnt", {"did you mean 'attend_latent'?"});
+  expect_bad("bench layr", {"did you mean 'layer'?"});
+  for (const char* far : {"xyzzy", "run --xyzzy 1", "run extra words", "check xyzzy"})
+    EXPECT_EQ(mla(far).err.find("did you mean"), std::string::npos) << far;
+}
+
 TEST_F(Command, WhatWouldNotBeReadIsRefused) {
   for (const char* flag : {"--requests 3", "--input-len 9", "--output-len 9", "--rate 1"})
     expect_bad("run --trace t.csv " + std::string(flag), {std::string(flag).substr(0, 6), "not read beside --trace"});

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -95,6 +96,15 @@ TEST(Buffer, AlignedZeroMovable) {
   EXPECT_EQ(Buffer(0).size(), 0u);
   EXPECT_THROW(Buffer(size_t{1} << 62), DeviceError);
   EXPECT_THROW(Buffer(64, {DeviceKind::cuda, 1000}), DeviceError);
+}
+
+TEST(Buffer, TheErrorSaysWhatForAndHowMuch) {
+  try {
+    named_buffer("cache of 3 pages", size_t{1} << 60);
+    FAIL();
+  } catch (const DeviceError& e) {
+    EXPECT_STREQ(e.what(), "cache of 3 pages: cpu has no 1152921504606846976 bytes to give (1.0 EiB)");
+  }
 }
 
 TEST(Errors, OutOfPagesNamesItsNumbers) {

@@ -5,10 +5,43 @@
 
 #include <random>
 
+#include "core/counted.hpp"
+#include "core/driver_text.hpp"
+#include "core/nearest.hpp"
 #include "core/one_line.hpp"
 
 namespace mla {
 namespace {
+
+TEST(DidYouMean, TheNearestOfTheKnown) {
+  constexpr std::string_view kKnown[] = {"run", "bench", "--layers", "--latent", "attend_latent", "attend_expanded"};
+  EXPECT_EQ(did_you_mean("runn", kKnown), "; did you mean 'run'?");
+  EXPECT_EQ(did_you_mean("rnu", kKnown), "; did you mean 'run'?");  // one swap
+  EXPECT_EQ(did_you_mean("--layer", kKnown), "; did you mean '--layers'?");
+  EXPECT_EQ(did_you_mean("attend_latnt", kKnown), "; did you mean 'attend_latent'?");
+  EXPECT_EQ(did_you_mean("attnd_expandd", kKnown), "; did you mean 'attend_expanded'?");
+  for (const std::string far : {"", "x", "rabbit", "-", "--requests", "attend"})
+    EXPECT_EQ(did_you_mean(far, kKnown), "") << far;
+  EXPECT_EQ(did_you_mean(std::string(100000, 'r'), kKnown), "");
+  EXPECT_EQ(did_you_mean("run", {}), "");
+}
+
+TEST(DriverText, SaysWhatIsThereAndWhatIsNeeded) {
+  EXPECT_EQ(driver_text(0, 13000), "no NVIDIA driver is installed, one for CUDA 13.0 or newer is needed");
+  EXPECT_EQ(driver_text(12080, 13020),
+            "the NVIDIA driver serves CUDA 12.8 at most, one for CUDA 13.0 or newer is needed");
+  EXPECT_EQ(driver_text(13010, 13000), "the NVIDIA driver, for CUDA 13.1, shows no GPU");
+}
+
+TEST(Counted, OneHasNoPluralAndBytesHaveUnits) {
+  EXPECT_EQ(counted(1, "row"), "1 row");
+  EXPECT_EQ(counted(0, "row"), "0 rows");
+  EXPECT_EQ(readable_bytes(0), "0 B");
+  EXPECT_EQ(readable_bytes(1023), "1023 B");
+  EXPECT_EQ(readable_bytes(1536), "1.5 KiB");
+  EXPECT_EQ(readable_bytes(uint64_t{1} << 31), "2.0 GiB");
+  EXPECT_EQ(readable_bytes(~uint64_t{0}), "16.0 EiB");
+}
 
 TEST(OneLine, WhatCanBeShownStays) {
   EXPECT_EQ(one_line(""), "");

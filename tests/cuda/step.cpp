@@ -309,7 +309,7 @@ TEST(LayerOnGpu, AllocatesNothingAfterThePlan) {
 TEST(DeviceErrors, MissingThingsAreNamed) {
   EXPECT_EQ(message_of([] { Stream({DeviceKind::cuda, 77}); }).substr(0, 26), "cuda:77: no such GPU, this");
   const std::string memory = message_of([] { Buffer(size_t{1} << 50, kDevice); });
-  EXPECT_NE(memory.find("cuda:0 has no 1125899906842624 bytes to give"), std::string::npos) << memory;
+  EXPECT_NE(memory.find("cuda:0 has no 1125899906842624 bytes to give (1.0 PiB)"), std::string::npos) << memory;
 }
 
 TEST(DeviceErrors, UnstagedArraysAreNamed) {

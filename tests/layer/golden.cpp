@@ -220,6 +220,10 @@ TEST_P(GoldenFile, Fp8Query) {
         bound(Dtype::f32, Dtype::f32, PathPolicy::latent, CacheFormat::fp8, true), "fp8 query");
 }
 
+TEST(Names, OfParametersAreNoBytes) {
+  EXPECT_EQ(testing::PrintToString(GoldenCase{"folder/name.safetensors", 1}), "name_1");
+}
+
 INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(golden_cases()),
                          [](const auto& i) { return i.param.name(); });
 

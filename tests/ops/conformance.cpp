@@ -54,6 +54,8 @@ TEST(Conformance, AttentionOnEveryTarget) { on_every_target({&attend_latent, &at
 TEST(Conformance, SparseOnEveryTarget) { on_every_target({&attend_sparse, &map_indices}); }
 TEST(Conformance, ProductsAndNormsOnEveryTarget) { on_every_target({&layer_norm, &project}); }
 
+TEST(Names, OfParametersAreNoBytes) { EXPECT_EQ(testing::PrintToString(all()[0]), all()[0].op); }
+
 INSTANTIATE_TEST_SUITE_P(Ops, EveryOp, testing::ValuesIn(all().begin(), all().end()),
                          [](const auto& i) { return std::string(i.param.op); });
 

@@ -185,10 +185,26 @@ TEST(Plan, PureAndPrintable) {
   const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
   const std::string text = make(m, spec, b).describe();
   EXPECT_EQ(text, make(m, spec, b).describe());
-  for (const char* part : {"302 tokens in 3 requests", "latent", "expanded", "context chunks", "workspace"})
+  for (const char* part : {"302 tokens in 3 requests", "latent", "expanded", "1 context chunk of", "workspace"})
     EXPECT_NE(text.find(part), std::string::npos) << part;
   EXPECT_LE(std::count(text.begin(), text.end(), '\n'), 40);
   EXPECT_NE(make(m, spec, Made({}, {}, 64)).describe().find("0 tokens in 0 requests"), std::string::npos);
+}
+
+TEST(Plan, OneOfAKindIsNoPlural) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  for (const PathPolicy path : {PathPolicy::latent, PathPolicy::expanded}) {
+    PlanOptions options;
+    options.path = path;
+    const std::string text = make(m, spec, Made({1}, {1}, 64), options).describe();
+    EXPECT_NE(text.find("1 token in 1 request on cpu with 2 threads\n"), std::string::npos) << text;
+    EXPECT_NE(text.find("1 request, 1 token; "), std::string::npos) << text;
+    for (size_t at = 0; (at = text.find(" 1 ", at)) != std::string::npos; ++at) {
+      const std::string thing = text.substr(at + 3, text.find_first_of(" ,;:\n", at + 3) - at - 3);
+      EXPECT_FALSE(thing.ends_with("s")) << "1 " << thing << " in " << text;
+    }
+  }
 }
 
 TEST(Plan, OutputsSayWhereTheyAreQuantised) {

@@ -5,6 +5,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <ostream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -39,6 +40,9 @@ struct GoldenCase {
   std::string name() const { return path.stem().string() + (attention < 0 ? "" : "_" + std::to_string(attention)); }
   bool operator<(const GoldenCase& o) const { return name() < o.name(); }
 };
+
+/// For GoogleTest: its name in place of its bytes.
+inline void PrintTo(const GoldenCase& c, std::ostream* out) { *out << c.name(); }
 
 inline std::vector<GoldenCase> golden_cases() {
   std::vector<GoldenCase> cases;

@@ -5,6 +5,8 @@
 #include <string>
 
 #include "cache/index/codec.hpp"
+#include "core/counted.hpp"
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -63,7 +65,8 @@ IndexCache::IndexCache(const IndexCacheSpec& spec, int64_t pages, Device device)
     throw ShapeError("index cache pages is " + std::to_string(pages) + ", allowed 0 to " +
                      std::to_string(std::numeric_limits<int32_t>::max() / spec.page_size) + " at page size " +
                      std::to_string(spec.page_size));
-  buffer_ = Buffer(static_cast<size_t>(pages) * spec.page_bytes(), device);
+  buffer_ = named_buffer("index cache of " + counted(pages, "page") + " of " + counted(spec.page_size, "token"),
+                         static_cast<size_t>(pages) * spec.page_bytes(), device);
 }
 
 namespace cache::index {

@@ -11,6 +11,8 @@
 #include "backend/cpu/project/linear.hpp"
 #include "backend/cpu/project/tile_amx.hpp"
 #include "backend/cpu/project/tile_bf16.hpp"
+#include "core/counted.hpp"
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
@@ -127,7 +129,8 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
   w->amx = w->native_bf16 && amx_bf16();
   w->panels_per_head = (out + kPanel - 1) / kPanel;
   w->bytes = static_cast<size_t>(heads * w->tiles()) * w->tile_bytes();
-  w->memory = Buffer(w->bytes);
+  w->memory = named_buffer(
+      "weights of " + counted(heads, "map") + " from " + std::to_string(in) + " to " + std::to_string(out), w->bytes);
   for (int64_t h = 0; h < heads; ++h)
     for (int64_t t = 0; t < w->tiles(); ++t) w->lay_out(weights.data() + h * out * in, t * kTileColumns, w->tile(h, t));
   return w;

@@ -6,6 +6,8 @@
 
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
+#include "core/counted.hpp"
+#include "core/driver_text.hpp"
 
 namespace mla::gpu {
 
@@ -13,7 +15,14 @@ using cuda::check;
 
 namespace {
 void require_gpu(const std::string& name) {
-  if (count() == 0) throw DeviceError(name + ": no GPU is there, or its driver is not; the CPU serves everything");
+  int n = 0, driver = 0;
+  const cudaError_t status = cudaGetDeviceCount(&n);
+  if (status == cudaSuccess && n > 0) return;
+  cudaGetLastError();
+  if (status != cudaSuccess && status != cudaErrorNoDevice && status != cudaErrorInsufficientDriver)
+    check(status, name, "looking for GPUs");
+  cudaDriverGetVersion(&driver);  // 0 without one
+  throw DeviceError(name + ": " + driver_text(driver, CUDART_VERSION) + "; the CPU serves everything");
 }
 }  // namespace
 
@@ -25,6 +34,7 @@ int count() {
 }
 
 std::string describe(int index) {
+  require_gpu("cuda:" + std::to_string(index));
   cudaDeviceProp p{};
   check(cudaGetDeviceProperties(&p, index), "cuda:" + std::to_string(index), "properties");
   return std::string(p.name) + ", sm_" + std::to_string(p.major) + std::to_string(p.minor) + ", " +
@@ -41,8 +51,8 @@ std::byte* allocate(size_t bytes, int index) {
     cudaGetLastError();
     size_t free = 0, total = 0;
     cudaMemGetInfo(&free, &total);
-    throw DeviceError(name + " has no " + std::to_string(bytes) + " bytes to give: " + std::to_string(free) + " of " +
-                      std::to_string(total) + " are free");
+    throw DeviceError(name + " has no " + std::to_string(bytes) + " bytes to give (" + readable_bytes(bytes) +
+                      "): " + std::to_string(free) + " of " + std::to_string(total) + " are free");
   }
   check(status, name, "allocation", std::to_string(bytes) + " bytes");
   return static_cast<std::byte*>(p);
