@@ -227,8 +227,8 @@ int main(int argc, char** argv) {
        false,
        false}};
   if (step != "-") programs.push_back({"C: a step", {step, checkpoint}, true, true});
-  // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module. So does nanobind, which
-  // ends the process when it finds no memory for its table of instances or an argument that is a path.
+  // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module. So does nanobind:
+  // some allocations where objects are made and arguments converted end the process.
   if (!python.empty())
     programs.push_back(
         {"Python: a step", {python, python_step, checkpoint}, true, true, "/_mla.,/libstdc++.so", false});
