@@ -243,8 +243,8 @@ TEST_F(Command, SparseModelsRunAndSayWhereTimeGoes) {
   EXPECT_EQ(plan.status, 0) << plan.err;
   EXPECT_NE(mla("plan --absorbed").out.find("fully absorbed weights"), std::string::npos);
   EXPECT_NE(mla("plan --up-weights mxfp4").out.find("W_UK and W_UV in mxfp4"), std::string::npos);
-  for (const char* s : {"sparse by policy upconvert: topk 20", "launch: 1 rows read in place",
-                        "launch: 60 rows through a workspace of 60 rows, 1 sequences"})
+  for (const char* s : {"sparse by policy upconvert: topk 20", "launch: 1 row read in place",
+                        "launch: 60 rows through a workspace of 60 rows, 1 sequence"})
     EXPECT_NE(plan.out.find(s), std::string::npos) << s << "\n" << plan.out;
 }
 
@@ -719,7 +719,7 @@ TEST_F(Command, OutputsThatAreNoFilesAreWrittenAsTheyAre) {
     const size_t at = o.out.find("{\n");
     ASSERT_NE(at, std::string::npos) << o.out;
     EXPECT_EQ(json::parse(o.out.substr(at, o.out.find("\n}\n") + 3 - at))["command"], "plan");
-    EXPECT_NE(o.out.find("tokens in"), std::string::npos);
+    EXPECT_NE(o.out.find("1 token in 1 request"), std::string::npos) << o.out;
   }
   EXPECT_EQ(shell("mla plan --json /dev/null").status, 0);
   EXPECT_TRUE(fs::is_character_file("/dev/null"));
@@ -835,7 +835,12 @@ TEST_F(Command, ARunThatRefusedEverythingFailed) {
   std::string text = "Timestamp,Request tokens,Response tokens\n";
   for (int i = 0; i < 30'000; ++i) text += std::to_string(i) + ",100000000,100000000\n";
   write("long.csv", text);
-  o = shell("ulimit -v 4000000; mla run --model " + sparse_config() + " --cache-gib 0.01 --threads 2 --trace long.csv");
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+  const std::string limit;  // shadow memory takes more addresses than any limit leaves
+#else
+  const std::string limit = "ulimit -v 4000000; ";
+#endif
+  o = shell(limit + "mla run --model " + sparse_config() + " --cache-gib 0.01 --threads 2 --trace long.csv");
   EXPECT_EQ(o.status, 1) << o.err;
   EXPECT_NE(o.out.find("30000 requests, 0 finished, 30000 refused"), std::string::npos) << o.out;
   expect_bad(small_run() + "--cache-gib 1e-6", {"cache-gib", "cannot hold a page"});
