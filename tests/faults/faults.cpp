@@ -137,12 +137,14 @@ std::string comparable(const std::string& out) {
   return kept;
 }
 
+constexpr const char* kOtherOutput = "other output";
+
 // What is wrong with an end; "" if nothing is.
 std::string wrong(const Program& p, const End& end, const End& clean) {
   if (end.hung) return "does not end";
   if (WIFSIGNALED(end.status)) return std::string("signal ") + strsignal(WTERMSIG(end.status));
   const int code = WEXITSTATUS(end.status);
-  if (code == 0) return p.same_output && comparable(end.out) != comparable(clean.out) ? "other output" : "";
+  if (code == 0) return p.same_output && comparable(end.out) != comparable(clean.out) ? kOtherOutput : "";
   if (code > 2) return "exit code " + std::to_string(code);
   const bool one_line = !end.error.empty() && end.error.find('\n') == end.error.size() - 1;
   return one_line ? "" : "exit code " + std::to_string(code) + " without one line that says why";
@@ -271,8 +273,13 @@ int main(int argc, char** argv) {
         pool.emplace_back([&, w] {
           for (long i; (i = next++) < row.tried;) {
             const long n = row.tried == row.calls ? i + 1 : 1 + i * (row.calls - 1) / (row.tried - 1);
-            const End end = runner.run(p, fault, n, w);
-            const std::string why = wrong(p, end, clean);
+            End end = runner.run(p, fault, n, w);
+            std::string why = wrong(p, end, clean);
+            // How many ended threads' blocks glibc still holds is a matter of timing; what libmla loses is not.
+            for (int again = 0; again < 2 && why == kOtherOutput; ++again) {
+              end = runner.run(p, fault, n, w);
+              why = wrong(p, end, clean);
+            }
             const std::lock_guard lock(mutex);
             if (!why.empty()) {
               ++row.wrong;
