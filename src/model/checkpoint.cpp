@@ -47,9 +47,8 @@ void require_known(std::string_view prefix, std::string_view tensor, std::string
   const std::string_view role = tensor.substr(prefix.size());
   if (std::find(kKnown.begin(), kKnown.end(), role) != kKnown.end()) return;
   if (m.indexer && std::find(kKnownOfIndexers.begin(), kKnownOfIndexers.end(), role) != kKnownOfIndexers.end()) return;
-  throw UnsupportedError(one_line(std::string(where) + ": tensor '" + std::string(tensor) +
-                                  "' is not one that attention of model " + m.name +
-                                  " has (allow_unknown goes on past it)"));
+  throw UnsupportedError(std::string(where) + ": tensor '" + std::string(tensor) +
+                         "' is not one that attention of model " + m.name + " has (allow_unknown goes on past it)");
 }
 
 class LayerReader {

@@ -7,7 +7,7 @@
 #include <unordered_set>
 #include <vector>
 
-#include "model/text.hpp"
+#include "mla/error.hpp"
 
 namespace mla {
 namespace {
@@ -291,7 +291,7 @@ bool looks_like_attention(std::string_view key) {
 
 [[noreturn]] void refuse_key(std::string_view where, const std::string& key, const Json& value,
                              const std::string& why) {
-  throw UnsupportedError(one_line(std::string(where) + ": " + key + " is " + value.dump() + ": " + why));
+  throw UnsupportedError(std::string(where) + ": " + key + " is " + value.dump() + ": " + why);
 }
 
 }  // namespace

@@ -11,7 +11,6 @@
 #include <nlohmann/json.hpp>
 
 #include "core/counted.hpp"
-#include "core/one_line.hpp"
 #include "mla/error.hpp"
 #include "model/json.hpp"
 #include "serve/hidden.hpp"
@@ -54,7 +53,7 @@ class Lines {
     return true;
   }
   [[noreturn]] void fail(const std::string& why) const {
-    throw InputError(one_line(name_ + ":" + std::to_string(line_) + ": " + why));
+    throw InputError(name_ + ":" + std::to_string(line_) + ": " + why);
   }
   bool blank() const {
     return std::all_of(text.begin(), text.end(), [](char c) { return c == ' ' || c == '\t'; });
@@ -228,7 +227,7 @@ Trace read_trace(std::istream& in, const std::string& name, int64_t max_requests
   Trace t{.source = name, .format = {}, .requests = {}};
   bool any = false;
   while (!any && lines.next()) any = !lines.blank();
-  if (!any) throw InputError(one_line(name + ": empty, a trace is needed"));
+  if (!any) throw InputError(name + ": empty, a trace is needed");
   if (lines.text[lines.text.find_first_not_of(" \t")] == '{') {
     t.format = "Mooncake jsonl";
     t.block_tokens = kMooncakeBlock;
@@ -242,7 +241,7 @@ Trace read_trace(std::istream& in, const std::string& name, int64_t max_requests
   } else {
     read_csv(lines, t, max_requests);
   }
-  if (t.requests.empty()) throw InputError(one_line(name + ": holds no request"));
+  if (t.requests.empty()) throw InputError(name + ": holds no request");
   // Ties keep their place.
   std::stable_sort(t.requests.begin(), t.requests.end(),
                    [](const auto& a, const auto& b) { return a.arrival < b.arrival; });
@@ -255,9 +254,9 @@ Trace read_trace(const std::filesystem::path& file, int64_t max_requests) {
   std::error_code error;
   const auto status = std::filesystem::status(file, error);
   if (std::filesystem::exists(status) && !std::filesystem::is_regular_file(status))  // a FIFO would wait for a writer
-    throw InputError(one_line(file.string() + ": cannot be read: not a regular file"));
+    throw InputError(file.string() + ": cannot be read: not a regular file");
   std::ifstream in(file, std::ios::binary);
-  if (!in) throw InputError(one_line(file.string() + ": cannot be read: " + std::strerror(errno)));
+  if (!in) throw InputError(file.string() + ": cannot be read: " + std::strerror(errno));
   return read_trace(in, file.string(), max_requests);
 }
 
