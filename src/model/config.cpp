@@ -26,8 +26,13 @@ class Reader {
   [[noreturn]] void fail(std::string_view key, const std::string& why) const {
     refuse(where_, std::string(key) + " " + why);
   }
-  [[noreturn]] void unsupported(const std::string& what) const {
-    throw UnsupportedError(one_line(where_ + ": " + what));
+  [[noreturn]] void unsupported(const std::string& what) const { throw UnsupportedError(where_ + ": " + what); }
+  /// No key but these, unless unknown ones are allowed.
+  void only(std::initializer_list<std::string_view> known, const ReadOptions& options) const {
+    if (options.allow_unknown) return;
+    for (const auto& [key, value] : json_.items())
+      if (!value.is_null() && std::find(known.begin(), known.end(), key) == known.end())
+        unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
   }
   /// Absent and null are the same.
   const Json* find(std::string_view key) const {
@@ -48,6 +53,10 @@ class Reader {
   int64_t integer(std::string_view key) const {
     if (!find(key)) fail(key, "is missing");
     return integer(key, 0);
+  }
+  /// A class's default where it has one: 0 is none.
+  int64_t integer_of(std::string_view key, int64_t default_of_class) const {
+    return default_of_class > 0 ? integer(key, default_of_class) : integer(key);
   }
   double number(std::string_view key, double fallback) const {
     const Json* v = find(key);
@@ -215,17 +224,14 @@ class Renamed {
 
 // Mistral's params.json: YaRN as `yarn` with alpha and beta, whose magnitude cancels and whose score factor
 // `apply_scale` can switch off.
-void mistral_native(const Reader& from, Renamed& r) {
+void mistral_native(const Reader& from, const ReadOptions& options, Renamed& r) {
   r.rename("norm_eps", "rms_norm_eps");
   r.rename("n_kv_heads", "num_key_value_heads");
   r.rename("hidden_dim", "intermediate_size");
   r.rename("max_seq_len", "max_position_embeddings");
   if (from.has("yarn")) {
     const Reader yarn(from.object("yarn"), from.where() + ": yarn");
-    for (const auto& [key, value] : yarn.json().items())
-      if (key != "factor" && key != "original_max_position_embeddings" && key != "alpha" && key != "beta" &&
-          key != "apply_scale" && !value.is_null())
-        yarn.unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
+    yarn.only({"factor", "original_max_position_embeddings", "alpha", "beta", "apply_scale"}, options);
     Json rope{{"rope_type", "yarn"}, {"factor", yarn.number("factor", 1.0)}, {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
     if (yarn.has("original_max_position_embeddings"))
       rope["original_max_position_embeddings"] = yarn.integer("original_max_position_embeddings");
@@ -257,7 +263,7 @@ void deepseek_native(const Reader& from, Renamed& r) {
     r.drop(key);
 }
 
-Json with_known_names(const Reader& from) {
+Json with_known_names(const Reader& from, const ReadOptions& options) {
   Renamed r(from);
   r.rename("attention_kv_lora_dim", "kv_lora_rank");
   r.rename("attention_q_lora_dim", "q_lora_rank");
@@ -270,7 +276,7 @@ Json with_known_names(const Reader& from) {
   r.rename("n_heads", "num_attention_heads");
   const bool mistral = from.has("norm_eps") || from.has("hidden_dim") || from.has("yarn") || from.has("moe") ||
                        from.has("llama_4_scaling");
-  mistral ? mistral_native(from, r) : deepseek_native(from, r);
+  mistral ? mistral_native(from, options, r) : deepseek_native(from, r);
   return r.json();
 }
 
@@ -417,10 +423,7 @@ void read_rope(const Reader& config, const Family& family, const ReadOptions& op
   const Json& growth = config.object("llama_4_scaling");
   if (!growth.empty()) {
     const Reader r(growth, config.where() + ": llama_4_scaling");
-    if (!options.allow_unknown)
-      for (const auto& [key, value] : growth.items())
-        if (key != "beta" && key != "original_max_position_embeddings" && !value.is_null())
-          r.unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
+    r.only({"beta", "original_max_position_embeddings"}, options);
     m.query_growth_beta = r.number("beta", 0.0);
     m.query_growth_length = r.integer("original_max_position_embeddings");
   }
@@ -490,12 +493,9 @@ void read_indexer(const Reader& config, const Family& family, const ReadOptions&
   if (m.layers < 1 || m.layers > kMostLayers)
     config.fail("num_hidden_layers", "is " + std::to_string(m.layers) + ", allowed 1 to " +
                                          std::to_string(kMostLayers) + " with an indexer");
-  auto integer = [&](const char* key, int64_t fallback) {
-    return fallback > 0 ? config.integer(key, fallback) : config.integer(key);
-  };
-  m.indexer = IndexerConfig{.heads = integer("index_n_heads", family.index_heads),
-                            .dim = integer("index_head_dim", family.index_dim),
-                            .topk = integer("index_topk", family.index_topk),
+  m.indexer = IndexerConfig{.heads = config.integer_of("index_n_heads", family.index_heads),
+                            .dim = config.integer_of("index_head_dim", family.index_dim),
+                            .topk = config.integer_of("index_topk", family.index_topk),
                             .interleaved = config.flag("indexer_rope_interleave", family.interleaved_indexer),
                             .full = indexer_layers(config, m.layers)};
 }
@@ -618,7 +618,7 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   const Reader given(nested ? root[inner] : root, std::string(where));
   // A copy is made only where keys have other names.
   const bool renames = given.has("attention_kv_lora_dim") || (given.has("dim") && !given.has("hidden_size"));
-  const JsonDocument renamed_document(renames ? with_known_names(given) : Json());
+  const JsonDocument renamed_document(renames ? with_known_names(given, options) : Json());
   const Json& renamed = renames ? renamed_document.root : given.json();
   const Reader config(renamed, std::string(where));
 
@@ -639,23 +639,20 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   if (!options.allow_unknown)
     check_keys(renamed, family.type == "kimi_linear" ? KeysOf::kimi_linear : KeysOf::model, where);
 
-  auto integer = [&](const char* key, int64_t fallback) {
-    return fallback > 0 ? config.integer(key, fallback) : config.integer(key);
-  };
   ModelConfig m;
   m.name = type.empty() ? "model" : one_line(type);
-  m.hidden = integer("hidden_size", family.hidden);
-  m.heads = integer("num_attention_heads", family.heads);
+  m.hidden = config.integer_of("hidden_size", family.hidden);
+  m.heads = config.integer_of("num_attention_heads", family.heads);
   // Null says that there is none.
   m.query_latent = config.integer("q_lora_rank", config.mentions("q_lora_rank") ? 0 : family.query_latent);
-  m.latent = integer("kv_lora_rank", family.latent);
-  m.nope = integer("qk_nope_head_dim", family.nope);
-  m.rope = integer("qk_rope_head_dim", family.rope);
+  m.latent = config.integer_of("kv_lora_rank", family.latent);
+  m.nope = config.integer_of("qk_nope_head_dim", family.nope);
+  m.rope = config.integer_of("qk_rope_head_dim", family.rope);
   if (family.type == "minicpm3" && m.heads > 0) m.value = config.integer("v_head_dim", m.hidden / m.heads);
-  else m.value = integer("v_head_dim", family.value);
+  else m.value = config.integer_of("v_head_dim", family.value);
   m.rms_eps = config.number("rms_norm_eps", family.eps);
   if (family.type == "longcat_flash") read_pairs(config, family, m);
-  else m.layers = integer("num_hidden_layers", family.layers);
+  else m.layers = config.integer_of("num_hidden_layers", family.layers);
   if (family.type == "kimi_linear") read_layer_map(config, m);
   read_rope(config, family, options, m);
   read_indexer(config, family, options, m);

@@ -570,16 +570,17 @@ TEST(Config, NamesOfModelsOwnParameterFiles) {
   EXPECT_EQ(demo.indexer->topk, 2048);
   EXPECT_FALSE(demo.indexer->interleaved);
   // Mistral's params.json.
-  const auto mistral = [](const char* apply) {
+  const auto mistral_with = [](const std::string& yarn, const ReadOptions& options) {
     return parse_config(
         R"({"dim":7168,"n_layers":61,"head_dim":128,"hidden_dim":16384,"n_heads":128,"n_kv_heads":128,"rope_theta":10000.0,)"
         R"("norm_eps":1e-06,"vocab_size":131072,"tied_embeddings":false,"max_position_embeddings":294912,)"
         R"("q_lora_rank":1536,"qk_rope_head_dim":64,"qk_nope_head_dim":128,"kv_lora_rank":512,"v_head_dim":128,)"
         R"("llama_4_scaling":{"original_max_position_embeddings":8192,"beta":0.1},)"
-        R"("yarn":{"original_max_position_embeddings":8192,"factor":36,"apply_scale":)" +
-        std::string(apply) +
-        R"(,"beta":32,"alpha":1},"moe":{"expert_parallel":1,"num_experts":128,"num_experts_per_tok":4}})");
+        R"("yarn":{"original_max_position_embeddings":8192,"factor":36,)" +
+            yarn + R"("beta":32,"alpha":1},"moe":{"expert_parallel":1,"num_experts":128,"num_experts_per_tok":4}})",
+        "c.json", options);
   };
+  const auto mistral = [&](const std::string& apply) { return mistral_with("\"apply_scale\":" + apply + ",", {}); };
   EXPECT_EQ(mistral("false").layers, 61);
   EXPECT_EQ(mistral("false").rms_eps, 1e-6);
   EXPECT_NEAR(mistral("false").query_growth(8192), 1 + 0.1 * std::log(2.0), 1e-12);
@@ -591,6 +592,13 @@ TEST(Config, NamesOfModelsOwnParameterFiles) {
     EXPECT_TRUE(mistral(apply).notes.empty());
     EXPECT_EQ(mistral(apply).rotary.factor, 36);
   }
+  try {
+    mistral_with(R"("gamma":2,)", {});
+    ADD_FAILURE() << "a key of yarn that is not known was taken";
+  } catch (const UnsupportedError& e) {
+    EXPECT_STREQ(e.what(), "c.json: yarn: gamma is 2, a key that is not known (allow_unknown goes on past it)");
+  }
+  EXPECT_EQ(mistral_with(R"("gamma":2,)", {.allow_unknown = true}).rotary.factor, 36);
   // openPangu.
   const ModelConfig pangu = parse_config(
       R"({"architectures":["PanguUltraMoEForCausalLM"],"attention_kv_lora_dim":512,"attention_q_lora_dim":1536,)"
