@@ -241,11 +241,7 @@ class Sequence {
 
   // What a model multiplies its queries by, or maps of them: LongCat's constant, Mistral's growth with the position.
   void scale_query(std::span<T> q, int64_t position) const {
-    double factor = m_.query_scale;
-    if (m_.query_growth_beta != 0)
-      factor *=
-          1 + m_.query_growth_beta *
-                  std::log(1 + std::floor(static_cast<double>(position) / static_cast<double>(m_.query_growth_length)));
+    const double factor = m_.query_scale * m_.query_growth(position);
     if (factor != 1)
       for (T& e : q) e *= static_cast<T>(factor);
   }
