@@ -296,5 +296,31 @@ TEST_F(Arguments, MergeSplits) {
   EXPECT_EQ(with({.row = 0, .rows = -1, .partial = 0, .splits = 1}), "merge_splits: rows is -1, allowed 0 to 4");
 }
 
+TEST_F(Arguments, SplitsOfAttendLatent) {
+  const CacheSpec spec{.format = CacheFormat::f32, .latent = 8, .rope = 4, .page_size = 4};
+  const int32_t table[] = {0};
+  auto with = [&](LatentItem item, View<float, Partial, Head, Value> out, View<float, Partial, Head> lse) {
+    std::vector<std::byte> scratch(1 << 20);
+    return refusal(
+        ops::AttendLatentArgs{.q = View<const float, Token, Head, Entry>(other_.data(), {2, 3, 12}),
+                              .cache = {spec, reinterpret_cast<std::byte*>(other_.data() + 1024), 1, spec.page_bytes()},
+                              .block_table = {table, {1, 1}},
+                              .items = {&item, 1},
+                              .out = View<float, Token, Head, Value>(data_.data(), {2, 3, 8}),
+                              .lse = {data_.data() + 512, {2, 3}},
+                              .partial_out = out,
+                              .partial_lse = lse,
+                              .scratch = {scratch.data(), scratch.size()}});
+  };
+  float *out = data_.data() + 1024, *lse = data_.data() + 2048;
+  const LatentItem split{.request = 0, .q_begin = 0, .q_count = 2, .kv_begin = 0, .kv_end = 4, .partial = 1};
+  EXPECT_EQ(with(split, {out, {3, 3, 8}}, {lse, {3, 3}}), "accepted");
+  EXPECT_EQ(with(split, {out, {2, 3, 8}}, {lse, {3, 3}}), "attend_latent: item partial is 1, allowed 0 to 0");
+  EXPECT_EQ(with(split, {out, {3, 3, 8}}, {lse, {2, 3}}), "attend_latent: item partial is 1, allowed 0 to 0");
+  EXPECT_EQ(with(split, {out, {3, 2, 8}}, {lse, {3, 3}}), "attend_latent: partial_out Head is 2, q Head is 3");
+  EXPECT_EQ(with(split, {out, {3, 3, 8}}, {lse, {3, 2}}), "attend_latent: partial_lse Head is 2, q Head is 3");
+  EXPECT_EQ(with(split, {out, {3, 3, 7}}, {lse, {3, 3}}), "attend_latent: partial_out Value is 7, out Value is 8");
+}
+
 }  // namespace
 }  // namespace mla

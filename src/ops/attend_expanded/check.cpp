@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "ops/attend_expanded/op.hpp"
+#include "ops/attention_items.hpp"
 #include "ops/quantize/op.hpp"
 #include "ops/require.hpp"
 
@@ -39,8 +40,7 @@ void check(const AttendExpandedArgs& a) {
     int64_t rows = std::min(a.q.extent<Token>(), a.lse.extent<Token>());
     if (!quantised || a.accumulate) rows = std::min(rows, a.out.extent<Token>());
     if (quantised) rows = std::min(rows, a.quantized.tokens);
-    require_range(op, "item q_count", i.q_count, 0, rows + 1);
-    require_range(op, "item q_begin", i.q_begin, 0, rows - i.q_count + 1);
+    require_query_rows(op, i, rows);
     require_range(op, "item k_count", i.k_count, 0, a.k_nope.extent<Key>() + 1);
     require_range(op, "item k_begin", i.k_begin, 0, a.k_nope.extent<Key>() - i.k_count + 1);
   }

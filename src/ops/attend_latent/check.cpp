@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "ops/attend_latent/op.hpp"
+#include "ops/attention_items.hpp"
 #include "ops/require.hpp"
 
 namespace mla::ops {
@@ -26,22 +27,13 @@ void check(const AttendLatentArgs& a) {
   const int64_t rows = std::min({a.q.extent<Token>(), a.out.extent<Token>(), a.lse.extent<Token>()});
   for (const LatentItem& i : a.items) {
     require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
-    require_range(op, "item q_count", i.q_count, 0, a.q.extent<Token>() + 1);
-    require_range(op, "item q_begin", i.q_begin, 0, a.q.extent<Token>() - i.q_count + 1);
+    require_query_rows(op, i, a.q.extent<Token>());
     require_range(op, "item kv_begin", i.kv_begin, 0, int64_t{1} << 31);
     require_range(op, "item kv_end", i.kv_end, i.kv_begin, a.block_table.extent<Page>() * spec.page_size + 1);
     if (i.kv_end > i.kv_begin)
       for (int64_t page = i.kv_begin / spec.page_size; page <= (i.kv_end - 1) / spec.page_size; ++page)
         require_range(op, "page id", a.block_table(i.request, page), 0, a.cache.pages);
-    if (i.partial < 0) {
-      require_range(op, "item q_begin + q_count", i.q_begin + i.q_count, 0, rows + 1);
-    } else {
-      require_same<Head>(op, "partial_out", a.partial_out, "q", a.q);
-      require_same<Value>(op, "partial_out", a.partial_out, "out", a.out);
-      require_dense<Value>(op, "partial_out", a.partial_out);
-      const int64_t partials = std::min(a.partial_out.extent<Partial>(), a.partial_lse.extent<Partial>());
-      require_range(op, "item partial", i.partial, 0, partials - i.q_count + 1);
-    }
+    require_place(op, a, i, rows);
   }
   if (!a.scratch.data && !a.items.empty()) throw ShapeError("attend_latent: no scratch");
 }

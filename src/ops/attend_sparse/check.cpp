@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "ops/attend_sparse/op.hpp"
+#include "ops/attention_items.hpp"
 #include "ops/require.hpp"
 
 namespace mla::ops {
@@ -53,8 +54,7 @@ void check(const AttendSparseArgs& a) {
   check_sinks(op, a.sinks, a.q.extent<Head>());
   require_range(op, "part_keys", a.part_keys, 0, kMost + 1);
   for (const SparseItem& i : a.items) {
-    require_range(op, "item q_count", i.q_count, 0, a.q.extent<Token>() + 1);
-    require_range(op, "item q_begin", i.q_begin, 0, a.q.extent<Token>() - i.q_count + 1);
+    require_query_rows(op, i, a.q.extent<Token>());
     const int64_t q_end = int64_t{i.q_begin} + i.q_count;
     for (const SparseSource& s : a.sources) {
       require_range(op, "item q_begin + q_count", q_end, 0, s.slots.extent<Token>() + 1);
@@ -64,19 +64,10 @@ void check(const AttendSparseArgs& a) {
     require_range(op, "item k_begin", i.k_begin, 0, keys + 1);
     require_range(op, "item k_end", i.k_end, i.k_begin, keys + 1);
     if (a.part_keys > 0) require_equal(op, "item k_begin % part_keys", i.k_begin % a.part_keys, "needed", 0);
-    if (i.partial < 0) {
-      require_range(op, "item q_begin + q_count", q_end, 0, rows + 1);
-    } else {
-      require_same<Head>(op, "partial_out", a.partial_out, "q", a.q);
-      require_same<Head>(op, "partial_lse", a.partial_lse, "q", a.q);
-      require_same<Value>(op, "partial_out", a.partial_out, "out", a.out);
-      require_dense<Value>(op, "partial_out", a.partial_out);
-      int64_t partials = std::min(a.partial_out.extent<Partial>(), a.partial_lse.extent<Partial>());
-      if (a.partial_max) {
-        require_same<Head>(op, "partial_max", a.partial_max, "q", a.q);
-        partials = std::min(partials, a.partial_max.extent<Partial>());
-      }
-      require_range(op, "item partial", i.partial, 0, partials - i.q_count + 1);
+    require_place(op, a, i, rows);
+    if (i.partial >= 0 && a.partial_max) {
+      require_same<Head>(op, "partial_max", a.partial_max, "q", a.q);
+      require_range(op, "item partial", i.partial, 0, a.partial_max.extent<Partial>() - i.q_count + 1);
     }
   }
   if (!a.scratch.data && !a.items.empty()) throw ShapeError("attend_sparse: no scratch");
