@@ -50,7 +50,8 @@ void one_round(Stream& stream, const Probe& probe, const Entry& entry, const Opt
            median;
   };
   state.of_fma.push_back(of(&Peaks::fma));
-  state.of_roof.push_back(of(before.bf16 > 0 ? &Peaks::bf16 : &Peaks::fma));
+  // bf16 operands may be multiplied as f32 where that is faster.
+  state.of_roof.push_back(of(before.bf16 > before.fma ? &Peaks::bf16 : &Peaks::fma));
 }
 
 }  // namespace

@@ -12,7 +12,4 @@ double fma_chains(int64_t iterations);
 /// Reads every byte of a buffer; the sum keeps the reads alive.
 float read_all(const float* data, size_t count);
 
-/// Independent chains of vdpbf16ps; only where cpu::native_bf16_dot() holds. Returns the flops done.
-double bf16_chains(int64_t iterations);
-
 }  // namespace mla::bench

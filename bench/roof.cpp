@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "backend/cpu/core/dot_rate.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "bench/kernels.hpp"
 
@@ -71,7 +72,7 @@ double Probe::fma_gflops(double seconds) const {
 
 double Probe::bf16_gflops(double seconds) const {
   if (!cpu::native_bf16_dot()) return 0;
-  return 1e-9 * together(pool_, seconds, [](int64_t) { return bf16_chains(20000); });
+  return 1e-9 * together(pool_, seconds, [](int64_t) { return cpu::bf16_dot_chains(20000); });
 }
 
 void Probe::evict_caches() const { read_gbps(0); }

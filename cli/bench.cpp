@@ -107,7 +107,7 @@ cases::Params project(int64_t rows, int64_t heads, int64_t in, int64_t out, Dtyp
 std::vector<Row> standing_rows() {
   std::vector<Row> rows;
   std::vector<Dtype> arithmetic{Dtype::f32};
-  if (cpu::native_bf16_dot()) arithmetic.push_back(Dtype::bf16);
+  if (cpu::bf16_dot_pays()) arithmetic.push_back(Dtype::bf16);
   auto each = [&](const std::string& name, std::string_view op, auto&& make) {
     for (Dtype t : arithmetic) rows.push_back({name + ", " + std::string(to_string(t)) + " arithmetic", op, make(t)});
   };
@@ -390,7 +390,7 @@ class Bench {
     for (int64_t heads : {16, 128})
       for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
         for (Dtype t : {Dtype::f32, Dtype::bf16}) {
-          if (t == Dtype::bf16 && !cpu::native_bf16_dot()) continue;
+          if (t == Dtype::bf16 && !cpu::bf16_dot_pays()) continue;
           const std::string what = std::string(to_string(f)) + ", " + counted(heads, "head") + ", 2048",
                             with = ", " + std::string(to_string(t)) + " arithmetic";
           const Row rows[] = {

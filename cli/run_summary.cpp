@@ -143,7 +143,8 @@ double peak_of(std::string_view op, const RunReport& report) {
   const bool attention = op.starts_with("attend") || op == "index_score";
   const serve::Options& o = report.options;
   const bool bf16_operands = (attention ? o.plan.compute : o.weights) == Dtype::bf16;
-  return bf16_operands && report.roof.bf16_gflops > 0 ? report.roof.bf16_gflops : report.roof.fma_gflops;
+  // Those may be multiplied as f32 where that is faster.
+  return bf16_operands ? std::max(report.roof.bf16_gflops, report.roof.fma_gflops) : report.roof.fma_gflops;
 }
 
 double roof_share(const Profile::Row& row, const RunReport& report) {

@@ -234,7 +234,7 @@ TEST(Target, Bf16DotProductsServeAttentionWhereTheyAreFaster) {
   const bool pays = cpu::bf16_dot_pays();
   for (int i = 0; i < 20; ++i) {
     const double rate = cpu::bf16_dot_rate();
-    EXPECT_TRUE(rate > 0.4 && rate < 1.2) << rate;
+    EXPECT_TRUE((rate > 0.1 && rate < 0.6) || (rate > 0.9 && rate < 1.2)) << rate;  // far from what decides
     EXPECT_EQ(rate > 0.75, pays) << rate;
   }
   cpu::restrict_target("avx512_bf16");

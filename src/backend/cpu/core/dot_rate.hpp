@@ -1,11 +1,16 @@
 // How fast this core's bf16 dot products are.
 #pragma once
 
+#include <cstdint>
+
 namespace mla::cpu {
 
+/// Independent chains of vdpbf16ps in registers. Returns the flops done. Only where native_bf16_dot() holds.
+double bf16_dot_chains(int64_t steps);
+
 /// Instructions vdpbf16ps a second over f32 multiply-adds a second, both of 512 bits: about 1 where a dot product does
-/// twice a multiply-add's arithmetic in its time, about 0.5 where it only does as much. Measured in some 50 us. Only
-/// where native_bf16_dot() holds.
+/// twice a multiply-add's arithmetic in its time (Zen 5), about 0.25 on a Xeon with AMX, where it does half of it.
+/// Measured in some 50 us. Only where native_bf16_dot() holds.
 double bf16_dot_rate();
 
 }  // namespace mla::cpu
