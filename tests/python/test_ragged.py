@@ -3,7 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from reference import F64, decode_rows, encode_rows
+from reference import F64, chosen, decode_rows, encode_rows
 from test_layer import layer_inputs
 
 import mla
@@ -140,6 +140,12 @@ class Paged:
     def queries_of(self, q):
         return q.astype(np.dtype(self.dtype))
 
+    def sparse(self, q, cache, slots, lengths, sink):
+        return flash_mla.flash_mla_with_kvcache(
+            q, cache, None, None, 512, softmax_scale=self.scale, indices=slots, attn_sink=sink,
+            topk_length=lengths, is_fp8_kvcache=self.kind.startswith("fp8"),
+        )
+
     def dense(self, q, cache, causal):
         return flash_mla.flash_mla_with_kvcache(
             q,
@@ -207,19 +213,13 @@ def random_choice(rng, shape, count):
     return slots, pick(rng, lengths, None)
 
 
-def seen_slots(slots, lengths, r, i, count):
-    """The slots that a row's list names, as often as it does."""
-    some = slots[r, i] if lengths is None else slots[r, i, : lengths[r]]
-    return some[(some >= 0) & (some < count)]
-
-
 def sparse_wanted(q, rows, slots, lengths, scale, sink):
     batch, queries, heads = q.shape[:3]
     out, largest = np.zeros((batch, queries, heads, 512)), np.zeros((batch, heads, queries))
     lse = np.zeros((batch, heads, queries))
     for r in range(batch):
         for i in range(queries):
-            keys = rows[seen_slots(slots, lengths, r, i, len(rows))]
+            keys = rows[chosen(slots[r, i], None if lengths is None else lengths[r], len(rows))]
             out[r, i], largest[r, :, i], lse[r, :, i] = attend_rows(
                 q[r, i], keys, np.ones((heads, len(keys)), bool), scale, sink
             )
@@ -236,18 +236,7 @@ def test_flash_mla_ragged_sparse(poisoned):
         shape = (case.batch, case.queries, int(rng.integers(1, 50)))
         slots, lengths = random_choice(rng, shape, len(rows))
         sink = pick(rng, None, rng.standard_normal(case.heads).astype(np.float32))
-        found = flash_mla.flash_mla_with_kvcache(
-            q,
-            cache,
-            None,
-            None,
-            512,
-            softmax_scale=case.scale,
-            indices=slots,
-            attn_sink=sink,
-            topk_length=lengths,
-            is_fp8_kvcache=case.kind.startswith("fp8"),
-        )
+        found = case.sparse(q, cache, slots, lengths, sink)
         out, _, lse = sparse_wanted(q, rows, slots, lengths, case.scale, sink)
         what = f"round {round}: {case.what} topk {shape[2]}"
         assert_rows(found[0], out, ROUNDING[case.dtype], what)
@@ -354,18 +343,7 @@ def test_flash_mla_law_sparse(poisoned, masks):
         cache, rows = case.cache(poison)
 
         def run(q, cache, case=case, slots=slots, sink=sink, lengths=lengths):
-            return flash_mla.flash_mla_with_kvcache(
-                q,
-                cache,
-                None,
-                None,
-                512,
-                softmax_scale=case.scale,
-                indices=slots,
-                attn_sink=sink,
-                topk_length=lengths,
-                is_fp8_kvcache=case.kind.startswith("fp8"),
-            )
+            return case.sparse(q, cache, slots, lengths, sink)
 
         out, lse = run(q, cache)
         wanted = sparse_wanted(q, rows, slots, lengths, case.scale, sink)
@@ -378,7 +356,8 @@ def test_flash_mla_law_sparse(poisoned, masks):
             [
                 [
                     np.isin(
-                        seen_slots(slots, lengths, r, i, len(rows)), [s for s, _, _ in poison]
+                        chosen(slots[r, i], None if lengths is None else lengths[r], len(rows)),
+                        [s for s, _, _ in poison],
                     ).any()
                     for i in range(case.queries)
                 ]
