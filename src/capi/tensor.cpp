@@ -154,6 +154,7 @@ Checked Tensors::check(const char* name, const DLTensor* t, std::initializer_lis
   // Extents, strides and every offset that they reach fit 2^62 bytes.
   constexpr int64_t kMost = int64_t{1} << 59;
   int64_t count = 1, reach = 0;
+  decltype(c.strides) dense{};
   const size_t rank = dims.size();
   for (size_t i = 0; i < rank; ++i) {
     const std::string dim(*(dims.begin() + i));
@@ -163,13 +164,14 @@ Checked Tensors::check(const char* name, const DLTensor* t, std::initializer_lis
   bool empty = false;
   for (size_t i = rank; i-- > 0;) {
     empty |= c.extents[i] == 0;
+    dense[i] = count;
     c.strides[i] = t->strides ? t->strides[i] : count;
     if (__builtin_mul_overflow(count, std::max<int64_t>(c.extents[i], 1), &count) || count > kMost)
       throw ShapeError(n + " has more than 2^59 elements");
   }
+  // Nothing of an empty tensor is read, whatever its strides: those of a dense one serve.
   if (empty) {
-    // Nothing is read, whatever the strides and the address.
-    for (size_t i = 0; i < rank; ++i) c.strides[i] = std::clamp<int64_t>(c.strides[i], 0, kMost);
+    c.strides = dense;
   } else {
     for (size_t i = 0; i < rank; ++i) {
       const std::string dim(*(dims.begin() + i));
@@ -190,9 +192,14 @@ Checked Tensors::check(const char* name, const DLTensor* t, std::initializer_lis
     if (!t->data) throw ShapeError(n + " has no data");
     if (writable) require_apart(n, c, dims);
   }
-  if (!t->data) return c;
+  // Kernels form addresses of rows that have no elements, too: those of an empty tensor are in the library's own bytes.
+  alignas(64) static char nothing[64];
+  if (empty) {
+    c.data = nothing;
+    return c;
+  }
   const uintptr_t address = reinterpret_cast<uintptr_t>(t->data) + t->byte_offset;
-  if (const auto past = static_cast<int64_t>(address % static_cast<uintptr_t>(size_of(*found))); past != 0 && !empty)
+  if (const auto past = static_cast<int64_t>(address % static_cast<uintptr_t>(size_of(*found))); past != 0)
     throw ShapeError(n + " is at an address that is " + std::to_string(past) + " past a multiple of " +
                      std::to_string(size_of(*found)));
   c.data = static_cast<char*>(t->data) + t->byte_offset;

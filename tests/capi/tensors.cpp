@@ -161,5 +161,27 @@ TEST(CTensors, NoRowsNeedNoMemory) {
   EXPECT_OK(n.run());
 }
 
+// Rows are merged by their lse also where heads have no width: no address of such a tensor is used, whatever it is.
+TEST(CTensors, NoWidthNeedsNoMemory) {
+  Stream stream;
+  Tensor<float> lse({2, 3}, 1.0f), other_lse({2, 3}, 1.0f);
+  int64_t shape[] = {2, 3, 0}, strides[] = {std::numeric_limits<int64_t>::max(), -7, 1};
+  for (uintptr_t address : {0, 2}) {
+    SCOPED_TRACE("address " + std::to_string(address));
+    std::fill(lse.data.begin(), lse.data.end(), 1.0f);
+    DLTensor none = *lse;
+    none.ndim = 3;
+    none.shape = shape;
+    none.strides = strides;
+    none.data = reinterpret_cast<void*>(address);
+    mla_merge_args args = make<mla_merge_args>();
+    args.out = args.other = &none;
+    args.lse = lse;
+    args.other_lse = other_lse;
+    ASSERT_OK(mla_merge(stream, &args));
+    for (float l : lse.data) EXPECT_NEAR(l, 1 + std::log(2.0f), 1e-6f);
+  }
+}
+
 }  // namespace
 }  // namespace capi
