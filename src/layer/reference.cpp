@@ -17,10 +17,14 @@
 namespace mla::reference {
 namespace {
 
+// The two loops that all of its time goes to stay out of the sanitizers' sight, under which they are 10 to 20 times
+// slower: callers give ranges.
+#define MLA_UNCHECKED [[gnu::no_sanitize("address", "undefined")]]
+
 // Sum of a[i] * b[i] in T, sixteen partial sums at a time so that the compiler can use vectors without reordering
 // anything else.
 template <class T, class A, class B>
-T dot(const A* a, const B* b, int64_t n) {
+MLA_UNCHECKED T dot(const A* a, const B* b, int64_t n) {
   constexpr int64_t kLanes = 16;
   T lane[kLanes] = {};
   int64_t i = 0;
@@ -30,6 +34,12 @@ T dot(const A* a, const B* b, int64_t n) {
   for (T x : lane) sum += x;
   for (; i < n; ++i) sum += static_cast<T>(a[i]) * static_cast<T>(b[i]);
   return sum;
+}
+
+// y[i] += factor * x[i]
+template <class T, class X>
+MLA_UNCHECKED void add_scaled(T* y, T factor, const X* x, size_t n) {
+  for (size_t i = 0; i < n; ++i) y[i] += factor * static_cast<T>(x[i]);
 }
 
 template <class T>
@@ -256,10 +266,7 @@ class Sequence {
     for (T& e : p) sum += (e = std::exp(e - largest));
     if (!r_.float64) round(r_.compute, p);
     std::fill(out.begin(), out.end(), T(0));
-    for (size_t j = 0; j < keys.size(); ++j) {
-      const T* v = value(keys[j]);
-      for (size_t d = 0; d < out.size(); ++d) out[d] += p[j] * v[d];
-    }
+    for (size_t j = 0; j < keys.size(); ++j) add_scaled(out.data(), p[j], value(keys[j]), out.size());
     for (T& e : out) e /= sum;
   }
 
@@ -286,7 +293,7 @@ class Sequence {
     std::vector<T> nope(q.begin(), q.begin() + m_.nope), entry(m_.entry()), latent(m_.latent);
     take(nope, w_.fp8_up);
     for (int64_t p = 0; p < m_.nope; ++p)
-      for (int64_t l = 0; l < m_.latent; ++l) entry[l] += nope[p] * static_cast<T>(w[p * m_.latent + l]);
+      add_scaled(entry.data(), nope[p], w + p * m_.latent, static_cast<size_t>(m_.latent));
     std::copy(q.begin() + m_.nope, q.end(), entry.begin() + m_.latent);
     attend_latents(keys, entry, latent);
     take(latent, w_.fp8_up);
@@ -471,17 +478,14 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
   std::vector<float> q(static_cast<size_t>(n * l * in)), out(static_cast<size_t>(m.hidden * n * l));
   for (int64_t h = 0; h < n; ++h)
     for (int64_t i = 0; i < l; ++i)
-      for (int64_t p = 0; p < m.nope; ++p) {
-        const float key = up[(h * per_head + p) * l + i];
-        for (int64_t j = 0; j < in; ++j) q[(h * l + i) * in + j] += key * query[(h * m.query_key() + p) * in + j];
-      }
+      for (int64_t p = 0; p < m.nope; ++p)
+        add_scaled(&q[(h * l + i) * in], up[(h * per_head + p) * l + i], &query[(h * m.query_key() + p) * in],
+                   static_cast<size_t>(in));
   for (int64_t row = 0; row < m.hidden; ++row)
     for (int64_t h = 0; h < n; ++h)
-      for (int64_t v = 0; v < m.value; ++v) {
-        const float weight = output[(row * n + h) * m.value + v];
-        const float* value = &up[(h * per_head + m.nope + v) * l];
-        for (int64_t i = 0; i < l; ++i) out[(row * n + h) * l + i] += weight * value[i];
-      }
+      for (int64_t v = 0; v < m.value; ++v)
+        add_scaled(&out[(row * n + h) * l], output[(row * n + h) * m.value + v], &up[(h * per_head + m.nope + v) * l],
+                   static_cast<size_t>(l));
   const WeightFormat format = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
   w.absorbed_query = held(q, n, l, in, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
   w.absorbed_output = held(out, 1, m.hidden, n * l, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
