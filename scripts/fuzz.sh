@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the fuzz targets and runs them, two at a time: scripts/fuzz.sh [seconds each, 60] [targets, all].
 # With clang they run under libFuzzer; MLA_FUZZ=replay takes the default compiler, and random damage to the corpus.
+# MLA_FUZZ_SEED makes a run start as another did; without it every run goes its own way.
 # What ends a target is kept in build/<preset>/found and printed in hex, with the command that runs it again. What a
 # target learns stays in build/<preset>/corpus for the next run.
 cd "$(dirname "$0")/.."
@@ -22,7 +23,7 @@ fuzz() {
   local name=$1 learnt=$build/corpus/$1 found=$build/found/$1 log=$build/found/$1.log
   mkdir -p "$learnt"
   rm -f "$found"
-  if "$build/tests/fuzz/fuzz_$name" -max_total_time="$seconds" -rss_limit_mb=3000 -timeout=60 -print_final_stats=1 -verbosity=1 \
+  if "$build/tests/fuzz/fuzz_$name" -seed="${MLA_FUZZ_SEED:-0}" -max_total_time="$seconds" -rss_limit_mb=3000 -timeout=60 -print_final_stats=1 -verbosity=1 \
     -exact_artifact_path="$found" "$learnt" "tests/fuzz/corpus/$name" >"$log" 2>&1; then
     echo "fuzz $name: $(sed -n 's/^stat::number_of_executed_units: *//p' "$log") executions in $seconds s, nothing found"
     return 0
