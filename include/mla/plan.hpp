@@ -17,6 +17,7 @@
 #include "mla/index_plan.hpp"
 #include "mla/model.hpp"
 #include "mla/quant.hpp"
+#include "mla/step.hpp"
 #include "mla/weights.hpp"
 #include "mla/work.hpp"
 
@@ -207,6 +208,9 @@ struct Plan {
 
   std::vector<Region> regions;
   size_t workspace_bytes = 0;
+
+  std::vector<Step> steps;     ///< of every call that it serves, in order
+  std::vector<ListKey> lists;  ///< that they read, each once: what a GPU must have of a step, beside its block table
 
   /// Of rows between ops: f32 on the CPU, the compute dtype on a GPU.
   Dtype activations() const { return device.device.kind == DeviceKind::cpu ? Dtype::f32 : options.compute; }

@@ -1,5 +1,6 @@
 #include "mla/staged_step.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -7,53 +8,27 @@
 #include "core/gpu.hpp"
 #include "core/named_buffer.hpp"
 #include "mla/error.hpp"
+#include "plan/lists.hpp"
 
 namespace mla {
 namespace {
 
-struct Array {
-  const char* name;
-  const void* data;
-  size_t count, element;
-  std::byte padding{0};   // of elements that a later step does not have
+struct Array : planning::HostList {
+  ListKey key;
   bool in_order = false;  // counts up from 0: calls were made with a slice in its place
 };
 
-// Every array that an op of this step may read, in a fixed order; the block table apart.
+// Every list that the step reads; the block table apart.
 std::vector<Array> arrays_of(const Plan& plan, const Batch& batch) {
   std::vector<Array> all;
-  auto add = [&](const char* name, const auto& list, std::byte padding = std::byte{0}) {
-    all.push_back({name, list.data(), list.size(), sizeof(*list.data()), padding});
-  };
-  auto add_rows = [&](const char* name, const std::vector<int32_t>& list) {
-    add(name, list);
-    Array& a = all.back();
-    a.in_order = true;
-    for (size_t i = 0; a.in_order && i < list.size(); ++i) a.in_order = list[i] == static_cast<int32_t>(i);
-  };
-  add("slot_mapping", batch.slot_mapping, std::byte{0xff});
-  add("seq_lens", batch.seq_lens);
-  add("positions", plan.positions);
-  add_rows("latent_tokens", plan.latent_tokens);
-  add("latent_items", plan.latent_items);
-  add("splits", plan.splits);
-  add_rows("expanded_tokens", plan.expanded_tokens);
-  add("suffix_items", plan.suffix_items);
-  for (const ContextChunk& c : plan.chunks) {
-    add("context pieces", c.pieces);
-    add("context items", c.items);
+  all.reserve(plan.lists.size());
+  for (const ListKey key : plan.lists) {
+    Array a{planning::host_list(plan, batch, key), key};
+    const int32_t* row = a.rows ? static_cast<const int32_t*>(a.data) : nullptr;
+    a.in_order = a.rows;
+    for (size_t i = 0; a.in_order && i < a.count; ++i) a.in_order = row[i] == static_cast<int32_t>(i);
+    all.push_back(a);
   }
-  add("sparse_requests", plan.sparse_requests);
-  add("sparse_positions", plan.sparse_positions);
-  add("gathered_starts", plan.gathered_starts);
-  add("gathered_counts", plan.gathered_counts);
-  for (const SparseGroup& g : plan.sparse_groups) {
-    add("sparse items", g.work.items);
-    add("sparse splits", g.work.splits);
-    add("sparse pieces", g.pieces);
-  }
-  add("index rows", plan.index_schedule.all);
-  for (const IndexTile& t : plan.index_schedule.selected) add("index tile", t.rows);
   return all;
 }
 
@@ -117,22 +92,32 @@ struct StagedStep::State {
     gpu::publish(stream.queue(), this, ranges);
   }
 
-  void require_fits(const std::vector<Array>& now, const Batch& batch) const {
-    if (now.size() != arrays.size())
-      throw ShapeError("restage: the step has " + std::to_string(now.size()) + " arrays, the staged one has " +
-                       std::to_string(arrays.size()));
-    for (size_t i = 0; i < now.size(); ++i) {
-      if (now[i].count > arrays[i].count || (now[i].count == 0) != (arrays[i].count == 0))
-        throw ShapeError(std::string("restage: ") + now[i].name + " has " + std::to_string(now[i].count) +
+  // The lists of a later step in the places of the staged one's; those that it does not read are empty.
+  std::vector<Array> fitted(const Plan& plan, const Batch& batch) const {
+    std::vector<Array> fit;
+    for (const Array& a : arrays)
+      fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding}, a.key, a.in_order});
+    for (const Array& a : arrays_of(plan, batch)) {
+      const auto same = [&](const Array& staged) { return staged.key == a.key; };
+      const auto place = std::find_if(fit.begin(), fit.end(), same);
+      if (place != fit.end()) *place = a;
+      else if (a.count > 0)
+        throw ShapeError(std::string("restage: ") + a.name + " has " + std::to_string(a.count) +
+                         " entries, the staged step's has 0");
+    }
+    for (size_t i = 0; i < fit.size(); ++i) {
+      if (fit[i].count > arrays[i].count || (fit[i].count == 0) != (arrays[i].count == 0))
+        throw ShapeError(std::string("restage: ") + fit[i].name + " has " + std::to_string(fit[i].count) +
                          " entries, the staged step's has " + std::to_string(arrays[i].count));
-      if (arrays[i].in_order && !now[i].in_order)
-        throw ShapeError(std::string("restage: ") + now[i].name + " is out of order, the staged step's was in order");
+      if (arrays[i].in_order && !fit[i].in_order)
+        throw ShapeError(std::string("restage: ") + fit[i].name + " is out of order, the staged step's was in order");
     }
     const auto& table = batch.block_table;
     if (table.extent<Request>() > table_rows || table.extent<Page>() > table_columns)
       throw ShapeError("restage: block_table is " + std::to_string(table.extent<Request>()) + " x " +
                        std::to_string(table.extent<Page>()) + ", the staged step's is " + std::to_string(table_rows) +
                        " x " + std::to_string(table_columns));
+    return fit;
   }
 
   void send(const std::vector<Array>& now, const Batch& batch) {
@@ -175,9 +160,7 @@ void StagedStep::stage(const Plan& plan, const Batch& batch) {
 
 void StagedStep::restage(const Plan& plan, const Batch& batch) {
   if (!state_) return;
-  const std::vector<Array> now = arrays_of(plan, batch);
-  state_->require_fits(now, batch);
-  state_->send(now, batch);
+  state_->send(state_->fitted(plan, batch), batch);
 }
 
 }  // namespace mla

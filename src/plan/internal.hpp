@@ -17,5 +17,7 @@ void place_output(Plan& plan);
 std::string why_not_fused(const Plan& plan);
 /// regions, workspace_bytes.
 void lay_out_workspace(Plan& plan);
+/// steps, lists.
+void append_steps(Plan& plan);
 
 }  // namespace mla::planning

@@ -172,6 +172,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   planning::chunk_context(p);
   planning::place_output(p);
   planning::lay_out_workspace(p);
+  planning::append_steps(p);
   return p;
 }
 

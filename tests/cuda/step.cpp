@@ -282,7 +282,7 @@ TEST(CapturedStep, LargerStepsAreRefusedByName) {
     d.captured().restage(step->plan, step->batch);
     FAIL() << "a larger step was staged";
   } catch (const ShapeError& e) {
-    EXPECT_STREQ(e.what(), "restage: slot_mapping has 3 entries, the staged step's has 2");
+    EXPECT_STREQ(e.what(), "restage: positions has 3 entries, the staged step's has 2");
   }
 }
 

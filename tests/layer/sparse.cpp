@@ -4,7 +4,7 @@
 
 #include <cmath>
 
-#include "layer/runner.hpp"
+#include "layer/call.hpp"
 #include "layer/v32.hpp"
 #include "support/count_allocations.hpp"
 #include "support/engine.hpp"

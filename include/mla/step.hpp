@@ -1,0 +1,309 @@
+// What a plan does, as data: ops in the order they run, their operands named instead of addressed. The layer finds the
+// memory of each and runs them.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+#include <variant>
+
+#include "mla/dtype.hpp"
+#include "mla/view.hpp"
+#include "mla/work.hpp"
+
+namespace mla {
+
+/// Where an operand's memory comes from.
+enum class Memory : uint8_t {
+  none,  ///< there is no operand
+  workspace,
+  selection,  ///< LayerContext::selection; 32-bit integers
+  // Of the call, a row a token, strided as the caller's are.
+  hidden,
+  hidden_out,
+  q,  ///< attend()'s, as are the next two; forward() makes them in the workspace
+  kv_c,
+  k_pe,
+  heads,      ///< where finished heads go: attend()'s output, or the workspace
+  heads_out,  ///< attend()'s output of another dtype than heads are made in
+  positions,  ///< select()'s; 32-bit integers
+};
+std::string_view to_string(Memory m);
+
+/// A view whose memory is found when the step runs. Strides are its own in the workspace and a selection, and the
+/// call's otherwise.
+template <class... Dims>
+struct Operand : detail::Shape<Dims...> {
+  using Base = detail::Shape<Dims...>;
+  using typename Base::Extents;
+  Memory memory = Memory::none;
+  Dtype dtype = Dtype::f32;  ///< in the call's memory, the call's
+  int64_t offset = 0;        ///< bytes from where the memory begins
+
+  constexpr Operand() = default;
+  constexpr Operand(Memory from, Dtype type, int64_t begin, const Extents& extents)
+      : Base(extents), memory(from), dtype(type), offset(begin) {}
+  constexpr Operand(Memory from, Dtype type, int64_t begin, const Extents& extents, const Extents& strides)
+      : Base(extents, strides), memory(from), dtype(type), offset(begin) {}
+  constexpr explicit operator bool() const { return memory != Memory::none; }
+
+  /// Elements [begin, begin + extents.back()) of the last dimension, under other names.
+  template <class... As>
+  constexpr Operand<As...> part(int64_t begin, const typename Operand<As...>::Extents& extents) const {
+    return {memory, dtype, offset + begin * static_cast<int64_t>(size_of(dtype)), extents, this->strides_};
+  }
+  /// Rows [begin, begin + count); of the workspace or a selection.
+  constexpr Operand rows(int64_t begin, int64_t count) const {
+    Operand o = *this;
+    o.offset += begin * this->strides_[0] * static_cast<int64_t>(size_of(dtype));
+    o.extents_[0] = count;
+    return o;
+  }
+};
+
+/// A layer's weights by role.
+enum class Weight : uint8_t {
+  query_down,
+  query,
+  query_rope,
+  kv_down,
+  kv_up,
+  absorb_key,
+  value_up,
+  output,
+  absorbed_query,
+  absorbed_output,
+  index_query,
+  index_key,
+  index_head_weights,
+};
+std::string_view to_string(Weight w);
+
+/// Lists that steps read: the batch's, and the plan's. Where a plan has several of a kind, `part` numbers them.
+enum class ListKind : uint8_t {
+  none,
+  slot_mapping,
+  seq_lens,
+  positions,
+  latent_tokens,
+  latent_items,
+  splits,
+  expanded_tokens,
+  suffix_items,
+  context_pieces,  ///< of a chunk, as are the next
+  context_items,
+  sparse_requests,
+  sparse_positions,
+  gathered_starts,
+  gathered_counts,
+  sparse_items,  ///< of a group, as are the next two
+  sparse_splits,
+  sparse_pieces,
+  index_rows,
+  index_tile,  ///< of a tile
+};
+struct ListKey {
+  ListKind kind = ListKind::none;
+  int32_t part = 0;
+  friend bool operator==(const ListKey&, const ListKey&) = default;
+};
+
+/// Elements [begin, begin + count) of a list.
+template <class T>
+struct ListOf {
+  ListKey key;
+  int64_t begin = 0, count = 0;
+};
+using RowList = ListOf<int32_t>;
+
+/// What a step does: an op's arguments (src/ops) with operands, lists and weights named. Numbers are as the op has
+/// them.
+namespace steps {
+
+struct Project {
+  Operand<Token, Head, In> x;
+  RowList x_rows;
+  Weight weights = Weight::query;
+  Operand<Token, Head, Out> y;
+  RowList y_rows;
+  int64_t rows = 0;
+  bool quantized = false;  ///< finishes heads of a quantised output
+};
+struct Cast {
+  Operand<Token, Head, In> x;
+  RowList x_rows;
+  Operand<Token, Head, In> y;
+  float scale = 1.0f;
+};
+/// In place, by the query's norm weights.
+struct Norm {
+  Operand<Token, In> x;
+  double eps = 1e-6;
+  RowList positions;  ///< none: rows do not grow
+  double growth_beta = 0;
+  int32_t growth_length = 1;
+};
+/// In place, by the indexer's.
+struct LayerNorm {
+  Operand<Token, In> x;
+};
+/// In place, by the indexer's table.
+struct Rotate {
+  Operand<Token, Head, Rope> q;
+  Operand<Token, Rope> k;
+  RowList positions;
+};
+struct Hadamard {
+  Operand<Token, IndexHead, IndexDim> q;
+  Operand<Token, IndexDim> k;
+};
+struct Append {
+  Operand<Token, Latent> kv_c;
+  Operand<Token, Rope> k_pe;
+  RowList slots;
+};
+struct NormRopeAppend {
+  Operand<Token, Head, Rope> q_pe;
+  Operand<Token, Latent> kv_c;
+  Operand<Token, Rope> k_pe;
+  double eps = 1e-6;
+  RowList positions, slots;
+};
+struct Gather {
+  ListOf<GatherPiece> pieces;
+  Operand<Key, Latent> kv_c;
+  Operand<Key, Rope> k_pe;
+};
+struct AttendLatent {
+  Operand<Token, Head, Entry> q;
+  float q_scale = 1.0f;
+  ListOf<LatentItem> items;
+  float scale = 1.0f;
+  Operand<Token, Head, Value> out;
+  Operand<Token, Head> lse;
+  Operand<Partial, Head, Value> partial_out;
+  Operand<Partial, Head> partial_lse;
+};
+struct MergeSplits {
+  Operand<Partial, Head, Value> partial_out;
+  Operand<Partial, Head> partial_lse;
+  ListOf<SplitRows> items;
+  Operand<Token, Head, Value> out;
+  Operand<Token, Head> lse;
+};
+struct AttendExpanded {
+  Operand<Token, Head, QueryKey> q;
+  Operand<Key, Head, Nope> k_nope;
+  Operand<Key, Rope> k_pe;
+  Operand<Key, Head, Value> v;
+  ListOf<ExpandedItem> items;
+  float scale = 1.0f;
+  Operand<Token, Head, Value> out;
+  Operand<Token, Head> lse;
+  bool accumulate = false;
+  bool quantized = false;  ///< as Project's
+};
+struct AttendSparse {
+  Operand<Token, Head, Entry> q;
+  float q_scale = 1.0f;
+  Operand<Key, Entry> gathered;  ///< none: cache rows are read in place
+  Operand<Token, Topk> slots;
+  ListOf<SparseItem> items;
+  int32_t part_keys = 0;
+  float scale = 1.0f;
+  Operand<Token, Head, Value> out;
+  Operand<Token, Head> lse;
+  Operand<Partial, Head, Value> partial_out;
+  Operand<Partial, Head> partial_lse;
+};
+struct MergeSparse {
+  Operand<Partial, Head, Value> partial_out;
+  Operand<Partial, Head> partial_lse;
+  ListOf<SplitRows> items;
+  Operand<Token, Head, Value> out;
+  Operand<Token, Head> lse;
+};
+struct IndexAppend {
+  Operand<Token, IndexDim> keys;
+  RowList slots;
+};
+struct IndexQuery {
+  Operand<Token, IndexHead, IndexDim> q;
+  Operand<Token, IndexHead> weights;  ///< in place
+  Operand<Token, IndexHead, IndexDim> codes;
+};
+struct IndexScore {
+  Operand<Token, IndexHead, IndexDim> q;
+  Operand<Token, IndexHead> weights;
+  float scale = 1.0f;
+  ListOf<IndexItem> items;
+  int64_t first = 0;
+  Operand<Token, Key> scores;
+};
+struct SelectTopk {
+  Operand<Token, Key> scores;
+  ListOf<IndexItem> items;
+  int64_t first = 0;
+  Operand<Token, Topk> state;
+};
+struct FinishTopk {
+  Operand<Token, Topk> state;
+  ListOf<IndexItem> items;
+  Operand<Token, Topk> indices;
+};
+struct FillTopk {
+  ListOf<IndexItem> items;
+  Operand<Token, Topk> indices;
+};
+struct PickRows {
+  Operand<Token, Topk> positions;
+  RowList rows;
+  Operand<Token, Topk> picked;
+};
+struct MapToSlots {
+  Operand<Token, Topk> positions;
+  RowList requests, lengths;
+  Operand<Token, Topk> slots;
+};
+struct MapToWorkspace {
+  Operand<Token, Topk> positions;
+  RowList requests, starts, counts;
+  Operand<Token, Topk> rows;
+};
+/// All heads of `rows` tokens into the call's quantised output.
+struct Quantize {
+  Operand<Token, HeadValue> x;
+};
+struct QuantizePadding {
+  int64_t rows = 0;
+};
+/// The selection holds no choice from here, and this step's from here: what sharing layers are told.
+struct BeginChoice {};
+struct EndChoice {};
+
+using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
+                          AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
+                          IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
+                          QuantizePadding, BeginChoice, EndChoice>;
+
+}  // namespace steps
+
+/// Calls that a step is a part of, as bits.
+struct Calls {
+  uint8_t bits = 0;
+  friend constexpr Calls operator|(Calls a, Calls b) { return {static_cast<uint8_t>(a.bits | b.bits)}; }
+  constexpr bool any_of(Calls other) const { return (bits & other.bits) != 0; }
+};
+constexpr Calls kForward{1};   ///< forward()
+constexpr Calls kIndexer{2};   ///< forward() of a layer with an indexer
+constexpr Calls kAttend{4};    ///< attend()
+constexpr Calls kNarrowed{8};  ///< attend() into another dtype than heads are made in
+constexpr Calls kSelect{16};   ///< select()
+
+struct Step {
+  std::string_view name;  ///< as Profile has it: a literal
+  Calls calls;
+  steps::Work work;
+};
+
+}  // namespace mla

@@ -1,0 +1,132 @@
+// Steps as calls: each operand, list and weight that a step names is found in a layer's context.
+#pragma once
+
+#include <array>
+#include <span>
+
+#include "mla/layer.hpp"
+#include "ops/run.hpp"
+#include "plan/lists.hpp"
+
+namespace mla::layer {
+
+class Binder {
+ public:
+  /// Borrows the context. Memory of the call is named by the functions below.
+  explicit Binder(const LayerContext& context)
+      : c_(context),
+        plan_(context.plan),
+        scratch_{region("scratch"), plan_.device.scratch_per_worker},
+        batch_invariant_(plan_.options.split == SplitPolicy::batch_invariant) {}
+
+  /// Rows of the call's that are only read, and those that are written.
+  template <class... D>
+  void read(Memory memory, const AnyView<D...>& v) {
+    at(memory) = {static_cast<const std::byte*>(v.data()), nullptr, v.dtype(), strides_of(v)};
+  }
+  void read(Memory memory, const View<const int32_t, Token, Topk>& v) {
+    at(memory) = {reinterpret_cast<const std::byte*>(v.data()), nullptr, Dtype::f32, strides_of(v)};
+  }
+  template <class... D>
+  void write(Memory memory, const AnyMutableView<D...>& v) {
+    std::byte* data = static_cast<std::byte*>(v.data());
+    at(memory) = {data, data, v.dtype(), strides_of(v)};
+  }
+  void write(const QuantizedView& out) { quantized_ = out; }
+  std::byte* region(std::string_view name) const { return c_.workspace.data() + plan_.region(name).offset; }
+
+  ops::ProjectArgs operator()(const steps::Project& s) const;
+  ops::CastArgs operator()(const steps::Cast& s) const;
+  ops::NormArgs operator()(const steps::Norm& s) const;
+  ops::LayerNormArgs operator()(const steps::LayerNorm& s) const;
+  ops::RopeArgs operator()(const steps::Rotate& s) const;
+  ops::HadamardArgs operator()(const steps::Hadamard& s) const;
+  ops::AppendArgs operator()(const steps::Append& s) const;
+  ops::NormRopeAppendArgs operator()(const steps::NormRopeAppend& s) const;
+  ops::GatherArgs operator()(const steps::Gather& s) const;
+  ops::AttendLatentArgs operator()(const steps::AttendLatent& s) const;
+  ops::MergeSplitsArgs operator()(const steps::MergeSplits& s) const;
+  ops::AttendExpandedArgs operator()(const steps::AttendExpanded& s) const;
+  /// Its source is the binder's own: good until the next call.
+  ops::AttendSparseArgs operator()(const steps::AttendSparse& s);
+  ops::MergeSparseArgs operator()(const steps::MergeSparse& s) const;
+  ops::IndexAppendArgs operator()(const steps::IndexAppend& s) const;
+  ops::IndexQueryArgs operator()(const steps::IndexQuery& s) const;
+  ops::IndexScoreArgs operator()(const steps::IndexScore& s) const;
+  ops::SelectTopkArgs operator()(const steps::SelectTopk& s) const;
+  ops::FinishTopkArgs operator()(const steps::FinishTopk& s) const;
+  ops::FillTopkArgs operator()(const steps::FillTopk& s) const;
+  ops::PickRowsArgs operator()(const steps::PickRows& s) const;
+  ops::MapToSlotsArgs operator()(const steps::MapToSlots& s) const;
+  ops::MapToWorkspaceArgs operator()(const steps::MapToWorkspace& s) const;
+  ops::QuantizeArgs operator()(const steps::Quantize& s) const;
+  ops::QuantizePaddingArgs operator()(const steps::QuantizePadding& s) const;
+
+ private:
+  struct Rows {
+    const std::byte* data = nullptr;
+    std::byte* writable = nullptr;  // null: rows are only read
+    Dtype dtype = Dtype::f32;
+    std::array<int64_t, 3> strides{};  // of a token, a head and an element
+  };
+  Rows& at(Memory m) { return rows_[static_cast<size_t>(m)]; }
+  const Rows& at(Memory m) const { return rows_[static_cast<size_t>(m)]; }
+  template <class V>
+  static std::array<int64_t, 3> strides_of(const V& v) {
+    if constexpr (V::rank == 2) return {v.strides()[0], 0, v.strides()[1]};
+    else return v.strides();
+  }
+
+  // Where an operand lies: its view's data, dtype and strides.
+  template <class... D>
+  struct Found {
+    const std::byte* data;
+    std::byte* writable;
+    Dtype dtype;
+    typename Operand<D...>::Extents strides;
+  };
+  template <class... D>
+  Found<D...> find(const Operand<D...>& o) const;
+  template <class... D>
+  AnyView<D...> in(const Operand<D...>& o) const {
+    if (!o) return {};
+    const auto f = find(o);
+    return {f.dtype, f.data, o.extents(), f.strides};
+  }
+  template <class... D>
+  AnyMutableView<D...> out(const Operand<D...>& o) const {
+    if (!o) return {};
+    const auto f = find(o);
+    return {f.dtype, f.writable, o.extents(), f.strides};
+  }
+  template <class T, class... D>
+  View<T, D...> values(const Operand<D...>& o) const {
+    return out(o).template as<T>();
+  }
+  View<int32_t, Token, Topk> positions(const Operand<Token, Topk>& o) const {
+    const auto f = find(o);
+    return {reinterpret_cast<int32_t*>(f.writable), o.extents(), f.strides};
+  }
+  View<const int32_t, Token, Topk> chosen(const Operand<Token, Topk>& o) const {
+    const auto f = find(o);
+    return {reinterpret_cast<const int32_t*>(f.data), o.extents(), f.strides};
+  }
+  ops::TopkState state(const Operand<Token, Topk>& o) const {
+    return {find(o).writable, o.extent<Token>(), o.extent<Topk>()};
+  }
+  template <class T>
+  std::span<const T> list(const ListOf<T>& l) const {
+    return planning::find(plan_, c_.batch, l);
+  }
+  const Linear& weights(Weight w) const;
+
+  const LayerContext& c_;
+  const Plan& plan_;
+  std::array<Rows, 11> rows_{};
+  QuantizedView quantized_;
+  ops::Scratch scratch_;
+  bool batch_invariant_;
+  ops::SparseSource source_;
+};
+
+}  // namespace mla::layer

@@ -1,0 +1,33 @@
+// The block form of fully absorbed weights: the latent path alone.
+#include "plan/steps/steps.hpp"
+
+namespace mla::planning {
+
+void absorbed_steps(Steps& s) {
+  const ModelConfig& m = s.m;
+  const int64_t t = s.tokens, n = m.heads, rows = static_cast<int64_t>(s.plan.latent_tokens.size());
+  const auto hidden = s.input<Token, Head, In>(Memory::hidden, s.act, {t, 1, m.hidden});
+  const auto source = query_source(s, hidden);
+  const auto q_pe = s.region<Token, Head, Rope>("query", s.act, {t, n, m.rope});
+  if (m.rope > 0)
+    s.project("query_rope", kForward, source, {}, Weight::query_rope,
+              s.region<Token, Head, Out>("query", s.act, {t, 1, n * m.rope}), {}, t);
+  new_rows(s, hidden, q_pe);
+  if (m.indexer) index_steps(s, hidden, source);
+  choice_steps(s);
+  if (rows == 0) return;
+
+  const int64_t width = source.extent<In>();
+  const Operand<Token, Head, In> shared(source.memory, source.dtype, source.offset, {t, n, width},
+                                        {source.stride<Token>(), 0, source.stride<In>()});
+  const RowList tokens = s.list(ListKind::latent_tokens, s.plan.latent_tokens);
+  s.project("absorbed_query", kForward, shared, tokens, Weight::absorbed_query,
+            staged_queries(s).part<Token, Head, Out>(0, {rows, n, m.latent}), {}, rows);
+  place_rope(s, kForward, q_pe);
+  attend_latent(s, kForward);
+  s.project("absorbed_output", kForward, s.region<Token, Head, In>("latent_out", s.act, {rows, 1, n * m.latent}), {},
+            Weight::absorbed_output, s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, m.hidden}), tokens,
+            rows);
+}
+
+}  // namespace mla::planning

@@ -1,0 +1,25 @@
+// Attention, as both forms have it: the step's rows are in the cache, queries attend, heads are finished.
+#include "plan/steps/steps.hpp"
+
+namespace mla::planning {
+
+void attention_steps(Steps& s, Calls calls) {
+  const ModelConfig& m = s.m;
+  const Plan& p = s.plan;
+  const int64_t t = s.tokens, n = m.heads;
+  s.add("append", kAttend,
+        steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
+                      s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
+  if (!p.latent_tokens.empty()) latent_steps(s, calls);
+  if (!p.expanded_tokens.empty()) expanded_steps(s, calls);
+  if (p.options.output.kind == OutputKind::none)
+    s.add("cast", kNarrowed,
+          steps::Cast{.x = s.region<Token, Head, In>("heads", p.head_dtype(), {t, n, m.value}),
+                      .x_rows = {},
+                      .y = s.input<Token, Head, In>(Memory::heads_out, s.act, {t, n, m.value})});
+  else if (p.fused_output) s.add("scale_padding", kAttend, steps::QuantizePadding{t});
+  else
+    s.add("quantize", kAttend, steps::Quantize{s.region<Token, HeadValue>("heads", p.head_dtype(), {t, n * m.value})});
+}
+
+}  // namespace mla::planning

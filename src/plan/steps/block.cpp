@@ -1,0 +1,53 @@
+// The block form: projections, norms and rotation around attention.
+#include "plan/steps/steps.hpp"
+
+namespace mla::planning {
+
+Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden) {
+  const int64_t width = s.m.query_latent;
+  if (width == 0) return hidden;
+  const auto latents = s.region<Token, Head, In>("query_latent", s.act, {s.tokens, 1, width});
+  s.project("query_down", kForward, hidden, {}, Weight::query_down,
+            s.region<Token, Head, Out>("query_latent", s.act, {s.tokens, 1, width}), {}, s.tokens);
+  steps::Norm norm{.x = s.region<Token, In>("query_latent", s.act, {s.tokens, width}), .eps = s.m.rms_eps};
+  // The rows' maps and rotation are linear, so that queries grow with them.
+  if (s.m.query_growth_beta > 0) {
+    norm.positions = s.list(ListKind::positions, s.tokens);
+    norm.growth_beta = s.m.query_growth_beta;
+    norm.growth_length = static_cast<int32_t>(s.m.query_growth_length);
+  }
+  s.add("norm", kForward, norm);
+  return latents;
+}
+
+void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe) {
+  const ModelConfig& m = s.m;
+  const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
+  s.project("kv_down", kForward, hidden, {}, Weight::kv_down,
+            s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, m.entry()}), {}, s.tokens);
+  s.add("norm_rope_append", kForward,
+        steps::NormRopeAppend{.q_pe = q_pe,
+                              .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),
+                              .k_pe = kv.part<Token, Rope>(m.latent, {s.tokens, m.rope}),
+                              .eps = m.rms_eps,
+                              .positions = s.list(ListKind::positions, s.tokens),
+                              .slots = s.list(ListKind::slot_mapping, s.tokens)});
+}
+
+void block_steps(Steps& s) {
+  const ModelConfig& m = s.m;
+  const int64_t t = s.tokens, n = m.heads;
+  const auto hidden = s.input<Token, Head, In>(Memory::hidden, s.act, {t, 1, m.hidden});
+  const auto q = s.region<Token, Head, QueryKey>("query", s.act, {t, n, m.query_key()});
+  const auto source = query_source(s, hidden);
+  s.project("query", kForward, source, {}, Weight::query,
+            s.region<Token, Head, Out>("query", s.act, {t, 1, n * m.query_key()}), {}, t);
+  new_rows(s, hidden, q.part<Token, Head, Rope>(m.nope, {t, n, m.rope}));
+  if (m.indexer) index_steps(s, hidden, source);
+  choice_steps(s);
+  attention_steps(s, kForward | kAttend);
+  s.project("output", kForward, s.region<Token, Head, In>("heads", s.plan.head_dtype(), {t, 1, n * m.value}), {},
+            Weight::output, s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, m.hidden}), {}, t);
+}
+
+}  // namespace mla::planning

@@ -1,0 +1,78 @@
+// The latent path: queries through W_UK attend to the cached rows themselves.
+#include "plan/steps/steps.hpp"
+
+namespace mla::planning {
+namespace {
+
+int64_t rows_of(const Steps& s) { return static_cast<int64_t>(s.plan.latent_tokens.size()); }
+
+}  // namespace
+
+Operand<Token, Head, Entry> staged_queries(const Steps& s) {
+  const bool fp8 = s.plan.options.fp8_query;
+  return s.region<Token, Head, Entry>(fp8 ? "latent_query_f32" : "latent_query",
+                                      fp8 ? Dtype::f32 : s.plan.options.compute, {rows_of(s), s.m.heads, s.m.entry()});
+}
+
+void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe) {
+  const ModelConfig& m = s.m;
+  if (m.rope == 0) return;
+  s.add("query_rope", calls,
+        steps::Cast{.x = q_pe.part<Token, Head, In>(0, q_pe.extents()),
+                    .x_rows = s.list(ListKind::latent_tokens, s.plan.latent_tokens),
+                    .y = staged_queries(s).part<Token, Head, In>(m.latent, {rows_of(s), m.heads, m.rope})});
+}
+
+Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
+  const Plan& p = s.plan;
+  const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width();
+  const bool fp8 = p.options.fp8_query;
+  Operand<Token, Head, Entry> q = staged_queries(s);
+  if (fp8) {
+    const Operand<Token, Head, Entry> staged = q;
+    q = s.region<Token, Head, Entry>("latent_query", Dtype::fp8_e4m3, staged.extents());
+    s.add("quantise_query", calls,
+          steps::Cast{.x = staged.part<Token, Head, In>(0, staged.extents()),
+                      .x_rows = {},
+                      .y = q.part<Token, Head, In>(0, q.extents()),
+                      .scale = p.options.q_scale});
+  }
+  const float q_scale = fp8 ? p.options.q_scale : 1.0f;
+  const auto out = s.region<Token, Head, Value>("latent_out", s.act, {rows, n, width});
+  const auto lse = s.region<Token, Head>("latent_lse", Dtype::f32, {rows, n});
+  const auto partial_out = s.region<Partial, Head, Value>("partial_out", Dtype::f32, {p.partial_rows, n, width});
+  const auto partial_lse = s.region<Partial, Head>("partial_lse", Dtype::f32, {p.partial_rows, n});
+  if (!p.latent_items.empty())
+    s.add("attend_latent", calls,
+          steps::AttendLatent{.q = q,
+                              .q_scale = q_scale,
+                              .items = s.list(ListKind::latent_items, p.latent_items),
+                              .scale = static_cast<float>(s.m.softmax_scale()),
+                              .out = out,
+                              .lse = lse,
+                              .partial_out = partial_out,
+                              .partial_lse = partial_lse});
+  if (!p.splits.empty())
+    s.add("merge_splits", calls,
+          steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
+  if (const int64_t first = p.sparse_begin; first < rows)
+    sparse_steps(s, calls, q.rows(first, rows - first), q_scale, out.rows(first, rows - first),
+                 lse.rows(first, rows - first));
+  return out;
+}
+
+void latent_steps(Steps& s, Calls calls) {
+  const ModelConfig& m = s.m;
+  const int64_t t = s.tokens, n = m.heads, rows = rows_of(s);
+  const auto q = s.input<Token, Head, QueryKey>(Memory::q, s.act, {t, n, m.query_key()});
+  const RowList tokens = s.list(ListKind::latent_tokens, s.plan.latent_tokens);
+  s.project("absorb", calls, q.part<Token, Head, In>(0, {t, n, m.nope}), tokens, Weight::absorb_key,
+            staged_queries(s).part<Token, Head, Out>(0, {rows, n, m.latent}), {}, rows);
+  place_rope(s, calls, q.part<Token, Head, Rope>(m.nope, {t, n, m.rope}));
+  const auto latents = attend_latent(s, calls);
+  s.project("value_up", calls, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
+            s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, n, m.value}), tokens, rows,
+            s.plan.fused_output);
+}
+
+}  // namespace mla::planning

@@ -1,0 +1,154 @@
+// The sparse path: the indexer scores and selects, the selection is mapped to rows once, attention reads those rows.
+#include <cmath>
+
+#include "plan/steps/steps.hpp"
+
+namespace mla::planning {
+namespace {
+
+// Selected positions of each sparse row, and the same as the rows that the group's attention reads.
+Operand<Token, Topk> selected(const Steps& s) {
+  return {Memory::selection, Dtype::f32, 0, {s.plan.sparse_rows(), s.plan.topk}};
+}
+Operand<Token, Topk> selected_slots(const Steps& s) {
+  return {Memory::selection,
+          Dtype::f32,
+          static_cast<int64_t>((s.plan.selection_bytes - Plan::kStampBytes) / 2),
+          {s.plan.sparse_rows(), s.plan.topk}};
+}
+
+RowList sparse_tokens(Steps& s) {
+  return Steps::slice(s.list(ListKind::latent_tokens, s.plan.latent_tokens), s.plan.sparse_begin, s.plan.sparse_rows());
+}
+
+void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operand<Token, IndexHead>& weights) {
+  const IndexerConfig& x = *s.m.indexer;
+  const IndexSchedule& schedule = s.plan.index_schedule;
+  if (!schedule.all.empty())
+    s.add("select_topk", kIndexer, steps::FillTopk{s.list(ListKind::index_rows, schedule.all), selected(s)});
+  const int64_t rows = schedule.tiles.rows, keys = schedule.tiles.keys;
+  const auto scores = s.region<Token, Key>("index_scores", Dtype::f32, {rows, keys});
+  const auto state = s.region<Token, Topk>("index_topk", Dtype::f32, {rows, s.plan.topk});
+  const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(x.heads * x.dim)));
+  for (size_t i = 0; i < schedule.selected.size(); ++i) {
+    const IndexTile& tile = schedule.selected[i];
+    const auto items = s.list(ListKind::index_tile, tile.rows, i);
+    const int64_t rounds = tile.rounds(keys);
+    for (int64_t r = 0; r < rounds; ++r) {
+      s.add("index_score", kIndexer, steps::IndexScore{q, weights, scale, items, r * keys, scores});
+      s.add("select_topk", kIndexer, steps::SelectTopk{scores, items, r * keys, state});
+    }
+    s.add("select_topk", kIndexer, steps::FinishTopk{state, items, selected(s)});
+  }
+}
+
+// Positions to the rows that each group's attention reads: once for all layers that share the selection.
+void map(Steps& s) {
+  const Plan& p = s.plan;
+  const int64_t requests = static_cast<int64_t>(p.requests.size());
+  for (const SparseGroup& g : p.sparse_groups) {
+    const RowList of = Steps::slice(s.list(ListKind::sparse_requests, p.sparse_requests), g.begin, g.count);
+    const auto from = selected(s).rows(g.begin, g.count), to = selected_slots(s).rows(g.begin, g.count);
+    if (g.rows == 0)
+      s.add("map_indices", kIndexer | kSelect, steps::MapToSlots{from, of, s.list(ListKind::seq_lens, requests), to});
+    else
+      s.add("map_indices", kIndexer | kSelect,
+            steps::MapToWorkspace{from, of, s.list(ListKind::gathered_starts, p.gathered_starts),
+                                  s.list(ListKind::gathered_counts, p.gathered_counts), to});
+  }
+}
+
+}  // namespace
+
+void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& source) {
+  const ModelConfig& m = s.m;
+  const IndexerConfig& x = *m.indexer;
+  const int64_t t = s.tokens, rows = s.plan.sparse_rows();
+  if (rows > 0) s.add("select_topk", kIndexer, steps::BeginChoice{});
+  const auto keys = s.region<Token, IndexDim>("index_key", Dtype::f32, {t, x.dim});
+  s.project("index_key", kIndexer, hidden, {}, Weight::index_key,
+            s.region<Token, Head, Out>("index_key", Dtype::f32, {t, 1, x.dim}), {}, t);
+  s.add("index_norm", kIndexer, steps::LayerNorm{s.region<Token, In>("index_key", Dtype::f32, {t, x.dim})});
+  s.add("index_rope", kIndexer,
+        steps::Rotate{{}, keys.part<Token, Rope>(0, {t, m.rope}), s.list(ListKind::positions, t)});
+  if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{{}, keys});
+  s.add("index_append", kIndexer, steps::IndexAppend{keys, s.list(ListKind::slot_mapping, t)});
+  if (rows == 0) return;
+
+  const RowList tokens = sparse_tokens(s);
+  const auto q = s.region<Token, IndexHead, IndexDim>("index_query", Dtype::f32, {rows, x.heads, x.dim});
+  s.project("index_query", kIndexer, source, tokens, Weight::index_query,
+            s.region<Token, Head, Out>("index_query", Dtype::f32, {rows, 1, x.heads * x.dim}), {}, rows);
+  s.add("index_rope", kIndexer,
+        steps::Rotate{q.part<Token, Head, Rope>(0, {rows, x.heads, m.rope}),
+                      {},
+                      s.list(ListKind::sparse_positions, s.plan.sparse_positions)});
+  if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{q, {}});
+  const auto weights = s.region<Token, IndexHead>("index_weights", Dtype::f32, {rows, x.heads});
+  s.project("index_weights", kIndexer, hidden, tokens, Weight::index_head_weights,
+            s.region<Token, Head, Out>("index_weights", Dtype::f32, {rows, 1, x.heads}), {}, rows);
+
+  Operand<Token, IndexHead, IndexDim> scored = q;
+  if (s.plan.options.index_format == IndexCacheFormat::fp8) {
+    scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::fp8_e4m3, q.extents());
+    s.add("index_quantise", kIndexer, steps::IndexQuery{q, weights, scored});
+  } else if (s.plan.options.compute == Dtype::bf16) {
+    scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::bf16, q.extents());
+    s.add("index_quantise", kIndexer,
+          steps::Cast{.x = q.part<Token, Head, In>(0, q.extents()),
+                      .x_rows = {},
+                      .y = scored.part<Token, Head, In>(0, q.extents())});
+  }
+  select(s, scored, weights);
+}
+
+void choice_steps(Steps& s) {
+  const Plan& p = s.plan;
+  if (p.sparse_rows() == 0) return;
+  s.add("map_indices", kSelect, steps::BeginChoice{});
+  s.add("map_indices", kSelect,
+        steps::PickRows{s.input<Token, Topk>(Memory::positions, Dtype::f32, {s.tokens, p.topk}), sparse_tokens(s),
+                        selected(s)});
+  map(s);
+  s.add("map_indices", kIndexer | kSelect, steps::EndChoice{});
+}
+
+void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+                  const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
+  const ModelConfig& m = s.m;
+  const int64_t n = m.heads, width = out.extent<Value>();
+  const Dtype compute = s.plan.options.compute;
+  for (size_t i = 0; i < s.plan.sparse_groups.size(); ++i) {
+    const SparseGroup& g = s.plan.sparse_groups[i];
+    Operand<Key, Entry> gathered;
+    if (g.rows > 0) {
+      gathered = s.region<Key, Entry>("sparse_context", compute, {g.rows, m.entry()});
+      s.add(
+          "gather_sparse", calls,
+          steps::Gather{s.list(ListKind::sparse_pieces, g.pieces, i), gathered.part<Key, Latent>(0, {g.rows, m.latent}),
+                        gathered.part<Key, Rope>(m.latent, {g.rows, m.rope})});
+    }
+    const auto partial_out = s.region<Partial, Head, Value>("partial_out", Dtype::f32, {g.work.partial_rows, n, width});
+    const auto partial_lse = s.region<Partial, Head>("partial_lse", Dtype::f32, {g.work.partial_rows, n});
+    const auto group_out = out.rows(g.begin, g.count);
+    const auto group_lse = lse.rows(g.begin, g.count);
+    s.add("attend_sparse", calls,
+          steps::AttendSparse{.q = q.rows(g.begin, g.count),
+                              .q_scale = q_scale,
+                              .gathered = gathered,
+                              .slots = selected_slots(s).rows(g.begin, g.count),
+                              .items = s.list(ListKind::sparse_items, g.work.items, i),
+                              .part_keys = g.work.part_keys,
+                              .scale = static_cast<float>(m.softmax_scale()),
+                              .out = group_out,
+                              .lse = group_lse,
+                              .partial_out = partial_out,
+                              .partial_lse = partial_lse});
+    if (!g.work.splits.empty())
+      s.add("merge_sparse", calls,
+            steps::MergeSparse{partial_out, partial_lse, s.list(ListKind::sparse_splits, g.work.splits, i), group_out,
+                               group_lse});
+  }
+}
+
+}  // namespace mla::planning

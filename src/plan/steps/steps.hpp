@@ -1,0 +1,100 @@
+// Steps of a plan as they are made: each path appends its own.
+#pragma once
+
+#include <string_view>
+#include <utility>
+
+#include "mla/plan.hpp"
+
+namespace mla::planning {
+
+/// Where steps are appended. Lists that they name are noted with the plan, and are what is staged.
+class Steps {
+ public:
+  explicit Steps(Plan& p) : plan(p), m(p.model), act(p.activations()), tokens(p.tokens) {}
+
+  void add(std::string_view name, Calls calls, steps::Work work) {
+    plan.steps.push_back({name, calls, std::move(work)});
+  }
+  void project(std::string_view name, Calls calls, const Operand<Token, Head, In>& x, const RowList& x_rows,
+               Weight weights, const Operand<Token, Head, Out>& y, const RowList& y_rows, int64_t rows,
+               bool quantized = false) {
+    add(name, calls, steps::Project{x, x_rows, weights, y, y_rows, rows, quantized});
+  }
+
+  /// A dense array at the beginning of a region.
+  template <class... D>
+  Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
+    return {Memory::workspace, dtype, static_cast<int64_t>(plan.region(name).offset), extents};
+  }
+  /// Rows of the call's.
+  template <class... D>
+  Operand<D...> input(Memory memory, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
+    return {memory, dtype, 0, extents};
+  }
+  /// A list of the plan's that there is one of.
+  template <class T>
+  ListOf<T> list(ListKind kind, const std::vector<T>& of) {
+    return {once(kind), 0, static_cast<int64_t>(of.size())};
+  }
+  /// One of the batch's or the plan's with an entry a token or a request.
+  RowList list(ListKind kind, int64_t count) { return {once(kind), 0, count}; }
+  /// One of several; named by one step.
+  template <class T>
+  ListOf<T> list(ListKind kind, const std::vector<T>& of, size_t part) {
+    plan.lists.push_back({kind, static_cast<int32_t>(part)});
+    return {plan.lists.back(), 0, static_cast<int64_t>(of.size())};
+  }
+  template <class T>
+  static ListOf<T> slice(ListOf<T> of, int64_t begin, int64_t count) {
+    return {of.key, of.begin + begin, count};
+  }
+
+  Plan& plan;
+  const ModelConfig& m;
+  const Dtype act;
+  const int64_t tokens;
+
+ private:
+  ListKey once(ListKind kind) {
+    const uint32_t bit = uint32_t{1} << static_cast<uint32_t>(kind);
+    if (!(named_ & bit)) plan.lists.push_back({kind, 0});
+    named_ |= bit;
+    return {kind, 0};
+  }
+  uint32_t named_ = 0;  // kinds that there is one list of
+};
+
+/// The block form: projections, the indexer and the output around attention_steps().
+void block_steps(Steps& s);
+/// The same with W_Q W_UK^T and W_UV W_O, and without attention_steps(): latent queries straight from the query source,
+/// hidden straight from latent outputs.
+void absorbed_steps(Steps& s);
+/// Both forms' attention, from queries and new rows to finished heads. calls: forward() where it has appended the rows.
+void attention_steps(Steps& s, Calls calls);
+
+// Parts of these.
+
+/// Normed query latents, where the model has them: what queries are projected from.
+Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden);
+/// The new tokens' cache rows, rotated and appended; q_pe is rotated with them.
+void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe);
+/// Latent queries before their quantisation: [latent | rope] per head.
+Operand<Token, Head, Entry> staged_queries(const Steps& s);
+/// Rotated parts of queries behind their latent parts.
+void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe);
+/// Staged queries over the cached rows; their quantisation first, where the plan asks for it. Splits are merged.
+Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls);
+/// Absorbed queries over the cache itself, then W_UV.
+void latent_steps(Steps& s, Calls calls);
+/// New tokens among themselves, then one chunk of cached context after another, merged in place.
+void expanded_steps(Steps& s, Calls calls);
+/// Keys of the step's tokens join the index cache, whatever attends; sparse rows then choose among what they see.
+void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& query_source);
+/// Positions that were chosen, by whomever, become what each group's attention reads.
+void choice_steps(Steps& s);
+/// Latent queries of the sparse rows over what they chose.
+void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+                  const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse);
+
+}  // namespace mla::planning
