@@ -15,6 +15,17 @@ std::string n(int64_t x) { return std::to_string(x); }
 
 [[noreturn]] void fail(const std::string& why) { throw BatchError("batch: " + why); }
 
+// Of a request's first pages; those below 0 are the largest of all.
+uint64_t largest_page(const View<const int32_t, Request, Page>& table, int64_t request, int64_t pages) {
+  uint32_t largest = 0;
+  const int32_t* row = &table(request, 0);
+  if (const int64_t stride = table.stride<Page>(); stride == 1)
+    for (int64_t p = 0; p < pages; ++p) largest = std::max(largest, static_cast<uint32_t>(row[p]));
+  else
+    for (int64_t p = 0; p < pages; ++p) largest = std::max(largest, static_cast<uint32_t>(row[p * stride]));
+  return largest;
+}
+
 // Every slot is the one of its token's position; gives the pages written, once for each request and page.
 std::vector<int32_t> check_slots(const Batch& b, int64_t pages, int64_t page_size) {
   std::vector<int32_t> written;
@@ -23,16 +34,21 @@ std::vector<int32_t> check_slots(const Batch& b, int64_t pages, int64_t page_siz
     for (int64_t t = begin, end = b.query_start_loc[r + 1]; t < end;) {
       const int64_t page = (first + t) / page_size, id = b.block_table(r, page);
       const int64_t slot = (id - page) * page_size + first, page_end = std::min(end, (page + 1) * page_size - first);
-      bool writes = false;
+      // Vectors of the compiler's look first; the one that is wrong is found when there is one.
+      const int32_t* slots = b.slot_mapping.data();
+      const int64_t from = t;
+      bool writes = false, wrong = false;
       for (; t < page_end; ++t) {
-        const int64_t found = b.slot_mapping[t];
-        if (found < 0) continue;
-        writes = true;
-        if (found == slot + t) continue;
+        writes |= slots[t] >= 0;
+        wrong |= slots[t] >= 0 && slots[t] != slot + t;
+      }
+      for (int64_t at = from; wrong; ++at) {
+        const int64_t found = slots[at];
+        if (found < 0 || found == slot + at) continue;
         if (found >= pages * page_size)
-          fail("slot_mapping[" + n(t) + "] is " + n(found) + ", the cache has " + n(pages * page_size) + " slots");
-        fail("request " + n(r) + ": slot_mapping[" + n(t) + "] is " + n(found) + ", its token's position " +
-             n(first + t) + " is slot " + n(slot + t) + " (block_table[" + n(page) + "] is " + n(id) + ", pages of " +
+          fail("slot_mapping[" + n(at) + "] is " + n(found) + ", the cache has " + n(pages * page_size) + " slots");
+        fail("request " + n(r) + ": slot_mapping[" + n(at) + "] is " + n(found) + ", its token's position " +
+             n(first + at) + " is slot " + n(slot + at) + " (block_table[" + n(page) + "] is " + n(id) + ", pages of " +
              n(page_size) + "); below 0 writes nothing");
       }
       if (writes) written.push_back(static_cast<int32_t>(id));
@@ -99,7 +115,8 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
     if (needed > b.block_table.extent<Page>())
       fail_at("seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
               ", block table has " + n(b.block_table.extent<Page>()));
-    for (int64_t p = 0; p < needed; ++p)
+    const bool all_there = largest_page(b.block_table, r, needed) < static_cast<uint64_t>(pages);
+    for (int64_t p = 0; !all_there && p < needed; ++p)
       if (const int32_t page = b.block_table(r, p); page < 0 || page >= pages)
         fail_at("block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
   }

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <string>
 
 #include "backend/backend.hpp"
@@ -160,11 +161,13 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,
                                 /*last=*/request.context == 0});
-    for (int32_t i = 0; i < request.query_len; ++i) {
-      p.positions[request.q_begin + i] = request.context + i;
-      if (request.path != Path::sparse)  // those follow the latent ones, group by group
-        (expanded ? p.expanded_tokens : p.latent_tokens).push_back(request.q_begin + i);
-    }
+    const auto first = p.positions.begin() + request.q_begin;
+    std::iota(first, first + request.query_len, request.context);
+    if (request.path == Path::sparse) continue;  // those follow the latent ones, group by group
+    std::vector<int32_t>& rows = expanded ? p.expanded_tokens : p.latent_tokens;
+    rows.reserve(static_cast<size_t>(p.tokens));
+    rows.resize(rows.size() + static_cast<size_t>(request.query_len));
+    std::iota(rows.end() - request.query_len, rows.end(), request.q_begin);
   }
   planning::split_kv(p);
   planning::plan_selection(p);

@@ -2,6 +2,8 @@
 #include <algorithm>
 #include <limits>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "mla/error.hpp"
 #include "plan/internal.hpp"
@@ -44,6 +46,20 @@ void whole_requests(Plan& plan) {
                                  .visible = r.context});
     row += r.query_len;
   }
+}
+
+// So that no thread starts a long range last; equally long ones stay in their order. Keys are sorted, then items moved
+// once: items are several words.
+void sort_longest_first(std::vector<LatentItem>& items) {
+  std::vector<std::pair<int64_t, uint32_t>> order(items.size());
+  for (size_t i = 0; i < items.size(); ++i)
+    order[i] = {-static_cast<int64_t>(items[i].kv_end - items[i].kv_begin) * items[i].q_count,
+                static_cast<uint32_t>(i)};
+  if (std::is_sorted(order.begin(), order.end())) return;
+  std::sort(order.begin(), order.end());
+  std::vector<LatentItem> sorted(items.size());
+  for (size_t i = 0; i < items.size(); ++i) sorted[i] = items[order[i].second];
+  items = std::move(sorted);
 }
 
 }  // namespace
@@ -94,11 +110,7 @@ void split_kv(Plan& plan) {
     }
   }
   plan.partial_rows = partial;
-  // Longest first, so that no thread starts a long range last.
-  std::stable_sort(plan.latent_items.begin(), plan.latent_items.end(), [](const LatentItem& a, const LatentItem& b) {
-    return static_cast<int64_t>(a.kv_end - a.kv_begin) * a.q_count >
-           static_cast<int64_t>(b.kv_end - b.kv_begin) * b.q_count;
-  });
+  sort_longest_first(plan.latent_items);
 }
 
 }  // namespace mla::planning
