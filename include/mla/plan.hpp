@@ -60,13 +60,14 @@ SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 
-/// Rates that turn counted work into time. Only their ratios matter for the path; all ones and no bytes count
-/// arithmetic alone.
+/// Rates that turn counted work into time: of a core, or of a whole GPU. Only their ratios matter for the path; all ones
+/// and no bytes count arithmetic alone.
 struct CostModel {
   double latent_flops = 1.0;      ///< attention over the cache
   double expanded_flops = 1.0;    ///< attention over flat keys
   double projection_flops = 1.0;  ///< matrix products
   double bytes = 0.0;             ///< memory traffic, bytes a second; 0: not counted
+  double row_element = 4.0;       ///< bytes of an element of rows that one op writes and the next reads
   double plain_elements = 0.0;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
   double fp8_elements = 0.0;      ///< the same for fp8 formats; 0: not counted
 };

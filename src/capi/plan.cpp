@@ -35,6 +35,7 @@ CostModel read_rates(const mla_cost_model* rates) {
           .expanded_flops = rate("expanded_flops", r.expanded_flops, false),
           .projection_flops = rate("projection_flops", r.projection_flops, false),
           .bytes = rate("bytes", r.bytes, true),
+          .row_element = r.row_element == 0 ? CostModel().row_element : rate("row_element", r.row_element, true),
           .plain_elements = rate("plain_elements", r.plain_elements, true),
           .fp8_elements = rate("fp8_elements", r.fp8_elements, true)};
 }
@@ -102,7 +103,7 @@ mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates) {
     const CostModel r = default_cost_model(read_device(device));
     write_struct("rates", rates,
                  mla_cost_model{sizeof(mla_cost_model), r.latent_flops, r.expanded_flops, r.projection_flops, r.bytes,
-                                r.plain_elements, r.fp8_elements});
+                                r.plain_elements, r.fp8_elements, r.row_element});
   });
 }
 

@@ -84,7 +84,8 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
     case PathPolicy::by_length: return new_tokens <= p.options.reorder_batch_threshold ? Path::latent : Path::expanded;
     case PathPolicy::automatic: break;
   }
-  if (p.options.absorbed) return Path::latent;
+  // One token joins the batch's other decodes, whose launches there are: alone it would cost more on the other path.
+  if (p.options.absorbed || new_tokens <= 1) return Path::latent;
   auto cost = [&](Path path) { return path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context); };
   return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
 }

@@ -101,6 +101,12 @@ TEST(CLayer, RatesChooseThePath) {
     EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
     return describe(plan).latent_rows;
   };
+  mla_cost_model of_gpu = make<mla_cost_model>();
+  ASSERT_OK(mla_cost_model_of({kDLCUDA, 0}, &of_gpu));
+  EXPECT_EQ(usual.row_element, 4);
+  EXPECT_EQ(of_gpu.row_element, 2);
+  EXPECT_GT(of_gpu.latent_flops, 100 * usual.latent_flops);
+
   mla_cost_model rates = usual;
   rates.latent_flops = 1e30;
   rates.expanded_flops = 1;

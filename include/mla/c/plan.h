@@ -50,6 +50,7 @@ typedef struct mla_cost_model {
   double bytes;             ///< memory traffic, bytes a second; 0: not counted
   double plain_elements;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
   double fp8_elements;      ///< the same for fp8 formats; 0: not counted
+  double row_element;       ///< bytes of an element of rows that one op writes and the next reads; 0: 4
 } mla_cost_model;
 /// Rates fitted to measurements on a device. Fills the fields that rates->struct_size has room for.
 MLA_API mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates);
