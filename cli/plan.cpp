@@ -11,6 +11,7 @@
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "core/counted.hpp"
 #include "layer/kernels.hpp"
 #include "mla/mla.hpp"
 #include "model/json.hpp"
@@ -48,6 +49,18 @@ std::vector<std::pair<std::string, std::string>> by_kernel(const std::vector<lay
   return rows;
 }
 
+void print_steps(const std::vector<layer::KernelUse>& uses, const std::string& target) {
+  std::printf("  steps of a layer, times as the cost model's rates give them for a %s:\n", target.c_str());
+  std::printf("    %-18s %5s %12s %10s %12s\n", "op", "calls", "bytes", "GFLOP", "expected");
+  double seconds = 0;
+  for (const layer::KernelUse& u : uses) {
+    seconds += u.seconds;
+    std::printf("    %-18s %5lld %12s %10.3f %9.1f us\n", std::string(u.op).c_str(), static_cast<long long>(u.calls),
+                readable_bytes(static_cast<uint64_t>(u.bytes)).c_str(), u.flops / 1e9, u.seconds * 1e6);
+  }
+  std::printf("    %-18s %5s %12s %10s %9.1f us\n", "all", "", "", "", seconds * 1e6);
+}
+
 std::string target_of(Device device, int capability) {
   if (device.kind == DeviceKind::cpu) return "CPU (" + std::string(backend::backend(device).target()) + ")";
   return "GPU of compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
@@ -70,7 +83,12 @@ nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string
     j["requests"].push_back({{"path", to_string(r.path)}, {"new_tokens", r.query_len}, {"context_tokens", r.context}});
   for (const Region& r : p.regions) j["regions"][std::string(r.name)] = r.bytes;
   for (const layer::KernelUse& u : uses)
-    j["kernels"].push_back({{"op", u.op}, {"kernel", u.kernel}, {"calls", u.calls}});
+    j["kernels"].push_back({{"op", u.op},
+                            {"kernel", u.kernel},
+                            {"calls", u.calls},
+                            {"bytes", u.bytes},
+                            {"flops", u.flops},
+                            {"expected_seconds", u.seconds}});
   return j;
 }
 
@@ -119,6 +137,7 @@ void run(const CLI::App& command, Flags& f) {
   const std::string target = target_of(device, f.capability);
   files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);
+  print_steps(uses, target);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
   files.finish();

@@ -1,4 +1,4 @@
-// Which kernels a step would run: the walk over a plan with every call noted instead of made. Needs neither the device
+// Which kernels a step would run and what they would cost: its calls noted instead of made. Needs neither the device
 // nor weights nor memory.
 #pragma once
 
@@ -16,32 +16,56 @@ namespace mla::layer {
 struct KernelUse {
   std::string_view op;  ///< as Profile names it: a literal
   std::string kernel;   ///< "cpu", "cuda/generic", "cuda/sm90, narrow, 16 rows"
-  int64_t calls = 0;    ///< a layer
+  // Of a layer.
+  int64_t calls = 0;
+  double bytes = 0, flops = 0;  ///< rows that are selected when the step runs count as if all were there
+  double seconds = 0;  ///< by the plan's rates, the longer of its bytes and its FLOPs; launches are not counted
 };
 
 /// Of one layer of the step, in the order of first use: the block form, or, for a plan of the attention form or with a
 /// quantised output, the attention form. weights: as they would be prepared; they must fit the plan's options. gpu: of
-/// a plan for a GPU. UnsupportedError when this build has no backend for the plan's device.
+/// a plan for a GPU. UnsupportedError when this build has no backend for the plan's device, DeviceError when there are
+/// not as many addresses as the step's cache and workspace take.
 std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const PrepareOptions& weights,
                                const backend::GpuModel& gpu = {});
 
 /// Where a walk notes its calls.
 class Survey {
  public:
-  Survey(const backend::Backend& backend, const backend::GpuModel& gpu) : backend_(backend), gpu_(gpu) {}
+  Survey(const Plan& plan, const backend::GpuModel& gpu)
+      : backend_(backend::backend(plan.device.device)), gpu_(gpu), rates_(*plan.options.rates), plan_(plan) {}
   template <class Args>
   void note(std::string_view op, const Args& args) {
-    add(op, ops::kernel(backend_, gpu_, args));
+    add(op, ops::kernel(backend_, gpu_, args), cost_of(args), flops_rate(args));
   }
   std::vector<KernelUse> uses;
 
  private:
-  void add(std::string_view op, std::string kernel);
+  template <class Args>
+  static ops::Cost cost_of(const Args& args) {
+    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>) return ops::cost_of_full_lists(args);
+    else return ops::cost(args);
+  }
+  template <class Args>
+  double flops_rate(const Args&) const {
+    return 0;  // memory bound
+  }
+  double flops_rate(const ops::ProjectArgs&) const { return rates_.projection_flops; }
+  double flops_rate(const ops::AttendExpandedArgs&) const { return rates_.expanded_flops; }
+  double flops_rate(const ops::AttendLatentArgs&) const { return rates_.latent_flops; }
+  double flops_rate(const ops::AttendSparseArgs&) const { return rates_.latent_flops; }
+  double flops_rate(const ops::IndexScoreArgs&) const { return rates_.latent_flops; }
+  void add(std::string_view op, std::string kernel, const ops::Cost& cost, double flops_rate);
+
   const backend::Backend& backend_;
   backend::GpuModel gpu_;
+  CostModel rates_;
+  const Plan& plan_;
 };
 
-/// The walk of kernels(): nothing that the context or the inputs point to is read, other than plan and batch.
-void survey(Survey& survey, const LayerContext& context, std::byte* anywhere);
+/// A call's inputs and outputs: addresses alone, apart from plan and batch.
+void survey(Survey& survey, const LayerContext& context, std::byte* rows);
+/// Bytes that the largest of them takes.
+size_t survey_bytes(const Plan& plan);
 
 }  // namespace mla::layer

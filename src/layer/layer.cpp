@@ -1,6 +1,8 @@
 // Runs a plan's steps. No policy: what runs, over which rows and in which order was decided when the plan was made.
 #include "mla/layer.hpp"
 
+#include <algorithm>
+
 #include "layer/bind.hpp"
 #include "layer/call.hpp"
 #include "layer/check.hpp"
@@ -106,26 +108,30 @@ class Walk {
 
 }  // namespace
 
-void survey(Survey& survey, const LayerContext& context, std::byte* anywhere) {
+size_t survey_bytes(const Plan& p) {
+  const int64_t widest = std::max({p.model.hidden, p.model.heads * p.model.query_key(), p.model.heads * p.model.value});
+  return static_cast<size_t>(p.tokens) * static_cast<size_t>(widest) * sizeof(float);
+}
+
+void survey(Survey& survey, const LayerContext& context, std::byte* rows) {
   const Plan& p = context.plan;
   const ModelConfig& m = p.model;
   const int64_t t = p.tokens;
   Walk walk(survey, context);
   if (p.serves_block())
-    return walk.forward({p.activations(), anywhere, {t, m.hidden}}, {p.activations(), anywhere, {t, m.hidden}});
-  const AnyView<Token, Head, QueryKey> q(p.activations(), anywhere, {t, m.heads, m.query_key()});
-  const AnyView<Token, Latent> kv_c(p.activations(), anywhere, {t, m.latent});
-  const AnyView<Token, Rope> k_pe(p.activations(), anywhere, {t, m.rope});
+    return walk.forward({p.activations(), rows, {t, m.hidden}}, {p.activations(), rows, {t, m.hidden}});
+  const AnyView<Token, Head, QueryKey> q(p.activations(), rows, {t, m.heads, m.query_key()});
+  const AnyView<Token, Latent> kv_c(p.activations(), rows, {t, m.latent});
+  const AnyView<Token, Rope> k_pe(p.activations(), rows, {t, m.rope});
   if (p.options.output.kind == OutputKind::none)
-    return walk.attend(q, kv_c, k_pe,
-                       AnyMutableView<Token, Head, Value>(p.head_dtype(), anywhere, {t, m.heads, m.value}));
+    return walk.attend(q, kv_c, k_pe, AnyMutableView<Token, Head, Value>(p.head_dtype(), rows, {t, m.heads, m.value}));
   const int64_t width = m.heads * m.value;
   const QuantizedView out{.spec = p.options.output,
                           .tokens = t,
                           .width = width,
-                          .data = anywhere,
+                          .data = rows,
                           .row_stride = p.options.output.row_bytes(width),
-                          .scales = anywhere};
+                          .scales = rows};
   walk.attend(q, kv_c, k_pe, out);
 }
 

@@ -8,8 +8,8 @@
 
 namespace mla {
 
-/// What prepare() would make, every map a Linear of the right shape, dtype and format that holds nothing; vectors are
-/// empty. `indexer`: of a layer that has its own. UnsupportedError for options that prepare() refuses.
+/// What prepare() would make, every map a Linear of the right shape, dtype and format that holds nothing; vectors hold
+/// zeros, on the host. `indexer`: of a layer that has its own. UnsupportedError for options that prepare() refuses.
 LayerWeights outline(const ModelConfig& config, bool indexer, const PrepareOptions& options, Device device = {});
 
 /// Rows and columns of products in fp8 that share a scale, where tensors do not come with their own.

@@ -310,6 +310,7 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
     }
     return w;
   };
+  const auto vector = [](int64_t size) { return WeightVector(std::vector<float>(static_cast<size_t>(size)), {}); };
   const auto [rows, cols] = product_block(m);
   const auto product = [&, r = rows, c = cols](int64_t out, int64_t in) { return map(1, out, in, o.products, r, c); };
   LayerWeights w;
@@ -317,15 +318,19 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
   w.device = device;
   w.dtype = o.dtype;
   w.absorption = o.absorption;
-  if (m.query_latent > 0) w.query_down = product(m.query_latent, m.hidden);
+  if (m.query_latent > 0) {
+    w.query_down = product(m.query_latent, m.hidden);
+    w.query_norm = vector(m.query_latent);
+  }
   w.kv_down = product(m.entry(), m.hidden);
+  w.kv_norm = vector(m.latent);
   if (indexer) {
     const IndexerConfig& x = *m.indexer;
     w.indexer = IndexerWeights{.query = map(1, x.heads * x.dim, m.query_latent),
                                .key = map(1, x.dim, m.hidden),
                                .head_weights = map(1, x.heads, m.hidden),
-                               .key_norm = {},
-                               .key_norm_bias = {}};
+                               .key_norm = vector(x.dim),
+                               .key_norm_bias = vector(x.dim)};
   }
   if (o.absorption == Absorption::runtime) {
     w.query = product(n * m.query_key(), query_in);

@@ -18,14 +18,6 @@ namespace {
   out += '\n';
 }
 
-std::string bytes(size_t n) {
-  char text[32];
-  if (n < 10240) std::snprintf(text, sizeof(text), "%zu B", n);
-  else if (n < (size_t{10} << 20)) std::snprintf(text, sizeof(text), "%.1f KiB", static_cast<double>(n) / 1024);
-  else std::snprintf(text, sizeof(text), "%.1f MiB", static_cast<double>(n) / 1048576);
-  return text;
-}
-
 template <class T>
 std::string count_of(const T& things, const char* thing) {
   return counted(static_cast<int64_t>(things.size()), thing);
@@ -107,22 +99,22 @@ std::string Plan::describe() const {
     else if (sparse_rows() > 0)
       line(out, "    scored in %s of at most %s x %s (%s of scores, %s of candidates)",
            count_of(index_schedule.selected, "tile").c_str(), counted(index_schedule.tiles.rows, "row").c_str(),
-           counted(index_schedule.tiles.keys, "position").c_str(), bytes(index_schedule.tiles.score_bytes).c_str(),
-           bytes(index_schedule.tiles.state_bytes).c_str());
+           counted(index_schedule.tiles.keys, "position").c_str(), readable_bytes(index_schedule.tiles.score_bytes).c_str(),
+           readable_bytes(index_schedule.tiles.state_bytes).c_str());
     for (const SparseGroup& g : sparse_groups)
       line(out, "    launch: %s %s; %s, %s", counted(g.count, "row").c_str(),
            g.rows == 0
                ? "read in place"
                : ("through a workspace of " + counted(g.rows, "row") + ", " + count_of(g.pieces, "sequence")).c_str(),
            count_of(g.work.items, "item").c_str(), counted(g.work.partial_rows, "partial row").c_str());
-    line(out, "    selection, kept by layers that share it: %s", bytes(selection_bytes).c_str());
+    line(out, "    selection, kept by layers that share it: %s", readable_bytes(selection_bytes).c_str());
   } else if (model.indexer) {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",
          std::string(to_string(index_cache.format)).c_str());
   }
-  line(out, "  workspace: %s", bytes(workspace_bytes).c_str());
+  line(out, "  workspace: %s", readable_bytes(workspace_bytes).c_str());
   for (const Region& r : regions)
-    if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), bytes(r.bytes).c_str());
+    if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), readable_bytes(r.bytes).c_str());
   return out;
 }
 

@@ -414,7 +414,16 @@ TEST_F(Command, PlanNamesTheKernels) {
     ops.push_back(k["op"]);
     EXPECT_EQ(k["kernel"], "cpu");
     EXPECT_EQ(k["calls"], 1);
+    EXPECT_GT(k["bytes"], 0);
+    EXPECT_GT(k["expected_seconds"], 0);
   }
+  EXPECT_NE(o.out.find("steps of a layer"), std::string::npos) << o.out;
+  // Two threads of a core's rates take half the time.
+  const auto seconds = [&](int threads) {
+    mla("plan --device cpu --threads " + std::to_string(threads) + " --json " + file.string());
+    return json::parse(contents(file))["kernels"][0]["expected_seconds"].get<double>();
+  };
+  EXPECT_DOUBLE_EQ(seconds(1), 2 * seconds(2));
   const std::vector<std::string> expected{
       "query",    "kv_down", "norm_rope_append", "absorb",          "query_rope", "attend_latent",
       "value_up", "kv_up",   "key_rope",         "attend_expanded", "output"};

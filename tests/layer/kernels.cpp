@@ -14,6 +14,7 @@ namespace mla::test {
 namespace {
 
 using Calls = std::map<std::string, int64_t>;
+using Work = std::map<std::string, std::pair<double, double>>;  // bytes and FLOPs
 
 struct StepCase {
   std::string name;
@@ -63,14 +64,24 @@ TEST(Kernels, ASurveyNotesTheCallsThatAStepMakes) {
     const std::vector<Engine::Piece> pieces{{first, 1}, {second, 40}};
     engine.step(pieces);
     Calls ran, noted;
-    for (const Profile::Row& row : profile.rows()) ran[std::string(row.op)] = row.calls;
+    Work done, expected;
+    for (const Profile::Row& row : profile.rows()) {
+      ran[std::string(row.op)] = row.calls;
+      if (row.op != "attend_sparse") done[std::string(row.op)] = {row.bytes, row.flops};
+    }
 
     const Made made({1, 40}, {130, 0}, engine.cache().spec().page_size);
     for (const layer::KernelUse& u : layer::kernels(engine.last_plan, made.batch(), c.weights)) {
       noted[std::string(u.op)] += u.calls;
+      EXPECT_GT(u.seconds, 0) << c.name << " " << u.op;
+      if (u.op != "attend_sparse") {
+        expected[std::string(u.op)].first += u.bytes;
+        expected[std::string(u.op)].second += u.flops;
+      }
       EXPECT_EQ(u.kernel.starts_with(kOnGpu ? "cuda/" : "cpu"), true) << c.name << " " << u.op << " " << u.kernel;
     }
     EXPECT_EQ(noted, ran) << c.name;
+    EXPECT_EQ(expected, done) << c.name;
     EXPECT_GT(noted.size(), 5u) << c.name;
   }
 }

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <vector>
 
 #include "ops/attend_sparse/op.hpp"
@@ -5,9 +6,20 @@
 
 namespace mla::ops {
 
-Cost cost(const AttendSparseArgs& a) {
+namespace {
+
+// Queries, outputs and slots of an item, and the products with `keys` rows, those of all its query rows together.
+Cost rows_and_products(const AttendSparseArgs& a, const SparseItem& item, double keys) {
   const double heads = static_cast<double>(a.q.extent<Head>()), entry = static_cast<double>(a.q.extent<Entry>()),
                width = static_cast<double>(a.out.extent<Value>()), size = static_cast<double>(size_of(a.q.dtype()));
+  return {.bytes = item.q_count * (heads * (entry * size + width * static_cast<double>(size_of(a.out.dtype()))) +
+                                   4.0 * (item.k_end - item.k_begin)),
+          .flops = 2 * keys * heads * (entry + width)};
+}
+
+}  // namespace
+
+Cost cost(const AttendSparseArgs& a) {
   // A cached row that several query rows select has to move once.
   std::vector<std::vector<bool>> moved;
   for (const SparseSource& s : a.sources)
@@ -22,9 +34,23 @@ Cost cost(const AttendSparseArgs& a) {
         moved[source][slot] = true;
         c.bytes += a.sources[source].cache.spec.token_bytes();
       });
-    c += {.bytes = item.q_count * (heads * (entry * size + width * static_cast<double>(size_of(a.out.dtype()))) +
-                                   4.0 * (item.k_end - item.k_begin)),
-          .flops = 2 * keys * heads * (entry + width)};
+    c += rows_and_products(a, item, keys);
+  }
+  return c;
+}
+
+Cost cost_of_full_lists(const AttendSparseArgs& a) {
+  Cost c;
+  for (const SparseItem& item : a.items) {
+    int64_t first = 0;  // of the source's in the rows' lists
+    for (const SparseSource& s : a.sources) {
+      const int64_t end = first + s.slots.extent<Topk>();
+      const int64_t keys =
+          std::max<int64_t>(0, std::min<int64_t>(item.k_end, end) - std::max<int64_t>(item.k_begin, first));
+      c.bytes += static_cast<double>(item.q_count * keys) * s.cache.spec.token_bytes();
+      first = end;
+    }
+    c += rows_and_products(a, item, static_cast<double>(item.q_count) * (item.k_end - item.k_begin));
   }
   return c;
 }

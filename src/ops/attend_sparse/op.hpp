@@ -63,6 +63,8 @@ void check(const AttendSparseArgs& a);
 void check(const MergeSparseArgs& a);
 /// Reads the slots, which must lie where the host reads them.
 Cost cost(const AttendSparseArgs& a);
+/// The same without a look at the slots: as if every one were there, and each row's its own.
+Cost cost_of_full_lists(const AttendSparseArgs& a);
 Cost cost(const MergeSparseArgs& a);
 /// Of unsplit items: splits of a row are not joined here.
 void reference(const AttendSparseArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse,
