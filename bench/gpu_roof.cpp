@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "backend/run.hpp"
 #include "core/gpu.hpp"
-#include "ops/run.hpp"
 
 namespace mla::bench {
 namespace {

@@ -15,7 +15,7 @@
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
-#include "ops/run.hpp"
+#include "backend/run.hpp"
 
 namespace mla::cuda {
 namespace {

@@ -20,7 +20,7 @@
 #include "mla/device.hpp"
 #include "mla/rotary.hpp"
 #include "ops/quantize/codec.hpp"
-#include "ops/run.hpp"
+#include "backend/run.hpp"
 
 namespace mla::cuda {
 namespace {

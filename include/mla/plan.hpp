@@ -60,8 +60,8 @@ SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 
-/// Rates that turn counted work into time: of a core, or of a whole GPU. Only their ratios matter for the path; all ones
-/// and no bytes count arithmetic alone.
+/// Rates that turn counted work into time: of a core, or of a whole GPU. Only their ratios matter for the path; all
+/// ones and no bytes count arithmetic alone.
 struct CostModel {
   double latent_flops = 1.0;      ///< attention over the cache
   double expanded_flops = 1.0;    ///< attention over flat keys
@@ -250,6 +250,24 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 /// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
                                                           int64_t page_size, int64_t fixed_rows = 0);
+
+/// Query rows of a request over its cached positions: row i sees those up to visible + i, below `length`. Not causal:
+/// visible is length - 1.
+struct LatentRows {
+  int32_t request = 0;  ///< row of the block table
+  int32_t q_begin = 0, q_count = 0;
+  int64_t visible = 0, length = 0;
+};
+/// Attention over the cache: the arguments of attend_latent and merge_splits that are decided before it runs.
+struct LatentWork {
+  std::vector<LatentItem> items;  ///< the longest first
+  std::vector<SplitRows> splits;  ///< empty: nothing to merge
+  int64_t partial_rows = 0;
+};
+/// Cuts requests into tiles of rows and ranges of positions that a CPU's threads share evenly, however many there are:
+/// results must not depend on it. fast: ranges follow from the whole batch. batch_invariant: of kInvariantKeys, so that
+/// a row's bits follow from the row alone. UnsupportedError for more partial rows than 32 bits number.
+LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split);
 
 /// Cuts `rows` query rows with lists of `keys` slots each (all sources together) into items that keep about `units`
 /// workers busy. fast: a row's parts follow from all numbers given. batch_invariant: parts of a fixed length, whether

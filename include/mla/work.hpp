@@ -7,6 +7,11 @@
 
 namespace mla {
 
+/// Keys of a part where a row's bits follow from the row alone (SplitPolicy::batch_invariant). 1024 keeps two threads
+/// busy from 2K positions on; a partial row costs one pass over its output for as many cache rows read, about 1% of the
+/// work at 16 heads.
+constexpr int32_t kInvariantKeys = 1024;
+
 /// Cached positions [start, start + count) of a request, placed at flat rows [row, row + count).
 struct GatherPiece {
   int32_t request = 0;

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "core/device_attention.hpp"
 #include "mla/plan.hpp"
-#include "ops/run.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
 
@@ -251,51 +251,6 @@ View<float, Request, Head, Token> one_query(const Tensor& t, int64_t rows, int64
   return {v.data(), {rows, heads, 1}, {v.stride<Request>(), v.stride<Head>(), 1}};
 }
 
-// Items over the cached positions of every request. Enough of them for many threads to share, and never by the number
-// of threads: results must not depend on it.
-struct DenseWork {
-  std::vector<LatentItem> items;
-  std::vector<SplitRows> splits;
-  int64_t partial_rows = 0;
-};
-
-DenseWork dense_work(std::span<const int32_t> lengths, int64_t queries, int64_t heads, bool causal) {
-  constexpr int64_t kTileTokens = 64, kUnits = 64, kShortest = 512, kGrain = 64, kHeadsOfUnit = 64;
-  const int64_t tile = std::min(queries, kTileTokens);
-  const int64_t units_a_tile = std::max<int64_t>(1, (tile * heads + kHeadsOfUnit - 1) / kHeadsOfUnit);
-  const int64_t tiles = (queries + kTileTokens - 1) / kTileTokens;
-  int64_t total = 0;
-  for (int32_t n : lengths) total += n * tiles * units_a_tile;
-  const int64_t longest = std::max(kShortest, (total / kUnits + kGrain - 1) / kGrain * kGrain);
-  DenseWork work;
-  for (size_t b = 0; b < lengths.size(); ++b)
-    for (int64_t first = 0; first < queries; first += kTileTokens) {
-      const int64_t count = std::min(kTileTokens, queries - first), length = lengths[b];
-      // Causal queries are a sequence's last: query i sees positions up to length - queries + i.
-      const int64_t visible = causal ? length - queries + first : length - 1;
-      const int64_t end = causal ? std::max<int64_t>(0, visible + count) : length;
-      const int64_t parts = std::max<int64_t>(1, (end + longest - 1) / longest);
-      const int64_t step = std::max(kGrain, ((end + parts - 1) / parts + kGrain - 1) / kGrain * kGrain);
-      const int32_t row = static_cast<int32_t>(static_cast<int64_t>(b) * queries + first);
-      LatentItem item{.request = static_cast<int32_t>(b),
-                      .q_begin = row,
-                      .q_count = static_cast<int32_t>(count),
-                      .visible = static_cast<int32_t>(visible)};
-      int32_t written = 0;
-      do {
-        item.kv_begin = static_cast<int32_t>(written * step);
-        item.kv_end = static_cast<int32_t>(std::min(end, (written + 1) * step));
-        item.partial = end > step ? static_cast<int32_t>(work.partial_rows + written * count) : -1;
-        work.items.push_back(item);
-      } while (++written * step < end);
-      if (written > 1) {
-        work.splits.push_back({row, static_cast<int32_t>(count), static_cast<int32_t>(work.partial_rows), written});
-        work.partial_rows += written * count;
-      }
-    }
-  return work;
-}
-
 void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
            nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array,
            nb::handle allocate) {
@@ -332,14 +287,17 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   }
 
   PyStream& stream = place.cpu(q);
-  std::vector<int32_t> lengths;
+  std::vector<LatentRows> rows;
   const int64_t most = std::min<int64_t>(table.extent<Page>() * cache.spec.page_size, (int64_t{1} << 31) - 1);
   for (int64_t r = 0; r < requests; ++r) {
     ops::require_range(kOp, "cache_seqlens entry", given(r), 0, most + 1);
-    lengths.push_back(given(r));
+    // Causal queries are a sequence's last.
+    const int64_t length = given(r);
+    rows.push_back({static_cast<int32_t>(r), static_cast<int32_t>(r * queries), static_cast<int32_t>(queries),
+                    causal ? length - queries : length - 1, length});
   }
   const Turn turn(stream);
-  const DenseWork work = dense_work(lengths, queries, h.heads, causal);
+  const LatentWork work = plan_latent(rows, SplitPolicy::fast);
   const Memory m = memory_for(stream, h, work.partial_rows);
   ops::run(stream.stream, ops::AttendLatentArgs{.q = h.q,
                                                 .cache = cache,

@@ -1,9 +1,9 @@
 // What the ops' C functions share: a stream's turn, lists, block tables, scratch.
 #pragma once
 
+#include "backend/run.hpp"
 #include "capi/objects.hpp"
 #include "capi/tensor.hpp"
-#include "ops/run.hpp"
 
 namespace mla::capi {
 

@@ -4,8 +4,8 @@
 #include <array>
 #include <span>
 
+#include "backend/run.hpp"
 #include "mla/layer.hpp"
-#include "ops/run.hpp"
 #include "plan/lists.hpp"
 
 namespace mla::layer {

@@ -11,9 +11,9 @@
 #include <nvtx3/nvToolsExt.h>
 #endif
 
+#include "backend/run.hpp"
 #include "core/gpu.hpp"
 #include "mla/layer.hpp"
-#include "ops/run.hpp"
 
 namespace mla::layer {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "mla/layer.hpp"
-#include "ops/run.hpp"
 
 namespace mla::layer {
 

@@ -5,11 +5,11 @@
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "core/quantised_weights.hpp"
 #include "mla/error.hpp"
 #include "model/outline.hpp"
 #include "model/text.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -99,7 +99,8 @@ std::string Plan::describe() const {
     else if (sparse_rows() > 0)
       line(out, "    scored in %s of at most %s x %s (%s of scores, %s of candidates)",
            count_of(index_schedule.selected, "tile").c_str(), counted(index_schedule.tiles.rows, "row").c_str(),
-           counted(index_schedule.tiles.keys, "position").c_str(), readable_bytes(index_schedule.tiles.score_bytes).c_str(),
+           counted(index_schedule.tiles.keys, "position").c_str(),
+           readable_bytes(index_schedule.tiles.score_bytes).c_str(),
            readable_bytes(index_schedule.tiles.state_bytes).c_str());
     for (const SparseGroup& g : sparse_groups)
       line(out, "    launch: %s %s; %s, %s", counted(g.count, "row").c_str(),

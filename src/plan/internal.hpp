@@ -5,6 +5,12 @@
 
 namespace mla::planning {
 
+/// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
+constexpr int64_t kGrain = 64;
+
+/// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
+/// queries and outputs tells.
+int64_t range_length(int64_t total, int64_t units);
 /// latent_items, splits, partial_rows: for requests on the latent path.
 void split_kv(Plan& plan);
 /// sparse_groups and the rows they stand for: for requests on the sparse path.

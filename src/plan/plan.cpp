@@ -7,7 +7,6 @@
 #include <numeric>
 #include <string>
 
-#include "backend/backend.hpp"
 #include "mla/error.hpp"
 #include "plan/internal.hpp"
 
@@ -178,25 +177,6 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   planning::lay_out_workspace(p);
   planning::append_steps(p);
   return p;
-}
-
-DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
-  return {.device = device,
-          .threads = threads,
-          .scratch_per_worker =
-              backend::backend(device).scratch_per_worker({.heads = m.heads,
-                                                           .latent = m.latent,
-                                                           .rope = m.rope,
-                                                           .nope = m.nope,
-                                                           .value = m.value,
-                                                           .hidden = m.hidden,
-                                                           .query_latent = m.query_latent,
-                                                           .index_heads = m.indexer ? m.indexer->heads : 0,
-                                                           .index_dim = m.indexer ? m.indexer->dim : 0})};
-}
-
-DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {
-  return device_info(stream.device(), stream.workers(), m);
 }
 
 }  // namespace mla

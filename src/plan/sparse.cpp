@@ -4,16 +4,13 @@
 #include <string>
 
 #include "mla/error.hpp"
-#include "mla/plan.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 namespace {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
-// The same lengths as split-KV of the dense path (split.cpp), where they were measured: what an item pays for its
-// queries and outputs does not depend on where its keys come from.
-constexpr int64_t kGrain = 64, kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8, kInvariant = 1024;
 // Heads that share a gathered block in a task; a row of more heads is several units of work.
 constexpr int64_t kHeadsOfUnit = 64;
 
@@ -30,11 +27,10 @@ void require(const char* what, int64_t found, int64_t least) {
 int64_t item_keys(int64_t rows, int64_t keys, int64_t heads, bool invariant, int64_t units) {
   const int64_t tasks = rows * ceil_div(heads, kHeadsOfUnit);
   if (tasks >= units) return keys;
-  if (invariant) return std::min(keys, kInvariant);
-  const int64_t total = tasks * keys;
-  const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
-  const int64_t longest = std::max(shortest, round_up(ceil_div(total, units), kGrain));
-  return keys <= longest ? keys : round_up(ceil_div(keys, ceil_div(keys, longest)), kGrain);
+  if (invariant) return std::min<int64_t>(keys, kInvariantKeys);
+  // What an item pays for its queries and outputs does not depend on where its keys come from.
+  const int64_t longest = planning::range_length(tasks * keys, units);
+  return keys <= longest ? keys : round_up(ceil_div(keys, ceil_div(keys, longest)), planning::kGrain);
 }
 
 }  // namespace
@@ -45,7 +41,7 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
   require("sparse heads", heads, 0);
   require("sparse units", units, 1);
   const bool invariant = split == SplitPolicy::batch_invariant;
-  SparseWork work{.items = {}, .splits = {}, .part_keys = invariant ? static_cast<int32_t>(kInvariant) : 0};
+  SparseWork work{.items = {}, .splits = {}, .part_keys = invariant ? kInvariantKeys : 0};
   if (rows == 0 || heads == 0) return work;
   const int64_t step = item_keys(rows, keys, heads, invariant, units), splits = step > 0 ? ceil_div(keys, step) : 1;
   if (splits > 1) {

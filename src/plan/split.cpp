@@ -8,14 +8,13 @@
 #include "mla/error.hpp"
 #include "plan/internal.hpp"
 
-namespace mla::planning {
+namespace mla {
+namespace planning {
 namespace {
 
 // Query tokens that share an item: enough rows to reuse each converted cache row, few enough that long prefills stay
 // parallel.
 constexpr int64_t kTileTokens = 64;
-// Splits are multiples of this, so that kernels' blocks of positions start alike.
-constexpr int64_t kGrain = 64;
 // fast: enough units for many threads to share evenly, counted over the whole batch. Never from the number of threads:
 // results must not depend on it.
 constexpr int64_t kUnits = 64;
@@ -26,9 +25,6 @@ constexpr int64_t kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8;
 // A range's weights are summed in f32, one after another: with more, those that come last would round away
 // (docs/numerics.md).
 constexpr int64_t kLongest = 1 << 18;
-// batch_invariant: a fixed length. 1024 keeps two threads busy from 2K positions on; a partial row costs one pass over
-// its output for 1024 cache rows read, about 1% of the work at 16 heads.
-constexpr int64_t kInvariant = 1024;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
@@ -64,53 +60,82 @@ void sort_longest_first(std::vector<LatentItem>& items) {
 
 }  // namespace
 
+int64_t range_length(int64_t total, int64_t units) {
+  const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
+  return std::max(shortest, round_up((total + units - 1) / units, kGrain));
+}
+
 void split_kv(Plan& plan) {
   if (plan.device.device.kind == DeviceKind::cuda) return whole_requests(plan);
-  int64_t total = 0, items = 0, parts = 0;
-  for (const RequestPlan& r : plan.requests)
-    if (r.path == Path::latent)
-      for (int64_t q = 0; q < r.query_len; q += kTileTokens, ++items) {
-        const int64_t end = std::min<int64_t>(r.query_len, q + kTileTokens), length = r.context + end;
-        total += length;
-        parts += (end - q) * ((length + kInvariant - 1) / kInvariant);
-      }
-  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  std::vector<LatentRows> rows;
+  rows.reserve(plan.requests.size());
+  int32_t row = 0;
+  for (size_t r = 0; r < plan.requests.size(); ++r) {
+    const RequestPlan& q = plan.requests[r];
+    if (q.path != Path::latent || q.query_len == 0) continue;
+    rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
+    row += q.query_len;
+  }
+  LatentWork work = plan_latent(rows, plan.options.split);
+  plan.latent_items = std::move(work.items);
+  plan.splits = std::move(work.splits);
+  plan.partial_rows = work.partial_rows;
+}
+
+}  // namespace planning
+
+LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split) {
+  using namespace planning;
+  const bool invariant = split == SplitPolicy::batch_invariant;
+  // Positions that the tile of a request's rows from q on sees.
+  const auto end_of = [](const LatentRows& r, int32_t q, int32_t count) {
+    return std::clamp<int64_t>(r.visible + q + count, 0, r.length);
+  };
+  const auto each_tile = [&](auto&& visit) {
+    for (const LatentRows& r : rows)
+      for (int32_t q = 0; q < r.q_count; q += kTileTokens) visit(r, q, std::min<int32_t>(kTileTokens, r.q_count - q));
+  };
+  int64_t total = 0, tiles = 0, parts = 0;
+  each_tile([&](const LatentRows& r, int32_t q, int32_t count) {
+    const int64_t length = end_of(r, q, count);
+    total += length;
+    parts += count * ((length + kInvariantKeys - 1) / kInvariantKeys);
+    ++tiles;
+  });
   // fast splits at most kUnits tiles into at most kUnits ranges each.
   if (constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); invariant && parts > kMost)
     throw UnsupportedError("plan: the latent path needs " + std::to_string(parts) +
                            " partial rows under batch_invariant, at most " + std::to_string(kMost) + " are possible");
-  const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
-  const int64_t longest =
-      invariant ? kInvariant : std::clamp(round_up((total + kUnits - 1) / kUnits, kGrain), shortest, kLongest);
+  const int64_t longest = invariant ? kInvariantKeys : std::min(range_length(total, kUnits), kLongest);
 
-  plan.latent_items.reserve(items + (invariant ? total / kInvariant + 1 : kUnits));
-  int32_t row = 0, partial = 0;
-  for (size_t index = 0; index < plan.requests.size(); ++index) {
-    const RequestPlan& r = plan.requests[index];
-    if (r.path != Path::latent) continue;
-    for (int32_t q = 0; q < r.query_len; q += kTileTokens) {
-      const int32_t count = std::min<int32_t>(kTileTokens, r.query_len - q);
-      const int64_t length = static_cast<int64_t>(r.context) + q + count;
-      const int64_t splits = (length + longest - 1) / longest;
-      const int64_t step = invariant ? longest : round_up((length + splits - 1) / splits, kGrain);
-      LatentItem item{
-          .request = static_cast<int32_t>(index), .q_begin = row, .q_count = count, .visible = r.context + q};
-      int32_t written = 0;
-      for (int64_t begin = 0; begin < length; begin += step, ++written) {
-        item.kv_begin = static_cast<int32_t>(begin);
-        item.kv_end = static_cast<int32_t>(std::min(length, begin + step));
-        item.partial = length > step ? partial + written * count : -1;
-        plan.latent_items.push_back(item);
-      }
-      if (written > 1) {
-        plan.splits.push_back({row, count, partial, written});
-        partial += written * count;
-      }
-      row += count;
+  LatentWork work;
+  work.items.reserve(static_cast<size_t>(tiles + (invariant ? total / kInvariantKeys + 1 : kUnits)));
+  int32_t partial = 0;
+  each_tile([&](const LatentRows& r, int32_t q, int32_t count) {
+    const int64_t length = end_of(r, q, count), splits = std::max<int64_t>(1, (length + longest - 1) / longest);
+    const int64_t step = invariant ? longest : round_up((length + splits - 1) / splits, kGrain);
+    LatentItem item{.request = r.request,
+                    .q_begin = r.q_begin + q,
+                    .q_count = count,
+                    .visible = static_cast<int32_t>(r.visible + q)};
+    int32_t written = 0;
+    int64_t begin = 0;
+    do {  // rows that see nothing have an item, too: it writes that
+      item.kv_begin = static_cast<int32_t>(begin);
+      item.kv_end = static_cast<int32_t>(std::min(length, begin + step));
+      item.partial = length > step ? partial + written * count : -1;
+      work.items.push_back(item);
+      ++written;
+      begin += step;
+    } while (begin < length);
+    if (written > 1) {
+      work.splits.push_back({item.q_begin, count, partial, written});
+      partial += written * count;
     }
-  }
-  plan.partial_rows = partial;
-  sort_longest_first(plan.latent_items);
+  });
+  work.partial_rows = partial;
+  sort_longest_first(work.items);
+  return work;
 }
 
-}  // namespace mla::planning
+}  // namespace mla

@@ -6,11 +6,11 @@
 
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/run.hpp"
 #include "cache/codec.hpp"
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -4,10 +4,10 @@
 #include <cstring>
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
 #include "cases/scratch.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

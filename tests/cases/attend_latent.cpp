@@ -2,11 +2,11 @@
 #include <limits>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cache/format.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "cases/scratch.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

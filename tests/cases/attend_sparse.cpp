@@ -3,12 +3,12 @@
 #include <numeric>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cache/format.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "cases/scratch.hpp"
 #include "ops/attend_sparse/selected.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

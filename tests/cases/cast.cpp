@@ -1,5 +1,5 @@
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -1,7 +1,7 @@
 #include <cmath>
 
+#include "backend/run.hpp"
 #include "cases/padded.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -1,8 +1,8 @@
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

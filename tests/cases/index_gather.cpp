@@ -1,10 +1,10 @@
 #include <bit>
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cache/index/codec.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

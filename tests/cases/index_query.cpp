@@ -1,8 +1,8 @@
 #include <cmath>
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cases/padded.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

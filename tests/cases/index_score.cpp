@@ -3,11 +3,11 @@
 #include <limits>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cache/index/codec.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "cases/scratch.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -1,7 +1,7 @@
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -3,9 +3,9 @@
 #include <limits>
 #include <numeric>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

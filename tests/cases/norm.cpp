@@ -1,8 +1,8 @@
 #include <cmath>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

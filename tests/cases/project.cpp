@@ -3,11 +3,11 @@
 #include <optional>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
 #include "cases/scratch.hpp"
 #include "ops/project/activations.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -2,9 +2,9 @@
 #include <cfloat>
 #include <limits>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
-#include "ops/run.hpp"
 #include "support/quantised.hpp"
 
 namespace mla::cases {

@@ -1,9 +1,9 @@
 #include <cmath>
 
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "cases/padded.hpp"
 #include "mla/rotary.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -2,9 +2,9 @@
 #include <limits>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cases/padded.hpp"
 #include "cases/scratch.hpp"
-#include "ops/run.hpp"
 
 namespace mla::cases {
 namespace {

@@ -8,9 +8,9 @@
 
 #include "backend/backend.hpp"
 #include "backend/cuda/sm90/ops.hpp"
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "ops/project/activations.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -7,9 +7,9 @@
 #include <optional>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cases/padded.hpp"
 #include "cases/scratch.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "mla/device.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -3,10 +3,10 @@
 
 #include <cstring>
 
+#include "backend/run.hpp"
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

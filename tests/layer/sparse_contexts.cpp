@@ -5,10 +5,10 @@
 #include <functional>
 #include <utility>
 
+#include "backend/run.hpp"
 #include "layer/v32.hpp"
 #include "mla/error.hpp"
 #include "mla/layer.hpp"
-#include "ops/run.hpp"
 #include "support/device.hpp"
 #include "support/message.hpp"
 #include "support/quantised.hpp"

@@ -7,8 +7,8 @@
 #include <cstring>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "mla/error.hpp"
-#include "ops/run.hpp"
 #include "support/golden.hpp"
 #include "support/models.hpp"
 

@@ -3,8 +3,8 @@
 #include <gtest/gtest.h>
 
 #include "backend/backend.hpp"
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

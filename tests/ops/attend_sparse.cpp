@@ -10,10 +10,10 @@
 
 #include "backend/backend.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/run.hpp"
 #include "cache/format.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "mla/plan.hpp"
-#include "ops/run.hpp"
 #include "support/count_allocations.hpp"
 
 namespace mla {

@@ -10,12 +10,12 @@
 
 #include "backend/backend.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/run.hpp"
 #include "cache/index/codec.hpp"
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "mla/plan.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <limits>
 
-#include "ops/run.hpp"
+#include "backend/run.hpp"
 #include "support/count_allocations.hpp"
 
 namespace mla {

@@ -10,8 +10,8 @@
 #include "backend/backend.hpp"
 #include "backend/cpu/core/dot_rate.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/run.hpp"
 #include "cases/compare.hpp"
-#include "ops/run.hpp"
 
 namespace mla {
 namespace {

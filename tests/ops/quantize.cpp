@@ -7,10 +7,10 @@
 
 #include "backend/backend.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/run.hpp"
 #include "cases/case.hpp"
 #include "cases/compare.hpp"
 #include "core/quantised_weights.hpp"
-#include "ops/run.hpp"
 #include "support/quantised.hpp"
 
 namespace mla {

@@ -16,7 +16,7 @@ namespace {
 constexpr int kMostSources = 16, kJoinThreads = 128;
 // Batch-invariant items of attend_latent are split by their own length and rows: as many parts as there are kPart
 // positions, at most kMostParts, whatever else the call holds.
-constexpr int kPart = 1024, kMostParts = 64;
+constexpr int kPart = kInvariantKeys, kMostParts = 64;
 
 struct CacheAttention {
   Queries q;

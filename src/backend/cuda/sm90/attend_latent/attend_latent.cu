@@ -15,7 +15,7 @@
 namespace mla::cuda {
 namespace {
 
-constexpr int invariant_blocks = 16;  // 1024 positions
+constexpr int invariant_blocks = kInvariantKeys / 64;
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
