@@ -70,12 +70,12 @@ struct Exact {
   std::byte* data() const { return memory.get(); }
 };
 
-struct Step {
+struct DamagedStep {
   std::vector<int64_t> queries, contexts;
   std::vector<int32_t> starts{0}, lengths, table, slots;
   int64_t page_size = 1, pages = 1, width = 1;
 
-  explicit Step(fuzz::Source& in) {
+  explicit DamagedStep(fuzz::Source& in) {
     page_size = in.odd(1, 20);
     const int64_t q = std::clamp<int64_t>(page_size, 1, 64);
     const int64_t requests = in.within(0, 5);
@@ -178,7 +178,7 @@ PlanOptions options_of(fuzz::Source& in) {
   return o;
 }
 
-void execute(const Prepared& m, const CacheSpec& spec, const Step& s, const Plan& p, Stream& stream) {
+void execute(const Prepared& m, const CacheSpec& spec, const DamagedStep& s, const Plan& p, Stream& stream) {
   Cache cache(spec, s.pages);
   IndexCache index;
   if (m.model.indexer) index = IndexCache(p.index_cache, s.pages);
@@ -227,7 +227,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const CacheFormat format = cache_formats()[in.byte() % cache_formats().size()];
   const bool run = in.byte() < 64;
   const PlanOptions options = options_of(in);
-  Step s(in);
+  DamagedStep s(in);
   CacheSpec spec = cache_spec(m.model, format, s.page_size);
   if (in.byte() < 16) spec.k_scale = in.raw<float>();
   fuzz::refused([&] {
