@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""What `mla bench` measured on a CPU, beside the machine's peaks.
+
+    scripts/cpu-table.py [FILE]            the rows of FILE, by default bench/results/cpu/zen5-2-threads.json
+    scripts/cpu-table.py [FILE] --write    puts them into docs/performance.md
+    scripts/cpu-table.py [FILE] --check    exit code 1 when the page shows others
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "performance.md"
+BEGIN, END = "<!-- made by scripts/cpu-table.py --write -->", "<!-- end of the CPU's table -->"
+# Layouts of the same codes, whose rows are like the plain one's.
+VARIANTS = ("_column", "_tma", "_packed", "_ue8m0", "fp8_64")
+
+
+def time(seconds: float) -> str:
+    return f"{seconds * 1e3:.3f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
+
+
+def bound(row: dict[str, Any], roof: dict[str, float]) -> str:
+    """Which of the two peaks the row's roof is."""
+    if not row["bytes"] and not row["flops"]:
+        return "-"
+    bf16 = "bf16" in row["name"] and "f32 arithmetic" not in row["name"]
+    peak = roof["bf16_gflops"] if bf16 else roof["fma_gflops"]
+    memory, arithmetic = row["bytes"] / roof["read_gbps"], row["flops"] / peak
+    return "memory" if memory > arithmetic else "arithmetic"
+
+
+def table(found: dict[str, Any]) -> str:
+    roof, machine = found["roof"], found["machine"]
+    out = ["| row | median | bound by | of that roof |\n", "| --- | --: | --- | --: |\n"]
+    for row in found["rows"]:
+        if any(v in row["name"] for v in VARIANTS):
+            continue
+        share = row["of_roof"]  # none: operands that lay in caches moved faster than memory does
+        of_roof = "above it" if share is None else f"{100 * share:.0f}%" if share else "-"
+        out.append(f"| {row['name']} | {time(row['median_s'])} | {bound(row, roof)} | {of_roof} |\n")
+    out.append(f"\n{machine['cpu']}, {found['options']['threads']} threads, target {machine['target']}: "
+               f"read {roof['read_gbps']:.1f} GB/s, f32 multiply-add {roof['fma_gflops']:.0f} GFLOP/s, "
+               f"bf16 dot {roof['bf16_gflops']:.0f} GFLOP/s. Commit {found['commit']}, {found['date'][:10]}.\n")
+    return "".join(out)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A CPU's bench, beside its peaks.")
+    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench/results/cpu/zen5-2-threads.json")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
+    how.add_argument("--check", action="store_true", help=f"does {PAGE.relative_to(ROOT)} show these rows?")
+    options = parser.parse_args()
+
+    try:
+        made = table(json.loads(options.file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise SystemExit(f"cpu-table: {options.file} is not a bench's JSON: {e!r}") from e
+    if not options.write and not options.check:
+        print(made, end="")
+        return 0
+    shown = PAGE.read_text(encoding="utf-8")
+    before, begin, rest = shown.partition(BEGIN + "\n")
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"cpu-table: {PAGE} has no lines {BEGIN} and {END}")
+    page = f"{before}{begin}\n{made}\n{end}{after}"
+    if options.write:
+        PAGE.write_text(page, encoding="utf-8")
+        return 0
+    sys.stdout.writelines(difflib.unified_diff(shown.splitlines(True), page.splitlines(True), "shown", "made"))
+    if shown != page:
+        print(f"cpu-table: {PAGE.relative_to(ROOT)} differs from the JSON: run it with --write")
+    return int(shown != page)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
