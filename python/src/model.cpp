@@ -1,7 +1,6 @@
 #include "mla/model.hpp"
 
 #include <nanobind/nanobind.h>
-#include <nanobind/stl/filesystem.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
@@ -13,6 +12,7 @@
 #include "mla/error.hpp"
 #include "mla/rotary.hpp"
 #include "mla/weights.hpp"
+#include "path.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
 
@@ -153,9 +153,7 @@ void bind_config(nb::module_& m) {
   m.def("preset", &preset, nb::arg("name"), "A built-in model; InputError listing the names when there is none.");
   m.def(
       "read_config",
-      [](const std::filesystem::path& file, bool allow_unknown) {
-        return read_config(file, {.allow_unknown = allow_unknown});
-      },
+      [](const PyPath& file, bool allow_unknown) { return read_config(file.path(), {.allow_unknown = allow_unknown}); },
       nb::arg("file"), nb::kw_only(), nb::arg("allow_unknown") = false,
       "A Hugging Face config.json; CheckpointError names the key that is missing or impossible, UnsupportedError the\n"
       "one that asks for what this library does not do, or that looks as if it concerned attention and is not\n"
@@ -249,8 +247,8 @@ void bind_weights(nb::module_& m) {
   nb::class_<Checkpoint>(m, "Checkpoint", "A Hugging Face checkpoint folder: config.json and safetensors.")
       .def(
           "__init__",
-          [](Checkpoint* self, const std::filesystem::path& folder, bool allow_unknown) {
-            new (self) Checkpoint(folder, {.allow_unknown = allow_unknown});
+          [](Checkpoint* self, const PyPath& folder, bool allow_unknown) {
+            new (self) Checkpoint(folder.path(), {.allow_unknown = allow_unknown});
           },
           nb::arg("folder"), nb::kw_only(), nb::arg("allow_unknown") = false,
           "allow_unknown: go on past keys of the config and tensors of a layer that are not understood.")

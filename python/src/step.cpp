@@ -1,7 +1,6 @@
 #include "step.hpp"
 
 #include <nanobind/stl/optional.h>
-#include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -60,8 +59,7 @@ Table make_table(nb::handle values) {
   return table;
 }
 
-std::shared_ptr<BatchArrays> make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table,
-                                        nb::handle slot_mapping) {
+PyBatch make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table, nb::handle slot_mapping) {
   auto b = std::make_shared<BatchArrays>();
   b->query_start_loc = int32_values(query_start_loc, "query_start_loc");
   b->seq_lens = int32_values(seq_lens, "seq_lens");
@@ -71,7 +69,7 @@ std::shared_ptr<BatchArrays> make_batch(nb::handle query_start_loc, nb::handle s
                      static_cast<int64_t>(b->seq_lens.size()));
   b->table_columns = table.columns;
   b->block_table = std::move(table.pages);
-  return b;
+  return {std::move(b)};
 }
 
 struct Call {
@@ -115,7 +113,7 @@ struct Call {
 };
 
 void bind_batch(nb::module_& m) {
-  nb::class_<BatchArrays>(
+  nb::class_<PyBatch>(
       m, "Batch",
       "One step's requests. Arrays are int32 on the CPU, or int64 whose values fit; lists serve, too. All are copied.")
       .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
@@ -125,11 +123,12 @@ void bind_batch(nb::module_& m) {
            "block_table [requests, columns]: pages of each request; entries past its end may hold anything. As lists,\n"
            "rows may be of different lengths.\n"
            "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
-      .def_prop_ro("requests", [](const BatchArrays& b) { return b.view().requests(); })
-      .def_prop_ro("tokens", [](const BatchArrays& b) { return b.view().tokens(); })
-      .def("__repr__", [](const BatchArrays& b) {
-        return "mla.Batch(requests=" + std::to_string(b.view().requests()) +
-               ", tokens=" + std::to_string(b.view().tokens()) + ")";
+      .def_prop_ro("requests", [](const PyBatch& b) { return b.arrays->view().requests(); })
+      .def_prop_ro("tokens", [](const PyBatch& b) { return b.arrays->view().tokens(); })
+      .def("__repr__", [](const PyBatch& b) {
+        const Batch batch = b.arrays->view();
+        return "mla.Batch(requests=" + std::to_string(batch.requests()) + ", tokens=" + std::to_string(batch.tokens()) +
+               ")";
       });
 }
 
@@ -180,45 +179,46 @@ void bind_plan(nb::module_& m) {
                std::string(to_string(o.split)) + "', compute='" + std::string(to_string(o.compute)) + "', sparse='" +
                std::string(to_string(o.sparse)) + "')";
       });
-  nb::class_<Step>(m, "Plan", "A planned step: which path each request takes, chunks, splits, workspace. Immutable.")
-      .def_prop_ro("tokens", [](const Step& s) { return s.plan.tokens; })
+  nb::class_<PyPlan>(m, "Plan", "A planned step: which path each request takes, chunks, splits, workspace. Immutable.")
+      .def_prop_ro("tokens", [](const PyPlan& p) { return p.step->plan.tokens; })
       .def_prop_ro(
-          "topk", [](const Step& s) { return s.plan.topk; }, "Positions selected for a row; 0: none are.")
-      .def_prop_ro("workspace_bytes", [](const Step& s) { return s.plan.workspace_bytes; })
-      .def_prop_ro("selection_bytes", [](const Step& s) { return s.plan.selection_bytes; })
-      .def_prop_ro("device", [](const Step& s) { return to_string(s.plan.device.device); })
-      .def_prop_ro("model", [](const Step& s) { return s.plan.model; })
+          "topk", [](const PyPlan& p) { return p.step->plan.topk; }, "Positions selected for a row; 0: none are.")
+      .def_prop_ro("workspace_bytes", [](const PyPlan& p) { return p.step->plan.workspace_bytes; })
+      .def_prop_ro("selection_bytes", [](const PyPlan& p) { return p.step->plan.selection_bytes; })
+      .def_prop_ro("device", [](const PyPlan& p) { return to_string(p.step->plan.device.device); })
+      .def_prop_ro("model", [](const PyPlan& p) { return p.step->plan.model; })
       .def_prop_ro(
           "paths",
-          [](const Step& s) {
+          [](const PyPlan& p) {
             std::vector<std::string> paths;
-            for (const RequestPlan& r : s.plan.requests) paths.emplace_back(to_string(r.path));
+            for (const RequestPlan& r : p.step->plan.requests) paths.emplace_back(to_string(r.path));
             return paths;
           },
           "Of each request: latent, expanded or sparse.")
       .def("__repr__",
-           [](const Step& s) {
-             std::string text = "mla.Plan('" + s.plan.model.name + "', tokens=" + std::to_string(s.plan.tokens);
+           [](const PyPlan& p) {
+             std::string text =
+                 "mla.Plan('" + p.step->plan.model.name + "', tokens=" + std::to_string(p.step->plan.tokens);
              for (Path path : {Path::latent, Path::expanded, Path::sparse})
-               if (const auto n = std::count_if(s.plan.requests.begin(), s.plan.requests.end(),
+               if (const auto n = std::count_if(p.step->plan.requests.begin(), p.step->plan.requests.end(),
                                                 [&](const RequestPlan& r) { return r.path == path; }))
                  text += ", " + std::string(to_string(path)) + "=" + std::to_string(n);
-             return text + ", device='" + to_string(s.plan.device.device) + "')";
+             return text + ", device='" + to_string(p.step->plan.device.device) + "')";
            })
       .def(
-          "describe", [](const Step& s) { return s.plan.describe(); }, "Several lines a person can read.");
+          "describe", [](const PyPlan& p) { return p.step->plan.describe(); }, "Several lines a person can read.");
   m.def(
       "plan",
-      [](const ModelConfig& model, const PyCache& cache, std::shared_ptr<BatchArrays> batch, PyStream& stream,
+      [](const ModelConfig& model, const PyCache& cache, const PyBatch& batch, PyStream& stream,
          const PlanOptions* options) {
         auto step = std::make_shared<Step>();
         nb::gil_scoped_release released;
         step->pages = cache.view.pages;
-        step->plan = plan(model, cache.view.spec, cache.view.pages, batch->view(), device_info(stream.stream, model),
-                          options ? *options : PlanOptions{});
-        step->batch = std::move(batch);
+        step->plan = plan(model, cache.view.spec, cache.view.pages, batch.arrays->view(),
+                          device_info(stream.stream, model), options ? *options : PlanOptions{});
+        step->batch = batch.arrays;
         step->selection = Buffer(step->plan.selection_bytes, stream.device());
-        return step;
+        return PyPlan{std::move(step)};
       },
       nb::arg("model"), nb::arg("cache"), nb::arg("batch"), nb::kw_only(), nb::arg("stream"),
       nb::arg("options").none() = nb::none(),
@@ -247,16 +247,16 @@ void bind_layer(nb::module_& m) {
       .def("clear", &Profile::clear);
   m.def(
       "forward",
-      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
-         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle hidden, nb::handle out,
-         const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
+      [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
+         const PyCache& cache, nb::handle hidden, nb::handle out, const PyIndexCache* index_cache,
+         const Placed<RotaryTable>* index_rotary, Profile* profile) {
         const Tensor h(hidden, "hidden", Access::read), o(out, "out", Access::write);
         h.require_device(stream.device());
         o.require_device(stream.device());
         const auto h_view = h.view<Token, Hidden>();
         const auto o_view = o.mutable_view<Token, Hidden>();
         const Turn turn(stream);
-        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, profile}(
+        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile}(
             [&](Stream& s, const LayerContext& c) { forward(s, c, h_view, o_view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("hidden"),
@@ -264,9 +264,9 @@ void bind_layer(nb::module_& m) {
       nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
   m.def(
       "attend",
-      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
-         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle q, nb::handle kv_c, nb::handle k_pe,
-         nb::handle out, const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
+      [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
+         const PyCache& cache, nb::handle q, nb::handle kv_c, nb::handle k_pe, nb::handle out,
+         const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
         const Tensor q_t(q, "q", Access::read), c_t(kv_c, "kv_c", Access::read), p_t(k_pe, "k_pe", Access::read),
             o(out, "out", Access::write);
         for (const Tensor* t : {&q_t, &c_t, &p_t, &o}) t->require_device(stream.device());
@@ -275,7 +275,7 @@ void bind_layer(nb::module_& m) {
         const auto p_view = p_t.view<Token, Rope>();
         const auto o_view = o.mutable_view<Token, Head, Value>();
         const Turn turn(stream);
-        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, profile}(
+        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile}(
             [&](Stream& s, const LayerContext& c) { attend(s, c, q_view, c_view, p_view, o_view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("q"),
@@ -283,14 +283,14 @@ void bind_layer(nb::module_& m) {
       nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
   m.def(
       "select",
-      [](PyStream& stream, std::shared_ptr<Step> step, const Placed<LayerWeights>& weights,
-         const Placed<RotaryTable>& rotary, const PyCache& cache, nb::handle positions, const PyIndexCache* index_cache,
+      [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
+         const PyCache& cache, nb::handle positions, const PyIndexCache* index_cache,
          const Placed<RotaryTable>* index_rotary) {
         const Tensor p(positions, "positions", Access::read);
         p.require_device(stream.device());
         const auto view = p.int32_view<Token, Topk>();
         const Turn turn(stream);
-        Call{stream, std::move(step), weights, rotary, cache, index_cache, index_rotary, nullptr}(
+        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, nullptr}(
             [&](Stream& s, const LayerContext& c) { select(s, c, view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("positions"),

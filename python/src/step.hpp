@@ -30,4 +30,13 @@ struct Step {
   Buffer selection;   ///< passed on between the layers of the step
 };
 
+// Python's objects hold these, not what they point to: nanobind's own conversion of a shared_ptr allocates where
+// nothing may be thrown, and ends the process when it cannot.
+struct PyBatch {
+  std::shared_ptr<const BatchArrays> arrays;
+};
+struct PyPlan {
+  std::shared_ptr<Step> step;
+};
+
 }  // namespace mla::python

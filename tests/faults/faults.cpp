@@ -39,7 +39,6 @@ struct Program {
   bool window = false;      // it opens the injector's window itself
   bool same_output = true;  // its output is a function of its arguments
   std::string of;           // the injector's MLA_FAULT_OF
-  bool allocations = true;  // without --all, too
 };
 
 struct Fault {
@@ -229,11 +228,9 @@ int main(int argc, char** argv) {
        false,
        false}};
   if (step != "-") programs.push_back({"C: a step", {step, checkpoint}, true, true});
-  // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module. So does nanobind:
-  // some allocations where objects are made and arguments converted end the process.
+  // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module.
   if (!python.empty())
-    programs.push_back(
-        {"Python: a step", {python, python_step, checkpoint}, true, true, "/_mla.,/libstdc++.so", false});
+    programs.push_back({"Python: a step", {python, python_step, checkpoint}, true, true, "/_mla.,/libstdc++.so"});
   else std::printf("Python: a step: skipped: --python names no Python with NumPy and the package\n");
   std::erase_if(programs, [&](const Program& p) { return !only.empty() && p.name != only; });
   const Fault faults[] = {{"alloc"}, {"alloc", true}, {"mmap"},   {"open"},  {"read"},
@@ -259,7 +256,6 @@ int main(int argc, char** argv) {
       return 1;
     }
     for (const Fault& fault : faults) {
-      if (fault.kind == "alloc" && !p.allocations && !all) continue;
       Row row;
       row.calls = clean.counts.at(fault.kind);
       if (row.calls == 0) continue;

@@ -18,7 +18,7 @@ def test_every_fault_is_an_exception(tmp_path):
         pytest.skip(f"{FOLDER} holds no faults and libmla_faults.so")
     run = subprocess.run(
         [driver, injector, "/bin/true", "-", tmp_path, "--python", sys.executable, STEP]
-        + ["--seconds", "8", "--only", "Python: a step"],
+        + ["--seconds", "16", "--only", "Python: a step"],
         capture_output=True, text=True, timeout=300, check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr

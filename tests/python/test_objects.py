@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import os
 import pickle
 
 import numpy as np
@@ -37,6 +38,21 @@ def test_models(tmp_path):
         mla.parse_config("[]", "here")
     with pytest.raises(mla.Error):
         mla.Checkpoint(tmp_path)
+
+
+def test_paths(tmp_path):
+    class Like:
+        def __fspath__(self):
+            return str(file)
+
+    file = tmp_path / "h\u00f6he.json"
+    file.write_text('{"model_type": "deepseek_v3"}')
+    for path in (file, str(file), os.fsencode(file), Like()):
+        assert mla.read_config(path).hidden == 7168
+    for bad in (None, 3, "a\0b", b"a\0b", object()):
+        for call in (mla.read_config, mla.Checkpoint):
+            with pytest.raises(TypeError, match=r"incompatible.*arguments[^$]*str \| os.PathLike"):
+                call(bad)
 
 
 def test_configs_of_families():
