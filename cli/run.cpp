@@ -278,7 +278,7 @@ void add_run(CLI::App& app, int& status) {
   c->footer(
       "Examples:\n"
       "  mla run\n"
-      "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --verify 50\n"
+      "  mla run --trace mooncake.jsonl --layers 2 --max-requests 40 --scale-lengths 0.05 --page-size 16 --verify 50\n"
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"

@@ -79,7 +79,8 @@ void print_throughput(const serve::Result& r) {
   const bool known = r.simulated_seconds > 0;
   std::printf("throughput output %s tokens/s, prompt %s tokens/s, together %s tokens/s; %s requests/s\n",
               figure(t.output, 1, known && r.output_tokens > 0).c_str(),
-              figure(t.prompt, 1, known && r.prefill_tokens > 0).c_str(), figure(t.total, 1, known).c_str(),
+              figure(t.prompt, 1, known && r.prefill_tokens > 0).c_str(),
+              figure(t.total, 1, known && r.output_tokens + r.prefill_tokens > 0).c_str(),
               figure(t.requests, 2, known && r.finished > 0).c_str());
   std::printf(
       "           %lld generated and %lld computed prompt tokens over %.3g s, from the first arrival to the last "

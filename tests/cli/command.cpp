@@ -852,6 +852,7 @@ TEST_F(Command, ARunThatRefusedEverythingFailed) {
   o = shell(limit + "mla run --model " + sparse_config() + " --cache-gib 0.01 --threads 2 --trace long.csv");
   EXPECT_EQ(o.status, 1) << o.err;
   EXPECT_NE(o.out.find("30000 requests, 0 finished, 30000 refused"), std::string::npos) << o.out;
+  EXPECT_NE(o.out.find("output - tokens/s, prompt - tokens/s, together - tokens/s"), std::string::npos) << o.out;
   expect_bad(small_run() + "--cache-gib 1e-6", {"cache-gib", "cannot hold a page"});
 }
 
