@@ -9,14 +9,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+import page
+from page import ROOT
+
 BEGIN, END = "<!-- made by scripts/cpu-table.py --write -->", "<!-- end of the CPU's table -->"
 # Layouts of the same codes, whose rows are like the plain one's.
 VARIANTS = ("_column", "_tma", "_packed", "_ue8m0", "fp8_64")
@@ -30,9 +30,9 @@ def bound(row: dict[str, Any], roof: dict[str, float]) -> str:
     """Which of the two peaks the row's roof is."""
     if not row["bytes"] and not row["flops"]:
         return "-"
-    bf16 = "bf16" in row["name"] and "f32 arithmetic" not in row["name"]
-    peak = roof["bf16_gflops"] if bf16 else roof["fma_gflops"]
-    memory, arithmetic = row["bytes"] / roof["read_gbps"], row["flops"] / peak
+    if row["of_roof"] is not None and row["of_f32"] > 1.2 * row["of_roof"]:
+        return "arithmetic"  # against bf16's peak: against f32's it would be that much more
+    memory, arithmetic = row["bytes"] / roof["read_gbps"], row["flops"] / roof["fma_gflops"]
     return "memory" if memory > arithmetic else "arithmetic"
 
 
@@ -54,9 +54,7 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="A CPU's bench, beside its peaks.")
     parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench/results/cpu/zen5-2-threads.json")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    how.add_argument("--check", action="store_true", help=f"does {PAGE.relative_to(ROOT)} show these rows?")
+    page.add_options(parser)
     options = parser.parse_args()
 
     try:
@@ -66,19 +64,7 @@ def main() -> int:
     if not options.write and not options.check:
         print(made, end="")
         return 0
-    shown = PAGE.read_text(encoding="utf-8")
-    before, begin, rest = shown.partition(BEGIN + "\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"cpu-table: {PAGE} has no lines {BEGIN} and {END}")
-    page = f"{before}{begin}\n{made}\n{end}{after}"
-    if options.write:
-        PAGE.write_text(page, encoding="utf-8")
-        return 0
-    sys.stdout.writelines(difflib.unified_diff(shown.splitlines(True), page.splitlines(True), "shown", "made"))
-    if shown != page:
-        print(f"cpu-table: {PAGE.relative_to(ROOT)} differs from the JSON: run it with --write")
-    return int(shown != page)
+    return page.put(made, BEGIN, END, options.write)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,15 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "performance.md"
+import page
+from page import ROOT
+
 BEGIN, END = "<!-- made by scripts/gpu-table.py --write -->", "<!-- end of the table -->"
 
 # Peers, on another H200 (700 W, CUDA 13.0, torch 2.11): whole calls, CUDA graphs of 20 over
@@ -189,22 +189,10 @@ def commits(folder: Path) -> str:
     return f"Commits of these figures: {'; '.join(known)}.\n"
 
 
-def page_with(text: str, table: str) -> str:
-    before, begin, rest = text.partition(BEGIN + "\n")
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise SystemExit(f"gpu-table: {PAGE} has no lines {BEGIN} and {END}")
-    return f"{before}{begin}\n{table}\n{end}{after}"  # markdown's tables stand by themselves
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description="The GPU's benches, beside its marks.")
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "bench/results/h200")
-    how = parser.add_mutually_exclusive_group()
-    how.add_argument("--markdown", action="store_true", help="as a markdown table")
-    how.add_argument("--write", action="store_true", help=f"into {PAGE.relative_to(ROOT)}")
-    how.add_argument("--check", action="store_true",
-                     help=f"does {PAGE.relative_to(ROOT)} show this table?")
+    page.add_options(parser).add_argument("--markdown", action="store_true", help="as a markdown table")
     options = parser.parse_args()
 
     table = [HEAD, *(cells(line) for line in lines(read(options.folder)))]
@@ -212,16 +200,7 @@ def main() -> int:
         print(markdown(table) if options.markdown else plain(table), end="")
         print("\n" + commits(options.folder), end="")
         return 0
-    shown = PAGE.read_text(encoding="utf-8")
-    made = page_with(shown, markdown(table) + "\n" + commits(options.folder))
-    if options.write:
-        PAGE.write_text(made, encoding="utf-8")
-        return 0
-    sys.stdout.writelines(difflib.unified_diff(shown.splitlines(True), made.splitlines(True),
-                                               "shown", "made"))
-    if shown != made:
-        print(f"gpu-table: {PAGE.relative_to(ROOT)} differs from the JSON: run it with --write")
-    return int(shown != made)
+    return page.put(markdown(table) + "\n" + commits(options.folder), BEGIN, END, options.write)
 
 
 if __name__ == "__main__":
