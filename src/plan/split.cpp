@@ -28,22 +28,6 @@ constexpr int64_t kLongest = 1 << 18;
 
 int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// A GPU's kernels cut requests themselves, by the lengths they find when they run.
-void whole_requests(Plan& plan) {
-  int32_t row = 0;
-  for (size_t index = 0; index < plan.requests.size(); ++index) {
-    const RequestPlan& r = plan.requests[index];
-    if (r.path != Path::latent) continue;
-    plan.latent_items.push_back({.request = static_cast<int32_t>(index),
-                                 .q_begin = row,
-                                 .q_count = r.query_len,
-                                 .kv_begin = 0,
-                                 .kv_end = r.context + r.query_len,
-                                 .visible = r.context});
-    row += r.query_len;
-  }
-}
-
 // So that no thread starts a long range last; equally long ones stay in their order. Keys are sorted, then items moved
 // once: items are several words.
 void sort_longest_first(std::vector<LatentItem>& items) {
@@ -66,15 +50,25 @@ int64_t range_length(int64_t total, int64_t units) {
 }
 
 void split_kv(Plan& plan) {
-  if (plan.device.device.kind == DeviceKind::cuda) return whole_requests(plan);
   std::vector<LatentRows> rows;
   rows.reserve(plan.requests.size());
   int32_t row = 0;
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
-    if (q.path != Path::latent || q.query_len == 0) continue;
+    if (q.path != Path::latent) continue;
     rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
+  }
+  // A GPU's kernels cut requests themselves, by the lengths they find when they run.
+  if (plan.device.device.kind == DeviceKind::cuda) {
+    for (const LatentRows& r : rows)
+      plan.latent_items.push_back({.request = r.request,
+                                   .q_begin = r.q_begin,
+                                   .q_count = r.q_count,
+                                   .kv_begin = 0,
+                                   .kv_end = static_cast<int32_t>(r.length),
+                                   .visible = static_cast<int32_t>(r.visible)});
+    return;
   }
   LatentWork work = plan_latent(rows, plan.options.split);
   plan.latent_items = std::move(work.items);
@@ -117,7 +111,7 @@ LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split) {
     LatentItem item{.request = r.request,
                     .q_begin = r.q_begin + q,
                     .q_count = count,
-                    .visible = static_cast<int32_t>(r.visible + q)};
+                    .visible = static_cast<int32_t>(std::min(r.visible + q, r.length - 1))};
     int32_t written = 0;
     int64_t begin = 0;
     do {  // rows that see nothing have an item, too: it writes that

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <numeric>
 
@@ -364,6 +365,21 @@ TEST(Plan, NamesParse) {
     EXPECT_EQ(parse_split_policy(to_string(p)), p);
   EXPECT_THROW(parse_path_policy("fastest"), InputError);
   EXPECT_THROW(parse_split_policy(""), InputError);
+}
+
+// Rows of FlashMLA's callers: all of a sequence for every query, sequences without a key or longer than its queries.
+TEST(PlanLatent, RowsThatAreNotCausalOrSeeNothing) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const LatentRows rows[] = {{0, 0, 200, kMost - 1, kMost}, {1, 200, 3, -1, 0}, {2, 203, 3, -2, 1}};
+  const LatentWork work = plan_latent(rows, SplitPolicy::fast);
+  std::map<int32_t, int64_t> seen;  // positions of a tile's items, by its first row
+  for (const LatentItem& i : work.items) {
+    EXPECT_LT(i.visible, rows[i.request].length);
+    EXPECT_EQ(i.visible == kMost - 1, i.request == 0);
+    seen[i.q_begin] += i.kv_end - i.kv_begin;
+  }
+  EXPECT_EQ(seen,
+            (std::map<int32_t, int64_t>{{0, kMost}, {64, kMost}, {128, kMost}, {192, kMost}, {200, 0}, {203, 1}}));
 }
 
 }  // namespace
