@@ -230,6 +230,8 @@ struct Plan {
   /// The same as rows of the cache or of the workspace, as the row's group reads them.
   View<int32_t, Token, Topk> selected_slots(std::span<std::byte> selection) const;
   static constexpr size_t kStampBytes = 64;  ///< at the end of a selection
+  /// Where those rows begin in a selection's memory, bytes.
+  size_t slots_offset() const { return selection_bytes > 0 ? (selection_bytes - kStampBytes) / 2 : 0; }
 
   /// Region by name; Error when there is none.
   const Region& region(std::string_view name) const;

@@ -28,7 +28,6 @@ enum class Memory : uint8_t {
   heads_out,  ///< attend()'s output of another dtype than heads are made in
   positions,  ///< select()'s; 32-bit integers
 };
-std::string_view to_string(Memory m);
 
 /// A view whose memory is found when the step runs. Strides are its own in the workspace and a selection, and the
 /// call's otherwise.
@@ -77,7 +76,6 @@ enum class Weight : uint8_t {
   index_key,
   index_head_weights,
 };
-std::string_view to_string(Weight w);
 
 /// Lists that steps read: the batch's, and the plan's. Where a plan has several of a kind, `part` numbers them.
 enum class ListKind : uint8_t {

@@ -17,8 +17,7 @@ View<int32_t, Token, Topk> Plan::selected(std::span<std::byte> selection) const 
   return {reinterpret_cast<int32_t*>(selection.data()), {sparse_rows(), topk}};
 }
 View<int32_t, Token, Topk> Plan::selected_slots(std::span<std::byte> selection) const {
-  const size_t first = selection_bytes > 0 ? (selection_bytes - kStampBytes) / 2 : 0;
-  return {reinterpret_cast<int32_t*>(selection.data() + first), {sparse_rows(), topk}};
+  return {reinterpret_cast<int32_t*>(selection.data() + slots_offset()), {sparse_rows(), topk}};
 }
 
 namespace planning {

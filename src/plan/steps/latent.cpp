@@ -23,6 +23,11 @@ void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe) {
                     .y = staged_queries(s).part<Token, Head, In>(m.latent, {rows_of(s), m.heads, m.rope})});
 }
 
+Partials partials(const Steps& s, int64_t rows) {
+  return {s.region<Partial, Head, Value>("partial_out", Dtype::f32, {rows, s.m.heads, s.plan.cache.value_width()}),
+          s.region<Partial, Head>("partial_lse", Dtype::f32, {rows, s.m.heads})};
+}
+
 Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
   const Plan& p = s.plan;
   const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width();
@@ -40,8 +45,7 @@ Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
   const float q_scale = fp8 ? p.options.q_scale : 1.0f;
   const auto out = s.region<Token, Head, Value>("latent_out", s.act, {rows, n, width});
   const auto lse = s.region<Token, Head>("latent_lse", Dtype::f32, {rows, n});
-  const auto partial_out = s.region<Partial, Head, Value>("partial_out", Dtype::f32, {p.partial_rows, n, width});
-  const auto partial_lse = s.region<Partial, Head>("partial_lse", Dtype::f32, {p.partial_rows, n});
+  const auto [partial_out, partial_lse] = partials(s, p.partial_rows);
   if (!p.latent_items.empty())
     s.add("attend_latent", calls,
           steps::AttendLatent{.q = q,

@@ -11,10 +11,8 @@ Operand<Token, Topk> selected(const Steps& s) {
   return {Memory::selection, Dtype::f32, 0, {s.plan.sparse_rows(), s.plan.topk}};
 }
 Operand<Token, Topk> selected_slots(const Steps& s) {
-  return {Memory::selection,
-          Dtype::f32,
-          static_cast<int64_t>((s.plan.selection_bytes - Plan::kStampBytes) / 2),
-          {s.plan.sparse_rows(), s.plan.topk}};
+  return {
+      Memory::selection, Dtype::f32, static_cast<int64_t>(s.plan.slots_offset()), {s.plan.sparse_rows(), s.plan.topk}};
 }
 
 RowList sparse_tokens(Steps& s) {
@@ -64,7 +62,7 @@ void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand
   const ModelConfig& m = s.m;
   const IndexerConfig& x = *m.indexer;
   const int64_t t = s.tokens, rows = s.plan.sparse_rows();
-  if (rows > 0) s.add("select_topk", kIndexer, steps::BeginChoice{});
+  if (rows > 0) s.add("begin_choice", kIndexer, steps::BeginChoice{});
   const auto keys = s.region<Token, IndexDim>("index_key", Dtype::f32, {t, x.dim});
   s.project("index_key", kIndexer, hidden, {}, Weight::index_key,
             s.region<Token, Head, Out>("index_key", Dtype::f32, {t, 1, x.dim}), {}, t);
@@ -105,18 +103,17 @@ void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand
 void choice_steps(Steps& s) {
   const Plan& p = s.plan;
   if (p.sparse_rows() == 0) return;
-  s.add("map_indices", kSelect, steps::BeginChoice{});
+  s.add("begin_choice", kSelect, steps::BeginChoice{});
   s.add("map_indices", kSelect,
         steps::PickRows{s.input<Token, Topk>(Memory::positions, Dtype::f32, {s.tokens, p.topk}), sparse_tokens(s),
                         selected(s)});
   map(s);
-  s.add("map_indices", kIndexer | kSelect, steps::EndChoice{});
+  s.add("end_choice", kIndexer | kSelect, steps::EndChoice{});
 }
 
 void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const ModelConfig& m = s.m;
-  const int64_t n = m.heads, width = out.extent<Value>();
   const Dtype compute = s.plan.options.compute;
   for (size_t i = 0; i < s.plan.sparse_groups.size(); ++i) {
     const SparseGroup& g = s.plan.sparse_groups[i];
@@ -128,8 +125,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, f
           steps::Gather{s.list(ListKind::sparse_pieces, g.pieces, i), gathered.part<Key, Latent>(0, {g.rows, m.latent}),
                         gathered.part<Key, Rope>(m.latent, {g.rows, m.rope})});
     }
-    const auto partial_out = s.region<Partial, Head, Value>("partial_out", Dtype::f32, {g.work.partial_rows, n, width});
-    const auto partial_lse = s.region<Partial, Head>("partial_lse", Dtype::f32, {g.work.partial_rows, n});
+    const auto [partial_out, partial_lse] = partials(s, g.work.partial_rows);
     const auto group_out = out.rows(g.begin, g.count);
     const auto group_lse = lse.rows(g.begin, g.count);
     s.add("attend_sparse", calls,

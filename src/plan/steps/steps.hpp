@@ -83,6 +83,12 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<To
 Operand<Token, Head, Entry> staged_queries(const Steps& s);
 /// Rotated parts of queries behind their latent parts.
 void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe);
+/// What items that are splits leave, for a merge behind them.
+struct Partials {
+  Operand<Partial, Head, Value> out;
+  Operand<Partial, Head> lse;
+};
+Partials partials(const Steps& s, int64_t rows);
 /// Staged queries over the cached rows; their quantisation first, where the plan asks for it. Splits are merged.
 Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls);
 /// Absorbed queries over the cache itself, then W_UV.
