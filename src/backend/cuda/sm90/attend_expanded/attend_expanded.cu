@@ -112,6 +112,7 @@ struct Glm256 {
 
 constexpr int group_rows = 64;        // query rows of a math warpgroup: the height of wgmma
 constexpr int panel = 64;             // elements of a 128-byte row of shared memory
+constexpr int watch_barrier = 7;      // of the two warps that look at values; math warpgroups have 1 to 3
 constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
 constexpr float most_sum = 1024.0f;   // or until a thread's exponentials of a block sum to more
@@ -396,7 +397,6 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
           load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head,
                                     work.key + values.first);
         }
-        if (!values.watched()) mbarrier_arrive(full);  // in place of the second watcher
       }
   }
 }
@@ -466,8 +466,8 @@ __device__ void watch_values(Shared<tile, Element>& shared, int watcher) {
           atomicMin(&shared.poisoned[slot.index], bad);
         }
         fence_async_proxy();
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
+        barrier_sync(watch_barrier, watchers * 32);  // both have looked
+        if (watcher == 0 && lane == 0) mbarrier_arrive(smem_address(&shared.v_full[v.index]));
       }
     before += work.blocks * tile.value_parts();
   }
@@ -1037,7 +1037,7 @@ __global__ void __launch_bounds__(Config::tile.threads(), 1) attend_expanded_ker
     init(shared.q_empty, 1);
     init(shared.k_full, 1);
     init(shared.k_empty, tile.groups * tile.cluster);
-    init(shared.v_full, 2);
+    init(shared.v_full, 1);
     init(shared.v_empty, tile.groups * tile.cluster);
     init(shared.v_tail, 1);
     mbarrier_init_fence();
