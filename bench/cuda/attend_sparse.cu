@@ -8,6 +8,7 @@
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/check.hpp"
+#include "backend/cuda/core/queue.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
@@ -21,20 +22,32 @@ struct Shape {
   const char* name;
   int requests, query_tokens, heads, context, topk;
   CacheFormat format;
-  int splits = 1;  // of every row, joined by merge_sparse
 };
 
 constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16;
 const Shape shapes[] = {
+    {"decode b1 h64 fp8_ds_mla", 1, 1, 64, 32768, 2048, kFp8},
+    {"decode b1 h128 fp8_ds_mla", 1, 1, 128, 32768, 2048, kFp8},
+    {"decode b8 h128 fp8_ds_mla", 8, 1, 128, 32768, 2048, kFp8},
+    {"decode b64 h16 fp8_ds_mla", 64, 1, 16, 8192, 2048, kFp8},
+    {"decode b128 h16 fp8_ds_mla", 128, 1, 16, 8192, 2048, kFp8},
+    {"decode b64 h64 fp8_ds_mla", 64, 1, 64, 8192, 2048, kFp8},
+    {"decode b128 h64 fp8_ds_mla", 128, 1, 64, 8192, 2048, kFp8},
     {"decode b64 h128 fp8_ds_mla", 64, 1, 128, 8192, 2048, kFp8},
     {"decode b128 h128 fp8_ds_mla", 128, 1, 128, 8192, 2048, kFp8},
     {"decode b64 s2 h128 fp8_ds_mla", 64, 2, 128, 8192, 2048, kFp8},
-    {"decode b64 h16 fp8_ds_mla", 64, 1, 16, 8192, 2048, kFp8, 4},
-    {"decode b8 h128 fp8_ds_mla", 8, 1, 128, 32768, 2048, kFp8, 8},
+    {"decode b128 s2 h128 fp8_ds_mla", 128, 2, 128, 8192, 2048, kFp8},
+    {"decode b1 h64 bf16", 1, 1, 64, 32768, 2048, kBf16},
+    {"decode b1 h128 bf16", 1, 1, 128, 32768, 2048, kBf16},
+    {"decode b8 h128 bf16", 8, 1, 128, 32768, 2048, kBf16},
+    {"decode b64 h16 bf16", 64, 1, 16, 8192, 2048, kBf16},
+    {"decode b64 h64 bf16", 64, 1, 64, 8192, 2048, kBf16},
     {"decode b64 h128 bf16", 64, 1, 128, 8192, 2048, kBf16},
     {"decode b128 h128 bf16", 128, 1, 128, 8192, 2048, kBf16},
-    {"prefill 4096 h128 bf16", 1, 4096, 128, 8192, 2048, kBf16},
-    {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 8192, 2048, kFp8},
+    {"prefill 4096 h16 bf16", 1, 4096, 16, 65536, 2048, kBf16},
+    {"prefill 4096 h64 bf16", 1, 4096, 64, 65536, 2048, kBf16},
+    {"prefill 4096 h128 bf16", 1, 4096, 128, 65536, 2048, kBf16},
+    {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 65536, 2048, kFp8},
 };
 constexpr int kEntry = 576, kWidth = 512, kPage = 64;
 
@@ -99,17 +112,6 @@ std::vector<float> decoded(const std::vector<std::byte>& row, CacheFormat format
   return x;
 }
 
-template <class T>
-struct Pinned {
-  explicit Pinned(const std::vector<T>& from) : size(from.size()) {
-    check(cudaMallocHost(&data, from.size() * sizeof(T)), "bench", "pinned memory");
-    std::copy(from.begin(), from.end(), data);
-  }
-  ~Pinned() { cudaFreeHost(data); }
-  T* data = nullptr;
-  size_t size;
-};
-
 struct Result {
   bench::Times times;
   double floor, bytes, flops, error, bound;
@@ -142,20 +144,14 @@ Result measure(const Shape& s, int replays) {
   fill_bf16<<<1024, 256>>>(q.data(), q.size(), 2);
   for (int set = 0; set < sets; ++set)
     fill_slots<<<1024, 256>>>(slots.data() + set * slot_count, rows, s.topk, s.context, s.query_tokens, set);
-  const int64_t parts = s.splits > 1 ? static_cast<int64_t>(s.splits) * rows : 0;
-  DeviceArray<float> partial_out(parts * s.heads * kWidth), partial_lse(parts * s.heads);
   DeviceArray<std::byte> scratch(kScratch);
   check(cudaDeviceSynchronize(), "bench", "fill");
 
-  std::vector<SparseItem> list;
-  for (int i = 0; i < s.splits; ++i)
-    list.push_back({.q_begin = 0,
-                    .q_count = rows,
-                    .k_begin = s.topk / s.splits * i,
-                    .k_end = s.topk / s.splits * (i + 1),
-                    .partial = s.splits > 1 ? i * rows : -1});
-  const Pinned<SparseItem> items(list);
-  const Pinned<SplitRows> joins({{.row = 0, .rows = rows, .partial = 0, .splits = s.splits}});
+  // Staged, as a layer's items are.
+  const SparseItem item{.q_begin = 0, .q_count = rows, .k_begin = 0, .k_end = s.topk};
+  const DeviceArray<SparseItem> items(std::vector<SparseItem>{item});
+  stream.queue().publish({&stream, reinterpret_cast<const std::byte*>(&item), sizeof item,
+                          reinterpret_cast<const std::byte*>(items.data())});
   const float scale = 1.0f / std::sqrt(static_cast<float>(kEntry));
   const auto call = [&](int set) {
     const ops::SparseSource source{.cache = {spec, cache.data() + set % caches * positions * row_bytes,
@@ -163,20 +159,12 @@ Result measure(const Shape& s, int replays) {
                                    .slots = {slots.data() + set * slot_count, {rows, s.topk}}};
     const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, kEntry}},
                                      .sources = {&source, 1},
-                                     .items = {items.data, items.size},
+                                     .items = {&item, 1},
                                      .scale = scale,
                                      .out = {Dtype::bf16, out.data(), {rows, s.heads, kWidth}},
                                      .lse = {lse.data(), {rows, s.heads}},
-                                     .partial_out = {partial_out.data(), {parts, s.heads, kWidth}},
-                                     .partial_lse = {partial_lse.data(), {parts, s.heads}},
                                      .scratch = {scratch.data(), kScratch}};
     attend_sparse(stream, args);
-    if (s.splits > 1)
-      merge_sparse(stream, {.partial_out = args.partial_out,
-                            .partial_lse = args.partial_lse,
-                            .items = {joins.data, 1},
-                            .out = args.out,
-                            .lse = args.lse});
   };
 
   // Right?
@@ -226,7 +214,6 @@ void measure_all(bench::Report& report) {
                 {"heads", s.heads},
                 {"context", s.context},
                 {"topk", s.topk},
-                {"splits", s.splits},
                 {"floor_us", bench::rounded(r.floor, 2)},
                 {"of_floor", bench::rounded(r.floor / r.times.median, 3)},
                 {"tflop_per_s", bench::rounded(r.flops / r.times.median * 1e-6, 1)},

@@ -52,6 +52,7 @@ struct KernelNames {
   std::string (*project)(const GpuModel&, const ops::ProjectArgs&) = nullptr;
   std::string (*attend_expanded)(const GpuModel&, const ops::AttendExpandedArgs&) = nullptr;
   std::string (*attend_latent)(const GpuModel&, const ops::AttendLatentArgs&) = nullptr;
+  std::string (*attend_sparse)(const GpuModel&, const ops::AttendSparseArgs&) = nullptr;
   std::string (*index_score)(const GpuModel&, const ops::IndexScoreArgs&) = nullptr;
 };
 

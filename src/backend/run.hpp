@@ -19,6 +19,7 @@ std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, cons
   if constexpr (std::is_same_v<Args, ProjectArgs>) entry = names.project;
   if constexpr (std::is_same_v<Args, AttendExpandedArgs>) entry = names.attend_expanded;
   if constexpr (std::is_same_v<Args, AttendLatentArgs>) entry = names.attend_latent;
+  if constexpr (std::is_same_v<Args, AttendSparseArgs>) entry = names.attend_sparse;
   if constexpr (std::is_same_v<Args, IndexScoreArgs>) entry = names.index_score;
   return entry ? entry(gpu, args) : std::string(names.usual);
 }

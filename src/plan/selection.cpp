@@ -33,7 +33,10 @@ SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
     }
     group.count += r.query_len;
   }
-  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split);
+  // A GPU's kernels cut lists themselves.
+  group.work = plan.device.device.kind == DeviceKind::cuda
+                   ? plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, 1)
+                   : plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split);
   plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
   plan.sparse_groups.push_back(std::move(group));
   return plan.sparse_groups.back();

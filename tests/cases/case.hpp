@@ -47,6 +47,8 @@ struct Params {
   int64_t topk = 2048;       ///< selected positions of a query row
   int64_t sources = 1;       ///< attend_sparse: caches
   bool sinks = false;        ///< attend_sparse
+  bool max_logits = true;    ///< attend_sparse: are they wanted?
+  bool dense = false;        ///< attend_sparse: rows without gaps, pages at multiples of 16 bytes
   /// Attention and merge: NaN, infinities and numbers whose products overflow are planted among the inputs. Rows that
   /// do not see one must have the bits of the same call without them.
   bool nonfinite = false;
@@ -71,6 +73,8 @@ class Case {
   /// Judges what run() left behind against the float64 reference.
   virtual Verdict verify() = 0;
   virtual ops::Cost cost() const = 0;
+  /// The kernel that run() calls, where a case knows; otherwise empty.
+  virtual std::string kernel() const { return {}; }
 };
 
 struct CaseType {

@@ -60,7 +60,7 @@ Verdict unless_moved(Verdict v, int64_t width, std::span<const float> got, std::
   for (size_t row = 0; row + n <= exact.size() && n > 0; row += n) {
     if (!std::equal(exact.begin() + row, exact.begin() + row + n, clean_exact.begin() + row)) continue;
     for (size_t i = row; v.ok && i < row + n; ++i) {
-      if (std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(clean_got[i])) continue;
+      if (got[i] == clean_got[i] || std::bit_cast<uint32_t>(got[i]) == std::bit_cast<uint32_t>(clean_got[i])) continue;
       v.ok = false;
       v.error = INFINITY;
       v.detail = "element " + std::to_string(i) + " is " + std::to_string(got[i]) + ", but " +

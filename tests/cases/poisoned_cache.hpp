@@ -20,8 +20,9 @@ namespace mla::cases {
 template <class Spec, class View>
 class Poisoned {
  public:
-  Poisoned(const Spec& spec, int64_t pages, Random& random)
-      : spec_(spec), order_(pages), gap_(random.integer(0, 1) == 0 ? 24 : 32) {
+  /// aligned: pages whose bytes are a multiple of 16 lie at those.
+  Poisoned(const Spec& spec, int64_t pages, Random& random, bool aligned = false)
+      : spec_(spec), order_(pages), gap_(random.integer(0, 1) == 0 && !aligned ? 24 : 32) {
     spec.validate();
     const size_t size = static_cast<size_t>(pages) * stride();
     bytes_.reserve(size);

@@ -1,6 +1,7 @@
 #include "backend/cuda/backend.hpp"
 
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/attention/cache_attention.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda {
@@ -20,6 +21,10 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   if (sm90::serves(model_of(stream.queue()), a)) sm90::attend_expanded(stream, a);
   else generic::attend_expanded(stream, a);
 }
+void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
+  if (sm90::serves(model_of(stream.queue()), a)) sm90::attend_sparse(stream.queue(), a);
+  else generic::attend_lists(stream.queue(), a);
+}
 
 namespace {
 constexpr std::string_view kGeneric = "cuda/generic";
@@ -34,6 +39,7 @@ const backend::KernelNames kernel_names{.usual = kGeneric,
                                         .project = project_kernel,
                                         .attend_expanded = name_of<ops::AttendExpandedArgs>,
                                         .attend_latent = name_of<ops::AttendLatentArgs>,
+                                        .attend_sparse = name_of<ops::AttendSparseArgs>,
                                         .index_score = index_score_kernel};
 
 size_t scratch_per_worker(const backend::ScratchShape&) { return kScratch; }

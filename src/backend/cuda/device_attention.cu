@@ -1,5 +1,5 @@
-// A kernel before attention turns the caller's lengths into work items, one after it brings lse into the interface's
-// form: attention itself is the ops' own kernels.
+// A kernel before attention turns the caller's lengths into work items; where Hopper's kernels do not serve a call, one
+// after it brings lse into the interface's form. Attention itself is the ops' own kernels.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -58,12 +58,14 @@ struct Paged {
 struct Lists {
   explicit Lists(const ListAttention& a, std::byte* at) : cut{at} {
     item = cut.take<SparseItem>(1);
+    counters = cut.take<unsigned>(kCounters);
     lengths = cut.take<int32_t>(static_cast<int64_t>(a.sources.size()) * a.q.extent<Token>());
     lse = lse_rows(a.lse, a.queries, cut);
     scratch = cut.take<std::byte>(kScratch);
   }
   Cut cut;
   SparseItem* item;
+  unsigned* counters;
   int32_t* lengths;  // [sources][rows]
   View<float, Token, Head> lse;
   std::byte* scratch;
@@ -171,35 +173,40 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                                    .out = a.out,
                                    .lse = m.lse,
                                    .scratch = {m.scratch, kScratch}};
-  if (cuda::sm90::serves(cuda::model_of(queue), args)) cuda::sm90::attend_latent(queue, args, /*after_writer=*/true);
-  else cuda::generic::attend_positions(queue, args);
+  if (cuda::sm90::serves(cuda::model_of(queue), args)) {
+    const cuda::sm90::CallerArrays arrays{.lse = a.lse, .after_writer = true};
+    return cuda::sm90::attend_latent(queue, args, &arrays);
+  }
+  cuda::generic::attend_positions(queue, args);
   form(queue, m.lse, a.lse);
 }
 
 void attend(const ListAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Lists m(a, at.workspace);
-  Queue queue(at.device, at.native, nullptr);
+  Queue queue(at.device, at.native, m.counters);
   const int64_t rows = a.q.extent<Token>(), heads = a.q.extent<Head>();
+  std::vector<ops::SparseSource> sources;
   int64_t keys = 0;
-  for (const SlotLists& s : a.sources) keys += s.slots.extent<Topk>();
+  for (const SlotLists& s : a.sources) sources.push_back({s.cache, s.slots, {}}), keys += s.slots.extent<Topk>();
+  const SparseItem item{
+      .q_begin = 0, .q_count = static_cast<int32_t>(rows), .k_begin = 0, .k_end = static_cast<int32_t>(keys)};
+  const ops::AttendSparseArgs args{.q = a.q,
+                                   .sources = sources,
+                                   .items = {&item, 1},
+                                   .scale = a.scale,
+                                   .sinks = a.sinks ? known(queue, a.sinks.data(), heads) : std::span<const float>{},
+                                   .out = a.out,
+                                   .lse = m.lse,
+                                   .max_logits = a.max_logits,
+                                   .scratch = {m.scratch, kScratch}};
+  if (cuda::sm90::serves(cuda::model_of(queue), args)) {
+    const cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = a.sources[0].lengths};
+    return cuda::sm90::attend_sparse(queue, args, &arrays);
+  }
 
-  // One item of all rows. Its keys are cut until every multiprocessor has a part, none shorter than four blocks.
-  constexpr int64_t kBlock = 64, kShortest = 4 * kBlock;
-  const int64_t tiles = rows * ((heads + kBlock - 1) / kBlock),
-                at_once = queue.multiprocessors() * (heads > 16 ? 1 : 2);
-  const int64_t parts =
-      std::clamp<int64_t>(at_once / std::max<int64_t>(1, tiles), 1, std::max<int64_t>(1, keys / kShortest));
-  const int64_t each = (keys + parts - 1) / parts;
-  const SparseItem item{.q_begin = 0,
-                        .q_count = static_cast<int32_t>(rows),
-                        .k_begin = 0,
-                        .k_end = static_cast<int32_t>(keys),
-                        .partial = -1};
   queue.publish(
       {&queue, reinterpret_cast<const std::byte*>(&item), sizeof item, reinterpret_cast<const std::byte*>(m.item)});
-
-  std::vector<ops::SparseSource> sources;
   for (size_t i = 0; i < a.sources.size(); ++i) {
     const SlotLists& s = a.sources[i];
     int32_t* const lengths = m.lengths + static_cast<int64_t>(i) * rows;
@@ -207,20 +214,9 @@ void attend(const ListAttention& a, const CallerStream& at) {
       cuda::launch(list_rows, grid_of(rows), queue.stream(), kOp, "items", "rows " + std::to_string(rows), m.item, item,
                    lengths, s.lengths.data(), s.lengths.stride<Request>(), static_cast<int32_t>(a.queries),
                    static_cast<int32_t>(rows), static_cast<int32_t>(s.slots.extent<Topk>()));
-    sources.push_back({s.cache, s.slots, {}});
-    if (s.lengths) sources.back().lengths = known(queue, static_cast<const int32_t*>(lengths), rows);
+    if (s.lengths) sources[i].lengths = known(queue, static_cast<const int32_t*>(lengths), rows);
   }
-  cuda::generic::attend_lists(queue,
-                              {.q = a.q,
-                               .sources = sources,
-                               .items = {&item, 1},
-                               .part_keys = parts > 1 ? static_cast<int32_t>((each + kBlock - 1) / kBlock * kBlock) : 0,
-                               .scale = a.scale,
-                               .sinks = a.sinks ? known(queue, a.sinks.data(), heads) : std::span<const float>{},
-                               .out = a.out,
-                               .lse = m.lse,
-                               .max_logits = a.max_logits,
-                               .scratch = {m.scratch, kScratch}});
+  cuda::generic::attend_lists(queue, args);
   form(queue, m.lse, a.lse);
 }
 

@@ -124,7 +124,7 @@ struct Wgmma;
       "+f"(d[127])
 
 // R, D(): the lists above; A0 to A6: the operand numbers that follow N / 2 accumulators.
-#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6)                                                  \
+#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6, A7)                                                  \
   template <>                                                                                                         \
   struct Wgmma<N, TYPE> {                                                                                             \
     template <uint32_t a_bytes, uint32_t b_bytes, Major a_major = Major::k, Major b_major = Major::k>                 \
@@ -140,31 +140,35 @@ struct Wgmma;
     __device__ static __forceinline__ void ss(float (&d)[N / 2], uint64_t a, uint64_t b, int accumulate) {            \
       ss_at<0, 0, a_major, b_major>(d, a, b, accumulate);                                                             \
     }                                                                                                                 \
-    template <Major b_major = Major::k>                                                                               \
-    __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {     \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" A5                                                            \
-                   ", 0;\n"                                                                                           \
+    template <uint32_t b_bytes, Major b_major = Major::k>                                                             \
+    __device__ static __forceinline__ void rs_at(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {  \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" A5 ", 0;\nadd.s64 y, %" A4 ", %" A7            \
+                   ";\n"                                                                                              \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, {%" A0 ",%" A1 ",%" A2    \
-                   ",%" A3 "}, %" A4 ", p, 1, 1, %" A6 ";\n}"                                                         \
+                   ",%" A3 "}, y, p, 1, 1, %" A6 ";\n}"                                                               \
                    : D()                                                                                              \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate),                             \
-                     "n"(static_cast<int>(b_major)));                                                                 \
+                     "n"(static_cast<int>(b_major)), "n"(b_bytes >> 4));                                              \
+    }                                                                                                                 \
+    template <Major b_major = Major::k>                                                                               \
+    __device__ static __forceinline__ void rs(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {     \
+      rs_at<0, b_major>(d, a, b, accumulate);                                                                         \
     }                                                                                                                 \
   };
 #define MLA_WGMMA(N, R, D, ...)                             \
   MLA_WGMMA_OF(N, __nv_bfloat16, "bf16", R, D, __VA_ARGS__) \
   MLA_WGMMA_OF(N, __half, "f16", R, D, __VA_ARGS__)
 
-MLA_WGMMA(16, MLA_R0, MLA_D0, "8", "9", "10", "11", "12", "13", "14")
-MLA_WGMMA(32, MLA_R1, MLA_D1, "16", "17", "18", "19", "20", "21", "22")
-MLA_WGMMA(48, MLA_R2, MLA_D2, "24", "25", "26", "27", "28", "29", "30")
-MLA_WGMMA(64, MLA_R3, MLA_D3, "32", "33", "34", "35", "36", "37", "38")
-MLA_WGMMA(80, MLA_R4, MLA_D4, "40", "41", "42", "43", "44", "45", "46")
-MLA_WGMMA(96, MLA_R5, MLA_D5, "48", "49", "50", "51", "52", "53", "54")
-MLA_WGMMA(128, MLA_R7, MLA_D7, "64", "65", "66", "67", "68", "69", "70")
-MLA_WGMMA(160, MLA_R9, MLA_D9, "80", "81", "82", "83", "84", "85", "86")
-MLA_WGMMA(192, MLA_R11, MLA_D11, "96", "97", "98", "99", "100", "101", "102")
-MLA_WGMMA(256, MLA_R15, MLA_D15, "128", "129", "130", "131", "132", "133", "134")
+MLA_WGMMA(16, MLA_R0, MLA_D0, "8", "9", "10", "11", "12", "13", "14", "15")
+MLA_WGMMA(32, MLA_R1, MLA_D1, "16", "17", "18", "19", "20", "21", "22", "23")
+MLA_WGMMA(48, MLA_R2, MLA_D2, "24", "25", "26", "27", "28", "29", "30", "31")
+MLA_WGMMA(64, MLA_R3, MLA_D3, "32", "33", "34", "35", "36", "37", "38", "39")
+MLA_WGMMA(80, MLA_R4, MLA_D4, "40", "41", "42", "43", "44", "45", "46", "47")
+MLA_WGMMA(96, MLA_R5, MLA_D5, "48", "49", "50", "51", "52", "53", "54", "55")
+MLA_WGMMA(128, MLA_R7, MLA_D7, "64", "65", "66", "67", "68", "69", "70", "71")
+MLA_WGMMA(160, MLA_R9, MLA_D9, "80", "81", "82", "83", "84", "85", "86", "87")
+MLA_WGMMA(192, MLA_R11, MLA_D11, "96", "97", "98", "99", "100", "101", "102", "103")
+MLA_WGMMA(256, MLA_R15, MLA_D15, "128", "129", "130", "131", "132", "133", "134", "135")
 #undef MLA_WGMMA
 #undef MLA_WGMMA_OF
 #undef MLA_R0

@@ -11,11 +11,26 @@ backend::GpuModel model_of(const Queue& queue);
 
 namespace mla::cuda::sm90 {
 
+/// What a call on a caller's own device arrays asks of latent attention beside its op.
+struct CallerArrays {
+  /// In place of the op's: queries of one request after another, +inf where nothing is seen.
+  View<float, Request, Head, Token> lse;
+  /// attend_sparse's lengths, of all queries of a request alike; without data: every slot counts.
+  View<const int32_t, Request> lengths;
+  bool after_writer = false;  ///< attend_latent: the stream's previous kernel writes the items
+};
+
 /// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, at most 128 heads.
 bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
-/// after_writer: the stream's previous kernel writes the items, which are then waited for before the launch.
-void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool after_writer = false);
+void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller = nullptr);
+
+/// bf16 queries of 512 + 64 over lists of slots of one such cache, each row's softmax whole or batch-invariant; largest
+/// logits of 16-bit caches only.
+bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
+std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
+/// caller: a.items is one item in host memory, the queue's counters need not be 0.
+void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const CallerArrays* caller = nullptr);
 
 /// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256.
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);

@@ -8,7 +8,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/attention/flat_keys.cuh"
-#include "backend/cuda/generic/attention/items.cuh"
+#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 

@@ -3,7 +3,7 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
-#include "backend/cuda/generic/attention/items.cuh"
+#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
@@ -35,8 +35,6 @@ __global__ void __launch_bounds__(kJoinThreads) merge_sparse_kernel(const MergeS
 
 }  // namespace
 }  // namespace generic
-
-void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) { generic::attend_lists(stream.queue(), a); }
 
 void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
   constexpr std::string_view op = "merge_sparse";

@@ -3,10 +3,10 @@
 #include <vector>
 
 #include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
 #include "backend/cuda/generic/attention/cache_keys.cuh"
-#include "backend/cuda/generic/attention/items.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
@@ -428,12 +428,12 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
   a.partial = destination<Partial>(args.partial_out, args.partial_lse, args.partial_max);
   a.sinks = queue.staged(args.sinks, op, "sinks");
   a.items = static_cast<int32_t>(args.items.size());
-  a.part_keys = args.part_keys;
-  int64_t tokens = 0, parts = 1;
+  int64_t tokens = 0, keys = 0;
+  bool explicit_partials = false;
   for (const SparseItem& i : args.items) {
     tokens += i.q_count;
-    if (args.part_keys > 0 && i.q_count > 0)
-      parts = std::max(parts, divide_up(static_cast<int64_t>(i.k_end) - i.k_begin, args.part_keys));
+    if (i.q_count > 0) keys = std::max(keys, static_cast<int64_t>(i.k_end) - i.k_begin);
+    explicit_partials = explicit_partials || i.partial >= 0;
   }
   if (tokens == 0 || a.heads == 0 || a.width == 0) return;
   a.lists = queue.staged(args.items, op, "items");
@@ -455,15 +455,24 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
   int blocks = 1;
   const Variant v = choose(a, f32, a.heads, op, &blocks);
   a.layout = v.layout, a.copies = v.copies;
+  const int64_t groups = divide_up(a.heads, v.rows);
+  // Where nobody says how keys are cut: until every multiprocessor has a part, none shorter than four blocks.
+  a.part_keys = args.part_keys;
+  if (a.part_keys == 0 && !explicit_partials) {
+    const int64_t parts =
+        std::clamp<int64_t>(static_cast<int64_t>(queue.multiprocessors()) * blocks / (tokens * groups), 1,
+                            std::max<int64_t>(1, keys / (4 * v.keys)));
+    a.part_keys = static_cast<int32_t>(divide_up(divide_up(keys, parts), v.keys) * v.keys);
+  }
+  const int64_t parts = a.part_keys > 0 ? std::max<int64_t>(1, divide_up(keys, a.part_keys)) : 1;
   a.splits = static_cast<int32_t>(parts);
   if (parts == 1) a.part_keys = 0;
-  const int64_t groups = divide_up(a.heads, v.rows);
   int64_t at_once = tokens;
   if (parts > 1) {
     const int64_t row = parts * a.heads * (a.width + 2) * 4;
     at_once = std::min(tokens, static_cast<int64_t>(kScratch) / row);
     if (at_once == 0)
-      throw UnsupportedError("attend_sparse: " + std::to_string(parts) + " parts of " + std::to_string(args.part_keys) +
+      throw UnsupportedError("attend_sparse: " + std::to_string(parts) + " parts of " + std::to_string(a.part_keys) +
                              " keys and " + std::to_string(a.heads) + " heads do not fit the scratch of " +
                              std::to_string(kScratch) + " bytes");
   }

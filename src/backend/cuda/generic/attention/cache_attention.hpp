@@ -9,7 +9,8 @@ namespace mla::cuda::generic {
 
 /// Splits of unsplit items are chosen from the host's items alone, and joined in a second launch.
 void attend_positions(const Queue& queue, const ops::AttendLatentArgs& a);
-/// One launch, or with parts within items a pair for as many rows as scratch holds parts of.
+/// Whole items without part_keys are cut from the host's items alone. One launch, or with parts within items a pair for
+/// as many rows as scratch holds parts of.
 void attend_lists(const Queue& queue, const ops::AttendSparseArgs& a);
 
 }  // namespace mla::cuda::generic

@@ -67,6 +67,9 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   const bool fp8 = is_fp8(a.format);
   if (!fp8 && a.format != CacheFormat::bf16 && a.format != CacheFormat::f16)
     throw UnsupportedError("attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90");
+  require(!a.page_units || (a.page_size == 1 && a.page_stride == 0 && c.box_rows <= 1),
+          "pages in units of 16 bytes hold one row, page size is " + std::to_string(a.page_size) + ", stride " +
+              std::to_string(a.page_stride));
   const int64_t dense = dense_page_stride(a);
   if (!fp8 && a.page_stride && a.page_stride != dense)
     throw UnsupportedError("attend_latent: page stride is " + std::to_string(a.page_stride) +
@@ -76,9 +79,11 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               " on is needed");
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
-  require(!fp8 || (c.tile_rows <= 64 && c.box_rows >= 1 && c.box_rows <= 16),
+  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.tile_rows <= 64 || c.converts)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
               std::to_string(c.box_rows));
+  if (fp8 && !c.converts && a.max_logits)
+    throw UnsupportedError("attend_latent: largest logits of an fp8 cache are not made by tiles of few rows on sm90");
   if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32)
     throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
@@ -111,7 +116,8 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.table_stride = a.table_stride;
   p.cache = a.cache;
   p.q = a.q;
-  p.page_stride = a.page_stride ? a.page_stride : dense_page_stride(a);
+  p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
+  p.row_bytes = a.page_units ? 16 : latent::entry * 2;
   p.requests = l.requests;
   p.heads = l.heads;
   p.page_size = a.page_size;
@@ -126,12 +132,24 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.lse = a.lse;
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
+  p.queries = std::max(a.lse_queries, 1);
+  p.by_queries = Divisor(p.queries);
+  p.lse_query_stride = a.lse_query_stride;
+  p.lse_empty = a.lse_empty;
+  p.extras = a.sinks || a.max_logits;
+  p.sinks = a.sinks;
+  p.max_logits = a.max_logits;
+  p.max_token_stride = a.max_token_stride;
+  p.max_head_stride = a.max_head_stride;
+  p.late = c.late_items;
   p.counters = a.counters;
   p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
   p.patience = c.patience;
   p.partial_out = static_cast<float*>(a.partials);
-  const bool half = c.tile_rows >= 64 && !is_fp8(a.format);  // partials of the wide kernel
+  const bool half = c.tile_rows >= 64 && (!is_fp8(a.format) || c.converts);  // partials of the wide kernel
   p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
+  // partial_lse has two numbers a row where partials are halves.
+  p.partial_max = p.partial_lse + partial_slots(l, c) * c.tile_rows * (half ? 2 : 1);
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
@@ -154,8 +172,9 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   c.tile_rows = rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
-    c.line_overhead = 6;
-    c.tile_rows = c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla ? 64 : std::min(c.tile_rows, 64);
+    if (c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla) c.tile_rows = 64;
+    c.converts = c.tile_rows == 128;
+    if (!c.converts) c.line_overhead = 6;
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
                 blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
@@ -178,7 +197,7 @@ size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentCho
 }
 
 size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 1) * 4, 256));
+  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 2) * 4, 256));
 }
 
 size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice) {
@@ -205,8 +224,9 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const uint32_t q_box[2] = {64, static_cast<uint32_t>(std::min(c.tile_rows, 64))};
   const CUtensorMap q_map =
       tensor_map("attend_latent", "q", MapType::bf16, a.q, q_extents, {&row_bytes, 1}, q_box, Swizzle::b128);
+  if (c.converts) return latent::launch_converted(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
   if (is_fp8(a.format)) return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
-  const uint64_t extents[2] = {latent::entry, static_cast<uint64_t>(a.pages) * a.page_size};
+  const uint64_t extents[2] = {latent::entry, a.page_units ? 1 : static_cast<uint64_t>(a.pages) * a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
   const MapType type = a.format == CacheFormat::bf16 ? MapType::bf16 : MapType::f16;
   const CUtensorMap cache_map =

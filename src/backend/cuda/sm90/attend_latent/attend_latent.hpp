@@ -5,9 +5,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "mla/cache.hpp"
 #include "mla/dtype.hpp"
+#include "mla/view.hpp"
 #include "mla/work.hpp"
 
 namespace mla::cuda {
@@ -38,6 +40,9 @@ struct AttendLatent {
   int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense, as bf16 and f16 must be
   int64_t pages = 0;
   int page_size = 64;
+  /// Pages are numbered in units of 16 bytes from the cache's start, and hold one row each: `pages` is where the last
+  /// may begin, page_size 1, page_stride 0.
+  bool page_units = false;
   /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
   /// two with the same query rows; q_count 0: nothing to do.
   const LatentItem* items = nullptr;
@@ -50,6 +55,15 @@ struct AttendLatent {
   Dtype out_dtype = Dtype::bf16;  ///< bf16 or f32
   float* lse = nullptr;           ///< [tokens, heads] by these strides, nats; null: not wanted
   int64_t lse_token_stride = 0, lse_head_stride = 1;
+  /// Above 1: lse is [requests, queries, heads], requests by lse_token_stride, of rows that are requests x queries.
+  int lse_queries = 1;
+  int64_t lse_query_stride = 0;
+  float lse_empty = -std::numeric_limits<float>::infinity();  ///< lse of a row that sees nothing
+  /// [heads], on device: out *= e^lse / (e^lse + e^sink); null: none.
+  const float* sinks = nullptr;
+  /// [tokens, heads] by these strides: largest logits, of caches of 16 bits only; null: not wanted
+  float* max_logits = nullptr;
+  int64_t max_token_stride = 0, max_head_stride = 1;
   /// attend_latent_counters() of them, zero before the first call that uses them; every call leaves them zero.
   unsigned* counters = nullptr;
   size_t counter_count = 0;
@@ -61,6 +75,13 @@ struct AttendLatent {
   /// table, cache format and choice. Null: the call finds its own.
   void* schedule = nullptr;
   size_t schedule_bytes = 0;
+
+  /// lse by requests, +inf of rows that see nothing.
+  void put_lse(const View<float, Request, Head, Token>& to) {
+    lse = to.data(), lse_token_stride = to.stride<Request>(), lse_head_stride = to.stride<Head>();
+    lse_queries = static_cast<int>(to.extent<Token>()), lse_query_stride = to.stride<Token>();
+    lse_empty = std::numeric_limits<float>::infinity();
+  }
 };
 
 /// How a call runs: a pure function of limits, page size and device.
@@ -70,6 +91,8 @@ struct AttendLatentChoice {
   /// Cache rows of a copy. bf16, f16: of a box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they
   /// always are for 16 and 32 (page sizes without a factor 8).
   int box_rows = 64;
+  /// e4m3, tiles of 128 rows: cached rows become bf16 in shared memory, for the kernel over caches of 16 bits.
+  bool converts = false;
   int split_blocks = 0;   ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;     ///< least blocks of a piece otherwise
   int line_overhead = 3;  ///< what a tile costs beside its blocks, in blocks, where workers take equal stretches of all
@@ -80,8 +103,10 @@ struct AttendLatentChoice {
   /// is last: a call ends even if its workers never run together. 0: hardly any waiting.
   int patience = 1 << 18;
   /// May start while the stream's previous kernel ends: items, block_table and schedule, read at once, must not be what
-  /// that kernel writes (everything else may be).
+  /// that kernel writes (everything else may be) unless late_items.
   bool overlap = true;
+  /// They are what that kernel writes: the call waits for it before it reads any.
+  bool late_items = false;
   /// That kernel writes nothing of the cache, and whatever did was complete before it began, or before it let this one
   /// begin: cached rows are then read at once, too.
   bool settled = false;
@@ -94,10 +119,10 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int pa
 size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< bytes
 size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< how many
 
-/// What no call that is not batch-invariant exceeds on such a device: two pieces of 64 rows of 512 values and a sum for
-/// each of its multiprocessors.
+/// What no call that is not batch-invariant exceeds on such a device: two pieces of 64 rows of 512 values, a sum and a
+/// largest logit for each of its multiprocessors.
 constexpr size_t attend_latent_most_partials(int multiprocessors) {
-  return (size_t{2} * multiprocessors * 64 * (512 + 1) * 4 + 255) / 256 * 256;
+  return (size_t{2} * multiprocessors * 64 * (512 + 2) * 4 + 255) / 256 * 256;
 }
 constexpr size_t attend_latent_most_counters(int multiprocessors) { return size_t{3} * multiprocessors; }
 
@@ -108,8 +133,8 @@ size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice);
 void attend_latent_schedule(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
-/// f32 sums; a row that sees nothing: out 0, lse -inf. Where a tile of 64 rows or more over a 16-bit cache is split,
-/// its pieces are rounded to 2^-11 of a row's largest element before they are added. One launch on stream; no
+/// f32 sums; a row that sees nothing: out 0, lse lse_empty. Where a tile of 64 rows or more over a 16-bit cache is
+/// split, its pieces are rounded to 2^-11 of a row's largest element before they are added. One launch on stream; no
 /// allocation, no synchronisation. Bitwise repeatable. ShapeError, UnsupportedError or DeviceError before anything is
 /// launched.
 void attend_latent(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);

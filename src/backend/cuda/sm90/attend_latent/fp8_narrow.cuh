@@ -58,6 +58,7 @@ struct Fp8NarrowShared {
 template <class Rows, class Tile, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  if (p.late) wait_for_previous_grids();
   using Shared = Fp8NarrowShared<Rows, Tile>;
   using Layout = typename Shared::Layout;
   constexpr int n = Tile::rows, slots = Layout::slots, unit_bytes = Rows::unit_bytes;
@@ -444,9 +445,11 @@ __global__ void __launch_bounds__(threads, 1)
       const float weight = h ? weight1 : weight0;
       float all = total(0) * weight0 + total(1) * weight1;
       if (all == 0 && row < rows && s.limit[row] > block0 * block_tokens && lost_to_query(p, out_row + row)) all = NAN;
-      const float factor = all == 0 ? 0.0f : weight * p.value_scale / all;
+      const float lse2 = all == 0 ? -INFINITY : best + __log2f(all),
+                  factor = all == 0 ? 0.0f
+                                    : weight * p.value_scale / all *
+                                          (whole ? kept(p, static_cast<int>(out_row) + row, lse2) : 1.0f);
       if (h == 0 && w == 0 && g == 0 && row < rows) {
-        const float lse2 = all == 0 ? -INFINITY : best + __log2f(all);
         if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
         else p.partial_lse[partial_row(it.slot0, n, row, it.pieces, it.piece)] = lse2;
       }

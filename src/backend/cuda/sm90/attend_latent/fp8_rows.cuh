@@ -135,7 +135,7 @@ __device__ inline float new_room(float room, float growth, float peak, float mos
 template <class Rows>
 class UnitRows {
  public:
-  static constexpr int look_ups = 2, parts = units;
+  static constexpr int look_ups = 2, parts = units, part_rows = unit_rows;
 
   UnitRows() = default;
   __device__ UnitRows(const Params& p, const Item& it, int unit) : UnitRows(it, table_of(p, it), unit) {

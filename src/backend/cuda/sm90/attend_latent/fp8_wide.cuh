@@ -35,6 +35,7 @@ struct Fp8WideShared {
 template <class Rows, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  if (p.late) wait_for_previous_grids();
   using Shared = Fp8WideShared<Rows>;
   constexpr int n = Shared::rows, places = Shared::places, groups = Rows::groups;
   extern __shared__ __align__(1024) char shared_bytes[];
@@ -453,11 +454,12 @@ __global__ void __launch_bounds__(threads, 1)
       if (all == 0 && thread < it.rows && s.limit[thread] > it.block * block_tokens &&
           lost_to_query(p, it.row0 + thread))
         all = NAN;
-      const float factor = all == 0 ? 0.0f : p.value_scale / all;
+      const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all),
+                  factor =
+                      all == 0 ? 0.0f : p.value_scale / all * (it.pieces == 1 ? kept(p, it.row0 + thread, lse2) : 1.0f);
 #pragma unroll
       for (int q = 0; q < groups; ++q) s.last[q][thread] = Rows::scaled ? factor / s.room[q][thread] : factor;
       if (thread < it.rows) {
-        const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all);
         if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
         else p.partial_lse[partial_row(it.slot0, n, thread, it.pieces, it.piece)] = lse2;
       }

@@ -23,9 +23,11 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
     launch(kernel, config, stream, "attend_latent", name, shape, p, maps...);
   };
   static_assert(sizeof(NarrowShared<Narrow16>) <= 232448 && sizeof(NarrowShared<Narrow32>) <= 232448);
-  static_assert(sizeof(WideShared) <= 232448);
-  const auto wide = [&](auto in_boxes, auto row_by_row, std::string_view name) {
-    go(choice.box_rows ? in_boxes : row_by_row, sizeof(WideShared), name, q_map, cache_map);
+  const auto wide = [&]<class Boxes, class Rows>(std::type_identity<Boxes>, std::type_identity<Rows>, auto in_boxes,
+                                                 auto row_by_row, std::string_view name) {
+    constexpr size_t bytes = sizeof(WideShared<Boxes>);
+    static_assert(bytes == sizeof(WideShared<Rows>) && bytes <= 232448);
+    go(choice.box_rows ? in_boxes : row_by_row, bytes, name, q_map, cache_map);
   };
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
     switch (choice.tile_rows) {
@@ -36,10 +38,12 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
         return go(narrow_kernel<Narrow32, T, invariant>, sizeof(NarrowShared<Narrow32>), "narrow kernel, 32 rows",
                   q_map);
       case 64:
-        return wide(wide_kernel<Wide64<true>, T, invariant>, wide_kernel<Wide64<false>, T, invariant>,
+        return wide(std::type_identity<Wide64<true>>(), std::type_identity<Wide64<false>>(),
+                    wide_kernel<Wide64<true>, T, invariant>, wide_kernel<Wide64<false>, T, invariant>,
                     "wide kernel, 64 rows");
       default:
-        return wide(wide_kernel<Wide128<true>, T, invariant>, wide_kernel<Wide128<false>, T, invariant>,
+        return wide(std::type_identity<Wide128<true>>(), std::type_identity<Wide128<false>>(),
+                    wide_kernel<Wide128<true>, T, invariant>, wide_kernel<Wide128<false>, T, invariant>,
                     "wide kernel, 128 rows");
     }
   };

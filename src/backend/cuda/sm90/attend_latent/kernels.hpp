@@ -1,4 +1,5 @@
-// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu and kernels_fp8.cu.
+// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu, kernels_fp8.cu and
+// kernels_converted.cu.
 #pragma once
 
 #include <cuda.h>
@@ -19,6 +20,10 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
 /// fp8 or fp8_ds_mla.
 void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                 std::string_view shape, cudaStream_t stream);
+
+/// The same by the wide kernel, rows converted to bf16 (AttendLatentChoice::converts).
+void launch_converted(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+                      std::string_view shape, cudaStream_t stream);
 
 /// What each worker begins with, to starts[workers].
 void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, Start* starts, std::string_view shape,

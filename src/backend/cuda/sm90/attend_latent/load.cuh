@@ -104,7 +104,7 @@ __device__ Split begin_work(const Params& p, int worker, int part, Item& it, Row
 /// Cache rows of an item's blocks, box by box: lanes look up 32 boxes at a time, one such window ahead.
 class BoxRows {
  public:
-  static constexpr int look_ups = 2, parts = 1;
+  static constexpr int look_ups = 2, parts = 1, part_rows = block_tokens;
 
   BoxRows() = default;
   __device__ BoxRows(const Params& p, const Item& it, int = 0) : BoxRows(it, table_of(p, it)) {
@@ -153,8 +153,8 @@ class BoxRows {
 template <int warps>
 class RowCopies {
  public:
-  static constexpr int look_ups = 2, parts = warps;  // look-ups of two blocks
   static constexpr int fours = (block_tokens / 4 + warps - 1) / warps;
+  static constexpr int look_ups = 2, parts = warps, part_rows = fours * 4;  // look-ups of two blocks
 
   RowCopies() = default;
   __device__ RowCopies(const Params& p, const Item& it, int part)
@@ -232,7 +232,7 @@ class RowCopies {
   }
   /// Of a byte of a row. It is added first: added last, it would be added again for each column.
   __device__ static const char* address(const Params& p, int row, int byte = 0) {
-    return static_cast<const char*>(p.cache) + byte + static_cast<int64_t>(row) * (entry * 2);
+    return static_cast<const char*>(p.cache) + byte + static_cast<int64_t>(row) * p.row_bytes;
   }
 
   const int* table_ = nullptr;

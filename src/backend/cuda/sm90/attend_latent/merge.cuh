@@ -18,8 +18,26 @@ namespace mla::cuda::latent {
 /// The (token, head) row's log of the sum of exponentials, given in log2 units, if it is wanted.
 __device__ inline void store_lse(const Params& p, int row, float lse2) {
   if (!p.lse) return;
+  int token = p.by_heads.divide(row);
+  float* to = p.lse + (row - token * p.heads) * p.lse_head_stride;
+  if (p.queries > 1) {
+    const int request = p.by_queries.divide(token);
+    to += (token - request * p.queries) * p.lse_query_stride, token = request;
+  }
+  to[token * p.lse_token_stride] = lse2 == -INFINITY ? p.lse_empty : lse2 * 0.6931471805599453f;
+}
+
+/// Its largest logit, given in log2 units; NaN if its sum is.
+__device__ inline void store_max(const Params& p, int row, float max2, float sum) {
   const int token = p.by_heads.divide(row);
-  p.lse[token * p.lse_token_stride + (row - token * p.heads) * p.lse_head_stride] = lse2 * 0.6931471805599453f;
+  p.max_logits[token * p.max_token_stride + (row - token * p.heads) * p.max_head_stride] =
+      sum == sum ? max2 * 0.6931471805599453f : NAN;
+}
+/// What a (token, head) row keeps of its outputs beside its head's sink.
+__device__ inline float kept(const Params& p, int row, float lse2) {
+  if (!p.sinks || lse2 == -INFINITY) return 1.0f;
+  const float sink = p.sinks[row - p.by_heads.divide(row) * p.heads];
+  return 1.0f / (1.0f + exp2_approx(fmaf(sink, 1.4426950408889634f, -lse2)));
 }
 
 // ---- Where the numbers of a tile lie in a partial: units of 16 bytes, in an order that suits who writes them.
@@ -419,10 +437,20 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
     rest(weigh);
     total = over_row(total, [](float x, float y) { return x + y; });
     if (lane == 0 && r < rows) {
+      const int unit = Order::first_unit(s.row_begin + r), row = s.row0 + s.row_begin + r;
+      const float lse2 = total == 0 ? -INFINITY : top + __log2f(total);
       weights[n * pitch + r] = total == 0 ? 0.0f : reciprocal_approx(total);  // NaN stays
-      const int unit = Order::first_unit(s.row_begin + r);
-      if (begin <= unit && unit < end)
-        store_lse(p, s.row0 + s.row_begin + r, total == 0 ? -INFINITY : top + __log2f(total));
+      if (begin <= unit && unit < end) store_lse(p, row, lse2);
+      if (p.extras) {
+        weights[n * pitch + r] *= kept(p, row, lse2);
+        if (p.max_logits && begin <= unit && unit < end) {
+          const float* max = p.partial_max + (lse_of - reinterpret_cast<const Lse*>(p.partial_lse));
+          float largest = -INFINITY;
+#pragma unroll 1
+          for (int i = 0; i < n; ++i) largest = fmaxf(largest, __ldcg(max + i));
+          store_max(p, row, largest, total);
+        }
+      }
     }
   }
 

@@ -2,8 +2,6 @@
 //   S^T[64 positions, N] = K Q^T,  O^T[512, N] += V^T P^T
 #pragma once
 
-#include <utility>
-
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
 #include "backend/cuda/sm90/attend_latent/merge.cuh"
@@ -17,13 +15,6 @@ struct Narrow16 {
 struct Narrow32 {
   static constexpr int rows = 32;
 };
-
-/// each(i) for i below n, a constant.
-template <int n, class Each>
-__device__ __forceinline__ void static_for(Each each) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (each(std::integral_constant<int, i>()), ...); }
-  (std::make_integer_sequence<int, n>());
-}
 
 template <class Tile>
 struct NarrowShared {
@@ -43,6 +34,7 @@ struct NarrowShared {
 template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  if (p.late) wait_for_previous_grids();
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
@@ -149,7 +141,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int i = 0; i < 4; ++i)
 #pragma unroll
       for (int k = 0; k < Tile::rows / 2; ++k) o[i][k] = 0;
-    float top = -INFINITY, sum = 0;  // top: log2 units; sum: of this thread's positions
+    float top = -INFINITY, peak = -INFINITY, sum = 0;  // top, peak: log2 units; sum: of this thread's positions
 
     for (int j = 0; j < blocks; ++j) {
       const int buffer = stamp & 1;
@@ -207,6 +199,7 @@ __global__ void __launch_bounds__(threads, 1)
       }
 #pragma unroll
       for (int k = row_threads / 2; k; k /= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, k));
+      peak = fmaxf(peak, best);
       if (best - top > lazy_growth) {
         const float factor = exp2_approx(top - best);
         sum *= factor;
@@ -277,17 +270,26 @@ __global__ void __launch_bounds__(threads, 1)
     const auto lse_at = [&](int piece) { return partial_row(it.slot0, Tile::rows, row, it.pieces, piece); };
     if (row_lane == 0) {
       if (sum == 0 && row < rows && limit > block0 * block_tokens && lost_to_query(p, it.row0 + row)) sum = NAN;
-      float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);  // NaN stays
+      float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum), total = sum;  // NaN stays
+      s.sum[row] = sum == 0 ? 0.0f : 1.0f / sum;
       if (row < rows) {
         if (joins) {
           const Join join(lse2, __ldcg(p.partial_lse + lse_at(1)));
-          s.rescale[row] = join.first, s.other[row] = join.second, s.inverse[row] = join.inverse;
-          lse2 = join.lse2;
+          s.rescale[row] = join.first, s.other[row] = join.second;
+          s.inverse[row] = join.inverse;
+          lse2 = total = join.lse2;
         }
         if (whole) store_lse(p, it.row0 + row, lse2);
         else p.partial_lse[lse_at(it.piece)] = lse2;
+        if (p.extras) {
+          if (whole) (joins ? s.inverse : s.sum)[row] *= kept(p, it.row0 + row, lse2);
+          if (p.max_logits) {
+            if (joins) peak = fmaxf(peak, __ldcg(p.partial_max + lse_at(1)));
+            if (whole) store_max(p, it.row0 + row, peak, total);
+            else p.partial_max[lse_at(it.piece)] = peak;
+          }
+        }
       }
-      s.sum[row] = sum == 0 ? 0.0f : 1.0f / sum;
     }
     barrier_sync(math_barrier, math_threads);
     constexpr int chunks_of_8 = Tile::rows / 8;

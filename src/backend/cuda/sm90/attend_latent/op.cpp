@@ -124,14 +124,14 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a)
   return names;
 }
 
-void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool after_writer) {
+void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
   const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
   const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
-    choice.overlap = choice.overlap && !after_writer;
+    choice.late_items = caller && caller->after_writer;
     choice.settled = a.cache_settled;
     AttendLatent args{.limits = limits,
                       .q = a.q.data(),
@@ -153,7 +153,8 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, bool afte
                       .counter_count = Queue::kCounters,
                       .partials = a.scratch.data + partials_at(a),
                       .partials_bytes = room};
-    if (count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
+    if (caller) args.put_lse(caller->lse);
+    else if (count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
     cuda::attend_latent(args, choice, queue.stream());
     begin += count;
   }

@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
+#include "backend/cuda/sm90/attend_latent/convert.cuh"
 #include "backend/cuda/sm90/attend_latent/kernels.hpp"
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* sta
   int pages[look_ups];
 #pragma unroll
   for (int i = 0; i < look_ups; ++i) {
-    const int first = it.block * block_tokens + i / Rows::look_ups * unit_rows;
+    const int first = it.block * block_tokens + i / Rows::look_ups * Rows::part_rows;
     pages[i] = page_of(p, table_of(p, it), positions, Rows::position(p, first, i % Rows::look_ups));
   }
   wait_for_previous_grids();  // they may read what is there
@@ -57,7 +57,9 @@ void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, 
     launch(kernel, config, stream, "attend_latent", "starts kernel", shape, p, starts);
   };
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
-    using Units = UnitRows<Fp8Rows>;  // fp8_ds_mla's are looked up alike
+    // fp8_ds_mla's are looked up alike
+    using Units = UnitRows<Fp8Rows>;
+    if (choice.converts) return go(starts_kernel<128, invariant, PartRows<Fp8Rows>>);
     switch (choice.tile_rows) {
       case 16: return fp8 ? go(starts_kernel<16, invariant, Units>) : go(starts_kernel<16, invariant, RowCopies<4>>);
       case 32: return fp8 ? go(starts_kernel<32, invariant, Units>) : go(starts_kernel<32, invariant, RowCopies<4>>);

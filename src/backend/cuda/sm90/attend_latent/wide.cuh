@@ -1,11 +1,13 @@
 // attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
 // probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half
-// of every block's values by boxes, for both, and its own rope; or, row by row, all of it for itself.
+// of every block's values by boxes, for both, and its own rope; or, row by row, all of it for itself. Rows of e4m3
+// become bf16 in the loading warps, whose registers the queries then leave.
 #pragma once
 
 #include <type_traits>
 
 #include "backend/cuda/core/cluster.cuh"
+#include "backend/cuda/sm90/attend_latent/convert.cuh"
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
 #include "backend/cuda/sm90/attend_latent/merge.cuh"
@@ -13,42 +15,59 @@
 namespace mla::cuda::latent {
 
 // Tile: a struct of constants, one a kernel.
+struct WideTile {
+  static constexpr bool converts = false;  // are rows of the cache e4m3, which loading warps make bf16 of?
+  static constexpr int buffers = 3;
+  static constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
+  static constexpr int query_boxes = 7;   // that they come from
+  static constexpr int score_registers = 168, load_registers = 24;
+  using Rows = BoxRows;
+};
 template <bool boxes>
-struct Wide64 {
+struct Wide64 : WideTile {
   static constexpr int ctas = 1;           // of a cluster, 64 rows each
   static constexpr bool in_boxes = boxes;  // is the cache copied by boxes, or row by row?
 };
 template <bool boxes>
-struct Wide128 {
+struct Wide128 : WideTile {
   static constexpr int ctas = 2;
   static constexpr bool in_boxes = boxes;
 };
+/// Two CTAs make half of each block's rows, for both.
+template <class RowFormat>
+struct WideConverted {
+  using Format = RowFormat;
+  static constexpr int ctas = 2;
+  static constexpr bool in_boxes = false, converts = true;
+  static constexpr int buffers = 2, query_steps = 0, query_boxes = 0;
+  static constexpr int score_registers = 72, load_registers = 120;
+  using Rows = PartRows<Format>;
+};
 
 constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: copies
-constexpr int wide_buffers = 3;
-constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
-constexpr int query_boxes = 7;   // that they come from
-/// Bytes of those in a half of a buffer.
-constexpr int query_bytes(int half) { return (half ? query_boxes - 4 : 4) * box_bytes; }
 
 /// An item's queries, then its blocks, go through the buffers in turn: column boxes 0-3 are values of warpgroup 0, 4-7
 /// of warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its
-/// probabilities.
+/// probabilities. Where rows are converted, queries and probabilities have room of their own, and a block's rope box
+/// goes with its buffer: both are free again 16 rows at a time.
+template <class Tile>
 struct WideShared {
-  alignas(1024) char kv[wide_buffers][8][box_bytes];  // later the merge's
-  alignas(1024) char rope[2][box_bytes];
-  alignas(1024) char q[9 - query_boxes][box_bytes];  // the other queries
-  alignas(128) char q_step[64 * 32];                 // and the last 16 columns of the registers' boxes: 8 x 8 matrices
-  float inverse[64];                                 // of an item's sums
-  uint8_t exponent[2][64];                           // of the largest output of each half of a row
+  static constexpr int buffers = Tile::buffers;
+  alignas(1024) char kv[buffers][8][box_bytes];  // later the merge's
+  alignas(1024) char rope[Tile::converts ? 3 : 2][box_bytes];
+  alignas(1024) char q[9 - Tile::query_boxes][box_bytes];      // the other queries
+  alignas(128) char q_step[Tile::query_steps ? 64 * 32 : 16];  // and the last 16 columns of the registers' boxes: 8 x 8
+                                                               // matrices
+  float inverse[64];                                           // of an item's sums
+  uint8_t exponent[2][64];                                     // of the largest output of each half of a row
   uint8_t growth[2][64];  // outputs held before this block's are to be multiplied by 2^-growth
   bool changed[2][4];     // is any growth of the warp's rows not 0?
   alignas(16) Item item[2];
   Splits splits;
   Split split;
-  // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half;
-  // made: a block's probabilities are there.
-  alignas(8) uint64_t full[wide_buffers], empty[wide_buffers][2], rope_full[2], rope_empty[2], made[2];
+  // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half
+  // of them, or a quarter of the rows; made: a block's probabilities are there.
+  alignas(8) uint64_t full[buffers], empty[buffers][Tile::converts ? 4 : 2], rope_full[2], rope_empty[2], made[2];
   uint64_t item_full[2], item_empty[2], q_full, q_empty;
 };
 
@@ -56,30 +75,35 @@ template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(wide_threads, 1)
     wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                 const __grid_constant__ CUtensorMap cache_map) {
-  constexpr int tile_rows = 64 * Tile::ctas;
-  constexpr int copy_threads = 96;                         // of the copying warpgroup; its last warp walks the schedule
-  constexpr int served = Tile::in_boxes ? Tile::ctas : 1;  // CTAs that a copy of values is for
+  if (p.late) wait_for_previous_grids();
+  using Shared = WideShared<Tile>;
+  constexpr int tile_rows = 64 * Tile::ctas, wide_buffers = Tile::buffers;
+  constexpr int query_steps = Tile::query_steps, query_boxes = Tile::query_boxes;
+  constexpr int copy_threads = 96;  // of the copying warpgroup; its last warp walks the schedule
+  constexpr int served = Tile::in_boxes || Tile::converts ? Tile::ctas : 1;  // CTAs that a copy of values is for
+  // Bytes of a half of the buffer's boxes that queries come through.
+  constexpr auto query_bytes = [](int half) { return (half ? query_boxes - 4 : 4) * box_bytes; };
   extern __shared__ __align__(1024) char shared_bytes[];
-  WideShared& s = *reinterpret_cast<WideShared*>(shared_bytes);
+  Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0, worker = blockIdx.x / Tile::ctas;
   using Order = FragmentOrder<invariant>;
-  constexpr int merge_bytes = sizeof WideShared::kv;
+  constexpr int merge_bytes = sizeof Shared::kv;
   const auto part_of = [&](const Item& it) {
     return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
   };
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
-      mbarrier_init(smem_address(&s.full[b]), Tile::in_boxes ? 2 : copy_threads);
-      for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.empty[b][i]), 4 * served);
+      mbarrier_init(smem_address(&s.full[b]), Tile::converts ? 4 : Tile::in_boxes ? 2 : copy_threads);
+      for (uint64_t& empty : s.empty[b]) mbarrier_init(smem_address(&empty), (Tile::converts ? 8 : 4) * served);
     }
     for (int i = 0; i < 2; ++i) {
       mbarrier_init(smem_address(&s.rope_full[i]), Tile::in_boxes ? 1 : copy_threads);
       mbarrier_init(smem_address(&s.rope_empty[i]), 8);
       mbarrier_init(smem_address(&s.made[i]), 4);
       mbarrier_init(smem_address(&s.item_full[i]), 1);
-      mbarrier_init(smem_address(&s.item_empty[i]), 15);  // all warps but the one that walks
+      mbarrier_init(smem_address(&s.item_empty[i]), Tile::converts ? 16 : 15);  // without the one that only walks
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
@@ -90,10 +114,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
   __syncwarp();
   cluster_arrive_relaxed();
   // Beside the barriers' birth and the previous kernel's end, each loading warp for itself:
-  BoxRows rows;
+  typename Tile::Rows rows;
   if (warpgroup == 3) {
     Item it;
-    const Split split = begin_work<tile_rows, invariant>(p, worker, 0, it, rows);
+    const int part = Tile::converts ? rank * 4 + warp - 12 : 0;
+    const Split split = begin_work<tile_rows, invariant>(p, worker, part, it, rows);
     if (warp == 15 && lane == 0) {
       s.item[0] = it, s.split = split;
       s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
@@ -122,7 +147,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   };
 
   // Cache rows of a block, box by box, by one lane of a warp: go(box, row).
-  const auto for_boxes = [&](const BoxRows& rows, auto go) {
+  const auto for_boxes = [&](const auto& rows, auto go) {
 #pragma unroll 1
     for (int k = 0; k < rows.boxes(); ++k)
       if (const int row = rows.row(k); elect_one()) go(k, row);
@@ -133,7 +158,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   };
 
   if (warpgroup == 3) {  // ---- load
-    give_registers<24>();
+    give_registers<Tile::load_registers>();
     int buffer = 0, parity = 1;
     const auto advance = [&] {
       if (++buffer == wide_buffers) buffer = 0, parity ^= 1;
@@ -144,8 +169,81 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto wait_for_rope_release = [&](int turn) {
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
-    if (warp == 15) {  // items, one ahead of those who work on them; the first one's queries
-      __syncwarp();    // lane 0 stored the item and the split behind its arrival at the cluster's barrier
+    // Items, by warp 15: hands over number `count`, and returns its blocks.
+    Walk<tile_rows, invariant> walk;
+    const auto announce = [&](int count) {
+      Item it;
+      if (!walk.next(p, s.split, it)) it.blocks = -1;
+      if (count) mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
+      if (lane == 0) {
+        if (count) {
+          s.item[count & 1] = it;
+          mbarrier_arrive(smem_address(&s.item_full[count & 1]));
+        }
+        if (it.blocks >= 0) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes);
+      }
+      return it.blocks;
+    };
+    if constexpr (Tile::converts) {  // each warp its rows of a block; warp 12 also queries, warp 15 items
+      const int part = rank * 4 + warp - 12, at = part * 1024;  // at: of its eight rows in a box
+      const char* const cache = static_cast<const char*>(p.cache);
+      EightRows<typename Tile::Format> eight;
+      if (warp == 15) {
+        __syncwarp();  // lane 0 stored the item and the split behind its arrival at the cluster's barrier
+        if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
+        walk = {p, s.split, worker};
+      }
+      if (!p.settled) wait_for_previous_grids();
+      for (int count = 0;; ++count) {
+        if (warp == 15) announce(count);
+        const Item& it = wait_item(count);
+        const int blocks = it.blocks;
+        if (blocks < 0) break;
+        if (count && blocks) rows = typename Tile::Rows(p, it, part);
+        if (warp == 12) {
+          mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
+          wait_for_previous_grids();
+          if (lane == 0) {
+            if (blocks) mbarrier_arrive_expect(smem_address(&s.q_full), 9 * box_bytes);
+            else mbarrier_arrive(smem_address(&s.q_full));
+          }
+          __syncwarp();
+          if (blocks && lane < 9)
+            tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0 + rank * 64);
+          __syncwarp();
+        }
+        // Rows of the part's first block that the item has.
+        const int there = it.positions - it.block * block_tokens - part * 8;
+        const auto load = [&](int i) {
+          rows.seek(p, i);
+          eight.load(cache, rows, there - i * block_tokens);
+        };
+        if (blocks) load(0);
+#pragma unroll 1
+        for (int i = 0; i < blocks; ++i) {
+          const uint32_t full = smem_address(&s.full[buffer]);
+          mbarrier_wait(smem_address(&s.empty[buffer][part / 2]), parity);
+          eight.put_rope(s.rope[buffer] + at);
+#pragma unroll
+          for (int k = 0; k < 8; ++k) eight.put_row(s.kv[buffer][0] + at, k);
+          fence_async_proxy();
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive_expect(full, 9 * 1024);  // as many as the other CTA's warp sends
+          if (lane < 9)
+            bulk_copy_to_cta(smem_address(lane < 8 ? s.kv[buffer][lane] + at : s.rope[buffer] + at), 1024, full,
+                             rank ^ 1);
+          // Not before the fence: it waits for what has been asked for, too.
+          if (i + 1 < blocks) load(i + 1);
+          advance();
+        }
+        release_item(count);
+      }
+      for (int i = 0; i < wide_buffers; ++i) {
+        for (uint64_t& empty : s.empty[buffer]) mbarrier_wait(smem_address(&empty), parity);
+        advance();
+      }
+    } else if (warp == 15) {  // items, one ahead of those who work on them; the first one's queries
+      __syncwarp();           // lane 0 stored the item and the split behind its arrival at the cluster's barrier
       if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
       if (Tile::in_boxes && s.item[0].blocks > 0) {  // by the warp that has the least to do first
         const int row = warp_uniform(s.item[0].row0) + rank * 64;
@@ -162,21 +260,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         __syncwarp();
       }
-      Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
-      for (int count = 0;; ++count) {
-        Item it;
-        if (!walk.next(p, s.split, it)) it.blocks = -1;
-        if (count) mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
-        if (lane == 0) {
-          if (count) {
-            s.item[count & 1] = it;
-            mbarrier_arrive(smem_address(&s.item_full[count & 1]));
-          }
-          if (it.blocks >= 0) remember_split<Order>(p, s.splits, it, part_of(it), merge_bytes);
-        }
-        if (it.blocks < 0) break;
+      walk = {p, s.split, worker};  // again: few registers are left
+      for (int count = 0; announce(count) >= 0; ++count) {
       }
-    } else if (!Tile::in_boxes) {
+    } else if constexpr (!Tile::in_boxes) {
       int turn = 0;  // of the rope boxes, then their parity
       for (int count = 0;; ++count) {
         const Item& it = wait_item(count);
@@ -303,7 +390,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
       for (int i = 0; i < wide_buffers; ++i) wait_for_release(half), advance();
     }
   } else if (warpgroup == 2) {  // ---- scores
-    take_registers<168>();
+    if constexpr (Tile::score_registers > 128) take_registers<Tile::score_registers>();
+    else give_registers<Tile::score_registers>();
     wait_for_previous_grids();
     // Registers are short: what can be had again is not kept.
     const auto my_row = [&] { return (thread_index() / 32 % 4) * 16 + thread_index() % 32 / 4; };  // and row + 8
@@ -322,11 +410,24 @@ __global__ void __launch_bounds__(wide_threads, 1)
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem_address(&s.made[at]));
     };
-    const auto put_lse = [&](const Item& it, int row, float lse2) {  // of the CTA's row
+    // Of the CTA's row: returns what its outputs are to be multiplied by.
+    const auto finish = [&](const Item& it, int row, float sum, float top, const volatile float& peak) {
+      const float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);
+      float inverse = sum == 0 ? 0.0f : p.value_scale / sum;  // NaN stays
       row += Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
-      if (row >= it.rows) return;
+      if (row >= it.rows) return inverse;
+      const int64_t at = partial_row(it.slot0, tile_rows, row, it.pieces, it.piece);
       if (it.pieces == 1) store_lse(p, it.row0 + row, lse2);
-      else p.partial_lse[2 * partial_row(it.slot0, tile_rows, row, it.pieces, it.piece)] = lse2;
+      else p.partial_lse[2 * at] = lse2;
+      if (p.extras) {
+        if (it.pieces == 1) inverse *= kept(p, it.row0 + row, lse2);
+        if (p.max_logits) {
+          const float max2 = it.blocks ? peak : -INFINITY;
+          if (it.pieces == 1) store_max(p, it.row0 + row, max2, sum);
+          else p.partial_max[at] = max2;
+        }
+      }
+      return inverse;
     };
     int turn = 0;  // rope box of the next block, then its parity
     for (int count = 0;; ++count) {
@@ -342,59 +443,65 @@ __global__ void __launch_bounds__(wide_threads, 1)
         };
         const int seen_by_all = warp_uniform(limit(0) / block_tokens);  // blocks
         // Most of the queries stay in registers for as long as the item takes.
-        uint32_t q[query_steps * 4];
-        constexpr bool converts = std::is_same_v<T, __half>;
-        mbarrier_wait(smem_address(&s.full[buffer]), parity);
-        if constexpr (converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
-        convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
-        convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
+        uint32_t q[query_steps ? query_steps * 4 : 4];
+        if constexpr (Tile::converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
+        else {
+          constexpr bool converts = std::is_same_v<T, __half>;
+          mbarrier_wait(smem_address(&s.full[buffer]), parity);
+          if constexpr (converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
+          convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
+          convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
 #pragma unroll
-        for (int k = 0; k < query_steps; ++k)
-          load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
-                         q[4 * k + 2], q[4 * k + 3]);
-        {
-          uint32_t a[4];
-          load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0], a[1],
-                         a[2], a[3]);
-          const int thread = thread_index() % 128;
-          store_matrix_x4(smem_address(s.q_step) + (thread / 32 * 2 + thread / 8 % 2) * 256 + thread / 16 % 2 * 128 +
-                              thread % 8 * 16,
-                          a[0], a[1], a[2], a[3]);
+          for (int k = 0; k < query_steps; ++k)
+            load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
+                           q[4 * k + 2], q[4 * k + 3]);
+          {
+            uint32_t a[4];
+            load_matrix_x4(smem_address(s.kv[buffer][query_steps / 4]) + (matrix() ^ (query_steps % 4 * 32)), a[0],
+                           a[1], a[2], a[3]);
+            const int thread = thread_index() % 128;
+            store_matrix_x4(smem_address(s.q_step) + (thread / 32 * 2 + thread / 8 % 2) * 256 + thread / 16 % 2 * 128 +
+                                thread % 8 * 16,
+                            a[0], a[1], a[2], a[3]);
+          }
+          if (!converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
+          fence_async_proxy();
+          barrier_sync(scores_barrier, 128);
+          if (lane == 0) release(&s.empty[buffer][0]), release(&s.empty[buffer][1]);
+          advance();
         }
-        if (!converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
-        fence_async_proxy();
-        barrier_sync(scores_barrier, 128);
-        if (lane == 0) release(&s.empty[buffer][0]), release(&s.empty[buffer][1]);
-        advance();
 
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
+        volatile float peak[2];  // not in registers: there are none left
+        if (p.max_logits) peak[0] = peak[1] = -INFINITY;
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           mbarrier_wait(smem_address(&s.full[buffer]), parity);
-          if (!Tile::in_boxes) fence_async_proxy();
+          if (!Tile::in_boxes && !Tile::converts) fence_async_proxy();
           wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 32; ++k) {
-            const uint64_t keys = operand_advance(operand_128b(smem_address(s.kv[buffer][k / 4])), k % 4 * 32);
-            if (k < query_steps) Wgmma<64, T>::template rs<Major::k>(d, q + 4 * k, keys, k > 0);
-            else if (k == query_steps) Wgmma<64, T>::ss(d, operand_plain(smem_address(s.q_step), 256, 128), keys, 1);
-            else
-              Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[k / 4 - query_boxes])), k % 4 * 32),
-                               keys, 1);
-          }
+          const uint64_t keys = warp_operand_128b(smem_address(s.kv[buffer][0])),
+                         queries = warp_operand_128b(smem_address(s.q[0]));
+          using Product = Wgmma<64, T>;
+          static_for<32>([&](auto k) {
+            constexpr uint32_t column = k / 4 * box_bytes + k % 4 * 32;
+            if constexpr (k < query_steps) Product::template rs_at<column>(d, q + 4 * k, keys, k > 0);
+            else if constexpr (query_steps % 4 && k == query_steps)
+              Product::template ss_at<0, column>(d, operand_plain(smem_address(s.q_step), 256, 128), keys, 1);
+            else Product::template ss_at<column - query_boxes * box_bytes, column>(d, queries, keys, k > 0);
+          });
           // The block before is multiplied while this one's softmax runs, not beside its scores: the products would
           // then both be done when softmax begins.
-          if (i) {
+          if (i && !Tile::converts) {
             fence_async_proxy();  // of its probabilities; here its wait costs nothing
             signal(~turn & 1);
           }
-          mbarrier_wait(smem_address(&s.rope_full[turn & 1]), turn >> 1);
-          if (!Tile::in_boxes) fence_async_proxy();
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            Wgmma<64, T>::ss(d, operand_advance(operand_128b(smem_address(s.q[8 - query_boxes])), k * 32),
-                             operand_advance(operand_128b(smem_address(s.rope[turn & 1])), k * 32), 1);
+          if (!Tile::converts) mbarrier_wait(smem_address(&s.rope_full[turn & 1]), turn >> 1);
+          if (!Tile::in_boxes && !Tile::converts) fence_async_proxy();
+          const uint64_t rope = warp_operand_128b(smem_address(s.rope[turn & 1]));
+          static_for<4>([&](auto k) {
+            Product::template ss_at<(8 - query_boxes) * box_bytes + k * 32, k * 32>(d, queries, rope, 1);
+          });
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_pin(d);
@@ -422,6 +529,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
           }
           best0 *= p.scale_log2, best1 *= p.scale_log2;
+          if (p.max_logits) peak[0] = fmaxf(peak[0], best0), peak[1] = fmaxf(peak[1], best1);
           // Maxima grow by whole numbers, which fit a byte, if by less than makes nothing of what is held.
           float growth0 = 0, growth1 = 0;
           const auto grow = [](float best, float& top, float& growth) {
@@ -440,7 +548,9 @@ __global__ void __launch_bounds__(wide_threads, 1)
           }
           if (lane == 0) s.changed[turn & 1][warp % 4] = changed && i > 0;
           const float shift0 = top0 == -INFINITY ? 0.0f : top0, shift1 = top1 == -INFINITY ? 0.0f : top1;
-          const uint32_t to = smem_address(s.rope[turn & 1]) + matrix();
+          // The block before has been multiplied? A parity for each block.
+          if (Tile::converts) mbarrier_wait(smem_address(&s.rope_empty[0]), turn & 1 ^ 1);
+          const uint32_t to = smem_address(s.rope[Tile::converts ? 2 : turn & 1]) + matrix();
 #pragma unroll
           for (int k = 0; k < 32; k += 8) {
             uint32_t a[4];
@@ -473,13 +583,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
               };
               if (sum0 == 0 && lost(row)) sum0 = NAN;
               if (sum1 == 0 && lost(row + 8)) sum1 = NAN;
-              s.inverse[row] = sum0 == 0 ? 0.0f : 1.0f / sum0;  // NaN stays
-              s.inverse[row + 8] = sum1 == 0 ? 0.0f : 1.0f / sum1;
-              put_lse(it, row, sum0 == 0 ? -INFINITY : top0 + __log2f(sum0));
-              put_lse(it, row + 8, sum1 == 0 ? -INFINITY : top1 + __log2f(sum1));
+              s.inverse[row] = finish(it, row, sum0, top0, peak[0]);
+              s.inverse[row + 8] = finish(it, row + 8, sum1, top1, peak[1]);
             }
           }
-          if (last) {
+          if (last || Tile::converts) {
             fence_async_proxy();
             signal(turn & 1);
           }
@@ -488,7 +596,10 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
       } else {
         mbarrier_wait(smem_address(&s.q_full), count & 1);  // or q_empty could complete twice before it is waited for
-        if (lane % 4 == 0) put_lse(it, my_row(), -INFINITY), put_lse(it, my_row() + 8, -INFINITY);
+        if (lane % 4 == 0) {
+          const volatile float none = -INFINITY;
+          finish(it, my_row(), 0, 0, none), finish(it, my_row() + 8, 0, 0, none);
+        }
         if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
       release_item(count);
@@ -511,7 +622,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       if (blocks < 0) break;
 #pragma unroll
       for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
-      if (blocks) advance();  // the queries
+      if (blocks && !Tile::converts) advance();  // the queries
 #pragma unroll 1
       for (int i = 0; i < blocks; ++i) {
         mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
@@ -521,7 +632,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 #pragma unroll
           for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
         }
-        if (i + 1 == blocks) {  // what lies past the sequence must not be multiplied, not even by 0
+        if (!Tile::converts && i + 1 == blocks) {  // what lies past the sequence must not be multiplied, not even by 0
           const int valid = it.positions - (it.block + i) * block_tokens;
           if (valid < block_tokens) {
 #pragma unroll 1
@@ -539,20 +650,33 @@ __global__ void __launch_bounds__(wide_threads, 1)
           barrier_sync(half_barrier + h, 128);
         }
         const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h]), 1024, box_bytes);
-        const uint64_t probabilities = operand_128b(smem_address(s.rope[turn & 1]));
+        const uint64_t probabilities = operand_128b(smem_address(s.rope[Tile::converts ? 2 : turn & 1]));
         wgmma_pin(o[0]), wgmma_pin(o[1]);
         wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k)
+        for (int k = 0; k < 4; ++k) {
 #pragma unroll
           for (int n = 0; n < 2; ++n)
             Wgmma<128, T>::template ss<Major::k, Major::mn>(o[n], operand_advance(probabilities, k * 32),
                                                             operand_advance(values, n * 2 * box_bytes + k * 2048), 1);
-        wgmma_commit();
+          if (Tile::converts || k == 3) wgmma_commit();
+        }
+        if constexpr (Tile::converts) {  // 16 rows at a time, so that others may take their places
+          const auto free = [&](int rows) {
+            __syncwarp();
+            if (lane == 0) release(&s.empty[buffer][rows]);
+          };
+          wgmma_wait<3>(), free(0);
+          wgmma_wait<2>(), free(1);
+          wgmma_wait<1>(), free(2);
+        }
         wgmma_wait<0>();
         wgmma_pin(o[0]), wgmma_pin(o[1]);
         __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&s.rope_empty[turn & 1])), release(&s.empty[buffer][h]);
+        if (lane == 0) {
+          mbarrier_arrive(smem_address(&s.rope_empty[Tile::converts ? 0 : turn & 1]));
+          release(&s.empty[buffer][Tile::converts ? 3 : h]);
+        }
         turn = (turn + 1) & 3;
         advance();
       }
@@ -624,6 +748,13 @@ __global__ void __launch_bounds__(wide_threads, 1)
                          theirs = in ? __ldcg(lse_of(row, 1)) : Order::no_lse();
             Join join(mine.x, theirs.x);
             if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
+            if (p.extras) {
+              join.inverse *= kept(p, static_cast<int>(out_row) + row, join.lse2);
+              if (p.max_logits && in && h == 0 && lane % 4 == 0) {
+                const float* max = p.partial_max + partial_row(it.slot0, tile_rows, rank * 64 + row, it.pieces, 0);
+                store_max(p, static_cast<int>(out_row) + row, fmaxf(__ldcg(max), __ldcg(max + 1)), join.lse2);
+              }
+            }
             join.first *= back, join.second *= theirs.y;
             return join;
           };

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-namespace mla::cuda::generic {
+namespace mla::cuda {
 
 struct Found {
   int32_t item = -1;   ///< -1: the tile lies past all items
@@ -39,4 +39,4 @@ __device__ Found find_item(int32_t items, int64_t at, Tiles&& tiles, Tokens&& to
   return {};
 }
 
-}  // namespace mla::cuda::generic
+}  // namespace mla::cuda

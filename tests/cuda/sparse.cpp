@@ -1,0 +1,115 @@
+// attend_sparse at the sizes that Hopper's kernels serve: dense rows of 512 + 64 in bf16 over one cache, whole lists.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+#include "cases/case.hpp"
+#include "cases/compare.hpp"
+#include "mla/device.hpp"
+#include "mla/error.hpp"
+
+namespace mla::cases {
+namespace {
+
+constexpr Device kGpu{DeviceKind::cuda, 0};
+constexpr CacheFormat kFormats[] = {CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla};
+
+class SparseOnGpu : public testing::TestWithParam<CacheFormat> {
+ protected:
+  void SetUp() override {
+    if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+    const char* most = std::getenv("MLA_TEST_MAX_FLOPS");
+    most_ = most ? std::atof(most) : 1e30;
+  }
+
+  // Runs a case of the test's format, twice: the same bits.
+  void expect_right(Params p) {
+    p.device = kGpu;
+    p.format = GetParam();
+    p.latent = 512, p.rope = 64;
+    p.dtype = Dtype::bf16;
+    p.dense = true;
+    if (p.format == CacheFormat::fp8 || p.format == CacheFormat::fp8_ds_mla) p.max_logits = false;
+    p.seed = ++seed_;
+    const std::string what = describe(p, "attend_sparse");
+    Stream stream(kGpu);
+    const auto c = find("attend_sparse").make(p);
+    if (c->cost().flops + c->cost().bytes > most_) return;
+    ASSERT_TRUE(c->kernel().starts_with("cuda/sm90")) << what << " runs " << c->kernel();
+    c->run(stream);
+    stream.synchronize();
+    const Verdict v = c->verify();
+    EXPECT_TRUE(v.ok) << what << ": error " << v.error << " above bound " << v.bound << "; " << v.detail;
+  }
+
+  double most_ = 0;
+  uint64_t seed_ = 77;
+};
+
+// Each height of tile and the heads beside it, lists that end in, at and past a block.
+TEST_P(SparseOnGpu, Heads) {
+  for (const int64_t heads : {1, 5, 16, 17, 32, 33, 64, 65, 100, 128})
+    for (const int64_t topk : {1, 63, 64, 65, 200})
+      expect_right({.requests = 2,
+                    .query_len = 2,
+                    .context = 230,
+                    .ragged = topk == 200 || topk == 64,
+                    .heads = heads,
+                    .page_size = 16,
+                    .activations = heads % 2 ? Dtype::f32 : Dtype::bf16,
+                    .topk = topk,
+                    .sinks = heads % 3 == 1});
+}
+
+// Long lists of few rows are cut into pieces; of many, workers take stretches of the line.
+TEST_P(SparseOnGpu, Pieces) {
+  for (const int64_t heads : {16, 64, 128})
+    for (const int64_t rows : {1, 3, 140})
+      for (const bool ragged : {false, true})
+        expect_right({.requests = rows,
+                      .context = rows > 100 ? 700 : 2600,
+                      .ragged = ragged,
+                      .heads = heads,
+                      .page_size = 64,
+                      .activations = ragged ? Dtype::bf16 : Dtype::f32,
+                      .topk = rows > 100 ? 512 : 2048,
+                      .sinks = ragged});
+}
+
+TEST_P(SparseOnGpu, BatchInvariant) {
+  for (const int64_t heads : {16, 40, 128})
+    for (const int64_t requests : {1, 5})
+      expect_right({.requests = requests,
+                    .query_len = 2,
+                    .context = 2500,
+                    .ragged = requests > 1,
+                    .heads = heads,
+                    .page_size = 64,
+                    .activations = Dtype::bf16,
+                    .batch_invariant = true,
+                    .splits = 2,
+                    .topk = 2048,
+                    .sinks = true});
+}
+
+TEST_P(SparseOnGpu, RandomBatches) {
+  Random random(5);
+  for (int i = 0; i < 60; ++i)
+    expect_right({.requests = random.integer(1, 9),
+                  .query_len = random.integer(1, 4),
+                  .context = random.integer(0, 500),
+                  .ragged = random.integer(0, 4) > 0,
+                  .heads = random.integer(1, 128),
+                  .page_size = random.integer(1, 70),
+                  .activations = random.integer(0, 1) ? Dtype::bf16 : Dtype::f32,
+                  .topk = random.integer(1, 400),
+                  .sinks = random.integer(0, 1) == 0,
+                  .nonfinite = i % 3 == 2});
+}
+
+INSTANTIATE_TEST_SUITE_P(Formats, SparseOnGpu, testing::ValuesIn(kFormats),
+                         [](const auto& i) { return std::string(to_string(i.param)); });
+
+}  // namespace
+}  // namespace mla::cases
