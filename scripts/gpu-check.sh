@@ -118,7 +118,8 @@ start_sanitizers() {
   local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row
   local fp8='*_one_position_*:*/fp8_h16_4k_*:*/ds_h16_4k_*:*_h128_one_block_*'
   for tool in memcheck initcheck synccheck; do
-    sanitize $tool.test_cuda_ops $tool test_cuda_ops '*EveryOpOnGpu*:*SparseOnGpu.Heads*' MLA_TEST_MAX_FLOPS=3e6
+    sanitize $tool.test_cuda_ops $tool test_cuda_ops '*EveryOpOnGpu*' MLA_TEST_MAX_FLOPS=3e6
+    sanitize $tool.test_cuda_sparse $tool test_cuda_sparse '*.Heads/*' MLA_TEST_MAX_FLOPS=3e6
     sanitize $tool.test_cuda_attend_latent $tool test_cuda_attend_latent "$narrow:$wide"
   done
   sanitize memcheck.test_cuda_layer memcheck test_cuda_layer 'Files/GoldenFile.*/tiny'
