@@ -83,7 +83,7 @@ struct LayerContext {
   /// that before the selection is written again.
   Profile* profile = nullptr;
   // Of models with an indexer.
-  IndexCacheView index_cache;                 ///< of a layer with indexer weights: page for page beside the cache
+  IndexCacheView index_cache;                 ///< of forward() with indexer weights: page for page beside the cache
   const RotaryTable* index_rotary = nullptr;  ///< made of ModelConfig::index_rotary(); likewise
   /// At least plan.selection_bytes, 64-byte aligned. A layer with an indexer writes it; layers that share its choice,
   /// later in the step, read it. BatchError when they find none there, or that of another step. On a GPU that is known

@@ -4,12 +4,15 @@
 
 registers torch.ops.mla.flash_mla_with_kvcache and torch.ops.mla.flash_mla_sparse_fwd, for CPU and
 CUDA tensors, with fake implementations: torch.compile and torch.export see their shapes without
-running them. Arguments and conventions are those of mla.flash_mla, less the schedule's.
+running them. Arguments and conventions are those of mla.flash_mla, less the schedule's. The functions
+here call the operators, which have no gradient and say so.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import library
@@ -103,18 +106,27 @@ def _no_backward(name: str) -> Callable[..., None]:
     return backward
 
 
-for _function, _fake in (
-    (flash_mla_with_kvcache, _fake_with_kvcache),
-    (flash_mla_sparse_fwd, _fake_sparse_fwd),
-):
-    _name = _function.__name__
+def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """torch.ops.mla's operator of that name and signature, which `function` computes."""
+    name = function.__name__
     _library.define(
-        _name + library.infer_schema(_function, mutates_args=()),
+        name + library.infer_schema(function, mutates_args=()),
         tags=(torch.Tag.needs_exact_strides,),
     )
-    for _device in ("CPU", "CUDA"):
-        _library.impl(_name, _function, _device)
-    library.register_fake(f"mla::{_name}", _fake, lib=_library)
-    library.register_autograd(f"mla::{_name}", _no_backward(_name), lib=_library)
+    for device in ("CPU", "CUDA"):
+        _library.impl(name, function, device)
+    library.register_fake(f"mla::{name}", fake, lib=_library)
+    library.register_autograd(f"mla::{name}", _no_backward(name), lib=_library)
+    operator = getattr(torch.ops.mla, name)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    return call
+
+
+flash_mla_with_kvcache = _operator(flash_mla_with_kvcache, _fake_with_kvcache)
+flash_mla_sparse_fwd = _operator(flash_mla_sparse_fwd, _fake_sparse_fwd)
 
 __all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]

@@ -68,10 +68,8 @@ void require_inputs(const LayerContext& c, const AnyView<Token, Head, QueryKey>&
   require_input(c, "k_pe", k_pe);
 }
 
-void check_sparse(const LayerContext& c) {
-  if (c.plan.sparse_rows() > 0) require_memory("selection", c.selection, c.plan.selection_bytes);
-  if (!c.weights.indexer) return;
-  if (!c.plan.model.indexer) throw ShapeError("layer: weights have an indexer, plan was made for a model without one");
+// What forward() runs the indexer on.
+void require_index_cache(const LayerContext& c) {
   ops::require_equal("layer", "index cache's number of pages", c.index_cache.pages, "the cache's", c.cache.pages);
   const IndexCacheSpec &found = c.index_cache.spec, &planned = c.plan.index_cache;
   if (found.format != planned.format)
@@ -133,7 +131,9 @@ void check(const LayerContext& c, Device here, int workers) {
   if (workers > c.plan.device.threads)
     throw ShapeError("layer: stream has " + counted(workers, "thread") + ", plan was made for " +
                      std::to_string(c.plan.device.threads));
-  check_sparse(c);
+  if (c.plan.sparse_rows() > 0) require_memory("selection", c.selection, c.plan.selection_bytes);
+  if (c.weights.indexer && !c.plan.model.indexer)
+    throw ShapeError("layer: weights have an indexer, plan was made for a model without one");
 }
 
 void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
@@ -147,6 +147,7 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
   require_input(c, "out", out);
   ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", c.plan.model.hidden);
   ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", c.plan.model.hidden);
+  if (c.weights.indexer) require_index_cache(c);
 }
 
 void check_tables(const LayerContext& c, Device device) {

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/counted.hpp"
 #include "core/gpu.hpp"
 #include "core/selection_log.hpp"
 #include "mla/error.hpp"
@@ -45,8 +46,8 @@ void require_chosen(Stream& stream, const LayerContext& c) {
     found = there.chosen != kChosen ? Found::none : there.stamp != c.plan.selection_stamp ? Found::other : Found::same;
   }
   if (found == Found::same) return;
-  throw BatchError("layer: " + std::to_string(c.plan.sparse_rows()) +
-                   " tokens attend to chosen keys, and the selection " +
+  throw BatchError("layer: " + counted(c.plan.sparse_rows(), "token") +
+                   (c.plan.sparse_rows() == 1 ? " attends" : " attend") + " to chosen keys, and the selection " +
                    (found == Found::none ? "holds no choice" : "holds the choice of another step") +
                    ": select() or a layer with an indexer makes it first");
 }

@@ -154,6 +154,22 @@ TEST(SparseLayer, StepsWithoutASelectionAreRefused) {
   select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk}));
   EXPECT_EQ(attention(), "no error");
   EXPECT_EQ(attention(), "no error");  // layers share it
+  // It runs no indexer: weights with one need no index cache.
+  const LayerContext own{.plan = p,
+                         .batch = b,
+                         .weights = s.v.weights,
+                         .rotary = s.rotary,
+                         .cache = s.cache.view(),
+                         .workspace = {workspace.data(), workspace.size()},
+                         .selection = {selection.data(), selection.size()}};
+  EXPECT_EQ(message_of([&] {
+              attend(s.stream, own, View<const float, Token, Head, QueryKey>(q.data(), {200, m.heads, m.query_key()}),
+                     View<const float, Token, Latent>(kv.data(), {200, m.latent}),
+                     View<const float, Token, Rope>(kv.data(), {200, m.rope}),
+                     View<float, Token, Head, Value>(heads.data(), {200, m.heads, m.value}));
+              s.stream.synchronize();
+            }),
+            "no error");
   EXPECT_EQ(message_of([&] {
               select(s.stream, c, View<const int32_t, Token, Topk>(nullptr, {200, p.topk}));
             }),

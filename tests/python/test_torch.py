@@ -87,6 +87,10 @@ def test_a_gradient_is_refused(compiled):
     out, _, _ = OPS.flash_mla_sparse_fwd(*sparse)
     with pytest.raises(mla.UnsupportedError, match="flash_mla_sparse_fwd: has no gradient"):
         out.sum().backward()
+    out, _ = mla.torch.flash_mla_with_kvcache(q, *rest)
+    assert torch.equal(out, plain)
+    with pytest.raises(mla.UnsupportedError, match="flash_mla_with_kvcache: has no gradient"):
+        out.sum().backward()
     with torch.no_grad():
         assert not OPS.flash_mla_with_kvcache(q, *rest)[0].requires_grad
 
