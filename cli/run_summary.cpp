@@ -188,6 +188,9 @@ void print_summary(const RunReport& report) {
               percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens),
               n(r.prompt_tokens), counted(r.evictions, "eviction").c_str(),
               counted(r.preemptions, "preemption").c_str());
+  if (r.hit_tokens == 0 && o.limits.prefix_reuse && report.trace.block_tokens < r.page_size)
+    std::printf("           whole pages are found: prompts share blocks of %s, a page has %lld (--page-size)\n",
+                counted(report.trace.block_tokens, "token").c_str(), n(r.page_size));
   std::string held = o.products == WeightFormat::plain ? "" : ", product weights " + name(o.products);
   if (o.plan.activations != Activations::plain) held += ", activations " + name(o.plan.activations);
   std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s%s, at most %s a step\n",

@@ -647,8 +647,10 @@ TEST_F(Command, ResultsSayHowTheyWereMade) {
 TEST_F(Command, TextSaysWhatTheTimesAreOf) {
   const Outcome o = mla(small_run() + "--layers 1 --scale-lengths 0.5");
   ASSERT_EQ(o.status, 0) << o.err;
-  for (const char* s : {"1 of 2 layers", "lengths times 0.5,", "attention's alone, of 1 of 2 layers", "of 64 ("})
+  for (const char* s : {"1 of 2 layers", "lengths times 0.5,", "attention's alone, of 1 of 2 layers", "of 64 (",
+                        "prompts share blocks of 32 tokens, a page has 64 (--page-size)"})
     EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+  EXPECT_EQ(mla(small_run() + "--layers 1").out.find("prompts share blocks"), std::string::npos);
 }
 
 // What stood there before is there after every failure, and nothing else is left in the folder.
