@@ -102,13 +102,6 @@ __device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, ui
       : "memory");
 }
 
-/// The same without a hint.
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-               "l"(src), "r"(bytes), "r"(bar)
-               : "memory");
-}
-
 /// bytes contiguous bytes from this CTA's shared memory to the same address of another of its cluster, completing on
 /// the same barrier address there.
 __device__ __forceinline__ void bulk_copy_to_cta(uint32_t address, uint32_t bytes, uint32_t bar, uint32_t rank) {

@@ -18,9 +18,9 @@ bool dense_rows(const auto& v, int64_t width) {
   return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
 }
 
-bool serves(CacheFormat f) {
-  return f == CacheFormat::bf16 || f == CacheFormat::f16 || f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla;
-}
+bool is_fp8(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
+
+bool serves(CacheFormat f) { return f == CacheFormat::bf16 || f == CacheFormat::f16 || is_fp8(f); }
 
 AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::AttendLatentArgs& a) {
   AttendLatentLimits l{.tokens = static_cast<int>(a.q.extent<Token>()),
@@ -105,6 +105,8 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   return gpu.hopper && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 && serves(spec.format) &&
          spec.latent == kLatent && spec.rope == kRope && a.cache.page_stride == spec.page_bytes() &&
          (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && a.q.extent<Head>() <= kMostHeads &&
+         // Rows of e4m3 are found by 32-bit numbers of 16 bytes.
+         (!is_fp8(spec.format) || a.cache.pages * spec.page_bytes() / 16 <= std::numeric_limits<uint32_t>::max()) &&
          dense_rows(a.q, kLatent + kRope) && dense_rows(a.out, kLatent) && a.block_table.stride<Page>() == 1 &&
          a.q.extent<Token>() * a.q.extent<Head>() < std::numeric_limits<int32_t>::max() &&
          reinterpret_cast<uintptr_t>(a.q.data()) % 16 == 0 && reinterpret_cast<uintptr_t>(a.out.data()) % 16 == 0 &&
