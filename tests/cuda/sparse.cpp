@@ -23,7 +23,7 @@ class SparseOnGpu : public testing::TestWithParam<CacheFormat> {
     most_ = most ? std::atof(most) : 1e30;
   }
 
-  // Runs a case of the test's format, twice: the same bits.
+  // Runs a case of the test's format, on Hopper's kernels.
   void expect_right(Params p) {
     p.device = kGpu;
     p.format = GetParam();

@@ -140,15 +140,16 @@ TEST(SparseLayer, StepsWithoutASelectionAreRefused) {
                        .selection = {selection.data(), selection.size()}};
   std::vector<float> q(200 * static_cast<size_t>(m.heads * m.query_key())), kv(200 * static_cast<size_t>(m.entry())),
       heads(200 * static_cast<size_t>(m.heads * m.value));
-  const auto attention = [&] {
+  const auto attention_of = [&](const LayerContext& context) {
     return message_of([&] {
-      attend(s.stream, c, View<const float, Token, Head, QueryKey>(q.data(), {200, m.heads, m.query_key()}),
+      attend(s.stream, context, View<const float, Token, Head, QueryKey>(q.data(), {200, m.heads, m.query_key()}),
              View<const float, Token, Latent>(kv.data(), {200, m.latent}),
              View<const float, Token, Rope>(kv.data(), {200, m.rope}),
              View<float, Token, Head, Value>(heads.data(), {200, m.heads, m.value}));
       s.stream.synchronize();
     });
   };
+  const auto attention = [&] { return attention_of(c); };
   EXPECT_EQ(attention(), none);
   const std::vector<int32_t> choice(200 * static_cast<size_t>(p.topk), 0);
   select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk}));
@@ -162,14 +163,7 @@ TEST(SparseLayer, StepsWithoutASelectionAreRefused) {
                          .cache = s.cache.view(),
                          .workspace = {workspace.data(), workspace.size()},
                          .selection = {selection.data(), selection.size()}};
-  EXPECT_EQ(message_of([&] {
-              attend(s.stream, own, View<const float, Token, Head, QueryKey>(q.data(), {200, m.heads, m.query_key()}),
-                     View<const float, Token, Latent>(kv.data(), {200, m.latent}),
-                     View<const float, Token, Rope>(kv.data(), {200, m.rope}),
-                     View<float, Token, Head, Value>(heads.data(), {200, m.heads, m.value}));
-              s.stream.synchronize();
-            }),
-            "no error");
+  EXPECT_EQ(attention_of(own), "no error");
   EXPECT_EQ(message_of([&] {
               select(s.stream, c, View<const int32_t, Token, Topk>(nullptr, {200, p.topk}));
             }),

@@ -174,7 +174,7 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                                    .lse = m.lse,
                                    .scratch = {m.scratch, kScratch}};
   if (cuda::sm90::serves(cuda::model_of(queue), args)) {
-    const cuda::sm90::CallerArrays arrays{.lse = a.lse, .after_writer = true};
+    const cuda::sm90::CallerArrays arrays{.lse = a.lse};
     return cuda::sm90::attend_latent(queue, args, &arrays);
   }
   cuda::generic::attend_positions(queue, args);

@@ -17,16 +17,16 @@ struct CallerArrays {
   View<float, Request, Head, Token> lse;
   /// attend_sparse's lengths, of all queries of a request alike; without data: every slot counts.
   View<const int32_t, Request> lengths;
-  bool after_writer = false;  ///< attend_latent: the stream's previous kernel writes the items
 };
 
 /// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, at most 128 heads.
 bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
+/// caller: the stream's previous kernel writes the items.
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller = nullptr);
 
 /// bf16 queries of 512 + 64 over lists of slots of one such cache, each row's softmax whole or batch-invariant; largest
-/// logits of 16-bit caches only.
+/// logits of 16-bit caches or above 64 heads.
 bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
 /// caller: a.items is one item in host memory, the queue's counters need not be 0.

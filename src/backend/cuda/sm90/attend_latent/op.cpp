@@ -6,21 +6,11 @@
 
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attend_latent/rows.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {
-
-constexpr int64_t kLatent = 512, kRope = 64, kMostHeads = 128;
-
-bool dense_rows(const auto& v, int64_t width) {
-  return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
-}
-
-bool is_fp8(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
-
-bool serves(CacheFormat f) { return f == CacheFormat::bf16 || f == CacheFormat::f16 || is_fp8(f); }
 
 AttendLatentLimits limits_of(std::span<const LatentItem> items, const ops::AttendLatentArgs& a) {
   AttendLatentLimits l{.tokens = static_cast<int>(a.q.extent<Token>()),
@@ -102,15 +92,10 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   const CacheSpec& spec = a.cache.spec;
   const bool whole =
       std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
-  return gpu.hopper && whole && !a.items.empty() && a.q.dtype() == Dtype::bf16 && serves(spec.format) &&
-         spec.latent == kLatent && spec.rope == kRope && a.cache.page_stride == spec.page_bytes() &&
-         (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && a.q.extent<Head>() <= kMostHeads &&
+  return gpu.hopper && whole && !a.items.empty() && serves_rows(a, a.cache) &&
+         a.cache.page_stride == spec.page_bytes() && a.block_table.stride<Page>() == 1 &&
          // Rows of e4m3 are found by 32-bit numbers of 16 bytes.
-         (!is_fp8(spec.format) || a.cache.pages * spec.page_bytes() / 16 <= std::numeric_limits<uint32_t>::max()) &&
-         dense_rows(a.q, kLatent + kRope) && dense_rows(a.out, kLatent) && a.block_table.stride<Page>() == 1 &&
-         a.q.extent<Token>() * a.q.extent<Head>() < std::numeric_limits<int32_t>::max() &&
-         reinterpret_cast<uintptr_t>(a.q.data()) % 16 == 0 && reinterpret_cast<uintptr_t>(a.out.data()) % 16 == 0 &&
-         reinterpret_cast<uintptr_t>(a.cache.data) % 16 == 0 && a.scale > 0;
+         (!is_e4m3(spec.format) || a.cache.pages * spec.page_bytes() / 16 <= std::numeric_limits<uint32_t>::max());
 }
 
 // The launches' tiles, the first launch's first.
@@ -133,30 +118,15 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const Cal
   const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
-    choice.late_items = caller && caller->after_writer;
+    choice.late_items = caller != nullptr;
     choice.settled = a.cache_settled;
-    AttendLatent args{.limits = limits,
-                      .q = a.q.data(),
-                      .cache = a.cache.data,
-                      .format = a.cache.spec.format,
-                      .k_scale = a.cache.spec.k_scale,
-                      .pages = a.cache.pages,
-                      .page_size = page_size,
-                      .items = items + begin,
-                      .block_table = table.data(),
-                      .table_stride = table.stride<Request>(),
-                      .scale = a.scale,
-                      .out = a.out.data(),
-                      .out_dtype = a.out.dtype(),
-                      .lse = a.lse.data(),
-                      .lse_token_stride = a.lse.stride<Token>(),
-                      .lse_head_stride = a.lse.stride<Head>(),
-                      .counters = queue.counters(),
-                      .counter_count = Queue::kCounters,
-                      .partials = a.scratch.data + partials_at(a),
-                      .partials_bytes = room};
-    if (caller) args.put_lse(caller->lse);
-    else if (count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
+    AttendLatent args = call_of(queue, a, a.cache, caller);
+    args.limits = limits;
+    args.pages = a.cache.pages, args.page_size = page_size;
+    args.items = items + begin;
+    args.block_table = table.data(), args.table_stride = table.stride<Request>();
+    args.partials = a.scratch.data + partials_at(a), args.partials_bytes = room;
+    if (!caller && count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
     cuda::attend_latent(args, choice, queue.stream());
     begin += count;
   }

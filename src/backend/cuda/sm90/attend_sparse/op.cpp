@@ -4,10 +4,8 @@
 #include <limits>
 #include <string>
 
-#include "backend/cuda/core/queue.hpp"
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attend_latent/rows.hpp"
 #include "backend/cuda/sm90/attend_sparse/lists.hpp"
-#include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {
@@ -64,30 +62,18 @@ Run run_of(const ops::AttendSparseArgs& a, int32_t rows, int32_t keys, int multi
   return r;
 }
 
-bool dense_rows(const auto& v, int64_t width) {
-  return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
-}
-
-bool aligned(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
-
 }  // namespace
 
 bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a) {
   if (!gpu.hopper || a.sources.size() != 1 || a.items.empty()) return false;
   const CacheView& cache = a.sources[0].cache;
   const CacheSpec& spec = cache.spec;
-  const bool wide = spec.format == CacheFormat::bf16 || spec.format == CacheFormat::f16;
-  const bool served = wide || spec.format == CacheFormat::fp8 || spec.format == CacheFormat::fp8_ds_mla;
   const bool whole = std::all_of(a.items.begin(), a.items.end(), [](const SparseItem& i) { return i.partial < 0; });
   const int64_t heads = a.q.extent<Head>();
-  return served && whole && (a.part_keys == 0 || a.part_keys == kInvariantKeys) && a.q.dtype() == Dtype::bf16 &&
-         spec.latent == 512 && spec.rope == 64 && cache.page_stride % 16 == 0 && cache.pages > 0 &&
+  return whole && (a.part_keys == 0 || a.part_keys == kInvariantKeys) && heads >= 1 && serves_rows(a, cache) &&
+         (is_16_bit(spec.format) || heads > 64 || !a.max_logits) && cache.page_stride % 16 == 0 && cache.pages > 0 &&
          cache.pages * spec.page_size <= std::numeric_limits<int32_t>::max() &&
-         static_cast<int64_t>(cache.page_stride / 16) * cache.pages <= std::numeric_limits<int32_t>::max() &&
-         (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && heads >= 1 && heads <= 128 &&
-         (wide || heads > 64 || !a.max_logits) && dense_rows(a.q, 576) && dense_rows(a.out, 512) &&
-         a.q.extent<Token>() * heads < std::numeric_limits<int32_t>::max() && aligned(a.q.data()) &&
-         aligned(a.out.data()) && aligned(cache.data) && a.scale > 0;
+         static_cast<int64_t>(cache.page_stride / 16) * cache.pages <= std::numeric_limits<int32_t>::max();
 }
 
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a) {
@@ -126,32 +112,15 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
     lists.table = reinterpret_cast<int32_t*>(run.table), lists.table_stride = run.table_stride;
     lists.requests = reinterpret_cast<LatentItem*>(run.requests);
     list_rows(lists, queue.stream());
-    AttendLatent args{.limits = run.limits,
-                      .q = a.q.data(),
-                      .cache = cache.data,
-                      .format = cache.spec.format,
-                      .k_scale = cache.spec.k_scale,
-                      .pages = static_cast<int64_t>(cache.pages * cache.page_stride / 16),
-                      .page_size = 1,
-                      .page_units = true,
-                      .items = lists.requests,
-                      .block_table = lists.table,
-                      .table_stride = run.table_stride,
-                      .scale = a.scale,
-                      .out = a.out.data(),
-                      .out_dtype = a.out.dtype(),
-                      .lse = a.lse.data(),
-                      .lse_token_stride = a.lse.stride<Token>(),
-                      .lse_head_stride = a.lse.stride<Head>(),
-                      .sinks = sinks,
-                      .max_logits = a.max_logits.data(),
-                      .max_token_stride = a.max_logits.stride<Token>(),
-                      .max_head_stride = a.max_logits.stride<Head>(),
-                      .counters = queue.counters(),
-                      .counter_count = Queue::kCounters,
-                      .partials = run.partials,
-                      .partials_bytes = run.partial_bytes};
-    if (caller) args.put_lse(caller->lse);
+    AttendLatent args = call_of(queue, a, cache, caller);
+    args.limits = run.limits;
+    args.pages = static_cast<int64_t>(cache.pages * cache.page_stride / 16), args.page_size = 1, args.page_units = true;
+    args.items = lists.requests;
+    args.block_table = lists.table, args.table_stride = run.table_stride;
+    args.sinks = sinks;
+    args.max_logits = a.max_logits.data();
+    args.max_token_stride = a.max_logits.stride<Token>(), args.max_head_stride = a.max_logits.stride<Head>();
+    args.partials = run.partials, args.partials_bytes = run.partial_bytes;
     cuda::attend_latent(args, run.choice, queue.stream());
     first += run.rows;
   }

@@ -1,0 +1,48 @@
+// What attend_latent and attend_sparse have in common on Hopper: the rows that the kernels take, and the part of a call
+// that says where they lie.
+#pragma once
+
+#include <limits>
+
+#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/ops.hpp"
+
+namespace mla::cuda::sm90 {
+
+inline bool is_16_bit(CacheFormat f) { return f == CacheFormat::bf16 || f == CacheFormat::f16; }
+inline bool is_e4m3(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
+
+/// Queries and outputs of either op over such a cache; how its pages lie is each op's own to ask.
+template <class Args>
+bool serves_rows(const Args& a, const CacheView& cache) {
+  constexpr int64_t kLatent = 512, kRope = 64, kMostHeads = 128;
+  const auto dense = [](const auto& v, int64_t width) {
+    return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
+  };
+  const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
+  const CacheSpec& spec = cache.spec;
+  const int64_t heads = a.q.template extent<Head>();
+  return a.q.dtype() == Dtype::bf16 && (is_16_bit(spec.format) || is_e4m3(spec.format)) && spec.latent == kLatent &&
+         spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && heads <= kMostHeads &&
+         dense(a.q, kLatent + kRope) && dense(a.out, kLatent) &&
+         a.q.template extent<Token>() * heads < std::numeric_limits<int32_t>::max() && aligned(a.q.data()) &&
+         aligned(a.out.data()) && aligned(cache.data) && a.scale > 0;
+}
+
+/// A call without its limits, items, pages and partials.
+template <class Args>
+AttendLatent call_of(const Queue& queue, const Args& a, const CacheView& cache, const CallerArrays* caller) {
+  AttendLatent call;
+  call.q = a.q.data();
+  call.cache = cache.data, call.format = cache.spec.format, call.k_scale = cache.spec.k_scale;
+  call.scale = a.scale;
+  call.out = a.out.data(), call.out_dtype = a.out.dtype();
+  call.lse = a.lse.data();
+  call.lse_token_stride = a.lse.template stride<Token>(), call.lse_head_stride = a.lse.template stride<Head>();
+  if (caller) call.put_lse(caller->lse);
+  call.counters = queue.counters(), call.counter_count = Queue::kCounters;
+  return call;
+}
+
+}  // namespace mla::cuda::sm90
