@@ -123,8 +123,8 @@ struct Wgmma;
   MLA_D14(), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), \
       "+f"(d[127])
 
-// R, D(): the lists above; A0 to A6: the operand numbers that follow N / 2 accumulators.
-#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6, A7)                                                  \
+// R, D(): the lists above; A0 to A7: the operand numbers that follow N / 2 accumulators.
+#define MLA_WGMMA_OF(N, TYPE, PTX, R, D, A0, A1, A2, A3, A4, A5, A6, A7)                                              \
   template <>                                                                                                         \
   struct Wgmma<N, TYPE> {                                                                                             \
     template <uint32_t a_bytes, uint32_t b_bytes, Major a_major = Major::k, Major b_major = Major::k>                 \
@@ -142,7 +142,7 @@ struct Wgmma;
     }                                                                                                                 \
     template <uint32_t b_bytes, Major b_major = Major::k>                                                             \
     __device__ static __forceinline__ void rs_at(float (&d)[N / 2], const uint32_t* a, uint64_t b, int accumulate) {  \
-      asm volatile("{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" A5 ", 0;\nadd.s64 y, %" A4 ", %" A7            \
+      asm volatile("{\n.reg .pred p;\n.reg .b64 y;\nsetp.ne.b32 p, %" A5 ", 0;\nadd.s64 y, %" A4 ", %" A7             \
                    ";\n"                                                                                              \
                    "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." PTX "." PTX " {" R "}, {%" A0 ",%" A1 ",%" A2    \
                    ",%" A3 "}, y, p, 1, 1, %" A6 ";\n}"                                                               \
