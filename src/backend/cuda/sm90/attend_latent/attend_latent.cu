@@ -133,6 +133,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
   p.queries = std::max(a.lse_queries, 1);
+  p.lse_by_requests = p.queries > 1;
   p.by_queries = Divisor(p.queries);
   p.lse_query_stride = a.lse_query_stride;
   p.lse_empty = a.lse_empty;
@@ -173,7 +174,7 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
     if (c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla) c.tile_rows = 64;
-    c.converts = c.tile_rows == 128;
+    c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format == CacheFormat::fp8_ds_mla);
     if (!c.converts) c.line_overhead = 6;
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,

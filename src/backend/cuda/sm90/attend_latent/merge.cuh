@@ -20,7 +20,7 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
   if (!p.lse) return;
   int token = p.by_heads.divide(row);
   float* to = p.lse + (row - token * p.heads) * p.lse_head_stride;
-  if (p.queries > 1) {
+  if (p.lse_by_requests) {
     const int request = p.by_queries.divide(token);
     to += (token - request * p.queries) * p.lse_query_stride, token = request;
   }

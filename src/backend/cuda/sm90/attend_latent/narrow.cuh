@@ -34,7 +34,6 @@ struct NarrowShared {
 template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  if (p.late) wait_for_previous_grids();
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
