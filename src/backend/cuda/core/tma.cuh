@@ -120,10 +120,6 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 __device__ __forceinline__ void bulk_prefetch(const void* src, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
-/// The line of 128 bytes that holds an address, by an ordinary thread.
-__device__ __forceinline__ void prefetch_line(const void* at) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
-}
 /// Until at most `pending` of the thread's committed groups still read shared memory.
 template <int pending>
 __device__ __forceinline__ void bulk_wait_read() {

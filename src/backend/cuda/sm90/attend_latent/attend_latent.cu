@@ -136,8 +136,9 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.lse_by_requests = p.queries > 1;
   p.by_queries = Divisor(p.queries);
   p.lse_query_stride = a.lse_query_stride;
-  p.lse_empty = a.lse_empty;
+  p.lse_empty_up = a.lse_empty_up;
   p.extras = a.sinks || a.max_logits;
+  p.peaks = a.max_logits != nullptr;
   p.sinks = a.sinks;
   p.max_logits = a.max_logits;
   p.max_token_stride = a.max_token_stride;

@@ -9,7 +9,7 @@ namespace mla::cuda::latent {
 
 /// Where one warp's rows of each block lie in the cache, `groups` times eight of them, block_tokens / groups apart:
 /// lanes look up four groups at a time, one such window ahead. What an item knows is asked of it again: registers are
-/// short, and what is spilled comes from far away.
+/// short, and what is spilled comes back from L2 where rows of the cache stream through L1.
 template <class Format, int groups>
 class PartRows {
  public:
@@ -29,12 +29,9 @@ class PartRows {
   __device__ void seek(const Params& p, const Item& it, int part, int i) {
     if (i && i % window_groups == 0) at_ = place_of(p, it, part, i / window_groups, next_);
   }
-  /// Looks further, once the group's rows have been asked for: page numbers are not touched before they are needed, and
-  /// rows are on their way to L2 before they are.
+  /// Looks further, once the group's rows have been asked for: page numbers are not touched before they are needed.
   __device__ void look_ahead(const Params& p, const Item& it, int part, int i) {
-    const int window = i / window_groups + 1;
-    if (i % window_groups == 0) next_ = look_up(p, it, part, window);
-    else if (i % window_groups == window_groups - 1) prefetch(p, next_, place_of(p, it, part, window, next_));
+    if (i % window_groups == 0) next_ = look_up(p, it, part, i / window_groups + 1);
   }
   /// Units of 16 bytes from the cache's start to row lane % 8 of group i, if that is not past the item's end.
   __device__ uint32_t place(int i) const {
@@ -42,17 +39,8 @@ class PartRows {
   }
 
  private:
-  __device__ PartRows(const Params& p, const Item& it, int part, int page) : at_(place_of(p, it, part, 0, page)) {
-    prefetch(p, page, at_);
-  }
+  __device__ PartRows(const Params& p, const Item& it, int part, int page) : at_(place_of(p, it, part, 0, page)) {}
   __device__ static int first(const Item& it, int part) { return it.block * block_tokens + part * part_rows; }
-  __device__ static void prefetch(const Params& p, int page, uint32_t at) {
-    if (page < 0) return;
-    const char* row = static_cast<const char*>(p.cache) + at * int64_t{16};
-#pragma unroll
-    for (int line = 0; line < Format::bytes; line += 128) prefetch_line(row + line);
-    prefetch_line(row + Format::bytes - 1);
-  }
   __device__ static int look_up(const Params& p, const Item& it, int part, int window) {
     return page_of(p, table_of(p, it), it.positions, position(p, first(it, part), window));
   }

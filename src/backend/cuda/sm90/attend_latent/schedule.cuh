@@ -41,12 +41,16 @@ struct Params {
   int heads;
   Divisor by_heads, by_workers;
   int workers;
-  int split_blocks;  // of batch-invariant pieces
-  int min_blocks;    // least blocks worth a worker
-  bool relay;        // may every second worker leave merging to the others?
-  bool one_each;     // 32 requests at most, of one tile each?
-  bool late;         // are items and table what the stream's previous kernel writes?
-  bool extras;       // are there sinks, or are largest logits wanted?
+  int split_blocks;      // of batch-invariant pieces
+  int min_blocks;        // least blocks worth a worker
+  bool relay;            // may every second worker leave merging to the others?
+  bool one_each;         // 32 requests at most, of one tile each?
+  bool late;             // are items and table what the stream's previous kernel writes?
+  bool extras;           // are there sinks, or are largest logits wanted?
+  bool peaks;            // are they?
+  bool lse_by_requests;  // have lse's requests a stride of their own?
+  bool lse_empty_up;     // is it +inf, not -inf, of a row that sees nothing?
+  uint16_t row_bytes;    // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
   const int32_t* block_table;
   int64_t table_stride;
   Divisor by_page;
@@ -58,7 +62,6 @@ struct Params {
   int64_t page_stride;  // bytes
   float value_scale;    // of outputs (fp8)
   bool out_f32;
-  uint16_t row_bytes;  // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
   void* out;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
@@ -67,9 +70,7 @@ struct Params {
   unsigned* left;                    // of a piece: was its share of the merging left to others?
   int patience;                      // cycles that a worker waits for others, at most
   bool settled;                      // may cached rows be read while the stream's previous kernel ends?
-  bool lse_by_requests;              // have they a stride of their own?
   const void* q;                     // for rows that see keys but no logit above -inf (lost_to_query)
-  float lse_empty;                   // of a row that sees nothing
   // Of few calls, behind what all calls read:
   const float* sinks;  // of heads; may be null
   float* max_logits;   // may be null

@@ -444,7 +444,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       else p.partial_lse[2 * at] = lse2;
       if (p.extras) {
         if (it.pieces == 1) inverse *= kept(p, it.row0 + row, lse2);
-        if (p.max_logits) {
+        if (p.peaks) {
           const float max2 = it.blocks ? peak : -INFINITY;
           if (it.pieces == 1) store_max(p, it.row0 + row, max2, sum);
           else p.partial_max[at] = max2;
@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
         volatile float peak[2];  // not in registers: there are none left
-        if (p.max_logits) peak[0] = peak[1] = -INFINITY;
+        if (p.peaks) peak[0] = peak[1] = -INFINITY;
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
@@ -552,7 +552,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
           }
           best0 *= p.scale_log2, best1 *= p.scale_log2;
-          if (p.max_logits) peak[0] = fmaxf(peak[0], best0), peak[1] = fmaxf(peak[1], best1);
+          if (p.peaks) peak[0] = fmaxf(peak[0], best0), peak[1] = fmaxf(peak[1], best1);
           // Maxima grow by whole numbers, which fit a byte, if by less than makes nothing of what is held.
           float growth0 = 0, growth1 = 0;
           const auto grow = [](float best, float& top, float& growth) {
@@ -773,7 +773,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
             if (p.extras) {
               join.inverse *= kept(p, static_cast<int>(out_row) + row, join.lse2);
-              if (p.max_logits && in && h == 0 && lane % 4 == 0) {
+              if (p.peaks && in && h == 0 && lane % 4 == 0) {
                 const float* max = p.partial_max + partial_row(it.slot0, tile_rows, rank * 64 + row, it.pieces, 0);
                 store_max(p, static_cast<int>(out_row) + row, fmaxf(__ldcg(max), __ldcg(max + 1)), join.lse2);
               }
