@@ -271,12 +271,15 @@ struct LatentWork {
 /// a row's bits follow from the row alone. UnsupportedError for more partial rows than 32 bits number.
 LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split);
 
+/// Units of work that sparse attention is cut into for a CPU: threads share them evenly, however many there are.
+constexpr int64_t kSparseUnits = 64;
+
 /// Cuts `rows` query rows with lists of `keys` slots each (all sources together) into items that keep about `units`
 /// workers busy. fast: a row's parts follow from all numbers given. batch_invariant: parts of a fixed length, whether
 /// they are attended one by one in one item or each in an item of its own, so that a row's bits depend on `keys` alone;
 /// at most about `units` rows' worth of partial rows in either mode. ShapeError for a number below 0, no units, or more
 /// partial rows than 32 bits number.
-SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units = 64);
+SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units = kSparseUnits);
 
 /// Requests [begin, end) of a batch.
 struct RequestRange {
