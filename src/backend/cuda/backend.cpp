@@ -2,6 +2,7 @@
 
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
+#include "backend/cuda/gpu_model.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda {

@@ -8,6 +8,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
+#include "backend/cuda/gpu_model.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 #include "core/device_attention.hpp"
 #include "core/gpu.hpp"

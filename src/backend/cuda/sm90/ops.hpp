@@ -6,7 +6,6 @@
 
 namespace mla::cuda {
 class Queue;
-backend::GpuModel model_of(const Queue& queue);
 }  // namespace mla::cuda
 
 namespace mla::cuda::sm90 {

@@ -8,7 +8,7 @@
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/generic/index_score/tensor.cuh"
-#include "backend/cuda/sm90/ops.hpp"
+#include "backend/cuda/gpu_model.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {

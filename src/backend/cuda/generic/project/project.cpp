@@ -11,7 +11,7 @@
 #include "backend/cuda/generic/cast/cast.hpp"
 #include "backend/cuda/generic/project/activations.hpp"
 #include "backend/cuda/generic/project/dequantise.hpp"
-#include "backend/cuda/sm90/ops.hpp"
+#include "backend/cuda/gpu_model.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
