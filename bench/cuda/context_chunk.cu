@@ -10,6 +10,7 @@
 #include <string>
 
 #include "backend/cuda/core/blas.hpp"
+#include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
@@ -57,6 +58,7 @@ struct Prefill {
   DeviceArray<ExpandedItem> items;  // causal, then one a chunk
   Blas& blas;
   cudaStream_t stream;
+  const int blocks = multiprocessors("bench") * 8;  // of the gathering launch
 
   Prefill(const Shape& shape, Blas& products, cudaStream_t on)
       : s(shape), kv(shape.heads * (nope + value)), blas(products), stream(on) {
@@ -90,8 +92,8 @@ struct Prefill {
   int length(int c) const { return std::min(s.chunk, s.context - c * s.chunk); }
 
   void gather(int c) {
-    gather_rows<<<132 * 8, 256, 0, stream>>>(reinterpret_cast<const uint4*>(cache.data()), block_table.data(),
-                                             c * s.chunk, length(c), reinterpret_cast<uint4*>(rows.data()));
+    gather_rows<<<blocks, 256, 0, stream>>>(reinterpret_cast<const uint4*>(cache.data()), block_table.data(),
+                                            c * s.chunk, length(c), reinterpret_cast<uint4*>(rows.data()));
     check(cudaGetLastError(), "bench", "gather");
   }
   void expand(int c) {

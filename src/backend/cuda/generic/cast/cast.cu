@@ -32,7 +32,7 @@ __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64
 }
 
 template <class X, class Y>
-void run(cudaStream_t stream, const CopyRows& c, std::string_view op) {
+void run(const Queue& queue, const CopyRows& c, std::string_view op) {
   constexpr int n = 16 / std::max(sizeof(X), sizeof(Y));
   const int64_t heads = c.x.extent<Head>(), width = c.x.extent<In>();
   const auto fits = [](const auto& v, size_t size, int64_t elements) {
@@ -42,37 +42,38 @@ void run(cudaStream_t stream, const CopyRows& c, std::string_view op) {
   const bool wide = width % n == 0 && fits(c.x, sizeof(X), n) && fits(c.y, sizeof(Y), n);
   const int64_t groups = wide ? width / n : width, count = c.rows * heads * groups;
   if (count == 0) return;
-  const unsigned blocks = static_cast<unsigned>(std::min<int64_t>((count + kThreads - 1) / kThreads, 132 * 32));
+  const unsigned blocks = static_cast<unsigned>(
+      std::min<int64_t>((count + kThreads - 1) / kThreads, int64_t{queue.multiprocessors()} * 32));
   const std::string shape =
       "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
-  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>, {.grid = dim3(blocks), .block = dim3(kThreads)}, stream,
-         op, "copy of rows", shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads,
-         groups, c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.x_rows, c.y_rows,
-         c.scale);
+  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>, {.grid = dim3(blocks), .block = dim3(kThreads)},
+         queue.stream(), op, "copy of rows", shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()),
+         c.rows, heads, groups, c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(),
+         c.x_rows, c.y_rows, c.scale);
 }
 
 template <class X>
-void to_any(cudaStream_t stream, const CopyRows& c, std::string_view op) {
+void to_any(const Queue& queue, const CopyRows& c, std::string_view op) {
   switch (c.y.dtype()) {
-    case Dtype::f32: return run<X, float>(stream, c, op);
-    case Dtype::bf16: return run<X, bf16>(stream, c, op);
-    case Dtype::f16: return run<X, f16>(stream, c, op);
-    case Dtype::fp8_e4m3: return run<X, fp8_e4m3>(stream, c, op);
+    case Dtype::f32: return run<X, float>(queue, c, op);
+    case Dtype::bf16: return run<X, bf16>(queue, c, op);
+    case Dtype::f16: return run<X, f16>(queue, c, op);
+    case Dtype::fp8_e4m3: return run<X, fp8_e4m3>(queue, c, op);
   }
 }
 
 }  // namespace
 
-void copy_rows(cudaStream_t stream, const CopyRows& c, std::string_view op) {
-  if (c.x.dtype() == Dtype::f32) to_any<float>(stream, c, op);
-  else to_any<bf16>(stream, c, op);
+void copy_rows(const Queue& queue, const CopyRows& c, std::string_view op) {
+  if (c.x.dtype() == Dtype::f32) to_any<float>(queue, c, op);
+  else to_any<bf16>(queue, c, op);
 }
 
 }  // namespace generic
 
 void cast(Stream& stream, const ops::CastArgs& a) {
   const Queue& queue = stream.queue();
-  generic::copy_rows(queue.stream(),
+  generic::copy_rows(queue,
                      {.x = a.x,
                       .y = a.y,
                       .x_rows = queue.staged(a.x_rows, "cast", "x_rows"),

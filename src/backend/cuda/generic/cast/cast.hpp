@@ -1,12 +1,14 @@
 // Copies of rows with another element type: the op cast, and what project stages its operands with.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 #include <string_view>
 
 #include "mla/view.hpp"
+
+namespace mla::cuda {
+class Queue;
+}  // namespace mla::cuda
 
 namespace mla::cuda::generic {
 
@@ -19,6 +21,6 @@ struct CopyRows {
   float scale = 1.0f;  ///< y = x / scale
 };
 /// One launch.
-void copy_rows(cudaStream_t stream, const CopyRows& c, std::string_view op);
+void copy_rows(const Queue& queue, const CopyRows& c, std::string_view op);
 
 }  // namespace mla::cuda::generic

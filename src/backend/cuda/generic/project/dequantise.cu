@@ -3,6 +3,7 @@
 
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/project/dequantise.hpp"
 #include "mla/quant.hpp"
 
@@ -29,17 +30,17 @@ __global__ void dequantise_kernel(const uint8_t* codes, const float* scales, T* 
 
 }  // namespace
 
-void dequantise(cudaStream_t stream, const QuantisedLinear& w, int64_t first, int64_t count, void* to) {
+void dequantise(const Queue& queue, const QuantisedLinear& w, int64_t first, int64_t count, void* to) {
   const int64_t total = w.heads * count * w.in;
   if (total == 0) return;
-  const LaunchConfig config{
-      .grid = dim3(static_cast<unsigned>(std::min<int64_t>((total + kThreads - 1) / kThreads, 132 * 64))),
-      .block = dim3(kThreads)};
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(
+                                (total + kThreads - 1) / kThreads, int64_t{queue.multiprocessors()} * 64))),
+                            .block = dim3(kThreads)};
   const std::string shape =
       "heads " + std::to_string(w.heads) + ", outputs " + std::to_string(count) + ", in " + std::to_string(w.in);
   for_activation(w.dtype, [&](auto element) {
     using T = decltype(element);
-    launch(dequantise_kernel<T>, config, stream, "project", "dequantise", shape, w.codes.as<const uint8_t>(),
+    launch(dequantise_kernel<T>, config, queue.stream(), "project", "dequantise", shape, w.codes.as<const uint8_t>(),
            w.scales.as<const float>(), static_cast<T*>(to), w.heads, w.out, w.in, first, count, w.scale_rows,
            w.scale_cols, w.row_blocks, w.scale_stride, w.format == WeightFormat::fp8);
   });

@@ -1,12 +1,14 @@
 // Weights that stay quantised on the device, and their values for a product.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
 #include "mla/device.hpp"
 #include "mla/weights.hpp"
+
+namespace mla::cuda {
+class Queue;
+}  // namespace mla::cuda
 
 namespace mla::cuda::generic {
 
@@ -18,6 +20,6 @@ struct QuantisedLinear final : Linear {
 };
 
 /// Outputs [first, first + count) of every head in the products' dtype: [heads, count, in].
-void dequantise(cudaStream_t stream, const QuantisedLinear& w, int64_t first, int64_t count, void* to);
+void dequantise(const Queue& queue, const QuantisedLinear& w, int64_t first, int64_t count, void* to);
 
 }  // namespace mla::cuda::generic

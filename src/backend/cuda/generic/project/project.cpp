@@ -97,7 +97,7 @@ bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic:
                                    queue.stream(), "project"))
       return false;
     if (through)
-      generic::copy_rows(queue.stream(),
+      generic::copy_rows(queue,
                          {.x = {a.y.dtype(), staged, {n, 1, w.out}},
                           .y = {target.dtype(), target.data(), target.extents(), target.strides()},
                           .x_rows = nullptr,
@@ -213,7 +213,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   for (int64_t out = 0; out < w.out; out += outs) {
     const int64_t count = std::min(outs, w.out - out);
     const std::byte* weights = w_at;
-    if (quantised) generic::dequantise(queue.stream(), *quantised, out, count, w_at);
+    if (quantised) generic::dequantise(queue, *quantised, out, count, w_at);
     else weights = static_cast<const PlainLinear&>(w).memory.data() + static_cast<size_t>(out * w.in) * size;
     for (int64_t first = 0; first < a.rows; first += rows) {
       const int64_t n = std::min(rows, a.rows - first);
@@ -230,7 +230,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
                                          .values = x_at,
                                          .value_dtype = w.dtype});
         else if (out == 0 || rows < a.rows)
-          generic::copy_rows(queue.stream(),
+          generic::copy_rows(queue,
                              {.x = {a.x.dtype(), x_rows ? a.x.data() : x.data(), x.extents(), a.x.strides()},
                               .y = staged,
                               .x_rows = x_rows ? x_rows + first : nullptr,
@@ -262,7 +262,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
                              .invariant = a.batch_invariant},
                             queue.stream(), "project");
       if (stage_y)
-        generic::copy_rows(queue.stream(),
+        generic::copy_rows(queue,
                            {.x = {y_dtype, y.data(), {n, w.heads, count}, y.strides()},
                             .y = {target.dtype(), target.data(), target.extents(), target.strides()},
                             .x_rows = nullptr,
