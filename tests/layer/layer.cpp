@@ -275,6 +275,49 @@ TEST(Layer, MissingAndMisplacedMemoryIsNamed) {
   both([](LayerContext& c) { c.cache.pages = -1; }, "layer: cache pages is -1, allowed 0 to 33554432");
 }
 
+TEST(Layer, PagesMayLieAtAnyMultipleOfTheFormatsScalars) {
+  if (kOnGpu) GTEST_SKIP() << "kernels are chosen by alignment there, and bits follow the kernel";
+  Step s;
+  for (CacheFormat format : cache_formats()) {
+    const CacheSpec spec = cache_spec(s.model, format);
+    try {
+      spec.validate();
+    } catch (const UnsupportedError&) {
+      continue;  // of dimensions that this model has not
+    }
+    const size_t scalar = format == CacheFormat::f32 || format == CacheFormat::fp8_ds_mla ? 4
+                          : format == CacheFormat::fp8                                    ? 1
+                                                                                          : 2;
+    for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded}) {
+      SCOPED_TRACE(std::string(to_string(format)) + " " + std::string(to_string(path)));
+      const Plan p = mla::plan(s.model, spec, 2, s.batch, device_info(s.stream, s.model), {.path = path});
+      const Buffer workspace(p.workspace_bytes);
+      const auto run = [&](size_t stride) {
+        std::vector<std::byte> bytes;
+        const Buffer memory(2 * stride);
+        std::memset(memory.data(), 0xff, 2 * stride);
+        const CacheView cache{spec, memory.data(), 2, stride};
+        mla::forward(s.stream, {p, s.batch, s.weights, s.rotary, cache, {workspace.data(), workspace.size()}},
+                     s.hidden_view(), s.out_view());
+        for (int64_t page : {0, 1}) {
+          bytes.insert(bytes.end(), cache.page(page), cache.page(page) + spec.page_bytes());
+          for (const std::byte* gap = cache.page(page) + spec.page_bytes(); gap < cache.page(page) + stride; ++gap)
+            EXPECT_EQ(*gap, std::byte{0xff});
+        }
+        const auto* out = reinterpret_cast<const std::byte*>(s.out.data());
+        bytes.insert(bytes.end(), out, out + s.out.size() * sizeof(float));
+        return bytes;
+      };
+      const std::vector<std::byte> dense = run(spec.page_bytes());
+      for (size_t gap : {scalar, 3 * scalar, size_t{16}}) EXPECT_TRUE(run(spec.page_bytes() + gap) == dense) << gap;
+      if (scalar == 1) continue;
+      const size_t odd = spec.page_bytes() + scalar / 2;
+      EXPECT_EQ(message_of([&] { run(odd); }), "layer: cache page_stride is " + std::to_string(odd) +
+                                                   ", must be a multiple of " + std::to_string(scalar));
+    }
+  }
+}
+
 TEST(Layer, StepsWithoutTokensNeedNoMemory) {
   if (kOnGpu) GTEST_SKIP() << "of the contracts, which are the same";
   Step s;
