@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "backend/backend.hpp"
-#include "backend/cuda/sm90/ops.hpp"
+#include "backend/cuda/gpu_model.hpp"
 #include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "ops/project/activations.hpp"

@@ -79,7 +79,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               " on is needed");
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
-  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.tile_rows <= 64 || c.converts)),
+  const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
+  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
               std::to_string(c.box_rows));
   if (fp8 && !c.converts && a.max_logits)
