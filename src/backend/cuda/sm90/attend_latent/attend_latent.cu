@@ -79,8 +79,7 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               " on is needed");
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
-  const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
-  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
+  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.tile_rows <= 64 || c.converts)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
               std::to_string(c.box_rows));
   if (fp8 && !c.converts && a.max_logits)
@@ -134,12 +133,10 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
   p.queries = std::max(a.lse_queries, 1);
-  p.lse_by_requests = p.queries > 1;
   p.by_queries = Divisor(p.queries);
   p.lse_query_stride = a.lse_query_stride;
-  p.lse_empty_up = a.lse_empty_up;
+  p.lse_empty = a.lse_empty;
   p.extras = a.sinks || a.max_logits;
-  p.peaks = a.max_logits != nullptr;
   p.sinks = a.sinks;
   p.max_logits = a.max_logits;
   p.max_token_stride = a.max_token_stride;
@@ -176,7 +173,7 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
     if (c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla) c.tile_rows = 64;
-    c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format == CacheFormat::fp8_ds_mla);
+    c.converts = c.tile_rows == 128;
     if (!c.converts) c.line_overhead = 6;
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,

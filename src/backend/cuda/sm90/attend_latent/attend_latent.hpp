@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "mla/cache.hpp"
 #include "mla/dtype.hpp"
@@ -57,7 +58,7 @@ struct AttendLatent {
   /// Above 1: lse is [requests, queries, heads], requests by lse_token_stride, of rows that are requests x queries.
   int lse_queries = 1;
   int64_t lse_query_stride = 0;
-  bool lse_empty_up = false;  ///< lse of a row that sees nothing: +inf, not -inf
+  float lse_empty = -std::numeric_limits<float>::infinity();  ///< lse of a row that sees nothing
   /// [heads], on device: out *= e^lse / (e^lse + e^sink); null: none.
   const float* sinks = nullptr;
   /// [tokens, heads] by these strides: largest logits, of caches of 16 bits only; null: not wanted
@@ -79,7 +80,7 @@ struct AttendLatent {
   void put_lse(const View<float, Request, Head, Token>& to) {
     lse = to.data(), lse_token_stride = to.stride<Request>(), lse_head_stride = to.stride<Head>();
     lse_queries = static_cast<int>(to.extent<Token>()), lse_query_stride = to.stride<Token>();
-    lse_empty_up = true;
+    lse_empty = std::numeric_limits<float>::infinity();
   }
 };
 
@@ -132,7 +133,7 @@ size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice);
 void attend_latent_schedule(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
-/// f32 sums; a row that sees nothing: out 0, lse -inf or +inf. Where a tile of 64 rows or more over a 16-bit cache is
+/// f32 sums; a row that sees nothing: out 0, lse lse_empty. Where a tile of 64 rows or more over a 16-bit cache is
 /// split, its pieces are rounded to 2^-11 of a row's largest element before they are added. One launch on stream; no
 /// allocation, no synchronisation. Bitwise repeatable. ShapeError, UnsupportedError or DeviceError before anything is
 /// launched.

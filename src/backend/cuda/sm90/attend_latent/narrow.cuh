@@ -34,6 +34,7 @@ struct NarrowShared {
 template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
+  if (p.late) wait_for_previous_grids();
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
@@ -282,7 +283,7 @@ __global__ void __launch_bounds__(threads, 1)
         else p.partial_lse[lse_at(it.piece)] = lse2;
         if (p.extras) {
           if (whole) (joins ? s.inverse : s.sum)[row] *= kept(p, it.row0 + row, lse2);
-          if (p.peaks) {
+          if (p.max_logits) {
             if (joins) peak = fmaxf(peak, __ldcg(p.partial_max + lse_at(1)));
             if (whole) store_max(p, it.row0 + row, peak, total);
             else p.partial_max[lse_at(it.piece)] = peak;
