@@ -16,6 +16,7 @@
 #include "mla/quant.hpp"
 #include "mla/quant_scales.hpp"
 #include "mla/rotary.hpp"
+#include "mla/sharding.hpp"
 #include "mla/staged_step.hpp"
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
