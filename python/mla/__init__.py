@@ -23,6 +23,7 @@ from ._mla import (
     Batch,
     BatchError,
     Cache,
+    CacheSharding,
     CacheSpec,
     Checkpoint,
     CheckpointError,
@@ -163,13 +164,13 @@ def select(
 
 
 __all__ = [
-    "Batch", "BatchError", "Cache", "CacheSpec", "Checkpoint", "CheckpointError", "DeviceError",
-    "Error", "IndexCache", "IndexerConfig", "InputError", "LayerTensors", "LayerWeights",
-    "ModelConfig", "OutOfPages", "PageAllocator", "Plan", "PlanOptions", "Profile", "RopeConfig",
-    "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__", "attend", "bench",
-    "cache_formats", "cache_spec", "chain_hash", "command_path", "forward", "gpu_count",
-    "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer", "read_config",
-    "select", "stream_for",
+    "Batch", "BatchError", "Cache", "CacheSharding", "CacheSpec", "Checkpoint", "CheckpointError",
+    "DeviceError", "Error", "IndexCache", "IndexerConfig", "InputError", "LayerTensors",
+    "LayerWeights", "ModelConfig", "OutOfPages", "PageAllocator", "Plan", "PlanOptions", "Profile",
+    "RopeConfig", "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__",
+    "attend", "bench", "cache_formats", "cache_spec", "chain_hash", "command_path", "forward",
+    "gpu_count", "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer",
+    "read_config", "select", "stream_for",
 ]
 
 

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "mla/pages.hpp"
+#include "mla/sharding.hpp"
 #include "stream.hpp"
 
 namespace mla::python {
@@ -209,11 +210,44 @@ void bind_pages(nb::module_& m) {
       });
 }
 
+void bind_sharding(nb::module_& m) {
+  nb::class_<CacheSharding>(m, "CacheSharding",
+                            "Which of a group's ranks holds a token of a cache split over them: positions go round the "
+                            "ranks in blocks of interleave tokens. A rank's page table lists its own tokens' pages.")
+      .def(nb::init<int64_t, int64_t>(), nb::arg("ranks"), nb::arg("interleave") = 1)
+      .def_prop_ro("ranks", &CacheSharding::ranks)
+      .def_prop_ro("interleave", &CacheSharding::interleave)
+      .def("owner", &CacheSharding::owner, nb::arg("position"), "The rank that holds a position.")
+      .def("index", &CacheSharding::index, nb::arg("position"), "Which of its owner's tokens a position is.")
+      .def("position", &CacheSharding::position, nb::arg("rank"), nb::arg("index"), "The position of a rank's token.")
+      .def("length", &CacheSharding::length, nb::arg("rank"), nb::arg("tokens"),
+           "How many of the first tokens positions a rank holds.")
+      .def("pages", &CacheSharding::pages, nb::arg("rank"), nb::arg("tokens"), nb::arg("page_size"),
+           "Length of a rank's page table.")
+      .def(
+          "slot",
+          [](const CacheSharding& s, int64_t rank, int64_t position, const std::vector<int32_t>& page_table,
+             int64_t page_size) { return s.slot(rank, position, page_table, page_size); },
+          nb::arg("rank"), nb::arg("position"), nb::arg("page_table"), nb::arg("page_size"),
+          "page * page_size + offset in a rank's cache; -1 where another rank is the owner.")
+      .def(
+          "slot_position",
+          [](const CacheSharding& s, int64_t rank, int64_t slot, const std::vector<int32_t>& page_table,
+             int64_t page_size) { return s.slot_position(rank, slot, page_table, page_size); },
+          nb::arg("rank"), nb::arg("slot"), nb::arg("page_table"), nb::arg("page_size"),
+          "The position that a rank's slot holds; -1 where its page is not in the table.")
+      .def("__repr__", [](const CacheSharding& s) {
+        return "mla.CacheSharding(ranks=" + std::to_string(s.ranks()) +
+               ", interleave=" + std::to_string(s.interleave()) + ")";
+      });
+}
+
 }  // namespace
 
 void bind_cache(nb::module_& m) {
   bind_caches(m);
   bind_pages(m);
+  bind_sharding(m);
 }
 
 }  // namespace mla::python

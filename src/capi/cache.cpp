@@ -3,6 +3,7 @@
 
 #include "capi/objects.hpp"
 #include "capi/tensor.hpp"
+#include "mla/sharding.hpp"
 
 using namespace mla;
 using namespace mla::capi;
@@ -277,3 +278,59 @@ mla_status mla_pages_counts(const mla_pages* allocator, mla_page_counts* counts)
 }
 
 uint64_t mla_chain_hash(uint64_t previous, uint64_t content) { return chain_hash(previous, content); }
+
+namespace {
+
+CacheSharding read_sharding(const mla_sharding* sharding) {
+  const mla_sharding s = read_struct("sharding", sharding, mla_sharding_default());
+  return {s.ranks, s.interleave};
+}
+
+std::span<const int32_t> read_page_table(const int32_t* page_table, int64_t pages) {
+  read_range("pages", pages, 0, std::numeric_limits<int32_t>::max());
+  if (pages > 0) required("page_table", page_table);
+  return {page_table, static_cast<size_t>(pages)};
+}
+
+}  // namespace
+
+mla_status mla_sharding_owner(const mla_sharding* sharding, int64_t position, int64_t* rank, int64_t* index) {
+  return guarded("mla_sharding_owner", [&] {
+    const CacheSharding s = read_sharding(sharding);
+    const int64_t owner = s.owner(position);
+    if (rank) *rank = owner;
+    if (index) *index = s.index(position);
+  });
+}
+
+mla_status mla_sharding_position(const mla_sharding* sharding, int64_t rank, int64_t index, int64_t* position) {
+  return guarded("mla_sharding_position",
+                 [&] { required("position", position) = read_sharding(sharding).position(rank, index); });
+}
+
+mla_status mla_sharding_length(const mla_sharding* sharding, int64_t rank, int64_t tokens, int64_t* length) {
+  return guarded("mla_sharding_length",
+                 [&] { required("length", length) = read_sharding(sharding).length(rank, tokens); });
+}
+
+mla_status mla_sharding_pages(const mla_sharding* sharding, int64_t rank, int64_t tokens, int64_t page_size,
+                              int64_t* pages) {
+  return guarded("mla_sharding_pages",
+                 [&] { required("pages", pages) = read_sharding(sharding).pages(rank, tokens, page_size); });
+}
+
+mla_status mla_sharding_slot(const mla_sharding* sharding, int64_t rank, int64_t position, const int32_t* page_table,
+                             int64_t pages, int64_t page_size, int64_t* slot) {
+  return guarded("mla_sharding_slot", [&] {
+    required("slot", slot) =
+        read_sharding(sharding).slot(rank, position, read_page_table(page_table, pages), page_size);
+  });
+}
+
+mla_status mla_sharding_slot_position(const mla_sharding* sharding, int64_t rank, int64_t slot,
+                                      const int32_t* page_table, int64_t pages, int64_t page_size, int64_t* position) {
+  return guarded("mla_sharding_slot_position", [&] {
+    required("position", position) =
+        read_sharding(sharding).slot_position(rank, slot, read_page_table(page_table, pages), page_size);
+  });
+}

@@ -1,4 +1,4 @@
-// The page allocator and the caches' memory.
+// The page allocator, the caches' memory, and caches split over ranks.
 #include "call.hpp"
 
 namespace capi {
@@ -147,6 +147,43 @@ TEST(CCaches, CallersMemoryIsChecked) {
   mla_index_cache* no_keys = nullptr;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_index_cache_create_in(&index, 3, memory.data, 16, kCpu, &no_keys), "page_stride");
   EXPECT_EQ(no_keys, nullptr);
+}
+
+// All is said of the library's own type in tests/cache/sharding.cpp; here, that every argument arrives.
+TEST(CSharding, EveryPositionGoesToItsRankAndBack) {
+  mla_sharding sharding = mla_sharding_default();
+  sharding.ranks = 3;
+  sharding.interleave = 2;
+  const int32_t table[] = {9, 4, 6};
+  int64_t held[3] = {0, 0, 0}, rank = -1, index = -1, n = -1;
+  for (int64_t p = 0; p < 17; ++p) {
+    ASSERT_OK(mla_sharding_owner(&sharding, p, &rank, &index));
+    EXPECT_EQ(rank, p / 2 % 3);
+    EXPECT_EQ(index, held[rank]++);
+    EXPECT_OK(mla_sharding_position(&sharding, rank, index, &n));
+    EXPECT_EQ(n, p);
+    for (int64_t r = 0; r < 3; ++r) {
+      EXPECT_OK(mla_sharding_length(&sharding, r, p + 1, &n));
+      EXPECT_EQ(n, held[r]);
+      EXPECT_OK(mla_sharding_pages(&sharding, r, p + 1, 4, &n));
+      EXPECT_EQ(n, (held[r] + 3) / 4);
+      EXPECT_OK(mla_sharding_slot(&sharding, r, p, table, 3, 4, &n));
+      EXPECT_EQ(n, r == rank ? table[index / 4] * 4 + index % 4 : -1);
+    }
+    int64_t slot = -1;
+    EXPECT_OK(mla_sharding_slot(&sharding, rank, p, table, 3, 4, &slot));
+    EXPECT_OK(mla_sharding_slot_position(&sharding, rank, slot, table, 3, 4, &n));
+    EXPECT_EQ(n, p);
+  }
+  EXPECT_OK(mla_sharding_owner(&sharding, 5, nullptr, nullptr));
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_sharding_length(&sharding, 3, 5, &n), "rank is 3, allowed 0 to 2");
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_sharding_slot(&sharding, 0, 30, table, 2, 4, &n), "page of the position is 2");
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_sharding_slot(&sharding, 0, 0, table, -1, 4, &n), "pages is -1");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_sharding_slot(&sharding, 0, 0, nullptr, 2, 4, &n), "page_table is NULL");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_sharding_pages(&sharding, 0, 9, 4, nullptr), "pages is NULL");
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_sharding_position(nullptr, 0, 9, &n), "sharding is NULL");
+  sharding.interleave = 0;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_sharding_owner(&sharding, 5, &rank, &index), "interleave is 0");
 }
 
 }  // namespace

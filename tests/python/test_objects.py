@@ -269,6 +269,27 @@ def test_pages():
     assert counts["total"] == 3 and counts["copies"] == 1 and counts["hits"] == 2
 
 
+def test_sharding():
+    sharding = mla.CacheSharding(3, interleave=2)
+    assert repr(sharding) == "mla.CacheSharding(ranks=3, interleave=2)"
+    assert (sharding.ranks, sharding.interleave) == (3, 2) and mla.CacheSharding(4).interleave == 1
+    table, held = np.array([9, 4, 6], np.int32), [0, 0, 0]
+    for p in range(17):
+        rank, index = sharding.owner(p), sharding.index(p)
+        assert (rank, index) == (p // 2 % 3, held[rank])
+        assert sharding.position(rank, index) == p
+        held[rank] += 1
+        assert [sharding.length(r, p + 1) for r in range(3)] == held
+        assert [sharding.pages(r, p + 1, 4) for r in range(3)] == [-(-n // 4) for n in held]
+        slots = [sharding.slot(r, p, table.tolist(), 4) for r in range(3)]
+        assert slots[rank] == table[index // 4] * 4 + index % 4 and slots.count(-1) == 2
+        assert sharding.slot_position(rank, slots[rank], table.tolist(), 4) == p
+    with pytest.raises(mla.InputError, match="interleave is 0, allowed 1 to 2147483647"):
+        mla.CacheSharding(2, 0)
+    with pytest.raises(mla.InputError, match="rank is 3, allowed 0 to 2"):
+        sharding.length(3, 1)
+
+
 class Dlpack:
     """Memory of a NumPy array given by DLPack alone, as bf16 where it holds uint16."""
 

@@ -1,4 +1,4 @@
-// The paged latent KV cache, the indexer's key cache, and the page allocator.
+// The paged latent KV cache, the indexer's key cache, the page allocator, and caches split over ranks.
 #ifndef MLA_C_CACHE_H
 #define MLA_C_CACHE_H
 
@@ -148,6 +148,43 @@ MLA_API mla_status mla_pages_available(const mla_pages* allocator, int64_t* avai
 MLA_API mla_status mla_pages_counts(const mla_pages* allocator, mla_page_counts* counts);
 /// The hash of a page from that of the page before it (0 for the first) and of its own content.
 MLA_API uint64_t mla_chain_hash(uint64_t previous, uint64_t content);
+
+/// A cache split over the ranks of a group (decode context parallelism): which rank holds which token of a sequence.
+/// Position i is on rank (i / interleave) % ranks, where it is token i / (ranks interleave) * interleave + i %
+/// interleave of the rank's own. Positions, lengths and indices count tokens of one sequence from 0; a rank's page
+/// table lists the pages of its own tokens alone. MLA_ERROR_INPUT for what is negative, a rank outside the group, a
+/// page size below 1 and a page table that ends too early.
+typedef struct mla_sharding {
+  size_t struct_size;
+  int64_t ranks;       ///< 1 to 2^31 - 1; default 1
+  int64_t interleave;  ///< tokens that lie together on a rank, 1 to 2^31 - 1; default 1
+} mla_sharding;
+
+static inline mla_sharding mla_sharding_default(void) {
+  mla_sharding s;
+  s.struct_size = sizeof s;
+  s.ranks = 1;
+  s.interleave = 1;
+  return s;
+}
+
+/// Who holds a position, and as which of its own tokens. Either may be NULL.
+MLA_API mla_status mla_sharding_owner(const mla_sharding* sharding, int64_t position, int64_t* rank, int64_t* index);
+/// The position of a rank's token: what mla_sharding_owner takes.
+MLA_API mla_status mla_sharding_position(const mla_sharding* sharding, int64_t rank, int64_t index, int64_t* position);
+/// How many of a sequence's first `tokens` positions a rank holds. With tokens = p + 1, what a query at p sees of them.
+MLA_API mla_status mla_sharding_length(const mla_sharding* sharding, int64_t rank, int64_t tokens, int64_t* length);
+/// Length of a rank's page table for a sequence of `tokens`.
+MLA_API mla_status mla_sharding_pages(const mla_sharding* sharding, int64_t rank, int64_t tokens, int64_t page_size,
+                                      int64_t* pages);
+/// Where a rank's cache holds a position, by page_table[pages], its pages of the sequence; -1 on all ranks but the
+/// owner.
+MLA_API mla_status mla_sharding_slot(const mla_sharding* sharding, int64_t rank, int64_t position,
+                                     const int32_t* page_table, int64_t pages, int64_t page_size, int64_t* slot);
+/// The position that a rank's slot holds; -1 where its page is not in page_table[pages].
+MLA_API mla_status mla_sharding_slot_position(const mla_sharding* sharding, int64_t rank, int64_t slot,
+                                              const int32_t* page_table, int64_t pages, int64_t page_size,
+                                              int64_t* position);
 
 #ifdef __cplusplus
 }
