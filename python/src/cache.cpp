@@ -211,6 +211,12 @@ void bind_pages(nb::module_& m) {
 }
 
 void bind_sharding(nb::module_& m) {
+  // slot and slot_position, whose page tables come as lists.
+  using OfTable = int64_t (CacheSharding::*)(int64_t, int64_t, std::span<const int32_t>, int64_t) const;
+  const auto of_table = [](OfTable method) {
+    return [method](const CacheSharding& s, int64_t rank, int64_t at, const std::vector<int32_t>& page_table,
+                    int64_t page_size) { return (s.*method)(rank, at, page_table, page_size); };
+  };
   nb::class_<CacheSharding>(m, "CacheSharding",
                             "Which of a group's ranks holds a token of a cache split over them: positions go round the "
                             "ranks in blocks of interleave tokens. A rank's page table lists its own tokens' pages.")
@@ -224,18 +230,11 @@ void bind_sharding(nb::module_& m) {
            "How many of the first tokens positions a rank holds.")
       .def("pages", &CacheSharding::pages, nb::arg("rank"), nb::arg("tokens"), nb::arg("page_size"),
            "Length of a rank's page table.")
-      .def(
-          "slot",
-          [](const CacheSharding& s, int64_t rank, int64_t position, const std::vector<int32_t>& page_table,
-             int64_t page_size) { return s.slot(rank, position, page_table, page_size); },
-          nb::arg("rank"), nb::arg("position"), nb::arg("page_table"), nb::arg("page_size"),
-          "page * page_size + offset in a rank's cache; -1 where another rank is the owner.")
-      .def(
-          "slot_position",
-          [](const CacheSharding& s, int64_t rank, int64_t slot, const std::vector<int32_t>& page_table,
-             int64_t page_size) { return s.slot_position(rank, slot, page_table, page_size); },
-          nb::arg("rank"), nb::arg("slot"), nb::arg("page_table"), nb::arg("page_size"),
-          "The position that a rank's slot holds; -1 where its page is not in the table.")
+      .def("slot", of_table(&CacheSharding::slot), nb::arg("rank"), nb::arg("position"), nb::arg("page_table"),
+           nb::arg("page_size"), "page * page_size + offset in a rank's cache; -1 where another rank is the owner.")
+      .def("slot_position", of_table(&CacheSharding::slot_position), nb::arg("rank"), nb::arg("slot"),
+           nb::arg("page_table"), nb::arg("page_size"),
+           "The position that a rank's slot holds; -1 where its page is not in the table.")
       .def("__repr__", [](const CacheSharding& s) {
         return "mla.CacheSharding(ranks=" + std::to_string(s.ranks()) +
                ", interleave=" + std::to_string(s.interleave()) + ")";
