@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <mutex>
 #include <string_view>
 #include <unordered_map>
@@ -19,6 +21,12 @@ struct LaunchConfig {
   /// memory.
   bool overlap = false;
 };
+
+/// Of a kernel whose threads stride over `count` elements, one or more, in `most` blocks at most.
+inline LaunchConfig strided(int64_t count, int threads, int64_t most) {
+  const int64_t blocks = std::min((count + threads - 1) / threads, most);
+  return {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(static_cast<unsigned>(threads))};
+}
 
 /// Launches kernel(args...) on stream; raises the kernel's limit of dynamic shared memory when first needed. Does not
 /// synchronise. DeviceError names op, kernel and shape.

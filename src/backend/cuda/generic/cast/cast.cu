@@ -42,14 +42,12 @@ void run(const Queue& queue, const CopyRows& c, std::string_view op) {
   const bool wide = width % n == 0 && fits(c.x, sizeof(X), n) && fits(c.y, sizeof(Y), n);
   const int64_t groups = wide ? width / n : width, count = c.rows * heads * groups;
   if (count == 0) return;
-  const unsigned blocks = static_cast<unsigned>(
-      std::min<int64_t>((count + kThreads - 1) / kThreads, int64_t{queue.multiprocessors()} * 32));
   const std::string shape =
       "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
-  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>, {.grid = dim3(blocks), .block = dim3(kThreads)},
-         queue.stream(), op, "copy of rows", shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()),
-         c.rows, heads, groups, c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(),
-         c.x_rows, c.y_rows, c.scale);
+  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>,
+         strided(count, kThreads, int64_t{queue.multiprocessors()} * 32), queue.stream(), op, "copy of rows", shape,
+         static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups, c.x.stride<Token>(),
+         c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.x_rows, c.y_rows, c.scale);
 }
 
 template <class X>

@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <string>
 
 #include "backend/cuda/core/convert.cuh"
@@ -33,9 +32,7 @@ __global__ void dequantise_kernel(const uint8_t* codes, const float* scales, T* 
 void dequantise(const Queue& queue, const QuantisedLinear& w, int64_t first, int64_t count, void* to) {
   const int64_t total = w.heads * count * w.in;
   if (total == 0) return;
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(std::min<int64_t>(
-                                (total + kThreads - 1) / kThreads, int64_t{queue.multiprocessors()} * 64))),
-                            .block = dim3(kThreads)};
+  const LaunchConfig config = strided(total, kThreads, int64_t{queue.multiprocessors()} * 64);
   const std::string shape =
       "heads " + std::to_string(w.heads) + ", outputs " + std::to_string(count) + ", in " + std::to_string(w.in);
   for_activation(w.dtype, [&](auto element) {
