@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <memory>
 #include <numeric>
 #include <optional>
 
@@ -138,6 +139,14 @@ class Inputs {
     args.counters = counters_->data(), args.counter_count = counters_->size();
   }
 
+  /// From here on the cache lies in the host's memory.
+  void move_cache_to_host() {
+    std::byte* host = nullptr;
+    check(cudaMallocHost(&host, cache_->size()), "test", "allocation");
+    check(cudaMemcpy(host, cache_->data(), cache_->size(), cudaMemcpyDeviceToHost), "test", "download");
+    host_cache_.reset(host), args.cache = host;
+  }
+
   void poison() { out_->poison(), lse_->poison(), partials_->poison(); }
   std::vector<std::byte> out() const { return out_->download(0, out_bytes_); }
   std::vector<float> lse() const { return lse_->download(); }
@@ -241,6 +250,10 @@ class Inputs {
   std::optional<DeviceArray<LatentItem>> d_items_;
   std::optional<DeviceArray<unsigned>> counters_;
   std::optional<DeviceArray<std::byte>> cache_, partials_, out_;
+  struct FreeHost {
+    void operator()(void* p) const { cudaFreeHost(p); }
+  };
+  std::unique_ptr<std::byte, FreeHost> host_cache_;
   std::optional<DeviceArray<float>> lse_;
 };
 
@@ -349,6 +362,28 @@ TEST(AttendLatentFp8Bits, BatchInvariant) {
       EXPECT_EQ(0, std::memcmp(together.data(), single.data(), static_cast<size_t>(heads) * 512 * 4))
           << heads << " heads";
     }
+}
+
+// Copies of blocks overtake one another on their way from the host's memory, as they may from the device's: nobody
+// takes a block for there because a later one is.
+TEST(AttendLatentFp8Bits, BlocksArriveInAnyOrder) {
+  if (!have_hopper()) GTEST_SKIP() << "no Hopper GPU: skipped";
+  for (const CacheFormat format : {fp8, ds})
+    for (const int heads : {16, 32, 64, 128})
+      for (const bool invariant : {true, false}) {
+        Inputs s({"host", format, heads, 64, {3, 1}, {4100, 40}, Dtype::f32, invariant});
+        attend_latent(s.args, s.choice, nullptr);
+        synchronize();
+        const auto want = s.out();
+        s.move_cache_to_host();
+        const int times = format == fp8 && heads == 16 ? 6000 : 1000;
+        for (int i = 0; i < times; ++i) {
+          attend_latent(s.args, s.choice, nullptr);
+          synchronize();
+          ASSERT_EQ(s.out(), want) << to_string(format) << " heads " << heads << (invariant ? " batch-invariant" : "")
+                                   << ", call " << i;
+        }
+      }
 }
 
 TEST(AttendLatentFp8Bits, RefusesBadShapes) {

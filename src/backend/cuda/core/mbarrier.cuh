@@ -1,6 +1,7 @@
 // mbarriers: shared-memory barriers on which copies and threads arrive. Addresses are 32-bit shared-memory addresses.
 // A barrier's phases complete in turn; wait(bar, parity) returns once the phase of that parity has completed, so a
-// fresh barrier passes wait(bar, 1) at once.
+// fresh barrier passes wait(bar, 1) at once. Nor does a wait tell a phase from the one two before it: who waits for a
+// phase must know that the one before is complete.
 #pragma once
 
 #include <cstdint>

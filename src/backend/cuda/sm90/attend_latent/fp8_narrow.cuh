@@ -52,7 +52,9 @@ struct Fp8NarrowShared {
   alignas(16) Item item[2];
   Splits splits;
   Split split;
-  alignas(8) uint64_t full[Layout::slots], empty[Layout::slots], q_full, q_empty;
+  // full: of a slot's first block and of its second in turn, which different warpgroups may wait for. By parity alone
+  // the second would seem to be there as long as the first is not.
+  alignas(8) uint64_t full[2 * Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
 
 template <class Rows, class Tile, bool invariant>
@@ -72,10 +74,8 @@ __global__ void __launch_bounds__(threads, 1)
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
 
   if (threadIdx.x == 0) {
-    for (int i = 0; i < slots; ++i) {
-      mbarrier_init(smem_address(&s.full[i]), units);
-      mbarrier_init(smem_address(&s.empty[i]), 4);
-    }
+    for (uint64_t& full : s.full) mbarrier_init(smem_address(&full), units);
+    for (uint64_t& empty : s.empty) mbarrier_init(smem_address(&empty), 4);
     for (int i = 0; i < 2; ++i) s.beyond[i][0] = s.beyond[i][1] = 0;
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(threads, 1)
     int slot = 0, parity = 1;
     loader.run(p, q_map, s, 2, merge_bytes, part_of, [&](const Item& it, UnitRows<Rows>& rows, int i, int unit) {
       mbarrier_wait(smem_address(&s.empty[slot]), parity);
-      load_unit(p, it, rows, i, unit, s.ring[slot] + unit * unit_bytes, smem_address(&s.full[slot]));
+      load_unit(p, it, rows, i, unit, s.ring[slot] + unit * unit_bytes,
+                smem_address(&s.full[parity ? slot : slots + slot]));
       if (++slot == slots) slot = 0, parity ^= 1;
     });
     return;
@@ -164,9 +165,9 @@ __global__ void __launch_bounds__(threads, 1)
     }
 #pragma unroll 1
     for (; j < blocks; j += 2) {
-      const int slot = (blocks_before + j) % slots, parity = (blocks_before + j) / slots & 1;
+      const int turn = (blocks_before + j) % (2 * slots), slot = turn % slots;
       const char* block = s.ring[slot];
-      mbarrier_wait(smem_address(&s.full[slot]), parity);
+      mbarrier_wait(smem_address(&s.full[turn]), (blocks_before + j) / (2 * slots) & 1);
 
       // ---- S^T. Batches of `steps`; while one or two are multiplied the next is converted.
       constexpr int steps = Tile::steps, buffers = Tile::buffers, of_box = 4 / steps;
