@@ -132,8 +132,8 @@ start_sanitizers() {
       'AttendExpanded.NoKeysAtAll:AttendExpanded.MergesIntoEveryOutputType'
   done
 }
-# racecheck's false reports of attend_latent's wide kernel (its README, at the end): two exchanges, found in three pairs of
-# instructions, in each way the kernel is compiled. Anything else it reports is a failure.
+# racecheck's false reports of attend_latent's wide kernel (its README, at the end): exchanges of its warpgroups, in up to
+# four pairs of instructions of each way the kernel is compiled. Anything else it reports is a failure.
 judge_wide() {
   local job=$logs/$1 races others most
   grep -qE 'PASSED  \] [1-9]' "$job.log" || failed+=("$1: no test passed")
@@ -144,9 +144,9 @@ judge_wide() {
     }' "$job.log" | sort -u)
   others=$(grep -cvP '^void mla::cuda::latent::wide_kernel<.*\tvoid mla::cuda::latent::wide_kernel<' <<<"$races" || true)
   most=$(sed 's/>(.*//' <<<"$races" | sort | uniq -c | sort -rn | awk 'NR == 1 {print $1}')
-  lines+=("$(printf '%-46s %4d s  %d pairs in the wide kernel, at most %d in one form; documented are 3' "$1" "$(seconds "$1")" \
+  lines+=("$(printf '%-46s %4d s  %d pairs in the wide kernel, at most %d in one form; documented are 4' "$1" "$(seconds "$1")" \
     "$(($(wc -l <<<"$races") - others))" "$most")")
-  if ((others > 0 || most > 3)); then
+  if ((others > 0 || most > 4)); then
     echo "== $1"
     echo "$races"
     failed+=("$1: more than the documented report")

@@ -102,17 +102,12 @@ __device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, ui
       : "memory");
 }
 
-/// bytes contiguous bytes from this CTA's shared memory to the same address of another of its cluster, completing on
-/// the same barrier address there.
-__device__ __forceinline__ void bulk_copy_to_cta(uint32_t address, uint32_t bytes, uint32_t bar, uint32_t rank) {
-  asm volatile(
-      "{\n.reg .b32 to, done;\n"
-      "mapa.shared::cluster.u32 to, %0, %3;\n"
-      "mapa.shared::cluster.u32 done, %2, %3;\n"
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, [done];\n}" ::"r"(
-          address),
-      "r"(bytes), "r"(bar), "r"(rank)
-      : "memory");
+/// bytes contiguous bytes from this CTA's shared memory to another's of its cluster, completing on a barrier there:
+/// `to` and `bar` are mapped addresses (map_to_cta).
+__device__ __forceinline__ void bulk_copy_to_cta(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+               "r"(from), "r"(bytes), "r"(bar)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_store(void* dst, uint32_t src, uint32_t bytes) {
@@ -142,6 +137,12 @@ __device__ __forceinline__ void tma_prefetch_map(const CUtensorMap& map) {
 
 /// Orders the thread's shared-memory accesses before later ones of wgmma and the copy engine (then a barrier).
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+/// 16 bytes of registers to shared memory.
+__device__ __forceinline__ void store_shared_16(uint32_t dst, const uint4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(dst), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
 
 /// 16 bytes from device to shared memory by an ordinary thread.
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {

@@ -79,10 +79,11 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               " on is needed");
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
-  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.tile_rows <= 64 || c.converts)),
+  const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
+  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
               std::to_string(c.box_rows));
-  if (fp8 && !c.converts && a.max_logits)
+  if (a.max_logits && !attend_latent_gives_max_logits(c, a.format))
     throw UnsupportedError("attend_latent: largest logits of an fp8 cache are not made by tiles of few rows on sm90");
   if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32)
     throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
@@ -133,10 +134,12 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
   p.queries = std::max(a.lse_queries, 1);
+  p.lse_by_requests = p.queries > 1;
   p.by_queries = Divisor(p.queries);
   p.lse_query_stride = a.lse_query_stride;
-  p.lse_empty = a.lse_empty;
+  p.lse_empty_up = a.lse_empty_up;
   p.extras = a.sinks || a.max_logits;
+  p.peaks = a.max_logits != nullptr;
   p.sinks = a.sinks;
   p.max_logits = a.max_logits;
   p.max_token_stride = a.max_token_stride;
@@ -173,7 +176,7 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
     if (c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla) c.tile_rows = 64;
-    c.converts = c.tile_rows == 128;
+    c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format == CacheFormat::fp8_ds_mla);
     if (!c.converts) c.line_overhead = 6;
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
@@ -188,6 +191,10 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
       std::clamp<int64_t>(tiles * ((blocks + piece - 1) / piece), 1, std::max(multiprocessors / c.ctas(), 1)));
   c.relay = c.workers == multiprocessors;  // fewer leave room for the next call's beside them
   return c;
+}
+
+bool attend_latent_gives_max_logits(const AttendLatentChoice& c, CacheFormat format) {
+  return !is_fp8(format) || c.converts;
 }
 
 // A tile's pieces are counted by number of its first piece, or of its first worker; then a word for each piece.

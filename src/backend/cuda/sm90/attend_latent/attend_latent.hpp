@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <limits>
 
 #include "mla/cache.hpp"
 #include "mla/dtype.hpp"
@@ -58,10 +57,10 @@ struct AttendLatent {
   /// Above 1: lse is [requests, queries, heads], requests by lse_token_stride, of rows that are requests x queries.
   int lse_queries = 1;
   int64_t lse_query_stride = 0;
-  float lse_empty = -std::numeric_limits<float>::infinity();  ///< lse of a row that sees nothing
+  bool lse_empty_up = false;  ///< lse of a row that sees nothing: +inf, not -inf
   /// [heads], on device: out *= e^lse / (e^lse + e^sink); null: none.
   const float* sinks = nullptr;
-  /// [tokens, heads] by these strides: largest logits, of caches of 16 bits only; null: not wanted
+  /// [tokens, heads] by these strides: largest logits, where attend_latent_gives_max_logits(); null: not wanted
   float* max_logits = nullptr;
   int64_t max_token_stride = 0, max_head_stride = 1;
   /// attend_latent_counters() of them, zero before the first call that uses them; every call leaves them zero.
@@ -80,7 +79,7 @@ struct AttendLatent {
   void put_lse(const View<float, Request, Head, Token>& to) {
     lse = to.data(), lse_token_stride = to.stride<Request>(), lse_head_stride = to.stride<Head>();
     lse_queries = static_cast<int>(to.extent<Token>()), lse_query_stride = to.stride<Token>();
-    lse_empty = std::numeric_limits<float>::infinity();
+    lse_empty_up = true;
   }
 };
 
@@ -116,6 +115,9 @@ struct AttendLatentChoice {
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors,
                                         CacheFormat format = CacheFormat::bf16);
 
+/// Does such a call give largest logits?
+bool attend_latent_gives_max_logits(const AttendLatentChoice& choice, CacheFormat format);
+
 size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< bytes
 size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< how many
 
@@ -133,7 +135,7 @@ size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice);
 void attend_latent_schedule(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,
-/// f32 sums; a row that sees nothing: out 0, lse lse_empty. Where a tile of 64 rows or more over a 16-bit cache is
+/// f32 sums; a row that sees nothing: out 0, lse -inf or +inf. Where a tile of 64 rows or more over a 16-bit cache is
 /// split, its pieces are rounded to 2^-11 of a row's largest element before they are added. One launch on stream; no
 /// allocation, no synchronisation. Bitwise repeatable. ShapeError, UnsupportedError or DeviceError before anything is
 /// launched.

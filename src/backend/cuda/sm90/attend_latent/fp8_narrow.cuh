@@ -60,7 +60,6 @@ struct Fp8NarrowShared {
 template <class Rows, class Tile, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  if (p.late) wait_for_previous_grids();
   using Shared = Fp8NarrowShared<Rows, Tile>;
   using Layout = typename Shared::Layout;
   constexpr int n = Tile::rows, slots = Layout::slots, unit_bytes = Rows::unit_bytes;

@@ -35,7 +35,6 @@ struct Fp8WideShared {
 template <class Rows, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  if (p.late) wait_for_previous_grids();
   using Shared = Fp8WideShared<Rows>;
   constexpr int n = Shared::rows, places = Shared::places, groups = Rows::groups;
   extern __shared__ __align__(1024) char shared_bytes[];

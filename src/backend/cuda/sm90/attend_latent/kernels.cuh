@@ -25,8 +25,8 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
   static_assert(sizeof(NarrowShared<Narrow16>) <= 232448 && sizeof(NarrowShared<Narrow32>) <= 232448);
   const auto wide = [&]<class Boxes, class Rows>(std::type_identity<Boxes>, std::type_identity<Rows>, auto in_boxes,
                                                  auto row_by_row, std::string_view name) {
-    constexpr size_t bytes = sizeof(WideShared<Boxes>);
-    static_assert(bytes == sizeof(WideShared<Rows>) && bytes <= 232448);
+    constexpr size_t bytes = sizeof(WideShared<Boxes, false>);
+    static_assert(bytes == sizeof(WideShared<Rows, false>) && bytes <= 232448);
     go(choice.box_rows ? in_boxes : row_by_row, bytes, name, q_map, cache_map);
   };
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {

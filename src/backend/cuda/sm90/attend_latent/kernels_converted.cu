@@ -10,27 +10,30 @@ namespace {
 template <class Tile, bool invariant>
 void launch_tile(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map, std::string_view shape,
                  cudaStream_t stream) {
-  static_assert(sizeof(WideShared<Tile>) <= 232448);
+  static_assert(sizeof(WideShared<Tile, invariant>) <= 232448);
   const LaunchConfig config{.grid = dim3(choice.workers * Tile::ctas),
                             .block = dim3(wide_threads),
-                            .shared_bytes = sizeof(WideShared<Tile>),
+                            .shared_bytes = sizeof(WideShared<Tile, invariant>),
                             .cluster = Tile::ctas,
                             .overlap = choice.overlap};
-  launch(wide_kernel<Tile, __nv_bfloat16, invariant>, config, stream, "attend_latent", "wide kernel of e4m3, 128 rows",
-         shape, p, q_map, CUtensorMap{});
+  launch(wide_kernel<Tile, __nv_bfloat16, invariant>, config, stream, "attend_latent",
+         Tile::ctas == 1 ? "wide kernel of e4m3, 64 rows" : "wide kernel of e4m3, 128 rows", shape, p, q_map,
+         CUtensorMap{});
 }
 
 }  // namespace
 
 void launch_converted(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                       std::string_view shape, cudaStream_t stream) {
-  using Fp8 = WideConverted<Fp8Rows>;
-  using DsMla = WideConverted<Fp8DsMlaRows>;
-  const bool invariant = choice.split_blocks > 0;
-  const auto go = ds_mla      ? invariant ? launch_tile<DsMla, true> : launch_tile<DsMla, false>
-                       : invariant ? launch_tile<Fp8, true>
-                              : launch_tile<Fp8, false>;
-  go(choice, p, q_map, shape, stream);
+  const auto of_tile = [&]<class Tile>(std::type_identity<Tile>) {
+    (choice.split_blocks ? launch_tile<Tile, true> : launch_tile<Tile, false>)(choice, p, q_map, shape, stream);
+  };
+  const auto of_format = [&]<class Format>(std::type_identity<Format>) {
+    if (choice.ctas() == 1) of_tile(std::type_identity<WideConverted<Format, 1>>());
+    else of_tile(std::type_identity<WideConverted<Format, 2>>());
+  };
+  if (ds_mla) of_format(std::type_identity<Fp8DsMlaRows>());
+  else of_format(std::type_identity<Fp8Rows>());
 }
 
 }  // namespace mla::cuda::latent

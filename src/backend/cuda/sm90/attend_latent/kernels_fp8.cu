@@ -20,16 +20,18 @@ void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtens
                               .overlap = choice.overlap};
     launch(kernel, config, stream, "attend_latent", name, shape, p, q_map);
   };
-  constexpr bool ds_mla = Rows::scaled;
-  if (choice.tile_rows == 16)
-    return go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
-              ds_mla ? "fp8_ds_mla kernel, 16 rows" : "fp8 kernel, 16 rows");
-  if constexpr (!ds_mla)
+  if constexpr (Rows::scaled) {  // more rows are converted
+    go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
+       "fp8_ds_mla kernel, 16 rows");
+  } else {
+    if (choice.tile_rows == 16)
+      return go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
+                "fp8 kernel, 16 rows");
     if (choice.tile_rows == 32)
       return go(fp8_narrow_kernel<Rows, Fp8Tile32, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile32>>(),
                 "fp8 kernel, 32 rows");
-  go(fp8_wide_kernel<Rows, invariant>, std::type_identity<Fp8WideShared<Rows>>(),
-     ds_mla ? "fp8_ds_mla kernel, 64 rows" : "fp8 kernel, 64 rows");
+    go(fp8_wide_kernel<Rows, invariant>, std::type_identity<Fp8WideShared<Rows>>(), "fp8 kernel, 64 rows");
+  }
 }
 
 }  // namespace

@@ -89,6 +89,7 @@ struct Begin {
 /// By a loading warp: its worker's split and first item (blocks -1: none), and that item's rows.
 template <int tile_rows, bool invariant, class Rows>
 __device__ Split begin_work(const Params& p, int worker, int part, Item& it, Rows& rows) {
+  if (p.late) wait_for_previous_grids();
   if (p.starts) {
     const Begin<Rows> begin(p.starts[worker], part);
     if (it = begin.item; it.blocks > 0) rows = Rows(p, begin, part);

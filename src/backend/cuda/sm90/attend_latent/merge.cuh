@@ -20,11 +20,11 @@ __device__ inline void store_lse(const Params& p, int row, float lse2) {
   if (!p.lse) return;
   int token = p.by_heads.divide(row);
   float* to = p.lse + (row - token * p.heads) * p.lse_head_stride;
-  if (p.queries > 1) {
+  if (p.lse_by_requests) {
     const int request = p.by_queries.divide(token);
     to += (token - request * p.queries) * p.lse_query_stride, token = request;
   }
-  to[token * p.lse_token_stride] = lse2 == -INFINITY ? p.lse_empty : lse2 * 0.6931471805599453f;
+  to[token * p.lse_token_stride] = lse2 == -INFINITY && p.lse_empty_up ? INFINITY : lse2 * 0.6931471805599453f;
 }
 
 /// Its largest logit, given in log2 units; NaN if its sum is.
@@ -443,7 +443,7 @@ __device__ bool merge_units(const Params& p, const Share& share, char* space, Re
       if (begin <= unit && unit < end) store_lse(p, row, lse2);
       if (p.extras) {
         weights[n * pitch + r] *= kept(p, row, lse2);
-        if (p.max_logits && begin <= unit && unit < end) {
+        if (p.peaks && begin <= unit && unit < end) {
           const float* max = p.partial_max + (lse_of - reinterpret_cast<const Lse*>(p.partial_lse));
           float largest = -INFINITY;
 #pragma unroll 1

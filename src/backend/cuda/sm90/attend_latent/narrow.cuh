@@ -34,7 +34,6 @@ struct NarrowShared {
 template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  if (p.late) wait_for_previous_grids();
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
@@ -283,7 +282,7 @@ __global__ void __launch_bounds__(threads, 1)
         else p.partial_lse[lse_at(it.piece)] = lse2;
         if (p.extras) {
           if (whole) (joins ? s.inverse : s.sum)[row] *= kept(p, it.row0 + row, lse2);
-          if (p.max_logits) {
+          if (p.peaks) {
             if (joins) peak = fmaxf(peak, __ldcg(p.partial_max + lse_at(1)));
             if (whole) store_max(p, it.row0 + row, peak, total);
             else p.partial_max[lse_at(it.piece)] = peak;

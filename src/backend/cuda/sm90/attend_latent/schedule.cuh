@@ -35,18 +35,22 @@ struct Start;
 
 struct Params {
   const Start* starts;  // of all workers, made ahead; null: each finds its own
-  bool late;            // are items and table what the stream's previous kernel writes?
   // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
   int requests;  // items
   int heads;
   Divisor by_heads, by_workers;
   int workers;
-  int split_blocks;  // of batch-invariant pieces
-  int min_blocks;    // least blocks worth a worker
-  bool relay;        // may every second worker leave merging to the others?
-  bool one_each;     // 32 requests at most, of one tile each?
-  bool extras;       // are there sinks, or are largest logits wanted?
+  int split_blocks;      // of batch-invariant pieces
+  int min_blocks;        // least blocks worth a worker
+  bool relay;            // may every second worker leave merging to the others?
+  bool one_each;         // 32 requests at most, of one tile each?
+  bool late;             // are items and table what the stream's previous kernel writes?
+  bool extras;           // are there sinks, or are largest logits wanted?
+  bool peaks;            // are they?
+  bool lse_by_requests;  // have lse's requests a stride of their own?
+  bool lse_empty_up;     // is it +inf, not -inf, of a row that sees nothing?
+  uint16_t row_bytes;    // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
   const int32_t* block_table;
   int64_t table_stride;
   Divisor by_page;
@@ -56,16 +60,11 @@ struct Params {
   float scale_log2;
   const void* cache;    // for what is not copied by boxes
   int64_t page_stride;  // bytes
-  int row_bytes;        // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
   float value_scale;    // of outputs (fp8)
   bool out_f32;
   void* out;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
-  int queries;                       // of lse's requests, where they have a stride of their own; otherwise 1
-  float lse_empty;                   // of a row that sees nothing
-  const float* sinks;                // of heads; may be null
-  float* max_logits;                 // may be null
   float *partial_out, *partial_lse;  // merge.cuh
   unsigned* counters;                // of a tile's pieces (merge.cuh)
   unsigned* left;                    // of a piece: was its share of the merging left to others?
@@ -73,7 +72,10 @@ struct Params {
   bool settled;                      // may cached rows be read while the stream's previous kernel ends?
   const void* q;                     // for rows that see keys but no logit above -inf (lost_to_query)
   // Of few calls, behind what all calls read:
+  const float* sinks;  // of heads; may be null
+  float* max_logits;   // may be null
   Divisor by_queries;
+  int queries;  // of lse's requests
   int64_t lse_query_stride;
   int64_t max_token_stride, max_head_stride;
   float* partial_max;

@@ -59,7 +59,9 @@ void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, 
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
     // fp8_ds_mla's are looked up alike
     using Units = UnitRows<Fp8Rows>;
-    if (choice.converts) return go(starts_kernel<128, invariant, PartRows<Fp8Rows>>);
+    if (choice.converts)
+      return choice.ctas() == 1 ? go(starts_kernel<64, invariant, PartRows<Fp8Rows, 2>>)
+                                : go(starts_kernel<128, invariant, PartRows<Fp8Rows, 1>>);
     switch (choice.tile_rows) {
       case 16: return fp8 ? go(starts_kernel<16, invariant, Units>) : go(starts_kernel<16, invariant, RowCopies<4>>);
       case 32: return fp8 ? go(starts_kernel<32, invariant, Units>) : go(starts_kernel<32, invariant, RowCopies<4>>);

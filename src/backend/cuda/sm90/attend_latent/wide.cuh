@@ -27,21 +27,25 @@ template <bool boxes>
 struct Wide64 : WideTile {
   static constexpr int ctas = 1;           // of a cluster, 64 rows each
   static constexpr bool in_boxes = boxes;  // is the cache copied by boxes, or row by row?
+  static constexpr bool fenced_by_readers = !boxes;
 };
 template <bool boxes>
 struct Wide128 : WideTile {
   static constexpr int ctas = 2;
-  static constexpr bool in_boxes = boxes;
+  static constexpr bool in_boxes = boxes, fenced_by_readers = !boxes;
 };
-/// Two CTAs make half of each block's rows, for both.
-template <class RowFormat>
+/// Of two CTAs each makes half of a block's rows, for both.
+template <class RowFormat, int ctas_>
 struct WideConverted {
   using Format = RowFormat;
-  static constexpr int ctas = 2;
+  static constexpr int ctas = ctas_;
+  static constexpr int groups = 2 / ctas;  // of eight rows that a warp makes of a block
   static constexpr bool in_boxes = false, converts = true;
+  // A fence waits for loads under way. It is the readers' where nobody copies from what was written.
+  static constexpr bool fenced_by_readers = ctas == 1;
   static constexpr int buffers = 2, query_steps = 0, query_boxes = 0;
-  static constexpr int score_registers = 72, load_registers = 120;
-  using Rows = PartRows<Format>;
+  static constexpr int score_registers = 64, load_registers = 128;
+  using Rows = PartRows<Format, groups>;
 };
 
 constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: copies
@@ -50,7 +54,7 @@ constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: co
 /// of warpgroup 1. The rope has two boxes of its own; once a block's scores are made, its rope box holds its
 /// probabilities. Where rows are converted, queries and probabilities have room of their own, and a block's rope box
 /// goes with its buffer: both are free again 16 rows at a time.
-template <class Tile>
+template <class Tile, bool invariant>
 struct WideShared {
   static constexpr int buffers = Tile::buffers;
   alignas(1024) char kv[buffers][8][box_bytes];  // later the merge's
@@ -65,6 +69,7 @@ struct WideShared {
   alignas(16) Item item[2];
   Splits splits;
   Split split;
+  Walk<64 * Tile::ctas, invariant> walk;  // where rows are converted, whose warps have no registers for it
   // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half
   // of them, or a quarter of the rows; made: a block's probabilities are there.
   alignas(8) uint64_t full[buffers], empty[buffers][Tile::converts ? 4 : 2], rope_full[2], rope_empty[2], made[2];
@@ -75,11 +80,14 @@ template <class Tile, class T, bool invariant>
 __global__ void __launch_bounds__(wide_threads, 1)
     wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map,
                 const __grid_constant__ CUtensorMap cache_map) {
-  if (p.late) wait_for_previous_grids();
-  using Shared = WideShared<Tile>;
+  using Shared = WideShared<Tile, invariant>;
   constexpr int tile_rows = 64 * Tile::ctas, wide_buffers = Tile::buffers;
   constexpr int query_steps = Tile::query_steps, query_boxes = Tile::query_boxes;
   constexpr int copy_threads = 96;  // of the copying warpgroup; its last warp walks the schedule
+  constexpr int arrivals = [] {     // of a block's values
+    if constexpr (Tile::converts) return 4 * Tile::groups;
+    else return Tile::in_boxes ? 2 : copy_threads;
+  }();
   constexpr int served = Tile::in_boxes || Tile::converts ? Tile::ctas : 1;  // CTAs that a copy of values is for
   // Bytes of a half of the buffer's boxes that queries come through.
   constexpr auto query_bytes = [](int half) { return (half ? query_boxes - 4 : 4) * box_bytes; };
@@ -95,7 +103,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
   if (threadIdx.x == 0) {
     for (int b = 0; b < wide_buffers; ++b) {
-      mbarrier_init(smem_address(&s.full[b]), Tile::converts ? 4 : Tile::in_boxes ? 2 : copy_threads);
+      mbarrier_init(smem_address(&s.full[b]), arrivals);
       for (uint64_t& empty : s.empty[b]) mbarrier_init(smem_address(&empty), (Tile::converts ? 8 : 4) * served);
     }
     for (int i = 0; i < 2; ++i) {
@@ -170,8 +178,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
     // Items, by warp 15: hands over number `count`, and returns its blocks.
-    Walk<tile_rows, invariant> walk;
-    const auto announce = [&](int count) {
+    const auto announce = [&](Walk<tile_rows, invariant>& walk, int count) {
       Item it;
       if (!walk.next(p, s.split, it)) it.blocks = -1;
       if (count) mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
@@ -185,17 +192,25 @@ __global__ void __launch_bounds__(wide_threads, 1)
       return it.blocks;
     };
     if constexpr (Tile::converts) {  // each warp its rows of a block; warp 12 also queries, warp 15 items
-      const int part = rank * 4 + warp - 12, at = part * 1024;  // at: of its eight rows in a box
+      const int part = rank * 4 + warp - 12;
+      constexpr int groups = Tile::groups, group_rows = block_tokens / groups;
       const char* const cache = static_cast<const char*>(p.cache);
-      EightRows<typename Tile::Format> eight;
+      EightRows<typename Tile::Format> ahead;
       if (warp == 15) {
         __syncwarp();  // lane 0 stored the item and the split behind its arrival at the cluster's barrier
         if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
-        walk = {p, s.split, worker};
+        const Walk<tile_rows, invariant> walk(p, s.split, worker);
+        if (lane == 0) s.walk = walk;
       }
       if (!p.settled) wait_for_previous_grids();
       for (int count = 0;; ++count) {
-        if (warp == 15) announce(count);
+        if (warp == 15) {
+          __syncwarp();
+          Walk<tile_rows, invariant> walk = s.walk;
+          announce(walk, count);
+          __syncwarp();
+          if (lane == 0) s.walk = walk;
+        }
         const Item& it = wait_item(count);
         const int blocks = it.blocks;
         if (blocks < 0) break;
@@ -212,29 +227,37 @@ __global__ void __launch_bounds__(wide_threads, 1)
             tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0 + rank * 64);
           __syncwarp();
         }
-        // Rows of the part's first block that the item has.
-        const int there = it.positions - it.block * block_tokens - part * 8;
         const auto load = [&](int i) {
-          rows.seek(p, i);
-          eight.load(cache, rows, there - i * block_tokens);
+          rows.seek(p, it, part, i);
+          ahead.load(cache, rows, i, it.positions - it.block * block_tokens - part * 8 - i * group_rows);
+          rows.look_ahead(p, it, part, i);
         };
         if (blocks) load(0);
 #pragma unroll 1
-        for (int i = 0; i < blocks; ++i) {
-          const uint32_t full = smem_address(&s.full[buffer]);
-          mbarrier_wait(smem_address(&s.empty[buffer][part / 2]), parity);
-          eight.put_rope(s.rope[buffer] + at);
-#pragma unroll
-          for (int k = 0; k < 8; ++k) eight.put_row(s.kv[buffer][0] + at, k);
-          fence_async_proxy();
+        for (int i = 0; i < blocks * groups; ++i) {
+          const int eights = part + i % groups * (group_rows / 8), at = eights * 1024;  // at: of its rows in a box
+          const EightRows<typename Tile::Format> now = ahead;
+          if (i + 1 < blocks * groups) load(i + 1);
+          mbarrier_wait(smem_address(&s.empty[buffer][eights / 2]), parity);
+          const uint32_t full = smem_address(&s.full[buffer]), values = smem_address(s.kv[buffer][0]) + at,
+                         rope = smem_address(s.rope[buffer]) + at;
+          now.put(values, rope);
+          if constexpr (Tile::ctas > 1) fence_async_proxy();
           __syncwarp();
-          if (lane == 0) mbarrier_arrive_expect(full, 9 * 1024);  // as many as the other CTA's warp sends
-          if (lane < 9)
-            bulk_copy_to_cta(smem_address(lane < 8 ? s.kv[buffer][lane] + at : s.rope[buffer] + at), 1024, full,
-                             rank ^ 1);
-          // Not before the fence: it waits for what has been asked for, too.
-          if (i + 1 < blocks) load(i + 1);
-          advance();
+          if constexpr (Tile::ctas == 1) {
+            if (lane == 0) mbarrier_arrive(full);
+          } else {
+            if (lane == 0) mbarrier_arrive_expect(full, 9 * 1024);  // as many as the other CTA's warp sends
+            if (elect_one()) {
+              const uint32_t there = map_to_cta(full, rank ^ 1), away = there - full;
+#pragma unroll
+              for (int box = 0; box < 9; ++box) {
+                const uint32_t from = box < 8 ? values + box * box_bytes : rope;
+                bulk_copy_to_cta(from + away, from, 1024, there);
+              }
+            }
+          }
+          if (i % groups == groups - 1) advance();
         }
         release_item(count);
       }
@@ -260,8 +283,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         __syncwarp();
       }
-      walk = {p, s.split, worker};  // again: few registers are left
-      for (int count = 0; announce(count) >= 0; ++count) {
+      Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
+      for (int count = 0; announce(walk, count) >= 0; ++count) {
       }
     } else if constexpr (!Tile::in_boxes) {
       int turn = 0;  // of the rope boxes, then their parity
@@ -421,7 +444,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
       else p.partial_lse[2 * at] = lse2;
       if (p.extras) {
         if (it.pieces == 1) inverse *= kept(p, it.row0 + row, lse2);
-        if (p.max_logits) {
+        if (p.peaks) {
           const float max2 = it.blocks ? peak : -INFINITY;
           if (it.pieces == 1) store_max(p, it.row0 + row, max2, sum);
           else p.partial_max[at] = max2;
@@ -473,12 +496,12 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
         volatile float peak[2];  // not in registers: there are none left
-        if (p.max_logits) peak[0] = peak[1] = -INFINITY;
+        if (p.peaks) peak[0] = peak[1] = -INFINITY;
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
           mbarrier_wait(smem_address(&s.full[buffer]), parity);
-          if (!Tile::in_boxes && !Tile::converts) fence_async_proxy();
+          if (Tile::fenced_by_readers) fence_async_proxy();
           wgmma_fence();
           const uint64_t keys = warp_operand_128b(smem_address(s.kv[buffer][0])),
                          queries = warp_operand_128b(smem_address(s.q[0]));
@@ -529,7 +552,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
           }
           best0 *= p.scale_log2, best1 *= p.scale_log2;
-          if (p.max_logits) peak[0] = fmaxf(peak[0], best0), peak[1] = fmaxf(peak[1], best1);
+          if (p.peaks) peak[0] = fmaxf(peak[0], best0), peak[1] = fmaxf(peak[1], best1);
           // Maxima grow by whole numbers, which fit a byte, if by less than makes nothing of what is held.
           float growth0 = 0, growth1 = 0;
           const auto grow = [](float best, float& top, float& growth) {
@@ -750,7 +773,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (in && h == 0 && lane % 4 == 0) store_lse(p, static_cast<int>(out_row) + row, join.lse2);
             if (p.extras) {
               join.inverse *= kept(p, static_cast<int>(out_row) + row, join.lse2);
-              if (p.max_logits && in && h == 0 && lane % 4 == 0) {
+              if (p.peaks && in && h == 0 && lane % 4 == 0) {
                 const float* max = p.partial_max + partial_row(it.slot0, tile_rows, rank * 64 + row, it.pieces, 0);
                 store_max(p, static_cast<int>(out_row) + row, fmaxf(__ldcg(max), __ldcg(max + 1)), join.lse2);
               }

@@ -70,8 +70,12 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a) {
   const CacheSpec& spec = cache.spec;
   const bool whole = std::all_of(a.items.begin(), a.items.end(), [](const SparseItem& i) { return i.partial < 0; });
   const int64_t heads = a.q.extent<Head>();
+  const auto gives_max_logits = [&] {
+    const AttendLatentLimits row{.heads = static_cast<int>(heads)};
+    return attend_latent_gives_max_logits(attend_latent_choice(row, 1, gpu.multiprocessors, spec.format), spec.format);
+  };
   return whole && (a.part_keys == 0 || a.part_keys == kInvariantKeys) && heads >= 1 && serves_rows(a, cache) &&
-         (is_16_bit(spec.format) || heads > 64 || !a.max_logits) && cache.page_stride % 16 == 0 && cache.pages > 0 &&
+         (!a.max_logits || gives_max_logits()) && cache.page_stride % 16 == 0 && cache.pages > 0 &&
          cache.pages * spec.page_size <= std::numeric_limits<int32_t>::max() &&
          static_cast<int64_t>(cache.page_stride / 16) * cache.pages <= std::numeric_limits<int32_t>::max();
 }
