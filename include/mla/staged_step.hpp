@@ -26,7 +26,8 @@ class StagedStep {
   /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph): the
   /// step must be no larger in any array, take the same paths, and give its rows in order where the first one did.
   /// ShapeError naming the array otherwise; the device's arrays are then as they were. Missing requests become empty
-  /// ones, missing tokens have no slot; what calls write for them is unspecified. Plan and batch may go once this
+  /// ones, missing tokens have no slot; what calls write for them lies in rows past the step's tokens, and is
+  /// unspecified. Plan and batch may go once this
   /// returns.
   void restage(const Plan& plan, const Batch& batch);
 

@@ -1,0 +1,101 @@
+#include "layer/staged_lists.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "mla/error.hpp"
+
+namespace mla::layer {
+namespace {
+
+size_t up(size_t n) { return (n + 63) / 64 * 64; }
+
+}  // namespace
+
+// Every list that the step reads; the block table apart.
+std::vector<StagedLists::Array> StagedLists::arrays_of(const Plan& plan, const Batch& batch) {
+  std::vector<Array> all;
+  all.reserve(plan.lists.size());
+  for (const ListKey key : plan.lists) {
+    Array a{planning::host_list(plan, batch, key), key};
+    const int32_t* row = a.rows ? static_cast<const int32_t*>(a.data) : nullptr;
+    a.in_order = a.rows;
+    for (size_t i = 0; a.in_order && i < a.count; ++i) a.in_order = row[i] == static_cast<int32_t>(i);
+    all.push_back(a);
+  }
+  return all;
+}
+
+size_t StagedLists::table_bytes() const {
+  return table_rows_ == 0 || table_columns_ == 0
+             ? 0
+             : static_cast<size_t>((table_rows_ - 1) * table_stride_ + table_columns_) * sizeof(int32_t);
+}
+
+void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
+  arrays_ = arrays_of(plan, batch);
+  table_ = batch.block_table.data();
+  table_rows_ = batch.block_table.extent<Request>();
+  table_columns_ = batch.block_table.extent<Page>();
+  table_stride_ = batch.block_table.stride<Request>();
+  bytes_ = up(table_bytes()) + 64;
+  for (const Array& a : arrays_) bytes_ += up(a.count * a.element);
+}
+
+StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const {
+  Fitted step{.arrays = {}, .spare = static_cast<int32_t>(plan.tokens)};
+  std::vector<Array>& fit = step.arrays;
+  // Those that the step does not read are empty.
+  for (const Array& a : arrays_)
+    fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding, .rows = a.rows}, a.key, a.in_order});
+  for (const Array& a : arrays_of(plan, batch)) {
+    const auto same = [&](const Array& staged) { return staged.key == a.key; };
+    const auto place = std::find_if(fit.begin(), fit.end(), same);
+    if (place != fit.end()) *place = a;
+    else if (a.count > 0)
+      throw ShapeError(std::string("restage: ") + a.name + " has " + std::to_string(a.count) +
+                       " entries, the staged step's has 0");
+  }
+  for (size_t i = 0; i < fit.size(); ++i) {
+    if (fit[i].count > arrays_[i].count || (fit[i].count == 0) != (arrays_[i].count == 0))
+      throw ShapeError(std::string("restage: ") + fit[i].name + " has " + std::to_string(fit[i].count) +
+                       " entries, the staged step's has " + std::to_string(arrays_[i].count));
+    if (arrays_[i].in_order && !fit[i].in_order)
+      throw ShapeError(std::string("restage: ") + fit[i].name + " is out of order, the staged step's was in order");
+  }
+  const auto& table = batch.block_table;
+  if (table.extent<Request>() > table_rows_ || table.extent<Page>() > table_columns_)
+    throw ShapeError("restage: block_table is " + std::to_string(table.extent<Request>()) + " x " +
+                     std::to_string(table.extent<Page>()) + ", the staged step's is " + std::to_string(table_rows_) +
+                     " x " + std::to_string(table_columns_));
+  return step;
+}
+
+void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* at) const {
+  for (size_t i = 0; i < arrays_.size(); ++i) {
+    const Array& a = step.arrays[i];
+    const size_t used = a.count * a.element, room = arrays_[i].count * arrays_[i].element;
+    if (used > 0) std::memcpy(at, a.data, used);
+    if (a.rows) std::fill(reinterpret_cast<int32_t*>(at + used), reinterpret_cast<int32_t*>(at + room), step.spare);
+    else std::memset(at + used, static_cast<int>(a.padding), room - used);
+    at += up(room);
+  }
+  int32_t* table = reinterpret_cast<int32_t*>(at);
+  for (int64_t r = 0; r < batch.block_table.extent<Request>(); ++r)
+    for (int64_t p = 0; p < batch.block_table.extent<Page>(); ++p)
+      table[r * table_stride_ + p] = batch.block_table(r, p);
+}
+
+std::vector<StagedLists::Place> StagedLists::places() const {
+  std::vector<Place> all;
+  size_t at = 0;
+  for (const Array& a : arrays_) {
+    if (a.count > 0) all.push_back({a.data, a.count * a.element, at});
+    at += up(a.count * a.element);
+  }
+  if (table_bytes() > 0) all.push_back({table_, table_bytes(), at});
+  return all;
+}
+
+}  // namespace mla::layer

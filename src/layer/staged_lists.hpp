@@ -1,0 +1,52 @@
+// A step's lists and its block table as one block of bytes, laid out for the step that calls are made with: those of
+// smaller steps take their places there.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "plan/lists.hpp"
+
+namespace mla::layer {
+
+class StagedLists {
+ public:
+  struct Array : planning::HostList {
+    ListKey key;
+    bool in_order = false;  ///< counts up from 0: calls were made with a slice in its place
+  };
+  /// A step's arrays in their places; it borrows their memory. A row list's missing entries name `spare`, the first row
+  /// that the step does not have: what is written for them lies behind its tokens.
+  struct Fitted {
+    std::vector<Array> arrays;
+    int32_t spare = 0;
+  };
+
+  void lay_out(const Plan& plan, const Batch& batch);
+  Fitted own() const { return {arrays_, 0}; }
+  /// ShapeError naming what does not fit.
+  Fitted fit(const Plan& plan, const Batch& batch) const;
+  /// Of all places.
+  size_t bytes() const { return bytes_; }
+  /// `to` holds bytes().
+  void write(const Fitted& step, const Batch& batch, std::byte* to) const;
+
+  /// Where the host has what lies at an offset of the block, for the step that it was laid out for.
+  struct Place {
+    const void* host;
+    size_t bytes, offset;
+  };
+  std::vector<Place> places() const;
+
+ private:
+  static std::vector<Array> arrays_of(const Plan& plan, const Batch& batch);
+  size_t table_bytes() const;
+
+  std::vector<Array> arrays_;
+  const int32_t* table_ = nullptr;
+  int64_t table_rows_ = 0, table_columns_ = 0, table_stride_ = 0;
+  size_t bytes_ = 0;
+};
+
+}  // namespace mla::layer
