@@ -77,8 +77,8 @@ struct LayerContext {
   const Batch& batch;  ///< the batch that was planned: its block table and slots are read
   const LayerWeights& weights;
   const RotaryTable& rotary;  ///< of forward(): made of ModelConfig::rotary, for all of the step's positions
-  /// data 16-byte aligned; page_stride at least page_bytes() and a multiple of 4 bytes (f32, fp8_ds_mla), 1 (fp8) or 2
-  /// (all others).
+  /// Not looked at where the plan has CacheUse::none. data 16-byte aligned; page_stride at least page_bytes() and a
+  /// multiple of 4 bytes (f32, fp8_ds_mla), 1 (fp8) or 2 (all others).
   CacheView cache;
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
   /// On a stream that is held (HeldStream), what a sparse step's rows attend to is counted when rows() is asked for: do
@@ -109,8 +109,9 @@ void select(Stream& stream, const LayerContext& context, View<const int32_t, Tok
 /// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.activations();
 /// q and kv_c are taken as they are: what a model multiplies them by (ModelConfig::query_scale, latent_scale,
 /// query_growth) is the caller's to have done, scores take ModelConfig::softmax_scale alone.
-/// out [Token, Head, Value], f32, or on a GPU bf16 too. Appends [kv_c | k_pe] first. Sparse rows attend to what
-/// context.selection holds: see select().
+/// out [Token, Head, Value], f32, or on a GPU bf16 too. Appends [kv_c | k_pe] first, with CacheUse::append; with read,
+/// both are looked at where the plan has requests on the expanded path alone, whose new tokens attend to one another
+/// through them. Sparse rows attend to what context.selection holds: see select().
 void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
             AnyView<Token, Rope> k_pe, AnyMutableView<Token, Head, Value> out);
 

@@ -50,15 +50,23 @@ enum class LayerForm : uint8_t {
   block,      ///< forward(), and attend() too, unless its output is quantised
   attention,  ///< attend() and select(): nothing is planned or reserved for projections and the indexer
 };
+/// What the attention form has to do with the cache.
+enum class CacheUse : uint8_t {
+  append,  ///< the step's rows are written, then attended to behind those before them
+  read,    ///< they are there already: another layer, or another stream that is waited for, has written them
+  none,    ///< there is no cache: requests are new, their tokens attend to one another on the expanded path
+};
 std::string_view to_string(Path p);
 std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
 std::string_view to_string(SparsePolicy p);
 std::string_view to_string(LayerForm f);
+std::string_view to_string(CacheUse u);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
+CacheUse parse_cache_use(std::string_view name);
 
 /// Rates that turn counted work into time: of a core, or of a whole GPU. Only their ratios matter for the path; all
 /// ones and no bytes count arithmetic alone.
@@ -85,6 +93,10 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 
 struct PlanOptions {
   LayerForm form = LayerForm::block;
+  /// Other than append: with form attention alone. none: of the batch query_start_loc and seq_lens alone are looked at;
+  /// UnsupportedError for path latent, and for a request that selects its keys (longer than the indexer's topk, unless
+  /// sparse is dense).
+  CacheUse cache_use = CacheUse::append;
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.
@@ -224,6 +236,8 @@ struct Plan {
   }
   /// Whether forward() can be called with it: not with a quantised output, which is the attention form's.
   bool serves_block() const { return options.form == LayerForm::block && options.output.kind == OutputKind::none; }
+  /// Whether attend() looks at kv_c and k_pe.
+  bool reads_new_rows() const { return options.cache_use != CacheUse::read || !expanded_tokens.empty(); }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
   View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;
@@ -240,7 +254,7 @@ struct Plan {
 };
 
 /// Validates the batch and plans it. BatchError, ShapeError or UnsupportedError on anything that does not fit.
-/// `pages` is the cache's page count.
+/// `pages` is the cache's page count; not looked at without a cache.
 Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
           const PlanOptions& options = {});
 

@@ -58,14 +58,25 @@ void require_inputs(const LayerContext& c, const AnyView<Token, Head, QueryKey>&
         std::string(to_string(c.weights.absorption)) + " know neither");
   ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
   ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
+  ops::require_dtype("layer", "q", q.dtype(), {c.plan.activations()});
+  require_input(c, "q", q);
+  if (!c.plan.reads_new_rows()) return;
   ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
   ops::require_equal("layer", "k_pe Rope", k_pe.extent<Rope>(), "model rope", m.rope);
-  ops::require_dtype("layer", "q", q.dtype(), {c.plan.activations()});
   ops::require_dtype("layer", "kv_c", kv_c.dtype(), {c.plan.activations()});
   ops::require_dtype("layer", "k_pe", k_pe.dtype(), {c.plan.activations()});
-  require_input(c, "q", q);
   require_input(c, "kv_c", kv_c);
   require_input(c, "k_pe", k_pe);
+}
+
+void require_cache(const LayerContext& c) {
+  ops::require_equal("layer", "cache page size", c.cache.spec.page_size, "plan page size", c.plan.cache.page_size);
+  if (c.cache.spec.format != c.plan.cache.format)
+    throw ShapeError("layer: cache format is " + std::string(to_string(c.cache.spec.format)) + ", plan was made for " +
+                     std::string(to_string(c.plan.cache.format)));
+  ops::require_pages("layer", "cache", c.cache);
+  if (const uintptr_t past = reinterpret_cast<uintptr_t>(c.cache.data) % 16; past != 0)
+    throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");
 }
 
 // What forward() runs the indexer on.
@@ -120,13 +131,7 @@ void check(const LayerContext& c, Device here, int workers) {
   ops::require_equal("layer", "batch tokens", c.batch.tokens(), "plan tokens", c.plan.tokens);
   ops::require_equal("layer", "batch requests", c.batch.requests(), "plan requests",
                      static_cast<int64_t>(c.plan.requests.size()));
-  ops::require_equal("layer", "cache page size", c.cache.spec.page_size, "plan page size", c.plan.cache.page_size);
-  if (c.cache.spec.format != c.plan.cache.format)
-    throw ShapeError("layer: cache format is " + std::string(to_string(c.cache.spec.format)) + ", plan was made for " +
-                     std::string(to_string(c.plan.cache.format)));
-  ops::require_pages("layer", "cache", c.cache);
-  if (const uintptr_t past = reinterpret_cast<uintptr_t>(c.cache.data) % 16; past != 0)
-    throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");
+  if (c.plan.options.cache_use != CacheUse::none) require_cache(c);
   require_memory("workspace", c.workspace, c.plan.workspace_bytes);
   if (workers > c.plan.device.threads)
     throw ShapeError("layer: stream has " + counted(workers, "thread") + ", plan was made for " +

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "mla/error.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 namespace {
@@ -83,42 +84,64 @@ void check_single_writers(const Batch& b, std::span<const int32_t> written) {
            n(slots[i - 1].second) + " too: one of them would be lost");
 }
 
+void require_data(const char* name, const int32_t* data, bool entries) {
+  if (entries && !data) fail(std::string(name) + " has no data");
+}
+
+[[noreturn]] void fail_at(int64_t request, const std::string& why) { fail("request " + n(request) + ": " + why); }
+
+// Query starts, and sequences that hold their new tokens.
+void check_lengths(const Batch& b) {
+  const int64_t requests = b.requests();
+  require_data("query_start_loc", b.query_start_loc.data(), !b.query_start_loc.empty());
+  require_data("seq_lens", b.seq_lens.data(), requests > 0);
+  if (static_cast<int64_t>(b.query_start_loc.size()) != requests + 1)
+    fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) +
+         " requests need " + n(requests + 1));
+  if (b.query_start_loc[0] != 0) fail("query_start_loc[0] is " + n(b.query_start_loc[0]) + ", must be 0");
+  for (int64_t r = 0; r < requests; ++r) {
+    if (b.query_start_loc[r + 1] < b.query_start_loc[r])
+      fail_at(r, "query_start_loc falls from " + n(b.query_start_loc[r]) + " to " + n(b.query_start_loc[r + 1]));
+    if (b.seq_lens[r] < 0) fail_at(r, "seq_len is " + n(b.seq_lens[r]) + ", must not be negative");
+    if (b.seq_lens[r] < b.query_len(r))
+      fail_at(r, "seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
+  }
+}
+
 }  // namespace
+
+namespace planning {
+
+void validate_new(const Batch& b) {
+  check_lengths(b);
+  for (int64_t r = 0; r < b.requests(); ++r)
+    if (b.query_len(r) > 0 && b.context_len(r) > 0)
+      fail_at(r, "seq_len is " + n(b.seq_lens[r]) + " with " + n(b.query_len(r)) +
+                     " new tokens: without a cache there is no context");
+}
+
+}  // namespace planning
 
 void validate(const Batch& b, int64_t pages, int64_t page_size) {
   const int64_t requests = b.requests();
   constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
   if (page_size < 1 || pages < 0 || pages > kMostSlots / page_size)
     fail("a cache of " + n(pages) + " pages of " + n(page_size) + " cannot be, slots go up to " + n(kMostSlots));
-  const auto present = [](const char* name, const int32_t* data, bool entries) {
-    if (entries && !data) fail(std::string(name) + " has no data");
-  };
-  present("query_start_loc", b.query_start_loc.data(), !b.query_start_loc.empty());
-  present("seq_lens", b.seq_lens.data(), requests > 0);
-  present("block table", b.block_table.data(), requests > 0 && b.block_table.extent<Page>() > 0);
-  present("slot_mapping", b.slot_mapping.data(), !b.slot_mapping.empty());
-  if (static_cast<int64_t>(b.query_start_loc.size()) != requests + 1)
-    fail("query_start_loc has " + n(static_cast<int64_t>(b.query_start_loc.size())) + " entries, " + n(requests) +
-         " requests need " + n(requests + 1));
-  if (b.query_start_loc[0] != 0) fail("query_start_loc[0] is " + n(b.query_start_loc[0]) + ", must be 0");
+  check_lengths(b);
+  require_data("block table", b.block_table.data(), requests > 0 && b.block_table.extent<Page>() > 0);
+  require_data("slot_mapping", b.slot_mapping.data(), !b.slot_mapping.empty());
   if (requests > 0 && b.block_table.extent<Request>() < requests)
     fail("block table has " + n(b.block_table.extent<Request>()) + " rows, " + n(requests) + " requests need as many");
   for (int64_t r = 0; r < requests; ++r) {
-    const auto fail_at = [&](const std::string& why) { fail("request " + n(r) + ": " + why); };
-    if (b.query_start_loc[r + 1] < b.query_start_loc[r])
-      fail_at("query_start_loc falls from " + n(b.query_start_loc[r]) + " to " + n(b.query_start_loc[r + 1]));
-    if (b.seq_lens[r] < 0) fail_at("seq_len is " + n(b.seq_lens[r]) + ", must not be negative");
-    if (b.seq_lens[r] < b.query_len(r))
-      fail_at("seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
     if (b.query_len(r) == 0) continue;  // nothing to do: its table is not read
     const int64_t needed = (static_cast<int64_t>(b.seq_lens[r]) + page_size - 1) / page_size;
     if (needed > b.block_table.extent<Page>())
-      fail_at("seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
-              ", block table has " + n(b.block_table.extent<Page>()));
+      fail_at(r, "seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
+                     ", block table has " + n(b.block_table.extent<Page>()));
     const bool all_there = largest_page(b.block_table, r, needed) < static_cast<uint64_t>(pages);
     for (int64_t p = 0; !all_there && p < needed; ++p)
       if (const int32_t page = b.block_table(r, p); page < 0 || page >= pages)
-        fail_at("block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
+        fail_at(r, "block_table[" + n(p) + "] is " + n(page) + ", the cache has " + n(pages) + " pages");
   }
   if (static_cast<int64_t>(b.slot_mapping.size()) != b.tokens())
     fail("slot_mapping has " + n(static_cast<int64_t>(b.slot_mapping.size())) + " entries, the batch has " +

@@ -11,6 +11,8 @@ constexpr int64_t kGrain = 64;
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells.
 int64_t range_length(int64_t total, int64_t units);
+/// Of a batch without a cache: its query starts and lengths, and that no request has context. BatchError.
+void validate_new(const Batch& batch);
 /// latent_items, splits, partial_rows: for requests on the latent path.
 void split_kv(Plan& plan);
 /// sparse_groups and the rows they stand for: for requests on the sparse path.

@@ -56,6 +56,15 @@ std::string_view to_string(SparsePolicy p) {
 
 std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
 
+std::string_view to_string(CacheUse u) {
+  switch (u) {
+    case CacheUse::append: return "append";
+    case CacheUse::read: return "read";
+    case CacheUse::none: return "none";
+  }
+  return "?";
+}
+
 PathPolicy parse_path_policy(std::string_view name) {
   return parse("path policy", name,
                std::array{PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length});
@@ -73,6 +82,10 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
 
 LayerForm parse_layer_form(std::string_view name) {
   return parse("layer form", name, std::array{LayerForm::block, LayerForm::attention});
+}
+
+CacheUse parse_cache_use(std::string_view name) {
+  return parse("cache use", name, std::array{CacheUse::append, CacheUse::read, CacheUse::none});
 }
 
 // A core of an AVX-512 BF16 machine, bf16 operands: `mla bench` there finds attend_latent at 16 heads 210,

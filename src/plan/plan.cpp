@@ -37,6 +37,12 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
     throw UnsupportedError(
         "plan: " + (o.output.kind != OutputKind::none ? "output " + to_string(o.output) : "form attention") +
         " is the attention form's, fully absorbed weights serve the block form alone");
+  if (o.cache_use != CacheUse::append && o.form != LayerForm::attention)
+    throw UnsupportedError("plan: cache_use " + std::string(to_string(o.cache_use)) +
+                           " is the attention form's (PlanOptions::form), this plan is for form " +
+                           std::string(to_string(o.form)));
+  if (o.cache_use == CacheUse::none && o.path == PathPolicy::latent)
+    throw UnsupportedError("plan: path policy latent attends to cached rows, cache_use is none");
   auto require = [](const char* what, int64_t found, int64_t least) {
     constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
     if (found < least || found > kMost)
@@ -77,6 +83,7 @@ uint64_t stamp_of(const Plan& p, const Batch& batch) {
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
+  if (p.options.cache_use == CacheUse::none) return Path::expanded;
   switch (p.options.path) {
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;
@@ -136,7 +143,8 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   model.validate();
   cache.validate();
   check_options(model, cache, device, options);
-  validate(batch, pages, cache.page_size);
+  if (options.cache_use == CacheUse::none) planning::validate_new(batch);
+  else validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
@@ -152,6 +160,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
                               .query_len = static_cast<int32_t>(batch.query_len(r)),
                               .context = static_cast<int32_t>(batch.context_len(r))};
     p.requests.push_back(request);
+    if (request.path == Path::sparse && options.cache_use == CacheUse::none)
+      throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
+                             " tokens attends to the " + std::to_string(p.topk) +
+                             " that are selected for each, in a cache; cache_use is none");
     const bool expanded = request.path == Path::expanded;
     if (expanded && options.absorbed)
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +

@@ -3,102 +3,15 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
-#include <numeric>
 
-#include "cases/compare.hpp"
+#include "layer/random_layer.hpp"
 #include "layer/reference.hpp"
 #include "layer/staged_lists.hpp"
-#include "mla/mla.hpp"
-#include "support/device.hpp"
 #include "support/message.hpp"
-#include "support/models.hpp"
 #include "support/quantised.hpp"
 
 namespace mla::test {
 namespace {
-
-constexpr int64_t kPageSize = 16;
-
-// Requests of given query and context lengths, each with pages of its own.
-struct Requests {
-  std::vector<int32_t> starts{0}, lengths, table, slots;
-  int64_t width, pages;
-
-  Requests(const std::vector<int32_t>& queries, const std::vector<int32_t>& contexts, int64_t wide = 8)
-      : width(wide), pages(wide * static_cast<int64_t>(queries.size())) {
-    for (size_t r = 0; r < queries.size(); ++r) {
-      starts.push_back(starts.back() + queries[r]);
-      lengths.push_back(queries[r] + contexts[r]);
-      for (int64_t p = 0; p < width; ++p) table.push_back(static_cast<int32_t>(static_cast<int64_t>(r) * width + p));
-      for (int32_t i = contexts[r]; i < lengths[r]; ++i)
-        slots.push_back(static_cast<int32_t>(static_cast<int64_t>(r) * width * kPageSize) + i);
-    }
-  }
-  int64_t tokens() const { return starts.back(); }
-  Batch batch() const {
-    return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots};
-  }
-};
-
-std::vector<float> random_values(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
-
-// A layer over pages of random rows.
-struct Layer {
-  ModelConfig model;
-  LayerWeights weights;
-  RotaryTable rotary, index_rotary;
-  ThreadPool pool{2};
-  Stream stream = stream_on_device(pool);
-  CacheSpec spec = cache_spec(model, CacheFormat::f32, kPageSize);
-  static constexpr int64_t kPages = 64;
-  Cache cache{spec, kPages, kDevice};
-  IndexCache index;
-
-  explicit Layer(const ModelConfig& m, const PrepareOptions& options = {})
-      : model(m),
-        weights(prepare(m, random_layer(m, 0, 1, Dtype::f32), options, kDevice)),
-        rotary(m.rotary, m.rope, 256, kDevice) {
-    if (m.indexer) {
-      index_rotary = RotaryTable(m.index_rotary(), m.rope, 256, kDevice);
-      index = IndexCache(index_cache_spec(m, spec, IndexCacheFormat::f32), kPages, kDevice);
-    }
-    reset();
-  }
-  void reset() {
-    const auto rows = random_values(static_cast<int64_t>(spec.page_bytes()) * kPages / 4, 7);
-    copy(stream, cache.view().data, rows.data(), rows.size() * sizeof(float));
-    if (model.indexer) {
-      const auto keys = random_values(static_cast<int64_t>(index.spec().page_bytes()) * kPages / 4, 8);
-      copy(stream, index.view().data, keys.data(), keys.size() * sizeof(float));
-    }
-    stream.synchronize();
-  }
-  PlanOptions planned(PlanOptions o) const {
-    o.index_format = IndexCacheFormat::f32;
-    return o;
-  }
-  Plan plan_of(const Batch& batch, const PlanOptions& o) {
-    return plan(model, spec, kPages, batch, device_info(stream, model), planned(o));
-  }
-  std::vector<std::byte> cache_bytes() {
-    return read(stream, cache.view().data, spec.page_bytes() * static_cast<size_t>(kPages));
-  }
-  LayerContext context(const Plan& p, const Batch& b, const Buffer& workspace, const Buffer& selection) const {
-    return {.plan = p,
-            .batch = b,
-            .weights = weights,
-            .rotary = rotary,
-            .cache = cache.view(),
-            .workspace = {workspace.data(), workspace.size()},
-            .index_cache = index.view(),
-            .index_rotary = &index_rotary,
-            .selection = {selection.data(), selection.size()}};
-  }
-};
 
 constexpr int64_t kMore = 3;  // rows past the tokens
 
@@ -113,17 +26,6 @@ void expect_left_alone(const std::vector<T>& out, const std::vector<T>& exact, T
   ASSERT_TRUE(std::memcmp(out.data(), exact.data(), exact.size() * sizeof(T)) == 0) << how;
   for (size_t i = exact.size(); i < out.size(); ++i)
     ASSERT_EQ(std::memcmp(&out[i], &sentinel, sizeof(T)), 0) << how << " element " << i;
-}
-
-// The caller's choice of each token's first positions, where the step selects; past the tokens positions that no
-// sequence has.
-void choose(Layer& l, const LayerContext& c, int64_t rows) {
-  const int64_t topk = c.plan.topk;
-  if (topk == 0) return;
-  std::vector<int32_t> choice(static_cast<size_t>(rows * topk), 0x7fffffff);
-  for (int64_t i = 0; i < c.plan.tokens; ++i) std::iota(choice.begin() + i * topk, choice.begin() + (i + 1) * topk, 0);
-  select(l.stream, c, View<const int32_t, Token, Topk>(choice.data(), {rows, topk}));
-  l.stream.synchronize();
 }
 
 // The block form, in both of its output dtypes.
@@ -207,36 +109,6 @@ void attend_leaves_rows_alone(Layer& l, const Requests& r, PlanOptions o, const 
       const auto at = static_cast<size_t>(o.output.scale_offset(t + kMore, width, i, g));
       ASSERT_EQ(got.scales[at], std::byte{0x5a}) << how << " " << output << " row " << i << " group " << g;
     }
-}
-
-struct Kind {
-  const char* name;
-  bool sparse, absorbed;
-  PlanOptions plan;
-};
-std::vector<Kind> kinds() {
-  return {
-      {"latent", false, false, {.path = PathPolicy::latent}},
-      {"expanded", false, false, {.path = PathPolicy::expanded}},
-      {"mixed", false, false, {.path = PathPolicy::by_length, .reorder_batch_threshold = 1}},
-      {"invariant", false, false, {.path = PathPolicy::by_length, .split = SplitPolicy::batch_invariant}},
-      {"absorbed", false, true, {.absorbed = true}},
-      {"sparse", true, false, {.path = PathPolicy::by_length}},
-      {"upconverted", true, false, {.path = PathPolicy::by_length, .sparse = SparsePolicy::upconvert}},
-      {"selected by nobody", true, false, {.path = PathPolicy::by_length, .sparse = SparsePolicy::dense}},
-  };
-}
-
-// Of prefills with and without context and decodes, below and above topk.
-const Requests& requests() {
-  static const Requests r({5, 1, 3, 1}, {0, 70, 40, 3});
-  return r;
-}
-
-Layer layer_of(const Kind& k) {
-  PrepareOptions options;
-  if (k.absorbed) options.absorption = Absorption::full;
-  return Layer(k.sparse ? small_sparse() : small_deepseek(), options);
 }
 
 TEST(Padding, TheBlockFormLeavesRowsPastTheTokensAlone) {

@@ -7,9 +7,10 @@ void attention_steps(Steps& s, Calls calls) {
   const ModelConfig& m = s.m;
   const Plan& p = s.plan;
   const int64_t t = s.tokens, n = m.heads;
-  s.add("append", kAttend,
-        steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
-                      s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
+  if (p.options.cache_use == CacheUse::append)
+    s.add("append", kAttend,
+          steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
+                        s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
   if (!p.latent_tokens.empty()) latent_steps(s, calls);
   if (!p.expanded_tokens.empty()) expanded_steps(s, calls);
   if (p.options.output.kind == OutputKind::none)
