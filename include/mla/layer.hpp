@@ -77,7 +77,7 @@ struct LayerContext {
   const Batch& batch;  ///< the batch that was planned: its block table and slots are read
   const LayerWeights& weights;
   const RotaryTable& rotary;  ///< of forward(): made of ModelConfig::rotary, for all of the step's positions
-  /// Not looked at where the plan has CacheUse::none. data 16-byte aligned; page_stride at least page_bytes() and a
+  /// Not looked at where plan.uses_cache() is false. data 16-byte aligned; page_stride at least page_bytes() and a
   /// multiple of 4 bytes (f32, fp8_ds_mla), 1 (fp8) or 2 (all others).
   CacheView cache;
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything

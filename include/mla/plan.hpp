@@ -97,6 +97,10 @@ struct PlanOptions {
   /// UnsupportedError for path latent, and for a request that selects its keys (longer than the indexer's topk, unless
   /// sparse is dense).
   CacheUse cache_use = CacheUse::append;
+  /// For an engine's dummy runs: calls write zeros, or the codes and scales of zeros, to the rows of the step's tokens,
+  /// and do nothing else. Of the batch query_start_loc and seq_lens alone are looked at; caches, selection, tables and
+  /// inputs of the calls are not, and may be missing.
+  bool dummy = false;
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.
@@ -237,7 +241,11 @@ struct Plan {
   /// Whether forward() can be called with it: not with a quantised output, which is the attention form's.
   bool serves_block() const { return options.form == LayerForm::block && options.output.kind == OutputKind::none; }
   /// Whether attend() looks at kv_c and k_pe.
-  bool reads_new_rows() const { return options.cache_use != CacheUse::read || !expanded_tokens.empty(); }
+  bool reads_new_rows() const {
+    return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
+  }
+  /// Whether calls look at the cache and the batch's block table.
+  bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
   View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;

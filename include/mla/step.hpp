@@ -268,6 +268,10 @@ struct MapToWorkspace {
   RowList requests, starts, counts;
   Operand<Token, Topk> rows;
 };
+/// Zeros, of a dummy step.
+struct Zero {
+  Operand<Token, Head, In> y;
+};
 /// All heads of `rows` tokens into the call's quantised output.
 struct Quantize {
   Operand<Token, HeadValue> x;
@@ -282,7 +286,7 @@ struct EndChoice {};
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
                           AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
                           IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                          QuantizePadding, BeginChoice, EndChoice>;
+                          QuantizePadding, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

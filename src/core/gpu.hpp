@@ -47,6 +47,7 @@ std::shared_ptr<cuda::Queue> open(int index, void* native);
 void* native(const cuda::Queue& queue);
 void synchronize(cuda::Queue& queue);
 void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes);
+void clear(cuda::Queue& queue, void* to, size_t bytes, int64_t rows, size_t apart);
 void begin_capture(cuda::Queue& queue);
 void abandon_capture(cuda::Queue& queue) noexcept;
 std::shared_ptr<void> end_capture(cuda::Queue& queue);

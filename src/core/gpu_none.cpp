@@ -25,6 +25,7 @@ std::shared_ptr<cuda::Queue> open(int index, void*) { none(index); }
 void* native(const cuda::Queue&) { return nullptr; }
 void synchronize(cuda::Queue&) {}
 void copy(cuda::Queue&, void*, const void*, size_t) {}
+void clear(cuda::Queue&, void*, size_t, int64_t, size_t) {}
 void begin_capture(cuda::Queue&) {}
 void abandon_capture(cuda::Queue&) noexcept {}
 std::shared_ptr<void> end_capture(cuda::Queue&) { return nullptr; }

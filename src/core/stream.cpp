@@ -1,5 +1,6 @@
 #include <cstring>
 
+#include "core/clear.hpp"
 #include "core/gpu.hpp"
 #include "core/selection_log.hpp"
 #include "mla/error.hpp"
@@ -33,6 +34,13 @@ void copy(Stream& stream, void* to, const void* from, size_t bytes) {
   if (bytes == 0) return;
   if (stream.device().kind == DeviceKind::cpu) std::memcpy(to, from, bytes);
   else gpu::copy(stream.queue(), to, from, bytes);
+}
+
+void clear(Stream& stream, void* to, size_t bytes, int64_t rows, size_t apart) {
+  if (bytes == 0 || rows == 0) return;
+  if (stream.device().kind == DeviceKind::cuda) return gpu::clear(stream.queue(), to, bytes, rows, apart);
+  for (int64_t r = 0; r < rows; ++r)
+    std::memset(static_cast<std::byte*>(to) + static_cast<size_t>(r) * apart, 0, bytes);
 }
 
 HeldStream::HeldStream(Stream& stream) {

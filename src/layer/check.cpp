@@ -56,6 +56,7 @@ void require_inputs(const LayerContext& c, const AnyView<Token, Head, QueryKey>&
     throw UnsupportedError(
         "layer: the attention form takes queries and gives values per head, weights with absorption " +
         std::string(to_string(c.weights.absorption)) + " know neither");
+  if (c.plan.options.dummy) return;
   ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
   ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
   ops::require_dtype("layer", "q", q.dtype(), {c.plan.activations()});
@@ -131,7 +132,7 @@ void check(const LayerContext& c, Device here, int workers) {
   ops::require_equal("layer", "batch tokens", c.batch.tokens(), "plan tokens", c.plan.tokens);
   ops::require_equal("layer", "batch requests", c.batch.requests(), "plan requests",
                      static_cast<int64_t>(c.plan.requests.size()));
-  if (c.plan.options.cache_use != CacheUse::none) require_cache(c);
+  if (c.plan.uses_cache()) require_cache(c);
   require_memory("workspace", c.workspace, c.plan.workspace_bytes);
   if (workers > c.plan.device.threads)
     throw ShapeError("layer: stream has " + counted(workers, "thread") + ", plan was made for " +
@@ -148,14 +149,18 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
                            "; the block form's output is hidden states after W_O, never quantised");
   if (!c.plan.serves_block())
     throw UnsupportedError("layer: plan was made for the attention form alone (PlanOptions::form)");
-  require_input(c, "hidden", hidden);
+  const bool dummy = c.plan.options.dummy;
+  if (!dummy) require_input(c, "hidden", hidden);
   require_input(c, "out", out);
-  ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", c.plan.model.hidden);
+  if (!dummy)
+    ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", c.plan.model.hidden);
   ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", c.plan.model.hidden);
+  if (dummy) return;
   if (c.weights.indexer) require_index_cache(c);
 }
 
 void check_tables(const LayerContext& c, Device device) {
+  if (c.plan.options.dummy) return;
   const ModelConfig& m = c.plan.model;
   require_table(c, device, "rotary table", c.rotary, m.rotary);
   if (!c.weights.indexer) return;
@@ -180,6 +185,7 @@ void check_attention(const LayerContext& c, const AnyView<Token, Head, QueryKey>
 }
 
 void check_choice(const LayerContext& c, View<const int32_t, Token, Topk> positions) {
+  if (c.plan.options.dummy) return;
   ops::require_equal("select", "positions Topk", positions.extent<Topk>(), "plan topk", c.plan.topk);
   ops::require_view("select", "positions", positions);
   ops::require_rows("select", "positions", positions.extent<Token>(), c.plan.tokens);

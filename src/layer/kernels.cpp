@@ -29,7 +29,7 @@ std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const Prepa
   };
   const RotaryTable rotary = table(plan.model.rotary), index_rotary = table(plan.model.index_rotary());
   int64_t pages = 1;
-  for (int64_t r = 0; plan.options.cache_use != CacheUse::none && r < batch.requests(); ++r)
+  for (int64_t r = 0; plan.uses_cache() && r < batch.requests(); ++r)
     for (int64_t p = 0; p * plan.cache.page_size < batch.seq_lens[r]; ++p)
       pages = std::max<int64_t>(pages, int64_t{batch.block_table(r, p)} + 1);
   const size_t page_bytes = plan.cache.page_bytes(), index_bytes = plan.index_cache.page_bytes();

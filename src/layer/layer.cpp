@@ -2,16 +2,32 @@
 #include "mla/layer.hpp"
 
 #include <algorithm>
+#include <string>
 
+#include "core/clear.hpp"
 #include "layer/bind.hpp"
 #include "layer/call.hpp"
 #include "layer/check.hpp"
 #include "layer/kernels.hpp"
 #include "layer/selection.hpp"
+#include "mla/error.hpp"
+#include "ops/require.hpp"
 
 namespace mla {
 namespace layer {
 namespace {
+
+void write_zeros(Stream& stream, const AnyMutableView<Token, Head, In>& y) {
+  ops::require_dense<In>("layer", "out", y);
+  const int64_t tokens = y.extent<Token>(), heads = y.extent<Head>(), width = y.extent<In>();
+  if (tokens == 0 || heads == 0 || width == 0) return;
+  const int64_t apart = y.stride<Token>(), run = y.stride<Head>() == width ? heads * width : width;
+  if (tokens > 1 && apart < run)
+    throw ShapeError("layer: out Token has stride " + std::to_string(apart) + ", a row takes " + std::to_string(run));
+  const auto bytes = [&](int64_t elements) { return static_cast<size_t>(elements) * size_of(y.dtype()); };
+  for (int64_t h = 0; h < heads; h += run / width)
+    clear(stream, y.at(0, h, 0), bytes(run), tokens, bytes(std::max(apart, run)));
+}
 
 // A call of one of the forms: its memory named, its steps run, or noted by a survey.
 class Walk {
@@ -90,6 +106,9 @@ class Walk {
   void run(std::string_view name, const Work& work) {
     if (survey_) survey_->note(name, bind_(work));
     else call(*stream_, c_.profile, name, bind_(work));
+  }
+  void run(std::string_view, const steps::Zero& zero) {
+    if (stream_) write_zeros(*stream_, bind_(zero));
   }
   void run(std::string_view, steps::BeginChoice) {
     if (stream_) begin_choice(*stream_, c_);

@@ -90,8 +90,11 @@ void require_data(const char* name, const int32_t* data, bool entries) {
 
 [[noreturn]] void fail_at(int64_t request, const std::string& why) { fail("request " + n(request) + ": " + why); }
 
-// Query starts, and sequences that hold their new tokens.
-void check_lengths(const Batch& b) {
+}  // namespace
+
+namespace planning {
+
+void validate_lengths(const Batch& b) {
   const int64_t requests = b.requests();
   require_data("query_start_loc", b.query_start_loc.data(), !b.query_start_loc.empty());
   require_data("seq_lens", b.seq_lens.data(), requests > 0);
@@ -108,12 +111,8 @@ void check_lengths(const Batch& b) {
   }
 }
 
-}  // namespace
-
-namespace planning {
-
 void validate_new(const Batch& b) {
-  check_lengths(b);
+  validate_lengths(b);
   for (int64_t r = 0; r < b.requests(); ++r)
     if (b.query_len(r) > 0 && b.context_len(r) > 0)
       fail_at(r, "seq_len is " + n(b.seq_lens[r]) + " with " + n(b.query_len(r)) +
@@ -127,7 +126,7 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
   constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
   if (page_size < 1 || pages < 0 || pages > kMostSlots / page_size)
     fail("a cache of " + n(pages) + " pages of " + n(page_size) + " cannot be, slots go up to " + n(kMostSlots));
-  check_lengths(b);
+  planning::validate_lengths(b);
   require_data("block table", b.block_table.data(), requests > 0 && b.block_table.extent<Page>() > 0);
   require_data("slot_mapping", b.slot_mapping.data(), !b.slot_mapping.empty());
   if (requests > 0 && b.block_table.extent<Request>() < requests)

@@ -27,6 +27,12 @@ struct PathTotals {
   int64_t requests = 0, tokens = 0, shortest_query = 0, longest_query = 0, longest_context = 0;
 };
 
+void describe_workspace(std::string& out, const Plan& p) {
+  line(out, "  workspace: %s", readable_bytes(p.workspace_bytes).c_str());
+  for (const Region& r : p.regions)
+    if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), readable_bytes(r.bytes).c_str());
+}
+
 }  // namespace
 
 std::string Plan::describe() const {
@@ -48,6 +54,11 @@ std::string Plan::describe() const {
                                              : ", no cache",
        std::string(to_string(options.split)).c_str());
 
+  if (options.dummy) {
+    line(out, "  dummy: calls write zeros, and do nothing else");
+    describe_workspace(out, *this);
+    return out;
+  }
   PathTotals groups[3];
   for (const RequestPlan& r : requests) {
     PathTotals& g = groups[static_cast<size_t>(r.path)];
@@ -117,9 +128,7 @@ std::string Plan::describe() const {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",
          std::string(to_string(index_cache.format)).c_str());
   }
-  line(out, "  workspace: %s", readable_bytes(workspace_bytes).c_str());
-  for (const Region& r : regions)
-    if (r.bytes > 0) line(out, "    %-16s %s", std::string(r.name).c_str(), readable_bytes(r.bytes).c_str());
+  describe_workspace(out, *this);
   return out;
 }
 

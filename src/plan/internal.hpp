@@ -11,7 +11,9 @@ constexpr int64_t kGrain = 64;
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells.
 int64_t range_length(int64_t total, int64_t units);
-/// Of a batch without a cache: its query starts and lengths, and that no request has context. BatchError.
+/// Of a batch whose block table and slots are not looked at: its query starts and lengths. BatchError.
+void validate_lengths(const Batch& batch);
+/// The same of one without a cache: no request has context.
 void validate_new(const Batch& batch);
 /// latent_items, splits, partial_rows: for requests on the latent path.
 void split_kv(Plan& plan);

@@ -82,6 +82,7 @@ uint64_t stamp_of(const Plan& p, const Batch& batch) {
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+  if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
   switch (p.options.path) {
@@ -143,7 +144,8 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   model.validate();
   cache.validate();
   check_options(model, cache, device, options);
-  if (options.cache_use == CacheUse::none) planning::validate_new(batch);
+  if (options.dummy) planning::validate_lengths(batch);
+  else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
   else validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
@@ -175,14 +177,16 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
                                 /*last=*/request.context == 0});
     const auto first = p.positions.begin() + request.q_begin;
     std::iota(first, first + request.query_len, request.context);
-    if (request.path == Path::sparse) continue;  // those follow the latent ones, group by group
+    if (options.dummy || request.path == Path::sparse) continue;  // those follow the latent ones, group by group
     std::vector<int32_t>& rows = expanded ? p.expanded_tokens : p.latent_tokens;
     rows.reserve(static_cast<size_t>(p.tokens));
     rows.resize(rows.size() + static_cast<size_t>(request.query_len));
     std::iota(rows.end() - request.query_len, rows.end(), request.q_begin);
   }
-  planning::split_kv(p);
-  planning::plan_selection(p);
+  if (!options.dummy) {
+    planning::split_kv(p);
+    planning::plan_selection(p);
+  }
   p.selection_stamp = stamp_of(p, batch);
   planning::chunk_context(p);
   planning::place_output(p);

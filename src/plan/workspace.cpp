@@ -31,7 +31,8 @@ std::string why_not_fused(const Plan& plan) {
 }
 
 void place_output(Plan& plan) {
-  plan.fused_output = plan.options.output.kind != OutputKind::none && why_not_fused(plan).empty();
+  plan.fused_output =
+      plan.options.output.kind != OutputKind::none && !plan.options.dummy && why_not_fused(plan).empty();
   plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
   if (!plan.fused_output) return;
   // Only rows that context is merged into are still f32 between two calls.
@@ -63,7 +64,7 @@ void lay_out_workspace(Plan& plan) {
 
   // The block form's own. Fully absorbed weights give latent queries: of a head's query only the rotated part is its
   // own.
-  const size_t block = plan.serves_block() ? t : 0;
+  const size_t block = plan.serves_block() && !o.dummy ? t : 0;
   add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * act);
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", block * entry * act);
@@ -96,8 +97,8 @@ void lay_out_workspace(Plan& plan) {
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * size_of(plan.head_dtype()));
-  add("heads_lse", o.absorbed ? 0 : t * n * f);
-  add("scratch", static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
+  add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);
+  add("scratch", o.dummy ? 0 : static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
   plan.workspace_bytes = end;
 }
 

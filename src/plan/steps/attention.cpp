@@ -3,16 +3,10 @@
 
 namespace mla::planning {
 
-void attention_steps(Steps& s, Calls calls) {
+void finish_heads(Steps& s) {
   const ModelConfig& m = s.m;
   const Plan& p = s.plan;
   const int64_t t = s.tokens, n = m.heads;
-  if (p.options.cache_use == CacheUse::append)
-    s.add("append", kAttend,
-          steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
-                        s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
-  if (!p.latent_tokens.empty()) latent_steps(s, calls);
-  if (!p.expanded_tokens.empty()) expanded_steps(s, calls);
   if (p.options.output.kind == OutputKind::none)
     s.add("cast", kNarrowed,
           steps::Cast{.x = s.region<Token, Head, In>("heads", p.head_dtype(), {t, n, m.value}),
@@ -21,6 +15,19 @@ void attention_steps(Steps& s, Calls calls) {
   else if (p.fused_output) s.add("scale_padding", kAttend, steps::QuantizePadding{t});
   else
     s.add("quantize", kAttend, steps::Quantize{s.region<Token, HeadValue>("heads", p.head_dtype(), {t, n * m.value})});
+}
+
+void attention_steps(Steps& s, Calls calls) {
+  const ModelConfig& m = s.m;
+  const Plan& p = s.plan;
+  const int64_t t = s.tokens;
+  if (p.options.cache_use == CacheUse::append)
+    s.add("append", kAttend,
+          steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
+                        s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
+  if (!p.latent_tokens.empty()) latent_steps(s, calls);
+  if (!p.expanded_tokens.empty()) expanded_steps(s, calls);
+  finish_heads(s);
 }
 
 }  // namespace mla::planning

@@ -73,7 +73,13 @@ void absorbed_steps(Steps& s);
 /// Both forms' attention, from queries and new rows to finished heads. calls: forward() where it has appended the rows.
 void attention_steps(Steps& s, Calls calls);
 
+/// Zeros for results.
+void dummy_steps(Steps& s);
+
 // Parts of these.
+
+/// Finished heads in the dtype or format that attend() was asked for.
+void finish_heads(Steps& s);
 
 /// Normed query latents, where the model has them: what queries are projected from.
 Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden);

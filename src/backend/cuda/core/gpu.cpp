@@ -97,6 +97,11 @@ void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes) {
         std::to_string(bytes) + " bytes");
 }
 
+void clear(cuda::Queue& queue, void* to, size_t bytes, int64_t rows, size_t apart) {
+  check(cudaMemset2DAsync(to, apart, 0, bytes, static_cast<size_t>(rows), queue.stream()), "clear", "clear",
+        std::to_string(rows) + " rows of " + std::to_string(bytes) + " bytes");
+}
+
 void begin_capture(cuda::Queue& queue) {
   check(cudaStreamBeginCapture(queue.stream(), cudaStreamCaptureModeThreadLocal), "graph", "begin of capture");
 }
