@@ -14,7 +14,7 @@ class Call {
     plan_ = get("plan", args_.plan);
     weights_ = get("weights", args_.weights);
     rotary_ = get("rotary", args_.rotary);
-    cache_ = get("cache", args_.cache);
+    cache_ = plan_->plan.uses_cache() ? get("cache", args_.cache) : get_optional("cache", args_.cache);
     index_cache_ = get_optional("index_cache", args_.index_cache);
     index_rotary_ = get_optional("index_rotary", args_.index_rotary);
     profile_ = get_optional("profile", args_.profile);
@@ -24,9 +24,10 @@ class Call {
                        mla::to_string(device));
     require_on(device, "weights", *weights_);
     require_on(device, "rotary", *rotary_);
-    require_on(device, "cache", *cache_);
     if (index_cache_) require_on(device, "index_cache", *index_cache_);
     if (index_rotary_) require_on(device, "index_rotary", *index_rotary_);
+    if (!cache_) return;
+    require_on(device, "cache", *cache_);
     same("cache latent", cache_->view.spec.latent, plan_->plan.cache.latent);
     same("cache rope", cache_->view.spec.rope, plan_->plan.cache.rope);
   }
@@ -40,7 +41,7 @@ class Call {
             .batch = plan_->batch,
             .weights = weights_->weights,
             .rotary = rotary_->table,
-            .cache = cache_->view,
+            .cache = cache_ ? cache_->view : CacheView{},
             .workspace = read_memory("workspace", args_.workspace, args_.workspace_bytes),
             .profile = profile_ ? &profile_->profile : nullptr,
             .index_cache = index_cache_ ? index_cache_->view : IndexCacheView{},
@@ -78,10 +79,13 @@ Inputs read_inputs(const Call& call, const DLTensor* q, const DLTensor* kv_c, co
     if (extent > 1 && stride != 1)
       throw ShapeError(std::string(name) + " has stride " + std::to_string(stride) + ", 1 is needed");
   };
-  const Inputs in{call.tensors().read<Token, Head, QueryKey>("q", q, {dtype}),
-                  call.tensors().read<Token, Latent>("kv_c", kv_c, {dtype}),
-                  call.tensors().read<Token, Rope>("k_pe", k_pe, {dtype})};
+  Inputs in;
+  if (call.plan().options.dummy) return in;
+  in.q = call.tensors().read<Token, Head, QueryKey>("q", q, {dtype});
   dense("q QueryKey", in.q.extent<QueryKey>(), in.q.stride<QueryKey>());
+  if (!call.plan().reads_new_rows()) return in;
+  in.kv_c = call.tensors().read<Token, Latent>("kv_c", kv_c, {dtype});
+  in.k_pe = call.tensors().read<Token, Rope>("k_pe", k_pe, {dtype});
   dense("kv_c Latent", in.kv_c.extent<Latent>(), in.kv_c.stride<Latent>());
   dense("k_pe Rope", in.k_pe.extent<Rope>(), in.k_pe.stride<Rope>());
   return in;
@@ -166,7 +170,8 @@ mla_status mla_profile_clear(mla_profile* profile) {
 mla_status mla_forward(mla_stream* stream, const mla_layer_args* args, const DLTensor* hidden, const DLTensor* out) {
   return guarded("mla_forward", [&] {
     const Call call(stream, args);
-    const auto h = call.tensors().read<Token, Hidden>("hidden", hidden, {Dtype::f32, Dtype::bf16});
+    AnyView<Token, Hidden> h;
+    if (!call.plan().options.dummy) h = call.tensors().read<Token, Hidden>("hidden", hidden, {Dtype::f32, Dtype::bf16});
     const auto o = call.tensors().write<Token, Hidden>("out", out, {Dtype::f32, Dtype::bf16});
     forward(call.stream(), call.context(), h, o);
   });

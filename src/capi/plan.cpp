@@ -15,6 +15,8 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
 static_assert(static_cast<int>(LayerForm::attention) == MLA_FORM_ATTENTION);
+static_assert(static_cast<int>(CacheUse::read) == MLA_CACHE_USE_READ &&
+              static_cast<int>(CacheUse::none) == MLA_CACHE_USE_NONE);
 static_assert(static_cast<int>(SparsePolicy::mixed) == MLA_SPARSE_MIXED &&
               static_cast<int>(SparsePolicy::direct) == MLA_SPARSE_DIRECT &&
               static_cast<int>(SparsePolicy::upconvert) == MLA_SPARSE_UPCONVERT &&
@@ -47,6 +49,8 @@ PlanOptions read_options(const mla_plan_options* options) {
   if (options) o = read_struct("options", options, o);
   PlanOptions p;
   p.form = read_enum("options form", o.form, LayerForm::attention);
+  p.cache_use = read_enum("options cache_use", o.cache_use, CacheUse::none);
+  p.dummy = read_flag("options dummy", o.dummy);
   p.path = read_enum("options path", o.path, PathPolicy::by_length);
   p.split = read_enum("options split", o.split, SplitPolicy::batch_invariant);
   p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);
@@ -67,8 +71,8 @@ PlanOptions read_options(const mla_plan_options* options) {
   return p;
 }
 
-// The caller's arrays are copied: calls with the plan come later.
-void read_batch(const mla_batch& b, mla_plan& p) {
+// The caller's arrays are copied: calls with the plan come later. Those of the cache only when `cached`.
+void read_batch(const mla_batch& b, bool cached, mla_plan& p) {
   const auto copy = [](const char* name, const int32_t* data, int64_t count) {
     if (count > 0) required(name, data);
     return std::vector<int32_t>(data, data + count);
@@ -85,7 +89,15 @@ void read_batch(const mla_batch& b, mla_plan& p) {
                      " entries");
   p.query_start_loc = copy("batch query_start_loc", b.query_start_loc, requests + 1);
   p.seq_lens = copy("batch seq_lens", b.seq_lens, requests);
-  p.slot_mapping = copy("batch slot_mapping", b.slot_mapping, read_range("batch tokens", b.tokens, 0, kMost));
+  const int64_t tokens = read_range("batch tokens", b.tokens, 0, kMost);
+  if (!cached) {
+    if (p.query_start_loc.back() != tokens)
+      throw InputError("batch tokens is " + std::to_string(tokens) + ", query_start_loc ends at " +
+                       std::to_string(p.query_start_loc.back()));
+    p.batch = {p.query_start_loc, p.seq_lens, {}, {}};
+    return;
+  }
+  p.slot_mapping = copy("batch slot_mapping", b.slot_mapping, tokens);
   if (requests > 0 && pages > 0) {
     required("batch block_table", b.block_table);
     p.block_table.resize(static_cast<size_t>(requests) * static_cast<size_t>(pages));
@@ -115,8 +127,9 @@ mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, con
     const auto m = get("model", model);
     const CacheSpec spec = read_cache_spec("cache", cache);
     auto made = std::make_shared<mla_plan>();
-    read_batch(read_struct("batch", batch), *made);
-    made->plan = plan(m->config, spec, pages, made->batch, device_info(*s->stream, m->config), read_options(options));
+    const PlanOptions chosen = read_options(options);
+    read_batch(read_struct("batch", batch), !chosen.dummy && chosen.cache_use != CacheUse::none, *made);
+    made->plan = plan(m->config, spec, pages, made->batch, device_info(*s->stream, m->config), chosen);
     put(out, std::move(made));
   });
 }

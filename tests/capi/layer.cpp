@@ -273,6 +273,82 @@ TEST(CLayer, SparseStepsSelectAndTakeSelections) {
       "options form is 2, allowed 0 to 1");
 }
 
+// Inputs and output of the attention form over 40 tokens, called with a plan of its own.
+struct Attention {
+  Tensor<float> q{{40, kHeads, kQueryKey}}, kv_c{{40, kLatent}}, k_pe{{40, kRope}}, out{{40, kHeads, kValue}, -7.0f};
+  Attention() { q.random(1), kv_c.random(2), k_pe.random(3); }
+};
+
+TEST(CLayer, AttentionOverRowsThatAreThereOrWithoutACache) {
+  Step s(40, 0);
+  s.options.form = MLA_FORM_ATTENTION;
+  s.options.path = MLA_PATHS_LATENT;
+  Attention appended, read, alone, expanded;
+  Plan plans[4];
+  const auto call = [&](int which, Attention& a, const DLTensor* kv_c, const DLTensor* k_pe, bool cached) {
+    EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plans[which]));
+    Bytes workspace(describe(plans[which]).workspace_bytes);
+    mla_layer_args args = s.args(plans[which], workspace);
+    if (!cached) args.cache = nullptr;
+    EXPECT_OK(mla_attend(s.stream, &args, a.q, kv_c, k_pe, a.out));
+  };
+  call(0, appended, appended.kv_c, appended.k_pe, true);
+  s.options.cache_use = MLA_CACHE_USE_READ;
+  call(1, read, nullptr, nullptr, true);
+  EXPECT_EQ(read.out.data, appended.out.data);
+
+  s.options.cache_use = MLA_CACHE_USE_APPEND;
+  s.options.path = MLA_PATHS_EXPANDED;
+  call(2, expanded, expanded.kv_c, expanded.k_pe, true);
+  s.options.cache_use = MLA_CACHE_USE_NONE;
+  s.batch.slot_mapping = nullptr;
+  s.batch.block_table = nullptr;
+  s.batch.block_table_pages = 0;
+  call(3, alone, alone.kv_c, alone.k_pe, false);
+  EXPECT_EQ(alone.out.data, expanded.out.data);
+
+  // Rows and a cache that a plan does need are missed.
+  Bytes workspace(describe(plans[2]).workspace_bytes);
+  mla_layer_args args = s.args(plans[2], workspace);
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_attend(s.stream, &args, read.q, nullptr, nullptr, read.out), "kv_c is missing");
+  args.cache = nullptr;
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_attend(s.stream, &args, read.q, read.kv_c, read.k_pe, read.out), "cache");
+  mla_plan* none = nullptr;
+  s.options.form = MLA_FORM_BLOCK;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "cache_use none");
+  s.options.cache_use = 3;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "options cache_use is 3, allowed 0 to 2");
+}
+
+TEST(CLayer, DummyStepsWriteZeros) {
+  Step s(40, 0);
+  s.options.dummy = 1;
+  s.batch.slot_mapping = nullptr;
+  s.batch.block_table = nullptr;
+  s.batch.block_table_pages = 0;
+  Plan plan;
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, 0, &s.batch, &s.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  mla_layer_args args = s.args(plan, workspace);
+  args.cache = nullptr;
+  args.index_cache = nullptr;
+  args.index_rotary = nullptr;
+  Tensor<float> hidden({43, 96}, -7.0f), heads({43, kHeads, kValue}, -7.0f);
+  ASSERT_OK(mla_forward(s.stream, &args, nullptr, hidden));
+  ASSERT_OK(mla_attend(s.stream, &args, nullptr, nullptr, nullptr, heads));
+  for (size_t i = 0; i < hidden.data.size(); ++i) ASSERT_EQ(hidden[i], i < 40 * 96 ? 0.0f : -7.0f) << i;
+  for (size_t i = 0; i < heads.data.size(); ++i) ASSERT_EQ(heads[i], i < 40 * kHeads * kValue ? 0.0f : -7.0f) << i;
+  s.batch.tokens = 41;
+  mla_plan* none = nullptr;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, 0, &s.batch, &s.options, &none),
+               "batch tokens is 41, query_start_loc ends at 40");
+  s.options.dummy = 2;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, 0, &s.batch, &s.options, &none),
+               "options dummy is 2");
+}
+
 TEST(CLayer, ProfilesCountOps) {
   Step s;
   Profile profile;

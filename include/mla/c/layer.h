@@ -47,17 +47,17 @@ typedef struct mla_layer_args {
   const mla_plan* plan;
   const mla_weights* weights;
   const mla_rotary* rotary;  ///< of mla_forward: of the plan's model, for all of the step's positions
-  mla_cache* cache;
-  void* workspace;         ///< 64-byte aligned; contents may be anything
-  size_t workspace_bytes;  ///< at least the plan's
+  mla_cache* cache;          ///< may be NULL with MLA_CACHE_USE_NONE, and for a dummy step
+  void* workspace;           ///< 64-byte aligned; contents may be anything
+  size_t workspace_bytes;    ///< at least the plan's
   // Of models with an indexer; NULL and 0 otherwise.
   mla_index_cache* index_cache;    ///< page for page beside the cache
   const mla_rotary* index_rotary;  ///< made with indexer = 1
   /// 64-byte aligned. A layer with an indexer or mla_select writes it, later calls of the step read it: MLA_ERROR_BATCH
   /// when they find no choice of this step there
   void* selection;
-  size_t selection_bytes;          ///< at least the plan's
-  mla_profile* profile;            ///< NULL: not timed
+  size_t selection_bytes;  ///< at least the plan's
+  mla_profile* profile;    ///< NULL: not timed
 } mla_layer_args;
 
 /// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16, at least the
@@ -72,7 +72,8 @@ MLA_API mla_status mla_select(mla_stream* stream, const mla_layer_args* args, co
 
 /// q [Token, Head, QueryKey] = [nope | rope] rotated, kv_c [Token, Latent] normed, k_pe [Token, Rope] rotated, all of
 /// the plan's activations dtype; out [Token, Head, Value], f32, on a GPU bf16 too. The last dimensions are dense.
-/// Appends [kv_c | k_pe] first.
+/// Appends [kv_c | k_pe] first, with MLA_CACHE_USE_APPEND; with MLA_CACHE_USE_READ both are looked at where the plan
+/// has requests on the expanded path alone, and may otherwise be NULL. Of a dummy step all three may be.
 MLA_API mla_status mla_attend(mla_stream* stream, const mla_layer_args* args, const DLTensor* q, const DLTensor* kv_c,
                               const DLTensor* k_pe, const DLTensor* out);
 /// The same with an output quantised as it is finished. out->spec is of the format that the plan was made for; its

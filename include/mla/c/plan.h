@@ -25,6 +25,10 @@ enum {
 /// MLA_FORM_BLOCK: mla_forward, and mla_attend too unless the output is quantised. MLA_FORM_ATTENTION: mla_attend and
 /// mla_select alone, nothing is reserved for projections and the indexer.
 enum { MLA_FORM_BLOCK = 0, MLA_FORM_ATTENTION = 1 };
+/// What the attention form has to do with the cache. MLA_CACHE_USE_APPEND: the step's rows are written, then attended
+/// to. MLA_CACHE_USE_READ: they are there already, by another layer or a stream that is waited for. MLA_CACHE_USE_NONE:
+/// requests are new, their tokens attend to one another.
+enum { MLA_CACHE_USE_APPEND = 0, MLA_CACHE_USE_READ = 1, MLA_CACHE_USE_NONE = 2 };
 
 /// One step's requests. All arrays are host memory and copied into the plan.
 typedef struct mla_batch {
@@ -35,9 +39,9 @@ typedef struct mla_batch {
   const int32_t* seq_lens;         ///< [requests]: cached context + new tokens
   const int32_t* block_table;      ///< [requests, block_table_pages]; entries past a request's end may hold anything
   int64_t block_table_pages;
-  int64_t block_table_stride;   ///< from one request's row to the next; 0: block_table_pages
+  int64_t block_table_stride;  ///< from one request's row to the next; 0: block_table_pages
   /// [tokens]: where each new token's row goes, the place of its position in its request's own pages, one slot for one
-  /// token; < 0: nowhere
+  /// token; < 0: nowhere. Without a cache, and of a dummy step, neither this nor the block table is looked at: NULL
   const int32_t* slot_mapping;
 } mla_batch;
 
@@ -76,6 +80,8 @@ typedef struct mla_plan_options {
   int32_t activations;              ///< MLA_ACTIVATIONS_... of products with fp8 weights, without which the layer
                                     ///< returns MLA_ERROR_UNSUPPORTED; default plain
   int32_t form;                     ///< MLA_FORM_...: the calls that the plan serves; default block
+  int32_t cache_use;                ///< MLA_CACHE_USE_...; other than append, the default, of form attention alone
+  int32_t dummy;                    ///< 1: calls write zeros to the step's rows and do nothing else; default 0
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
