@@ -127,6 +127,9 @@ def attend(
     rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written
     and returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what
     `select` chose.
+
+    With PlanOptions.cache_use "read" the rows are in the cache already: kv_c and k_pe may be None,
+    unless the plan has requests on the expanded path.
     """
     if out is None:
         require_array("q", q, "[tokens, heads, nope + rope]")

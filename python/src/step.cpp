@@ -140,8 +140,10 @@ void bind_plan(nb::module_& m) {
              std::string_view sparse, int64_t reorder_batch_threshold, bool absorbed, std::string_view up,
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
-             std::string_view form) {
+             std::string_view form, std::string_view cache_use, bool dummy) {
             new (self) PlanOptions{.form = parse_layer_form(form),
+                                   .cache_use = parse_cache_use(cache_use),
+                                   .dummy = dummy,
                                    .path = parse_path_policy(path),
                                    .reorder_batch_threshold = reorder_batch_threshold,
                                    .absorbed = absorbed,
@@ -163,12 +165,16 @@ void bind_plan(nb::module_& m) {
           nb::arg("up") = "plain", nb::arg("activations") = "plain", nb::arg("fp8_query") = false,
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
-          nb::arg("form") = "block",
+          nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
           "activations: what products with fp8 weights take their inputs as, plain or fp8_128. form: block, or\n"
-          "attention for plans that attend() and select() alone are called with.")
+          "attention for plans that attend() and select() alone are called with. cache_use, of form attention:\n"
+          "append the step's rows; read, they are there already; none, new requests without a cache (of 0 pages),\n"
+          "whose batch needs neither block_table nor slot_mapping. dummy: calls write zeros and do nothing else.")
+      .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
+      .def_ro("dummy", &PlanOptions::dummy)
       .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
@@ -267,20 +273,25 @@ void bind_layer(nb::module_& m) {
       [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
          const PyCache& cache, nb::handle q, nb::handle kv_c, nb::handle k_pe, nb::handle out,
          const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
-        const Tensor q_t(q, "q", Access::read), c_t(kv_c, "kv_c", Access::read), p_t(k_pe, "k_pe", Access::read),
-            o(out, "out", Access::write);
-        for (const Tensor* t : {&q_t, &c_t, &p_t, &o}) t->require_device(stream.device());
+        const Tensor q_t(q, "q", Access::read), o(out, "out", Access::write);
+        std::optional<Tensor> c_t, p_t;
+        AnyView<Token, Latent> c_view;
+        AnyView<Token, Rope> p_view;
+        // None only where the plan does not look at them.
+        const bool given = plan.step->plan.reads_new_rows();
+        if (given || !kv_c.is_none()) c_view = c_t.emplace(kv_c, "kv_c", Access::read).view<Token, Latent>();
+        if (given || !k_pe.is_none()) p_view = p_t.emplace(k_pe, "k_pe", Access::read).view<Token, Rope>();
+        for (const Tensor* t : {&q_t, c_t ? &*c_t : &q_t, p_t ? &*p_t : &q_t, &o}) t->require_device(stream.device());
         const auto q_view = q_t.view<Token, Head, QueryKey>();
-        const auto c_view = c_t.view<Token, Latent>();
-        const auto p_view = p_t.view<Token, Rope>();
         const auto o_view = o.mutable_view<Token, Head, Value>();
         const Turn turn(stream);
         Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile}(
             [&](Stream& s, const LayerContext& c) { attend(s, c, q_view, c_view, p_view, o_view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("q"),
-      nb::arg("kv_c"), nb::arg("k_pe"), nb::arg("out"), nb::kw_only(), nb::arg("index_cache").none() = nb::none(),
-      nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
+      nb::arg("kv_c").none(), nb::arg("k_pe").none(), nb::arg("out"), nb::kw_only(),
+      nb::arg("index_cache").none() = nb::none(), nb::arg("index_rotary").none() = nb::none(),
+      nb::arg("profile").none() = nb::none());
   m.def(
       "select",
       [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,

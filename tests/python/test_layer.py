@@ -159,6 +159,57 @@ def test_attend(small_model, stream):
     assert {r["op"] for r in profile.rows} and all(r["calls"] > 0 for r in profile.rows)
 
 
+@pytest.mark.parametrize("form", ["f32", "bf16"])
+def test_attention_over_rows_that_are_there_or_without_a_cache(small_model, stream, form):
+    world = World(small_model, form)
+    parts = tuple((0, n) for n in world.lengths)
+    inputs = [layer_inputs(world.model, world.w, h, np.arange(len(h))) for h in world.hidden]
+    q, kv_c, k_pe = (np.concatenate(x).astype(np.float32) for x in zip(*inputs, strict=True))
+    wanted = np.concatenate([attention(world.model, world.w, *x) for x in inputs])
+
+    def attend(batch, cache, *rows, **options):
+        options = mla.PlanOptions(form="attention", **options)
+        step = mla.plan(world.model, cache, batch, stream=stream, options=options)
+        return mla.attend(step, world.weights, world.rotary, cache, q, *rows, stream=stream)
+
+    appended = attend(world.batch(parts), world.cache, kv_c, k_pe, path="latent")
+    found = attend(world.batch(parts), world.cache, None, None, path="latent", cache_use="read")
+    np.testing.assert_array_equal(found, appended)
+    assert np.abs(found - wanted).max() < TOLERANCE[form] * np.abs(wanted).max()
+    with pytest.raises(mla.ShapeError, match="kv_c"):
+        attend(world.batch(parts), world.cache, None, None, path="expanded", cache_use="read")
+
+    nothing = mla.Cache(world.cache.spec, 0)
+    lengths = list(world.lengths)
+    alone = mla.Batch([0, 37, 127], lengths, [[], []], [])
+    found = attend(alone, nothing, kv_c, k_pe, cache_use="none")
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+    with pytest.raises(mla.BatchError, match="without a cache there is no context"):
+        attend(mla.Batch([0, 37, 126], lengths, [[], []], []), nothing, kv_c, k_pe, cache_use="none")
+    with pytest.raises(mla.UnsupportedError, match="attention form"):
+        mla.plan(
+            world.model, nothing, alone, stream=stream, options=mla.PlanOptions(cache_use="none")
+        )
+    with pytest.raises(mla.InputError, match="write.*read"):
+        mla.PlanOptions(cache_use="write")
+
+
+def test_dummy_steps_write_zeros(small_model, stream):
+    world = World(small_model)
+    options = mla.PlanOptions(dummy=True)
+    assert options.dummy and options.cache_use == "append"
+    nothing = mla.Cache(world.cache.spec, 0)
+    batch = mla.Batch([0, 37, 127], [37, 90], [[], []], [])
+    step = mla.plan(world.model, nothing, batch, stream=stream, options=options)
+    hidden = np.full((130, world.model.hidden), np.nan, np.float32)
+    out = np.full_like(hidden, 7)
+    mla.forward(step, world.weights, world.rotary, nothing, hidden, out, stream=stream)
+    assert np.all(out[:127] == 0) and np.all(out[127:] == 7)
+    q = np.full((127, world.model.heads, 192), np.nan, np.float32)
+    heads = mla.attend(step, world.weights, world.rotary, nothing, q, None, None, stream=stream)
+    assert np.all(heads == 0)
+
+
 def prefill(world, stream):
     parts = ((0, 37), (0, 90))
     step = mla.plan(world.model, world.cache, world.batch(parts), stream=stream)
