@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "backend/cuda/core/overlap.cuh"
+
 namespace mla::cuda {
 
 /// True in one lane of a converged warp.
@@ -70,12 +72,6 @@ __device__ __forceinline__ void take_registers() {
 /// What the thread wrote before, and what barriers ordered before that, is seen by whoever sees what it writes after;
 /// and the other way round. __threadfence() is stronger, and slower.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-/// For kernels launched with LaunchConfig::overlap: until the stream's earlier kernels are complete and their writes
-/// seen.
-__device__ __forceinline__ void wait_for_previous_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-/// Lets the stream's next kernel, if launched so, take up the places that this one leaves.
-__device__ __forceinline__ void allow_next_grid() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 /// Stores four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_matrix_x4(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {

@@ -10,16 +10,21 @@
 // reads one and writes the other. A set is unordered until finish_topk, which ranks positions in a bitmap.
 #include <algorithm>
 #include <string>
+#include <type_traits>
+#include <utility>
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/index_items.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/gpu_model.hpp"
 
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 512, kPerThread = 32, kChunk = kThreads * kPerThread, kWarps = kThreads / 32;
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kMostPerThread = 32, kMostChunk = kThreads * kMostPerThread;  // candidates of a thread, of a block
 constexpr uint32_t kLast = 0x7fffffff;
 constexpr int kBins = 2048, kBuffers = 2;
 constexpr int kListed = 4096, kListedPerThread = kListed / kThreads;  // candidates that one block decides among
@@ -139,12 +144,17 @@ __device__ void wait_until(const unsigned* counter, unsigned value) {
   __threadfence();
 }
 
+// kPerThread: candidates of a thread. Where few rows leave multiprocessors idle, more blocks share a row.
+template <int kPerThread>
 __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
+  constexpr int kChunk = kThreads * kPerThread;
   __shared__ __align__(16) uint32_t bins[kBins];
   __shared__ uint32_t warps[kWarps];
   __shared__ IndexItem shared_item;
   __shared__ unsigned place, list_place;
   __shared__ Digit shared_digit;
+  wait_for_previous_grids();
+  allow_next_grid();
   unsigned me = blockIdx.x;
   if (a.splits > 1) {
     if (threadIdx.x == 0) {
@@ -368,15 +378,27 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   a.taken[r] = a.listing[r] = *arrived = 0;
 }
 
-constexpr int kWords = 8192, kWordsPerThread = kWords / kThreads;
-constexpr int64_t kSpan = int64_t{kWords} * 32;  // positions a bitmap holds
+// Positions of a window as a bitmap, and how many lie before each word.
+constexpr int kWords = 4096, kWordsPerThread = kWords / kThreads;
+constexpr int64_t kSpan = int64_t{kWords} * 32;
+static_assert(kWordsPerThread % 4 == 0 && kMostTopk < 0xffff);
 
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(State state, const IndexItem* items, int item_count, int32_t* indices, int64_t indices_row,
                   float* scores, int64_t scores_row) {
-  __shared__ uint32_t words[kWords], begins[kThreads], warps[kWarps];
+  __shared__ __align__(16) uint32_t words[kWords];
+  __shared__ __align__(4) uint16_t before[kWords];
+  __shared__ uint32_t warps[kWarps];
   __shared__ IndexItem item;
   __shared__ int32_t lowest;
+  uint4* const mine = reinterpret_cast<uint4*>(words + threadIdx.x * kWordsPerThread);
+  const auto clear = [&] {
+#pragma unroll
+    for (int w = 0; w < kWordsPerThread / 4; ++w) mine[w] = {0, 0, 0, 0};
+  };
+  clear();
+  wait_for_previous_grids();
+  allow_next_grid();
   const int64_t row = blockIdx.x;
   if (!find_item<kThreads>(items, item_count, &IndexItem::row, row, item)) return;
   const int64_t to = item.q_begin + (row - item.row);
@@ -388,10 +410,10 @@ __global__ void __launch_bounds__(kThreads)
   int done = 0;
   for (int64_t from = 0; done < n;) {
     // The first window begins at 0, a later one at the lowest position that no earlier one held.
-    if (threadIdx.x == 0) lowest = 0x7fffffff;
-    for (int w = threadIdx.x; w < kWords; w += kThreads) words[w] = 0;
-    __syncthreads();
     if (from > 0) {
+      clear();
+      if (threadIdx.x == 0) lowest = 0x7fffffff;
+      __syncthreads();
       int32_t least = 0x7fffffff;
       for (int k = threadIdx.x; k < n; k += kThreads)
         if (positions[k] >= from) least = min(least, positions[k]);
@@ -405,18 +427,26 @@ __global__ void __launch_bounds__(kThreads)
       if (p >= 0 && p < kSpan) atomicOr(&words[p / 32], 1u << (p % 32));
     }
     __syncthreads();
-    uint32_t set = 0, total;
+    uint32_t upto[kWordsPerThread], set = 0, total;
 #pragma unroll
-    for (int w = 0; w < kWordsPerThread; ++w) set += __popc(words[threadIdx.x * kWordsPerThread + w]);
-    begins[threadIdx.x] = scan_before(set, warps, total);
+    for (int w = 0; w < kWordsPerThread; w += 4) {
+      const uint4 four = mine[w / 4];
+      upto[w] = set, set += __popc(four.x);
+      upto[w + 1] = set, set += __popc(four.y);
+      upto[w + 2] = set, set += __popc(four.z);
+      upto[w + 3] = set, set += __popc(four.w);
+    }
+    const uint32_t first = scan_before(set, warps, total);
+#pragma unroll
+    for (int w = 0; w < kWordsPerThread; w += 2)
+      *reinterpret_cast<uint32_t*>(before + threadIdx.x * kWordsPerThread + w) =
+          (first + upto[w]) | (first + upto[w + 1]) << 16;
     __syncthreads();
     for (int k = threadIdx.x; k < n; k += kThreads) {
       const int64_t p = positions[k] - from;
       if (p < 0 || p >= kSpan) continue;
-      const int word = static_cast<int>(p / 32);
-      int rank = done + static_cast<int>(begins[word / kWordsPerThread]);
-      for (int w = word / kWordsPerThread * kWordsPerThread; w < word; ++w) rank += __popc(words[w]);
-      rank += __popc(words[word] & ((1u << (p % 32)) - 1));
+      const int word = static_cast<int>(p / 32),
+                rank = done + before[word] + __popc(words[word] & ((1u << (p % 32)) - 1));
       out[rank] = static_cast<int32_t>(from + p);
       if (best) best[rank] = score_of(keys[k]);
     }
@@ -483,19 +513,31 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
            .listing = queue.counters() + 1 + 2 * kRowsPerLaunch};
   static_assert(1 + 3 * kRowsPerLaunch <= Queue::kCounters);
   // No more blocks wait for each other than surely run together; what is longer is fed in parts.
-  const int64_t most = int64_t{queue.multiprocessors()} * kChunk - a.state.topk;
+  const int64_t multiprocessors = queue.multiprocessors(), most = multiprocessors * kMostChunk - a.state.topk;
+  const bool overlap = model_of(queue).hopper;
   for (int64_t skip = 0; skip == 0 || skip < columns; skip += most) {
     s.begin = a.begin && skip == 0;
     s.skip = static_cast<int>(skip);
     const int64_t held = s.begin ? 0 : a.state.topk, n = std::min(most, columns - skip);
-    s.splits = static_cast<int>(std::max<int64_t>(1, (held + n + kChunk - 1) / kChunk));
     s.columns = std::min(a.scores.extent<Key>(), skip + most);
     for (s.first_row = 0; s.first_row < rows; s.first_row += part) {
       s.rows = static_cast<int>(std::min(part, rows - s.first_row));
       const std::string shape = "rows " + std::to_string(s.rows) + ", columns " + std::to_string(n) + ", topk " +
                                 std::to_string(a.state.topk);
-      launch(select_kernel, {.grid = dim3(static_cast<unsigned>(int64_t{s.rows} * s.splits)), .block = dim3(kThreads)},
-             queue.stream(), "select_topk", "select", shape, s);
+      const auto fits = [&]<int per_thread>(std::integral_constant<int, per_thread>) {
+        constexpr int64_t chunk = int64_t{kThreads} * per_thread;
+        const int64_t splits = std::max<int64_t>(1, (held + n + chunk - 1) / chunk);
+        if (per_thread < kMostPerThread && splits > 1 && s.rows * splits > multiprocessors) return false;
+        s.splits = static_cast<int>(splits);
+        launch(select_kernel<per_thread>,
+               {.grid = dim3(static_cast<unsigned>(s.rows * splits)), .block = dim3(kThreads), .overlap = overlap},
+               queue.stream(), "select_topk", "select", shape, s);
+        return true;
+      };
+      [&]<int... per_thread>(std::integer_sequence<int, per_thread...>) {
+        (void)(fits(std::integral_constant<int, per_thread>()) || ...);
+      }
+      (std::integer_sequence<int, 4, 8, 16, kMostPerThread>());
     }
   }
 }
@@ -504,8 +546,9 @@ void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
   const Queue& queue = stream.queue();
   const int64_t rows = rows_end(a.items, &IndexItem::row);
   if (rows == 0) return;
-  launch(finish_kernel, {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kThreads)}, queue.stream(),
-         "finish_topk", "finish", "rows " + std::to_string(rows), state_of(a.state),
+  launch(finish_kernel,
+         {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kThreads), .overlap = model_of(queue).hopper},
+         queue.stream(), "finish_topk", "finish", "rows " + std::to_string(rows), state_of(a.state),
          queue.staged(a.items, "finish_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
          a.indices.stride<Token>(), a.scores.data(), a.scores.stride<Token>());
 }
