@@ -496,7 +496,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
 
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
         volatile float peak[2];  // not in registers: there are none left
-        if (p.peaks) peak[0] = peak[1] = -INFINITY;
+        if (p.peaks) peak[0] = -INFINITY, peak[1] = -INFINITY;
         float d[32];
 #pragma unroll 1
         for (int i = 0; i < blocks; ++i) {
