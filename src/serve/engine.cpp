@@ -106,10 +106,45 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
       pool.run(index.pages(),
                [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec_.page_bytes()); });
   }
+  if (gpu() && !stop && o.limits.pages > 0) warm_up();
   if (o.spans > 0) keep_spans(r);
 }
 
 Engine::~Engine() = default;
+
+void Engine::warm_up() {
+  struct Request {
+    int64_t tokens, context;
+  };
+  const auto step = [&](const std::vector<Request>& requests) {
+    std::vector<int32_t> starts{0}, lengths;
+    for (const Request& q : requests) {
+      if (q.context + q.tokens > positions_) continue;
+      starts.push_back(starts.back() + static_cast<int32_t>(q.tokens));
+      lengths.push_back(static_cast<int32_t>(q.context + q.tokens));
+    }
+    if (lengths.empty()) return;
+    const int64_t rows = std::ssize(lengths), pages = (positions_ + spec_.page_size - 1) / spec_.page_size;
+    const std::vector<int32_t> table(static_cast<size_t>(rows * pages)), slots(static_cast<size_t>(starts.back()), -1);
+    const Batch batch{starts, lengths, {table.data(), {rows, pages}}, slots};
+    const Plan p = plan(o_.model, spec_, o_.limits.pages, batch, device_, o_.plan);
+    const std::vector<std::byte> zeros(static_cast<size_t>(p.tokens * o_.model.hidden) * size_of(io_));
+    const Buffer workspace = named_buffer("workspace of a first step", p.workspace_bytes, o_.device),
+                 out = named_buffer("outputs of a first step", zeros.size(), o_.device),
+                 hidden = Buffer::copy_of(zeros.data(), zeros.size(), o_.device);
+    if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
+    staged_.stage(p, batch);
+    forward(stream_, context(0, p, batch, {workspace.data(), workspace.size()}, nullptr),
+            AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, o_.model.hidden}),
+            AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, o_.model.hidden}));
+    stream_.synchronize();
+  };
+  const int64_t topk = o_.model.indexer ? o_.model.indexer->topk : 0;
+  // Prompts, new, behind a context and beyond what is selected, beside decodes; then decodes alone.
+  step({{1, 0}, {1, topk}, {256, 0}, {16, 0}, {64, 192}, {64, topk}});
+  step({{1, 0}, {1, 31}});
+  if (topk > 0) step({{1, topk}, {1, topk}});
+}
 
 void Engine::keep_spans(Result& r) {
   const auto keep = [this, &r](const Profile::Call& call) {

@@ -43,6 +43,9 @@ class Engine {
  private:
   struct DecodeGraph;
   DecodeGraph* graph_for(const Plan& plan, const Batch& batch);
+  /// On a GPU, before time counts: a layer's kernels are loaded and the products' algorithms looked up when they are
+  /// first needed, a tenth of a second. Steps over the first page, in which nothing is written to the caches.
+  void warm_up();
   void forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden, void* out,
                    bool keep_all, std::span<WantedRow> rows, Profile* profile);
   LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
