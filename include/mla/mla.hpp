@@ -3,6 +3,7 @@
 
 #include "mla/batch.hpp"
 #include "mla/cache.hpp"
+#include "mla/communicator.hpp"
 #include "mla/device.hpp"
 #include "mla/dim.hpp"
 #include "mla/dtype.hpp"

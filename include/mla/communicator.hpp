@@ -1,0 +1,121 @@
+// Ranks that work on one model together: what they send each other, in six calls with a deadline each.
+//
+// A rank is one of a group of threads (thread_communicators) or of whatever the caller connects (Transport). Transports
+// carry bytes alone. Sums are made here, from rank 0's values on in the order of the ranks, in f32 with one rounding at
+// the end: the same bits over every transport, on every rank and in every run.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "mla/dtype.hpp"
+#include "mla/error.hpp"
+
+namespace mla {
+
+/// The group cannot go on: a rank is late, has left, has aborted, has failed, or makes another call than the others.
+/// Every rank gets one, at once or with its next call; a group that has failed stays so.
+class RankError : public DeviceError {
+ public:
+  RankError(int rank, std::string step, const std::string& what);
+  int rank() const { return rank_; }                 ///< the one that the group failed by
+  const std::string& step() const { return step_; }  ///< Collective::step of the call that could not be made
+
+ private:
+  int rank_;
+  std::string step_;
+};
+
+/// What every call says of itself.
+struct Collective {
+  std::string_view step;  ///< what it is for, in messages; the same on all ranks; at most 63 bytes
+  std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< how long this rank waits for the others; <= 1 day
+};
+
+/// One round of messages: this rank to each, each to this rank.
+struct Exchange {
+  struct Send {
+    const void* data = nullptr;  ///< null where bytes is 0
+    size_t bytes = 0;
+  };
+  struct Receive {
+    void* data = nullptr;
+    size_t bytes = 0;
+  };
+  std::string_view step;
+  std::chrono::steady_clock::time_point deadline;
+  std::span<const Send> send;        ///< [ranks]; nothing to oneself
+  std::span<const Receive> receive;  ///< [ranks]; what rank r sends to this one has receive[r].bytes
+};
+
+/// A rank's connections, where the caller has them already: an engine's own functions, MPI, sockets. It ends with its
+/// communicator; how the others then learn that the rank has left is the transport's matter.
+class Transport {
+ public:
+  virtual ~Transport() = default;
+  /// Brings every message to its place and returns by the deadline; messages of two ranks come in the order in which
+  /// they were sent. Called by one thread at a time. May read what is sent until it returns. Where it cannot: throws,
+  /// a RankError if it knows whose fault it is; any other exception counts as this rank's.
+  virtual void exchange(const Exchange& messages) = 0;
+  /// Makes the exchanges of all ranks fail, those under way too, as far as it can: by a RankError that names `rank`,
+  /// whose fault it is, and the reason. Any thread, at any time; once.
+  virtual void abort(int rank, std::string_view reason) noexcept = 0;
+};
+
+class Carrier;
+
+/// A rank's place in its group. All ranks make the same calls in the same order, one at a time. Memory is the host's.
+///
+/// Arguments that this rank alone can judge are refused before anybody is told, by ShapeError or InputError; the others
+/// then wait for a call that is right. RankError (naming rank and step) when the group fails; output is unspecified
+/// then. A call that returns has been made by all ranks. Bytes and counts may differ from rank to rank, and be 0.
+class Communicator {
+ public:
+  /// Rank `rank` of `ranks` over the caller's transport. Before its messages each round exchanges records of some 100
+  /// bytes, by which ranks that make another call are found. InputError for a rank outside the group or no transport.
+  Communicator(int rank, int ranks, std::unique_ptr<Transport> transport);
+  explicit Communicator(std::unique_ptr<Carrier> carrier);
+  /// Leaves the group: other threads that wait for this rank, or will, fail at once.
+  ~Communicator();
+  Communicator(Communicator&&) noexcept;
+  Communicator& operator=(Communicator&&) noexcept;
+
+  int rank() const;
+  int ranks() const;
+
+  /// out[i] = sum over ranks of in[i], i < count. dtype: f32, bf16 or f16. `out` is `in`, or they lie apart.
+  void all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count);
+  /// out: bytes[0] of rank 0, then bytes[1] of rank 1, ...; the same list on all ranks. `in`: this rank's
+  /// bytes[rank()], its own place in `out` or apart from it.
+  void all_gather(const Collective& call, const void* in, void* out, std::span<const int64_t> bytes);
+  /// out[i] = sum over ranks of in[start + i], i < counts[rank()], where start is the sum of the counts before it; the
+  /// same list on all ranks. `out` is in + start, or apart from `in`.
+  void reduce_scatter(const Collective& call, Dtype dtype, const void* in, void* out, std::span<const int64_t> counts);
+  /// send_bytes[r] to rank r, those to rank 0 first in `in`; receive_bytes[r] from rank r, those of rank 0 first in
+  /// `out`. What one rank sends another must be what that one receives of it. in and out lie apart.
+  void all_to_all(const Collective& call, const void* in, std::span<const int64_t> send_bytes, void* out,
+                  std::span<const int64_t> receive_bytes);
+  /// root's bytes to everyone's `data`.
+  void broadcast(const Collective& call, int root, void* data, int64_t bytes);
+  /// Returns once all ranks are here.
+  void barrier(const Collective& call);
+  /// The group ends: the others' calls, those that wait too, fail with this rank and the reason. Any thread, at any
+  /// time.
+  void abort(std::string_view reason) noexcept;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+/// A group of threads of this process: [ranks], one for each thread. ranks from 1 to 1024, else InputError. What a rank
+/// sends is copied once into memory of the group, so that no rank ever reads another's.
+std::vector<Communicator> thread_communicators(int ranks);
+
+}  // namespace mla

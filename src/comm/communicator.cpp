@@ -1,0 +1,285 @@
+#include "mla/communicator.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "comm/carrier.hpp"
+#include "comm/transport.hpp"
+
+namespace mla {
+namespace {
+
+constexpr int64_t kMostBytes = int64_t{1} << 46;  // of one call and rank; sums of it do not wrap
+constexpr int64_t kBlock = 1024;                  // elements of a sum that stay in the first cache
+
+[[noreturn]] void refuse(const Collective& call, const std::string& text) {
+  throw ShapeError("step '" + std::string(call.step) + "': " + text);
+}
+
+int64_t checked(const Collective& call, const std::string& name, int64_t value) {
+  if (value < 0 || value > kMostBytes)
+    refuse(call, name + " is " + std::to_string(value) + ", allowed 0 to " + std::to_string(kMostBytes));
+  return value;
+}
+
+// Where each rank's part begins, the end last.
+std::vector<int64_t> starts(const Collective& call, const char* name, std::span<const int64_t> parts, int ranks) {
+  if (std::ssize(parts) != ranks)
+    refuse(call,
+           std::string(name) + " has " + std::to_string(parts.size()) + " entries, ranks are " + std::to_string(ranks));
+  std::vector<int64_t> at(1, 0);
+  for (int r = 0; r < ranks; ++r)
+    at.push_back(checked(call, std::string(name) + " of rank " + std::to_string(r) + " and those before it",
+                         at.back() + checked(call, std::string(name) + "[" + std::to_string(r) + "]", parts[r])));
+  return at;
+}
+
+void expect_memory(const Collective& call, const char* name, const void* data, int64_t bytes) {
+  if (bytes > 0 && !data) refuse(call, std::string(name) + " is null, bytes are " + std::to_string(bytes));
+}
+
+bool overlap(const void* a, int64_t a_bytes, const void* b, int64_t b_bytes) {
+  const auto x = reinterpret_cast<uintptr_t>(a), y = reinterpret_cast<uintptr_t>(b);
+  return a_bytes > 0 && b_bytes > 0 && x < y + b_bytes && y < x + a_bytes;
+}
+
+uint64_t hash(std::span<const int64_t> sizes) {
+  uint64_t h = 0xcbf29ce484222325u;  // FNV-1a over bytes
+  for (const int64_t size : sizes)
+    for (int i = 0; i < 64; i += 8) h = (h ^ ((static_cast<uint64_t>(size) >> i) & 255u)) * 0x100000001b3u;
+  return h;
+}
+
+template <class T>
+void sum(std::span<const std::byte* const> parts, T* out, int64_t count) {
+  float total[kBlock];
+  for (int64_t at = 0; at < count; at += kBlock) {
+    const int64_t n = std::min(kBlock, count - at);
+    for (size_t r = 0; r < parts.size(); ++r) {
+      const T* part = reinterpret_cast<const T*>(parts[r]) + at;
+      if (r == 0)
+        for (int64_t i = 0; i < n; ++i) total[i] = to_float(part[i]);
+      else
+        for (int64_t i = 0; i < n; ++i) total[i] += to_float(part[i]);
+    }
+    for (int64_t i = 0; i < n; ++i) out[at + i] = from_float<T>(total[i]);
+  }
+}
+
+}  // namespace
+
+struct Communicator::State {
+  std::unique_ptr<Carrier> carrier;
+  uint64_t rounds = 0;
+  std::vector<std::byte> scratch;  // others' terms of a sum
+  std::vector<Exchange::Send> send;
+  std::vector<Exchange::Receive> receive;
+
+  int rank() const { return carrier->rank(); }
+  int ranks() const { return carrier->ranks(); }
+
+  // All that one rank can judge; then what is this rank's alone to fail in, of which the others are told.
+  struct Call {
+    Record record;
+    std::string_view step;
+    std::chrono::steady_clock::time_point deadline;
+  };
+  Call begin(const Collective& call, Operation operation, uint64_t sizes, int dtype = -1, int root = -1) {
+    Call c;
+    if (call.step.size() >= sizeof c.record.step || call.step.find('\0') != std::string_view::npos)
+      throw InputError("a step's name of " + std::to_string(call.step.size()) + " bytes, allowed " +
+                       std::to_string(sizeof c.record.step - 1) + " without a NUL: '" + std::string(call.step) + "'");
+    constexpr std::chrono::nanoseconds kDay = std::chrono::hours(24);
+    if (call.deadline <= std::chrono::nanoseconds(0) || call.deadline > kDay)
+      throw InputError("step '" + std::string(call.step) + "': deadline is " + std::to_string(call.deadline.count()) +
+                       " ns, allowed 1 to " + std::to_string(kDay.count()));
+    c.record.sizes = sizes;
+    c.record.operation = operation;
+    c.record.dtype = dtype;
+    c.record.root = root;
+    std::memcpy(c.record.step, call.step.data(), call.step.size());
+    c.step = call.step;
+    c.deadline = std::chrono::steady_clock::now() + call.deadline;
+    return c;
+  }
+
+  void clear() {
+    send.assign(ranks(), {});
+    receive.assign(ranks(), {});
+  }
+  void round(Call& c) {
+    c.record.round = ++rounds;
+    carrier->carry(c.record, {c.step, c.deadline, send, receive});
+  }
+
+  template <class F>
+  void or_abort(F&& f) {
+    try {
+      f();
+    } catch (const RankError&) {
+      throw;
+    } catch (const std::exception& e) {
+      carrier->abort(e.what());
+      throw;
+    }
+  }
+
+  int64_t width(const Collective& call, Dtype dtype) const {
+    if (dtype == Dtype::fp8_e4m3)
+      throw UnsupportedError("step '" + std::string(call.step) + "': sums of fp8_e4m3; dtypes are f32, bf16 and f16");
+    return static_cast<int64_t>(size_of(dtype));
+  }
+
+  // The terms of this rank's range, of `count` elements, come into scratch; out = their sum.
+  void scatter(Call& c, Dtype dtype, const std::byte* in, std::byte* out, std::span<const int64_t> at) {
+    const int64_t size = static_cast<int64_t>(size_of(dtype)), count = at[rank() + 1] - at[rank()];
+    const size_t bytes = count * size;
+    if (scratch.size() < bytes * (ranks() - 1)) scratch.resize(bytes * (ranks() - 1));
+    clear();
+    std::vector<const std::byte*> terms(ranks());
+    for (int r = 0, other = 0; r < ranks(); ++r) {
+      if (r == rank()) {
+        terms[r] = in + at[r] * size;
+        continue;
+      }
+      send[r] = {in + at[r] * size, static_cast<size_t>((at[r + 1] - at[r]) * size)};
+      terms[r] = scratch.data() + bytes * other++;
+      receive[r] = {const_cast<std::byte*>(terms[r]), bytes};
+    }
+    round(c);
+    if (dtype == Dtype::f32) sum(terms, reinterpret_cast<float*>(out), count);
+    else if (dtype == Dtype::bf16) sum(terms, reinterpret_cast<bf16*>(out), count);
+    else sum(terms, reinterpret_cast<f16*>(out), count);
+  }
+
+  void gather(Call& c, const std::byte* in, std::byte* out, std::span<const int64_t> at) {
+    clear();
+    const size_t mine = at[rank() + 1] - at[rank()];
+    for (int r = 0; r < ranks(); ++r) {
+      if (r == rank()) continue;
+      send[r] = {in, mine};
+      receive[r] = {out + at[r], static_cast<size_t>(at[r + 1] - at[r])};
+    }
+    round(c);
+    if (mine > 0 && in != out + at[rank()]) std::memcpy(out + at[rank()], in, mine);
+  }
+};
+
+Communicator::Communicator(std::unique_ptr<Carrier> carrier) : state_(std::make_unique<State>()) {
+  state_->carrier = std::move(carrier);
+}
+Communicator::Communicator(int rank, int ranks, std::unique_ptr<Transport> transport)
+    : Communicator(carry_by(rank, ranks, std::move(transport))) {}
+Communicator::~Communicator() = default;
+Communicator::Communicator(Communicator&&) noexcept = default;
+Communicator& Communicator::operator=(Communicator&&) noexcept = default;
+
+int Communicator::rank() const { return state_->rank(); }
+int Communicator::ranks() const { return state_->ranks(); }
+
+void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count) {
+  State& s = *state_;
+  const int64_t size = s.width(call, dtype), bytes = checked(call, "count", count) * size;
+  expect_memory(call, "in", in, bytes);
+  expect_memory(call, "out", out, bytes);
+  if (in != out && overlap(in, bytes, out, bytes)) refuse(call, "in and out overlap and are not the same");
+  State::Call c = s.begin(call, Operation::all_reduce, count, static_cast<int>(dtype));
+  s.or_abort([&] {
+    // Each rank sums one range for all: every rank moves 2 count elements, however many ranks there are.
+    std::vector<int64_t> at(s.ranks() + 1);
+    for (int r = 0; r <= s.ranks(); ++r) at[r] = count / s.ranks() * r + std::min<int64_t>(r, count % s.ranks());
+    auto* to = static_cast<std::byte*>(out);
+    s.scatter(c, dtype, static_cast<const std::byte*>(in), to + at[s.rank()] * size, at);
+    const std::byte* own = to + at[s.rank()] * size;
+    for (int64_t& a : at) a *= size;
+    s.gather(c, own, to, at);
+  });
+}
+
+void Communicator::all_gather(const Collective& call, const void* in, void* out, std::span<const int64_t> bytes) {
+  State& s = *state_;
+  const std::vector<int64_t> at = starts(call, "bytes", bytes, s.ranks());
+  const int64_t mine = bytes[s.rank()];
+  expect_memory(call, "in", in, mine);
+  expect_memory(call, "out", out, at.back());
+  auto* to = static_cast<std::byte*>(out);
+  if (in != to + at[s.rank()] && overlap(in, mine, out, at.back()))
+    refuse(call, "in overlaps out and is not its own place there");
+  State::Call c = s.begin(call, Operation::all_gather, hash(bytes));
+  s.or_abort([&] { s.gather(c, static_cast<const std::byte*>(in), to, at); });
+}
+
+void Communicator::reduce_scatter(const Collective& call, Dtype dtype, const void* in, void* out,
+                                  std::span<const int64_t> counts) {
+  State& s = *state_;
+  const int64_t size = s.width(call, dtype);
+  const std::vector<int64_t> at = starts(call, "counts", counts, s.ranks());
+  const int64_t mine = counts[s.rank()] * size;
+  expect_memory(call, "in", in, at.back() * size);
+  expect_memory(call, "out", out, mine);
+  const auto* from = static_cast<const std::byte*>(in);
+  if (out != from + at[s.rank()] * size && overlap(in, at.back() * size, out, mine))
+    refuse(call, "out overlaps in and is not its own place there");
+  State::Call c = s.begin(call, Operation::reduce_scatter, hash(counts), static_cast<int>(dtype));
+  s.or_abort([&] { s.scatter(c, dtype, from, static_cast<std::byte*>(out), at); });
+}
+
+void Communicator::all_to_all(const Collective& call, const void* in, std::span<const int64_t> send_bytes, void* out,
+                              std::span<const int64_t> receive_bytes) {
+  State& s = *state_;
+  const std::vector<int64_t> from = starts(call, "send_bytes", send_bytes, s.ranks());
+  const std::vector<int64_t> to = starts(call, "receive_bytes", receive_bytes, s.ranks());
+  const int64_t own = send_bytes[s.rank()];
+  if (own != receive_bytes[s.rank()])
+    refuse(call, "this rank sends itself " + std::to_string(own) + " bytes and expects " +
+                     std::to_string(receive_bytes[s.rank()]));
+  expect_memory(call, "in", in, from.back());
+  expect_memory(call, "out", out, to.back());
+  if (overlap(in, from.back(), out, to.back())) refuse(call, "in and out overlap");
+  State::Call c = s.begin(call, Operation::all_to_all, 0);
+  s.or_abort([&] {
+    const auto* sent = static_cast<const std::byte*>(in);
+    auto* received = static_cast<std::byte*>(out);
+    s.clear();
+    for (int r = 0; r < s.ranks(); ++r) {
+      if (r == s.rank()) continue;
+      s.send[r] = {sent + from[r], static_cast<size_t>(send_bytes[r])};
+      s.receive[r] = {received + to[r], static_cast<size_t>(receive_bytes[r])};
+    }
+    s.round(c);
+    if (own > 0) std::memcpy(received + to[s.rank()], sent + from[s.rank()], own);
+  });
+}
+
+void Communicator::broadcast(const Collective& call, int root, void* data, int64_t bytes) {
+  State& s = *state_;
+  if (root < 0 || root >= s.ranks())
+    refuse(call, "root is " + std::to_string(root) + ", allowed 0 to " + std::to_string(s.ranks() - 1));
+  expect_memory(call, "data", data, checked(call, "bytes", bytes));
+  State::Call c = s.begin(call, Operation::broadcast, bytes, -1, root);
+  s.or_abort([&] {
+    s.clear();
+    if (s.rank() == root) {
+      for (int r = 0; r < s.ranks(); ++r)
+        if (r != root) s.send[r] = {data, static_cast<size_t>(bytes)};
+    } else {
+      s.receive[root] = {data, static_cast<size_t>(bytes)};
+    }
+    s.round(c);
+  });
+}
+
+void Communicator::barrier(const Collective& call) {
+  State& s = *state_;
+  State::Call c = s.begin(call, Operation::barrier, 0);
+  s.or_abort([&] {
+    s.clear();
+    s.round(c);
+  });
+}
+
+void Communicator::abort(std::string_view reason) noexcept { state_->carrier->abort(reason); }
+
+}  // namespace mla
