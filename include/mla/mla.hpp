@@ -13,6 +13,7 @@
 #include "mla/layer.hpp"
 #include "mla/model.hpp"
 #include "mla/pages.hpp"
+#include "mla/parallel.hpp"
 #include "mla/plan.hpp"
 #include "mla/quant.hpp"
 #include "mla/quant_scales.hpp"

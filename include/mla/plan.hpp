@@ -101,6 +101,9 @@ struct PlanOptions {
   /// and do nothing else. Of the batch query_start_loc and seq_lens alone are looked at; caches, selection, tables and
   /// inputs of the calls are not, and may be missing.
   bool dummy = false;
+  /// Ranks that split a layer's heads (mla/parallel.hpp), each with a plan of its own: forward() then sums their hidden
+  /// rows over LayerContext::ranks. The attention form needs no sum. Above 1: UnsupportedError on a GPU.
+  int tensor_parallel = 1;
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.

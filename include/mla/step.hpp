@@ -268,6 +268,10 @@ struct MapToWorkspace {
   RowList requests, starts, counts;
   Operand<Token, Topk> rows;
 };
+/// The sum of the ranks' rows, in place, on all of them.
+struct AllReduce {
+  Operand<Token, In> x;  ///< dense
+};
 /// Zeros, of a dummy step.
 struct Zero {
   Operand<Token, Head, In> y;
@@ -286,7 +290,7 @@ struct EndChoice {};
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
                           AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
                           IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                          QuantizePadding, Zero, BeginChoice, EndChoice>;
+                          QuantizePadding, AllReduce, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

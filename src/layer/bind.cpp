@@ -237,6 +237,7 @@ ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const { return {.
 
 ops::QuantizePaddingArgs Binder::operator()(const steps::QuantizePadding& s) const { return {quantized_, s.rows}; }
 
+AnyMutableView<Token, In> Binder::operator()(const steps::AllReduce& s) const { return out(s.x); }
 AnyMutableView<Token, Head, In> Binder::operator()(const steps::Zero& s) const { return out(s.y); }
 
 }  // namespace mla::layer

@@ -61,6 +61,7 @@ class Binder {
   ops::MapToWorkspaceArgs operator()(const steps::MapToWorkspace& s) const;
   ops::QuantizeArgs operator()(const steps::Quantize& s) const;
   ops::QuantizePaddingArgs operator()(const steps::QuantizePadding& s) const;
+  AnyMutableView<Token, In> operator()(const steps::AllReduce& s) const;
   AnyMutableView<Token, Head, In> operator()(const steps::Zero& s) const;
 
  private:

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "core/counted.hpp"
+#include "mla/communicator.hpp"
 #include "mla/error.hpp"
 #include "ops/quantize/op.hpp"
 #include "ops/require.hpp"
@@ -157,6 +158,13 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
   ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", c.plan.model.hidden);
   if (dummy) return;
   if (c.weights.indexer) require_index_cache(c);
+}
+
+void check_ranks(const LayerContext& c) {
+  const int ranks = c.plan.options.tensor_parallel;
+  if (ranks == 1 || c.plan.options.dummy) return;
+  if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
+  ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
 }
 
 void check_tables(const LayerContext& c, Device device) {

@@ -38,6 +38,10 @@ class Survey {
   void note(std::string_view op, const Args& args) {
     add(op, ops::kernel(backend_, gpu_, args), cost_of(args), flops_rate(args));
   }
+  /// cost: of what a rank sends, and adds. Links are not among the plan's rates.
+  void note_collective(std::string_view op, int ranks, const ops::Cost& cost) {
+    add(op, "of " + std::to_string(ranks) + " ranks", cost, 0);
+  }
   std::vector<KernelUse> uses;
 
  private:

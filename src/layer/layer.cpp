@@ -2,6 +2,7 @@
 #include "mla/layer.hpp"
 
 #include <algorithm>
+#include <chrono>
 #include <string>
 
 #include "core/clear.hpp"
@@ -10,6 +11,7 @@
 #include "layer/check.hpp"
 #include "layer/kernels.hpp"
 #include "layer/selection.hpp"
+#include "mla/communicator.hpp"
 #include "mla/error.hpp"
 #include "ops/require.hpp"
 
@@ -41,7 +43,7 @@ class Walk {
 
   void forward(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
     check_block(c_, hidden, out);
-    if (stream_) check_tables(c_, stream_->device());
+    if (stream_) check_tables(c_, stream_->device()), check_ranks(c_);
     if (stream_ && !c_.weights.indexer) require_chosen(*stream_, c_);
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
@@ -106,6 +108,16 @@ class Walk {
   void run(std::string_view name, const Work& work) {
     if (survey_) survey_->note(name, bind_(work));
     else call(*stream_, c_.profile, name, bind_(work));
+  }
+  void run(std::string_view name, const steps::AllReduce& sum) {
+    const AnyMutableView<Token, In> x = bind_(sum);
+    const int ranks = plan_.options.tensor_parallel;
+    const double elements = static_cast<double>(x.size()), bytes = elements * static_cast<double>(size_of(x.dtype()));
+    if (survey_) return survey_->note_collective(name, ranks, {bytes, elements * (ranks - 1)});
+    const auto start = std::chrono::steady_clock::now();
+    c_.ranks->all_reduce({name, c_.deadline}, x.dtype(), x.data(), x.data(), x.size());
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (c_.profile) c_.profile->add(name, seconds, bytes, elements * (ranks - 1));
   }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));

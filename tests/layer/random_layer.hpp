@@ -55,10 +55,9 @@ struct Layer {
   IndexCache index;
 
   explicit Layer(const ModelConfig& m, const PrepareOptions& options = {})
-      : model(m),
-        tensors(random_layer(m, 0, 1, Dtype::f32)),
-        weights(prepare(m, tensors, options, kDevice)),
-        rotary(m.rotary, m.rope, 256, kDevice) {
+      : Layer(m, random_layer(m, 0, 1, Dtype::f32), options) {}
+  Layer(const ModelConfig& m, const LayerTensors& of, const PrepareOptions& options)
+      : model(m), tensors(of), weights(prepare(m, tensors, options, kDevice)), rotary(m.rotary, m.rope, 256, kDevice) {
     if (m.indexer) {
       index_rotary = RotaryTable(m.index_rotary(), m.rope, 256, kDevice);
       index = IndexCache(index_cache_spec(m, spec, IndexCacheFormat::f32), kPages, kDevice);

@@ -25,9 +25,8 @@ void absorbed_steps(Steps& s) {
             staged_queries(s).part<Token, Head, Out>(0, {rows, n, m.latent}), {}, rows);
   place_rope(s, kForward, q_pe);
   attend_latent(s, kForward);
-  s.project("absorbed_output", kForward, s.region<Token, Head, In>("latent_out", s.act, {rows, 1, n * m.latent}), {},
-            Weight::absorbed_output, s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, m.hidden}), tokens,
-            rows);
+  project_hidden(s, "absorbed_output", s.region<Token, Head, In>("latent_out", s.act, {rows, 1, n * m.latent}),
+                 Weight::absorbed_output, tokens, rows);
 }
 
 }  // namespace mla::planning

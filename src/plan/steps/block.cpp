@@ -34,6 +34,22 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<To
                               .slots = s.list(ListKind::slot_mapping, s.tokens)});
 }
 
+void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
+                    const RowList& y_rows, int64_t rows) {
+  const int64_t t = s.tokens, width = s.m.hidden;
+  if (s.plan.options.tensor_parallel == 1)
+    return s.project(name, kForward, x, {}, weights,
+                     s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, width}), y_rows, rows);
+  // f32 until all are added.
+  s.project(name, kForward, x, {}, weights, s.region<Token, Head, Out>("hidden_part", Dtype::f32, {t, 1, width}),
+            y_rows, rows);
+  s.add("all_reduce", kForward, steps::AllReduce{s.region<Token, In>("hidden_part", Dtype::f32, {t, width})});
+  s.add("cast", kForward,
+        steps::Cast{.x = s.region<Token, Head, In>("hidden_part", Dtype::f32, {t, 1, width}),
+                    .x_rows = {},
+                    .y = s.input<Token, Head, In>(Memory::hidden_out, s.act, {t, 1, width})});
+}
+
 void block_steps(Steps& s) {
   const ModelConfig& m = s.m;
   const int64_t t = s.tokens, n = m.heads;
@@ -46,8 +62,8 @@ void block_steps(Steps& s) {
   if (m.indexer) index_steps(s, hidden, source);
   choice_steps(s);
   attention_steps(s, kForward | kAttend);
-  s.project("output", kForward, s.region<Token, Head, In>("heads", s.plan.head_dtype(), {t, 1, n * m.value}), {},
-            Weight::output, s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, m.hidden}), {}, t);
+  project_hidden(s, "output", s.region<Token, Head, In>("heads", s.plan.head_dtype(), {t, 1, n * m.value}),
+                 Weight::output, {}, t);
 }
 
 }  // namespace mla::planning

@@ -81,6 +81,10 @@ void dummy_steps(Steps& s);
 /// Finished heads in the dtype or format that attend() was asked for.
 void finish_heads(Steps& s);
 
+/// The block form's last product, of ranks that split the heads summed: hidden rows in the call's dtype.
+void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
+                    const RowList& y_rows, int64_t rows);
+
 /// Normed query latents, where the model has them: what queries are projected from.
 Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden);
 /// The new tokens' cache rows, rotated and appended; q_pe is rotated with them.

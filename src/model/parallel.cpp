@@ -1,0 +1,99 @@
+#include "mla/parallel.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "mla/error.hpp"
+
+namespace mla {
+namespace {
+
+void require_heads(const ModelConfig& model, HeadRange heads) {
+  if (heads.begin < 0 || heads.count < 1 || heads.begin > model.heads || heads.count > model.heads - heads.begin)
+    throw InputError("part_of: heads " + std::to_string(heads.begin) + " and the " + std::to_string(heads.count) +
+                     " from there on, " + model.name + " has " + std::to_string(model.heads));
+}
+
+void require_shape(const HostTensor& t, const char* role, int64_t out, int64_t in) {
+  if (!t || t.shape != std::vector<int64_t>{out, in})
+    throw ShapeError("part_of: " + std::string(role) + " is " + (t ? "of another shape" : "missing") +
+                     ", the model's is [" + std::to_string(out) + ", " + std::to_string(in) + "]");
+}
+
+// The tensor, or, where a cut falls within a block of scales, its values.
+HostTensor cuttable(const HostTensor& t, bool between_blocks) {
+  if (t.block_scales.empty() || between_blocks) return t;
+  const auto values = std::make_shared<const std::vector<float>>(t.to_f32());
+  return {.name = t.name,
+          .dtype = Dtype::f32,
+          .shape = t.shape,
+          .data = reinterpret_cast<const std::byte*>(values->data()),
+          .owner = values};
+}
+
+int64_t blocks(int64_t n, int64_t block) { return (n + block - 1) / block; }
+
+HostTensor rows_of(const HostTensor& whole, int64_t begin, int64_t count) {
+  const int64_t in = whole.shape[1];
+  HostTensor t = cuttable(whole, whole.block_rows > 0 && begin % whole.block_rows == 0);
+  t.shape[0] = count;
+  t.data += static_cast<size_t>(begin * in) * size_of(t.dtype);
+  if (t.block_scales.empty()) return t;
+  const auto first = t.block_scales.begin() + begin / t.block_rows * blocks(in, t.block_cols);
+  t.block_scales = {first, first + blocks(count, t.block_rows) * blocks(in, t.block_cols)};
+  return t;
+}
+
+HostTensor columns_of(const HostTensor& whole, int64_t begin, int64_t count) {
+  const int64_t out = whole.shape[0], in = whole.shape[1];
+  const HostTensor from = cuttable(whole, whole.block_cols > 0 && begin % whole.block_cols == 0);
+  const size_t element = size_of(from.dtype), row = static_cast<size_t>(count) * element;
+  const auto memory = std::make_shared<Buffer>(static_cast<size_t>(out) * row);
+  for (int64_t r = 0; r < out; ++r)
+    std::memcpy(memory->data() + static_cast<size_t>(r) * row,
+                from.data + static_cast<size_t>(r * in + begin) * element, row);
+  HostTensor t = from;
+  t.shape[1] = count;
+  t.data = memory->data(), t.owner = memory;
+  t.block_scales.clear();
+  for (int64_t r = 0; !from.block_scales.empty() && r < blocks(out, t.block_rows); ++r) {
+    const auto first = from.block_scales.begin() + r * blocks(in, t.block_cols) + begin / t.block_cols;
+    t.block_scales.insert(t.block_scales.end(), first, first + blocks(count, t.block_cols));
+  }
+  return t;
+}
+
+}  // namespace
+
+HeadRange head_share(int64_t heads, int rank, int ranks) {
+  if (ranks < 1 || ranks > heads)
+    throw InputError("head_share: ranks is " + std::to_string(ranks) + ", allowed 1 to " + std::to_string(heads) +
+                     ", the number of heads");
+  if (rank < 0 || rank >= ranks)
+    throw InputError("head_share: rank is " + std::to_string(rank) + ", allowed 0 to " + std::to_string(ranks - 1));
+  const int64_t least = heads / ranks, more = heads % ranks;
+  return {rank * least + std::min<int64_t>(rank, more), least + (rank < more)};
+}
+
+ModelConfig part_of(const ModelConfig& model, HeadRange heads) {
+  require_heads(model, heads);
+  ModelConfig part = model;
+  part.heads = heads.count;
+  return part;
+}
+
+LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange heads) {
+  require_heads(m, heads);
+  const int64_t up = m.nope + m.value;
+  require_shape(layer.query, "query", m.heads * m.query_key(), m.query_latent > 0 ? m.query_latent : m.hidden);
+  require_shape(layer.kv_up, "kv_up", m.heads * up, m.latent);
+  require_shape(layer.output, "output", m.hidden, m.heads * m.value);
+  LayerTensors part = layer;
+  part.query = rows_of(layer.query, heads.begin * m.query_key(), heads.count * m.query_key());
+  part.kv_up = rows_of(layer.kv_up, heads.begin * up, heads.count * up);
+  part.output = columns_of(layer.output, heads.begin * m.value, heads.count * m.value);
+  return part;
+}
+
+}  // namespace mla
