@@ -122,10 +122,10 @@ struct DamagedStep {
     return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots};
   }
 
-  // As the header says it, read once more.
-  void check_accepted() {
-    FUZZ_CHECK(page_size >= 1 && pages >= 0 && starts.front() == 0 && starts.size() == lengths.size() + 1);
-    FUZZ_CHECK(static_cast<int64_t>(slots.size()) == starts.back());
+  // As the header says it, read once more. cache: are pages and slots looked at?
+  void check_accepted(bool cache) {
+    FUZZ_CHECK(starts.front() == 0 && starts.size() == lengths.size() + 1);
+    FUZZ_CHECK(!cache || (page_size >= 1 && pages >= 0 && static_cast<int64_t>(slots.size()) == starts.back()));
     queries.clear();
     contexts.clear();
     for (size_t r = 0; r < lengths.size(); ++r) {
@@ -133,6 +133,7 @@ struct DamagedStep {
       FUZZ_CHECK(count >= 0 && lengths[r] >= count);
       queries.push_back(count);
       contexts.push_back(lengths[r] - count);
+      if (!cache) continue;
       const int64_t used = count == 0 ? 0 : (lengths[r] + page_size - 1) / page_size;
       FUZZ_CHECK(used <= width);
       for (int64_t p = 0; p < used; ++p) {
@@ -140,6 +141,7 @@ struct DamagedStep {
         FUZZ_CHECK(page >= 0 && page < pages);
       }
     }
+    if (!cache) return;
     // Every slot is that of its token's position, and one token's.
     std::set<int32_t> written;
     for (size_t r = 0; r < lengths.size(); ++r)
@@ -174,7 +176,15 @@ PlanOptions options_of(fuzz::Source& in) {
   if (in.byte() < 16)
     o.rates = CostModel{
         .latent_flops = in.raw<float>(), .expanded_flops = in.raw<float>(), .projection_flops = in.raw<float>()};
-  if (in.byte() >= 248) o.form = LayerForm::attention;
+  const uint8_t form = in.byte();
+  if (form >= 248) {
+    o.form = LayerForm::attention;
+    o.cache_use = static_cast<CacheUse>(in.within(0, 2));
+  } else if (form >= 244) {
+    o.tensor_parallel = static_cast<int>(in.odd(0, 4));
+  } else if (form >= 240) {
+    o.dummy = true;
+  }
   return o;
 }
 
@@ -233,7 +243,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   fuzz::refused([&] {
     const DeviceInfo device = device_info(stream, m.model);
     const Plan p = plan(m.model, spec, s.pages, s.batch(), device, options);
-    s.check_accepted();
+    s.check_accepted(p.uses_cache());
     fuzz::check_plan(p, s.queries, s.contexts);
     FUZZ_CHECK(p.describe() == plan(m.model, spec, s.pages, s.batch(), device, options).describe());
     if (run && s.pages * static_cast<int64_t>(spec.page_bytes()) < (1 << 20) && p.workspace_bytes < (size_t{1} << 24) &&
