@@ -44,6 +44,36 @@ DENSE = [
 ]
 # Dense decode over 8-bit caches: shape, the shape in bf16, how much faster to be.
 FP8 = [("fp8 b128 h16 4K", "b128 h16 4K", 1.4), ("ds b128 h16 4K", "b128 h16 4K", 1.4)]
+# Sparse attention, 2048 positions a row: shape, FlashMLA's us, us to stay below. FlashMLA and DeepGEMM ran on one
+# card, side by side with an older commit; 16 heads are padded to 64 by FlashMLA.
+DEEP_GEMM = "DeepGEMM 54e2261"
+SPARSE = [
+    ("decode b1 h64 fp8_ds_mla", 17.0, 12),
+    ("decode b1 h128 fp8_ds_mla", 17.58, 12),
+    ("decode b8 h128 fp8_ds_mla", 25.79, 19),
+    ("decode b64 h16 fp8_ds_mla", 74.96, 37),
+    ("decode b128 h16 fp8_ds_mla", 113.41, 58),
+    ("decode b64 h64 fp8_ds_mla", 75.38, 63),
+    ("decode b128 h64 fp8_ds_mla", 113.22, 95),
+    ("decode b64 h128 fp8_ds_mla", 93.42, 75),
+    ("decode b128 h128 fp8_ds_mla", 183.26, 150),
+    ("decode b128 s2 h128 fp8_ds_mla", 364.28, 300),
+    ("prefill 4096 h64 bf16", 2326.21, 2150),
+    ("prefill 4096 h128 bf16", 4220.46, 4000),
+]
+# The indexer: op, shape, DeepGEMM's us (of e4m3 products, where ours are of f16) or None, us to stay below.
+INDEX = [
+    ("index_score", "score b64 s1 128K", 276, 270),
+    ("index_score", "score b64 s2 128K", 295, 285),
+    ("index_score", "score b64 s4 32K", 162, 150),
+    ("index_score", "score b1 s1 64K", 6.0, 5.8),
+    ("index_score", "score b8 s1 32K", 13.0, 12.5),
+    ("index_score", "score b1 s1024 16K", 243, 240),
+    ("select_topk", "select b64 s1 128K", None, 35),
+    ("select_topk", "select b8 s1 32K", None, 12),
+    ("select_topk", "select b1 s1 64K", None, 11),
+    ("select_topk", "select b1 s1024 16K", None, 100),
+]
 # Expanded prefill: shape, FlashAttention-3's TFLOP/s (keys concatenated beforehand), what share of
 # it to reach.
 EXPANDED = [
@@ -114,6 +144,12 @@ def lines(rows: dict[tuple[str, str], Row]) -> Iterator[Line]:
         known = f", {own_us:.1f} us" if own_us else ""
         yield line("dense decode, 8 bits", "attend_latent", shape, f"ours in bf16{known}", least,
                    "us_median", "us", own_us)
+    for shape, peer_us, most in SPARSE:
+        yield line("sparse attention", "attend_sparse", shape, f"{FLASH_MLA}, {peer_us:.4g} us", peer_us / most,
+                   "us_median", "us", peer_us)
+    for op, shape, peer_us, most in INDEX:
+        against = f"{DEEP_GEMM}, {peer_us:.4g} us" if peer_us else f"a mark of {most} us"
+        yield line("indexer", op, shape, against, (peer_us or most) / most, "us_median", "us", peer_us or most)
     for shape, rate, least in EXPANDED:
         yield line("expanded prefill, bf16", "attend_expanded", shape, f"{FA3}, {rate:.0f} TFLOP/s",
                    least, "tflop_per_s", "TFLOP/s", rate)
