@@ -33,7 +33,7 @@ struct Flags {
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
-  int threads = 1;
+  int threads = 1, tp = 1;
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
   std::unique_ptr<DeviceFlag> device;
@@ -89,6 +89,9 @@ void reduce(const Flags& f, serve::Options& o) {
     o.model.heads = f.heads;
   }
   if (f.topk != 0) o.model.indexer->topk = f.topk;  // checked with the model
+  if (f.tp > o.model.heads)
+    throw InputError("--tp is " + std::to_string(f.tp) + ", " + o.model.name + " has " +
+                     counted(o.model.heads, "head") + " to split");
 }
 
 // What would be read by nothing is refused.
@@ -133,6 +136,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
       .pages = f.pages, .page_size = f.page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
+  o.plan.tensor_parallel = f.tp;
   o.seed = f.seed;
   o.verify = f.verify;
   if (!f.chrome_trace.empty()) o.spans = kSpans;
@@ -275,6 +279,7 @@ void add_run(CLI::App& app, int& status) {
                 "write steps and op calls as trace events to this file, for ui.perfetto.dev or chrome://tracing");
   f->device = std::make_unique<DeviceFlag>(*c);
   add_threads(*c, f->threads);
+  number("--tp", f->tp, "ranks that split the heads among them and the threads; on the CPU", 1, 1024);
   c->footer(
       "Examples:\n"
       "  mla run\n"
@@ -282,6 +287,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
+      "  mla run --tp 2 --threads 2 --verify 20\n"
       "Ctrl-C, SIGTERM, SIGHUP or a closed pipe end the run after the step in progress, and its verification: what "
       "was\n"
       "measured is printed and written, the exit code is 128 + the signal's number. A second signal ends it at once.");

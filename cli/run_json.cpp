@@ -94,6 +94,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"layers", r.layers},
               {"all_layers", o.model.layers},
               {"heads", o.model.heads},
+              {"tensor_parallel", o.plan.tensor_parallel},
               {"weights", to_string(o.weights)},
               {"absorption", to_string(o.absorption)},
               {"up_weights", to_string(o.up)},

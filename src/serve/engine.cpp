@@ -21,6 +21,8 @@ double since(Clock::time_point start) { return std::chrono::duration<double>(Clo
 constexpr int64_t kMostCaptured = 512;
 // Steps whose first layer is also run op by op under the profile, on a GPU.
 constexpr int64_t kProfiledSteps = 16;
+// That a rank waits for the others' parts of a layer, at most.
+constexpr std::chrono::minutes kPatience(10);
 
 Stream stream_of(const Options& o, ThreadPool& pool) {
   return o.device.kind == DeviceKind::cpu ? Stream(pool) : Stream(o.device);
@@ -59,33 +61,39 @@ struct Engine::DecodeGraph {
   explicit DecodeGraph(Stream& stream) : staged(stream) {}
 };
 
-Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& r)
+Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop,
+               Result& r)
     : o_(o),
+      model_(part_of(o.model, part.heads)),
+      ranks_(part.ranks),
       pool_(pool),
       stream_(stream_of(o, pool)),
-      spec_(cache_spec(o.model, o.format, o.limits.page_size)),
+      spec_(cache_spec(model_, o.format, o.limits.page_size)),
       positions_(positions),
       index_caches_(static_cast<size_t>(o.layers)),
-      rotary_(o.model.rotary, o.model.rope, positions, o.device),
-      index_rotary_(o.model.indexer ? RotaryTable(o.model.index_rotary(), o.model.rope, positions, o.device)
-                                    : RotaryTable()),
-      device_(device_info(stream_, o.model)),
+      rotary_(model_.rotary, model_.rope, positions, o.device),
+      index_rotary_(model_.indexer ? RotaryTable(model_.index_rotary(), model_.rope, positions, o.device)
+                                   : RotaryTable()),
+      device_(device_info(stream_, model_)),
       io_(o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute),
       workspace_(0, o.device),
       selection_(0, o.device),
       hidden_(0, o.device),
       out_(0, o.device),
       staged_(stream_) {
-  if (o.model.indexer) index_spec_ = index_cache_spec(o.model, spec_, o.plan.index_format);
+  if (model_.indexer) index_spec_ = index_cache_spec(model_, spec_, o.plan.index_format);
+  const bool whole = part.heads.count == o.model.heads;
   // A layer's tensors are made and laid out by one thread; a GPU's machine has threads for several at a time.
   const int64_t at_once = gpu() ? std::clamp<int64_t>(pool.threads() / 2, 1, 8) : 1;
   for (int64_t first = 0; first < o.layers && !stop; first += at_once) {
     std::vector<std::future<LayerWeights>> made;
     try {
       for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
-        made.push_back(std::async(at_once > 1 ? std::launch::async : std::launch::deferred, [&o, l] {
-          return prepare(o.model, tensors_of(o, l), prepare_options(o), o.device);
-        }));
+        made.push_back(std::async(
+            at_once > 1 ? std::launch::async : std::launch::deferred, [&o, &part, &model = model_, whole, l] {
+              return prepare(model, whole ? tensors_of(o, l) : part_of(o.model, tensors_of(o, l), part.heads),
+                             prepare_options(o), o.device);
+            }));
     } catch (const std::system_error& e) {
       throw DeviceError("a thread that prepares weights could not be started: " + std::string(e.what()));
     }
@@ -99,7 +107,7 @@ Engine::Engine(const Options& o, int64_t positions, ThreadPool& pool, const std:
     // memory.
     const CacheView cache = caches_.back().view();
     if (!gpu()) pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec_.page_bytes()); });
-    if (!o.model.layer_has_indexer(l)) continue;
+    if (!model_.layer_has_indexer(l)) continue;
     IndexCache& index = index_caches_[static_cast<size_t>(l)] = IndexCache(index_spec_, o.limits.pages, o.device);
     r.index_cache_bytes += index_spec_.page_bytes() * static_cast<size_t>(o.limits.pages);
     if (!gpu())
@@ -127,19 +135,19 @@ void Engine::warm_up() {
     const int64_t rows = std::ssize(lengths), pages = (positions_ + spec_.page_size - 1) / spec_.page_size;
     const std::vector<int32_t> table(static_cast<size_t>(rows * pages)), slots(static_cast<size_t>(starts.back()), -1);
     const Batch batch{starts, lengths, {table.data(), {rows, pages}}, slots};
-    const Plan p = plan(o_.model, spec_, o_.limits.pages, batch, device_, o_.plan);
-    const std::vector<std::byte> zeros(static_cast<size_t>(p.tokens * o_.model.hidden) * size_of(io_));
+    const Plan p = plan(model_, spec_, o_.limits.pages, batch, device_, o_.plan);
+    const std::vector<std::byte> zeros(static_cast<size_t>(p.tokens * model_.hidden) * size_of(io_));
     const Buffer workspace = named_buffer("workspace of a first step", p.workspace_bytes, o_.device),
                  out = named_buffer("outputs of a first step", zeros.size(), o_.device),
                  hidden = Buffer::copy_of(zeros.data(), zeros.size(), o_.device);
     if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
     staged_.stage(p, batch);
     forward(stream_, context(0, p, batch, {workspace.data(), workspace.size()}, nullptr),
-            AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, o_.model.hidden}),
-            AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, o_.model.hidden}));
+            AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, model_.hidden}),
+            AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, model_.hidden}));
     stream_.synchronize();
   };
-  const int64_t topk = o_.model.indexer ? o_.model.indexer->topk : 0;
+  const int64_t topk = model_.indexer ? model_.indexer->topk : 0;
   // Prompts, new, behind a context and beyond what is selected, beside decodes; then decodes alone.
   step({{1, 0}, {1, topk}, {256, 0}, {16, 0}, {64, 192}, {64, topk}});
   step({{1, 0}, {1, 31}});
@@ -174,13 +182,15 @@ LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, st
           .profile = profile,
           .index_cache = index_caches_[layer].view(),
           .index_rotary = &index_rotary_,
-          .selection = {selection_.data(), selection_.size()}};
+          .selection = {selection_.data(), selection_.size()},
+          .ranks = ranks_,
+          .deadline = kPatience};
 }
 
 // keep_all: each layer writes its own [tokens, hidden] of out; otherwise all the same, from which rows are taken.
 void Engine::forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden,
                          void* out, bool keep_all, std::span<WantedRow> rows, Profile* profile) {
-  const int64_t width = o_.model.hidden;
+  const int64_t width = model_.hidden;
   const size_t layer_bytes = static_cast<size_t>(plan.tokens * width) * size_of(io_);
   for (int64_t l = 0; l < o_.layers; ++l) {
     layer_ = l;
@@ -194,7 +204,7 @@ void Engine::forward_all(const Plan& plan, const Batch& batch, std::span<std::by
 }
 
 void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
-  const size_t width = static_cast<size_t>(o_.model.hidden), bytes = width * size_of(io_);
+  const size_t width = static_cast<size_t>(model_.hidden), bytes = width * size_of(io_);
   std::vector<std::byte> raw(bytes);
   copy(stream_, raw.data(), out + static_cast<size_t>(row.row) * bytes, bytes);
   // What the token attended to; nothing when that was everything.
@@ -214,7 +224,7 @@ void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
 }
 
 Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
-  if (!gpu() || o_.model.indexer || plan.tokens != batch.requests() || plan.tokens > kMostCaptured ||
+  if (!gpu() || model_.indexer || plan.tokens != batch.requests() || plan.tokens > kMostCaptured ||
       !plan.expanded_tokens.empty())
     return nullptr;
   const int64_t requests = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(plan.tokens)));
@@ -229,8 +239,8 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
   g->batch = {g->starts, g->lengths, {g->table.data(), {requests, pages}}, g->slots};
   PlanOptions options = o_.plan;
   options.path = PathPolicy::latent;  // as the step's own plan chose
-  g->plan = mla::plan(o_.model, spec_, o_.limits.pages, g->batch, device_, options);
-  const size_t row = static_cast<size_t>(o_.model.hidden) * size_of(io_);
+  g->plan = mla::plan(model_, spec_, o_.limits.pages, g->batch, device_, options);
+  const size_t row = static_cast<size_t>(model_.hidden) * size_of(io_);
   g->workspace = named_buffer("workspace of a captured step", g->plan.workspace_bytes, o_.device);
   g->hidden = named_buffer("hidden states of a captured step", static_cast<size_t>(requests) * row, o_.device);
   g->out = named_buffer("outputs of a captured step", static_cast<size_t>(o_.layers * requests) * row, o_.device);
@@ -247,9 +257,9 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
 }
 
 StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
-  const size_t count = static_cast<size_t>(batch.tokens() * o_.model.hidden), bytes = count * size_of(io_);
+  const size_t count = static_cast<size_t>(batch.tokens() * model_.hidden), bytes = count * size_of(io_);
   const auto planning = Clock::now();
-  const Plan p = mla::plan(o_.model, spec_, o_.limits.pages, batch, device_, o_.plan);
+  const Plan p = mla::plan(model_, spec_, o_.limits.pages, batch, device_, o_.plan);
   const double plan_seconds = since(planning);
   count_sparse(p, r);
   DecodeGraph* graph = graph_for(p, batch);
@@ -290,7 +300,7 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
                       .end = seconds_of(end)};
 
   if (graph) {
-    const size_t layer = static_cast<size_t>(graph->plan.tokens * o_.model.hidden) * size_of(io_);
+    const size_t layer = static_cast<size_t>(graph->plan.tokens * model_.hidden) * size_of(io_);
     for (WantedRow& row : rows) take(row, p, graph->out.data() + static_cast<size_t>(row.layer) * layer);
   }
   Sample& kind = graph ? decodes_ : others_;
@@ -314,8 +324,8 @@ StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::spa
 // The same calls once more for one layer, each under a stopwatch; held back until all are queued, so that none waits
 // for the host.
 void Engine::profile_layer(const Plan& p, const Batch& batch, Profile& profile) {
-  const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, o_.model.hidden});
-  const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, o_.model.hidden});
+  const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, model_.hidden});
+  const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, model_.hidden});
   const std::span<std::byte> workspace(workspace_.data(), workspace_.size());
   {
     const HeldStream held(stream_);

@@ -30,9 +30,15 @@ struct StepTime {
 
 class Engine {
  public:
+  /// Which heads of the model it runs, and the ranks that run the others.
+  struct Part {
+    HeadRange heads;
+    Communicator* ranks = nullptr;  ///< null: there are none
+  };
   /// Options are complete (layers, limits.pages). `positions`: of the longest sequence. Stops between layers when
   /// `stop` becomes true; fills what the result says of memory.
-  Engine(const Options& options, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& result);
+  Engine(const Options& options, const Part& part, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop,
+         Result& result);
   ~Engine();
 
   /// Plans and runs a step of hidden states [tokens, hidden]. Rows are filled in.
@@ -62,6 +68,8 @@ class Engine {
   bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
 
   const Options& o_;
+  const ModelConfig model_;  // of its heads
+  Communicator* const ranks_;
   ThreadPool& pool_;
   Stream stream_;
   CacheSpec spec_;

@@ -12,8 +12,8 @@
 
 #include "core/counted.hpp"
 #include "layer/kernels.hpp"
-#include "serve/engine.hpp"
 #include "serve/hidden.hpp"
+#include "serve/ranks.hpp"
 
 namespace mla::serve {
 namespace {
@@ -159,7 +159,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.requests = static_cast<int64_t>(trace.requests.size());
   r.pages = o.limits.pages;
   r.page_size = o.limits.page_size;
-  Engine engine(o, longest_sequence(trace, o.limits), pool, stop, r);
+  Ranks ranks(o, longest_sequence(trace, o.limits), pool, stop, r);
   StepInput input;
   std::vector<WantedRow> rows;
   Reservoir reservoir(o.verify, o.layers, o.seed);
@@ -183,7 +183,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     const std::vector<Reservoir::Pick> picks = reservoir.next(tokens);
     rows.clear();
     for (const Reservoir::Pick& pick : picks) rows.push_back({.row = pick.row, .layer = pick.layer});
-    const StepTime time = engine.run(input.batch, input.hidden, rows, r);
+    const StepTime time = ranks.run(input.batch, input.hidden, rows, r);
     const double seconds = time.seconds;
     for (size_t i = 0; i < picks.size(); ++i) {
       const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), rows[i].row) -
@@ -244,7 +244,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                          static_cast<double>(trace_tokens)});
   }
   r.wall_seconds = since(start);
-  engine.finish(r);
+  ranks.finish(r);
   r.simulated_seconds = now;
   r.interrupted = stop;
   r.finished = scheduler.finished();

@@ -226,6 +226,10 @@ int main(int argc, char** argv) {
        {mla, "run", "--model", checkpoint, "--trace", folder + "/trace.jsonl", "--threads", "3", "--verify", "2",
         "--json", "@.json", "--report", "@.html", "--chrome-trace", "@.trace"},
        false,
+       false},
+      {"run --tp 2",
+       {mla, "run", "--model", checkpoint, "--trace", folder + "/trace.jsonl", "--threads", "2", "--tp", "2"},
+       false,
        false}};
   if (step != "-") programs.push_back({"C: a step", {step, checkpoint}, true, true});
   // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module.

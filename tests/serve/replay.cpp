@@ -56,6 +56,50 @@ TEST(Replay, EveryFormatAndPathVerifies) {
     }
 }
 
+// Heads over ranks, more ranks than threads among them: the same steps, rows that are those of one rank.
+TEST(Replay, RanksThatSplitTheHeadsVerify) {
+  for (const bool sparse : {false, true})
+    for (const Absorption absorption : {Absorption::runtime, Absorption::full}) {
+      Replayed one;
+      one.options.model = sparse ? test::small_sparse() : test::small_deepseek();
+      one.options.model.heads = 5;
+      one.options.absorption = absorption;
+      const Result right = one.go();
+      for (const int ranks : {2, 3, 5}) {
+        Replayed run;
+        run.options = one.options;
+        run.options.plan.tensor_parallel = ranks;
+        const Result r = run.go();
+        const std::string what = std::to_string(ranks) + " ranks" + (sparse ? ", sparse" : "");
+        EXPECT_EQ(r.finished, 8) << what;
+        EXPECT_EQ(r.cache_bytes, static_cast<size_t>(ranks) * right.cache_bytes) << what;
+        EXPECT_GT(r.weight_bytes, right.weight_bytes) << what;
+        const Verification v = verify(run.trace, run.options, r.samples, run.pool, run.stop);
+        EXPECT_EQ(v.rows, 12) << what;
+        EXPECT_EQ(v.failed, 0) << what << ": " << v.worst << " error " << v.worst_error << " bound " << v.worst_bound;
+        int64_t sums = 0;
+        for (const Profile::Row& row : r.profile.rows())
+          if (row.op == "all_reduce") sums += row.calls;
+        EXPECT_EQ(sums, r.steps * r.layers) << what;
+      }
+    }
+}
+
+// An error of any rank is the replay's, and nobody waits for who had it.
+TEST(Replay, AnErrorOfARankEndsAll) {
+  Replayed run;
+  run.options.model.heads = 2;
+  run.options.plan.tensor_parallel = 3;
+  EXPECT_THROW(run.go(), InputError);
+  // The ranks' memory ends together with them: a replay that is given up in its steps leaves none behind.
+  run.options.plan.tensor_parallel = 2;
+  const auto give_up = [](const Progress& p) {
+    if (p.steps == 2) throw InputError("enough");
+  };
+  EXPECT_THROW((void)replay(run.trace, run.options, run.pool, run.stop, give_up), InputError);
+  EXPECT_EQ(run.go().finished, 8);
+}
+
 TEST(Replay, SparseModelsVerifyOnEveryModeAndFormat) {
   for (SparsePolicy policy : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
                               SparsePolicy::upconvert, SparsePolicy::dense})

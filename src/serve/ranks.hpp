@@ -1,0 +1,50 @@
+// The replay's engines: one, or, where ranks split the heads (PlanOptions::tensor_parallel), one a rank, on threads of
+// their own, which run every step together.
+#pragma once
+
+#include <atomic>
+#include <barrier>
+#include <exception>
+#include <memory>
+#include <span>
+#include <thread>
+#include <vector>
+
+#include "serve/engine.hpp"
+
+namespace mla::serve {
+
+class Ranks {
+ public:
+  /// As Engine; one engine works on `pool`, several have pools of their own, which share its number of threads.
+  Ranks(const Options& options, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& result);
+  ~Ranks();
+  /// Rank 0's rows and time. An error of any rank ends the others' step, and is thrown.
+  StepTime run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
+  void finish(Result& result);
+
+ private:
+  struct Rank {
+    Rank(const Options& options, const Engine::Part& part, int64_t positions, int threads,
+         const std::atomic<bool>& stop, Result* shown)
+        : pool(threads), result(shown ? *shown : own), engine(options, part, positions, pool, stop, result) {}
+    ThreadPool pool;
+    Result own;
+    Result& result;  // rank 0's is the replay's
+    Engine engine;
+    std::exception_ptr error;
+  };
+  void work(int rank);
+  StepTime step(int rank, std::span<WantedRow> rows);
+
+  std::vector<Communicator> communicators_;
+  std::unique_ptr<Engine> alone_;
+  std::vector<std::unique_ptr<Rank>> ranks_;
+  const Batch* batch_ = nullptr;  // of the step under way
+  std::span<const float> hidden_;
+  std::barrier<> begin_, end_;
+  bool over_ = false;
+  std::vector<std::jthread> threads_;  // of the ranks from 1 on
+};
+
+}  // namespace mla::serve
