@@ -18,6 +18,10 @@ class Call {
     index_cache_ = get_optional("index_cache", args_.index_cache);
     index_rotary_ = get_optional("index_rotary", args_.index_rotary);
     profile_ = get_optional("profile", args_.profile);
+    if (plan_->plan.options.tensor_parallel > 1) ranks_ = get("ranks", args_.ranks);
+    constexpr double kMostSeconds = 86400;
+    if (!(args_.rank_seconds >= 0 && args_.rank_seconds <= kMostSeconds))
+      throw InputError("rank_seconds is " + std::to_string(args_.rank_seconds) + ", allowed 0 to 86400");
     const Device device = turn_.device();
     if (!(plan_->plan.device.device == device))
       throw ShapeError("plan was made for " + mla::to_string(plan_->plan.device.device) + ", the stream is on " +
@@ -46,7 +50,10 @@ class Call {
             .profile = profile_ ? &profile_->profile : nullptr,
             .index_cache = index_cache_ ? index_cache_->view : IndexCacheView{},
             .index_rotary = index_rotary_ ? &index_rotary_->table : nullptr,
-            .selection = read_memory("selection", args_.selection, args_.selection_bytes)};
+            .selection = read_memory("selection", args_.selection, args_.selection_bytes),
+            .ranks = ranks_ ? &ranks_->communicator : nullptr,
+            .deadline = std::chrono::nanoseconds(
+                static_cast<int64_t>((args_.rank_seconds > 0 ? args_.rank_seconds : 60) * 1e9))};
   }
 
  private:
@@ -65,6 +72,7 @@ class Call {
   std::shared_ptr<mla_cache> cache_;
   std::shared_ptr<mla_index_cache> index_cache_;
   std::shared_ptr<mla_profile> profile_;
+  std::shared_ptr<mla_communicator> ranks_;
 };
 
 struct Inputs {

@@ -101,6 +101,12 @@ struct mla_profile final : mla::capi::Object {
   mla::Profile profile;
 };
 
+struct mla_communicator final : mla::capi::Object {
+  MLA_KIND("communicator")
+  explicit mla_communicator(mla::Communicator c) : communicator(std::move(c)) {}
+  mla::Communicator communicator;
+};
+
 #undef MLA_KIND
 
 namespace mla::capi {

@@ -51,6 +51,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.form = read_enum("options form", o.form, LayerForm::attention);
   p.cache_use = read_enum("options cache_use", o.cache_use, CacheUse::none);
   p.dummy = read_flag("options dummy", o.dummy);
+  p.tensor_parallel = std::max(1, static_cast<int>(read_range("options tensor_parallel", o.tensor_parallel, 0, kMost)));
   p.path = read_enum("options path", o.path, PathPolicy::by_length);
   p.split = read_enum("options split", o.split, SplitPolicy::batch_invariant);
   p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);

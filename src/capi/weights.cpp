@@ -73,6 +73,15 @@ LayerTensors read_tensors(const mla_layer_tensors& t, const ModelConfig& m) {
   return l;
 }
 
+// Count 0: all of them.
+HeadRange read_heads(const mla_prepare_options* options) {
+  mla_prepare_options o = mla_prepare_options_default();
+  if (options) o = read_struct("options", options, o);
+  if (o.head_count == 0 && o.head_begin != 0)
+    throw InputError("options head_begin is " + std::to_string(o.head_begin) + ", head_count is 0: no heads");
+  return {o.head_begin, o.head_count};
+}
+
 template <class Tensors>
 mla_status create_weights(const char* function, mla_weights** weights, const mla_prepare_options* options,
                           DLDevice device, Tensors&& tensors) noexcept {
@@ -81,7 +90,11 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
     const PrepareOptions o = read_prepare_options(options);
     auto made = std::make_shared<mla_weights>();
     made->device = read_device(device);
-    tensors([&](const ModelConfig& m, const LayerTensors& t) { made->weights = prepare(m, t, o, made->device); });
+    const HeadRange heads = read_heads(options);
+    tensors([&](const ModelConfig& m, const LayerTensors& t) {
+      made->weights = heads.count == 0 ? prepare(m, t, o, made->device)
+                                       : prepare(part_of(m, heads), part_of(m, t, heads), o, made->device);
+    });
     put(weights, std::move(made));
   });
 }

@@ -8,6 +8,7 @@
 #include "mla/c/device.h"
 #include "mla/c/plan.h"
 #include "mla/c/quant.h"
+#include "mla/c/ranks.h"
 #include "mla/c/weights.h"
 
 #ifdef __cplusplus
@@ -58,6 +59,9 @@ typedef struct mla_layer_args {
   void* selection;
   size_t selection_bytes;  ///< at least the plan's
   mla_profile* profile;    ///< NULL: not timed
+  // Of mla_forward with a plan whose options say tensor_parallel above 1; not looked at otherwise.
+  mla_communicator* ranks;  ///< of as many ranks
+  double rank_seconds;      ///< that a sum waits for the others, at most; 0: 60
 } mla_layer_args;
 
 /// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16, at least the

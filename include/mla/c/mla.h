@@ -10,6 +10,7 @@
 #include "mla/c/ops.h"
 #include "mla/c/plan.h"
 #include "mla/c/quant.h"
+#include "mla/c/ranks.h"
 #include "mla/c/weights.h"
 
 #endif  // MLA_C_MLA_H

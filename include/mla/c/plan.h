@@ -82,6 +82,8 @@ typedef struct mla_plan_options {
   int32_t form;                     ///< MLA_FORM_...: the calls that the plan serves; default block
   int32_t cache_use;                ///< MLA_CACHE_USE_...; other than append, the default, of form attention alone
   int32_t dummy;                    ///< 1: calls write zeros to the step's rows and do nothing else; default 0
+  int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none.
+                                    ///< MLA_ERROR_UNSUPPORTED above 1 on a GPU
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

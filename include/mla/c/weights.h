@@ -23,6 +23,8 @@ typedef struct mla_prepare_options {
   int32_t absorption;  ///< MLA_ABSORB_...; default runtime
   int32_t up;          ///< MLA_WEIGHTS_... of W_UK and W_UV; other than plain with runtime absorption only
   int32_t products;    ///< MLA_WEIGHTS_PLAIN or _FP8 of the other products, not the indexer's; default plain
+  int64_t head_begin;  ///< with head_count: weights of these heads alone, for mla_model_part's model
+  int64_t head_count;  ///< 0: all of them
 } mla_prepare_options;
 
 static inline mla_prepare_options mla_prepare_options_default(void) {
