@@ -17,6 +17,7 @@
 #include "mla/index_plan.hpp"
 #include "mla/model.hpp"
 #include "mla/quant.hpp"
+#include "mla/sharding.hpp"
 #include "mla/step.hpp"
 #include "mla/weights.hpp"
 #include "mla/work.hpp"
@@ -91,6 +92,20 @@ double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostMod
 double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, bool upconvert,
                    int64_t new_tokens, int64_t context);
 
+/// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). The batch's
+/// lengths and query starts are the sequences'; its block table has the rank's own pages, its slots are those of the
+/// tokens that the rank holds, below 0 for the others (CacheSharding::slot).
+///
+/// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
+/// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
+/// UnsupportedError for PathPolicy::expanded with context,
+/// requests that select their keys, fp8 queries, full absorption, another CacheUse than append, and a GPU.
+struct ContextParallel {
+  CacheSharding sharding;      ///< one rank: the cache is whole
+  int rank = 0;                ///< this plan's
+  std::vector<int64_t> heads;  ///< of each rank; the model's own at [rank]
+};
+
 struct PlanOptions {
   LayerForm form = LayerForm::block;
   /// Other than append: with form attention alone. none: of the batch query_start_loc and seq_lens alone are looked at;
@@ -104,6 +119,8 @@ struct PlanOptions {
   /// Ranks that split a layer's heads (mla/parallel.hpp), each with a plan of its own: forward() then sums their hidden
   /// rows over LayerContext::ranks. The attention form needs no sum. Above 1: UnsupportedError on a GPU.
   int tensor_parallel = 1;
+  /// Of as many ranks as tensor_parallel says, in forward() and attend() alike; by default none.
+  ContextParallel context_parallel;
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.
@@ -199,6 +216,7 @@ struct Plan {
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
   std::vector<LatentItem> latent_items;  ///< q_begin counts compact rows
   std::vector<SplitRows> splits;         ///< row counts compact rows
+  std::vector<SplitRows> rank_splits;    ///< what ranks found of each compact row, rank 0's first; of a split cache
   int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
   // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows.
@@ -247,6 +265,8 @@ struct Plan {
   bool reads_new_rows() const {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
   }
+  /// Whether calls exchange what ranks that share a cache found.
+  bool shares_context() const { return options.context_parallel.sharding.ranks() > 1 && !latent_tokens.empty(); }
   /// Whether calls look at the cache and the batch's block table.
   bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }

@@ -86,6 +86,7 @@ enum class ListKind : uint8_t {
   latent_tokens,
   latent_items,
   splits,
+  rank_splits,
   expanded_tokens,
   suffix_items,
   context_pieces,  ///< of a chunk, as are the next
@@ -268,6 +269,15 @@ struct MapToWorkspace {
   RowList requests, starts, counts;
   Operand<Token, Topk> rows;
 };
+/// Queries of every rank's heads on every rank: [rows, heads of rank 0, Entry], then rank 1's.
+struct GatherQueries {
+  Operand<Token, Head, Entry> x, y;  ///< this rank's; all, y's heads being those of all ranks
+};
+/// To each rank what this one found for its heads, a row's outputs of all of them before its lse; from each rank what
+/// it found for this one's, those of rank 0 first.
+struct ExchangeFound {
+  Operand<Partial, Head, Value> found, got;  ///< where the first of them begin; rows of width + 1 numbers a head
+};
 /// The sum of the ranks' rows, in place, on all of them.
 struct AllReduce {
   Operand<Token, In> x;  ///< dense
@@ -290,7 +300,7 @@ struct EndChoice {};
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
                           AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
                           IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                          QuantizePadding, AllReduce, Zero, BeginChoice, EndChoice>;
+                          QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

@@ -61,6 +61,8 @@ class Binder {
   ops::MapToWorkspaceArgs operator()(const steps::MapToWorkspace& s) const;
   ops::QuantizeArgs operator()(const steps::Quantize& s) const;
   ops::QuantizePaddingArgs operator()(const steps::QuantizePadding& s) const;
+  /// Where an operand in the workspace begins.
+  std::byte* in_workspace(const auto& operand) const { return c_.workspace.data() + operand.offset; }
   AnyMutableView<Token, In> operator()(const steps::AllReduce& s) const;
   AnyMutableView<Token, Head, In> operator()(const steps::Zero& s) const;
 

@@ -160,11 +160,14 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
   if (c.weights.indexer) require_index_cache(c);
 }
 
-void check_ranks(const LayerContext& c) {
+void check_ranks(const LayerContext& c, bool forward) {
   const int ranks = c.plan.options.tensor_parallel;
-  if (ranks == 1 || c.plan.options.dummy) return;
+  if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context())) return;
   if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
   ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
+  if (c.plan.options.context_parallel.sharding.ranks() > 1)
+    ops::require_equal("layer", "ranks' own", c.ranks->rank(), "plan context_parallel rank",
+                       c.plan.options.context_parallel.rank);
 }
 
 void check_tables(const LayerContext& c, Device device) {

@@ -11,8 +11,8 @@ void check(const LayerContext& context, Device device, int workers);
 void check_block(const LayerContext& context, const AnyView<Token, Hidden>& hidden,
                  const AnyMutableView<Token, Hidden>& out);
 void check_tables(const LayerContext& context, Device device);
-/// The ranks that forward() sums over.
-void check_ranks(const LayerContext& context);
+/// The ranks that forward() sums over, and those that share a cache.
+void check_ranks(const LayerContext& context, bool forward);
 /// attend()'s, of either output.
 void check_attention(const LayerContext& context, const AnyView<Token, Head, QueryKey>& q,
                      const AnyView<Token, Latent>& kv_c, const AnyView<Token, Rope>& k_pe,

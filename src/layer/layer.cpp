@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "core/clear.hpp"
 #include "layer/bind.hpp"
@@ -43,7 +44,7 @@ class Walk {
 
   void forward(AnyView<Token, Hidden> hidden, AnyMutableView<Token, Hidden> out) {
     check_block(c_, hidden, out);
-    if (stream_) check_tables(c_, stream_->device()), check_ranks(c_);
+    if (stream_) check_tables(c_, stream_->device()), check_ranks(c_, true);
     if (stream_ && !c_.weights.indexer) require_chosen(*stream_, c_);
     const ModelConfig& m = plan_.model;
     const int64_t t = plan_.tokens;
@@ -64,6 +65,7 @@ class Walk {
   void attend(AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c, AnyView<Token, Rope> k_pe,
               AnyMutableView<Token, Head, Value> out) {
     check_attention(c_, q, kv_c, k_pe, out);
+    if (stream_) check_ranks(c_, false);
     if (stream_) require_chosen(*stream_, c_);
     bind_inputs(q, kv_c, k_pe);
     // f32 is never a rounded f32: not by what else is in the batch, and a quantised output has the same heads.
@@ -76,6 +78,7 @@ class Walk {
   void attend(AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c, AnyView<Token, Rope> k_pe,
               const QuantizedView& out) {
     check_attention(c_, q, kv_c, k_pe, out);
+    if (stream_) check_ranks(c_, false);
     if (stream_) require_chosen(*stream_, c_);
     bind_inputs(q, kv_c, k_pe);
     bind_.write(Memory::heads, heads());
@@ -109,15 +112,47 @@ class Walk {
     if (survey_) survey_->note(name, bind_(work));
     else call(*stream_, c_.profile, name, bind_(work));
   }
+  // One of the ranks' calls, of which this rank sends so much.
+  template <class Call>
+  void collective(std::string_view name, const ops::Cost& cost, Call&& call) {
+    if (survey_) return survey_->note_collective(name, plan_.options.tensor_parallel, cost);
+    const auto start = std::chrono::steady_clock::now();
+    call(Collective{name, c_.deadline});
+    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+    if (c_.profile) c_.profile->add(name, seconds, cost.bytes, cost.flops);
+  }
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);
-    const int ranks = plan_.options.tensor_parallel;
-    const double elements = static_cast<double>(x.size()), bytes = elements * static_cast<double>(size_of(x.dtype()));
-    if (survey_) return survey_->note_collective(name, ranks, {bytes, elements * (ranks - 1)});
-    const auto start = std::chrono::steady_clock::now();
-    c_.ranks->all_reduce({name, c_.deadline}, x.dtype(), x.data(), x.data(), x.size());
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (c_.profile) c_.profile->add(name, seconds, bytes, elements * (ranks - 1));
+    const double elements = static_cast<double>(x.size());
+    collective(name,
+               {elements * static_cast<double>(size_of(x.dtype())), elements * (plan_.options.tensor_parallel - 1)},
+               [&](const Collective& call) { c_.ranks->all_reduce(call, x.dtype(), x.data(), x.data(), x.size()); });
+  }
+  // Bytes of the ranks' heads, `of_head` each.
+  std::vector<int64_t> by_heads(int64_t of_head) const {
+    std::vector<int64_t> bytes = plan_.options.context_parallel.heads;
+    for (int64_t& b : bytes) b *= of_head;
+    return bytes;
+  }
+  void run(std::string_view name, const steps::GatherQueries& s) {
+    const int64_t rows = s.x.extent<Token>(), others = plan_.options.context_parallel.sharding.ranks() - 1;
+    const std::vector<int64_t> bytes = by_heads(rows * s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype)));
+    const double own = static_cast<double>(bytes[static_cast<size_t>(plan_.options.context_parallel.rank)]);
+    collective(name, {own * static_cast<double>(others), 0}, [&](const Collective& call) {
+      c_.ranks->all_gather(call, bind_.in_workspace(s.x), bind_.in_workspace(s.y), bytes);
+    });
+  }
+  void run(std::string_view name, const steps::ExchangeFound& s) {
+    const ContextParallel& c = plan_.options.context_parallel;
+    const int64_t rows = s.found.extent<Partial>(), width = s.found.extent<Value>() + 1;
+    const std::vector<int64_t> sent = by_heads(rows * width * int64_t{sizeof(float)}),
+                               got(sent.size(), sent[static_cast<size_t>(c.rank)]);
+    double bytes = 0;
+    for (size_t r = 0; r < sent.size(); ++r)
+      if (static_cast<int>(r) != c.rank) bytes += static_cast<double>(sent[r]);
+    collective(name, {bytes, 0}, [&](const Collective& call) {
+      c_.ranks->all_to_all(call, bind_.in_workspace(s.found), sent, bind_.in_workspace(s.got), got);
+    });
   }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));

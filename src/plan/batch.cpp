@@ -121,7 +121,11 @@ void validate_new(const Batch& b) {
 
 }  // namespace planning
 
-void validate(const Batch& b, int64_t pages, int64_t page_size) {
+namespace {
+
+// needed(r): pages of a request's cached tokens.
+template <class Needed>
+void validate_pages(const Batch& b, int64_t pages, int64_t page_size, Needed needed_of) {
   const int64_t requests = b.requests();
   constexpr int64_t kMostSlots = std::numeric_limits<int32_t>::max();
   if (page_size < 1 || pages < 0 || pages > kMostSlots / page_size)
@@ -133,7 +137,8 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
     fail("block table has " + n(b.block_table.extent<Request>()) + " rows, " + n(requests) + " requests need as many");
   for (int64_t r = 0; r < requests; ++r) {
     if (b.query_len(r) == 0) continue;  // nothing to do: its table is not read
-    const int64_t needed = (static_cast<int64_t>(b.seq_lens[r]) + page_size - 1) / page_size;
+    const int64_t needed = needed_of(r);
+    if (needed == 0) continue;
     if (needed > b.block_table.extent<Page>())
       fail_at(r, "seq_len " + n(b.seq_lens[r]) + " needs " + n(needed) + " pages of " + n(page_size) +
                      ", block table has " + n(b.block_table.extent<Page>()));
@@ -145,7 +150,35 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
   if (static_cast<int64_t>(b.slot_mapping.size()) != b.tokens())
     fail("slot_mapping has " + n(static_cast<int64_t>(b.slot_mapping.size())) + " entries, the batch has " +
          n(b.tokens()) + " tokens");
+}
+
+}  // namespace
+
+void validate(const Batch& b, int64_t pages, int64_t page_size) {
+  validate_pages(b, pages, page_size,
+                 [&](int64_t r) { return (static_cast<int64_t>(b.seq_lens[r]) + page_size - 1) / page_size; });
   check_single_writers(b, check_slots(b, pages, page_size));
+}
+
+void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, const ContextParallel& c) {
+  validate_pages(b, pages, page_size, [&](int64_t r) { return c.sharding.pages(c.rank, b.seq_lens[r], page_size); });
+  std::vector<int32_t> written;
+  for (int64_t r = 0; r < b.requests(); ++r) {
+    const int64_t first = b.context_len(r) - b.query_start_loc[r];  // position - token
+    for (int64_t t = b.query_start_loc[r]; t < b.query_start_loc[r + 1]; ++t) {
+      const int64_t slot = b.slot_mapping[t], position = first + t;
+      if (slot < 0) continue;
+      const std::string found = "slot_mapping[" + n(t) + "] is " + n(slot) + ", its token's position " + n(position);
+      if (const int64_t owner = c.sharding.owner(position); owner != c.rank)
+        fail_at(r, found + " is rank " + n(owner) + "'s, this is rank " + n(c.rank));
+      const int64_t at = c.sharding.index(position), page = at / page_size, id = b.block_table(r, page);
+      if (slot != id * page_size + at % page_size)
+        fail_at(r, found + " is slot " + n(id * page_size + at % page_size) + " of this rank (block_table[" + n(page) +
+                       "] is " + n(id) + ", pages of " + n(page_size) + "); below 0 writes nothing");
+      if (written.empty() || written.back() != id) written.push_back(static_cast<int32_t>(id));
+    }
+  }
+  check_single_writers(b, written);
 }
 
 DecodePrefillSplit split_decodes_and_prefills(std::span<const int32_t> starts, const SplitOptions& o) {

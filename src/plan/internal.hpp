@@ -15,6 +15,8 @@ int64_t range_length(int64_t total, int64_t units);
 void validate_lengths(const Batch& batch);
 /// The same of one without a cache: no request has context.
 void validate_new(const Batch& batch);
+/// A batch of one of the ranks that a cache is split over.
+void validate_held(const Batch& batch, int64_t pages, int64_t page_size, const ContextParallel& ranks);
 /// latent_items, splits, partial_rows: for requests on the latent path.
 void split_kv(Plan& plan);
 /// sparse_groups and the rows they stand for: for requests on the sparse path.

@@ -20,6 +20,7 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::latent_tokens: return rows("latent_tokens", p.latent_tokens);
     case ListKind::latent_items: return of("latent_items", p.latent_items);
     case ListKind::splits: return of("splits", p.splits);
+    case ListKind::rank_splits: return of("rank_splits", p.rank_splits);
     case ListKind::expanded_tokens: return rows("expanded_tokens", p.expanded_tokens);
     case ListKind::suffix_items: return of("suffix_items", p.suffix_items);
     case ListKind::context_pieces: return of("context pieces", p.chunks[part].pieces);

@@ -13,6 +13,38 @@
 namespace mla {
 namespace {
 
+void check_sharing(const ModelConfig& model, const DeviceInfo& device, const PlanOptions& o) {
+  const ContextParallel& c = o.context_parallel;
+  const int64_t ranks = c.sharding.ranks();
+  if (ranks == 1) return;
+  const std::string what = "plan: a cache split over " + std::to_string(ranks) + " ranks ";
+  if (device.device.kind != DeviceKind::cpu) throw UnsupportedError(what + "is attended to on the CPU alone");
+  if (o.tensor_parallel != ranks)
+    throw UnsupportedError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
+                           ", they have to be the same ranks");
+  if (c.rank < 0 || c.rank >= ranks)
+    throw ShapeError("plan: context_parallel rank is " + std::to_string(c.rank) + ", allowed 0 to " +
+                     std::to_string(ranks - 1));
+  if (std::ssize(c.heads) != ranks)
+    throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) + " entries, the cache has " +
+                     std::to_string(ranks) + " ranks");
+  for (size_t r = 0; r < c.heads.size(); ++r)
+    if (c.heads[r] < 1 || c.heads[r] > std::numeric_limits<int32_t>::max())
+      throw ShapeError("plan: context_parallel heads[" + std::to_string(r) + "] is " + std::to_string(c.heads[r]) +
+                       ", at least 1 is needed");
+  if (c.heads[static_cast<size_t>(c.rank)] != model.heads)
+    throw ShapeError("plan: context_parallel heads[" + std::to_string(c.rank) + "] is " +
+                     std::to_string(c.heads[static_cast<size_t>(c.rank)]) + ", this rank's model has " +
+                     std::to_string(model.heads));
+  const auto refuse = [&](bool is, const char* option) {
+    if (is) throw UnsupportedError(what + "with " + option);
+  };
+  refuse(o.fp8_query, "fp8 queries");
+  refuse(o.absorbed, "fully absorbed weights");
+  refuse(o.cache_use != CacheUse::append, "another cache_use than append");
+  refuse(model.indexer && o.sparse != SparsePolicy::dense, "requests that select their keys (sparse is not dense)");
+}
+
 void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
   if (cache.latent != model.latent || cache.rope != model.rope)
     throw ShapeError("plan: cache holds latent " + std::to_string(cache.latent) + " and rope " +
@@ -55,6 +87,7 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   require("reorder_batch_threshold", o.reorder_batch_threshold, 0);
   require("device threads", device.threads, 1);
   require("tensor_parallel", o.tensor_parallel, 1);
+  check_sharing(model, device, o);
   if (o.tensor_parallel > 1 && device.device.kind != DeviceKind::cpu)
     throw UnsupportedError("plan: tensor_parallel is " + std::to_string(o.tensor_parallel) + " on " +
                            to_string(device.device) + ", ranks' hidden rows are summed on the CPU alone");
@@ -89,6 +122,11 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
   if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
+  // All ranks must choose alike, however many heads each has: not by their costs.
+  if (p.options.context_parallel.sharding.ranks() > 1) {
+    if (context > 0) return Path::latent;
+    if (p.options.path == PathPolicy::automatic) return Path::expanded;
+  }
   switch (p.options.path) {
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;
@@ -150,6 +188,8 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   check_options(model, cache, device, options);
   if (options.dummy) planning::validate_lengths(batch);
   else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
+  else if (options.context_parallel.sharding.ranks() > 1)
+    planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
   else validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
@@ -170,6 +210,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
                              " tokens attends to the " + std::to_string(p.topk) +
                              " that are selected for each, in a cache; cache_use is none");
+    if (options.context_parallel.sharding.ranks() > 1 && options.path == PathPolicy::expanded && request.context > 0 &&
+        request.query_len > 0)
+      throw UnsupportedError("plan: request " + std::to_string(r) + " has " + std::to_string(request.context) +
+                             " tokens of context, which several ranks hold: path policy expanded needs them all");
     const bool expanded = request.path == Path::expanded;
     if (expanded && options.absorbed)
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +

@@ -73,8 +73,19 @@ void lay_out_workspace(Plan& plan) {
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);
-  add("partial_out", partial_rows * n * width * f);
-  add("partial_lse", partial_rows * n * f);
+  // Of a split cache: queries of all ranks' heads, what is found for them, and what others found for this one's.
+  const bool shares = plan.shares_context();
+  size_t all_heads = 0, most_heads = n;
+  for (const int64_t heads : o.context_parallel.heads) {
+    all_heads += static_cast<size_t>(heads);
+    if (shares) most_heads = std::max(most_heads, static_cast<size_t>(heads));
+  }
+  const size_t sharing_rows = shares ? latent_rows : 0;
+  add("rank_queries", sharing_rows * all_heads * entry * compute);
+  add("rank_found", sharing_rows * all_heads * (width + 1) * f);
+  add("rank_got", sharing_rows * o.context_parallel.heads.size() * n * (width + 1) * f);
+  add("partial_out", partial_rows * most_heads * width * f);
+  add("partial_lse", partial_rows * most_heads * f);
   // The block form's indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse
   // rows.
   if (m.indexer) {

@@ -23,10 +23,71 @@ void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe) {
                     .y = staged_queries(s).part<Token, Head, In>(m.latent, {rows_of(s), m.heads, m.rope})});
 }
 
-Partials partials(const Steps& s, int64_t rows) {
-  return {s.region<Partial, Head, Value>("partial_out", Dtype::f32, {rows, s.m.heads, s.plan.cache.value_width()}),
-          s.region<Partial, Head>("partial_lse", Dtype::f32, {rows, s.m.heads})};
+Partials partials(const Steps& s, int64_t rows, int64_t heads) {
+  return {s.region<Partial, Head, Value>("partial_out", Dtype::f32, {rows, heads, s.plan.cache.value_width()}),
+          s.region<Partial, Head>("partial_lse", Dtype::f32, {rows, heads})};
 }
+
+namespace {
+
+// Queries over the plan's items, splits merged.
+void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+                  const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
+  const Plan& p = s.plan;
+  const auto [partial_out, partial_lse] = partials(s, p.partial_rows, q.extent<Head>());
+  if (!p.latent_items.empty())
+    s.add("attend_latent", calls,
+          steps::AttendLatent{.q = q,
+                              .q_scale = q_scale,
+                              .items = s.list(ListKind::latent_items, p.latent_items),
+                              .scale = static_cast<float>(s.m.softmax_scale()),
+                              .out = out,
+                              .lse = lse,
+                              .partial_out = partial_out,
+                              .partial_lse = partial_lse});
+  if (!p.splits.empty())
+    s.add("merge_splits", calls,
+          steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
+}
+
+// Each rank's queries over the tokens that this rank holds; merged is what all found for this rank's.
+void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const Operand<Token, Head, Value>& out,
+                   const Operand<Token, Head>& lse) {
+  const Plan& p = s.plan;
+  const std::vector<int64_t>& heads = p.options.context_parallel.heads;
+  const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads);
+  int64_t all = 0;
+  for (const int64_t h : heads) all += h;
+  const auto queries = s.region<Token, Head, Entry>("rank_queries", q.dtype, {rows, all, s.m.entry()});
+  s.add("gather_queries", calls, steps::GatherQueries{q, queries});
+  // A row's outputs of `h` heads, then its lse, from element `first` of a region on.
+  const auto found = [&](std::string_view name, int64_t first, int64_t count, int64_t h) {
+    const int64_t begin = static_cast<int64_t>(p.region(name).offset) + first * int64_t{sizeof(float)};
+    return std::pair{Operand<Token, Head, Value>(Memory::workspace, Dtype::f32, begin, {count, h, width},
+                                                 {h * (width + 1), width, 1}),
+                     Operand<Token, Head>(Memory::workspace, Dtype::f32, begin + h * width * int64_t{sizeof(float)},
+                                          {count, h}, {h * (width + 1), 1})};
+  };
+  int64_t before = 0;
+  for (const int64_t h : heads) {
+    const int64_t begin = before * rows * s.m.entry() * static_cast<int64_t>(size_of(q.dtype));
+    const auto [found_out, found_lse] = found("rank_found", before * rows * (width + 1), rows, h);
+    attend_items(s, calls, {Memory::workspace, q.dtype, queries.offset + begin, {rows, h, s.m.entry()}}, 1.0f,
+                 found_out, found_lse);
+    before += h;
+  }
+  const auto as_partials = [](const auto& view) {
+    const auto& [o, l] = view;
+    return std::pair{Operand<Partial, Head, Value>(o.memory, o.dtype, o.offset, o.extents(), o.strides()),
+                     Operand<Partial, Head>(l.memory, l.dtype, l.offset, l.extents(), l.strides())};
+  };
+  const auto [got_out, got_lse] = as_partials(found("rank_got", 0, ranks * rows, n));
+  s.add("exchange_found", calls, steps::ExchangeFound{as_partials(found("rank_found", 0, rows, all)).first, got_out});
+  s.add("merge_splits", calls,
+        steps::MergeSplits{got_out, got_lse, s.list(ListKind::rank_splits, p.rank_splits), out, lse});
+}
+
+}  // namespace
 
 Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
   const Plan& p = s.plan;
@@ -45,20 +106,11 @@ Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
   const float q_scale = fp8 ? p.options.q_scale : 1.0f;
   const auto out = s.region<Token, Head, Value>("latent_out", s.act, {rows, n, width});
   const auto lse = s.region<Token, Head>("latent_lse", Dtype::f32, {rows, n});
-  const auto [partial_out, partial_lse] = partials(s, p.partial_rows);
-  if (!p.latent_items.empty())
-    s.add("attend_latent", calls,
-          steps::AttendLatent{.q = q,
-                              .q_scale = q_scale,
-                              .items = s.list(ListKind::latent_items, p.latent_items),
-                              .scale = static_cast<float>(s.m.softmax_scale()),
-                              .out = out,
-                              .lse = lse,
-                              .partial_out = partial_out,
-                              .partial_lse = partial_lse});
-  if (!p.splits.empty())
-    s.add("merge_splits", calls,
-          steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
+  if (p.shares_context()) {
+    attend_shared(s, calls, q, out, lse);
+    return out;
+  }
+  attend_items(s, calls, q, q_scale, out, lse);
   if (const int64_t first = p.sparse_begin; first < rows)
     sparse_steps(s, calls, q.rows(first, rows - first), q_scale, out.rows(first, rows - first),
                  lse.rows(first, rows - first));

@@ -125,7 +125,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, f
           steps::Gather{s.list(ListKind::sparse_pieces, g.pieces, i), gathered.part<Key, Latent>(0, {g.rows, m.latent}),
                         gathered.part<Key, Rope>(m.latent, {g.rows, m.rope})});
     }
-    const auto [partial_out, partial_lse] = partials(s, g.work.partial_rows);
+    const auto [partial_out, partial_lse] = partials(s, g.work.partial_rows, s.m.heads);
     const auto group_out = out.rows(g.begin, g.count);
     const auto group_lse = lse.rows(g.begin, g.count);
     s.add("attend_sparse", calls,

@@ -98,7 +98,7 @@ struct Partials {
   Operand<Partial, Head, Value> out;
   Operand<Partial, Head> lse;
 };
-Partials partials(const Steps& s, int64_t rows);
+Partials partials(const Steps& s, int64_t rows, int64_t heads);
 /// Staged queries over the cached rows; their quantisation first, where the plan asks for it. Splits are merged.
 Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls);
 /// Absorbed queries over the cache itself, then W_UV.
