@@ -28,10 +28,12 @@ std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const Prepa
     return plan.model.rope > 0 ? RotaryTable(config, plan.model.rope, 1) : RotaryTable();
   };
   const RotaryTable rotary = table(plan.model.rotary), index_rotary = table(plan.model.index_rotary());
+  const ContextParallel& held = plan.options.context_parallel;
   int64_t pages = 1;
-  for (int64_t r = 0; plan.uses_cache() && r < batch.requests(); ++r)
-    for (int64_t p = 0; p * plan.cache.page_size < batch.seq_lens[r]; ++p)
-      pages = std::max<int64_t>(pages, int64_t{batch.block_table(r, p)} + 1);
+  for (int64_t r = 0; plan.uses_cache() && r < batch.requests(); ++r) {
+    const int64_t listed = held.sharding.pages(held.rank, batch.seq_lens[r], plan.cache.page_size);
+    for (int64_t p = 0; p < listed; ++p) pages = std::max<int64_t>(pages, int64_t{batch.block_table(r, p)} + 1);
+  }
   const size_t page_bytes = plan.cache.page_bytes(), index_bytes = plan.index_cache.page_bytes();
   const AddressSpace cache(static_cast<size_t>(pages) * page_bytes), workspace(plan.workspace_bytes),
       index_cache(plan.model.indexer ? static_cast<size_t>(pages) * index_bytes : 0), selection(plan.selection_bytes),

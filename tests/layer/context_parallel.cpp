@@ -1,6 +1,7 @@
 // A cache split over ranks: steps of every rank against one rank with the whole cache.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -8,6 +9,7 @@
 #include <thread>
 
 #include "cases/compare.hpp"
+#include "layer/kernels.hpp"
 #include "mla/mla.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
@@ -292,6 +294,21 @@ TEST(ContextParallel, TheExchangeIsSteps) {
   const Held none(CacheSharding(2, 4), 0, fresh);
   const Step prompts(none, fresh);
   EXPECT_FALSE(rank.plan_of(prompts, o).shares_context());
+}
+
+// Of a rank's table only its own pages are read: the whole of the last, longest request would not be in it.
+TEST(ContextParallel, KernelsOfARanksStep) {
+  Rank rank(model_of(), {0, 3}, CacheFormat::f32);
+  const Lengths l{{1, 1}, {3, 1300}};
+  const Held held(CacheSharding(2, 4), 1, l);
+  PlanOptions o{.tensor_parallel = 2};
+  o.context_parallel = {.sharding = held.sharding, .rank = 1, .heads = {2, 3}};
+  const Step step(held, l);
+  std::vector<std::string_view> names;
+  for (const layer::KernelUse& u : layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32}))
+    names.push_back(u.op);
+  for (const std::string_view name : {"gather_queries", "attend_latent", "exchange_found"})
+    EXPECT_EQ(std::count(names.begin(), names.end(), name), 1) << name;
 }
 
 TEST(ContextParallel, WhatDoesNotFitIsNamed) {
