@@ -12,12 +12,6 @@ namespace {
 
 constexpr uint64_t kSeed = 1;
 
-std::vector<float> random_rows(int64_t rows, int64_t width, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(rows * width));
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
-
 class LayerCase final : public cases::Case {
  public:
   LayerCase(const LayerModel& model, const LayerStep& step, ThreadPool& pool)
@@ -25,8 +19,8 @@ class LayerCase final : public cases::Case {
         step_(step),
         batch_(std::vector<Lengths>(static_cast<size_t>(step.requests), {step.query_len, step.context}), kPageSize),
         cache_(cache_spec(model.config, step.format, kPageSize), batch_.pages()),
-        context_(random_rows(step.context, model.config.hidden, kSeed)),
-        hidden_(random_rows(step.requests * step.query_len, model.config.hidden, kSeed + 1)),
+        context_(cases::random_values(step.context * model.config.hidden, kSeed)),
+        hidden_(cases::random_values(step.requests * step.query_len * model.config.hidden, kSeed + 1)),
         out_(hidden_.size()) {
     Stream stream(pool);
     fill_context(stream);

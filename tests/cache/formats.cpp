@@ -61,9 +61,7 @@ class Page {
 };
 
 std::vector<float> normal_row(const CacheSpec& spec, uint64_t seed, float stddev = 1) {
-  std::vector<float> row(static_cast<size_t>(spec.entry()));
-  cases::Random(seed).fill_normal(row, stddev);
-  return row;
+  return cases::random_values(spec.entry(), seed, stddev);
 }
 
 TEST(Formats, SizesAndWidths) {

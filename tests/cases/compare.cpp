@@ -100,6 +100,12 @@ void Random::fill_normal(std::span<float> x, float stddev) {
   for (float& e : x) e = stddev * normal();
 }
 
+std::vector<float> random_values(int64_t n, uint64_t seed, float stddev) {
+  std::vector<float> x(static_cast<size_t>(n));
+  Random(seed).fill_normal(x, stddev);
+  return x;
+}
+
 float stored(Dtype dtype, float x) {
   std::byte bytes[4];
   store_float(dtype, bytes, 0, x);

@@ -34,6 +34,9 @@ class Random {
   uint64_t state_;
 };
 
+/// n values of a normal distribution of their own.
+std::vector<float> random_values(int64_t n, uint64_t seed, float stddev = 1.0f);
+
 /// x as dtype holds it, and the unit roundoff of f32 or bf16.
 float stored(Dtype dtype, float x);
 inline double unit_of(Dtype dtype) { return dtype == Dtype::bf16 ? 0x1p-9 : 0x1p-24; }

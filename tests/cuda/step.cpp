@@ -23,8 +23,7 @@ ModelConfig full_dims(int64_t heads) {
 }
 
 std::vector<float> random_rows(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
+  std::vector<float> x = cases::random_values(n, seed);
   for (float& v : x) v = to_float(to_bf16(v));
   return x;
 }

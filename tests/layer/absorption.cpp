@@ -153,8 +153,7 @@ std::vector<ModelConfig> small_models() {
 TEST(Absorption, EveryModelsShapes) {
   for (const ModelConfig& m : small_models()) {
     const LayerTensors tensors = random_layer(m, 1, 4, Dtype::bf16);
-    std::vector<float> hidden(40 * m.hidden);
-    cases::Random(9).fill_normal(hidden);
+    const std::vector<float> hidden = cases::random_values(40 * m.hidden, 9);
     const std::vector<int64_t> rows = first_rows(40);
     const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
     for (const Choice& c : choices()) {
@@ -175,8 +174,7 @@ TEST(Absorption, EveryModelsShapes) {
 TEST(Absorption, Fp8QueriesAndBf16Attention) {
   const ModelConfig m = small_deepseek();
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  std::vector<float> hidden(70 * m.hidden);
-  cases::Random(9).fill_normal(hidden);
+  const std::vector<float> hidden = cases::random_values(70 * m.hidden, 9);
   const std::vector<int64_t> rows = first_rows(70);
   const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
   const PrepareOptions options{.dtype = Dtype::bf16, .absorption = Absorption::full};
@@ -198,9 +196,7 @@ TEST(Absorption, Fp8QueriesAndBf16Attention) {
 TEST(Absorption, BitsIgnoreThreadsAndNeighbours) {
   const ModelConfig m = with_block(small_deepseek(), 128);
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  std::vector<float> mine(60 * m.hidden), other(90 * m.hidden);
-  cases::Random(1).fill_normal(mine);
-  cases::Random(2).fill_normal(other);
+  const auto mine = cases::random_values(60 * m.hidden, 1), other = cases::random_values(90 * m.hidden, 2);
   for (const Choice& c : choices()) {
     const LayerWeights weights = prepare(m, tensors, c.options, kDevice);
     PlanOptions plan = latent_plan(c.options);
@@ -211,8 +207,7 @@ TEST(Absorption, BitsIgnoreThreadsAndNeighbours) {
 
 TEST(Absorption, AllocatesNothingAfterThePlan) {
   const ModelConfig m = small_deepseek();
-  std::vector<float> hidden(100 * m.hidden);
-  cases::Random(1).fill_normal(hidden);
+  const std::vector<float> hidden = cases::random_values(100 * m.hidden, 1);
   for (const Choice& c : choices()) {
     const LayerWeights weights = prepare(with_block(m, c.block), random_layer(m, 0, 1, Dtype::f32), c.options, kDevice);
     Engine engine(weights, cache_spec(m, CacheFormat::bf16), {.plan = latent_plan(c.options)});

@@ -10,6 +10,7 @@
 
 #include "cases/compare.hpp"
 #include "layer/kernels.hpp"
+#include "layer/shares.hpp"
 #include "mla/mla.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
@@ -26,12 +27,6 @@ ModelConfig model_of() {
   ModelConfig m = small_deepseek();
   m.heads = 5;
   return m;
-}
-
-std::vector<float> random_values(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
-  return x;
 }
 
 // One rank's requests: pages of the tokens that it holds, scattered.
@@ -100,7 +95,7 @@ struct Rank {
     const Plan p = plan_of(s, o);
     Buffer workspace(p.workspace_bytes);
     std::memset(workspace.data(), 0xff, workspace.size());
-    const auto hidden = random_values(p.tokens * model.hidden, seed);
+    const auto hidden = cases::random_values(p.tokens * model.hidden, seed);
     std::vector<float> out(hidden.size(), -7.0f);
     forward(stream,
             {.plan = p,
@@ -149,12 +144,6 @@ std::vector<float> by_one(const ModelConfig& m, const Lengths& l, CacheFormat fo
   PlanOptions latent = o;
   latent.path = PathPolicy::latent;
   return rank.run(Step(held, l), latent, nullptr, 4);
-}
-
-std::vector<HeadRange> shares(int64_t heads, int ranks) {
-  std::vector<HeadRange> all;
-  for (int r = 0; r < ranks; ++r) all.push_back(head_share(heads, r, ranks));
-  return all;
 }
 
 void expect_same(const std::vector<std::vector<float>>& found, const std::vector<float>& right, float allowed,
@@ -222,8 +211,8 @@ TEST(ContextParallel, TheAttentionForm) {
   const ModelConfig m = model_of();
   const Lengths& l = ragged();
   const int64_t t = std::accumulate(l.queries.begin(), l.queries.end(), int64_t{0}), qk = m.query_key();
-  const auto q = random_values(t * m.heads * qk, 5), kv_c = random_values(t * m.latent, 6),
-             k_pe = random_values(t * m.rope, 7);
+  const auto q = cases::random_values(t * m.heads * qk, 5), kv_c = cases::random_values(t * m.latent, 6),
+             k_pe = cases::random_values(t * m.rope, 7);
   // Contexts come from block steps.
   const auto attended = [&](Rank& rank, const Held& held, HeadRange heads, PlanOptions o, Communicator* ranks) {
     rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), o, ranks, 3);

@@ -15,12 +15,6 @@ namespace {
 
 constexpr double kFloor = 2e-6;  // another order of f32 sums (docs/numerics.md)
 
-std::vector<float> normal(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
-
 std::vector<int64_t> first_rows(int64_t n) {
   std::vector<int64_t> rows(static_cast<size_t>(n));
   std::iota(rows.begin(), rows.end(), 0);
@@ -59,7 +53,7 @@ std::string name(const ModelConfig& m, const Choice& c, Path path) {
 TEST(Fp8Products, EveryChoiceOnBothPaths) {
   for (const ModelConfig& m : models()) {
     const LayerTensors tensors = random_layer(m, 1, 4, Dtype::bf16);
-    const std::vector<float> hidden = normal(40 * m.hidden, 9);
+    const std::vector<float> hidden = cases::random_values(40 * m.hidden, 9);
     const std::vector<int64_t> rows = first_rows(40);
     const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
     for (const Choice& c : choices()) {
@@ -111,7 +105,7 @@ struct Stored {
 TEST(Fp8Products, AStoredTensorsCodesAndScalesAreKept) {
   for (const ModelConfig& m : models()) {
     const Stored stored(m);
-    const std::vector<float> hidden = normal(40 * m.hidden, 5);
+    const std::vector<float> hidden = cases::random_values(40 * m.hidden, 5);
     const std::vector<int64_t> rows = first_rows(40);
     const auto exact = reference::output_rows(m, reference::plain_weights(stored.tensors, Dtype::f32), hidden, rows);
     const LayerWeights weights = prepare(m, stored.tensors, {.products = WeightFormat::fp8}, kDevice);
@@ -127,7 +121,8 @@ TEST(Fp8Products, AStoredTensorsCodesAndScalesAreKept) {
 TEST(Fp8Products, BitsIgnoreThreadsAndNeighbours) {
   const ModelConfig m = small_deepseek();
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  const std::vector<float> mine = normal(60 * m.hidden, 1), other = normal(90 * m.hidden, 2);
+  const std::vector<float> mine = cases::random_values(60 * m.hidden, 1),
+                           other = cases::random_values(90 * m.hidden, 2);
   for (const Choice& c : choices())
     for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded}) {
       const LayerWeights weights = prepare(m, tensors, c.options, kDevice);
@@ -145,7 +140,7 @@ TEST(Fp8Products, BitsIgnoreThreadsAndNeighbours) {
 TEST(Fp8Products, AllocateNothingAfterThePlan) {
   const ModelConfig m = small_deepseek();
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  const std::vector<float> hidden = normal(50 * m.hidden, 3);
+  const std::vector<float> hidden = cases::random_values(50 * m.hidden, 3);
   const LayerWeights weights = prepare(m, tensors, {.dtype = Dtype::bf16, .products = WeightFormat::fp8}, kDevice);
   Engine engine(weights, cache_spec(m, CacheFormat::bf16), {.plan = {.activations = Activations::fp8_128}});
   if (!kOnGpu) engine.counter = allocation_count;  // the first products of a shape choose their algorithm there
@@ -156,7 +151,7 @@ TEST(Fp8Products, AllocateNothingAfterThePlan) {
 TEST(Fp8Products, WhatCannotBeIsRefused) {
   const ModelConfig m = small_deepseek();
   const LayerTensors tensors = random_layer(m, 0, 1, Dtype::f32);
-  const std::vector<float> hidden = normal(4 * m.hidden, 3);
+  const std::vector<float> hidden = cases::random_values(4 * m.hidden, 3);
   const LayerWeights plain = prepare(m, tensors, PrepareOptions{}, kDevice);
   EXPECT_FALSE(plain.any_fp8());
   EXPECT_EQ(message_of([&] {

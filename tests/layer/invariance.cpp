@@ -9,9 +9,7 @@ namespace mla::test {
 namespace {
 
 std::vector<float> random_hidden(const ModelConfig& m, int64_t tokens, uint64_t seed) {
-  std::vector<float> x(tokens * m.hidden);
-  cases::Random(seed).fill_normal(x);
-  return x;
+  return cases::random_values(tokens * m.hidden, seed);
 }
 
 struct Mode {

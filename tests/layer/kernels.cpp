@@ -56,8 +56,7 @@ std::vector<StepCase> step_cases() {
 TEST(Kernels, ASurveyNotesTheCallsThatAStepMakes) {
   for (const StepCase& c : step_cases()) {
     const LayerWeights weights = prepare(c.model, random_layer(c.model, 0, 1, Dtype::f32), c.weights, kDevice);
-    std::vector<float> hidden(200 * c.model.hidden);
-    cases::Random(3).fill_normal(hidden);
+    const std::vector<float> hidden = cases::random_values(200 * c.model.hidden, 3);
     Engine engine(weights, cache_spec(c.model, c.format), {.plan = c.plan});
     const int64_t first = engine.add(hidden), second = engine.add(hidden);
     engine.run_alone(first, 130, 130);

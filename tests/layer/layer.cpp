@@ -12,15 +12,9 @@
 namespace mla::test {
 namespace {
 
-std::vector<float> random_rows(int64_t n, uint64_t seed) {
-  std::vector<float> x(n);
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
-
 TEST(Layer, AllocatesNothingAfterThePlan) {
   const ModelConfig m = small_deepseek();
-  const auto hidden = random_rows(200 * m.hidden, 1);
+  const auto hidden = cases::random_values(200 * m.hidden, 1);
   for (Dtype t : {Dtype::f32, Dtype::bf16}) {
     const LayerWeights weights = prepare(m, random_layer(m, 0, 1, Dtype::f32), t, kDevice);
     for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded, PathPolicy::automatic}) {
@@ -36,7 +30,7 @@ TEST(Layer, OddDimensionsWithoutRopeAgreeWithFloat64) {
   const ModelConfig m = odd_nope();
   const LayerTensors tensors = random_layer(m, 0, 3, Dtype::f32);
   const LayerWeights weights = prepare(m, tensors, Dtype::f32, kDevice);
-  const auto hidden = random_rows(70 * m.hidden, 2);
+  const auto hidden = cases::random_values(70 * m.hidden, 2);
   std::vector<int64_t> rows(70);
   std::iota(rows.begin(), rows.end(), 0);
   const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
@@ -59,7 +53,7 @@ struct Step {
   PlanOptions options;
   Plan plan = mla::plan(model, cache.spec(), 2, batch, device_info(stream, model), options);
   Buffer workspace{plan.workspace_bytes, kDevice};
-  std::vector<float> hidden = random_rows(4 * model.hidden, 8), out = std::vector<float>(4 * model.hidden);
+  std::vector<float> hidden = cases::random_values(4 * model.hidden, 8), out = std::vector<float>(4 * model.hidden);
 
   LayerContext context() { return {plan, batch, weights, rotary, cache.view(), {workspace.data(), workspace.size()}}; }
   View<const float, Token, Hidden> hidden_view() const { return {hidden.data(), {4, model.hidden}}; }

@@ -8,18 +8,11 @@
 
 #include "layer/kernels.hpp"
 #include "layer/random_layer.hpp"
+#include "layer/shares.hpp"
 #include "support/message.hpp"
 
 namespace mla::test {
 namespace {
-
-using Division = std::vector<HeadRange>;
-
-Division shares(int64_t heads, int ranks) {
-  Division d;
-  for (int r = 0; r < ranks; ++r) d.push_back(head_share(heads, r, ranks));
-  return d;
-}
 
 ModelConfig model_of(bool sparse) {
   ModelConfig m = sparse ? small_sparse() : small_deepseek();
@@ -54,7 +47,7 @@ std::vector<T> run(Layer& l, const Batch& batch, PlanOptions o, Communicator* ra
 
 // What each rank's call gives.
 template <class T>
-std::vector<std::vector<T>> run_ranks(const Kind& k, const ModelConfig& model, const Division& division,
+std::vector<std::vector<T>> run_ranks(const Kind& k, const ModelConfig& model, const std::vector<HeadRange>& division,
                                       const Batch& batch, T sentinel) {
   const LayerTensors whole = random_layer(model, 0, 1, Dtype::f32);
   std::vector<Communicator> ranks = thread_communicators(static_cast<int>(division.size()));
@@ -81,8 +74,8 @@ TEST(TensorParallel, RanksGiveTheLayersRows) {
     float largest = 0;
     for (float x : right) largest = std::max(largest, std::abs(x));
     const int64_t n = model.heads;
-    for (const Division& division :
-         {shares(n, 1), shares(n, 2), shares(n, 3), shares(n, 4), Division{{1, n - 1}, {0, 1}}}) {
+    for (const std::vector<HeadRange>& division :
+         {shares(n, 1), shares(n, 2), shares(n, 3), shares(n, 4), std::vector<HeadRange>{{1, n - 1}, {0, 1}}}) {
       const auto out = run_ranks<float>(k, model, division, batch, -7.0f);
       const std::string what = std::string(k.name) + ", " + std::to_string(division.size()) + " ranks";
       for (size_t i = 0; i < right.size(); ++i) {

@@ -29,12 +29,6 @@ ModelConfig model_of(int64_t heads, int64_t value) {
   return m;
 }
 
-std::vector<float> random_values(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
-
 std::vector<std::byte> as_dtype(const std::vector<float>& x, Dtype dtype) {
   std::vector<std::byte> bytes(x.size() * size_of(dtype));
   for (size_t i = 0; i < x.size(); ++i) store_float(dtype, bytes.data(), static_cast<int64_t>(i), x[i]);
@@ -56,7 +50,7 @@ class Step {
         stream_(stream_on_device(pool_)),
         // Hopper's kernels read none of f32.
         cache_(cache_spec(m, m.latent == 512 ? CacheFormat::bf16 : CacheFormat::f32, 16), 64, kDevice) {
-    const std::vector<float> rows = random_values(64 * 16 * m.entry(), 3);
+    const std::vector<float> rows = cases::random_values(64 * 16 * m.entry(), 3);
     const Dtype stored = cache_.spec().format == CacheFormat::bf16 ? Dtype::bf16 : Dtype::f32;
     const std::vector<std::byte> bytes = as_dtype(rows, stored);
     copy(stream_, cache_.view().data, bytes.data(), bytes.size());
@@ -69,7 +63,7 @@ class Step {
       for (int64_t i = 0; i < r.query; ++i)
         slots_.push_back(static_cast<int32_t>(id * kPagesEach * 16 + r.context + i));
       auto append = [&](std::vector<float>& to, int64_t width, uint64_t seed) {
-        const auto x = random_values(r.query * width, seed + static_cast<uint64_t>(id) * 10);
+        const auto x = cases::random_values(r.query * width, seed + static_cast<uint64_t>(id) * 10);
         to.insert(to.end(), x.begin(), x.end());
       };
       append(q_, m.heads * m.query_key(), 4);

@@ -35,11 +35,7 @@ struct Requests {
   }
 };
 
-inline std::vector<float> random_values(int64_t n, uint64_t seed) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x);
-  return x;
-}
+using cases::random_values;
 
 // A layer over pages of random rows.
 struct Layer {

@@ -18,11 +18,7 @@ namespace {
 
 using test::QuantisedMemory;
 
-std::vector<float> random_values(int64_t n, uint64_t seed, float stddev = 1.0f) {
-  std::vector<float> x(static_cast<size_t>(n));
-  cases::Random(seed).fill_normal(x, stddev);
-  return x;
-}
+using cases::random_values;
 
 OutputSpec with_scales(OutputSpec spec) {
   spec.scale = 0.0123f;
