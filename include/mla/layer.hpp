@@ -94,9 +94,10 @@ struct LayerContext {
   /// later in the step, read it. BatchError when they find none there, or that of another step. On a GPU that is known
   /// of the stream's calls, not read: choices made while a stream was captured are taken for the step's.
   std::span<std::byte> selection = {};
-  // Of forward() with a plan whose options say tensor_parallel; not looked at otherwise.
+  // Of forward() with a plan whose options say tensor_parallel, of attend() where they say context_parallel, too; not
+  // looked at otherwise.
   Communicator* ranks = nullptr;  ///< of as many ranks; all of them make the same calls in the same order
-  std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< that a sum waits for the others: then RankError
+  std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< that a call waits for the others: then RankError
 };
 
 /// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or

@@ -98,8 +98,8 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 ///
 /// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
 /// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
-/// UnsupportedError for PathPolicy::expanded with context,
-/// requests that select their keys, fp8 queries, full absorption, another CacheUse than append, and a GPU.
+/// UnsupportedError for PathPolicy::expanded with context, requests that select their keys, fp8 queries, full
+/// absorption, another CacheUse than append, and a GPU.
 struct ContextParallel {
   CacheSharding sharding;      ///< one rank: the cache is whole
   int rank = 0;                ///< this plan's

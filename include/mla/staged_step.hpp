@@ -27,8 +27,7 @@ class StagedStep {
   /// step must be no larger in any array, take the same paths, and give its rows in order where the first one did.
   /// ShapeError naming the array otherwise; the device's arrays are then as they were. Missing requests become empty
   /// ones, missing tokens have no slot; what calls write for them lies in rows past the step's tokens, and is
-  /// unspecified. Plan and batch may go once this
-  /// returns.
+  /// unspecified. Plan and batch may go once this returns.
   void restage(const Plan& plan, const Batch& batch);
 
  private:

@@ -47,6 +47,15 @@ std::function<Profile::Work()> work_on_gpu(Stream& stream, const Args& args) {
   }
 }
 
+/// Runs work that has been done once `run` returns.
+template <class Run>
+void timed(Profile* profile, std::string_view name, const ops::Cost& cost, Run&& run) {
+  const auto start = std::chrono::steady_clock::now();
+  run();
+  const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
+  if (profile) profile->add(name, seconds.count(), cost.bytes, cost.flops);
+}
+
 template <class Args>
 void call(Stream& stream, Profile* profile, std::string_view name, const Args& args) {
 #ifdef MLA_NVTX
@@ -61,11 +70,7 @@ void call(Stream& stream, Profile* profile, std::string_view name, const Args& a
     profile->add(name, std::move(watch), work_on_gpu(stream, args));
     return;
   }
-  const ops::Cost cost = ops::cost(args);
-  const auto start = std::chrono::steady_clock::now();
-  ops::run(stream, args);
-  const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-  profile->add(name, seconds, cost.bytes, cost.flops);
+  timed(profile, name, ops::cost(args), [&] { ops::run(stream, args); });
 }
 
 }  // namespace mla::layer

@@ -116,10 +116,7 @@ class Walk {
   template <class Call>
   void collective(std::string_view name, const ops::Cost& cost, Call&& call) {
     if (survey_) return survey_->note_collective(name, plan_.options.tensor_parallel, cost);
-    const auto start = std::chrono::steady_clock::now();
-    call(Collective{name, c_.deadline});
-    const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    if (c_.profile) c_.profile->add(name, seconds, cost.bytes, cost.flops);
+    timed(c_.profile, name, cost, [&] { call(Collective{name, c_.deadline}); });
   }
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);

@@ -75,12 +75,13 @@ void lay_out_workspace(Plan& plan) {
   add("latent_lse", latent_rows * n * f);
   // Of a split cache: queries of all ranks' heads, what is found for them, and what others found for this one's.
   const bool shares = plan.shares_context();
-  size_t all_heads = 0, most_heads = n;
-  for (const int64_t heads : o.context_parallel.heads) {
-    all_heads += static_cast<size_t>(heads);
-    if (shares) most_heads = std::max(most_heads, static_cast<size_t>(heads));
-  }
   const size_t sharing_rows = shares ? latent_rows : 0;
+  size_t all_heads = 0, most_heads = n;
+  if (shares)
+    for (const int64_t heads : o.context_parallel.heads) {
+      all_heads += static_cast<size_t>(heads);
+      most_heads = std::max(most_heads, static_cast<size_t>(heads));
+    }
   add("rank_queries", sharing_rows * all_heads * entry * compute);
   add("rank_found", sharing_rows * all_heads * (width + 1) * f);
   add("rank_got", sharing_rows * o.context_parallel.heads.size() * n * (width + 1) * f);
