@@ -113,7 +113,6 @@ namespace mla::capi {
 
 mla::ModelConfig read_fields(const mla_model_fields& f);
 mla::ReadOptions read_read_options(const mla_read_options* options);
-PrepareOptions read_prepare_options(const mla_prepare_options* options);
 CacheSpec read_cache_spec(const char* name, const mla_cache_spec* spec);
 IndexCacheSpec read_index_cache_spec(const char* name, const mla_index_cache_spec* spec);
 OutputSpec read_output_spec(const char* name, const mla_output_spec* spec);

@@ -12,8 +12,9 @@ class CallersTransport final : public Transport {
  public:
   explicit CallersTransport(const mla_transport& t) : t_(t) {}
   ~CallersTransport() override {
-    if (t_.release) t_.release(t_.user);
+    if (owns_user_ && t_.release) t_.release(t_.user);
   }
+  void own_user() { owns_user_ = true; }
 
   void exchange(const Exchange& e) override {
     const size_t n = e.send.size();
@@ -47,6 +48,7 @@ class CallersTransport final : public Transport {
 
  private:
   mla_transport t_;
+  bool owns_user_ = false;  // not before the caller has its communicator
 };
 
 void adopt_communicator(Communicator made, mla_communicator** communicator) {
@@ -99,7 +101,10 @@ mla_status mla_communicator_create(int32_t rank, int32_t ranks, const mla_transp
     if (!t.abort) throw HandleError("transport abort is NULL");
     if (rank < 0 || ranks < 1 || rank >= ranks)
       throw InputError("rank is " + std::to_string(rank) + " of " + std::to_string(ranks) + ", no such rank");
-    adopt_communicator(Communicator(rank, ranks, std::make_unique<CallersTransport>(t)), communicator);
+    auto own = std::make_unique<CallersTransport>(t);
+    CallersTransport& kept = *own;
+    adopt_communicator(Communicator(rank, ranks, std::move(own)), communicator);
+    kept.own_user();
   });
 }
 

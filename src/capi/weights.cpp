@@ -73,10 +73,20 @@ LayerTensors read_tensors(const mla_layer_tensors& t, const ModelConfig& m) {
   return l;
 }
 
+mla_prepare_options read_options(const mla_prepare_options* options) {
+  const mla_prepare_options defaults = mla_prepare_options_default();
+  return options ? read_struct("options", options, defaults) : defaults;
+}
+
+PrepareOptions prepare_options(const mla_prepare_options& o) {
+  return {.dtype = read_enum("options dtype", o.dtype, Dtype::fp8_e4m3),
+          .absorption = read_enum("options absorption", o.absorption, Absorption::full_fp8),
+          .up = read_enum("options up", o.up, WeightFormat::mxfp4),
+          .products = read_enum("options products", o.products, WeightFormat::mxfp4)};
+}
+
 // Count 0: all of them.
-HeadRange read_heads(const mla_prepare_options* options) {
-  mla_prepare_options o = mla_prepare_options_default();
-  if (options) o = read_struct("options", options, o);
+HeadRange heads_of(const mla_prepare_options& o) {
   if (o.head_count == 0 && o.head_begin != 0)
     throw InputError("options head_begin is " + std::to_string(o.head_begin) + ", head_count is 0: no heads");
   return {o.head_begin, o.head_count};
@@ -87,10 +97,11 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
                           DLDevice device, Tensors&& tensors) noexcept {
   return guarded(function, [&] {
     expect_handle("weights", weights);
-    const PrepareOptions o = read_prepare_options(options);
+    const mla_prepare_options fields = read_options(options);
+    const PrepareOptions o = prepare_options(fields);
     auto made = std::make_shared<mla_weights>();
     made->device = read_device(device);
-    const HeadRange heads = read_heads(options);
+    const HeadRange heads = heads_of(fields);
     tensors([&](const ModelConfig& m, const LayerTensors& t) {
       made->weights = heads.count == 0 ? prepare(m, t, o, made->device)
                                        : prepare(part_of(m, heads), part_of(m, t, heads), o, made->device);
@@ -100,15 +111,6 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
 }
 
 }  // namespace
-
-PrepareOptions mla::capi::read_prepare_options(const mla_prepare_options* options) {
-  mla_prepare_options o = mla_prepare_options_default();
-  if (options) o = read_struct("options", options, o);
-  return {.dtype = read_enum("options dtype", o.dtype, Dtype::fp8_e4m3),
-          .absorption = read_enum("options absorption", o.absorption, Absorption::full_fp8),
-          .up = read_enum("options up", o.up, WeightFormat::mxfp4),
-          .products = read_enum("options products", o.products, WeightFormat::mxfp4)};
-}
 
 mla_status mla_checkpoint_open(const char* folder, mla_checkpoint** checkpoint) {
   return guarded("mla_checkpoint_open", [&] {

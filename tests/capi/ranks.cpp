@@ -188,6 +188,7 @@ TEST(CRanks, FaultsAreNamed) {
   End end{&post, 0};
   t = transport_of(end);
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_communicator_create(2, 2, &t, &one), "rank is 2 of 2");
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_communicator_create(0, 65537, &t, &one), "ranks is 65537");
   EXPECT_EQ(post.released, 0);
   int64_t begin = 0, count = 0;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_head_share(4, 0, 5, &begin, &count), "ranks is 5");
