@@ -1,5 +1,6 @@
-// attend_latent over caches of e4m3 for tiles of 64 rows, operands swapped and converted in registers as in the narrow
-// kernel. Two math warpgroups sum 256 latents each and make the scores and probabilities of every second block.
+// attend_latent over caches of e4m3 with one scale for tiles of 64 rows (rows that carry scales are converted,
+// wide.cuh), operands swapped and converted in registers as in the narrow kernel. Two math warpgroups sum 256 latents
+// each and make the scores and probabilities of every second block.
 #pragma once
 
 #include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
@@ -7,36 +8,32 @@
 namespace mla::cuda::latent {
 
 /// Units go through a ring of their own places, so that a block's first units may come before a whole block fits.
-template <class Rows>
 struct Fp8WideShared {
-  static constexpr int rows = 64, buffers = Rows::scaled ? 1 : 2;  // of P
-  static constexpr int fixed = 9 * rows * 128 + buffers * Rows::groups * rows * 128 + 7168;
-  static constexpr int places = (232448 - fixed) / Rows::unit_bytes;
+  static constexpr int rows = 64;
+  static constexpr int fixed = (9 + 2) * rows * 128 + 6144;
+  static constexpr int places = (232448 - fixed) / Fp8Rows::unit_bytes;
   alignas(1024) char q[9][rows * 128];
-  union {
-    alignas(1024) char p[buffers][Rows::groups][rows * 128];  // rows x 64 positions, swizzled
-    ScaledPeaks<rows> peaks;                                  // before P is written
-  };
-  alignas(128) char ring[places][Rows::unit_bytes];
+  alignas(1024) char p[2][rows * 128];  // of even blocks and of odd ones: rows x 64 positions, swizzled
+  alignas(128) char ring[places][Fp8Rows::unit_bytes];
   float2 factor_shift[rows];  // of scores, to log2 units; what these are taken relative to
   int limit[rows];            // a row sees positions below
   float peak[4][rows], sum[2][4][rows];
-  float room[Rows::groups][rows];  // powers of two that bring probabilities times scales into f16's range
-  // Of sums and of outputs before a block, by parity of the block, and whether any is not 1; of outputs in the end.
-  float growth[2][rows], rescale[2][Rows::groups][rows], last[Rows::groups][rows];
+  // Of sums and outputs before a block, by parity of the block, and whether any is not 1; of outputs in the end.
+  float growth[2][rows], last[rows];
   int changed[2];
   int beyond[2][2];  // by warpgroup: of barrier_any
   alignas(16) Item item[2];
   Splits splits;
   Split split;
-  alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2], p_empty;
+  alignas(8) uint64_t full[places], empty[places], q_full, q_empty, p_full[2];
 };
 
-template <class Rows, bool invariant>
+template <bool invariant>
 __global__ void __launch_bounds__(threads, 1)
     fp8_wide_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  using Shared = Fp8WideShared<Rows>;
-  constexpr int n = Shared::rows, places = Shared::places, groups = Rows::groups;
+  using Rows = Fp8Rows;
+  using Shared = Fp8WideShared;
+  constexpr int n = Shared::rows, places = Shared::places;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -54,7 +51,6 @@ __global__ void __launch_bounds__(threads, 1)
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 8);
     for (int i = 0; i < 2; ++i) mbarrier_init(smem_address(&s.p_full[i]), 128), s.beyond[i][0] = s.beyond[i][1] = 0;
-    mbarrier_init(smem_address(&s.p_empty), 8);
     mbarrier_init_fence();
     s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
@@ -128,8 +124,6 @@ __global__ void __launch_bounds__(threads, 1)
         s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, it.positions);
       }
     }
-    if constexpr (Rows::scaled)
-      for (int at = threadIdx.x; at < groups * n; at += math_threads) (&s.room[0][0])[at] = 0x1p126f;
     fence_async_proxy();
     barrier_sync(math_barrier, math_threads);
 #pragma unroll
@@ -165,79 +159,21 @@ __global__ void __launch_bounds__(threads, 1)
       const auto queries = [&](int box, int at) {
         return operand_advance(operand_128b(smem_address(s.q[box])), at * 32);
       };
-      if constexpr (!Rows::scaled) {
-        load(0);
-        convert(0, a[0]);
+      load(0);
+      convert(0, a[0]);
 #pragma unroll
-        for (int i = 0; i < 18; ++i) {
-          wgmma_fence();
+      for (int i = 0; i < 18; ++i) {
+        wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
-            Wgmma<n, __half>::rs(d, a[i % 2] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
-          wgmma_commit();
-          wgmma_wait<1>();
-          if (i > 0) wgmma_pin(a[(i + 1) % 2]);
-          if (i < 17) convert(i + 1, a[(i + 1) % 2]);
-          if (i % 2 == 0 && i < 16) load((i / 2 + 1) * 64);
-        }
-        wgmma_wait<0>();
-        wgmma_pin(d);
-      } else {
-        // Products of a group are brought to the scale of the next, so that one sum serves all: what remains after each
-        // group. A scale far below the row's others is taken as 2^-40 of the largest: its products are lost beside
-        // theirs.
-        float f[2][4];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const float4 four =
-              *reinterpret_cast<const float4*>(from + (r ? second_at : first_at) - c * 16 + Rows::scales_at);
-          float v[4] = {four.x, four.y, four.z, four.w};
-          const float top = fmaxf(fmaxf(fabsf(v[0]), fabsf(v[1])), fmaxf(fabsf(v[2]), fabsf(v[3])));
-#pragma unroll
-          for (int q = 0; q < 4; ++q) v[q] = top == 0 ? 1.0f : copysignf(fmaxf(fabsf(v[q]), top * 0x1p-40f), v[q]);
-#pragma unroll
-          for (int q = 0; q < 3; ++q) f[r][q] = __fdividef(v[q], v[q + 1]);
-          // The other formulas lose a NaN.
-          f[r][3] = (top == 0 ? 0.0f : v[3]) + fmaf(0, four.x, fmaf(0, four.y, fmaf(0, four.z, 0 * four.w)));
-        }
-        const auto scale_sums = [&](int group) {
-          wgmma_wait<0>();
-          wgmma_pin(d);
-#pragma unroll
-          for (int k = 0; k < n / 2; ++k) d[k] *= f[k % 4 / 2][group];
-        };
-        load(0);
-        convert(0, a[0]);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          if (i % 4 == 0 && i > 0) scale_sums(i / 4 - 1);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            Wgmma<n, __half>::rs(d, a[i % 2] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
-          wgmma_commit();
-          wgmma_wait<1>();
-          if (i > 0) wgmma_pin(a[(i + 1) % 2]);
-          if (i < 15) convert(i + 1, a[(i + 1) % 2]);
-          if (i % 2 == 0 && i < 14) load((i / 2 + 1) * 64);
-        }
-        scale_sums(3);
-        wgmma_pin(a[0]), wgmma_pin(a[1]);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {  // the rope
-          load(Rows::rope_at + i * 64);
-          const uint32_t words[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-          for (int k = 0; k < 8; ++k) a[i][k] = words[k % 2][k / 4 * 2 + k % 4 / 2];
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 2; ++k) Wgmma<n, __nv_bfloat16>::rs(d, a[i] + 4 * k, queries(8, i * 2 + k), 1);
-          wgmma_commit();
-        }
-        wgmma_wait<0>();
-        wgmma_pin(d);
-        wgmma_pin(a[0]), wgmma_pin(a[1]);
+        for (int k = 0; k < 2; ++k) Wgmma<n, __half>::rs(d, a[i % 2] + 4 * k, queries(i / 2, i % 2 * 2 + k), i + k > 0);
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (i > 0) wgmma_pin(a[(i + 1) % 2]);
+        if (i < 17) convert(i + 1, a[(i + 1) % 2]);
+        if (i % 2 == 0 && i < 16) load((i / 2 + 1) * 64);
       }
+      wgmma_wait<0>();
+      wgmma_pin(d);
     };
     const auto softmax = [&](int j) {  // d to P
       const int block = blocks_before + j;
@@ -257,12 +193,6 @@ __global__ void __launch_bounds__(threads, 1)
         v[k] = exp2_approx(d[k] - fs.y), v[k + 2] = exp2_approx(d[k + 2] - fs.y);
         top = fmaxf(top, fmaxf(v[k], v[k + 2]));
       }
-      float4 scale[2] = {};  // of the thread's positions
-      if constexpr (Rows::scaled) {
-        const char* from = s.ring[place_of(block, unit)] + Rows::scales_at - c * 16;
-        scale[0] = *reinterpret_cast<const float4*>(from + first_at);
-        scale[1] = *reinterpret_cast<const float4*>(from + second_at);
-      }
       if (masked) {
         const int hidden = s.limit[0], at = (it.block + j) * block_tokens + p0;
         if (hidden < it.positions) {
@@ -270,39 +200,17 @@ __global__ void __launch_bounds__(threads, 1)
           if (at + swapped >= hidden) zero_nan_codes(from + first_at);
           if (at + 1 - swapped >= hidden) zero_nan_codes(from + second_at);
         }
-        if constexpr (Rows::scaled)
-#pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (at + i >= hidden)
-              scale[i] = make_float4(number_of(scale[i].x), number_of(scale[i].y), number_of(scale[i].z),
-                                     number_of(scale[i].w));
       }
       const auto store = [&] {  // to shared memory
 #pragma unroll
         for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
-          char* const to = s.p[j % Shared::buffers][0] + k / 4 * 1024 + p_at[k % 2];
-          if constexpr (!Rows::scaled) {
-            *reinterpret_cast<uint32_t*>(to) =
-                swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
-          } else {
-            const int row = k / 4 * 8 + 2 * c + k % 2;
-            const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
-                        s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
-#pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              const float w0 = v[k] * s0[q] * s.room[q][row], w1 = v[k + 2] * s1[q] * s.room[q][row];
-              *reinterpret_cast<uint32_t*>(to + q * n * 128) = Pack<__half>::two(w0, w1);
-              top = fmaxf(top, fmaxf(fabsf(w0), fabsf(w1)));
-            }
-          }
+          *reinterpret_cast<uint32_t*>(s.p[j % 2] + k / 4 * 1024 + p_at[k % 2]) =
+              swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
         }
         fence_async_proxy();
       };
       constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
-      // The other warpgroup has used P of the block before last, or it could not have made that of the last.
-      // Of two buffers ours is free: the other warpgroup had used it before it made the last block's P.
-      if (Shared::buffers == 1) mbarrier_wait(smem_address(&s.p_empty), block & 1 ^ 1);
-      store();
+      store();  // P of the block before last is free: the other warpgroup used it before it made that of the last
       const bool changed = barrier_any(own + h, 128, top > most, s.beyond[h], block + 1);
       if (changed) {
         ++changes;
@@ -321,7 +229,6 @@ __global__ void __launch_bounds__(threads, 1)
           const float growth = exp2_approx(old - shift);
           s.factor_shift[thread].y = shift;
           s.growth[j & 1][thread] = growth;
-          if constexpr (!Rows::scaled) s.rescale[j & 1][0][thread] = growth;
         }
         barrier_sync(own + h, 128);
 #pragma unroll
@@ -331,14 +238,6 @@ __global__ void __launch_bounds__(threads, 1)
         }
 #pragma unroll
         for (int k = 0; k < 2; ++k) sum[k] *= s.growth[j & 1][8 * g + 2 * c + k];
-        if constexpr (Rows::scaled) {  // the same for each group's probabilities times scales, in powers of two
-          scaled_peaks<n>(s.peaks, v, scale, p0, own + h, [&](int row, int q, float peak) {
-            const float old = s.room[q][row], growth = s.growth[j & 1][row], room = new_room(old, growth, peak, most);
-            s.room[q][row] = room;
-            s.rescale[j & 1][q][row] = growth * room / old;
-          });
-          barrier_sync(own + h, 128);
-        }
         store();
         barrier_sync(own + h, 128);
       }
@@ -391,7 +290,7 @@ __global__ void __launch_bounds__(threads, 1)
           const int row = k / 4 * 8 + 2 * c + k % 2;
 #pragma unroll
           for (int i = 0; i < tiles; ++i) {
-            const float factor = s.rescale[j & 1][Rows::scaled ? h * 2 + i / 2 : 0][row];
+            const float factor = s.growth[j & 1][row];
             o[i][k] *= factor, o[i][k + 2] *= factor;
           }
         }
@@ -400,8 +299,7 @@ __global__ void __launch_bounds__(threads, 1)
       for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
 #pragma unroll
       for (int i = 0; i < 2 * tiles; ++i) {
-        const uint64_t probability =
-            operand_128b(smem_address(s.p[j % Shared::buffers][Rows::scaled ? h * 2 + i / 4 : 0]));
+        const uint64_t probability = operand_128b(smem_address(s.p[j % 2]));
         wgmma_fence();
 #pragma unroll
         for (int k = 0; k < 2; ++k)
@@ -417,10 +315,6 @@ __global__ void __launch_bounds__(threads, 1)
 #pragma unroll
       for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
       wgmma_pin(a[0]), wgmma_pin(a[1]);
-      if constexpr (Shared::buffers == 1) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(smem_address(&s.p_empty));
-      }
     };
 
 #pragma unroll 1
@@ -440,7 +334,7 @@ __global__ void __launch_bounds__(threads, 1)
     }
     if (h == 0 && blocks % 2 == 0 && blocks > 0) values(blocks - 1, true);
     blocks_before += blocks, made0 += (blocks + 1) / 2, made1 += blocks / 2;
-    even_barriers(own + h, changes, Rows::scaled ? 6 : 3, h ? blocks % 2 : 0);
+    even_barriers(own + h, changes, 3, h ? blocks % 2 : 0);
 
     // ---- epilogue
 #pragma unroll
@@ -456,8 +350,7 @@ __global__ void __launch_bounds__(threads, 1)
       const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all),
                   factor =
                       all == 0 ? 0.0f : p.value_scale / all * (it.pieces == 1 ? kept(p, it.row0 + thread, lse2) : 1.0f);
-#pragma unroll
-      for (int q = 0; q < groups; ++q) s.last[q][thread] = Rows::scaled ? factor / s.room[q][thread] : factor;
+      s.last[thread] = factor;
       if (thread < it.rows) {
         if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);
         else p.partial_lse[partial_row(it.slot0, n, thread, it.pieces, it.piece)] = lse2;
@@ -469,7 +362,7 @@ __global__ void __launch_bounds__(threads, 1)
       const int row = k / 4 * 8 + 2 * c + k % 2;
 #pragma unroll
       for (int i = 0; i < tiles; ++i) {
-        const float factor = s.last[Rows::scaled ? h * 2 + i / 2 : 0][row];
+        const float factor = s.last[row];
         o[i][k] *= factor, o[i][k + 2] *= factor;
       }
     }

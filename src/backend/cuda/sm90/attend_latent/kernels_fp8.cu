@@ -30,7 +30,7 @@ void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtens
     if (choice.tile_rows == 32)
       return go(fp8_narrow_kernel<Rows, Fp8Tile32, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile32>>(),
                 "fp8 kernel, 32 rows");
-    go(fp8_wide_kernel<Rows, invariant>, std::type_identity<Fp8WideShared<Rows>>(), "fp8 kernel, 64 rows");
+    go(fp8_wide_kernel<invariant>, std::type_identity<Fp8WideShared>(), "fp8 kernel, 64 rows");
   }
 }
 
