@@ -1,6 +1,9 @@
 # Debian 12: libhwy-dev 1.0.3, nlohmann-json3-dev 3.11.2, libcli11-dev 2.1.2, libgtest-dev 1.12.1.
 find_package(Threads REQUIRED)
 find_package(hwy 1.0.3 REQUIRED CONFIG)
+# Highway 1.0.3's TruncateTo from 32 to 8 bits permutes words where it means bytes on this target, which compilers take for
+# -march=native on many machines: three of four codes would be wrong.
+set_property(TARGET hwy::hwy APPEND PROPERTY INTERFACE_COMPILE_DEFINITIONS HWY_DISABLED_TARGETS=HWY_AVX3_DL)
 find_package(nlohmann_json 3.11 REQUIRED CONFIG)
 if(MLA_BUILD_CLI)
   find_package(CLI11 2.1 REQUIRED CONFIG)
