@@ -1,18 +1,18 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, on this machine's first one: tests, compute-sanitizer's four tools on small shapes, replays
-# by the command, the Python package, benchmarks to JSON, and last the table of what they are held against
+# by the command, the Python package, failing calls of the CUDA driver, benchmarks to JSON, and last the table of what they are held against
 # (scripts/gpu-table.py).
 #
-#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,run,python,bench]
+#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,run,python,faults,bench]
 #
 # --bin: a folder with the programs: test_cuda_* and *_bench, libmla.so where they need it, the command mla, the Python
-# package in python/, and in COMMIT the commit that they were built from; without it they are built here (build/gpu).
+# package in python/, faults, libmla_faults.so and faults_step, and in COMMIT the commit that they were built from; without it they are built here (build/gpu).
 # --out: where the JSON goes, by default bench/results/<card>; each file names its commit. Both as seen from the repository.
 # Exit code 1 when a test, a tool or a benchmark's own check failed, whatever the table says of speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-bin= out= only=tests,sanitize,run,python,bench
+bin= out= only=tests,sanitize,run,python,faults,bench
 while (($#)); do
   case $1 in
     --bin | --out | --only) (($# > 1)) || { echo "gpu-check: $1 needs a value" >&2; exit 2; } ;;&
@@ -24,8 +24,8 @@ while (($#)); do
   shift 2
 done
 for part in ${only//,/ }; do
-  [[ $part =~ ^(tests|sanitize|run|python|bench)$ ]] ||
-    { echo "gpu-check: --only $part, known are tests, sanitize, run, python, bench" >&2; exit 2; }
+  [[ $part =~ ^(tests|sanitize|run|python|faults|bench)$ ]] ||
+    { echo "gpu-check: --only $part, known are tests, sanitize, run, python, faults, bench" >&2; exit 2; }
 done
 if ! command -v nvidia-smi >/dev/null || ! card=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 2>/dev/null); then
   echo "gpu-check: no NVIDIA GPU on this machine" >&2
@@ -40,7 +40,7 @@ if [[ -z $bin ]]; then
   find build/gpu/tests build/gpu/bench/cuda -maxdepth 2 -type f -perm -u+x \
     \( -name 'test_cuda_*' -o -name '*_bench' \) -exec cp -u {} "$bin" \;
   find build/gpu/src -maxdepth 1 -name 'libmla.so*' -exec cp -uP {} "$bin" \;
-  cp -u build/gpu/cli/mla "$bin"
+  cp -u build/gpu/cli/mla build/gpu/tests/faults/{faults,libmla_faults.so,faults_step} "$bin"
   python3 -m pip install -q --disable-pip-version-check --no-deps --upgrade --target "$bin/python" \
     --config-settings=cmake.define.MLA_LIBRARY_DIR="$PWD/build/gpu" . || rm -rf "$bin/python"  # said below
   git describe --always --dirty --abbrev=12 >"$bin/COMMIT"
@@ -215,6 +215,19 @@ if wanted python; then
     echo "== python"
     PYTHONPATH=$bin/python timeout -k 10 300 scripts/gpu-python.py --json "$out/python.json" || failed+=(gpu-python)
     say python
+  fi
+fi
+
+# ---- calls of the CUDA driver that fail, as many as fit into a minute ----------------------------------------------------
+if wanted faults; then
+  if [[ -x $bin/faults ]]; then
+    echo "== faults"
+    mkdir -p "$logs/faults"
+    timeout -k 10 300 "$bin/faults" "$bin/libmla_faults.so" "$bin/mla" "$bin/faults_step" "$logs/faults" --gpu --seconds 60 ||
+      failed+=(faults)
+    say faults
+  else
+    failed+=("faults: no program faults in $bin")
   fi
 fi
 

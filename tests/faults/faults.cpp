@@ -1,9 +1,10 @@
 // Runs programs with one call after another failing, and looks at how they end: well, or with an exit code and one line
 // that says why. A signal, another exit code, no message, wrong output, or no end is a failure of this test.
 //
-//   faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--all | --seconds N] [--only PROGRAM]
+//   faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY | --gpu] [--all | --seconds N] [--only PROGRAM]
 //
-// PYTHON has NumPy and the package mla; without it the step in Python is skipped.
+// PYTHON has NumPy and the package mla; without it the step in Python is skipped. --gpu: programs on the first GPU, and
+// faults of the CUDA driver instead of the system's.
 // Without --all, calls are taken evenly spaced, as many as fit into N seconds.
 #include <fcntl.h>
 #include <signal.h>
@@ -79,6 +80,8 @@ class Runner {
       set.push_back("MLA_FAULT_AT=" + std::to_string(n));
       if (fault.from) set.push_back("MLA_FAULT_FROM=1");
     }
+    if (const char* libraries = std::getenv("LD_LIBRARY_PATH"))
+      set.push_back("LD_LIBRARY_PATH=" + std::string(libraries));
     if (p.window) set.push_back("MLA_FAULT_WINDOW=1");
     if (!p.of.empty()) set.push_back("MLA_FAULT_OF=" + p.of);
     std::vector<char*> argv, env;
@@ -193,9 +196,9 @@ void write_inputs(const std::string& folder) {
 }
 
 int usage() {
-  std::fprintf(
-      stderr,
-      "usage: faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--all | --seconds N] [--only PROGRAM]\n");
+  std::fprintf(stderr,
+               "usage: faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY | --gpu] [--all | --seconds N] [--only "
+               "PROGRAM]\n");
   return 2;
 }
 
@@ -204,12 +207,13 @@ int usage() {
 int main(int argc, char** argv) {
   if (argc < 5) return usage();
   const std::string injector = argv[1], mla = argv[2], step = argv[3], folder = argv[4];
-  bool all = false;
+  bool all = false, gpu = false;
   double seconds = 60;
   std::string only, python, python_step;
   for (int i = 5; i < argc; ++i) {
     if (std::strcmp(argv[i], "--all") == 0) all = true;
     else if (std::strcmp(argv[i], "--seconds") == 0 && i + 1 < argc) seconds = std::atof(argv[++i]);
+    else if (std::strcmp(argv[i], "--gpu") == 0) gpu = true;
     else if (std::strcmp(argv[i], "--python") == 0 && i + 2 < argc) python = argv[++i], python_step = argv[++i];
     else if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
     else return usage();
@@ -235,10 +239,25 @@ int main(int argc, char** argv) {
   // What Python and NumPy allocate themselves is theirs: libmla lies in the extension module.
   if (!python.empty())
     programs.push_back({"Python: a step", {python, python_step, checkpoint}, true, true, "/_mla.,/libstdc++.so"});
-  else std::printf("Python: a step: skipped: --python names no Python with NumPy and the package\n");
+  else if (!gpu) std::printf("Python: a step: skipped: --python names no Python with NumPy and the package\n");
+  if (gpu) {
+    const std::vector<std::string> replay{mla,          "run", "--device", "cuda", "--layers",     "1",
+                                          "--requests", "2",   "--rate",   "0",    "--output-len", "3"};
+    auto run = [&](std::initializer_list<std::string> more) {
+      std::vector<std::string> command = replay;
+      command.insert(command.end(), more);
+      return command;
+    };
+    programs = {
+        {"GPU: run", run({"--model", "deepseek-v2-lite", "--input-len", "100"}), false, false},
+        {"GPU: run, sparse", run({"--model", "deepseek-v3.2", "--topk", "64", "--input-len", "200"}), false, false}};
+    if (step != "-") programs.push_back({"GPU: a step in C", {step, checkpoint, "cuda"}, true, true});
+  }
   std::erase_if(programs, [&](const Program& p) { return !only.empty() && p.name != only; });
-  const Fault faults[] = {{"alloc"}, {"alloc", true}, {"mmap"},   {"open"},  {"read"},
-                          {"write"}, {"stat"},        {"rename"}, {"thread"}};
+  const std::vector<Fault> faults =
+      gpu ? std::vector<Fault>{{"cuda"}}
+          : std::vector<Fault>{{"alloc"}, {"alloc", true}, {"mmap"},   {"open"},  {"read"},
+                               {"write"}, {"stat"},        {"rename"}, {"thread"}};
   const Runner runner(injector, folder);
   const int workers = static_cast<int>(std::max(1u, std::min(8u, std::thread::hardware_concurrency())));
 
@@ -263,7 +282,7 @@ int main(int argc, char** argv) {
       Row row;
       row.calls = clean.counts.at(fault.kind);
       if (row.calls == 0) continue;
-      const double share = seconds * workers / static_cast<double>(programs.size() * std::size(faults));
+      const double share = seconds * workers / static_cast<double>(programs.size() * faults.size());
       row.tried = all ? row.calls : std::min<long>(row.calls, std::max(6L, static_cast<long>(share / once)));
       std::vector<std::string> found;
       std::mutex mutex;

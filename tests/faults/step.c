@@ -1,6 +1,7 @@
-/* One step of a small checkpoint's layer, three times over. The first may fail, when the injector is preloaded: with a
- * status, which this prints. The other two must not, with the same numbers, and nothing may be held that was not held
- * before. */
+/* step CHECKPOINT [cuda]: one step of a small checkpoint's layer, three times over. The first may fail, when the
+ * injector is preloaded: with a status, which this prints. The other two must not, with the same numbers, and nothing
+ * may be held that was not held before. On a GPU the step is staged and captured, too, and one without faults comes
+ * before all: a CUDA runtime that could not begin stays so. */
 #include <dirent.h>
 #include <mla/c/mla.h>
 #include <stdio.h>
@@ -12,8 +13,18 @@ extern long fault_live(void) __attribute__((weak));
 
 enum { kTokens = 5, kHidden = 64, kPages = 2, kPageSize = 16 };
 
-static mla_status step(const char* folder, float* out) {
-  const DLDevice cpu = {kDLCPU, 0};
+typedef struct {
+  mla_stream* stream;
+  const mla_layer_args* layer;
+  const DLTensor *x, *y;
+} forward_call;
+static mla_status forward(void* context) {
+  const forward_call* f = context;
+  return mla_forward(f->stream, f->layer, f->x, f->y);
+}
+
+static mla_status step(const char* folder, int gpu, float* out) {
+  const DLDevice device = {gpu ? kDLCUDA : kDLCPU, 0};
   mla_stream* stream = NULL;
   mla_checkpoint* checkpoint = NULL;
   mla_model *model = NULL, *drawn = NULL;
@@ -21,9 +32,12 @@ static mla_status step(const char* folder, float* out) {
   mla_rotary* rotary = NULL;
   mla_cache* cache = NULL;
   mla_plan* plan = NULL;
-  mla_buffer* workspace = NULL;
+  mla_buffer *workspace = NULL, *rows = NULL;
+  mla_staged_step* staged = NULL;
+  mla_graph* graph = NULL;
   static const char config[] =
-      "{\"model_type\":\"deepseek_v3\",\"hidden_size\":64,\"num_hidden_layers\":1,\"num_attention_heads\":2,\"kv_lora_rank\":"
+      "{\"model_type\":\"deepseek_v3\",\"hidden_size\":64,\"num_hidden_layers\":1,\"num_attention_heads\":2,\"kv_lora_"
+      "rank\":"
       "32,"
       "\"qk_nope_head_dim\":16,\"qk_rope_head_dim\":16,\"v_head_dim\":16,\"rope_scaling\":{\"type\":\"yarn\","
       "\"factor\":4,"
@@ -34,18 +48,19 @@ static mla_status step(const char* folder, float* out) {
     status = (call);                \
     if (status != MLA_OK) goto end; \
   } while (0)
-  TRY(mla_stream_create_cpu(3, &stream));
+  TRY(gpu ? mla_stream_create_cuda(0, NULL, &stream) : mla_stream_create_cpu(3, &stream));
   TRY(mla_checkpoint_open(folder, &checkpoint));
   TRY(mla_checkpoint_model(checkpoint, &model));
-  TRY(mla_weights_create_checkpoint(checkpoint, 0, NULL, cpu, &weights));
+  mla_prepare_options prepare = mla_prepare_options_default();
+  if (gpu) prepare.dtype = MLA_BF16;
+  TRY(mla_weights_create_checkpoint(checkpoint, 0, &prepare, device, &weights));
   TRY(mla_model_create_config(config, sizeof config - 1, &drawn));
-  mla_prepare_options fp8 = mla_prepare_options_default();
-  fp8.dtype = MLA_BF16;
-  TRY(mla_weights_create_random(drawn, 0, 1, MLA_BF16, &fp8, cpu, &random));
-  TRY(mla_rotary_create(model, 0, 64, cpu, &rotary));
+  prepare.dtype = MLA_BF16;
+  TRY(mla_weights_create_random(drawn, 0, 1, MLA_BF16, &prepare, device, &random));
+  TRY(mla_rotary_create(model, 0, 64, device, &rotary));
   mla_cache_spec spec = mla_cache_spec_default();
   TRY(mla_cache_spec_of(model, MLA_CACHE_BF16, kPageSize, &spec));
-  TRY(mla_cache_create(&spec, kPages, cpu, &cache));
+  TRY(mla_cache_create(&spec, kPages, device, &cache));
 
   const int32_t starts[] = {0, 4, kTokens}, lengths[] = {4, 1}, table[] = {0, 1}, slots[] = {0, 1, 2, 3, kPageSize};
   mla_batch batch = {0};
@@ -57,11 +72,13 @@ static mla_status step(const char* folder, float* out) {
   batch.block_table = table;
   batch.block_table_pages = 1;
   batch.slot_mapping = slots;
-  TRY(mla_plan_create(stream, model, &spec, kPages, &batch, NULL, &plan));
+  mla_plan_options options = mla_plan_options_default();
+  if (gpu) options.compute = MLA_BF16;
+  TRY(mla_plan_create(stream, model, &spec, kPages, &batch, &options, &plan));
   mla_plan_info info = {0};
   info.struct_size = sizeof info;
   TRY(mla_plan_get(plan, &info));
-  TRY(mla_buffer_create(cpu, info.workspace_bytes, &workspace));
+  TRY(mla_buffer_create(device, info.workspace_bytes, &workspace));
   mla_layer_args layer = {0};
   layer.struct_size = sizeof layer;
   layer.plan = plan;
@@ -72,9 +89,26 @@ static mla_status step(const char* folder, float* out) {
   float hidden[kTokens * kHidden];
   for (int i = 0; i < kTokens * kHidden; ++i) hidden[i] = (float)(i % 13) * 0.125f - 0.5f;
   int64_t shape[] = {kTokens, kHidden};
-  const DLTensor x = {hidden, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, shape, NULL, 0};
-  const DLTensor y = {out, {kDLCPU, 0}, 2, {kDLFloat, 32, 1}, shape, NULL, 0};
-  TRY(mla_forward(stream, &layer, &x, &y));
+  DLTensor x = {hidden, device, 2, {kDLFloat, 32, 1}, shape, NULL, 0}, y = x;
+  y.data = out;
+  if (!gpu) {
+    TRY(mla_forward(stream, &layer, &x, &y));
+  } else {
+    void* memory = NULL;
+    TRY(mla_buffer_create(device, 2 * sizeof hidden, &rows));
+    TRY(mla_buffer_data(rows, &memory, NULL));
+    x.data = memory;
+    y.data = (char*)memory + sizeof hidden;
+    TRY(mla_copy(stream, x.data, hidden, sizeof hidden));
+    TRY(mla_staged_step_create(stream, &staged));
+    TRY(mla_staged_step_stage(staged, plan));
+    forward_call call = {stream, &layer, &x, &y};
+    TRY(forward(&call));
+    TRY(mla_graph_create(stream, forward, &call, &graph));
+    TRY(mla_graph_launch(graph));
+    TRY(mla_copy(stream, out, y.data, sizeof hidden));
+    TRY(mla_stream_synchronize(stream));
+  }
 
 end:;
   char message[1100];
@@ -82,6 +116,11 @@ end:;
   mla_status destroyed = MLA_OK;
 #define DESTROY(kind, handle) \
   if (handle && mla_##kind##_destroy(handle) != MLA_OK) destroyed = MLA_ERROR_INTERNAL
+  /* Its kernels may still read what goes now. The one call that fails may be this one: then the next does not. */
+  if (gpu && stream && mla_stream_synchronize(stream) != MLA_OK) mla_stream_synchronize(stream);
+  DESTROY(graph, graph);
+  DESTROY(staged_step, staged);
+  DESTROY(buffer, rows);
   DESTROY(buffer, workspace);
   DESTROY(plan, plan);
   DESTROY(cache, cache);
@@ -112,18 +151,21 @@ static int broken(const char* what) {
 
 int main(int argc, char** argv) {
   static float outs[3][kTokens * kHidden];
-  if (argc != 2) return broken("usage: step CHECKPOINT");
+  const int gpu = argc == 3 && strcmp(argv[2], "cuda") == 0;
+  if (argc != 2 + gpu) return broken("usage: step CHECKPOINT [cuda]");
+  if (gpu && step(argv[1], gpu, outs[0]) != MLA_OK) return broken("a step without a fault fails");
   if (fault_window) fault_window(1);
-  const mla_status first = step(argv[1], outs[0]);
+  const mla_status first = step(argv[1], gpu, outs[0]);
   if (fault_window) fault_window(0);
   if (first == MLA_ERROR_INTERNAL || first == MLA_ERROR_HANDLE) return broken("no error of a failing system");
-  if (step(argv[1], outs[1]) != MLA_OK) return broken("the next calls fail");
+  if (step(argv[1], gpu, outs[1]) != MLA_OK) return broken("the next calls fail");
   const long live = fault_live ? fault_live() : 0;
   const int files = open_files();
-  if (step(argv[1], outs[2]) != MLA_OK) return broken("later calls fail");
+  if (step(argv[1], gpu, outs[2]) != MLA_OK) return broken("later calls fail");
   if (memcmp(outs[1], outs[2], sizeof outs[1]) != 0) return broken("numbers differ after a failure");
   if (first == MLA_OK && memcmp(outs[0], outs[1], sizeof outs[1]) != 0) return broken("numbers differ under a failure");
   if (open_files() != files) return broken("files stay open");
+  if (gpu) return first == MLA_OK ? 0 : 2; /* what the driver holds is its own */
   if (fault_live && fault_live() != live) return broken("memory stays held");
   if (fault_live) printf("%ld %d\n", live, files);
   return first == MLA_OK ? 0 : 2;

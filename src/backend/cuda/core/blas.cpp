@@ -91,11 +91,12 @@ uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype, b
 Blas::Blas(std::string_view device) {
   missing_ = library().error;
   if (!missing_.empty()) return;
-  if (const cublasStatus_t status = library().create(&handle_); status != CUBLAS_STATUS_SUCCESS) {
-    missing_ = "cublasLtCreate: status " + std::to_string(static_cast<int>(status));
-    return;
+  if (const cublasStatus_t status = library().create(&handle_); status != CUBLAS_STATUS_SUCCESS)
+    throw DeviceError(std::string(device) + ": cublasLtCreate: status " + std::to_string(static_cast<int>(status)));
+  if (const cudaError_t status = cudaMalloc(&workspace_, kWorkspace); status != cudaSuccess) {
+    library().destroy(handle_);
+    check(status, device, "workspace of cuBLASLt");
   }
-  check(cudaMalloc(&workspace_, kWorkspace), device, "workspace of cuBLASLt");
 }
 
 Blas::~Blas() {

@@ -79,8 +79,10 @@ const void* Queue::find(const void* host, size_t bytes, std::string_view op, std
     if (at + bytes <= r.host + r.bytes) return r.device + (at - r.host);
   }
   cudaPointerAttributes found{};
-  if (cudaPointerGetAttributes(&found, host) == cudaSuccess && found.devicePointer) return found.devicePointer;
+  const cudaError_t status = cudaPointerGetAttributes(&found, host);
+  if (status == cudaSuccess && found.devicePointer) return found.devicePointer;
   cudaGetLastError();
+  if (status != cudaErrorInvalidValue) check(status, op, "looking for an array's memory", name);
   throw ShapeError(std::string(op) + ": " + std::string(name) + " lies in host memory that cuda:" +
                    std::to_string(device_) + " does not read; stage the step's arrays first (StagedStep)");
 }
