@@ -15,7 +15,7 @@ namespace mla::bench {
 struct Entry {
   std::string name;
   cases::Case* run = nullptr;
-  Dtype operands = Dtype::f32;  ///< of its products: bf16 is set against the bf16 dot rate where the CPU has one
+  Dtype operands = Dtype::f32;  ///< of its products: bf16 is set against the fastest bf16 products of the CPU
 };
 
 struct Options {

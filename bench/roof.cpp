@@ -5,10 +5,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <thread>
 
 #include "backend/cpu/core/dot_rate.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/cpu/core/tile_registers.hpp"
 #include "bench/kernels.hpp"
 
 namespace mla::bench {
@@ -70,12 +72,38 @@ double Probe::fma_gflops(double seconds) const {
   return 1e-9 * together(pool_, seconds, [](int64_t) { return fma_chains(20000); });
 }
 
-double Probe::bf16_gflops(double seconds) const {
+double Probe::dot_gflops(double seconds) const {
   if (!cpu::native_bf16_dot()) return 0;
   return 1e-9 * together(pool_, seconds, [](int64_t) { return cpu::bf16_dot_chains(20000); });
 }
 
+double Probe::amx_gflops(double seconds) const {
+  if (!cpu::native_amx()) return 0;
+  return 1e-9 * together(pool_, seconds, [](int64_t) { return cpu::amx_chains(5000); });
+}
+
+double Probe::int8_gops(double seconds) const {
+  if (!cpu::native_amx() || !cpu::has_amx_int8()) return 0;
+  return 1e-9 * together(pool_, seconds, [](int64_t) { return cpu::amx_int8_chains(5000); });
+}
+
+double Probe::bf16_gflops(double seconds) const { return std::max(dot_gflops(seconds), amx_gflops(seconds)); }
+
 void Probe::evict_caches() const { read_gbps(0); }
+
+std::string text_of(const Roof& roof) {
+  char text[200];
+  int used = std::snprintf(text, sizeof text, "read %.1f GB/s, f32 multiply-add %.0f GFLOP/s", roof.read_gbps,
+                           roof.fma_gflops);
+  const auto add = [&](const char* what, double rate, const char* unit) {
+    if (rate <= 0) return;
+    used += std::snprintf(text + used, sizeof text - static_cast<size_t>(used), ", %s %.0f %s", what, rate, unit);
+  };
+  add("bf16 dot", roof.dot_gflops, "GFLOP/s");
+  add("AMX bf16", roof.amx_gflops, "GFLOP/s");
+  add("AMX int8", roof.int8_gops, "GOP/s");
+  return text;
+}
 
 Roof measure_roof(ThreadPool& pool) {
   constexpr int kRounds = 5;
@@ -84,8 +112,11 @@ Roof measure_roof(ThreadPool& pool) {
   for (int i = 0; i < kRounds; ++i) {
     roof.read_gbps = std::max(roof.read_gbps, probe.read_gbps(0.02));
     roof.fma_gflops = std::max(roof.fma_gflops, probe.fma_gflops(0.01));
-    roof.bf16_gflops = std::max(roof.bf16_gflops, probe.bf16_gflops(0.01));
+    roof.dot_gflops = std::max(roof.dot_gflops, probe.dot_gflops(0.01));
+    roof.amx_gflops = std::max(roof.amx_gflops, probe.amx_gflops(0.01));
+    roof.int8_gops = std::max(roof.int8_gops, probe.int8_gops(0.01));
   }
+  roof.bf16_gflops = std::max(roof.dot_gflops, roof.amx_gflops);
   return roof;
 }
 

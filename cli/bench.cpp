@@ -107,7 +107,7 @@ cases::Params project(int64_t rows, int64_t heads, int64_t in, int64_t out, Dtyp
 std::vector<Row> standing_rows() {
   std::vector<Row> rows;
   std::vector<Dtype> arithmetic{Dtype::f32};
-  if (cpu::bf16_dot_pays()) arithmetic.push_back(Dtype::bf16);
+  if (cpu::bf16_products() != cpu::Bf16Products::widened) arithmetic.push_back(Dtype::bf16);
   auto each = [&](const std::string& name, std::string_view op, auto&& make) {
     for (Dtype t : arithmetic) rows.push_back({name + ", " + std::string(to_string(t)) + " arithmetic", op, make(t)});
   };
@@ -147,7 +147,7 @@ std::vector<Row> standing_rows() {
     rows.push_back({"append " + name + ", 4096 tokens, cold", "append", {.query_len = 4096, .format = f}, true});
     rows.push_back({"gather " + name + ", 8192 tokens, cold", "gather", {.context = 8192, .format = f}, true});
   }
-  // The sparse indexer at deepseek-v3.2's 64 heads of 128. bf16 queries and fp8 codes meet in bf16 dot products.
+  // The sparse indexer at deepseek-v3.2's 64 heads of 128. bf16 queries and fp8 codes meet in products of bf16.
   auto index_row = [&](const std::string& what, int64_t query_len, int64_t tokens) {
     for (auto [format, dtype] : {std::pair{IndexCacheFormat::f32, Dtype::f32},
                                  {IndexCacheFormat::bf16, Dtype::bf16},
@@ -241,7 +241,7 @@ class Bench {
         "Without shape flags: the standing list. With them: the ops named, at that shape.\n% of roof is max(bytes / "
         "read, "
         "flops / peak) / time by the rates probed around each round; the peak is the f32 multiply-add rate,\nfor bf16 "
-        "operands the bf16 dot rate where the CPU has one. % of f32 always takes the f32 rate.\nOps:" +
+        "operands the fastest bf16 rate of the CPU. % of f32 always takes the f32 rate.\nOps:" +
         names +
         " plan layer\n\nExamples:\n"
         "  mla bench\n"
@@ -315,10 +315,8 @@ class Bench {
   }
 
   void print_head(const bench::Roof& roof) const {
-    std::printf("%s, %s, target %s: read %.1f GB/s, f32 multiply-add %.0f GFLOP/s", bench::this_machine().cpu.c_str(),
-                counted(threads_, "thread").c_str(), std::string(backend::backend({}).target()).c_str(), roof.read_gbps,
-                roof.fma_gflops);
-    if (roof.bf16_gflops > 0) std::printf(", bf16 dot %.0f GFLOP/s", roof.bf16_gflops);
+    std::printf("%s, %s, target %s: %s", bench::this_machine().cpu.c_str(), counted(threads_, "thread").c_str(),
+                std::string(backend::backend({}).target()).c_str(), text_of(roof).c_str());
     std::printf("\n%-56s %11s %11s %9s %8s %10s %9s %10s %10s\n", "", "median", "p90", "GFLOP/s", "GB/s", "% of roof",
                 "% of f32", "error", "bound");
   }
@@ -359,7 +357,7 @@ class Bench {
     std::vector<bench::Entry> entries;
     for (const Row& r : rows) {
       made.push_back(cases::find(r.op).make(r.params));
-      // Index scores of e4m3 codes are bf16 dot products, where the CPU has them.
+      // Index scores of e4m3 codes are products of bf16, where the CPU has fast ones.
       const bool codes = r.params.dtype == Dtype::fp8_e4m3 && r.op == "index_score";
       entries.push_back({r.name, made.back().get(), codes ? Dtype::bf16 : r.params.dtype});
     }
@@ -390,7 +388,7 @@ class Bench {
     for (int64_t heads : {16, 128})
       for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
         for (Dtype t : {Dtype::f32, Dtype::bf16}) {
-          if (t == Dtype::bf16 && !cpu::bf16_dot_pays()) continue;
+          if (t == Dtype::bf16 && cpu::bf16_products() == cpu::Bf16Products::widened) continue;
           const std::string what = std::string(to_string(f)) + ", " + counted(heads, "head") + ", 2048",
                             with = ", " + std::string(to_string(t)) + " arithmetic";
           const Row rows[] = {
@@ -468,15 +466,20 @@ class Bench {
   json everything(const bench::Roof& roof) const {
     const bench::Machine machine = bench::this_machine();
     json all = provenance(command_);
-    all.update(
-        {{"machine",
-          {{"cpu", machine.cpu},
-           {"cores", machine.cores},
-           {"memory_bytes", machine.memory_bytes},
-           {"target", backend::backend({}).target()}}},
-         {"roof", {{"read_gbps", roof.read_gbps}, {"fma_gflops", roof.fma_gflops}, {"bf16_gflops", roof.bf16_gflops}}},
-         {"interrupted", interrupted_},
-         {"rows", rows_}});
+    all.update({{"machine",
+                 {{"cpu", machine.cpu},
+                  {"cores", machine.cores},
+                  {"memory_bytes", machine.memory_bytes},
+                  {"target", backend::backend({}).target()}}},
+                {"roof",
+                 {{"read_gbps", roof.read_gbps},
+                  {"fma_gflops", roof.fma_gflops},
+                  {"dot_gflops", roof.dot_gflops},
+                  {"amx_gflops", roof.amx_gflops},
+                  {"int8_gops", roof.int8_gops},
+                  {"bf16_gflops", roof.bf16_gflops}}},
+                {"interrupted", interrupted_},
+                {"rows", rows_}});
     return all;
   }
 

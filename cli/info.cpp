@@ -135,11 +135,9 @@ void print_machine(int threads) {
               static_cast<double>(machine.memory_bytes) / (1 << 30));
   for (const backend::Backend* b : backend::backends())
     std::printf("backend   %s, target %s\n", std::string(b->name).c_str(), std::string(b->target()).c_str());
-  if (cpu::native_bf16_dot() && !cpu::bf16_dot_pays())
+  if (cpu::native_bf16_dot() && cpu::bf16_products() == cpu::Bf16Products::widened)
     std::printf("          attention multiplies in f32: bf16 dot products were measured to be no faster on this CPU\n");
-  std::printf("roof      read %.1f GB/s, f32 multiply-add %.0f GFLOP/s", roof.read_gbps, roof.fma_gflops);
-  if (roof.bf16_gflops > 0) std::printf(", bf16 dot %.0f GFLOP/s", roof.bf16_gflops);
-  std::printf(" (measured on %d threads)\n", threads);
+  std::printf("roof      %s (measured on %d threads)\n", text_of(roof).c_str(), threads);
 }
 
 void print_models() {

@@ -197,7 +197,7 @@ void add_allow_unknown(CLI::App& command, ReadOptions& options) {
 }
 
 void add_target(CLI::App& command, std::string& target) {
-  command.add_option("--target", target, "Instruction set at most: avx512_bf16 avx512 avx2 sse4 portable");
+  command.add_option("--target", target, "Instruction set at most: amx_bf16 avx512_bf16 avx512 avx2 sse4 portable");
 }
 
 }  // namespace mla::cli

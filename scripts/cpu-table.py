@@ -38,33 +38,35 @@ def bound(row: dict[str, Any], roof: dict[str, float]) -> str:
 
 def table(found: dict[str, Any]) -> str:
     roof, machine = found["roof"], found["machine"]
-    out = ["| row | median | bound by | of that roof |\n", "| --- | --: | --- | --: |\n"]
+    out = [f"**{machine['cpu']}, {found['options']['threads']} threads, target {machine['target']}**\n\n",
+           "| row | median | bound by | of that roof |\n", "| --- | --: | --- | --: |\n"]
     for row in found["rows"]:
         if any(v in row["name"] for v in VARIANTS):
             continue
         share = row["of_roof"]  # none: operands that lay in caches moved faster than memory does
         of_roof = "above it" if share is None else f"{100 * share:.0f}%" if share else "-"
         out.append(f"| {row['name']} | {time(row['median_s'])} | {bound(row, roof)} | {of_roof} |\n")
-    out.append(f"\n{machine['cpu']}, {found['options']['threads']} threads, target {machine['target']}: "
-               f"read {roof['read_gbps']:.1f} GB/s, f32 multiply-add {roof['fma_gflops']:.0f} GFLOP/s, "
-               f"bf16 dot {roof['bf16_gflops']:.0f} GFLOP/s. Commit {found['commit']}, {found['date'][:10]}.\n")
+    out.append(f"\nRead {roof['read_gbps']:.1f} GB/s, f32 multiply-add {roof['fma_gflops']:.0f} GFLOP/s, "
+               f"bf16 {roof['bf16_gflops']:.0f} GFLOP/s, in one run with the rows. Commit {found['commit']}, {found['date'][:10]}.\n")
     return "".join(out)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A CPU's bench, beside its peaks.")
-    parser.add_argument("file", nargs="?", type=Path, default=ROOT / "bench/results/cpu/zen5-2-threads.json")
+    parser = argparse.ArgumentParser(description="CPUs' benches, beside their peaks.")
+    parser.add_argument("files", nargs="*", type=Path, help="by default all of bench/results/cpu")
     page.add_options(parser)
     options = parser.parse_args()
 
-    try:
-        made = table(json.loads(options.file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise SystemExit(f"cpu-table: {options.file} is not a bench's JSON: {e!r}") from e
+    made = []
+    for file in options.files or sorted((ROOT / "bench/results/cpu").glob("*.json")):
+        try:
+            made.append(table(json.loads(file.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise SystemExit(f"cpu-table: {file} is not a bench's JSON: {e!r}") from e
     if not options.write and not options.check:
-        print(made, end="")
+        print("\n".join(made), end="")
         return 0
-    return page.put(made, BEGIN, END, options.write)
+    return page.put("\n".join(made), BEGIN, END, options.write)
 
 
 if __name__ == "__main__":

@@ -131,7 +131,8 @@ TEST_P(CacheOnTarget, AppendAndGatherPassTheirCases) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
+INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget,
+                         testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 
 TEST(RopeAppend, GivesTheBitsOfItsParts) {
   constexpr int64_t kTokens = 37;

@@ -9,6 +9,7 @@
 #include <ostream>
 
 #include "backend/backend.hpp"
+#include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "backend/run.hpp"
 #include "cache/format.hpp"
@@ -423,7 +424,8 @@ TEST_P(SparseByTarget, WorkspaceGivesTheCachesBits) {
                       .page_stride = kEntry * size_of(dtype)};
   const Result direct = run({slots.of(c.view())}), gathered = run({rows.of(workspace)});
   // An f32 workspace is attended in f32, where bf16 queries may take the cache's rows in bf16.
-  const bool exact = dtype == Dtype::bf16 || GetParam().q == Dtype::f32 || !cpu::bf16_dot_pays();
+  const bool exact =
+      dtype == Dtype::bf16 || GetParam().q == Dtype::f32 || cpu::bf16_products() == cpu::Bf16Products::widened;
   if (exact) {
     EXPECT_TRUE(same_bits(direct, gathered));
   } else {
@@ -433,7 +435,7 @@ TEST_P(SparseByTarget, WorkspaceGivesTheCachesBits) {
 
 std::vector<Mode> modes() {
   std::vector<Mode> m;
-  for (const char* target : {"avx512_bf16", "avx512", "avx2", "sse4", "portable"})
+  for (const char* target : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"})
     for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::f32})
       for (Dtype q : {Dtype::f32, Dtype::bf16}) m.push_back({target, f, q});
   return m;
@@ -512,8 +514,10 @@ TEST_F(AttendSparse, RefusesWhatDoesNotFit) {
             }),
             "attend_sparse: item k_begin % part_keys is 2, needed is 0");
   EXPECT_EQ(refusal([](A& a) { a.scratch = {}; }), "attend_sparse: no scratch");
-  EXPECT_EQ(refusal([](A& a) { a.scratch.per_worker = 64; }).substr(0, 46),
-            "attend_sparse: scratch is 64 bytes a worker, 1");
+  EXPECT_EQ(refusal([](A& a) { a.scratch.per_worker = 64; }),
+            "attend_sparse: scratch is 64 bytes a worker, " +
+                std::to_string(cpu::attend_sparse_scratch({.heads = kHeads, .latent = kLatent, .rope = kRope})) +
+                " are needed");
   EXPECT_EQ(refusal([&](A& a) { a.lse = {lse.data(), {3, 2}}; }), "attend_sparse: lse Head is 2, q Head is 19");
   EXPECT_EQ(refusal([&](A& a) {
               a.max_logits = {lse.data(), {2, kHeads}};

@@ -287,7 +287,8 @@ TEST_P(IndexOnTarget, EqualScoresAtLowerPositionsStillEnter) {
   EXPECT_EQ(indices, (std::vector<int32_t>{4, 9, kFirst + 7, kFirst + 20}));
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
+INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget,
+                         testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 
 // A step of mixed requests as its schedule says, in tiles of several sizes, against scoring everything at once.
 TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {
@@ -526,7 +527,7 @@ TEST(IndexArguments, EveryViolationIsNamed) {
   EXPECT_EQ(scored([&](S& a) { a.items = {}, a.scratch = {}; }), "accepted");
   EXPECT_EQ(scored([&](S& a) { a.scratch = {}; }), "index_score: no scratch");
   EXPECT_EQ(scored([&](S& a) { a.scratch.per_worker = 64; }),
-            "index_score: scratch is 64 bytes a worker, 11648 are needed");
+            "index_score: scratch is 64 bytes a worker, 38656 are needed");
   EXPECT_EQ(scored([&](S& a) {
               a.q = View<const float, Token, IndexHead, IndexDim>(x, {2, 3, 9});
             }),

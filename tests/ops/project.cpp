@@ -195,7 +195,8 @@ TEST_P(OnTarget, QuantisedWeightsMultiplyAsTheirValues) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, OnTarget, testing::Values("avx512_bf16", "avx512", "avx2", "sse4", "portable"));
+INSTANTIATE_TEST_SUITE_P(Targets, OnTarget,
+                         testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 
 TEST(Pack, RefusesWhatItCannotHold) {
   const auto pack = backend::backend({}).pack;
@@ -222,25 +223,32 @@ TEST(Target, NamesAreCheckedAndLimitsHold) {
   cpu::restrict_target("portable");
   EXPECT_EQ(backend::backend({}).target(), "portable");
   EXPECT_FALSE(cpu::native_bf16_dot());
-  EXPECT_FALSE(cpu::bf16_dot_pays());
+  EXPECT_FALSE(cpu::native_amx());
+  EXPECT_EQ(cpu::bf16_products(), cpu::Bf16Products::widened);
   cpu::restrict_target("");
   EXPECT_EQ(backend::backend({}).target(), best);
 }
 
-// A dot product does as much as one multiply-add or as two, or about so: what decides is no accident of the
-// measurement.
-TEST(Target, Bf16DotProductsServeAttentionWhereTheyAreFaster) {
+// A dot product does as much as one multiply-add or as two, or about so, and tile products many times that: what
+// decides is no accident of the measurement.
+TEST(Target, Bf16OperandsTakeWhatIsFaster) {
   if (!cpu::native_bf16_dot()) GTEST_SKIP() << "no bf16 dot products";
-  const bool pays = cpu::bf16_dot_pays();
+  const cpu::Bf16Products chosen = cpu::bf16_products();
   for (int i = 0; i < 20; ++i) {
     const double rate = cpu::bf16_dot_rate();
     EXPECT_TRUE((rate > 0.1 && rate < 0.6) || (rate > 0.9 && rate < 1.2)) << rate;  // far from what decides
-    EXPECT_EQ(rate > 0.75, pays) << rate;
+    if (cpu::native_amx()) {
+      EXPECT_GT(cpu::amx_rate(), 4) << "of an f32 multiply-add's";
+      EXPECT_EQ(chosen, cpu::Bf16Products::amx);
+    } else {
+      EXPECT_EQ(rate > 0.75, chosen == cpu::Bf16Products::dot) << rate;
+    }
   }
   cpu::restrict_target("avx512_bf16");
-  EXPECT_TRUE(cpu::bf16_dot_pays());
+  EXPECT_EQ(cpu::bf16_products(), cpu::Bf16Products::dot);
+  EXPECT_FALSE(cpu::native_amx());
   cpu::restrict_target("");
-  EXPECT_EQ(cpu::bf16_dot_pays(), pays);
+  EXPECT_EQ(cpu::bf16_products(), chosen);
 }
 
 }  // namespace

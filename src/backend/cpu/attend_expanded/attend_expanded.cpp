@@ -18,24 +18,30 @@ namespace {
 
 // Eight tiles share each copied block; their queries, outputs and the block stay in L2.
 constexpr int kTiles = 8;
-using Tiles = RowTiles<kTiles>;
+constexpr int64_t kGroupRows = kTiles * kTileRows;
 
+template <class Form>
 struct Scratch {
-  Tiles tiles;
-  float *k, *v;  // a block of keys and values, in f32 or bf16
+  using Element = typename Form::Element;
+  RowTiles<Form, kTiles> tiles;
+  Element* k;   // a block of keys
+  uint32_t* v;  // its values, in f32 or pairs of bf16
   Scratch(Cutter& cut, int64_t qk, int64_t width)
       : tiles(cut, qk, width),
-        k(cut.take<float>(kBlockKeys * tile_stride(qk, sizeof(float)))),
-        v(cut.take<float>(kBlockKeys * tile_stride(width, sizeof(float)))) {}
+        k(cut.take<Element>(Form::kKeys * key_stride(qk))),
+        v(cut.take<uint32_t>(Form::block_values(width))) {}
+  static int64_t key_stride(int64_t qk) { return tile_stride(Form::key_elements(qk), sizeof(Element)); }
 };
 
 void copy(const float* x, float* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float)); }
 void copy(const bf16* x, bf16* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(bf16)); }
 void copy(const bf16* x, float* y, int64_t n) { convert(x, y, n); }
 
-// Stored is the operands' element, Element the arithmetic's: bf16 stands for dot products of pairs.
-template <class Stored, class Element>
+// Stored is the operands' element.
+template <class Stored, class Form>
 class Kernel {
+  using Element = typename Form::Element;
+
  public:
   explicit Kernel(const ops::AttendExpandedArgs& a)
       : a_(a),
@@ -47,23 +53,33 @@ class Kernel {
 
   void run(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
     Cutter cut(memory);
-    Scratch scratch(cut, qk_, width_);
+    Scratch<Form> scratch(cut, qk_, width_);
     RowTile* tiles = scratch.tiles.tiles;
     const int64_t used = (rows + kTileRows - 1) / kTileRows;
+    KeyGroup groups[AmxForm::kKeys / kSquareRows];
+    for (int64_t g = 0; kAmx && g < AmxForm::kKeys / kSquareRows; ++g) {
+      const int64_t stride = scratch.key_stride(qk_);
+      groups[g] = {reinterpret_cast<bf16*>(scratch.k) + g * kSquareRows * stride,
+                   static_cast<size_t>(stride) * sizeof(bf16)};
+    }
     int64_t end = 0;
     for (int64_t i = 0; i < used; ++i) {
       begin(item, head, first + i * kTileRows, std::min(kTileRows, rows - i * kTileRows), tiles[i]);
       end = std::max<int64_t>(end, tiles[i].last_last + 1);
     }
-    for (int64_t key = 0; key < end; key += kBlockKeys) {
+    for (int64_t key = 0; key < end; key += Form::kKeys) {
       KeyBlock block{.qk_dim = qk_, .v_dim = width_, .first_key = key, .scale = a_.scale};
-      load_block(item.k_begin + key, head, std::min(kBlockKeys, end - key), scratch, block);
+      load_block(item.k_begin + key, head, std::min(Form::kKeys, end - key), scratch, block);
       for (int64_t i = 0; i < used; ++i) {
         // Under a causal mask a tile sees no more than a part of its last block.
-        block.count = std::min(kBlockKeys, tiles[i].last_last + 1 - key);
+        block.count = std::min<int64_t>(Form::kKeys, tiles[i].last_last + 1 - key);
         if (block.count <= 0) continue;
-        if constexpr (kDot) attend_block_bf16(tiles[i], block, scratch.tiles.scores);
-        else attend_block_f32(tiles[i], block, scratch.tiles.scores);
+        if constexpr (kAmx) {
+          score_keys_amx(tiles[i], groups, 0, padded_keys_amx(block.count), qk_, scratch.tiles.scores);
+          attend_scored_amx(tiles[i], block, scratch.tiles.scores, scratch.tiles.probabilities);
+        } else {
+          Form::attend(tiles[i], block, scratch.tiles.scores);
+        }
       }
     }
     const bool quantise = quantized_ && item.last;
@@ -75,45 +91,64 @@ class Kernel {
   }
 
  private:
-  static constexpr bool kDot = std::is_same_v<Element, bf16>;
+  static constexpr bool kAmx = std::is_same_v<Form, AmxForm>;
 
   void begin(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, RowTile& tile) const {
     tile.rows = rows;
     tile.width = RowTile::width_for(rows);
-    if (rows < tile.width) std::memset(tile.q, 0, static_cast<size_t>(qk_ * tile.width) * sizeof(float));
-    for (int64_t lane = 0; lane < rows; ++lane) {
-      const int64_t row = first + lane;
-      const float* q = &q_(item.q_begin + row, head, 0);
-      if constexpr (kDot) set_query_bf16(tile, lane, q, qk_);
-      else set_query_f32(tile, lane, q, qk_);
-      tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(row + item.visible, -1, item.k_count - 1));
+    for (int64_t lane = 0; lane < rows; ++lane)
+      tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(first + lane + item.visible, -1, item.k_count - 1));
+    if constexpr (kAmx) {
+      set_queries_amx(tile, &q_(item.q_begin + first, head, 0), q_.template stride<Token>(), qk_);
+    } else {
+      if (rows < tile.width)
+        std::memset(tile.q, 0, static_cast<size_t>(Form::query_words(qk_) * tile.width) * sizeof(float));
+      for (int64_t lane = 0; lane < rows; ++lane) {
+        const float* q = &q_(item.q_begin + first + lane, head, 0);
+        if constexpr (Form::kPairs) set_query_bf16(tile, lane, q, qk_);
+        else set_query_f32(tile, lane, q, qk_);
+      }
     }
     begin_tile(tile, width_);
   }
 
   // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache
   // sets.
-  void load_block(int64_t row, int64_t head, int64_t count, const Scratch& s, KeyBlock& block) const {
-    Element* k = reinterpret_cast<Element*>(s.k);
-    block.k = k;
-    block.k_stride = tile_stride(qk_, sizeof(Element));
+  void load_block(int64_t row, int64_t head, int64_t count, const Scratch<Form>& s, KeyBlock& block) const {
+    block.k = s.k;
+    block.v = s.v;
+    block.paired = Form::kPairs;
+    // Rows a head's stride apart are not foreseen by the hardware.
+    constexpr int64_t kAhead = 12, kLine = 64 / sizeof(Stored);
+    auto ask = [&](int64_t j) {
+      for (int64_t d = 0; d < nope_; d += kLine) __builtin_prefetch(&k_nope_(row + j, head, 0) + d);
+      for (int64_t d = 0; d < width_; d += kLine) __builtin_prefetch(&v_(row + j, head, 0) + d);
+    };
+    Element* k = s.k;
+    block.k_stride = s.key_stride(qk_);
     for (int64_t j = 0; j < count; ++j, k += block.k_stride) {
+      if (kAmx && j + kAhead < count) ask(j + kAhead);
       copy(&k_nope_(row + j, head, 0), k, nope_);
       if (rope_ > 0) copy(&k_pe_(row + j, 0), k + nope_, rope_);
-      if (kDot && qk_ % 2) k[qk_] = Element{};
+      std::fill(k + qk_, k + Form::key_elements(qk_), Element{});
     }
-    const int64_t padded = (count + kKeyPad - 1) / kKeyPad * kKeyPad;
+    const int64_t padded = (count + Form::kStep - 1) / Form::kStep * Form::kStep;
     std::fill_n(k, (padded - count) * block.k_stride, Element{});
-    block.v = s.v;
-    block.v_stride = tile_stride(width_, sizeof(float));
-    block.paired = kDot;
-    if constexpr (kDot) {
-      uint32_t* v = reinterpret_cast<uint32_t*>(s.v);
+    if constexpr (kAmx) {
+      block.squares = true;
+      for (int64_t j = 0; j < padded; j += 2)
+        set_values_amx(s.v, j, j < count ? &v_(row + j, head, 0) : nullptr,
+                       j + 1 < count ? &v_(row + j + 1, head, 0) : nullptr, width_);
+    } else if constexpr (Form::kPairs) {
+      block.v_stride = tile_stride(width_, sizeof(float));
+      uint32_t* v = s.v;
       for (int64_t j = 0; j < count;
            j += 2, v += block.v_stride)  // a missing last key has probability 0: any number will do
         interleave_bf16(&v_(row + j, head, 0), &v_(row + std::min(j + 1, count - 1), head, 0), v, width_);
     } else {
-      for (int64_t j = 0; j < count; ++j) copy(&v_(row + j, head, 0), s.v + j * block.v_stride, width_);
+      block.v_stride = tile_stride(width_, sizeof(float));
+      float* v = reinterpret_cast<float*>(s.v);
+      for (int64_t j = 0; j < count; ++j) copy(&v_(row + j, head, 0), v + j * block.v_stride, width_);
     }
   }
 
@@ -152,12 +187,12 @@ class Kernel {
   const int64_t width_ = v_.template extent<Value>();
 };
 
-template <class Stored, class Element>
+template <class Stored, class Form>
 void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   const int64_t heads = a.q.extent<Head>(), items = static_cast<int64_t>(a.items.size());
   auto groups = [](const ExpandedItem& i, int64_t rows) { return (i.q_count + rows - 1) / rows; };
   // Full groups use a block best; smaller ones where threads would go idle. A row's bits do not depend on its group.
-  int64_t group = Tiles::kRows;
+  int64_t group = kGroupRows;
   for (; group > kTileRows && stream.pool().threads() > 1; group /= 2) {
     int64_t tasks = 0;
     for (const ExpandedItem& i : a.items) tasks += groups(i, group) * heads;
@@ -165,7 +200,7 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   }
   int64_t most = 0;
   for (const ExpandedItem& i : a.items) most = std::max(most, groups(i, group));
-  const Kernel<Stored, Element> kernel(a);
+  const Kernel<Stored, Form> kernel(a);
   // A head's groups follow one another, so that all but the first find its keys in the last-level cache; the last
   // groups, which see the most keys under a causal mask, go first. Items with fewer groups than others leave some tasks
   // empty.
@@ -180,9 +215,11 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
 }  // namespace
 
 size_t attend_expanded_scratch(const backend::ScratchShape& s) {
-  Cutter cut(nullptr);
-  const Scratch scratch(cut, s.nope + s.rope, s.value);
-  return cut.used();
+  return largest_of_forms([&](auto form) {
+    Cutter cut(nullptr);
+    const Scratch<decltype(form)> scratch(cut, s.nope + s.rope, s.value);
+    return cut.used();
+  });
 }
 
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
@@ -190,9 +227,8 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   if (a.scratch.per_worker < needed)
     throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
-  if (a.k_nope.dtype() == Dtype::f32) attend<float, float>(stream, a);
-  else if (bf16_dot_pays()) attend<bf16, bf16>(stream, a);
-  else attend<bf16, float>(stream, a);
+  if (a.k_nope.dtype() == Dtype::f32) attend<float, F32Form>(stream, a);
+  else with_form(true, [&](auto form) { attend<bf16, decltype(form)>(stream, a); });
 }
 
 }  // namespace mla::cpu

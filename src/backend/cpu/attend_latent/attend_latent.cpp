@@ -11,48 +11,38 @@
 namespace mla::cpu {
 namespace {
 
-// Positions [first, first + count) of a request as a block; those below `end` will be loaded after it.
-template <class Element>
-void load_block(const ops::AttendLatentArgs& a, int32_t request, int64_t first, int64_t count, int64_t end,
-                const LatentScratch& s, KeyBlock& block) {
-  const CacheSpec& spec = a.cache.spec;
-  const uint32_t page_size = static_cast<uint32_t>(spec.page_size);
-  load_block_rows<Element>(count, end - first, s, [&](int64_t i) -> CachedRow {
-    const uint32_t position = static_cast<uint32_t>(first + i), page = position / page_size;
-    return {&spec, a.cache.page(a.block_table(request, page)), position - page * page_size};
-  });
-  finish_block<Element>(count, s, block);
-}
-
-template <class Element>
+template <class Form>
 void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t first_row, int64_t rows,
               std::byte* memory) {
   const int64_t heads = a.q.extent<Head>(), entry = a.q.extent<Entry>(), width = a.out.extent<Value>();
   Cutter cut(memory);
-  LatentScratch scratch(cut, entry, width);
+  LatentScratch<Form> scratch(cut, entry, width);
   int tiles = 0;
   int32_t end = 0;
   for (int64_t r = 0; r < rows; r += kTileRows, ++tiles) {
     RowTile& tile = scratch.tiles.tiles[tiles];
-    clear_queries(tile, std::min(rows - r, kTileRows), entry);
-    for (int64_t lane = 0; lane < tile.rows; ++lane) {
-      const int64_t row = first_row + r + lane, token = row / heads;
-      set_query<Element>(tile, lane, query_row(a.q, a.q_scale, item.q_begin + token, row % heads, scratch.tiles.row),
-                         entry);
-      tile.last[lane] = static_cast<int32_t>(std::min<int64_t>(item.visible + token, item.kv_end - 1));
-    }
+    set_queries(tile, std::min(rows - r, kTileRows), a.q, a.q_scale, scratch, [&](int64_t lane) {
+      const int64_t row = first_row + r + lane;
+      return std::pair(item.q_begin + row / heads, row % heads);
+    });
+    for (int64_t lane = 0; lane < tile.rows; ++lane)
+      tile.last[lane] =
+          static_cast<int32_t>(std::min<int64_t>(item.visible + (first_row + r + lane) / heads, item.kv_end - 1));
     begin_tile(tile, width);
     end = std::max(end, tile.last_last + 1);
   }
-  for (int64_t first = item.kv_begin; first < end; first += kBlockKeys) {
+  const CacheSpec& spec = a.cache.spec;
+  const uint32_t page_size = static_cast<uint32_t>(spec.page_size);
+  for (int64_t first = item.kv_begin; first < end; first += Form::kKeys) {
     KeyBlock block{.qk_dim = entry, .v_dim = width, .first_key = first, .scale = a.scale};
-    load_block<Element>(a, item.request, first, std::min<int64_t>(kBlockKeys, end - first), end, scratch, block);
-    for (int i = 0; i < tiles; ++i) {
-      const RowTile& tile = scratch.tiles.tiles[i];
-      block.count = std::min<int64_t>(kBlockKeys, tile.last_last + 1 - first);
-      if (block.count <= 0) continue;
-      attend_block<Element>(tile, block, scratch);
-    }
+    attend_rows(
+        std::span(scratch.tiles.tiles, static_cast<size_t>(tiles)), block, std::min<int64_t>(Form::kKeys, end - first),
+        end - first, scratch,
+        [&](int64_t i) -> CachedRow {
+          const uint32_t position = static_cast<uint32_t>(first + i), page = position / page_size;
+          return {&spec, a.cache.page(a.block_table(item.request, page)), position - page * page_size};
+        },
+        [&](int64_t i, int64_t n) { return static_cast<uint32_t>(first + i) % page_size + n <= page_size; });
   }
   const auto out = a.out.as<float>();
   for (int64_t r = 0; r < rows; ++r) {
@@ -66,22 +56,15 @@ void run_task(const ops::AttendLatentArgs& a, const LatentItem& item, int64_t fi
   }
 }
 
-}  // namespace
-
-size_t attend_latent_scratch(const backend::ScratchShape& s) {
-  Cutter cut(nullptr);
-  const LatentScratch scratch(cut, s.latent + s.rope, s.latent + s.rope);  // fp8_ds_v4's values are the whole row
-  return cut.used();
-}
-
-void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
+template <class Form>
+void attend(Stream& stream, const ops::AttendLatentArgs& a) {
   const int64_t heads = a.q.extent<Head>();
-  const size_t needed = attend_latent_scratch({.heads = heads, .latent = a.q.extent<Entry>()});
-  if (a.scratch.per_worker < needed)
-    throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
-                     std::to_string(needed) + " are needed");
-  const bool dot = a.q.dtype() == Dtype::bf16 && bf16_dot_pays() && loads_as_bf16(a.cache.spec.format);
-  auto groups = [&](const LatentItem& i) { return (i.q_count * heads + LatentTiles::kRows - 1) / LatentTiles::kRows; };
+  const int64_t group = rows_of_a_task<Form>(stream.pool().threads(), [&](int64_t rows) {
+    int64_t tasks = 0;
+    for (const LatentItem& i : a.items) tasks += (i.q_count * heads + rows - 1) / rows;
+    return tasks;
+  });
+  auto groups = [&](const LatentItem& i) { return (i.q_count * heads + group - 1) / group; };
   int64_t tasks = 0;
   for (const LatentItem& i : a.items) tasks += groups(i);
   // Where every item has as many groups as the first, a task's item is a quotient; else it is searched for.
@@ -96,10 +79,22 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
     } else {
       for (int64_t n; task >= (n = groups(*item)); ++item) task -= n;
     }
-    const int64_t first = task * LatentTiles::kRows;
-    const auto run = dot ? run_task<bf16> : run_task<float>;
-    run(a, *item, first, std::min(LatentTiles::kRows, item->q_count * heads - first), a.scratch.worker(worker));
+    const int64_t first = task * group;
+    run_task<Form>(a, *item, first, std::min(group, item->q_count * heads - first), a.scratch.worker(worker));
   });
+}
+
+}  // namespace
+
+size_t attend_latent_scratch(const backend::ScratchShape& s) { return latent_scratch(s.latent + s.rope); }
+
+void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
+  const size_t needed = attend_latent_scratch({.heads = a.q.extent<Head>(), .latent = a.q.extent<Entry>()});
+  if (a.scratch.per_worker < needed)
+    throw ShapeError("attend_latent: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
+                     std::to_string(needed) + " are needed");
+  with_form(a.q.dtype() == Dtype::bf16 && loads_as_bf16(a.cache.spec.format),
+            [&](auto form) { attend<decltype(form)>(stream, a); });
 }
 
 }  // namespace mla::cpu

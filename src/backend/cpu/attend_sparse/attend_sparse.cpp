@@ -16,8 +16,9 @@ namespace mla::cpu {
 namespace {
 
 // The next keys of a list, compacted: slots that do not exist take no place. A block, and what is asked for meanwhile.
+template <class Form>
 struct Selected {
-  static constexpr int64_t kMost = kBlockKeys + kRowsAhead;
+  static constexpr int64_t kMost = Form::kKeys + kRowsAhead;
   CachedRow rows[kMost];
   int64_t count = 0;
 
@@ -34,7 +35,8 @@ class ListReader {
       : sources_(sources), row_(row), begin_(begin), end_(end) {
     enter();
   }
-  void fill(Selected& next) {
+  template <class Form>
+  void fill(Selected<Form>& next) {
     for (; source_ < sources_.size(); first_ += sources_[source_].slots.extent<Topk>(), ++source_, enter()) {
       const ops::SparseSource& s = sources_[source_];
       const CacheSpec& spec = s.cache.spec;
@@ -42,7 +44,7 @@ class ListReader {
       for (; key_ < stop_; ++key_) {
         const int32_t slot = s.slots(row_, key_);
         if (!ops::exists(s, slot)) continue;
-        if (next.count == Selected::kMost) return;
+        if (next.count == Selected<Form>::kMost) return;
         const uint32_t at = static_cast<uint32_t>(slot), page = at / page_size;
         next.rows[next.count++] = {&spec, s.cache.page(page), at - page * page_size};
       }
@@ -65,25 +67,26 @@ class ListReader {
 };
 
 // Keys [begin, end) of a row's list into emptied tiles.
-template <class Element>
+template <class Form>
 void attend_keys(const ops::AttendSparseArgs& a, int64_t row, int64_t begin, int64_t end, std::span<RowTile> tiles,
-                 const LatentScratch& scratch) {
+                 const LatentScratch<Form>& scratch) {
   const int64_t width = a.out.extent<Value>();
   for (RowTile& tile : tiles) {
-    std::fill_n(tile.last, tile.rows, static_cast<int32_t>(kBlockKeys));  // heads see every key of a block
+    std::fill_n(tile.last, tile.rows, static_cast<int32_t>(Form::kKeys - 1));
     begin_tile(tile, width);
   }
   ListReader list(a.sources, row, begin, end);
-  Selected keys;
+  Selected<Form> keys;
   for (;;) {
     list.fill(keys);
     if (keys.count == 0) return;
-    const int64_t count = std::min(keys.count, kBlockKeys);
-    load_block_rows<Element>(count, keys.count, scratch, [&](int64_t i) { return keys.rows[i]; });
+    const int64_t count = std::min(keys.count, Form::kKeys);
+    // Heads see every key of a block and nothing past it.
+    KeyBlock block{.qk_dim = a.q.extent<Entry>(), .v_dim = width, .first_key = Form::kKeys - count, .scale = a.scale};
+    attend_rows(
+        tiles, block, count, keys.count, scratch, [&](int64_t i) { return keys.rows[i]; },
+        [](int64_t, int64_t) { return false; });
     keys.drop(count);
-    KeyBlock block{.qk_dim = a.q.extent<Entry>(), .v_dim = width, .scale = a.scale};
-    finish_block<Element>(count, scratch, block);
-    for (const RowTile& tile : tiles) attend_block<Element>(tile, block, scratch);
   }
 }
 
@@ -100,24 +103,21 @@ Target target_of(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t
           a.max_logits ? &a.max_logits(row, head) : nullptr};
 }
 
-template <class Element>
+template <class Form>
 void run_task(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t index, int64_t first_head, int64_t heads,
               std::byte* memory) {
   const int64_t entry = a.q.extent<Entry>(), width = a.out.extent<Value>(), row = item.q_begin + index;
   Cutter cut(memory);
-  LatentScratch scratch(cut, entry, width);
+  LatentScratch<Form> scratch(cut, entry, width);
   float* const spare = scratch.tiles.row;
   int count = 0;
-  for (int64_t h = 0; h < heads; h += kTileRows, ++count) {
-    RowTile& tile = scratch.tiles.tiles[count];
-    clear_queries(tile, std::min(heads - h, kTileRows), entry);
-    for (int64_t lane = 0; lane < tile.rows; ++lane)
-      set_query<Element>(tile, lane, query_row(a.q, a.q_scale, row, first_head + h + lane, spare), entry);
-  }
+  for (int64_t h = 0; h < heads; h += kTileRows, ++count)
+    set_queries(scratch.tiles.tiles[count], std::min(heads - h, kTileRows), a.q, a.q_scale, scratch,
+                [&](int64_t lane) { return std::pair(row, first_head + h + lane); });
   const std::span<RowTile> tiles(scratch.tiles.tiles, static_cast<size_t>(count));
   const int64_t part = a.part_keys > 0 ? a.part_keys : std::max(1, item.k_end - item.k_begin);
   for (int64_t begin = item.k_begin; begin == item.k_begin || begin < item.k_end; begin += part) {
-    attend_keys<Element>(a, row, begin, std::min<int64_t>(item.k_end, begin + part), tiles, scratch);
+    attend_keys<Form>(a, row, begin, std::min<int64_t>(item.k_end, begin + part), tiles, scratch);
     for (int64_t i = 0; i < heads; ++i) {
       const RowTile& tile = tiles[i / kTileRows];
       const int64_t lane = i % kTileRows;
@@ -137,33 +137,35 @@ void run_task(const ops::AttendSparseArgs& a, const SparseItem& item, int64_t in
     apply_sink(static_cast<float*>(a.out.at(row, h, 0)), width, a.lse(row, h), a.sinks[h]);
 }
 
-}  // namespace
-
-size_t attend_sparse_scratch(const backend::ScratchShape& s) {
-  Cutter cut(nullptr);
-  const LatentScratch scratch(cut, s.latent + s.rope, s.latent + s.rope);  // fp8_ds_v4's values are the whole row
-  return cut.used();
+template <class Form>
+void attend(Stream& stream, const ops::AttendSparseArgs& a) {
+  const int64_t heads = a.q.extent<Head>();
+  int64_t rows = 0;
+  for (const SparseItem& i : a.items) rows += i.q_count;
+  const int64_t group =
+      rows_of_a_task<Form>(stream.pool().threads(), [&](int64_t n) { return rows * ((heads + n - 1) / n); });
+  const int64_t groups = (heads + group - 1) / group;
+  stream.pool().run(rows * groups, [&](int64_t task, int worker) {
+    const SparseItem* item = a.items.data();
+    for (int64_t n; task >= (n = item->q_count * groups); ++item) task -= n;
+    const int64_t first = task % groups * group;
+    run_task<Form>(a, *item, task / groups, first, std::min(group, heads - first), a.scratch.worker(worker));
+  });
 }
 
+}  // namespace
+
+size_t attend_sparse_scratch(const backend::ScratchShape& s) { return latent_scratch(s.latent + s.rope); }
+
 void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
-  const int64_t heads = a.q.extent<Head>();
-  const size_t needed = attend_sparse_scratch({.heads = heads, .latent = a.q.extent<Entry>()});
+  const size_t needed = attend_sparse_scratch({.heads = a.q.extent<Head>(), .latent = a.q.extent<Entry>()});
   if (!a.items.empty() && a.scratch.per_worker < needed)
     throw ShapeError("attend_sparse: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   (void)a.out.as<float>();  // the CPU's outputs are f32
-  bool dot = a.q.dtype() == Dtype::bf16 && bf16_dot_pays();
-  for (const ops::SparseSource& s : a.sources) dot = dot && loads_as_bf16(s.cache.spec.format);
-  const int64_t groups = (heads + LatentTiles::kRows - 1) / LatentTiles::kRows;
-  int64_t tasks = 0;
-  for (const SparseItem& i : a.items) tasks += i.q_count * groups;
-  stream.pool().run(tasks, [&](int64_t task, int worker) {
-    const SparseItem* item = a.items.data();
-    for (int64_t n; task >= (n = item->q_count * groups); ++item) task -= n;
-    const int64_t first = task % groups * LatentTiles::kRows;
-    const auto run = dot ? run_task<bf16> : run_task<float>;
-    run(a, *item, task / groups, first, std::min(LatentTiles::kRows, heads - first), a.scratch.worker(worker));
-  });
+  bool bf16_operands = a.q.dtype() == Dtype::bf16;
+  for (const ops::SparseSource& s : a.sources) bf16_operands = bf16_operands && loads_as_bf16(s.cache.spec.format);
+  with_form(bf16_operands, [&](auto form) { attend<decltype(form)>(stream, a); });
 }
 
 // One task a row and head: rows of one split lie together, whatever their number.

@@ -112,6 +112,10 @@ bool SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, flo
   return Softmax(tile, block, scores, alpha, skip);
 }
 
+bool KeepOutOf(const RowTile& tile, const KeyBlock& block, const float* scores, int64_t from, bool odd, bool* skip) {
+  return KeepOut(tile, block, scores, from, odd, skip);
+}
+
 void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
   // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12.
   const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
@@ -132,6 +136,7 @@ namespace mla::cpu {
 
 HWY_EXPORT(Block);
 HWY_EXPORT(SoftmaxBlock);
+HWY_EXPORT(KeepOutOf);
 HWY_EXPORT(AllFiniteFloats);
 
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) {
@@ -142,10 +147,15 @@ bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, fl
   return HWY_DYNAMIC_DISPATCH(SoftmaxBlock)(tile, block, scores, alpha, skip);
 }
 
+bool keep_out(const RowTile& tile, const KeyBlock& block, const float* scores, int64_t from, bool odd, bool* skip) {
+  return HWY_DYNAMIC_DISPATCH(KeepOutOf)(tile, block, scores, from, odd, skip);
+}
+
 void begin_tile(RowTile& tile, int64_t v_dim) {
-  std::fill_n(tile.o, v_dim * tile.width, 0.0f);
+  if (tile.o_stride == 0) std::fill_n(tile.o, v_dim * tile.width, 0.0f);
   std::fill_n(tile.m, tile.width, -std::numeric_limits<float>::infinity());
   std::fill_n(tile.l, tile.width, 0.0f);
+  tile.fresh = true;
   std::fill_n(tile.last + tile.rows, tile.width - tile.rows, -1);
   tile.first_last = *std::min_element(tile.last, tile.last + tile.rows);
   tile.last_last = *std::max_element(tile.last, tile.last + tile.rows);
@@ -158,7 +168,11 @@ float finish_row(const RowTile& tile, int64_t r, int64_t v_dim, float* out) {
     return -std::numeric_limits<float>::infinity();
   }
   const float inverse = 1.0f / sum;
-  for (int64_t d = 0; d < v_dim; ++d) out[d] = tile.o[d * tile.width + r] * inverse;
+  if (tile.o_stride > 0) {
+    finish_values_amx(tile.o + r * tile.o_stride, v_dim, inverse, out);
+  } else {
+    for (int64_t d = 0; d < v_dim; ++d) out[d] = tile.o[d * tile.width + r] * inverse;
+  }
   if (sum > 0 && HWY_DYNAMIC_DISPATCH(AllFiniteFloats)(out, v_dim)) return tile.m[r] + std::log(sum);
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   std::fill_n(out, v_dim, kNaN);

@@ -5,7 +5,8 @@
 // reduced across lanes and a row's sums run in the same order whatever tile it sits in: its bits depend on nothing
 // else. Keys and values stay row-major.
 //
-// Two forms: f32 (Highway, every target), and bf16 pairs with AVX-512 BF16 dot products (twice the arithmetic rate).
+// Three forms (block_forms.hpp): f32 (Highway, every target), bf16 pairs with AVX-512 BF16 dot products, and bf16 in
+// AMX's tile registers. The last holds outputs as rows, [row][dim].
 #pragma once
 
 #include <algorithm>
@@ -22,13 +23,32 @@ constexpr int64_t kBlockKeys = 96;
 constexpr int64_t kTileRows = 32, kSmallTile = 16;
 /// Key rows past the last one are read up to a multiple of this and must be zero.
 constexpr int64_t kKeyPad = 24;
+/// The same of the AMX form; there values are read past the last key, too.
+constexpr int64_t kAmxBlockKeys = 256, kAmxKeyPad = 32;
+
+/// AMX: values lie in squares of 16 pairs of keys and 16 dims, a line of 64 bytes each row and one line between
+/// squares, so that a row's squares do not share L1 sets. In pairs.
+constexpr int64_t kSquareRows = 16, kValueSquare = 16 * 16 + 16;
+/// Steps of 32 dims, and squares of 32 keys: an even number, for dims come by 32.
+constexpr int64_t key_steps(int64_t qk_dim) { return (qk_dim + 31) / 32; }
+constexpr int64_t value_squares(int64_t v_dim) { return (v_dim + 31) / 32 * 2; }
+/// Keys as the AMX form counts them.
+constexpr int64_t padded_keys_amx(int64_t count) { return (count + kAmxKeyPad - 1) / kAmxKeyPad * kAmxKeyPad; }
+
+/// Sixteen keys one behind the other, read up to a multiple of 32 dims.
+struct KeyGroup {
+  const bf16* rows = nullptr;
+  size_t row_bytes = 0;
+};
 
 /// One tile of query rows and its running softmax. Memory is the caller's scratch.
 struct RowTile {
   int64_t rows = 0;         ///< lanes in use
   int64_t width = 0;        ///< lanes: kSmallTile or kTileRows
-  void* q = nullptr;        ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16
-  float* o = nullptr;       ///< [v_dim][width]
+  void* q = nullptr;        ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16 (AMX: up to whole 16)
+  float* o = nullptr;       ///< [v_dim][width], or [width][o_stride]
+  int64_t o_stride = 0;     ///< floats of an output row; 0: outputs are columns
+  bool fresh = true;        ///< AMX: no block was joined yet, o holds nothing
   float* m = nullptr;       ///< [width] running maximum
   float* l = nullptr;       ///< [width] running sum
   int32_t* last = nullptr;  ///< [width] last key each row sees, counted as first_key is
@@ -45,6 +65,7 @@ struct KeyBlock {
   const void* v = nullptr;
   int64_t v_stride = 0;  ///< elements of a row (f32), or pairs of a pair row (bf16)
   bool paired = false;   ///< values are pairs
+  bool squares = false;  ///< values lie in the AMX form's squares; keys are not asked for here
   int64_t qk_dim = 0, v_dim = 0;
   int64_t first_key = 0, count = 0;
   float scale = 1;
@@ -56,16 +77,18 @@ constexpr int64_t tile_stride(int64_t elements, int64_t element_size) {
   return (lines | 1) * per_line;
 }
 
-/// Bytes of the scores that attend_block keeps in `scores`.
-constexpr size_t kScoreBytes = kBlockKeys * kTileRows * sizeof(float);
-
 /// Empties a tile: no key seen yet. Sets first_last and last_last from `last`.
 void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
+/// The same in AMX, in two halves: scores of keys [first, end), multiples of kAmxKeyPad, of a block; and all that
+/// follows, which takes padded_keys_amx(count) scores. Keys past the count are hidden from every row by `last`.
+void score_keys_amx(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim,
+                    float* scores);
+void attend_scored_amx(RowTile& tile, const KeyBlock& block, float* scores, void* probabilities);
 /// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for
-/// what it had summed. True: the values of the keys in skip[kBlockKeys] must not be multiplied.
+/// what it had summed. True: the values of the keys in skip[count, rounded up to even] must not be multiplied.
 bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip);
 /// Row r of the result: out[v_dim] and its lse. A row that saw nothing: zeros and -inf. A row whose query holds NaN or
 /// +inf, with a NaN or +inf score, or that saw a value that is no finite number: NaN, lse too.
@@ -78,7 +101,29 @@ void set_query_bf16(const RowTile& tile, int64_t lane, const float* row, int64_t
 /// The lane's query holds neither NaN nor +inf.
 bool usable_query(const RowTile& tile, int64_t lane, const KeyBlock& block);
 
+/// A row of values that belongs to two keys, in pieces: f(words, n) for each, all of them when f is true throughout.
+template <class F>
+bool for_pair_row(const KeyBlock& block, int64_t pair, F&& f) {
+  const uint32_t* v = static_cast<const uint32_t*>(block.v);
+  if (!block.squares) return f(v + pair * block.v_stride, block.v_dim);
+  v += pair / kSquareRows * value_squares(block.v_dim) * kValueSquare + pair % kSquareRows * kSquareRows;
+  for (int64_t n = 0; n < value_squares(block.v_dim); ++n)
+    if (!f(v + n * kValueSquare, kSquareRows)) return false;
+  return true;
+}
+/// The part of softmax_block that looks for what is no finite number, in keys from `from` on; with `odd`, some score is
+/// none. Scores are scaled.
+bool keep_out(const RowTile& tile, const KeyBlock& block, const float* scores, int64_t from, bool odd, bool* skip);
+
 /// Joins rows a and b of bf16 values into pairs; b may be null: zeros.
 void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n);
+
+/// The AMX form's operands. All of a tile's queries, from rows[tile.rows] of bf16, or f32 rows at a stride:
+void set_queries_amx(const RowTile& tile, const bf16* const* rows, int64_t qk_dim);
+void set_queries_amx(const RowTile& tile, const float* first, int64_t row_stride, int64_t qk_dim);
+/// Values of keys t, even, and t + 1; no row: zeros.
+void set_values_amx(uint32_t* v, int64_t t, const bf16* a, const bf16* b, int64_t v_dim);
+/// out = factor times a row of outputs.
+void finish_values_amx(const float* o, int64_t v_dim, float factor, float* out);
 
 }  // namespace mla::cpu

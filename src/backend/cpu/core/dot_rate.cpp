@@ -1,5 +1,7 @@
 #include "backend/cpu/core/dot_rate.hpp"
 
+#include "backend/cpu/core/tile_registers.hpp"
+
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -43,14 +45,18 @@ MLA_BF16_DOT [[gnu::noinline]] float chains(float start, int64_t steps) {
   return _mm512_cvtss_f32(a + b + c + d + e + f + g + h + i + j + k + l);
 }
 
+template <class F>
+double seconds_of(F&& work) {
+  using Clock = std::chrono::steady_clock;
+  const auto begin = Clock::now();
+  work();
+  return std::chrono::duration<double>(Clock::now() - begin).count();
+}
+
 template <bool dots>
 double seconds() {
-  using Clock = std::chrono::steady_clock;
   volatile float start = 0.5f, end;
-  const auto begin = Clock::now();
-  end = chains<dots>(start, kSteps);
-  (void)end;
-  return std::chrono::duration<double>(Clock::now() - begin).count();
+  return seconds_of([&] { end = chains<dots>(start, kSteps); });
 }
 
 }  // namespace
@@ -72,6 +78,16 @@ double bf16_dot_rate() {
   return fma / dot;
 }
 
+double amx_rate() {
+  constexpr int64_t kTileSteps = 200;
+  double amx = 1, fma = 1, flops = 0;
+  for (int round = 0; round < 12; ++round) {
+    amx = std::min(amx, seconds_of([&] { flops = amx_chains(kTileSteps); }));
+    fma = std::min(fma, seconds<false>());
+  }
+  return flops / amx / (2.0 * 16.0 * kChains * static_cast<double>(kSteps) / fma);
+}
+
 }  // namespace mla::cpu
 
 #else  // never called: native_bf16_dot() is false
@@ -79,6 +95,7 @@ double bf16_dot_rate() {
 namespace mla::cpu {
 double bf16_dot_chains(int64_t) { return 0; }
 double bf16_dot_rate() { return 0; }
+double amx_rate() { return 0; }
 }  // namespace mla::cpu
 
 #endif

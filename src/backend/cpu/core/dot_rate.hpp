@@ -1,4 +1,4 @@
-// How fast this core's bf16 dot products are.
+// How fast this core multiplies bf16.
 #pragma once
 
 #include <cstdint>
@@ -12,5 +12,9 @@ double bf16_dot_chains(int64_t steps);
 /// twice a multiply-add's arithmetic in its time (Zen 5), about 0.25 on a Xeon with AMX, where it does half of it.
 /// Measured in some 50 us. Only where native_bf16_dot() holds.
 double bf16_dot_rate();
+
+/// Arithmetic of AMX's tile products a second over that of f32 multiply-adds: 15 on a Xeon with AMX. Only where
+/// has_amx_bf16() holds.
+double amx_rate();
 
 }  // namespace mla::cpu

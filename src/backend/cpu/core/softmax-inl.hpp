@@ -34,7 +34,7 @@ HWY_INLINE bool AllFinite(const T* HWY_RESTRICT x, int64_t n, T magnitude, T spe
 HWY_INLINE bool FiniteFloats(const float* x, int64_t n) {
   return AllFinite<int32_t>(reinterpret_cast<const int32_t*>(x), n, 0x7fffffff, 0x7f800000);
 }
-HWY_INLINE bool FinitePairs(const uint32_t* x, int64_t n) {
+HWY_NOINLINE bool FinitePairs(const uint32_t* x, int64_t n) {
   return AllFinite<int16_t>(reinterpret_cast<const int16_t*>(x), 2 * n, 0x7fff, 0x7f80);
 }
 
@@ -46,7 +46,7 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
   const int64_t w = tile.width;
   auto sees = [&](int64_t lane, int64_t t) { return t < b.count && b.first_key + t <= tile.last[lane]; };
-  std::fill_n(skip, kBlockKeys, false);
+  std::fill_n(skip, (b.count + 1) / 2 * 2, false);
   bool any = false;
   auto leave_out = [&](int64_t t) {
     skip[t] = any = true;
@@ -54,11 +54,12 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
       if (sees(lane, t)) tile.l[lane] = kNaN;
   };
   if (b.paired) {
-    const uint32_t* v = static_cast<const uint32_t*>(b.v) + from / 2 * b.v_stride;
-    for (int64_t t = from / 2 * 2; t < b.count; t += 2, v += b.v_stride) {
-      if (FinitePairs(v, b.v_dim)) continue;
+    for (int64_t t = from / 2 * 2; t < b.count; t += 2) {
+      if (for_pair_row(b, t / 2, FinitePairs)) continue;
       for (int half = 0; half < 2; ++half)
-        if (std::any_of(v, v + b.v_dim, [&](uint32_t x) { return (~x >> 16 * half & 0x7f80) == 0; }))
+        if (!for_pair_row(b, t / 2, [&](const uint32_t* v, int64_t n) {
+              return std::none_of(v, v + n, [&](uint32_t x) { return (~x >> 16 * half & 0x7f80) == 0; });
+            }))
           leave_out(t + half);
     }
   } else {
@@ -76,8 +77,8 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
 }
 
 // In: scores [count][width], unscaled. Out: probabilities relative to the new maximum; alpha[width], the factor for
-// what was summed before. Updates the tile's maximum and sum. True: the values of the keys in skip[kBlockKeys] are to
-// be left out of all products. A hidden key's score is -inf, whatever it was, and so is a masked key's.
+// what was summed before. Updates the tile's maximum and sum. True: the values of the keys in skip[count, rounded up
+// to even] are to be left out of all products. A hidden key's score is -inf, whatever it was, and so is a masked key's.
 HWY_INLINE bool Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores, float* HWY_RESTRICT alpha,
                         bool* HWY_RESTRICT skip) {
   const hn::ScalableTag<float> df;

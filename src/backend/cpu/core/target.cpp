@@ -5,6 +5,7 @@
 
 #include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/dot_rate.hpp"
+#include "backend/cpu/core/tile_registers.hpp"
 #include "hwy/highway.h"
 #include "mla/error.hpp"
 
@@ -20,7 +21,9 @@ bool cpu_has_bf16_dot() {
 #endif
 }
 
-bool bf16_dot_allowed = true, bf16_dot_asked = false;
+bool bf16_dot_allowed = true, amx_allowed = true, asked = false;  // asked: for the best that is allowed, by name
+
+constexpr std::string_view kAmx = "amx_bf16", kBf16Dot = "avx512_bf16";
 
 struct Named {
   std::string_view name;
@@ -49,14 +52,20 @@ bool native_bf16_dot() {
   return has && bf16_dot_allowed;
 }
 
-bool bf16_dot_pays() {
-  if (!native_bf16_dot()) return false;
-  static const bool faster = bf16_dot_rate() > 0.75;
-  return faster || bf16_dot_asked;
+bool native_amx() { return native_bf16_dot() && amx_allowed && has_amx_bf16(); }
+
+Bf16Products bf16_products() {
+  if (!native_bf16_dot()) return Bf16Products::widened;
+  if (asked) return native_amx() ? Bf16Products::amx : Bf16Products::dot;
+  // Of an f32 multiply-add's rate of arithmetic. Widened operands cost a conversion less than pairs do.
+  static const double dot = 2 * bf16_dot_rate(), amx = has_amx_bf16() ? amx_rate() : 0;
+  if (native_amx() && amx > 1.5 * std::max(1.0, dot)) return Bf16Products::amx;
+  return dot > 1.5 ? Bf16Products::dot : Bf16Products::widened;
 }
 
 std::string_view target() {
-  if (native_bf16_dot()) return "avx512_bf16";
+  if (native_amx()) return kAmx;
+  if (native_bf16_dot()) return kBf16Dot;
   const int64_t supported = hwy::SupportedTargets();
   for (const Named& t : kTargets)
     if (supported & t.bit) return t.name;
@@ -65,13 +74,20 @@ std::string_view target() {
 
 void restrict_target(std::string_view name) {
   const int64_t all = unrestricted();
-  bf16_dot_allowed = true;
-  bf16_dot_asked = name == "avx512_bf16";
-  if (!name.empty() && name != "avx512_bf16") {
+  bf16_dot_allowed = amx_allowed = true;
+  asked = name == kAmx || name == kBf16Dot;
+  if (asked) {
+    amx_allowed = name == kAmx;
+    if (name == kAmx ? !native_amx() : !native_bf16_dot()) {
+      asked = false;
+      amx_allowed = true;
+      throw UnsupportedError("this CPU lacks target " + std::string(name));
+    }
+  } else if (!name.empty()) {
     const auto* t =
         std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
     if (t == std::end(kTargets)) {
-      std::string known = "avx512_bf16";
+      std::string known = std::string(kAmx) + " " + std::string(kBf16Dot);
       for (const Named& n : kTargets) known += " " + std::string(n.name);
       throw InputError("unknown target '" + std::string(name) + "'; known: " + known);
     }
@@ -79,8 +95,6 @@ void restrict_target(std::string_view name) {
     // Better targets have lower bits.
     hwy::SetSupportedTargetsForTest(all & ~(t->bit - 1));
     bf16_dot_allowed = false;
-  } else if (name == "avx512_bf16" && !native_bf16_dot()) {
-    throw UnsupportedError("this CPU lacks target avx512_bf16");
   }
   hwy::GetChosenTarget().Update(hwy::SupportedTargets());
 }

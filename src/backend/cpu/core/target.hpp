@@ -1,5 +1,5 @@
 // Which instruction set serves. Kernels are compiled for every target of Highway's and dispatched at run time; kernels
-// that use AVX-512 BF16 dot products sit beside them and are taken when native_bf16_dot() or bf16_dot_pays() says so.
+// that use AVX-512 BF16 dot products or AMX sit beside them and are taken when the functions below say so.
 #pragma once
 
 #include <string_view>
@@ -8,15 +8,21 @@ namespace mla::cpu {
 
 /// The CPU has AVX-512 BF16 (vdpbf16ps) and the current restriction allows it.
 bool native_bf16_dot();
+/// It has native_bf16_dot() and AMX's bf16 products, the kernel lets this process use them, and the restriction allows
+/// it.
+bool native_amx();
 
-/// Attention multiplies bf16 operands as such: native_bf16_dot() holds, and this core's dot products were measured to
-/// be faster than f32 multiply-adds, or the target was asked for by name. Otherwise the operands are widened to f32,
-/// which is exact. Products with weights take dot products wherever there are any: they wait for memory.
-bool bf16_dot_pays();
+/// How attention multiplies bf16 operands: as such, in dot products or tile registers, or widened to f32, which is
+/// exact.
+enum class Bf16Products { widened, dot, amx };
 
-/// Limits dispatch to a target and below: "avx512_bf16", "avx512", "avx2", "sse4", "portable"; "" lifts the limit. For
-/// tests and benchmarks, while no op runs. InputError for an unknown name, UnsupportedError when this CPU lacks the
-/// target.
+/// What was measured to be fastest on this core, or was asked for by name. (Products with weights take dot products
+/// wherever there are any: they wait for memory.)
+Bf16Products bf16_products();
+
+/// Limits dispatch to a target and below: "amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"; "" lifts the
+/// limit. For tests and benchmarks, while no op runs. InputError for an unknown name, UnsupportedError when this CPU
+/// lacks the target.
 void restrict_target(std::string_view name);
 
 }  // namespace mla::cpu

@@ -1,7 +1,10 @@
 // Scratch of an attention task, cut up: row tiles that share one block of keys and values.
 #pragma once
 
-#include "backend/cpu/core/block_attention.hpp"
+#include <algorithm>
+
+#include "backend/cpu/core/block_forms.hpp"
+#include "backend/cpu/core/tile_registers.hpp"
 
 namespace mla::cpu {
 
@@ -22,25 +25,35 @@ class Cutter {
   size_t used_ = 0;
 };
 
-/// Memory of kTiles row tiles with a shared score block.
-template <int kTiles>
+/// Memory of kTiles row tiles and of the scores of kScored of them.
+template <class Form, int kTiles, int kScored = 1>
 struct RowTiles {
   RowTile tiles[kTiles];
-  float* scores = nullptr;
-  float* row = nullptr;  ///< one dequantised row or result
+  float* scores = nullptr;         ///< [kScored][Form::kScores]
+  float* probabilities = nullptr;  ///< Form::kProbabilities, of one
+  float* row = nullptr;            ///< one dequantised row or result
 
   RowTiles(Cutter& cut, int64_t qk_dim, int64_t v_dim) {
+    const int64_t o_stride = Form::kRowsOut ? tile_stride(value_squares(v_dim) * 16, sizeof(float)) : 0;
     for (RowTile& t : tiles) {
-      t.q = cut.take<float>(qk_dim * kTileRows);
-      t.o = cut.take<float>(v_dim * kTileRows);
+      t.q = cut.take<uint32_t>(Form::query_words(qk_dim) * kTileRows);
+      t.o = cut.take<float>((Form::kRowsOut ? o_stride : v_dim) * kTileRows);
+      t.o_stride = o_stride;
       t.m = cut.take<float>(kTileRows);
       t.l = cut.take<float>(kTileRows);
       t.last = cut.take<int32_t>(kTileRows);
     }
-    scores = cut.take<float>(kBlockKeys * kTileRows);
+    scores = cut.take<float>(kScored * Form::kScores);
+    probabilities = cut.take<float>(Form::kProbabilities);
     row = cut.take<float>(qk_dim > v_dim ? qk_dim : v_dim);
   }
-  static constexpr int64_t kRows = kTiles * kTileRows;
 };
+
+/// The largest of what bytes(Form{}) says, over the forms that this CPU has, whatever the current restriction.
+template <class F>
+size_t largest_of_forms(F&& bytes) {
+  const size_t most = std::max(bytes(F32Form{}), bytes(DotForm{}));
+  return has_amx_bf16() ? std::max(most, bytes(AmxForm{})) : most;
+}
 
 }  // namespace mla::cpu

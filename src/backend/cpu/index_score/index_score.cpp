@@ -10,6 +10,7 @@
 #include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/index_rows.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/cpu/core/tile_registers.hpp"
 #include "backend/cpu/core/tiles.hpp"
 #include "backend/cpu/index_score/kernel.hpp"
 #include "cache/index/codec.hpp"
@@ -21,23 +22,53 @@ namespace {
 // Tokens that share a converted block, and positions over which a query's layout is spread.
 constexpr int64_t kTokens = 8, kRange = 1024;
 
+// How a block's keys meet a token's queries. words: 32-bit words of a query's and a key's row, over a cache of codes or
+// of plain numbers.
+struct F32 {
+  using Element = float;
+  static int64_t words(int64_t dim, bool) { return dim; }
+  static void score(const IndexBlock& b, float*) { score_block_f32(b); }
+};
+struct Dot {
+  using Element = bf16;
+  static int64_t words(int64_t dim, bool) { return (dim + 1) / 2; }
+  static constexpr auto widen = widen_codes;
+  static void score(const IndexBlock& b, float*) { score_block_bf16(b); }
+};
+struct Amx {
+  using Element = bf16;
+  static int64_t words(int64_t dim, bool codes) {
+    const int64_t step = codes ? kCodeBlock : kTileInputs;
+    return (dim + step - 1) / step * step / 2;
+  }
+  static constexpr auto widen = widen_codes_amx;
+  static constexpr auto score = score_block_amx;
+};
+
+bool has_codes(const ops::IndexScoreArgs& a) { return a.cache.spec.format == IndexCacheFormat::fp8; }
+
+template <class Form>
 struct Scratch {
   float *q[kTokens], *weights[kTokens];
-  float *k, *scales, *scores, *rows;
-  Scratch(Cutter& cut, int64_t heads, int64_t dim) {
-    const int64_t padded = padded_heads(heads), words = (dim + 1) / 2 * 2;
+  float *k, *scales, *scores, *rows, *products;
+  int64_t stride;  // of keys, in elements
+  Scratch(Cutter& cut, int64_t heads, int64_t dim, bool codes) {
+    constexpr int64_t kSize = sizeof(typename Form::Element);
+    const int64_t padded = padded_heads(heads), words = Form::words(dim, codes);
+    stride = tile_stride(words * static_cast<int64_t>(sizeof(float)) / kSize, kSize);
     for (int64_t t = 0; t < kTokens; ++t) {
       q[t] = cut.take<float>(padded * words);
       weights[t] = cut.take<float>(padded);
     }
-    k = cut.take<float>(kIndexKeys * tile_stride(words, sizeof(float)));
+    k = cut.take<float>(kIndexKeys * stride * kSize / static_cast<int64_t>(sizeof(float)));
     scales = cut.take<float>(kIndexKeys);
     scores = cut.take<float>(kIndexKeys);
     rows = cut.take<float>(4 * words);
+    products = cut.take<float>(std::is_same_v<Form, Amx> ? 2 * kTileSide * padded : 0);
   }
 };
 
-// Head h of token t as f32, or as bf16 with a zero behind an odd dim.
+// Head h of token t, converted.
 void query_row(const ops::IndexScoreArgs& a, int64_t t, int64_t h, float* row) {
   const int64_t dim = a.q.extent<IndexDim>();
   const void* q = a.q.at(t, h, 0);
@@ -52,21 +83,23 @@ void query_row(const ops::IndexScoreArgs& a, int64_t t, int64_t h, bf16* row) {
   const void* q = a.q.at(t, h, 0);
   if (a.q.dtype() == Dtype::fp8_e4m3) convert_fp8_bf16(static_cast<const fp8_e4m3*>(q), row, dim, 1.0f);
   else std::memcpy(row, q, static_cast<size_t>(dim) * sizeof(bf16));
-  if (dim % 2) row[dim] = {};
 }
 
-// [chunk][word][head]: four heads at a time become columns. Element is float, a word, or bf16, half of one.
-template <class Element>
-void lay_out_query(const ops::IndexScoreArgs& a, int64_t t, const Scratch& s, float* to, float* weights) {
-  const int64_t heads = a.q.extent<IndexHead>(), padded = padded_heads(heads), dim = a.q.extent<IndexDim>();
-  const int64_t words = sizeof(Element) == sizeof(float) ? dim : (dim + 1) / 2;
+// [chunk][word][head]: four heads at a time become columns. A word is a float, or a pair of bf16.
+template <class Form>
+void lay_out_query(const ops::IndexScoreArgs& a, int64_t t, const Scratch<Form>& s, float* to, float* weights) {
+  const int64_t heads = a.q.extent<IndexHead>(), padded = padded_heads(heads);
+  const int64_t words = Form::words(a.q.extent<IndexDim>(), has_codes(a));
   uint32_t* rows = reinterpret_cast<uint32_t*>(s.rows);
   for (int64_t h = 0; h < padded; h += 4) {
     const int64_t chunk = h / kHeadChunk * kHeadChunk, width = std::min(kHeadChunk, padded - chunk);
-    for (int64_t i = 0; i < 4; ++i) {
+    std::fill_n(rows, 4 * words, 0u);
+    for (int64_t i = 0; i < 4 && h + i < heads; ++i) {
       uint32_t* row = rows + i * words;
-      if (h + i < heads) query_row(a, t, h + i, reinterpret_cast<Element*>(row));
-      else std::fill_n(row, words, 0u);
+      query_row(a, t, h + i, reinterpret_cast<typename Form::Element*>(row));
+      if constexpr (std::is_same_v<Form, Amx>) {
+        if (has_codes(a)) order_as_codes(reinterpret_cast<bf16*>(row), 2 * words);
+      }
     }
     transpose(rows, words, 4, words, reinterpret_cast<uint32_t*>(to) + chunk * words + (h - chunk), width);
   }
@@ -85,24 +118,25 @@ void for_runs(const ops::IndexScoreArgs& a, int32_t request, int64_t first, int6
   }
 }
 
-template <class Element>
-void load_keys(const ops::IndexScoreArgs& a, int32_t request, int64_t first, int64_t count, const Scratch& s,
-               int64_t stride) {
+template <class Form>
+void load_keys(const ops::IndexScoreArgs& a, int32_t request, int64_t first, int64_t count, const Scratch<Form>& s) {
+  using Element = typename Form::Element;
   const IndexCacheSpec& spec = a.cache.spec;
   for_runs(a, request, first, count, [&](const std::byte* page, int64_t offset, int64_t n, int64_t i) {
-    Element* rows = reinterpret_cast<Element*>(s.k) + i * stride;
+    Element* rows = reinterpret_cast<Element*>(s.k) + i * s.stride;
     if constexpr (std::is_same_v<Element, float>) {
-      load_index_codes(spec, page, offset, n, rows, stride);
+      load_index_codes(spec, page, offset, n, rows, s.stride);
     } else {
       const std::byte* from = page + cache::index::row_at(spec, offset);
+      const int64_t end = 2 * Form::words(spec.dim, has_codes(a));
       if (spec.format == IndexCacheFormat::fp8) {
-        widen_codes(reinterpret_cast<const fp8_e4m3*>(from), n, spec.dim, rows, stride);
+        Form::widen(reinterpret_cast<const fp8_e4m3*>(from), n, spec.dim, rows, s.stride);
       } else {
         const size_t bytes = static_cast<size_t>(spec.dim) * sizeof(bf16);
-        for (int64_t t = 0; t < n; ++t) std::memcpy(rows + t * stride, from + static_cast<size_t>(t) * bytes, bytes);
+        for (int64_t t = 0; t < n; ++t) std::memcpy(rows + t * s.stride, from + static_cast<size_t>(t) * bytes, bytes);
       }
-      if (spec.dim % 2)
-        for (int64_t t = 0; t < n; ++t) rows[t * stride + spec.dim] = {};
+      if (spec.dim < end && !(std::is_same_v<Form, Amx> && has_codes(a)))
+        for (int64_t t = 0; t < n; ++t) std::fill(rows + t * s.stride + spec.dim, rows + t * s.stride + end, bf16{});
     }
     for (int64_t t = 0; t < n; ++t) s.scales[i + t] = index_scale(spec, page, offset + t);
   });
@@ -123,21 +157,20 @@ void look_ahead(const ops::IndexScoreArgs& a, int32_t request, int64_t first, in
 }
 
 // Tokens [first_token, first_token + tokens) of an item over columns [begin, end) of its positions.
-template <class Element>
+template <class Form>
 void run_task(const ops::IndexScoreArgs& a, const IndexItem& item, int64_t first_token, int64_t tokens, int64_t begin,
               int64_t end, std::byte* memory) {
   end = std::min<int64_t>(end, item.columns(first_token + tokens - 1));
   if (begin >= end) return;
   const int64_t heads = a.q.extent<IndexHead>(), dim = a.q.extent<IndexDim>();
   Cutter cut(memory);
-  const Scratch s(cut, heads, dim);
-  for (int64_t t = 0; t < tokens; ++t)
-    lay_out_query<Element>(a, item.q_begin + first_token + t, s, s.q[t], s.weights[t]);
-  IndexBlock block{.heads = padded_heads(heads), .dim = dim, .k = s.k, .scores = s.scores};
-  block.k_stride = tile_stride((dim + 1) / 2 * 2, sizeof(Element));
+  const Scratch<Form> s(cut, heads, dim, has_codes(a));
+  for (int64_t t = 0; t < tokens; ++t) lay_out_query(a, item.q_begin + first_token + t, s, s.q[t], s.weights[t]);
+  IndexBlock block{.heads = padded_heads(heads), .k = s.k, .k_stride = s.stride, .scores = s.scores};
+  block.dim = std::is_same_v<Form, Amx> ? 2 * Form::words(dim, has_codes(a)) : dim;
   for (int64_t first = begin; first < end; first += kIndexKeys) {
     const int64_t count = std::min(kIndexKeys, end - first), ahead = item.kv_begin + first + kIndexKeys;
-    load_keys<Element>(a, item.request, item.kv_begin + first, count, s, block.k_stride);
+    load_keys(a, item.request, item.kv_begin + first, count, s);
     for (int64_t t = 0; t < tokens; ++t) {
       block.count = std::min(count, item.columns(first_token + t) - first);
       if (block.count <= 0) continue;
@@ -145,20 +178,36 @@ void run_task(const ops::IndexScoreArgs& a, const IndexItem& item, int64_t first
       look_ahead(a, item.request, ahead, t == tokens - 1 ? item.kv_begin + end : ahead, block);
       block.q = s.q[t];
       block.weights = s.weights[t];
-      if constexpr (std::is_same_v<Element, bf16>) score_block_bf16(block);
-      else score_block_f32(block);
+      Form::score(block, s.products);
       float* to = &a.scores(item.row + first_token + t, first);
       for (int64_t i = 0; i < block.count; ++i) to[i] = s.scores[i] * s.scales[i];
     }
   }
 }
 
+template <class Form>
+size_t scratch_of(int64_t heads, int64_t dim) {
+  Cutter codes(nullptr), plain(nullptr);
+  (void)Scratch<Form>(codes, heads, dim, true);
+  (void)Scratch<Form>(plain, heads, dim, false);
+  return std::max(codes.used(), plain.used());
+}
+
+// A bf16 operand may be widened to f32 anywhere.
+decltype(&run_task<F32>) task_of(const ops::IndexScoreArgs& a) {
+  if (a.q.dtype() == Dtype::f32 || a.cache.spec.format == IndexCacheFormat::f32) return run_task<F32>;
+  switch (bf16_products()) {
+    case Bf16Products::amx: return serves_index_amx() ? run_task<Amx> : run_task<F32>;
+    case Bf16Products::dot: return run_task<Dot>;
+    default: return run_task<F32>;
+  }
+}
+
 }  // namespace
 
 size_t index_score_scratch(const backend::ScratchShape& s) {
-  Cutter cut(nullptr);
-  const Scratch scratch(cut, s.index_heads, s.index_dim);
-  return cut.used();
+  const int64_t heads = s.index_heads, dim = s.index_dim;
+  return std::max({scratch_of<F32>(heads, dim), scratch_of<Dot>(heads, dim), scratch_of<Amx>(heads, dim)});
 }
 
 void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
@@ -168,7 +217,7 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   if (a.scratch.per_worker < needed)
     throw ShapeError("index_score: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
-  const bool dot = a.q.dtype() != Dtype::f32 && a.cache.spec.format != IndexCacheFormat::f32 && native_bf16_dot();
+  const auto run = task_of(a);
   auto window = [&](const IndexItem& i) { return clipped(i, a.first, a.scores.extent<Key>()); };
   auto groups = [](const IndexItem& i) { return (i.q_count + kTokens - 1) / kTokens; };
   auto ranges = [&](const IndexItem& i) {
@@ -181,7 +230,6 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     const IndexItem* item = a.items.data();
     for (int64_t n; task >= (n = groups(*item) * ranges(*item)); ++item) task -= n;
     const int64_t token = task / ranges(*item) * kTokens, begin = task % ranges(*item) * kRange;
-    const auto run = dot ? run_task<bf16> : run_task<float>;
     const IndexItem w = window(*item);
     run(a, w, token, std::min<int64_t>(kTokens, w.q_count - token), begin,
         std::min<int64_t>(begin + kRange, int64_t{w.kv_end} - w.kv_begin), a.scratch.worker(worker));

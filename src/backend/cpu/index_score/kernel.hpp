@@ -56,6 +56,19 @@ void score_block_f32(const IndexBlock& block);
 /// Only where native_bf16_dot() holds.
 void score_block_bf16(const IndexBlock& block);
 
+/// The CPU, and what the system lets this process use, have what the next two need.
+bool serves_index_amx();
+/// Queries, weights and keys as for bf16, of dims padded with zeros to a multiple of 32; keys are read and scores
+/// written up to the next multiple of 32. products: [32][heads].
+void score_block_amx(const IndexBlock& block, float* products);
+/// Rows of e4m3 codes, one behind the other, as bf16 rows of dims padded with zeros to a multiple of kCodeBlock, each
+/// block of them in another order (order_as_codes): an order of sums.
+void widen_codes_amx(const fp8_e4m3* codes, int64_t rows, int64_t dim, bf16* to, int64_t to_stride);
+constexpr int64_t kCodeBlock = 64;
+/// The same order for a row of `dims`, a multiple of kCodeBlock: of each block the first eight of every 16 dims, then
+/// the others.
+void order_as_codes(bf16* row, int64_t dims);
+
 /// Rows of e4m3 codes, one behind the other, as bf16 rows: exact. Only where native_bf16_dot() holds.
 void widen_codes(const fp8_e4m3* codes, int64_t rows, int64_t dim, bf16* to, int64_t to_stride);
 

@@ -126,7 +126,7 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
   w->out = out;
   w->dtype = dtype;
   w->native_bf16 = dtype == Dtype::bf16 && native_bf16_dot();
-  w->amx = w->native_bf16 && amx_bf16();
+  w->amx = w->native_bf16 && native_amx();
   w->panels_per_head = (out + kPanel - 1) / kPanel;
   w->bytes = static_cast<size_t>(heads * w->tiles()) * w->tile_bytes();
   w->memory = named_buffer(

@@ -1,5 +1,4 @@
-// Products of a few rows with 64 columns by AMX's tile registers, where the CPU has them and the kernel lets a process
-// use them.
+// Products of a few rows with 64 columns in AMX's tile registers. Only where native_amx() holds.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +6,6 @@
 #include "mla/dtype.hpp"
 
 namespace mla::cpu {
-
-bool amx_bf16();
 
 constexpr int64_t kAmxColumns = 16;  // of a register: their weights lie together, [pairs of inputs][16][2]
 
