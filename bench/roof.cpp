@@ -36,7 +36,7 @@ template <class F>
 double together(ThreadPool& pool, double seconds, F&& work) {
   std::atomic<int> arrived{0};
   std::atomic<double> rate{0};
-  const int threads = pool.threads();
+  const int threads = pool.concurrent();
   pool.run(threads, [&](int64_t task, int) {
     arrived.fetch_add(1);
     while (arrived.load() < threads) std::this_thread::yield();
@@ -60,7 +60,7 @@ Probe::Probe(ThreadPool& pool) : pool_(pool), buffer_(past_last_level_cache()) {
 }
 
 double Probe::read_gbps(double seconds) const {
-  const size_t slice = buffer_.size() / sizeof(float) / static_cast<size_t>(pool_.threads());
+  const size_t slice = buffer_.size() / sizeof(float) / static_cast<size_t>(pool_.concurrent());
   return 1e-9 * together(pool_, seconds, [&](int64_t task) {
            volatile float sink = read_all(buffer_.as<float>() + static_cast<size_t>(task) * slice, slice);
            (void)sink;

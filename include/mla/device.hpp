@@ -23,6 +23,9 @@ std::string to_string(const Device& d);
 /// run() hands out tasks 0..tasks-1 in order, each to whichever worker is free, and returns when all are done. It
 /// allocates nothing. A task that throws: the first exception is rethrown by run() after the others have ended. run()
 /// is not reentrant: one caller at a time, and a task must not call run() on its own pool.
+///
+/// Threads beyond the processors that the process may use sleep: such a pool is as fast as one of as many threads as
+/// there are processors.
 class ThreadPool {
  public:
   /// threads from 1 to four a processor, or 64: else InputError. DeviceError when the system refuses one.
@@ -32,6 +35,9 @@ class ThreadPool {
   ThreadPool& operator=(const ThreadPool&) = delete;
 
   int threads() const;
+  /// How many of them take tasks at a time: threads(), or as many as there were processors when the pool was made. As
+  /// many tasks of one run may wait for each other.
+  int concurrent() const;
 
   /// f(task, worker): task in [0, tasks), worker in [0, threads()).
   template <class F>

@@ -18,13 +18,21 @@ namespace mla {
 
 // Workers sleep on a condition variable between runs and spin for a short while first: a step is a train of runs a few
 // tens of microseconds apart, and waking a sleeping thread costs about that much.
+//
+// A run is open to workers from its start until the caller finds no task left; whoever joins is counted, and only those
+// are waited for. So a worker that the system does not let run costs nothing, and a pool of more threads than
+// processors wakes no more than can run.
 struct ThreadPool::State {
+  // Number of the run, whether it is open, and how many workers are in it.
+  static constexpr uint64_t kOpen = 1 << 16, kInside = kOpen - 1, kRun = 2 * kOpen;
+
   std::vector<std::thread> workers;
+  int concurrent = 1;
   std::mutex mutex;
   std::condition_variable wake;
-  std::atomic<uint64_t> generation{0};
+  int asleep = 0;  // under the mutex
+  std::atomic<uint64_t> gate{0};
   std::atomic<int64_t> next{0};
-  std::atomic<int> busy{0};
   std::atomic<bool> stop{false};
   int64_t tasks = 0;
   Task task = nullptr;
@@ -43,39 +51,59 @@ struct ThreadPool::State {
     }
   }
 
+  // A run that is open and not `seen` yet.
+  bool called(uint64_t at, uint64_t seen) const { return (at & kOpen) != 0 && at / kRun != seen; }
+
   void loop(int worker) {
     constexpr int kSpins = 4000;
     uint64_t seen = 0;
-    for (;;) {
-      for (int i = 0; i < kSpins && generation.load(std::memory_order_acquire) == seen; ++i) {
+    auto ready = [&] { return stop.load(std::memory_order_acquire) || called(gate.load(), seen); };
+    while (!stop.load(std::memory_order_acquire)) {
+      for (int i = 0; i < kSpins && !ready(); ++i) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
 #endif
       }
-      if (generation.load(std::memory_order_acquire) == seen) {
+      if (!ready()) {
         std::unique_lock lock(mutex);
-        wake.wait(lock, [&] { return generation.load(std::memory_order_acquire) != seen; });
+        ++asleep;
+        wake.wait(lock, ready);
+        --asleep;
       }
-      seen = generation.load(std::memory_order_acquire);
-      if (stop.load(std::memory_order_acquire)) return;
+      uint64_t at = gate.load();
+      while (called(at, seen) && !gate.compare_exchange_weak(at, at + 1)) {
+      }
+      if (!called(at, seen)) continue;
+      seen = at / kRun;
       work(worker);
-      busy.fetch_sub(1, std::memory_order_acq_rel);
+      gate.fetch_sub(1);
     }
+  }
+
+  // Lets up to `more` workers in.
+  void open(int more) {
+    int sleepers;
+    {
+      std::lock_guard lock(mutex);
+      gate.store(gate.load() / kRun * kRun + kRun + kOpen);
+      sleepers = std::min(asleep, more - (static_cast<int>(workers.size()) - asleep));
+    }
+    for (; sleepers > 0; --sleepers) wake.notify_one();
+  }
+
+  void close() {
+    gate.fetch_and(~kOpen);
+    while ((gate.load() & kInside) != 0) std::this_thread::yield();
   }
 
   // Also of a pool whose threads could not all be started, for whatever reason.
   ~State() {
-    stop = true;
-    start_generation();
-    for (std::thread& t : workers) t.join();
-  }
-
-  void start_generation() {
     {
       std::lock_guard lock(mutex);
-      generation.fetch_add(1, std::memory_order_acq_rel);
+      stop = true;
     }
     wake.notify_all();
+    for (std::thread& t : workers) t.join();
   }
 };
 
@@ -83,8 +111,12 @@ int most_threads() { return std::max(64, 4 * static_cast<int>(std::thread::hardw
 
 ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   if (threads < 1 || threads > most_threads())
-    throw InputError("threads is " + std::to_string(threads) + ", allowed 1 to " + std::to_string(most_threads()));
+    throw InputError("threads is " + std::to_string(threads) + ", allowed 1 to " + std::to_string(most_threads()) +
+                     ": four for each processor, or 64");
   State& s = *state_;
+  const int processors = static_cast<int>(std::thread::hardware_concurrency());  // those this process may use
+  s.concurrent = processors > 0 ? std::min(threads, processors) : threads;
+  s.workers.reserve(static_cast<size_t>(threads - 1));
   try {
     for (int w = 1; w < threads; ++w) s.workers.emplace_back([&s, w] { s.loop(w); });
   } catch (const std::system_error& e) {
@@ -97,6 +129,8 @@ ThreadPool::~ThreadPool() = default;
 
 int ThreadPool::threads() const { return static_cast<int>(state_->workers.size()) + 1; }
 
+int ThreadPool::concurrent() const { return state_->concurrent; }
+
 void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
   if (tasks <= 0) return;
   State& s = *state_;
@@ -104,14 +138,10 @@ void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
   s.fn = fn;
   s.tasks = tasks;
   s.next.store(0, std::memory_order_relaxed);
-  const bool shared = tasks > 1 && !s.workers.empty();
-  if (shared) {
-    s.busy.store(static_cast<int>(s.workers.size()), std::memory_order_relaxed);
-    s.start_generation();
-  }
+  const int more = static_cast<int>(std::min<int64_t>(tasks, s.concurrent)) - 1;
+  if (more > 0) s.open(more);
   s.work(0);
-  if (shared)
-    while (s.busy.load(std::memory_order_acquire) != 0) std::this_thread::yield();
+  if (more > 0) s.close();
   if (s.error) {
     const std::exception_ptr e = std::exchange(s.error, nullptr);
     std::rethrow_exception(e);

@@ -3,7 +3,7 @@
 
 namespace mla {
 
-/// Four for each hardware thread, 64 at least: more only wait for each other, minutes where a run takes a second.
+/// Four for each processor, 64 at least: each has its own scratch in every workspace.
 int most_threads();
 
 }  // namespace mla

@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <chrono>
+#include <limits>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -77,6 +79,42 @@ TEST(ThreadPool, CallersTakeTurns) {
       for (int64_t p : parts) sum += p;
     }).join();
   EXPECT_EQ(sum, 20 * 21);
+}
+
+// Barriers between tasks of a run end, for as many of them as are promised to run at a time.
+TEST(ThreadPool, AsManyTasksAsArePromisedRunAtATime) {
+  for (int threads : {1, 2, 3, 16}) {
+    ThreadPool pool(threads);
+    EXPECT_LE(pool.concurrent(), threads);
+    for (int i = 0; i < 300; ++i) {
+      std::atomic<int> arrived{0};
+      pool.run(pool.concurrent(), [&](int64_t, int) {
+        ++arrived;
+        while (arrived < pool.concurrent()) std::this_thread::yield();
+      });
+      if (i % 100 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));  // workers sleep meanwhile
+    }
+  }
+}
+
+// What they cost is waking and waiting, which short runs show most. Five rounds, the best counts: machines are shared.
+TEST(ThreadPool, ThreadsBeyondTheProcessorsCostLittle) {
+  const int processors = static_cast<int>(std::thread::hardware_concurrency());
+  if (processors < 1 || processors > 16) GTEST_SKIP() << processors << " processors";
+  ThreadPool few(processors), many(64);
+  auto seconds = [&](ThreadPool& pool) {
+    std::vector<double> sums(64);
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < 100; ++i)
+      pool.run(64, [&](int64_t task, int) {
+        double& sum = sums[static_cast<size_t>(task)];
+        for (int k = 0; k < 1000; ++k) sum += 1.0 / (k + 1 + sum);
+      });
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  };
+  double least = std::numeric_limits<double>::infinity();
+  for (int round = 0; round < 5; ++round) least = std::min(least, seconds(many) / seconds(few));
+  EXPECT_LT(least, 1.5);
 }
 
 TEST(ThreadPool, NeedsAThread) {
