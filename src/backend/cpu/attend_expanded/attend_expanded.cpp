@@ -16,14 +16,11 @@
 namespace mla::cpu {
 namespace {
 
-// Eight tiles share each copied block; their queries, outputs and the block stay in L2.
-constexpr int kTiles = 8;
-constexpr int64_t kGroupRows = kTiles * kTileRows;
-
 template <class Form>
 struct Scratch {
   using Element = typename Form::Element;
-  RowTiles<Form, kTiles> tiles;
+  static constexpr int kTiles = Form::kExpandedTiles;
+  RowTiles<Form, kTiles, std::is_same_v<Form, AmxForm> ? 2 : 1> tiles;
   Element* k;   // a block of keys
   uint32_t* v;  // its values, in f32 or pairs of bf16
   Scratch(Cutter& cut, int64_t qk, int64_t width)
@@ -70,17 +67,21 @@ class Kernel {
     for (int64_t key = 0; key < end; key += Form::kKeys) {
       KeyBlock block{.qk_dim = qk_, .v_dim = width_, .first_key = key, .scale = a_.scale};
       load_block(item.k_begin + key, head, std::min(Form::kKeys, end - key), scratch, block);
+      AmxTile together[Form::kExpandedTiles];
+      size_t count = 0;
       for (int64_t i = 0; i < used; ++i) {
         // Under a causal mask a tile sees no more than a part of its last block.
         block.count = std::min<int64_t>(Form::kKeys, tiles[i].last_last + 1 - key);
         if (block.count <= 0) continue;
         if constexpr (kAmx) {
-          score_keys_amx(tiles[i], groups, 0, padded_keys_amx(block.count), qk_, scratch.tiles.scores);
-          attend_scored_amx(tiles[i], block, scratch.tiles.scores, scratch.tiles.probabilities);
+          together[count] = {&tiles[i], block.count,
+                             scratch.tiles.scores + static_cast<int64_t>(count % 2) * Form::kScores};
+          ++count;
         } else {
           Form::attend(tiles[i], block, scratch.tiles.scores);
         }
       }
+      if (count > 0) attend_tiles_amx({together, count}, block, groups, scratch.tiles.probabilities);
     }
     const bool quantise = quantized_ && item.last;
     for (int64_t r = 0; r < rows; ++r) {
@@ -171,7 +172,9 @@ class Kernel {
       return to;
     }
     const MergeWeights w = merge_weights(lse, part_lse);
-    for (int64_t d = 0; d < width_; ++d) to[d] = w.a == 0 ? w.b * part[d] : w.a * out[d] + w.b * part[d];
+    if (w.a == 0)
+      for (int64_t d = 0; d < width_; ++d) to[d] = w.b * part[d];
+    else set_weighted(to, w.a, out, w.b, part, width_);
     lse = w.lse;
     return to;
   }
@@ -192,7 +195,7 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   const int64_t heads = a.q.extent<Head>(), items = static_cast<int64_t>(a.items.size());
   auto groups = [](const ExpandedItem& i, int64_t rows) { return (i.q_count + rows - 1) / rows; };
   // Full groups use a block best; smaller ones where threads would go idle. A row's bits do not depend on its group.
-  int64_t group = kGroupRows;
+  int64_t group = Form::kExpandedTiles * kTileRows;
   for (; group > kTileRows && stream.pool().threads() > 1; group /= 2) {
     int64_t tasks = 0;
     for (const ExpandedItem& i : a.items) tasks += groups(i, group) * heads;

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "mla/dtype.hpp"
 
@@ -82,11 +83,20 @@ void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
-/// The same in AMX, in two halves: scores of keys [first, end), multiples of kAmxKeyPad, of a block; and all that
-/// follows, which takes padded_keys_amx(count) scores. Keys past the count are hidden from every row by `last`.
+/// A tile that takes the first `count` keys of a block, at least one. Keys past them are hidden from its rows by `last`.
+struct AmxTile {
+  RowTile* tile = nullptr;
+  int64_t count = 0;
+  float* scores = nullptr;  ///< room for AmxForm::kScores
+};
+/// The same in AMX, of several tiles: one's softmax beside the next one's products. With `keys` their scores are made
+/// here, and scores of every second tile may lie in one place; without, padded_keys_amx(count) scores of each are there.
+/// block.count is not looked at. probabilities: two of AmxForm::kProbabilities.
+void attend_tiles_amx(std::span<const AmxTile> tiles, const KeyBlock& block, const KeyGroup* keys,
+                      void* const (&probabilities)[2]);
+/// Scores of keys [first, end), multiples of kAmxKeyPad, of a block.
 void score_keys_amx(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim,
                     float* scores);
-void attend_scored_amx(RowTile& tile, const KeyBlock& block, float* scores, void* probabilities);
 /// Scores [count][width], unscaled, to probabilities relative to the tile's new maximum; alpha[width] is the factor for
 /// what it had summed. True: the values of the keys in skip[count, rounded up to even] must not be multiplied.
 bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip);

@@ -56,6 +56,9 @@ MLA_AMX inline void transpose_square(__m512i (&r)[16]) {
 // Bytes from one row of an operand to the next, in elements of 2 and of 4 bytes.
 constexpr size_t kRow = 64;
 
+// The intrinsics of tile registers do not tell the compiler that they read and write memory.
+inline void memory_is_read() { asm volatile("" ::: "memory"); }
+
 // Registers 0 to 3 hold sums throughout.
 MLA_AMX inline void zero_sums() {
   _tile_zero(0);
@@ -64,8 +67,176 @@ MLA_AMX inline void zero_sums() {
   _tile_zero(3);
 }
 
+// 2^x: a polynomial of the fraction, 1 at 0 and off by 1.5e-7 at most, times 2 to the floor. 0 at -inf.
+MLA_AMX inline __m512 exp2_of(__m512 x) {
+  const __m512 r = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
+  __m512 y = _mm512_set1_ps(0.0018671300495043397f);
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.009017030708491802f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.05579991266131401f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.24016444385051727f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.6931512951850891f));
+  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
+  return _mm512_scalef_ps(y, x);
+}
+
+constexpr float kLog2e = 1.4426950408889634f;
+
+// What softmax_block does for a tile, its probabilities as operands: [32 keys][16 rows] squares, a row's 16 pairs of keys
+// each. In pieces of some 60 cycles, to be done between steps of other tiles' products: the tile unit multiplies
+// meanwhile, and what waits for it does not keep vectors waiting.
+class SoftmaxRows {
+ public:
+  // count: a multiple of 32.
+  MLA_AMX void begin(const RowTile& tile, const KeyBlock& block, float* scores, uint32_t* rows) {
+    tile_ = &tile;
+    block_ = block;
+    scores_ = scores;
+    rows_ = rows;
+    seen_ = std::clamp<int64_t>(tile.first_last + 1 - block.first_key, 0, block.count);
+    std::copy_n(tile.m, tile.width, maximum_);
+    std::fill_n(zeros_, kLanes, 0.0f);
+    group_ = key_ = part_ = 0;
+    phase_ = Phase::maxima;
+  }
+  // The next piece; nothing once all are done.
+  MLA_AMX [[gnu::noinline]] void step() {
+    switch (phase_) {
+      case Phase::maxima: return join_scores();
+      case Phase::exponentials: return part_ < kParts ? exponentials() : lay_out();
+      case Phase::done: return;
+    }
+  }
+  void finish() {
+    while (phase_ != Phase::done) step();
+  }
+  const RowTile& tile() const { return *tile_; }
+  const KeyBlock& block() const { return block_; }
+  const uint32_t* rows() const { return rows_; }
+  const float* alpha() const { return alpha_; }                   // the factor for what each row had summed
+  const bool* skip() const { return skips_ ? skip_ : nullptr; }  // keys whose values must not be multiplied
+
+ private:
+  enum class Phase { maxima, exponentials, done };
+  static constexpr int64_t kParts = 4, kPairs = kTilePairs / kParts;  // of a square, a piece each
+
+  // Scales 32 keys' scores of 16 rows and joins them into the maxima; hidden ones become -inf. zeros_ stay 0 until one is
+  // no finite number.
+  MLA_AMX void join_scores() {
+    const __m512 scale = _mm512_set1_ps(block_.scale), none = _mm512_set1_ps(-kInfinity);
+    const int64_t w = tile_->width, end = key_ + kTileInputs;
+    float* at = scores_ + key_ * w + group_;
+    __m512 m[4], zeros[4];
+    m[0] = _mm512_load_ps(maximum_ + group_);
+    zeros[0] = _mm512_load_ps(zeros_);
+    m[1] = m[2] = m[3] = none;
+    zeros[1] = zeros[2] = zeros[3] = _mm512_setzero_ps();
+    if (end <= seen_) {
+      for (int64_t t = key_; t < end; t += 4)
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i, at += w) {
+          const __m512 s = _mm512_mul_ps(_mm512_load_ps(at), scale);
+          zeros[i] = _mm512_fmadd_ps(s, _mm512_setzero_ps(), zeros[i]);
+          m[i] = _mm512_max_ps(s, m[i]);  // m where the score is NaN
+          _mm512_store_ps(at, s);
+        }
+    } else {
+      const __m512i last = _mm512_loadu_si512(tile_->last + group_);
+      for (int64_t t = key_; t < end; ++t, at += w) {
+        const __m512 s = _mm512_mul_ps(_mm512_load_ps(at), scale);
+        zeros[0] = _mm512_fmadd_ps(s, _mm512_setzero_ps(), zeros[0]);
+        const __mmask16 hidden =
+            _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(static_cast<int>(block_.first_key + t)), last);
+        const __m512 shown = _mm512_mask_blend_ps(hidden, s, none);
+        m[0] = _mm512_max_ps(shown, m[0]);
+        _mm512_store_ps(at, shown);
+      }
+    }
+    _mm512_store_ps(maximum_ + group_, _mm512_max_ps(_mm512_max_ps(m[0], m[1]), _mm512_max_ps(m[2], m[3])));
+    _mm512_store_ps(zeros_, _mm512_add_ps(_mm512_add_ps(zeros[0], zeros[1]), _mm512_add_ps(zeros[2], zeros[3])));
+    key_ = end;
+    if (key_ < block_.count) return;
+    key_ = 0;
+    if ((group_ += kLanes) == w) take_maxima();
+  }
+
+  MLA_AMX void take_maxima() {
+    const __m512 zeros = _mm512_load_ps(zeros_);
+    const bool odd = _mm512_cmp_ps_mask(zeros, zeros, _CMP_UNORD_Q) != 0;
+    skips_ = (odd || seen_ < block_.count) && keep_out(*tile_, block_, scores_, odd ? 0 : seen_, odd, skip_);
+    for (int64_t g = 0; g < tile_->width; g += kLanes) {
+      const __m512 m = _mm512_load_ps(maximum_ + g);
+      const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-kInfinity), _CMP_EQ_OQ);
+      const __m512 from = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());  // no difference of infinities
+      const __m512 a = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile_->m + g), from), _mm512_set1_ps(kLog2e)));
+      _mm512_store_ps(alpha_ + g, a);
+      _mm512_store_ps(from_ + g, from);
+      _mm512_storeu_ps(tile_->l + g, _mm512_mul_ps(_mm512_loadu_ps(tile_->l + g), a));
+      _mm512_storeu_ps(tile_->m + g, m);
+    }
+    group_ = 0;
+    phase_ = Phase::exponentials;
+  }
+
+  // A part of a square's pairs of keys: two keys' rows side by side, then pairs.
+  MLA_AMX void exponentials() {
+    const int64_t w = tile_->width;
+    const __m512 from = _mm512_load_ps(from_ + group_), log2e = _mm512_set1_ps(kLog2e);
+    const float* at = scores_ + (key_ + 2 * kPairs * part_) * w + group_;
+    __m512 sum = _mm512_loadu_ps(tile_->l + group_);
+#pragma GCC unroll 4
+    for (int i = 0; i < kPairs; ++i, at += 2 * w) {
+      const __m512 low = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(at), from), log2e)),
+                   high = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(at + w), from), log2e));
+      sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
+      const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
+      _mm512_store_si512(pairs_ + (part_ * kPairs + i) * kLanes,
+                         _mm512_permutexvar_epi16(
+                             _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                             both));
+    }
+    _mm512_storeu_ps(tile_->l + group_, sum);
+    ++part_;
+  }
+
+  // The square's words as rows.
+  MLA_AMX void lay_out() {
+    const int64_t w = tile_->width;
+    uint32_t* to = rows_ + key_ / kTileInputs * w * kTilePairs + group_ * kTilePairs;
+    __m512i pairs[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) pairs[i] = _mm512_load_si512(pairs_ + i * kLanes);
+    transpose_square(pairs);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTilePairs, pairs[i]);
+    part_ = 0;
+    key_ += kTileInputs;
+    if (key_ < block_.count) return;
+    key_ = 0;
+    if ((group_ += kLanes) == w) phase_ = Phase::done;
+  }
+
+  static constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  const RowTile* tile_ = nullptr;
+  KeyBlock block_;
+  float* scores_ = nullptr;
+  uint32_t* rows_ = nullptr;
+  int64_t seen_ = 0, group_ = 0, key_ = 0, part_ = 0;  // keys that all rows see; what comes next
+  Phase phase_ = Phase::done;
+  bool skips_ = false;
+  bool skip_[kAmxBlockKeys];
+  alignas(64) float maximum_[kTileRows], from_[kTileRows], alpha_[kTileRows], zeros_[kLanes];
+  alignas(64) uint32_t pairs_[kTilePairs * kLanes];
+};
+
+// Done between steps of products; null: nothing.
+inline void do_a_piece(SoftmaxRows* beside) {
+  if (beside) beside->step();
+}
+
 // scores[key][16 lanes] of 32 keys or of 64: two groups or `four`.
-MLA_AMX void score_16(const uint32_t* q, const KeyGroup* k, bool four, int64_t steps, float* scores) {
+MLA_AMX void score_16(const uint32_t* q, const KeyGroup* k, bool four, int64_t steps, float* scores,
+                      SoftmaxRows* beside) {
   const KeyGroup &k1 = k[1], &k2 = k[four ? 2 : 0], &k3 = k[four ? 3 : 0];
   zero_sums();
   for (int64_t s = 0; s < steps; ++s, q += kTilePairs * kSmallTile) {
@@ -81,6 +252,7 @@ MLA_AMX void score_16(const uint32_t* q, const KeyGroup* k, bool four, int64_t s
       _tile_loadd(4, k3.rows + d, k3.row_bytes);
       _tile_dpbf16ps(3, 4, 6);
     }
+    do_a_piece(beside);
   }
   constexpr int64_t kTo = kTileSide * kSmallTile;
   _tile_stored(0, scores, kRow);
@@ -91,7 +263,7 @@ MLA_AMX void score_16(const uint32_t* q, const KeyGroup* k, bool four, int64_t s
 }
 
 // scores[key][32 lanes] of 32 keys, two groups.
-MLA_AMX void score_32(const uint32_t* q, const KeyGroup* k, int64_t steps, float* scores) {
+MLA_AMX void score_32(const uint32_t* q, const KeyGroup* k, int64_t steps, float* scores, SoftmaxRows* beside) {
   constexpr size_t kWide = kTileRows * sizeof(float);
   const KeyGroup &k0 = k[0], &k1 = k[1];
   zero_sums();
@@ -105,6 +277,7 @@ MLA_AMX void score_32(const uint32_t* q, const KeyGroup* k, int64_t steps, float
     _tile_loadd(5, k1.rows + d, k1.row_bytes);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    do_a_piece(beside);
   }
   float* second = scores + kTileSide * kTileRows;
   _tile_stored(0, scores, kWide);
@@ -116,7 +289,7 @@ MLA_AMX void score_32(const uint32_t* q, const KeyGroup* k, int64_t steps, float
 // o[row][dim] += p . v over `steps` times 32 keys. Two squares of 16 dims or `four`, for 16 rows; `next` leads
 // from 32 keys to the next. Fresh: o holds nothing yet.
 MLA_AMX void value_16(const uint32_t* p, const uint32_t* v, int64_t next, int64_t steps, bool four, bool fresh,
-                      float* o, int64_t o_stride) {
+                      float* o, int64_t o_stride, SoftmaxRows* beside) {
   const size_t out = static_cast<size_t>(o_stride) * sizeof(float);
   if (fresh) {
     zero_sums();
@@ -140,6 +313,7 @@ MLA_AMX void value_16(const uint32_t* p, const uint32_t* v, int64_t next, int64_
       _tile_loadd(5, v + 3 * kValueSquare, kRow);
       _tile_dpbf16ps(3, 4, 5);
     }
+    do_a_piece(beside);
   }
   _tile_stored(0, o, out);
   _tile_stored(1, o + kLanes, out);
@@ -150,7 +324,7 @@ MLA_AMX void value_16(const uint32_t* p, const uint32_t* v, int64_t next, int64_
 
 // The same for 32 rows and two squares of dims.
 MLA_AMX void value_32(const uint32_t* p, const uint32_t* v, int64_t next, int64_t steps, bool fresh, float* o,
-                      int64_t o_stride) {
+                      int64_t o_stride, SoftmaxRows* beside) {
   const size_t out = static_cast<size_t>(o_stride) * sizeof(float);
   constexpr int64_t kSquare = kTileSide * kTilePairs;
   float* second = o + kTileSide * o_stride;
@@ -171,6 +345,7 @@ MLA_AMX void value_32(const uint32_t* p, const uint32_t* v, int64_t next, int64_
     _tile_loadd(5, p + kSquare, kRow);
     _tile_dpbf16ps(2, 5, 6);
     _tile_dpbf16ps(3, 5, 7);
+    do_a_piece(beside);
   }
   _tile_stored(0, o, out);
   _tile_stored(1, o + kLanes, out);
@@ -180,23 +355,23 @@ MLA_AMX void value_32(const uint32_t* p, const uint32_t* v, int64_t next, int64_
 
 // `squares` of dims, an even number.
 void values(const RowTile& tile, const uint32_t* p, const uint32_t* v, int64_t next, int64_t keys, int64_t squares,
-            bool fresh, float* o) {
+            bool fresh, float* o, SoftmaxRows* beside) {
   const int64_t steps = keys / kTileInputs;
   const bool narrow = tile.width == kSmallTile;
   for (int64_t n = 0; n < squares; n += narrow ? 4 : 2, v += (narrow ? 4 : 2) * kValueSquare) {
     float* to = o + n * kLanes;
-    if (narrow) value_16(p, v, next, steps, squares - n > 2, fresh, to, tile.o_stride);
-    else value_32(p, v, next, steps, fresh, to, tile.o_stride);
+    if (narrow) value_16(p, v, next, steps, squares - n > 2, fresh, to, tile.o_stride, beside);
+    else value_32(p, v, next, steps, fresh, to, tile.o_stride, beside);
   }
 }
 
 // The same without the keys in `skip`: 32 keys at a time, theirs from a copy in which they are zero.
-void values_but(const bool* skip, const RowTile& tile, const uint32_t* p, const KeyBlock& b, int64_t keys, bool fresh) {
+void values_but(const bool* skip, const RowTile& tile, const uint32_t* p, const KeyBlock& b, bool fresh) {
   const uint32_t* v = static_cast<const uint32_t*>(b.v);
   const int64_t squares = value_squares(b.v_dim), next = squares * kValueSquare;
-  for (int64_t t = 0; t < keys; t += kTileInputs, p += tile.width * kTilePairs, v += next, fresh = false) {
+  for (int64_t t = 0; t < b.count; t += kTileInputs, p += tile.width * kTilePairs, v += next, fresh = false) {
     if (std::none_of(skip + t, skip + t + kTileInputs, [](bool out) { return out; })) {
-      values(tile, p, v, next, kTileInputs, squares, fresh, tile.o);
+      values(tile, p, v, next, kTileInputs, squares, fresh, tile.o, nullptr);
       continue;
     }
     for (int64_t n = 0; n < squares; n += 2) {
@@ -207,7 +382,8 @@ void values_but(const bool* skip, const RowTile& tile, const uint32_t* p, const 
         for (uint32_t* square : {kept, kept + kValueSquare})
           for (int64_t c = 0; c < kLanes; ++c) square[i * kLanes + c] &= mask;
       }
-      values(tile, p, kept, 0, kTileInputs, 2, fresh, tile.o + n * kLanes);
+      memory_is_read();
+      values(tile, p, kept, 0, kTileInputs, 2, fresh, tile.o + n * kLanes, nullptr);
     }
   }
 }
@@ -223,113 +399,68 @@ MLA_AMX void scale_outputs(const RowTile& tile, const float* alpha) {
   }
 }
 
-// 2^x: a polynomial of the fraction, 1 at 0 and off by 1.5e-7 at most, times 2 to the floor. 0 at -inf.
-MLA_AMX inline __m512 exp2_of(__m512 x) {
-  const __m512 r = _mm512_reduce_ps(x, 0x09);  // x - floor(x)
-  __m512 y = _mm512_set1_ps(0.0018671300495043397f);
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.009017030708491802f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.05579991266131401f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.24016444385051727f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(0.6931512951850891f));
-  y = _mm512_fmadd_ps(y, r, _mm512_set1_ps(1.0f));
-  return _mm512_scalef_ps(y, x);
+// Keys [first, end) of a block; registers are configured.
+MLA_AMX void score(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim, float* scores,
+                   SoftmaxRows* beside) {
+  const int64_t w = tile.width, steps = key_steps(qk_dim);
+  const uint32_t* q = static_cast<const uint32_t*>(tile.q);
+  for (int64_t t = first; t < end; t += w == kSmallTile ? 4 * kTileSide : 2 * kTileSide) {
+    const KeyGroup* k = groups + t / kTileSide;
+    if (w == kSmallTile) score_16(q, k, end - t > 2 * kTileSide, steps, scores + t * w, beside);
+    else score_32(q, k, steps, scores + t * w, beside);
+  }
 }
 
-constexpr float kLog2e = 1.4426950408889634f;
-
-// Scales a key's scores and joins them into the maximum; hidden ones become -inf. `zeros` stays 0 until one is no
-// finite number.
-MLA_AMX inline void take_score(float* at, __m512 scale, __mmask16 hidden, __m512& m, __m512& zeros) {
-  const __m512 s = _mm512_mul_ps(_mm512_load_ps(at), scale);
-  zeros = _mm512_fmadd_ps(s, _mm512_setzero_ps(), zeros);
-  const __m512 shown = _mm512_mask_blend_ps(hidden, s, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
-  m = _mm512_max_ps(shown, m);  // m where the score is NaN
-  _mm512_store_ps(at, shown);
-}
-
-// What softmax_block does, its probabilities as operands: [32 keys][16 rows] squares, a row's 16 pairs of keys each.
-MLA_AMX bool softmax_rows(const RowTile& tile, const KeyBlock& b, float* scores, float* alpha, bool* skip,
-                          uint32_t* rows) {
-  const int64_t w = tile.width;
-  const int64_t seen = std::clamp<int64_t>(tile.first_last + 1 - b.first_key, 0, b.count);  // by all rows
-  const __m512 scale = _mm512_set1_ps(b.scale), none = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-  __m512 odd_sum = _mm512_setzero_ps();
-  __m512 maximum[2];
-  for (int64_t g = 0; g < w; g += kLanes) {
-    __m512 m = _mm512_loadu_ps(tile.m + g), zeros = _mm512_setzero_ps();
-    const __m512i last = _mm512_loadu_si512(tile.last + g);
-    int64_t t = 0;
-    for (; t < seen; ++t) take_score(scores + t * w + g, scale, 0, m, zeros);
-    for (; t < b.count; ++t)
-      take_score(scores + t * w + g, scale,
-                 _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(static_cast<int>(b.first_key + t)), last), m, zeros);
-    odd_sum = _mm512_add_ps(odd_sum, zeros);
-    maximum[g / kLanes] = m;
-  }
-  const bool odd = _mm512_cmp_ps_mask(odd_sum, odd_sum, _CMP_UNORD_Q) != 0;
-  bool skips = false;
-  if (odd || seen < b.count) skips = keep_out(tile, b, scores, odd ? 0 : seen, odd, skip);
-  const __m512 log2e = _mm512_set1_ps(kLog2e);
-  for (int64_t g = 0; g < w; g += kLanes) {
-    const __m512 m = maximum[g / kLanes];
-    const __mmask16 empty = _mm512_cmp_ps_mask(m, none, _CMP_EQ_OQ);  // nothing seen: no difference of infinities
-    const __m512 from = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());
-    const __m512 a = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile.m + g), from), log2e));
-    __m512 sum = _mm512_mul_ps(_mm512_loadu_ps(tile.l + g), a);
-    uint32_t* to = rows + g * kTilePairs;
-    for (int64_t t = 0; t < b.count; t += kTileInputs, to += w * kTilePairs) {
-      __m512i pairs[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const float* at = scores + (t + 2 * i) * w + g;
-        const __m512 low = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(at), from), log2e)),
-                     high = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(at + w), from), log2e));
-        sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
-        // Keys' rows side by side, then pairs of keys.
-        const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-        pairs[i] = _mm512_permutexvar_epi16(_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                                             8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
-                                            both);
-      }
-      transpose_square(pairs);
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTilePairs, pairs[i]);
-    }
-    _mm512_storeu_ps(tile.m + g, m);
-    _mm512_storeu_ps(tile.l + g, sum);
-    _mm512_storeu_ps(alpha + g, a);
-  }
-  return skips;
+// A tile's probabilities times the block's values, joined to its outputs.
+MLA_AMX void join_values(RowTile& tile, const SoftmaxRows& found, SoftmaxRows* beside) {
+  const KeyBlock& b = found.block();
+  const int64_t squares = value_squares(b.v_dim);
+  if (!tile.fresh) scale_outputs(tile, found.alpha());
+  memory_is_read();
+  if (found.skip()) values_but(found.skip(), tile, found.rows(), b, tile.fresh);
+  else
+    values(tile, found.rows(), static_cast<const uint32_t*>(b.v), squares * kValueSquare, b.count, squares, tile.fresh,
+           tile.o, beside);
+  memory_is_read();
+  tile.fresh = false;
 }
 
 }  // namespace
 
 MLA_AMX void score_keys_amx(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim,
                             float* scores) {
-  const int64_t w = tile.width, steps = key_steps(qk_dim);
-  const uint32_t* q = static_cast<const uint32_t*>(tile.q);
+  memory_is_read();
   _tile_loadconfig(&kWholeTiles);
-  for (int64_t t = first; t < end; t += w == kSmallTile ? 4 * kTileSide : 2 * kTileSide) {
-    const KeyGroup* k = groups + t / kTileSide;
-    if (w == kSmallTile) score_16(q, k, end - t > 2 * kTileSide, steps, scores + t * w);
-    else score_32(q, k, steps, scores + t * w);
-  }
+  score(tile, groups, first, end, qk_dim, scores, nullptr);
   _tile_release();
+  memory_is_read();
 }
 
-MLA_AMX void attend_scored_amx(RowTile& tile, const KeyBlock& block, float* scores, void* probabilities) {
-  KeyBlock b = block;
-  b.count = padded_keys_amx(block.count);  // what is past the end is hidden
-  const int64_t squares = value_squares(b.v_dim);
-  alignas(64) float alpha[kTileRows];
-  bool skip[kAmxBlockKeys];
-  uint32_t* p = static_cast<uint32_t*>(probabilities);
-  const bool skips = softmax_rows(tile, b, scores, alpha, skip, p);
-  if (!tile.fresh) scale_outputs(tile, alpha);
+// While the tile unit multiplies for one tile, vectors do the softmax of another:
+//
+//   tile unit   scores 0 | scores 1          | scores 2, values 0 | scores 3, values 1 | ..
+//   vectors              | softmax 0         | softmax 1          | softmax 2          | ..
+MLA_AMX void attend_tiles_amx(std::span<const AmxTile> tiles, const KeyBlock& block, const KeyGroup* keys,
+                              void* const (&probabilities)[2]) {
+  SoftmaxRows softmax[2];
+  const auto padded = [&](size_t i) { return padded_keys_amx(tiles[i].count); };  // what is past the end is hidden
+  memory_is_read();
   _tile_loadconfig(&kWholeTiles);
-  if (skips) values_but(skip, tile, p, b, b.count, tile.fresh);
-  else values(tile, p, static_cast<const uint32_t*>(b.v), squares * kValueSquare, b.count, squares, tile.fresh, tile.o);
-  tile.fresh = false;
+  if (keys) score(*tiles[0].tile, keys, 0, padded(0), block.qk_dim, tiles[0].scores, nullptr);
+  for (size_t i = 0; i <= tiles.size(); ++i) {
+    SoftmaxRows* now = nullptr;
+    memory_is_read();
+    if (i < tiles.size()) {
+      now = &softmax[i % 2];
+      KeyBlock b = block;
+      b.count = padded(i);
+      now->begin(*tiles[i].tile, b, tiles[i].scores, static_cast<uint32_t*>(probabilities[i % 2]));
+      if (keys && i + 1 < tiles.size())
+        score(*tiles[i + 1].tile, keys, 0, padded(i + 1), block.qk_dim, tiles[i + 1].scores, now);
+    }
+    if (i > 0) join_values(*tiles[i - 1].tile, softmax[(i - 1) % 2], now);
+    if (now) now->finish();
+  }
   _tile_release();
 }
 
@@ -426,7 +557,7 @@ MLA_AMX void finish_values_amx(const float* o, int64_t v_dim, float factor, floa
 
 namespace mla::cpu {
 void score_keys_amx(const RowTile&, const KeyGroup*, int64_t, int64_t, int64_t, float*) {}
-void attend_scored_amx(RowTile&, const KeyBlock&, float*, void*) {}
+void attend_tiles_amx(std::span<const AmxTile>, const KeyBlock&, const KeyGroup*, void* const (&)[2]) {}
 void set_queries_amx(const RowTile&, const bf16* const*, int64_t) {}
 void set_queries_amx(const RowTile&, const float*, int64_t, int64_t) {}
 void set_values_amx(uint32_t*, int64_t, const bf16*, const bf16*, int64_t) {}

@@ -12,6 +12,7 @@ struct F32Form {
   static constexpr int64_t kKeys = kBlockKeys;  ///< of a block, at most
   static constexpr int64_t kStep = kKeyPad;     ///< keys are read up to a multiple of this
   static constexpr int kLatentTiles = 2;        ///< tiles that share a block of cached rows
+  static constexpr int kExpandedTiles = 8;      ///< the same of a head's keys: they, their outputs and the block fit L2
   static constexpr bool kPairs = false;         ///< values come as pairs of keys
   static constexpr bool kRowsOut = false;       ///< outputs lie as rows, not as columns
   static constexpr int64_t kScores = kKeys * kTileRows,
@@ -29,7 +30,7 @@ struct F32Form {
 struct DotForm {
   using Element = bf16;
   static constexpr int64_t kKeys = kBlockKeys, kStep = kKeyPad;
-  static constexpr int kLatentTiles = 2;
+  static constexpr int kLatentTiles = 2, kExpandedTiles = 8;
   static constexpr bool kPairs = true, kRowsOut = false;
   static constexpr int64_t kScores = kKeys * kTileRows, kProbabilities = 0;
   static constexpr int64_t query_words(int64_t qk_dim) { return (qk_dim + 1) / 2; }
@@ -40,11 +41,12 @@ struct DotForm {
   }
 };
 
-/// bf16 in AMX's tile registers. Its blocks are attended in two halves (block_attention.hpp).
+/// bf16 in AMX's tile registers. Its blocks are attended by several tiles at once (block_attention.hpp).
 struct AmxForm {
   using Element = bf16;
   static constexpr int64_t kKeys = kAmxBlockKeys, kStep = kAmxKeyPad;
-  static constexpr int kLatentTiles = 4;  // sharing a block is worth more where its products take less time
+  // Sharing a block is worth more where its products take less time.
+  static constexpr int kLatentTiles = 4, kExpandedTiles = 16;
   static constexpr bool kPairs = true, kRowsOut = true;
   static constexpr int64_t kScores = kKeys * kTileRows;             ///< floats of a tile's scores
   static constexpr int64_t kProbabilities = kKeys * kTileRows / 2;  ///< and its probabilities, two a float

@@ -150,9 +150,12 @@ void attend_rows(std::span<RowTile> tiles, KeyBlock& block, int64_t count, int64
     }
     block.v = s.v;
     block.paired = block.squares = true;
+    AmxTile scored[Form::kLatentTiles];
+    size_t used = 0;
     for (size_t i = 0; i < tiles.size(); ++i)
-      if ((block.count = seen_by(tiles[i])) > 0)
-        attend_scored_amx(tiles[i], block, s.tiles.scores + i * AmxForm::kScores, s.tiles.probabilities);
+      if (const int64_t seen = seen_by(tiles[i]); seen > 0)
+        scored[used++] = {&tiles[i], seen, s.tiles.scores + i * AmxForm::kScores};
+    if (used > 0) attend_tiles_amx({scored, used}, block, nullptr, s.tiles.probabilities);
   } else {
     for (int64_t i = 0; i < std::min(kRowsAhead, known); ++i) ask(i);
     for (int64_t i = 0; i < count; ++i) {

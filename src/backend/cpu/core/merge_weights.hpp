@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <limits>
 
+#include "backend/cpu/core/weighted.hpp"
+
 namespace mla::cpu {
 
 constexpr float kEmptyLse = -std::numeric_limits<float>::infinity();
@@ -47,8 +49,7 @@ inline void join_part(float* out, float& lse, const float* other, float other_ls
   if (w.a == 0 && w.b == 0) std::fill_n(out, width, 0.0f);
   else if (w.b == 0) return;
   else if (w.a == 0) std::copy_n(other, width, out);
-  else
-    for (int64_t d = 0; d < width; ++d) out[d] = w.a * out[d] + w.b * other[d];
+  else set_weighted(out, w.a, out, w.b, other, width);
 }
 
 /// A sink's share leaves a finished row: out *= e^lse / (e^lse + e^sink).

@@ -29,8 +29,8 @@ class Cutter {
 template <class Form, int kTiles, int kScored = 1>
 struct RowTiles {
   RowTile tiles[kTiles];
-  float* scores = nullptr;         ///< [kScored][Form::kScores]
-  float* probabilities = nullptr;  ///< Form::kProbabilities, of one
+  float* scores = nullptr;               ///< [kScored][Form::kScores]
+  void* probabilities[2] = {};  ///< Form::kProbabilities floats each
   float* row = nullptr;            ///< one dequantised row or result
 
   RowTiles(Cutter& cut, int64_t qk_dim, int64_t v_dim) {
@@ -44,7 +44,7 @@ struct RowTiles {
       t.last = cut.take<int32_t>(kTileRows);
     }
     scores = cut.take<float>(kScored * Form::kScores);
-    probabilities = cut.take<float>(Form::kProbabilities);
+    for (void*& p : probabilities) p = cut.take<float>(Form::kProbabilities);
     row = cut.take<float>(qk_dim > v_dim ? qk_dim : v_dim);
   }
 };

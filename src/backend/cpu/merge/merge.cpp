@@ -47,7 +47,7 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
         if (lse(i) == kEmptyLse) continue;
         const float w = std::exp(lse(i) - m) / sum;
         const float* part = &a.partial_out(at(i), h, 0);
-        for (int64_t d = 0; d < width; ++d) out[d] += w * part[d];
+        add_weighted(out, w, part, width);
       }
       a.lse(s.row + r, h) = m + std::log(sum);
     }
