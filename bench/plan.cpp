@@ -27,7 +27,6 @@ class PlanCase final : public cases::Case {
         batch_(requests_, spec_.page_size),
         device_(device) {
     options_.split = split;
-    options_.rates = default_cost_model(device.device);
   }
 
   void run(Stream&) override { plan_ = mla::plan(model_, spec_, batch_.pages(), batch_.view(), device_, options_); }

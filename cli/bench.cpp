@@ -9,6 +9,7 @@
 #include "bench/layer.hpp"
 #include "bench/machine.hpp"
 #include "bench/plan.hpp"
+#include "cli/bench_fit.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
@@ -225,6 +226,10 @@ class Bench {
     command.add_option("op", ops_, "Ops to measure, or plan, or layer; all by default");
     add_threads(command, threads_);
     add_target(command, target_);
+    command.add_flag("--fit", fit_,
+                     "Instead: measure this CPU's instructions and both paths of a request (8 contexts, 8 query\n"
+                     "lengths, 16 and 128 heads; minutes), fit the cost model's rates, and say what its choices cost.\n"
+                     "--dtype: attention's operands, by default f32 and bf16");
     add_number(command, "--rounds", options_.rounds, "Rounds, each between two probes of the peaks; at least 4", 4,
                10000);
     add_number(command, "--min-time", options_.min_time, "Seconds of calls a row, over all rounds", 0.0, 600.0);
@@ -258,6 +263,13 @@ class Bench {
     for (const std::string& op : ops_)
       if (op != kPlan && op != kLayer) cases_find(op);
     const cases::Params params = shape_.params();
+    if (fit_) {
+      if (!ops_.empty()) throw InputError("--fit measures no op: '" + ops_[0] + "'");
+      refuse_beside(command_, "--fit", {"--cold", "--report", "--peers", "--rounds", "--min-time"});
+      std::vector<Dtype> computes{Dtype::f32, Dtype::bf16};
+      if (command_.get_option("--dtype")->count() > 0) computes = {params.dtype};
+      return fit_paths({command_, std::move(computes), threads_, target_, json_file_});
+    }
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
     Outputs files({{"--json", json_file_}, {"--report", report_file_}}, {{"--peers", peers_file_}});
@@ -433,7 +445,6 @@ class Bench {
         bench::LayerStep step{.requests = s.requests, .query_len = s.query_len, .context = s.context};
         step.plan.split = split;
         step.plan.compute = dtype;
-        step.plan.rates = default_cost_model({});
         made.push_back(bench::make_layer_case(model, step, stream.pool()));
         entries.push_back({s.name + ", cold, " + std::string(to_string(dtype)) + ", " + std::string(to_string(split)),
                            made.back().get(), dtype});
@@ -486,6 +497,7 @@ class Bench {
   const CLI::App& command_;
   ShapeFlags shape_;
   std::vector<std::string> ops_;
+  bool fit_ = false;
   std::string target_, json_file_, report_file_, peers_file_;
   std::vector<Peer> peers_;
   bench::Options options_;

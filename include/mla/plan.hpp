@@ -80,7 +80,7 @@ struct CostModel {
   double plain_elements = 0.0;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
   double fp8_elements = 0.0;      ///< the same for fp8 formats; 0: not counted
 };
-/// Rates fitted to measurements on a device (docs/performance.md).
+/// Rates fitted to measurements on an usual device of the kind: a core with AVX-512 BF16 dot products, an H200.
 CostModel default_cost_model(Device device);
 
 /// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
@@ -153,7 +153,7 @@ struct PlanOptions {
   int64_t context_rows = 0;
   int64_t max_model_len = 0;       ///< 0: the batch's longest sequence
   int64_t max_requests = 0;        ///< 0: the batch's
-  std::optional<CostModel> rates;  ///< for PathPolicy::automatic; empty: default_cost_model of the device
+  std::optional<CostModel> rates;  ///< for PathPolicy::automatic; empty: the device's
 };
 
 /// What a plan needs to know of the machine. Never changes results, only workspace.
@@ -161,6 +161,8 @@ struct DeviceInfo {
   Device device;
   int threads = 1;
   size_t scratch_per_worker = 0;
+  /// What it was measured to do with operands of f32 and of bf16; empty: default_cost_model of the device.
+  std::optional<CostModel> f32_rates = {}, bf16_rates = {};
 };
 /// Of the device behind a stream, for a model's dimensions.
 DeviceInfo device_info(const Stream& stream, const ModelConfig& model);

@@ -10,6 +10,7 @@
 #include "core/quantised_weights.hpp"
 #include "mla/device.hpp"
 #include "mla/model.hpp"
+#include "mla/plan.hpp"
 #include "mla/weights.hpp"
 #include "ops/append/op.hpp"
 #include "ops/attend_expanded/op.hpp"
@@ -64,6 +65,8 @@ struct Backend {
   const KernelNames* kernel_names;
   /// Per-worker scratch that serves every op at these dimensions; a multiple of 64.
   size_t (*scratch_per_worker)(const ScratchShape& shape);
+  /// What a core, or a GPU, was measured to do with operands of a dtype.
+  CostModel (*cost_model)(Dtype compute);
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to
   /// it).
   std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,

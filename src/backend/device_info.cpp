@@ -5,10 +5,11 @@
 namespace mla {
 
 DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
+  const backend::Backend& b = backend::backend(device);
   return {.device = device,
           .threads = threads,
           .scratch_per_worker =
-              backend::backend(device).scratch_per_worker({.heads = m.heads,
+              b.scratch_per_worker({.heads = m.heads,
                                                            .latent = m.latent,
                                                            .rope = m.rope,
                                                            .nope = m.nope,
@@ -16,7 +17,9 @@ DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
                                                            .hidden = m.hidden,
                                                            .query_latent = m.query_latent,
                                                            .index_heads = m.indexer ? m.indexer->heads : 0,
-                                                           .index_dim = m.indexer ? m.indexer->dim : 0})};
+                                                           .index_dim = m.indexer ? m.indexer->dim : 0}),
+          .f32_rates = b.cost_model(Dtype::f32),
+          .bf16_rates = b.cost_model(Dtype::bf16)};
 }
 
 DeviceInfo device_info(const Stream& stream, const ModelConfig& m) {

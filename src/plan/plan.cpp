@@ -193,6 +193,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   else validate(batch, pages, cache.page_size);
 
   Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
+  if (!p.options.rates) p.options.rates = options.compute == Dtype::bf16 ? device.bf16_rates : device.f32_rates;
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
   if (model.indexer) {
     p.index_cache = index_cache_spec(model, cache, options.index_format);

@@ -45,4 +45,6 @@ const backend::KernelNames kernel_names{.usual = kGeneric,
 
 size_t scratch_per_worker(const backend::ScratchShape&) { return kScratch; }
 
+CostModel cost_model(Dtype) { return default_cost_model({DeviceKind::cuda}); }
+
 }  // namespace mla::cuda

@@ -15,6 +15,7 @@ namespace mla::cuda {
 std::string_view target();
 extern const backend::KernelNames kernel_names;
 size_t scratch_per_worker(const backend::ScratchShape& shape);
+CostModel cost_model(Dtype compute);
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
                                    Device device);
 std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dtype, Device device);

@@ -4,22 +4,13 @@
 #include <string>
 
 #include "backend/cpu/backend.hpp"
-#include "backend/cpu/core/dot_rate.hpp"
+#include "backend/cpu/core/rates.hpp"
 #include "backend/cpu/core/tile_registers.hpp"
 #include "hwy/highway.h"
 #include "mla/error.hpp"
 
 namespace mla::cpu {
 namespace {
-
-bool cpu_has_bf16_dot() {
-#if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
-#else
-  return false;
-#endif
-}
 
 bool bf16_dot_allowed = true, amx_allowed = true, asked = false;  // asked: for the best that is allowed, by name
 
@@ -48,7 +39,7 @@ int64_t unrestricted() {
 }  // namespace
 
 bool native_bf16_dot() {
-  static const bool has = cpu_has_bf16_dot();
+  static const bool has = has_bf16_dot();
   return has && bf16_dot_allowed;
 }
 
@@ -57,10 +48,10 @@ bool native_amx() { return native_bf16_dot() && amx_allowed && has_amx_bf16(); }
 Bf16Products bf16_products() {
   if (!native_bf16_dot()) return Bf16Products::widened;
   if (asked) return native_amx() ? Bf16Products::amx : Bf16Products::dot;
-  // Of an f32 multiply-add's rate of arithmetic. Widened operands cost a conversion less than pairs do.
-  static const double dot = 2 * bf16_dot_rate(), amx = has_amx_bf16() ? amx_rate() : 0;
-  if (native_amx() && amx > 1.5 * std::max(1.0, dot)) return Bf16Products::amx;
-  return dot > 1.5 ? Bf16Products::dot : Bf16Products::widened;
+  // Widened operands cost a conversion less than pairs do.
+  const Bf16Rates& rates = bf16_rates();
+  if (native_amx() && rates.amx > 1.5 * std::max(1.0, rates.dot)) return Bf16Products::amx;
+  return rates.dot > 1.5 ? Bf16Products::dot : Bf16Products::widened;
 }
 
 std::string_view target() {

@@ -1,0 +1,22 @@
+// mla bench --fit.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <string>
+#include <vector>
+
+#include "mla/dtype.hpp"
+
+namespace mla::cli {
+
+struct FitFlags {
+  const CLI::App& command;
+  std::vector<Dtype> computes;  ///< operands of attention
+  int threads = 1;
+  std::string target, json;
+};
+
+/// Measures, fits and prints. The exit code.
+int fit_paths(const FitFlags& flags);
+
+}  // namespace mla::cli
