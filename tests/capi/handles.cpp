@@ -115,7 +115,8 @@ TEST(CHandles, MissingResultPlacesAreErrors) {
 }
 
 // The one limit of the C++ pool, the command and Python.
-const std::string kThreads = "allowed 1 to " + std::to_string(std::max(64u, 4 * std::thread::hardware_concurrency()));
+const std::string kThreads = "allowed 1 to " + std::to_string(std::max(64u, 4 * std::thread::hardware_concurrency())) +
+                             ": four for each processor, or 64";
 
 TEST(CHandles, AFailedCreateLeavesNull) {
   int some = 0;
