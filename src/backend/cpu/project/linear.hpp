@@ -12,14 +12,15 @@ namespace mla::cpu {
 // output.
 constexpr int64_t kPanel = 256;
 static_assert(kPanel % kTileColumns == 0);
-constexpr int64_t kMaxRows = 64;  // of a task
+constexpr int64_t kMaxRows = 64;    // of a task
+constexpr int64_t kMostRows = 256;  // of a task of weights that say so
 // Inputs of quantised weights that are staged together, and so the most whose activations are quantised at once: a
 // multiple of every group.
 constexpr int64_t kActivationPart = 512;
 
 inline size_t round_up(size_t n) { return (n + 63) / 64 * 64; }
 
-/// Rows [first, first + rows) of a product, at most kMaxRows.
+/// Rows [first, first + rows) of a product, at most most_rows() of its weights.
 struct RowBlock {
   int64_t first, rows;
 };
@@ -30,6 +31,8 @@ class CpuLinear : public Linear {
   int64_t panels_per_head = 0;  ///< of at most kPanel columns
 
   size_t operand_bytes() const { return native_bf16 ? 2 : 4; }
+  /// Rows of a task at most: kMaxRows, or up to kMostRows.
+  virtual int64_t most_rows() const { return kMaxRows; }
   /// Scratch that one worker needs.
   virtual size_t scratch() const = 0;
   /// y of panels [first_panel, last_panel) of a head for one row block. A row's bits depend on that row alone.

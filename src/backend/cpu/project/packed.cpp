@@ -6,7 +6,9 @@
 
 #include "backend/cpu/backend.hpp"
 #include "backend/cpu/core/convert.hpp"
+#include "backend/cpu/core/block_attention.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/cpu/core/tile_registers.hpp"
 #include "backend/cpu/index_score/kernel.hpp"
 #include "backend/cpu/project/linear.hpp"
 #include "backend/cpu/project/tile_amx.hpp"
@@ -21,6 +23,11 @@ namespace {
 // Inputs that are staged together, so that scratch stays bounded: only a fully absorbed output projection has more. The
 // parts' sums are added in order.
 constexpr int64_t kMostInputs = 16384;
+
+// Rows of so many inputs that take at most 1 MiB in bf16.
+constexpr int64_t rows_beside(int64_t in) {
+  return std::clamp<int64_t>((int64_t{1} << 19) / std::max<int64_t>(in, 1) / 32 * 32, kMaxRows, kMostRows);
+}
 
 struct PackedLinear final : CpuLinear {
   bool amx = false;
@@ -37,30 +44,36 @@ struct PackedLinear final : CpuLinear {
     return const_cast<std::byte*>(memory.data()) + static_cast<size_t>(head * tiles() + t) * tile_bytes();
   }
   size_t tile_bytes() const { return static_cast<size_t>(padded(in) * kTileColumns) * operand_bytes(); }
+  // AMX multiplies faster than weights come from afar: more rows share them, as many as leave L2 room for both.
+  int64_t most_rows() const override { return amx ? rows_beside(in) : kMaxRows; }
+  // From one staged row to the next: in AMX an odd number of lines, for a register loads 16 rows at once.
+  int64_t pitch(int64_t inputs) const {
+    return amx ? tile_stride(padded(inputs), sizeof(bf16)) : padded(inputs);
+  }
   size_t staged() const {
-    return round_up(static_cast<size_t>(kMaxRows * padded(std::min(in, kMostInputs))) * operand_bytes());
+    return round_up(static_cast<size_t>(most_rows() * pitch(std::min(in, kMostInputs))) * operand_bytes());
   }
   size_t scratch() const override {
-    return staged() + static_cast<size_t>(kMaxRows * kPanel) * sizeof(float) * (parts() > 1 ? 2 : 1);
+    return staged() + static_cast<size_t>(most_rows() * kPanel) * sizeof(float) * (parts() > 1 ? 2 : 1);
   }
 
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* y = reinterpret_cast<float*>(scratch + staged());
-    float* more = y + kMaxRows * kPanel;  // of a later part
-    const bool dense = a.x_rows.empty() && heads == 1 && parts() == 1 && a.x.stride<Token>() == in &&
+    float* more = y + most_rows() * kPanel;  // of a later part
+    const bool dense = !amx && a.x_rows.empty() && heads == 1 && parts() == 1 && a.x.stride<Token>() == in &&
                        padded(in) == in && a.x.dtype() == (native_bf16 ? Dtype::bf16 : Dtype::f32) &&
                        (native_bf16 || dtype == Dtype::f32);
     const void* x = scratch;
     if (dense) x = a.x.at(rows.first, head, 0);
-    else if (parts() == 1) stage(a, head, rows, 0, in, padded(in), scratch);
+    else if (parts() == 1) stage(a, head, rows, 0, in, pitch(in), scratch);
     for (int64_t p = first_panel; p < last_panel; ++p) {
       const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
       for (int64_t part = 0; part < parts(); ++part) {
-        const int64_t inputs = part_inputs(part), pitch = padded(inputs);
-        if (parts() > 1) stage(a, head, rows, part * kMostInputs, inputs, pitch, scratch);
+        const int64_t inputs = part_inputs(part);
+        if (parts() > 1) stage(a, head, rows, part * kMostInputs, inputs, pitch(inputs), scratch);
         for (int64_t c = 0; c < width; c += kTileColumns)
-          product(x, pitch, rows.rows, tile(head, (first + c) / kTileColumns), part * kMostInputs, inputs,
+          product(x, pitch(inputs), rows.rows, tile(head, (first + c) / kTileColumns), part * kMostInputs, inputs,
                   (part == 0 ? y : more) + c);
         if (part > 0)
           for (int64_t i = 0; i < rows.rows * kPanel; ++i) y[i] += more[i];
@@ -138,8 +151,14 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
 
 size_t packed_scratch(const backend::ScratchShape& s) {
   const int64_t in = std::max({s.hidden, s.query_latent, s.latent, s.nope, s.heads * s.value, s.heads * s.latent});
-  return round_up(static_cast<size_t>(kMaxRows * std::min(in, kMostInputs)) * sizeof(float)) +
-         static_cast<size_t>(kMaxRows * kPanel) * sizeof(float) * (in > kMostInputs ? 2 : 1);
+  const auto bytes = [&](int64_t rows, size_t staged) {
+    return round_up(staged) + static_cast<size_t>(rows * kPanel) * sizeof(float) * (in > kMostInputs ? 2 : 1);
+  };
+  const size_t usual = bytes(kMaxRows, static_cast<size_t>(kMaxRows * std::min(in, kMostInputs)) * sizeof(float));
+  if (!has_amx_bf16()) return usual;
+  // Fewer inputs have more rows; a row's pitch adds less than two lines.
+  constexpr size_t kMost = size_t{1} << 20;
+  return std::max(usual, bytes(kMostRows, kMost + static_cast<size_t>(kMostRows) * 128));
 }
 
 }  // namespace mla::cpu

@@ -2,6 +2,7 @@
 // cut, so results do not depend on the number of threads, nor on the other rows. See README.md for figures.
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <optional>
 #include <string>
 
@@ -15,6 +16,41 @@ namespace {
 
 constexpr int64_t kPanelsPerTask =
     4;  // at most, of one row block when there are several: their weights then serve the next one
+
+// How a product is cut: rows and panels of a task. Which task computes a panel changes no bit.
+struct Cut {
+  int64_t rows, panels;
+};
+
+Cut cut_of(const CpuLinear& w, int64_t rows, int threads) {
+  const int64_t most = w.most_rows(), panels = w.panels_per_head;
+  if (most <= kMaxRows) {
+    // Panels of a task share its staged rows; a few tasks a thread are enough.
+    const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
+    return {kMaxRows, std::clamp<int64_t>(w.heads * panels * blocks / (4 * threads), 1,
+                                          blocks > 2 ? kPanelsPerTask : panels)};
+  }
+  // Where products are fast, staging rows and reading weights count: the cut whose last thread ends first, by what a
+  // core of a Xeon with AMX does, in nanoseconds.
+  constexpr double kStage = 0.35, kProduct = 1.0 / 1500, kWeights = 1.0 / 16;  // an input, a FLOP, a byte
+  Cut best{kMaxRows, panels};
+  double least = std::numeric_limits<double>::infinity();
+  for (int64_t block = kMaxRows; block <= most; block += kMaxRows) {
+    const int64_t blocks = (rows + block - 1) / block, whole = std::min(block, rows);
+    for (int64_t groups = 1; groups <= panels; ++groups) {
+      const int64_t group = (panels + groups - 1) / groups;
+      const double columns = static_cast<double>(std::min(group * kPanel, w.out)), in = static_cast<double>(w.in),
+                   staged = static_cast<double>(whole) * in;
+      const double task = staged * kStage + staged * columns * 2 * kProduct + columns * in * 2 * kWeights;
+      const double seconds = task * static_cast<double>((w.heads * groups * blocks + threads - 1) / threads);
+      if (seconds < least) {
+        least = seconds;
+        best = {block, group};
+      }
+    }
+  }
+  return best;
+}
 
 // Up to kActivationPart inputs of a row as the values of their fp8_128 codes.
 class Fp8Row {
@@ -103,19 +139,16 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   if (a.scratch.per_worker < w.scratch())
     throw ShapeError("project: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(w.scratch()) + " are needed");
-  const int64_t blocks = (a.rows + kMaxRows - 1) / kMaxRows;
-  // Panels of a task share its staged rows; a few tasks a thread are enough. Which task computes a panel changes no
-  // bit.
-  const int64_t group = std::clamp<int64_t>(w.heads * w.panels_per_head * blocks / (4 * stream.pool().threads()), 1,
-                                            blocks > 2 ? kPanelsPerTask : w.panels_per_head);
-  const int64_t groups = (w.panels_per_head + group - 1) / group;
+  const auto [most, group] = cut_of(w, a.rows, stream.pool().concurrent());
+  const int64_t rows = most, panels = group, blocks = (a.rows + rows - 1) / rows;
+  const int64_t groups = (w.panels_per_head + panels - 1) / panels;
   const QuantizedWriter quantized(a.quantized);
   stream.pool().run(w.heads * groups * blocks, [&](int64_t task, int worker) {
     // Row blocks innermost: neighbours in time share weights.
-    const int64_t first = task % blocks * kMaxRows;
-    const int64_t head = task / blocks / groups, first_panel = task / blocks % groups * group;
-    w.multiply(a, head, first_panel, std::min(first_panel + group, w.panels_per_head),
-               {first, std::min(kMaxRows, a.rows - first)}, quantized, a.scratch.worker(worker));
+    const int64_t first = task % blocks * rows;
+    const int64_t head = task / blocks / groups, first_panel = task / blocks % groups * panels;
+    w.multiply(a, head, first_panel, std::min(first_panel + panels, w.panels_per_head),
+               {first, std::min(rows, a.rows - first)}, quantized, a.scratch.worker(worker));
   });
 }
 

@@ -26,53 +26,76 @@ TileCut cut_for(int64_t first, int64_t second, int64_t pairs) {
   return cut;
 }
 
-// The product of up to 32 rows; all pairs lie in whole registers of `depth`.
-MLA_AMX void rows_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t group, int64_t pairs,
-                          int64_t depth, float* sums, int64_t sums_stride, bool accumulate) {
-  const int64_t second = std::max<int64_t>(0, rows - kRows);
-  const TileCut cut = cut_for(std::min(rows, kRows), second, depth);
-  _tile_loadconfig(&cut);
+// 32 rows or fewer by 32 columns; registers are configured for them and for `depth`, of which all pairs are whole.
+MLA_AMX void product_32(const bf16* x, int64_t x_stride, bool second, const bf16* w, int64_t group, int64_t pairs,
+                        int64_t depth, float* sums, int64_t sums_stride, bool accumulate) {
   const auto x_step = static_cast<size_t>(x_stride) * sizeof(bf16), sums_step = static_cast<size_t>(sums_stride) * 4;
   constexpr size_t kStep = kAmxColumns * 2 * sizeof(bf16);
   const bf16* x2 = x + kRows * x_stride;
-  for (int64_t c = 0; c < kTileColumns; c += 2 * kAmxColumns, w += 2 * group) {
-    float *to = sums + c, *to2 = to + kRows * sums_stride;
-    if (accumulate) {
-      _tile_loadd(0, to, sums_step);
-      _tile_loadd(1, to + 16, sums_step);
-      if (second > 0) {
-        _tile_loadd(2, to2, sums_step);
-        _tile_loadd(3, to2 + 16, sums_step);
-      }
-    } else {
-      _tile_zero(0);
-      _tile_zero(1);
-      if (second > 0) {
-        _tile_zero(2);
-        _tile_zero(3);
-      }
+  float* sums2 = sums + kRows * sums_stride;
+  if (accumulate) {
+    _tile_loadd(0, sums, sums_step);
+    _tile_loadd(1, sums + 16, sums_step);
+    if (second) {
+      _tile_loadd(2, sums2, sums_step);
+      _tile_loadd(3, sums2 + 16, sums_step);
     }
-    for (int64_t p = 0; p < pairs; p += depth) {
-      const bf16* at = w + p * kAmxColumns * 2;
-      _tile_loadd(4, x + 2 * p, x_step);
-      _tile_loadd(6, at, kStep);
-      _tile_loadd(7, at + group, kStep);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      if (second > 0) {
-        _tile_loadd(5, x2 + 2 * p, x_step);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
-      }
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    if (second) {
+      _tile_zero(2);
+      _tile_zero(3);
     }
-    _tile_stored(0, to, sums_step);
-    _tile_stored(1, to + 16, sums_step);
-    if (second > 0) {
-      _tile_stored(2, to2, sums_step);
-      _tile_stored(3, to2 + 16, sums_step);
+  }
+  for (int64_t p = 0; p < pairs; p += depth) {
+    const bf16* at = w + p * kAmxColumns * 2;
+    _tile_loadd(4, x + 2 * p, x_step);
+    _tile_loadd(6, at, kStep);
+    _tile_loadd(7, at + group, kStep);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    if (second) {
+      _tile_loadd(5, x2 + 2 * p, x_step);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums, sums_step);
+  _tile_stored(1, sums + 16, sums_step);
+  if (second) {
+    _tile_stored(2, sums2, sums_step);
+    _tile_stored(3, sums2 + 16, sums_step);
+  }
+}
+
+// Pairs of inputs whose weights for 32 columns stay in L1 while all rows pass.
+constexpr int64_t kNear = 256;
+
+// All pairs lie in whole registers of `depth`.
+MLA_AMX void rows_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t group, int64_t pairs,
+                          int64_t depth, float* sums, int64_t sums_stride, bool accumulate) {
+  const int64_t whole = rows / (2 * kRows) * (2 * kRows), left = rows - whole;
+  const TileCut full = cut_for(kRows, kRows, depth),
+                last = cut_for(std::min(left, kRows), std::max<int64_t>(0, left - kRows), depth);
+  asm volatile("" ::: "memory");  // the intrinsics do not say that they read it
+  _tile_loadconfig(whole > 0 ? &full : &last);
+  for (int64_t first = 0; first < pairs; first += kNear, accumulate = true) {
+    const int64_t n = std::min(kNear, pairs - first);
+    for (int64_t c = 0; c < kTileColumns; c += 2 * kAmxColumns) {
+      const bf16* at = w + c / kAmxColumns * group + first * kAmxColumns * 2;
+      for (int64_t r = 0; r < whole; r += 2 * kRows)
+        product_32(x + r * x_stride + 2 * first, x_stride, true, at, group, n, depth, sums + r * sums_stride + c,
+                   sums_stride, accumulate);
+      if (left == 0) continue;
+      if (whole > 0) _tile_loadconfig(&last);
+      product_32(x + whole * x_stride + 2 * first, x_stride, left > kRows, at, group, n, depth,
+                 sums + whole * sums_stride + c, sums_stride, accumulate);
+      if (whole > 0) _tile_loadconfig(&full);
     }
   }
   _tile_release();
+  asm volatile("" ::: "memory");
 }
 
 }  // namespace
@@ -80,15 +103,10 @@ MLA_AMX void rows_product(const bf16* x, int64_t x_stride, int64_t rows, const b
 void amx_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t group, int64_t pairs,
                  float* sums, int64_t sums_stride, bool accumulate) {
   const int64_t whole = pairs / kPairs * kPairs;
-  for (int64_t r = 0; r < rows; r += 2 * kRows) {
-    const int64_t n = std::min(2 * kRows, rows - r);
-    const bf16* from = x + r * x_stride;
-    float* to = sums + r * sums_stride;
-    if (whole > 0) rows_product(from, x_stride, n, w, group, whole, kPairs, to, sums_stride, accumulate);
-    if (whole < pairs)
-      rows_product(from + 2 * whole, x_stride, n, w + whole * kAmxColumns * 2, group, pairs - whole, pairs - whole, to,
-                   sums_stride, accumulate || whole > 0);
-  }
+  if (whole > 0) rows_product(x, x_stride, rows, w, group, whole, kPairs, sums, sums_stride, accumulate);
+  if (whole < pairs)
+    rows_product(x + 2 * whole, x_stride, rows, w + whole * kAmxColumns * 2, group, pairs - whole, pairs - whole, sums,
+                 sums_stride, accumulate || whole > 0);
 }
 
 }  // namespace mla::cpu
