@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "backend/backend.hpp"
 #include "bench/batch.hpp"
 #include "cases/compare.hpp"
 
@@ -92,7 +93,9 @@ int64_t planned_splits(const cases::Params& p) {
   PlanOptions options;
   options.path = PathPolicy::latent;
   options.split = p.batch_invariant ? SplitPolicy::batch_invariant : SplitPolicy::fast;
-  const Plan plan = mla::plan(model, spec, batch.pages(), batch.view(), {}, options);
+  options.compute = p.dtype == Dtype::bf16 ? Dtype::bf16 : Dtype::f32;
+  const Plan plan =
+      mla::plan(model, spec, batch.pages(), batch.view(), device_info(Device{}, /*threads=*/1, model), options);
   int64_t most = 1;
   for (const SplitRows& s : plan.splits) most = std::max<int64_t>(most, s.splits);
   return most;
@@ -100,7 +103,8 @@ int64_t planned_splits(const cases::Params& p) {
 
 int64_t planned_sparse_splits(const cases::Params& p, int64_t keys) {
   const SplitPolicy policy = p.batch_invariant ? SplitPolicy::batch_invariant : SplitPolicy::fast;
-  const SparseWork work = plan_sparse(p.requests * p.query_len, keys, p.heads, policy);
+  const SparseWork work = plan_sparse(p.requests * p.query_len, keys, p.heads, policy, kSparseUnits,
+                                      p.dtype == Dtype::bf16 ? backend::backend({}).split_keys() : kSplitKeys);
   if (work.part_keys > 0) return std::max<int64_t>(1, (keys + work.part_keys - 1) / work.part_keys);
   return work.splits.empty() ? 1 : work.splits[0].splits;
 }

@@ -157,10 +157,15 @@ struct PlanOptions {
 };
 
 /// What a plan needs to know of the machine. Never changes results, only workspace.
+/// Keys of a split at least where a batch has few: a split pays for its queries and outputs what some 50 keys take.
+constexpr int64_t kSplitKeys = 512;
+
 struct DeviceInfo {
   Device device;
   int threads = 1;
   size_t scratch_per_worker = 0;
+  /// Keys of a split at least, under SplitPolicy::fast: for bf16 operands, others have kSplitKeys.
+  int64_t split_keys = kSplitKeys;
   /// What it was measured to do with operands of f32 and of bf16; empty: default_cost_model of the device.
   std::optional<CostModel> f32_rates = {}, bf16_rates = {};
 };
@@ -314,9 +319,9 @@ struct LatentWork {
   int64_t partial_rows = 0;
 };
 /// Cuts requests into tiles of rows and ranges of positions that a CPU's threads share evenly, however many there are:
-/// results must not depend on it. fast: ranges follow from the whole batch. batch_invariant: of kInvariantKeys, so that
+/// results must not depend on it. fast: ranges follow from the whole batch and split_keys (DeviceInfo). batch_invariant: of kInvariantKeys, so that
 /// a row's bits follow from the row alone. UnsupportedError for more partial rows than 32 bits number.
-LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split);
+LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int64_t split_keys = kSplitKeys);
 
 /// Units of work that sparse attention is cut into for a CPU: threads share them evenly, however many there are.
 constexpr int64_t kSparseUnits = 64;
@@ -326,7 +331,8 @@ constexpr int64_t kSparseUnits = 64;
 /// they are attended one by one in one item or each in an item of its own, so that a row's bits depend on `keys` alone;
 /// at most about `units` rows' worth of partial rows in either mode. ShapeError for a number below 0, no units, or more
 /// partial rows than 32 bits number.
-SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units = kSparseUnits);
+SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units = kSparseUnits,
+                       int64_t split_keys = kSplitKeys);
 
 /// Requests [begin, end) of a batch.
 struct RequestRange {

@@ -67,6 +67,8 @@ struct Backend {
   size_t (*scratch_per_worker)(const ScratchShape& shape);
   /// What a core, or a GPU, was measured to do with operands of a dtype.
   CostModel (*cost_model)(Dtype compute);
+  /// Keys of a split at least (DeviceInfo::split_keys).
+  int64_t (*split_keys)();
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to
   /// it).
   std::shared_ptr<const Linear> (*pack)(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,

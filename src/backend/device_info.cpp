@@ -18,6 +18,7 @@ DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
                                                            .query_latent = m.query_latent,
                                                            .index_heads = m.indexer ? m.indexer->heads : 0,
                                                            .index_dim = m.indexer ? m.indexer->dim : 0}),
+          .split_keys = b.split_keys(),
           .f32_rates = b.cost_model(Dtype::f32),
           .bf16_rates = b.cost_model(Dtype::bf16)};
 }

@@ -13,7 +13,8 @@ namespace {
 #define MLA_BACKEND(label, kind, space)                                                                              \
   {                                                                                                                  \
     .name = label, .device = DeviceKind::kind, .target = space::target, .kernel_names = &space::kernel_names,        \
-    .scratch_per_worker = space::scratch_per_worker, .cost_model = space::cost_model, .pack = space::pack,           \
+    .scratch_per_worker = space::scratch_per_worker, .cost_model = space::cost_model, .split_keys = space::split_keys, \
+    .pack = space::pack,                                                                                             \
     .pack_quantised = space::pack_quantised,                                                                         \
     .norm = space::norm, .layer_norm = space::layer_norm, .rope = space::rope, .project = space::project,            \
     .append = space::append, .rope_append = space::rope_append, .norm_rope_append = space::norm_rope_append,         \

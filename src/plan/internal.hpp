@@ -9,8 +9,10 @@ namespace mla::planning {
 constexpr int64_t kGrain = 64;
 
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
-/// queries and outputs tells.
-int64_t range_length(int64_t total, int64_t units);
+/// queries and outputs tells, `least` of them where there are few.
+int64_t range_length(int64_t total, int64_t units, int64_t least);
+/// The least of a plan's device and operands.
+int64_t split_keys(const Plan& plan);
 /// Of a batch whose block table and slots are not looked at: its query starts and lengths. BatchError.
 void validate_lengths(const Batch& batch);
 /// The same of one without a cache: no request has context.

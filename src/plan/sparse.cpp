@@ -24,18 +24,19 @@ void require(const char* what, int64_t found, int64_t least) {
 }
 
 // Keys of an item.
-int64_t item_keys(int64_t rows, int64_t keys, int64_t heads, bool invariant, int64_t units) {
+int64_t item_keys(int64_t rows, int64_t keys, int64_t heads, bool invariant, int64_t units, int64_t split_keys) {
   const int64_t tasks = rows * ceil_div(heads, kHeadsOfUnit);
   if (tasks >= units) return keys;
   if (invariant) return std::min<int64_t>(keys, kInvariantKeys);
   // What an item pays for its queries and outputs does not depend on where its keys come from.
-  const int64_t longest = planning::range_length(tasks * keys, units);
+  const int64_t longest = planning::range_length(tasks * keys, units, split_keys);
   return keys <= longest ? keys : round_up(ceil_div(keys, ceil_div(keys, longest)), planning::kGrain);
 }
 
 }  // namespace
 
-SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units) {
+SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units,
+                       int64_t split_keys) {
   require("sparse rows", rows, 0);
   require("sparse keys", keys, 0);
   require("sparse heads", heads, 0);
@@ -43,7 +44,7 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
   const bool invariant = split == SplitPolicy::batch_invariant;
   SparseWork work{.items = {}, .splits = {}, .part_keys = invariant ? kInvariantKeys : 0};
   if (rows == 0 || heads == 0) return work;
-  const int64_t step = item_keys(rows, keys, heads, invariant, units), splits = step > 0 ? ceil_div(keys, step) : 1;
+  const int64_t step = item_keys(rows, keys, heads, invariant, units, split_keys), splits = step > 0 ? ceil_div(keys, step) : 1;
   if (splits > 1) {
     if (rows * splits > kMost)
       throw ShapeError("sparse partial rows is " + std::to_string(rows * splits) + ", allowed 0 to " +

@@ -19,9 +19,9 @@ constexpr int64_t kTileTokens = 64;
 // results must not depend on it.
 constexpr int64_t kUnits = 64;
 // A split's queries are laid out and its outputs merged for every row, about 10% of the work at 512 positions (16
-// heads, bf16) and half that at 1024. The shorter one is for batches with so few positions that parallelism is worth
-// more.
-constexpr int64_t kShortest = 1024, kShortestOfFew = 512, kFewUnits = 8;
+// heads, bf16) and half that at 1024. Shorter ones are for batches with so few positions that parallelism is worth more:
+// where the shortest have 512, for those of fewer than 8 of 1024.
+constexpr int64_t kShortest = 1024, kFewKeys = 8 * 512;
 // A range's weights are summed in f32, one after another: with more, those that come last would round away
 // (docs/numerics.md).
 constexpr int64_t kLongest = 1 << 18;
@@ -63,8 +63,13 @@ void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan&
 
 }  // namespace
 
-int64_t range_length(int64_t total, int64_t units) {
-  const int64_t shortest = total >= kFewUnits * kShortest ? kShortest : kShortestOfFew;
+int64_t split_keys(const Plan& plan) {
+  return plan.options.compute == Dtype::bf16 ? plan.device.split_keys : kSplitKeys;
+}
+
+int64_t range_length(int64_t total, int64_t units, int64_t least) {
+  int64_t shortest = kShortest;
+  while (shortest > least && total / shortest < kFewKeys / least) shortest /= 2;
   return std::max(shortest, round_up((total + units - 1) / units, kGrain));
 }
 
@@ -92,7 +97,7 @@ void split_kv(Plan& plan) {
                                    .visible = static_cast<int32_t>(r.visible)});
     return;
   }
-  LatentWork work = plan_latent(rows, plan.options.split);
+  LatentWork work = plan_latent(rows, plan.options.split, split_keys(plan));
   plan.latent_items = std::move(work.items);
   plan.splits = std::move(work.splits);
   plan.partial_rows = work.partial_rows;
@@ -100,7 +105,7 @@ void split_kv(Plan& plan) {
 
 }  // namespace planning
 
-LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split) {
+LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int64_t split_keys) {
   using namespace planning;
   const bool invariant = split == SplitPolicy::batch_invariant;
   // Positions that the tile of a request's rows from q on sees.
@@ -122,7 +127,7 @@ LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split) {
   if (constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); invariant && parts > kMost)
     throw UnsupportedError("plan: the latent path needs " + std::to_string(parts) +
                            " partial rows under batch_invariant, at most " + std::to_string(kMost) + " are possible");
-  const int64_t longest = invariant ? kInvariantKeys : std::min(range_length(total, kUnits), kLongest);
+  const int64_t longest = invariant ? kInvariantKeys : std::min(range_length(total, kUnits, split_keys), kLongest);
 
   LatentWork work;
   work.items.reserve(static_cast<size_t>(tiles + (invariant ? total / kInvariantKeys + 1 : kUnits)));

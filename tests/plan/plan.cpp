@@ -335,6 +335,40 @@ TEST(Plan, OptionsThatCannotBe) {
   EXPECT_THROW(make(m, cache_spec(m, CacheFormat::bf16), b).region("nothing"), Error);
 }
 
+// Of a device's own least, and 16 ranges of few positions where that is 256.
+TEST(Plan, FewPositionsAreCutToADevicesLeast) {
+  const auto ranges = [](int32_t positions, int64_t split_keys) {
+    const LatentRows row{0, 0, 1, positions - 1, positions};
+    return plan_latent({&row, 1}, SplitPolicy::fast, split_keys).items.size();
+  };
+  EXPECT_EQ(ranges(256, 256), 1u);
+  EXPECT_EQ(ranges(257, 256), 2u);
+  EXPECT_EQ(ranges(4096, 256), 16u);
+  EXPECT_EQ(ranges(8191, 256), 32u);
+  EXPECT_EQ(ranges(8192, 256), 16u);
+  EXPECT_EQ(ranges(16384, 256), 16u);
+  EXPECT_EQ(ranges(65536, 256), 64u);
+  EXPECT_EQ(ranges(512, 512), 1u);
+  EXPECT_EQ(ranges(4096, 512), 8u);
+  EXPECT_EQ(ranges(8191, 512), 16u);
+  EXPECT_EQ(ranges(8192, 512), 8u);
+  EXPECT_EQ(ranges(65536, 512), 64u);
+  // Operands of f32 keep the usual least, whatever the device says.
+  const ModelConfig model = preset("deepseek-v2-lite");
+  const CacheSpec spec = cache_spec(model, CacheFormat::bf16);
+  const std::vector<int32_t> starts{0, 1}, lengths{4096};
+  std::vector<int32_t> table(64);
+  for (int32_t i = 0; i < 64; ++i) table[static_cast<size_t>(i)] = i;
+  const std::vector<int32_t> slots{4095};
+  const Batch batch{starts, lengths, {table.data(), {1, 64}}, slots};
+  for (Dtype compute : {Dtype::f32, Dtype::bf16}) {
+    PlanOptions options;
+    options.compute = compute;
+    const Plan p = plan(model, spec, 64, batch, {.split_keys = 256}, options);
+    EXPECT_EQ(p.latent_items.size(), compute == Dtype::bf16 ? 16u : 8u);
+  }
+}
+
 TEST(Plan, NumbersOutOfRange) {
   const ModelConfig m = test::small_deepseek();
   const CacheSpec spec = cache_spec(m, CacheFormat::bf16);

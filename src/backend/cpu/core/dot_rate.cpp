@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 
 #ifndef __clang__  // GCC bug 105593, as in block_attention_bf16.cpp
@@ -59,6 +60,19 @@ double seconds() {
   return seconds_of([&] { end = chains<dots>(start, kSteps); });
 }
 
+// Of two things' times the ratio, taken in turn: its median. Neither an interruption, nor a clock that rises, nor one
+// that jumps when the thread changes its core sets it.
+template <class A, class B>
+double ratio(A&& a, B&& b) {
+  std::array<double, 15> ratios;
+  for (double& r : ratios) {
+    const double first = a(), second = b();
+    r = second > 0 ? first / second : 0;
+  }
+  std::nth_element(ratios.begin(), ratios.begin() + ratios.size() / 2, ratios.end());
+  return ratios[ratios.size() / 2];
+}
+
 }  // namespace
 
 double bf16_dot_chains(int64_t steps) {
@@ -68,24 +82,13 @@ double bf16_dot_chains(int64_t steps) {
   return 2.0 * 32.0 * kChains * static_cast<double>(steps);
 }
 
-double bf16_dot_rate() {
-  // The least of several turns each, taken alternately: neither an interruption nor a clock that rises sets the ratio.
-  double dot = 1, fma = 1;
-  for (int round = 0; round < 12; ++round) {
-    dot = std::min(dot, seconds<true>());
-    fma = std::min(fma, seconds<false>());
-  }
-  return fma / dot;
-}
+double bf16_dot_rate() { return ratio(seconds<false>, seconds<true>); }
 
 double amx_rate() {
   constexpr int64_t kTileSteps = 200;
-  double amx = 1, fma = 1, flops = 0;
-  for (int round = 0; round < 12; ++round) {
-    amx = std::min(amx, seconds_of([&] { flops = amx_chains(kTileSteps); }));
-    fma = std::min(fma, seconds<false>());
-  }
-  return flops / amx / (2.0 * 16.0 * kChains * static_cast<double>(kSteps) / fma);
+  double flops = 0;
+  const double times = ratio(seconds<false>, [&] { return seconds_of([&] { flops = amx_chains(kTileSteps); }); });
+  return flops * times / (2.0 * 16.0 * kChains * static_cast<double>(kSteps));
 }
 
 }  // namespace mla::cpu
