@@ -75,6 +75,7 @@ json params_json(const cases::Params& p) {
           {"sinks", p.sinks},
           {"index_dim", p.index_dim},
           {"index_format", to_string(p.index_format)},
+          {"index_arithmetic", to_string(p.index_arithmetic)},
           {"seed", p.seed}};
 }
 

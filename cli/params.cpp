@@ -65,7 +65,8 @@ ShapeFlags::ShapeFlags(CLI::App& command)
       output_(to_string(p_.output)),
       weights_(to_string(p_.weights)),
       inputs_(to_string(p_.inputs)),
-      index_format_(to_string(p_.index_format)) {
+      index_format_(to_string(p_.index_format)),
+      index_arithmetic_(to_string(p_.index_arithmetic)) {
   const std::string group = "Shape (an op reads those it knows)";
   auto text = [&](const char* flag, std::string& value, const char* what) {
     options_.push_back(command.add_option(flag, value, what)->capture_default_str()->group(group));
@@ -106,6 +107,7 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   flag("--sinks", p_.sinks, "attend_sparse: a sink a head");
   number("--index-dim", p_.index_dim, "Sparse indexer: width of a key");
   text("--index-format", index_format_, "Sparse indexer: f32 bf16 fp8");
+  text("--index-arithmetic", index_arithmetic_, "index_score, of fp8: exact or fp8 products");
   add_number(command, "--seed", p_.seed, "Seed of the random inputs")->group(group);
 }
 
@@ -122,6 +124,7 @@ cases::Params ShapeFlags::params() const {
   p.weights = parse_choice("--weights", weights_, parse_weight_format);
   p.inputs = parse_choice("--activations", inputs_, parse_activations);
   p.index_format = parse_choice("--index-format", index_format_, parse_index_cache_format);
+  p.index_arithmetic = parse_choice("--index-arithmetic", index_arithmetic_, parse_index_arithmetic);
   p.causal = !full_;
   p.output = parse_choice("--output", output_, parse_output_spec);
   require("--requests", p.requests, 0, kMostTokens);
@@ -185,7 +188,7 @@ void require_indexer(const CLI::App& command, const ModelConfig& model) {
   if (model.indexer) return;
   // CLI11's own look-up by name ends the process when it finds no memory.
   for (const CLI::Option* o : command.get_options(nullptr))
-    for (const char* flag : {"--sparse", "--topk", "--index-cache", "--hadamard"})
+    for (const char* flag : {"--sparse", "--topk", "--index-cache", "--index-arithmetic", "--hadamard"})
       if (o->count() > 0 && o->check_name(flag))
         throw InputError(std::string(flag) + " needs a model with an indexer, " + model.name + " has none");
 }

@@ -85,7 +85,7 @@ class ShapeFlags {
 
  private:
   cases::Params p_;
-  std::string format_, dtype_, output_, weights_, inputs_, index_format_;
+  std::string format_, dtype_, output_, weights_, inputs_, index_format_, index_arithmetic_;
   bool full_ = false;
   std::vector<CLI::Option*> options_;
   CLI::Option *splits_ = nullptr, *topk_ = nullptr;
@@ -111,7 +111,8 @@ void add_allow_unknown(CLI::App& command, ReadOptions& options);
 /// --target: limits the instruction set when the command runs; an empty name does not.
 void add_target(CLI::App& command, std::string& target);
 
-/// Refuses --sparse, --topk, --index-cache and --hadamard for a model without an indexer: nothing would read them.
+/// Refuses --sparse, --topk, --index-cache, --index-arithmetic and --hadamard for a model without an indexer: nothing
+/// would read them.
 void require_indexer(const CLI::App& command, const ModelConfig& model);
 
 }  // namespace mla::cli

@@ -21,8 +21,8 @@ namespace {
 
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
-              output = "none", form = "block", sparse = "automatic", index_cache = "fp8", up = "plain",
-              products = "plain", activations = "plain", batch, json;
+              output = "none", form = "block", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
+              up = "plain", products = "plain", activations = "plain", batch, json;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
   int threads = 1, capability = 90;
   bool absorbed = false;
@@ -126,6 +126,7 @@ void run(const CLI::App& command, Flags& f) {
   options.up = parse_choice("--up-weights", f.up, parse_weight_format);
   options.activations = parse_choice("--activations", f.activations, parse_activations);
   options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
+  options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   const Batch batch = made.batch();
   const bool gpu = device.kind == DeviceKind::cuda;
   const Plan p = plan(model, spec, made.pages(), batch, device_info(device, gpu ? 1 : f.threads, model), options);
@@ -176,6 +177,9 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
   add_number<int64_t>(*c, "--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
   c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
+      ->capture_default_str();
+  c->add_option("--index-arithmetic", f->index_arithmetic,
+                "products of an fp8 index cache's scores: exact, or fp8 as Hopper multiplies it")
       ->capture_default_str();
   add_number<int64_t>(*c, "--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule", 0,
                       kMostTokens);

@@ -26,8 +26,9 @@ constexpr int64_t kMost = int64_t{1} << 31, kMostSamples = 1'000'000;
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", sparse = "automatic", index_cache = "fp8", absorption = "runtime", up = "plain",
-              products = "plain", activations = "plain", json, report, chrome_trace;
+              weights = "bf16", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
+              absorption = "runtime", up = "plain", products = "plain", activations = "plain", json, report,
+              chrome_trace;
   ReadOptions read;
   int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
@@ -132,6 +133,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   o.plan.sparse = parse_choice("--sparse", f.sparse, parse_sparse_policy);
   o.plan.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   o.plan.index_hadamard = f.hadamard;
+  o.plan.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   o.limits = {
       .pages = f.pages, .page_size = f.page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
@@ -266,6 +268,9 @@ void add_run(CLI::App& app, int& status) {
   number("--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
   c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
   c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
+      ->capture_default_str();
+  c->add_option("--index-arithmetic", f->index_arithmetic,
+                "products of an fp8 index cache's scores: exact, or fp8 as Hopper multiplies it")
       ->capture_default_str();
   c->add_flag("--hadamard", f->hadamard, "rotate the indexer's queries and keys");
   number("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule", 0, kMost);

@@ -88,7 +88,8 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
   // What 0 or nothing stood for.
   j["options"].update({{"compute", to_string(o.plan.compute)},
                        {"topk", o.model.indexer ? o.model.indexer->topk : 0},
-                       {"index_cache", o.model.indexer ? std::string(to_string(o.plan.index_format)) : "none"}});
+                       {"index_cache", o.model.indexer ? std::string(to_string(o.plan.index_format)) : "none"},
+                       {"index_arithmetic", to_string(o.plan.index_arithmetic)}});
   j.update({{"model",
              {{"name", o.model.name},
               {"layers", r.layers},

@@ -46,11 +46,13 @@ void print_sparse(const serve::Options& o, const serve::Result& r) {
   if (o.plan.sparse == SparsePolicy::dense) std::printf("sparse     off: every row attends to all it sees\n");
   else
     std::printf(
-        "sparse     topk %lld, %s, index cache %s%s; %s selected (%.1f%%), %lld skipped scoring: all they see fits\n"
+        "sparse     topk %lld, %s, index cache %s%s%s; %s selected (%.1f%%), %lld skipped scoring: all they see fits\n"
         "           selected rows attend to %lld of the %lld keys they see (%.1f%%)\n",
         n(o.model.indexer->topk), name(o.plan.sparse).c_str(), name(o.plan.index_format).c_str(),
-        o.plan.index_hadamard ? " rotated" : "", counted(r.sparse_rows, "row").c_str(), of(r.sparse_rows, rows),
-        n(r.unscored_rows), n(r.selected_keys), n(r.seen_keys), of(r.selected_keys, r.seen_keys));
+        o.plan.index_hadamard ? " rotated" : "",
+        o.plan.index_arithmetic == IndexArithmetic::fp8 ? " by fp8 products" : "",
+        counted(r.sparse_rows, "row").c_str(), of(r.sparse_rows, rows), n(r.unscored_rows), n(r.selected_keys),
+        n(r.seen_keys), of(r.selected_keys, r.seen_keys));
   std::printf(
       "time split indexer %.1f%%, sparse attention %.1f%%, dense attention %.1f%%, projections and rest %.1f%%\n",
       share(Part::indexer), share(Part::sparse), share(Part::dense),

@@ -10,12 +10,13 @@
 #include <numeric>
 #include <random>
 
+#include "backend/run.hpp"
 #include "core/gpu.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
-#include "backend/run.hpp"
+#include "ops/index_score/cut_product.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -27,8 +28,8 @@ constexpr int64_t kPageBytes = kPage * (kDim + 4);
 
 struct Shape {
   const char* name;
-  int batch, tokens, context;  // new tokens a request, positions that the last one sees
-  bool select = false;
+  int batch, tokens, context;        // new tokens a request, positions that the last one sees
+  bool select = false, fp8 = false;  // fp8: IndexArithmetic::fp8
 };
 const Shape shapes[] = {
     {"score b64 s1 128K", 64, 1, 131072},
@@ -38,6 +39,13 @@ const Shape shapes[] = {
     {"score b8 s1 32K", 8, 1, 32768},
     {"score b1 s64 64K", 1, 64, 65536},
     {"score b1 s1024 16K", 1, 1024, 16384},
+    {"score b64 s1 128K fp8", 64, 1, 131072, false, true},
+    {"score b64 s2 128K fp8", 64, 2, 131072, false, true},
+    {"score b64 s4 32K fp8", 64, 4, 32768, false, true},
+    {"score b1 s1 64K fp8", 1, 1, 65536, false, true},
+    {"score b8 s1 32K fp8", 8, 1, 32768, false, true},
+    {"score b1 s64 64K fp8", 1, 64, 65536, false, true},
+    {"score b1 s1024 16K fp8", 1, 1024, 16384, false, true},
     {"select b64 s1 128K", 64, 1, 131072, true},
     {"select b1 s1 64K", 1, 1, 65536, true},
     {"select b8 s1 32K", 8, 1, 32768, true},
@@ -122,7 +130,7 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
   const double seen = static_cast<double>(tokens) * s.context - 0.5 * tokens * (s.tokens - 1);
   Result result{.bytes = static_cast<double>(needed) * kPageBytes + tokens * kHeads * (kDim + 4.0) + 4 * seen,
                 .flops = 2 * seen * kHeads * kDim};
-  result.floor = std::max(result.bytes / 4560e9, result.flops / 790e12) * 1e6;
+  result.floor = std::max(result.bytes / 4560e9, result.flops / (s.fp8 ? 2 : 1) / 790e12) * 1e6;
   const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1, static_cast<int>(pages / needed)),
             calls = bench::calls_for(sets);
   std::vector<int32_t> order(pages);
@@ -153,6 +161,7 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
                           .block_table = {order.data() + needed * (i % sets), {s.batch, columns}},
                           .items = items,
                           .scores = {scores.data(), {tokens, s.context}},
+                          .arithmetic = s.fp8 ? IndexArithmetic::fp8 : IndexArithmetic::exact,
                           .scratch = {scratch.data(), 64}};
     ops::run(stream, a);
   };
@@ -171,12 +180,14 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
     double sum = 0;
     for (int h = 0; h < kHeads; ++h) {
       double dot = 0;
-      float dot32 = 0;
+      float dot32 = 0, x32[kDim], y32[kDim];
       for (int d = 0; d < kDim; ++d) {
         const float x = to_float(fp8_e4m3{codes[(int64_t{token} * kHeads + h) * kDim + d]}),
                     y = to_float(fp8_e4m3{page[at % kPage * kDim + d]});
         dot += static_cast<double>(x) * y, dot32 += x * y;
+        x32[d] = x, y32[d] = y;
       }
+      if (s.fp8) dot32 = static_cast<float>(ops::cut_product(x32, y32, kDim));
       sum += std::max(dot, 0.0) * w[int64_t{token} * kHeads + h],
           sum32 += std::max(dot32, 0.0f) * w[int64_t{token} * kHeads + h];
     }

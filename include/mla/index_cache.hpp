@@ -18,6 +18,19 @@ std::string_view to_string(IndexCacheFormat f);
 /// InputError listing the names when there is no such format.
 IndexCacheFormat parse_index_cache_format(std::string_view name);
 
+/// What index scores are sums of, where keys and queries are both fp8.
+///   exact  products that lose nothing, summed in f32: a score's error is that of f32 sums.
+///   fp8    the same operands; sums may lose what Hopper's e4m3 products lose: each 32 products and the sum before them
+///          are cut off 13 bits below the largest, which moves scores by some 1e-4 of their root mean square
+///          (docs/numerics.md). Hopper GPUs are up to twice as fast then. Where there is no such kernel, exact products
+///          serve: f32 and bf16 keys or queries, CPUs, other GPUs, more than 128 heads, another key than of 128
+///          numbers, pages that are no multiple of 16 tokens.
+enum class IndexArithmetic : uint8_t { exact, fp8 };
+
+std::string_view to_string(IndexArithmetic a);
+/// InputError listing the names when there is no such arithmetic.
+IndexArithmetic parse_index_arithmetic(std::string_view name);
+
 /// What an index cache holds. slot = page * page_size + offset, as in the latent cache; a page of fp8 keeps its tokens'
 /// codes together and their f32 scales behind them (132 bytes a token of 128).
 struct IndexCacheSpec {

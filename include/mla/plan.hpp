@@ -148,6 +148,8 @@ struct PlanOptions {
   IndexCacheFormat index_format = IndexCacheFormat::fp8;
   /// Rotates the indexer's queries and keys before they are stored or scored. One choice for the life of a cache.
   bool index_hadamard = false;
+  /// Of scores of fp8 queries and keys; read with index_format fp8 alone.
+  IndexArithmetic index_arithmetic = IndexArithmetic::exact;
   /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests
   /// page_size ..).
   int64_t context_rows = 0;
@@ -319,8 +321,9 @@ struct LatentWork {
   int64_t partial_rows = 0;
 };
 /// Cuts requests into tiles of rows and ranges of positions that a CPU's threads share evenly, however many there are:
-/// results must not depend on it. fast: ranges follow from the whole batch and split_keys (DeviceInfo). batch_invariant: of kInvariantKeys, so that
-/// a row's bits follow from the row alone. UnsupportedError for more partial rows than 32 bits number.
+/// results must not depend on it. fast: ranges follow from the whole batch and split_keys (DeviceInfo).
+/// batch_invariant: of kInvariantKeys, so that a row's bits follow from the row alone. UnsupportedError for more
+/// partial rows than 32 bits number.
 LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int64_t split_keys = kSplitKeys);
 
 /// Units of work that sparse attention is cut into for a CPU: threads share them evenly, however many there are.

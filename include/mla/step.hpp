@@ -8,6 +8,7 @@
 #include <variant>
 
 #include "mla/dtype.hpp"
+#include "mla/index_cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 
@@ -238,6 +239,7 @@ struct IndexScore {
   ListOf<IndexItem> items;
   int64_t first = 0;
   Operand<Token, Key> scores;
+  IndexArithmetic arithmetic = IndexArithmetic::exact;
 };
 struct SelectTopk {
   Operand<Token, Key> scores;

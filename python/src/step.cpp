@@ -140,7 +140,7 @@ void bind_plan(nb::module_& m) {
              std::string_view sparse, int64_t reorder_batch_threshold, bool absorbed, std::string_view up,
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
-             std::string_view form, std::string_view cache_use, bool dummy) {
+             std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic) {
             new (self) PlanOptions{.form = parse_layer_form(form),
                                    .cache_use = parse_cache_use(cache_use),
                                    .dummy = dummy,
@@ -156,6 +156,7 @@ void bind_plan(nb::module_& m) {
                                    .sparse = parse_sparse_policy(sparse),
                                    .index_format = parse_index_cache_format(index_format),
                                    .index_hadamard = index_hadamard,
+                                   .index_arithmetic = parse_index_arithmetic(index_arithmetic),
                                    .context_rows = context_rows,
                                    .max_model_len = max_model_len,
                                    .max_requests = max_requests};
@@ -166,13 +167,17 @@ void bind_plan(nb::module_& m) {
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
           nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
+          nb::arg("index_arithmetic") = "exact",
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
           "activations: what products with fp8 weights take their inputs as, plain or fp8_128. form: block, or\n"
           "attention for plans that attend() and select() alone are called with. cache_use, of form attention:\n"
           "append the step's rows; read, they are there already; none, new requests without a cache (of 0 pages),\n"
-          "whose batch needs neither block_table nor slot_mapping. dummy: calls write zeros and do nothing else.")
+          "whose batch needs neither block_table nor slot_mapping. dummy: calls write zeros and do nothing else.\n"
+          "index_arithmetic, of scores of an fp8 index cache: exact products, or fp8, which Hopper GPUs are up to "
+          "twice\n"
+          "as fast with.")
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)
       .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })

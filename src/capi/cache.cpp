@@ -15,6 +15,8 @@ static_assert(static_cast<int>(CacheFormat::bf16) == MLA_CACHE_BF16 &&
               static_cast<int>(CacheFormat::fp8_ds_v4) == MLA_CACHE_FP8_DS_V4);
 static_assert(static_cast<int>(IndexCacheFormat::bf16) == MLA_INDEX_CACHE_BF16 &&
               static_cast<int>(IndexCacheFormat::fp8) == MLA_INDEX_CACHE_FP8);
+static_assert(static_cast<int>(IndexArithmetic::exact) == MLA_INDEX_PRODUCTS_EXACT &&
+              static_cast<int>(IndexArithmetic::fp8) == MLA_INDEX_PRODUCTS_FP8);
 
 namespace {
 

@@ -69,6 +69,7 @@ mla_status mla_index_score(mla_stream* stream, const mla_index_score_args* args)
         .items = read_items<IndexItem>(a.items, a.items_count),
         .first = a.first,
         .scores = c.tensors.write_as<float, Token, Key>("scores", a.scores),
+        .arithmetic = read_enum("arithmetic", a.arithmetic, IndexArithmetic::fp8),
         .scratch = c.scratch(a.scratch, a.scratch_bytes)});
   });
 }

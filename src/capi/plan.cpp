@@ -65,6 +65,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.sparse = read_enum("options sparse", o.sparse, SparsePolicy::dense);
   p.index_format = read_enum("options index_format", o.index_format, IndexCacheFormat::fp8);
   p.index_hadamard = read_flag("options index_hadamard", o.index_hadamard);
+  p.index_arithmetic = read_enum("options index_arithmetic", o.index_arithmetic, IndexArithmetic::fp8);
   if (o.output) p.output = read_output_spec("options output", o.output);
   p.context_rows = read_range("options context_rows", o.context_rows, 0, kMost);
   p.max_model_len = read_range("options max_model_len", o.max_model_len, 0, kMost);
@@ -115,7 +116,8 @@ void read_batch(const mla_batch& b, bool cached, mla_plan& p) {
 mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates) {
   return guarded("mla_cost_model_of", [&] {
     const Device of = read_device(device);
-    const CostModel r = of.kind == DeviceKind::cpu ? backend::backend(of).cost_model(Dtype::bf16) : default_cost_model(of);
+    const CostModel r =
+        of.kind == DeviceKind::cpu ? backend::backend(of).cost_model(Dtype::bf16) : default_cost_model(of);
     write_struct("rates", rates,
                  mla_cost_model{sizeof(mla_cost_model), r.latent_flops, r.expanded_flops, r.projection_flops, r.bytes,
                                 r.plain_elements, r.fp8_elements, r.row_element});

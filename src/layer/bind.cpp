@@ -192,6 +192,7 @@ ops::IndexScoreArgs Binder::operator()(const steps::IndexScore& s) const {
           .items = list(s.items),
           .first = s.first,
           .scores = values<float>(s.scores),
+          .arithmetic = s.arithmetic,
           .scratch = scratch_};
 }
 

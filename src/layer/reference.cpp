@@ -12,6 +12,7 @@
 #include "core/quantised_weights.hpp"
 #include "mla/rotary.hpp"
 #include "model/outline.hpp"
+#include "ops/index_score/cut_product.hpp"
 #include "ops/project/activations.hpp"
 
 namespace mla::reference {
@@ -117,12 +118,18 @@ class Sequence {
         round(r_.compute, q_h);
       }
     }
+    const bool cut = r_.index_arithmetic == IndexArithmetic::fp8 && r_.index_cache &&
+                     r_.index_cache->format == IndexCacheFormat::fp8;
     const T scale = T(1) / std::sqrt(static_cast<T>(c.heads * c.dim));
     std::vector<double> scores(position + 1);
     for (int64_t j = 0; j <= position && !stopped(); ++j) {
       T sum = 0;
-      for (int64_t h = 0; h < c.heads; ++h)
-        sum += scale * weights[h] * std::max(T(0), dot<T>(q.data() + h * c.dim, keys[j].data(), c.dim));
+      for (int64_t h = 0; h < c.heads; ++h) {
+        const T* q_h = q.data() + h * c.dim;
+        const T product =
+            cut ? static_cast<T>(ops::cut_product(q_h, keys[j].data(), c.dim)) : dot<T>(q_h, keys[j].data(), c.dim);
+        sum += scale * weights[h] * std::max(T(0), product);
+      }
       scores[j] = static_cast<double>(sum);
     }
     return scores;

@@ -45,6 +45,7 @@ struct Rounding {
   /// Indexer keys go through this format's codec; with fp8, queries do too. Otherwise queries round as compute says.
   std::optional<IndexCacheSpec> index_cache;
   bool index_hadamard = false;
+  IndexArithmetic index_arithmetic = IndexArithmetic::exact;
   /// Sums in float64, and nothing rounds whose rounding depends on how a kernel goes about it: probabilities, which
   /// round relative to the maximum that their block has seen.
   bool float64 = false;

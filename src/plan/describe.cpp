@@ -111,10 +111,11 @@ std::string Plan::describe() const {
            planning::why_not_fused(*this).c_str());
   }
   if (topk > 0) {
-    line(out, "  sparse by policy %s: topk %lld; index cache %s, %.0f B a token%s",
+    line(out, "  sparse by policy %s: topk %lld; index cache %s, %.0f B a token%s%s",
          std::string(to_string(options.sparse)).c_str(), static_cast<long long>(topk),
          std::string(to_string(index_cache.format)).c_str(), index_cache.token_bytes(),
-         options.index_hadamard ? ", rotated" : "");
+         options.index_hadamard ? ", rotated" : "",
+         options.index_arithmetic == IndexArithmetic::fp8 ? ", scored by fp8 products" : "");
     if (sparse_rows() > 0 && !serves_block()) line(out, "    chosen by the caller: attention form, nothing is scored");
     else if (sparse_rows() > 0)
       line(out, "    scored in %s of at most %s x %s (%s of scores, %s of candidates)",

@@ -107,6 +107,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .q_scale = o.plan.fp8_query && furthest.path != Path::expanded ? o.plan.q_scale : 0.0f,
           .index_cache = index_spec,
           .index_hadamard = o.plan.index_hadamard,
+          .index_arithmetic = o.plan.index_arithmetic,
           .float64 = pass == kRounded,
           .moved = pass == kPlainUp     ? moved_by(o)
                    : pass == kPlainDown ? -moved_by(o)

@@ -22,7 +22,8 @@ std::string describe(const Params& p, std::string_view op) {
          (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
          " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + (p.max_logits ? "" : " no max_logits") +
          (p.dense ? " dense" : "") + (p.nonfinite ? " nonfinite" : "") + " index_dim=" + n(p.index_dim) +
-         " index_format=" + std::string(to_string(p.index_format)) + " seed=" + std::to_string(p.seed);
+         " index_format=" + std::string(to_string(p.index_format)) +
+         " index_arithmetic=" + std::string(to_string(p.index_arithmetic)) + " seed=" + std::to_string(p.seed);
 }
 
 std::span<const CaseType> all() {

@@ -55,6 +55,7 @@ struct Params {
   // The sparse indexer; its heads are `heads`.
   int64_t index_dim = 128;
   IndexCacheFormat index_format = IndexCacheFormat::fp8;
+  IndexArithmetic index_arithmetic = IndexArithmetic::exact;
   uint64_t seed = 1;
 };
 std::string describe(const Params& p, std::string_view op);

@@ -8,6 +8,7 @@
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "cases/scratch.hpp"
+#include "ops/index_score/cut_product.hpp"
 
 namespace mla::cases {
 namespace {
@@ -81,7 +82,7 @@ class IndexScoreCase final : public Case {
         table_(p.requests * (pages_ + 2), std::numeric_limits<int32_t>::min() + 7),
         cache_(
             {.format = p.index_format, .dim = p.index_dim, .page_size = p.page_size, .power_of_two_scales = !p.ragged},
-            p.requests * pages_ + 1, random) {
+            p.requests * pages_ + 1, random, p.index_arithmetic == IndexArithmetic::fp8) {
     int32_t rows = 0, longest = 0;
     int64_t page = 0;
     std::vector<float> key(static_cast<size_t>(p.index_dim));
@@ -118,7 +119,7 @@ class IndexScoreCase final : public Case {
       }
     }
     begins_.push_back(longest);
-    q_ = {p.dtype, {rows, p.heads, p.index_dim}};
+    q_ = {p.dtype, {rows, p.heads, p.index_dim}, p.seed % 4 < 2 ? 3 : 16};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 100.0f : 1.0f);
     weights_ = {Dtype::f32, {rows, p.heads}};
     weights_.fill_normal(random);
@@ -127,7 +128,9 @@ class IndexScoreCase final : public Case {
              .weights = weights_.view(),
              .scale = 1.0f / std::sqrt(static_cast<float>(p.heads * p.index_dim)),
              .cache = cache_.view(),
-             .block_table = {table_.data(), {p.requests, pages_ + 2}}};
+             .block_table = {table_.data(), {p.requests, pages_ + 2}},
+             .scores = {},
+             .arithmetic = p.index_arithmetic};
     cost_ = ops::cost(with(whole_));
   }
 
@@ -140,7 +143,8 @@ class IndexScoreCase final : public Case {
   }
   bool windows() const { return p_.seed % 2 == 0; }
 
-  // Straight f32 loops over one row's columns; the largest sum of magnitudes among its scores.
+  // Straight f32 loops, or sums cut off as fp8 arithmetic may cut them, over one row's columns; the largest sum of
+  // magnitudes among its scores.
   double plain_row(const IndexItem& item, std::vector<float>& to) const {
     double most = 0;
     std::vector<float> key(static_cast<size_t>(p_.index_dim)), q;
@@ -154,7 +158,11 @@ class IndexScoreCase final : public Case {
       double mass = 0;
       for (int64_t h = 0; h < p_.heads; ++h) {
         float product = 0;
-        for (int64_t d = 0; d < p_.index_dim; ++d) product += q[h * p_.index_dim + d] * key[d];
+        if (p_.index_arithmetic == IndexArithmetic::fp8) {
+          product = static_cast<float>(ops::cut_product(&q[h * p_.index_dim], key.data(), p_.index_dim));
+        } else {
+          for (int64_t d = 0; d < p_.index_dim; ++d) product += q[h * p_.index_dim + d] * key[d];
+        }
         const float w = args_.weights(item.q_begin, h) * args_.scale;
         sum += w * std::max(product, 0.0f);
         mass += std::abs(w * product);
@@ -219,6 +227,30 @@ std::vector<Params> sweep(uint64_t seed) {
              .index_dim = 32,
              .index_format = format});
     }
+  // Products of fp8: one to several tokens, heads on both sides of what a product takes, pages of one and several boxes
+  // of keys, and what no fp8 kernel serves.
+  auto fp8 = [&](Params p) {
+    p.dtype = Dtype::fp8_e4m3;
+    p.index_arithmetic = IndexArithmetic::fp8;
+    add(p);
+  };
+  for (int64_t heads : {64, 32, 8, 33, 100, 128, 130})
+    for (int64_t query_len : {1, 2, 3, 4, 9})
+      fp8({.requests = 4,
+           .query_len = query_len,
+           .context = 300,
+           .ragged = query_len != 1,
+           .heads = heads,
+           .page_size = 64,
+           .splits = query_len % 3 + 1});
+  for (int64_t page_size : {1, 16, 37, 48, 128, 1024}) {
+    fp8({.requests = 3, .query_len = 5, .context = 700, .ragged = true, .heads = 64, .page_size = page_size});
+    fp8({.requests = 2, .query_len = 1, .context = 3000, .heads = 32, .page_size = page_size, .splits = 3});
+  }
+  fp8({.requests = 70, .query_len = 2, .context = 90, .ragged = true, .heads = 64, .page_size = 16});
+  fp8({.requests = 1, .query_len = 40, .context = 1500, .heads = 64});
+  fp8({.requests = 1, .query_len = 3, .context = 100, .heads = 64, .index_format = IndexCacheFormat::bf16});
+  fp8({.requests = 1, .query_len = 3, .context = 100, .heads = 16, .index_dim = 64});
   add({.requests = 0, .heads = 4});
   add({.requests = 1, .query_len = 1, .context = 0, .heads = 4});
   return cases;

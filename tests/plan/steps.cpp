@@ -150,6 +150,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.sparse = static_cast<SparsePolicy>(random.integer(0, 4));
     o.index_format = static_cast<IndexCacheFormat>(random.integer(0, 2));
     o.index_hadamard = coin();
+    o.index_arithmetic = coin() ? IndexArithmetic::exact : IndexArithmetic::fp8;
     o.absorbed =
         o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
     if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : "nvfp4");

@@ -70,6 +70,7 @@ struct Draw {
       plan.sparse = one_of(r, kSparse);
       plan.index_format = one_of(r, kIndex);
       plan.index_hadamard = r.integer(0, 2) == 0;
+      plan.index_arithmetic = r.integer(0, 1) == 0 ? IndexArithmetic::exact : IndexArithmetic::fp8;
     }
     spec = cache_spec(model, format, r.integer(1, 20));
     spec.k_scale = format == CacheFormat::fp8 ? 0.0625f : 1.0f;
@@ -110,7 +111,8 @@ struct Draw {
     if (model.indexer)
       t += ", indexer" + n(model.indexer->heads) + " of" + n(model.indexer->dim) + " topk" + n(model.indexer->topk) +
            " " + std::string(to_string(engine.plan.sparse)) + " keys " +
-           std::string(to_string(engine.plan.index_format)) + (engine.plan.index_hadamard ? " hadamard" : "");
+           std::string(to_string(engine.plan.index_format)) + (engine.plan.index_hadamard ? " hadamard" : "") +
+           (engine.plan.index_arithmetic == IndexArithmetic::fp8 ? " by fp8 products" : "");
     t += ", lengths";
     for (int64_t l : lengths) t += n(l);
     return t + (odd ? ", NaN and infinities" : "");
@@ -165,6 +167,7 @@ std::string judge(const Draw& d, const LayerTensors& tensors, const std::vector<
     if (d.model.indexer) {
       rounding.index_cache = index_cache_spec(d.model, d.spec, d.engine.plan.index_format);
       rounding.index_hadamard = d.engine.plan.index_hadamard;
+      rounding.index_arithmetic = d.engine.plan.index_arithmetic;
     }
     // One plain result a path; each row is judged beside its own.
     double plain = 0;

@@ -399,6 +399,8 @@ typedef struct mla_index_score_args {
   size_t scratch_bytes;
   float scale;
   float reserved;
+  int32_t arithmetic;  ///< MLA_INDEX_PRODUCTS_...; default exact
+  int32_t reserved2;
 } mla_index_score_args;
 MLA_API mla_status mla_index_score(mla_stream* stream, const mla_index_score_args* args);
 

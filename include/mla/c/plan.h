@@ -84,6 +84,8 @@ typedef struct mla_plan_options {
   int32_t dummy;                    ///< 1: calls write zeros to the step's rows and do nothing else; default 0
   int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none.
                                     ///< MLA_ERROR_UNSUPPORTED above 1 on a GPU
+  int32_t index_arithmetic;         ///< MLA_INDEX_PRODUCTS_... of scores of an fp8 index cache; default exact
+  int32_t reserved;
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

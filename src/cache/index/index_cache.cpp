@@ -37,6 +37,20 @@ IndexCacheFormat parse_index_cache_format(std::string_view name) {
   throw InputError("unknown index cache format '" + std::string(name) + "'; known:" + known);
 }
 
+std::string_view to_string(IndexArithmetic a) {
+  switch (a) {
+    case IndexArithmetic::exact: return "exact";
+    case IndexArithmetic::fp8: return "fp8";
+  }
+  throw InputError("no index arithmetic has the number " + std::to_string(static_cast<int>(a)));
+}
+
+IndexArithmetic parse_index_arithmetic(std::string_view name) {
+  for (IndexArithmetic a : {IndexArithmetic::exact, IndexArithmetic::fp8})
+    if (to_string(a) == name) return a;
+  throw InputError("unknown index arithmetic '" + std::string(name) + "'; known: exact fp8");
+}
+
 IndexCacheSpec index_cache_spec(const ModelConfig& model, const CacheSpec& cache, IndexCacheFormat format) {
   if (!model.indexer) throw UnsupportedError("model " + model.name + " has no indexer, so no index cache");
   return {.format = format, .dim = model.indexer->dim, .page_size = cache.page_size};

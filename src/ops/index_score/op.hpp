@@ -4,7 +4,7 @@
 // with k_j the dequantised key; fp8_e4m3 queries count as their codes, their scales lie in weights (index_query).
 // Columns that a row does not see, and those past kv_end, keep what they held. NaN inputs give NaN scores.
 // The caller walks a long context window by window, the items unchanged, so that scores never take queries x context; a
-// score's bits depend on its query, its key and the kind of both alone, whatever the window.
+// score's bits depend on its query, its key, the kind of both and the arithmetic alone, whatever the window.
 #pragma once
 
 #include <span>
@@ -26,6 +26,7 @@ struct IndexScoreArgs {
   std::span<const IndexItem> items;  ///< their rows ascending and disjoint
   int64_t first = 0;                 ///< the window: column 0 is position kv_begin + first of every item
   View<float, Token, Key> scores;    ///< Key dense; as many positions as it has columns
+  IndexArithmetic arithmetic = IndexArithmetic::exact;
   Scratch scratch;
 };
 

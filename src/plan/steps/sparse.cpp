@@ -33,7 +33,8 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
     const auto items = s.list(ListKind::index_tile, tile.rows, i);
     const int64_t rounds = tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
-      s.add("index_score", kIndexer, steps::IndexScore{q, weights, scale, items, r * keys, scores});
+      s.add("index_score", kIndexer,
+            steps::IndexScore{q, weights, scale, items, r * keys, scores, s.plan.options.index_arithmetic});
       s.add("select_topk", kIndexer, steps::SelectTopk{scores, items, r * keys, state});
     }
     s.add("select_topk", kIndexer, steps::FinishTopk{state, items, selected(s)});

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kPlainThreads, 4) plain_kernel(const IndexScor
 int chunks_of(int64_t heads) { return static_cast<int>((heads + 63) / 64); }
 int token_bytes_of(int chunks) { return std::max(1, chunks) * 64 * 260; }
 
-enum class Kernel : uint8_t { plain, warps, warpgroups };
+enum class Kernel : uint8_t { plain, warps, warpgroups, fp8 };
 
 Kernel kernel_for(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
   const IndexCacheSpec& spec = a.cache.spec;
@@ -150,7 +150,10 @@ Kernel kernel_for(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
                       token_bytes_of(chunks_of(a.q.extent<IndexHead>())) <= kQueryBytes + 1024;
   if (!tensor) return Kernel::plain;
   const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = a.q.dtype() == Dtype::fp8_e4m3;
-  return gpu.hopper && fp8_keys == fp8_queries ? Kernel::warpgroups : Kernel::warps;
+  if (!gpu.hopper || fp8_keys != fp8_queries) return Kernel::warps;
+  const bool fp8 = a.arithmetic == IndexArithmetic::fp8 && fp8_keys && a.q.extent<IndexHead>() <= kFp8Heads &&
+                   spec.page_size % kFp8Page == 0;
+  return fp8 ? Kernel::fp8 : Kernel::warpgroups;
 }
 
 }  // namespace
@@ -158,6 +161,7 @@ Kernel kernel_for(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
 
 std::string index_score_kernel(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
   switch (generic::kernel_for(gpu, a)) {
+    case generic::Kernel::fp8: return "cuda/sm90, fp8 products";
     case generic::Kernel::warpgroups: return "cuda/sm90, matrix units by warpgroups";
     case generic::Kernel::warps: return "cuda/generic, matrix units by warps";
     case generic::Kernel::plain: break;
@@ -228,6 +232,10 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
             .shared_bytes =
                 sizeof(float) * static_cast<size_t>(kPlainKeys * (s.dim + 1) + kPlainHeads * s.dim + kPlainWarps * 32)},
            queue.stream(), "index_score", "plain scores", shape, s);
+    return;
+  }
+  if (kernel == Kernel::fp8) {
+    score_by_fp8(queue.stream(), s, a.cache.pages, most_tokens, queue.multiprocessors(), shape);
     return;
   }
   s.tokens = static_cast<int>(std::clamp<int64_t>(kQueryBytes / (chunks * 64 * 256), 1, most_tokens));

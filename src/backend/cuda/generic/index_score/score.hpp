@@ -45,4 +45,12 @@ constexpr int kIndexDim = 128;
 /// Products by wgmma, where key and query are both fp8 (their products exact in f16) or both bf16. On Hopper.
 void score_by_warpgroups(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape);
 
+/// Heads that IndexArithmetic::fp8 is served for, and what a page's tokens are a multiple of.
+constexpr int kFp8Heads = 128, kFp8Page = 16;
+/// IndexArithmetic::fp8, of fp8 keys and queries. On Hopper. pages: of the cache; tokens: the most of an item;
+/// a.tokens, groups and ranges are not read: `blocks` blocks, at most one a multiprocessor, share whatever items there
+/// are.
+void score_by_fp8(cudaStream_t stream, const IndexScore& a, int64_t pages, int64_t tokens, int blocks,
+                  const std::string& shape);
+
 }  // namespace mla::cuda::generic
