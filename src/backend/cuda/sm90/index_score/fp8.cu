@@ -290,8 +290,7 @@ __device__ void score_tiles(const Fp8Score& s, const Map& at, std::byte* memory)
   for (uint32_t runs = 0;; ++runs) {
     mbarrier_wait(at.run_full + runs % kRuns * 8, runs / kRuns % 2);
     const Run run = at.run(memory, runs);
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(at.run_empty + runs % kRuns * 8);
+    mbarrier_arrive(at.run_empty + runs % kRuns * 8);  // each for itself: racecheck credits no other lane with it
     if (run.tiles == 0) return;
     if (runs > 0) barrier_sync(1, Columns::math_threads);  // the last run's queries are read
     stage_queries<Columns>(a, run.q, run.tokens, N * s.products, at.queries);
@@ -390,7 +389,7 @@ __global__ void __launch_bounds__(Columns::threads, Columns::blocks)
     }
     for (int i = 0; i < kRuns; ++i) {
       mbarrier_init(at.run_full + 8 * i, 1);
-      mbarrier_init(at.run_empty + 8 * i, Columns::math_threads / 32);
+      mbarrier_init(at.run_empty + 8 * i, Columns::math_threads);
     }
     mbarrier_init_fence();
   }
