@@ -4,8 +4,8 @@
 #include <array>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <limits>
+#include <numeric>
 
 #include "bench/batch.hpp"
 #include "bench/harness.hpp"
@@ -34,7 +34,8 @@ class PathCall {
       for (size_t i = 0; i < n; ++i) to[i] = to_bf16(some[i % some.size()]);
     };
     const CacheView cache = cache_.view();
-    fill(reinterpret_cast<bf16*>(cache.page(0)), static_cast<size_t>(cache_.pages()) * cache.page_stride / sizeof(bf16));
+    fill(reinterpret_cast<bf16*>(cache.page(0)),
+         static_cast<size_t>(cache_.pages()) * cache.page_stride / sizeof(bf16));
     PlanOptions options;
     options.form = LayerForm::attention;
     options.path = path == Path::latent ? PathPolicy::latent : PathPolicy::expanded;
@@ -46,7 +47,8 @@ class PathCall {
       rows_[i] = Buffer(static_cast<size_t>(t * widths[i]) * size_of(plan_.activations()));
       if (plan_.activations() == Dtype::bf16) fill(rows_[i].as<bf16>(), static_cast<size_t>(t * widths[i]));
       else
-        for (int64_t n = 0; n < t * widths[i]; ++n) rows_[i].as<float>()[n] = some[static_cast<size_t>(n) % some.size()];
+        for (int64_t n = 0; n < t * widths[i]; ++n)
+          rows_[i].as<float>()[n] = some[static_cast<size_t>(n) % some.size()];
     }
     out_ = Buffer(static_cast<size_t>(t * model.heads * model.value) * sizeof(float));
   }
@@ -168,13 +170,13 @@ std::vector<PathTimes> measure_paths(Stream& stream, Dtype compute, std::span<co
 CostModel fit_rates(std::span<const PathTimes> times, int threads) {
   std::array<Vector, kTerms> a{};
   Vector b{};
-  std::vector<std::pair<Vector, double>> rows;
+  std::vector<Vector> rows;  // of which the rates are to make 1 each
   for (const PathTimes& t : times)
     for (Path path : {Path::latent, Path::expanded}) {
       const double seconds = path == Path::latent ? t.latent : t.expanded;
       Vector x = terms(t.shape, path);
       for (double& v : x) v /= seconds;  // relative error
-      rows.push_back({x, 1});
+      rows.push_back(x);
       for (size_t i = 0; i < kTerms; ++i) {
         b[i] += x[i];
         for (size_t j = 0; j < kTerms; ++j) a[i][j] += x[i] * x[j];
@@ -186,10 +188,9 @@ CostModel fit_rates(std::span<const PathTimes> times, int threads) {
     const Vector x = solve(a, b, used);
     if (std::any_of(x.begin(), x.end(), [](double v) { return v < 0; })) continue;
     double error = 0;
-    for (const auto& [row, one] : rows) {
-      double sum = -one;
-      for (size_t i = 0; i < kTerms; ++i) sum += row[i] * x[i];
-      error += sum * sum;
+    for (const Vector& row : rows) {
+      const double off = std::inner_product(row.begin(), row.end(), x.begin(), -1.0);
+      error += off * off;
     }
     if (error < least) {
       least = error;
@@ -205,8 +206,7 @@ CostModel fit_rates(std::span<const PathTimes> times, int threads) {
 }
 
 double cost_of_choice(const PathTimes& t, const CostModel& rates) {
-  const bool latent =
-      path_seconds(t.shape, rates, Path::latent) <= path_seconds(t.shape, rates, Path::expanded);
+  const bool latent = path_seconds(t.shape, rates, Path::latent) <= path_seconds(t.shape, rates, Path::expanded);
   return (latent ? t.latent : t.expanded) / std::min(t.latent, t.expanded) - 1;
 }
 

@@ -29,8 +29,9 @@ json json_of(const CostModel& r) {
 }
 
 void print(const char* what, const CostModel& r) {
-  std::printf("  %-8s {.latent_flops = %.0fe9, .expanded_flops = %.0fe9, .projection_flops = %.0fe9, .bytes = %.1fe9}\n",
-              what, 1e-9 * r.latent_flops, 1e-9 * r.expanded_flops, 1e-9 * r.projection_flops, 1e-9 * r.bytes);
+  std::printf(
+      "  %-8s {.latent_flops = %.0fe9, .expanded_flops = %.0fe9, .projection_flops = %.0fe9, .bytes = %.1fe9}\n", what,
+      1e-9 * r.latent_flops, 1e-9 * r.expanded_flops, 1e-9 * r.projection_flops, 1e-9 * r.bytes);
 }
 
 // What the choices by some rates cost: the worst, the mean, and how many cost more than 5%.
@@ -47,8 +48,9 @@ struct Choices {
     }
   }
   void print(const char* by, size_t of) const {
-    std::printf("  by %s rates: at worst %.1f%% more time than the faster path, %.2f%% in the mean; above 5%%: %lld of %zu\n",
-                by, 100 * worst, 100 * mean, static_cast<long long>(above), of);
+    std::printf(
+        "  by %s rates: at worst %.1f%% more time than the faster path, %.2f%% in the mean; above 5%%: %lld of %zu\n",
+        by, 100 * worst, 100 * mean, static_cast<long long>(above), of);
   }
 };
 
@@ -66,14 +68,19 @@ int fit_paths(const FitFlags& f) {
   const cpu::Bf16Rates measured = cpu::measure_bf16_rates(), used = cpu::bf16_rates();
   std::printf("%s, %s, target %s\n", machine.cpu.c_str(), counted(f.threads, "thread").c_str(),
               std::string(backend::backend({}).target()).c_str());
-  std::printf("bf16 products, of an f32 multiply-add's arithmetic: dot %.2f, AMX %.1f; in use: dot %.2f, AMX %.1f (%s)\n",
-              measured.dot, measured.amx, used.dot, used.amx, cpu::known_cpu() ? "a known CPU" : "measured");
+  std::printf(
+      "bf16 products, of an f32 multiply-add's arithmetic: dot %.2f, AMX %.1f; in use: dot %.2f, AMX %.1f (%s)\n",
+      measured.dot, measured.amx, used.dot, used.amx, cpu::known_cpu() ? "a known CPU" : "measured");
   std::printf("  {\"%s\", %d, %d, {.dot = %.1f, .amx = %.0f}},\n", id.vendor.c_str(), id.family, id.model, measured.dot,
               measured.amx);
 
   json all = provenance(f.command);
-  all["machine"] = {{"cpu", machine.cpu},       {"cores", machine.cores}, {"vendor", id.vendor},
-                    {"family", id.family},      {"model", id.model},      {"memory_bytes", machine.memory_bytes},
+  all["machine"] = {{"cpu", machine.cpu},
+                    {"cores", machine.cores},
+                    {"vendor", id.vendor},
+                    {"family", id.family},
+                    {"model", id.model},
+                    {"memory_bytes", machine.memory_bytes},
                     {"target", backend::backend({}).target()}};
   all["bf16_rates"] = {{"dot", measured.dot}, {"amx", measured.amx}};
   all["paths"] = json::array();
@@ -87,8 +94,9 @@ int fit_paths(const FitFlags& f) {
     std::fprintf(stderr, "\n");
     if (times.size() < grid.size()) break;
     const CostModel in_use = backend::backend({}).cost_model(compute), fitted = bench::fit_rates(times, f.threads);
-    std::printf("both paths of a request, %s operands, bf16 cache, milliseconds; *: the rates in use take the slower one\n",
-                name.c_str());
+    std::printf(
+        "both paths of a request, %s operands, bf16 cache, milliseconds; *: the rates in use take the slower one\n",
+        name.c_str());
     std::printf("  %5s %8s %8s %10s %10s %8s\n", "heads", "new", "context", "latent", "expanded", "cost");
     json rows = json::array();
     for (const bench::PathTimes& t : times) {

@@ -34,8 +34,8 @@ SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
     group.count += r.query_len;
   }
   const int64_t units = plan.device.device.kind == DeviceKind::cuda ? 1 : kSparseUnits;  // a GPU's kernels cut lists
-  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, units,
-                           planning::split_keys(plan));
+  group.work =
+      plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, units, planning::split_keys(plan));
   plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
   plan.sparse_groups.push_back(std::move(group));
   return plan.sparse_groups.back();

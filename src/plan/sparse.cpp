@@ -44,7 +44,8 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
   const bool invariant = split == SplitPolicy::batch_invariant;
   SparseWork work{.items = {}, .splits = {}, .part_keys = invariant ? kInvariantKeys : 0};
   if (rows == 0 || heads == 0) return work;
-  const int64_t step = item_keys(rows, keys, heads, invariant, units, split_keys), splits = step > 0 ? ceil_div(keys, step) : 1;
+  const int64_t step = item_keys(rows, keys, heads, invariant, units, split_keys),
+                splits = step > 0 ? ceil_div(keys, step) : 1;
   if (splits > 1) {
     if (rows * splits > kMost)
       throw ShapeError("sparse partial rows is " + std::to_string(rows * splits) + ", allowed 0 to " +

@@ -19,8 +19,8 @@ constexpr int64_t kTileTokens = 64;
 // results must not depend on it.
 constexpr int64_t kUnits = 64;
 // A split's queries are laid out and its outputs merged for every row, about 10% of the work at 512 positions (16
-// heads, bf16) and half that at 1024. Shorter ones are for batches with so few positions that parallelism is worth more:
-// where the shortest have 512, for those of fewer than 8 of 1024.
+// heads, bf16) and half that at 1024. Shorter ones are for batches with so few positions that parallelism is worth
+// more: where the shortest have 512, for those of fewer than 8 of 1024.
 constexpr int64_t kShortest = 1024, kFewKeys = 8 * 512;
 // A range's weights are summed in f32, one after another: with more, those that come last would round away
 // (docs/numerics.md).

@@ -83,15 +83,16 @@ void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores);
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores);
-/// A tile that takes the first `count` keys of a block, at least one. Keys past them are hidden from its rows by `last`.
+/// A tile that takes the first `count` keys of a block, at least one. Keys past them are hidden from its rows by
+/// `last`.
 struct AmxTile {
   RowTile* tile = nullptr;
   int64_t count = 0;
   float* scores = nullptr;  ///< room for AmxForm::kScores
 };
 /// The same in AMX, of several tiles: one's softmax beside the next one's products. With `keys` their scores are made
-/// here, and scores of every second tile may lie in one place; without, padded_keys_amx(count) scores of each are there.
-/// block.count is not looked at. probabilities: two of AmxForm::kProbabilities.
+/// here, and scores of every second tile may lie in one place; without, padded_keys_amx(count) scores of each are
+/// there. block.count is not looked at. probabilities: two of AmxForm::kProbabilities.
 void attend_tiles_amx(std::span<const AmxTile> tiles, const KeyBlock& block, const KeyGroup* keys,
                       void* const (&probabilities)[2]);
 /// Scores of keys [first, end), multiples of kAmxKeyPad, of a block.

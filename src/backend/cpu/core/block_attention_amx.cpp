@@ -81,8 +81,8 @@ MLA_AMX inline __m512 exp2_of(__m512 x) {
 
 constexpr float kLog2e = 1.4426950408889634f;
 
-// What softmax_block does for a tile, its probabilities as operands: [32 keys][16 rows] squares, a row's 16 pairs of keys
-// each. In pieces of some 60 cycles, to be done between steps of other tiles' products: the tile unit multiplies
+// What softmax_block does for a tile, its probabilities as operands: [32 keys][16 rows] squares, a row's 16 pairs of
+// keys each. In pieces of some 60 cycles, to be done between steps of other tiles' products: the tile unit multiplies
 // meanwhile, and what waits for it does not keep vectors waiting.
 class SoftmaxRows {
  public:
@@ -112,15 +112,15 @@ class SoftmaxRows {
   const RowTile& tile() const { return *tile_; }
   const KeyBlock& block() const { return block_; }
   const uint32_t* rows() const { return rows_; }
-  const float* alpha() const { return alpha_; }                   // the factor for what each row had summed
+  const float* alpha() const { return alpha_; }                  // the factor for what each row had summed
   const bool* skip() const { return skips_ ? skip_ : nullptr; }  // keys whose values must not be multiplied
 
  private:
   enum class Phase { maxima, exponentials, done };
   static constexpr int64_t kParts = 4, kPairs = kTilePairs / kParts;  // of a square, a piece each
 
-  // Scales 32 keys' scores of 16 rows and joins them into the maxima; hidden ones become -inf. zeros_ stay 0 until one is
-  // no finite number.
+  // Scales 32 keys' scores of 16 rows and joins them into the maxima; hidden ones become -inf. zeros_ stay 0 until one
+  // is no finite number.
   MLA_AMX void join_scores() {
     const __m512 scale = _mm512_set1_ps(block_.scale), none = _mm512_set1_ps(-kInfinity);
     const int64_t w = tile_->width, end = key_ + kTileInputs;
@@ -167,7 +167,8 @@ class SoftmaxRows {
       const __m512 m = _mm512_load_ps(maximum_ + g);
       const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-kInfinity), _CMP_EQ_OQ);
       const __m512 from = _mm512_mask_blend_ps(empty, m, _mm512_setzero_ps());  // no difference of infinities
-      const __m512 a = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile_->m + g), from), _mm512_set1_ps(kLog2e)));
+      const __m512 a =
+          exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_loadu_ps(tile_->m + g), from), _mm512_set1_ps(kLog2e)));
       _mm512_store_ps(alpha_ + g, a);
       _mm512_store_ps(from_ + g, from);
       _mm512_storeu_ps(tile_->l + g, _mm512_mul_ps(_mm512_loadu_ps(tile_->l + g), a));
@@ -189,11 +190,11 @@ class SoftmaxRows {
                    high = exp2_of(_mm512_mul_ps(_mm512_sub_ps(_mm512_load_ps(at + w), from), log2e));
       sum = _mm512_add_ps(_mm512_add_ps(sum, low), high);
       const __m512i both = (__m512i)_mm512_cvtne2ps_pbh(high, low);
-      _mm512_store_si512(pairs_ + (part_ * kPairs + i) * kLanes,
-                         _mm512_permutexvar_epi16(
-                             _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                              21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
-                             both));
+      _mm512_store_si512(
+          pairs_ + (part_ * kPairs + i) * kLanes,
+          _mm512_permutexvar_epi16(_mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                                    22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0),
+                                   both));
     }
     _mm512_storeu_ps(tile_->l + group_, sum);
     ++part_;
@@ -400,8 +401,8 @@ MLA_AMX void scale_outputs(const RowTile& tile, const float* alpha) {
 }
 
 // Keys [first, end) of a block; registers are configured.
-MLA_AMX void score(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim, float* scores,
-                   SoftmaxRows* beside) {
+MLA_AMX void score(const RowTile& tile, const KeyGroup* groups, int64_t first, int64_t end, int64_t qk_dim,
+                   float* scores, SoftmaxRows* beside) {
   const int64_t w = tile.width, steps = key_steps(qk_dim);
   const uint32_t* q = static_cast<const uint32_t*>(tile.q);
   for (int64_t t = first; t < end; t += w == kSmallTile ? 4 * kTileSide : 2 * kTileSide) {

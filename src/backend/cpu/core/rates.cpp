@@ -39,8 +39,8 @@ const Known* find_this_cpu() {
   return found == std::end(kKnown) ? nullptr : found;
 }
 
-// Of a core. f32 and AMX were fitted by `mla bench --fit` on a Xeon (docs/log/2026-11-24-rates.md), dot products are rows
-// of `mla bench` on a Zen 5 (docs/log/2026-11-23-performance.md).
+// Of a core. f32 and AMX were fitted by `mla bench --fit` on a Xeon (docs/log/2026-11-24-rates.md), dot products are
+// rows of `mla bench` on a Zen 5 (docs/log/2026-11-23-performance.md).
 constexpr CostModel kF32{.latent_flops = 160e9, .expanded_flops = 176e9, .projection_flops = 245e9, .bytes = 3.5e9},
     kDot{.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9},
     kAmx{.latent_flops = 840e9, .expanded_flops = 820e9, .projection_flops = 2180e9, .bytes = 8.2e9};

@@ -29,9 +29,9 @@ class Cutter {
 template <class Form, int kTiles, int kScored = 1>
 struct RowTiles {
   RowTile tiles[kTiles];
-  float* scores = nullptr;               ///< [kScored][Form::kScores]
+  float* scores = nullptr;      ///< [kScored][Form::kScores]
   void* probabilities[2] = {};  ///< Form::kProbabilities floats each
-  float* row = nullptr;            ///< one dequantised row or result
+  float* row = nullptr;         ///< one dequantised row or result
 
   RowTiles(Cutter& cut, int64_t qk_dim, int64_t v_dim) {
     const int64_t o_stride = Form::kRowsOut ? tile_stride(value_squares(v_dim) * 16, sizeof(float)) : 0;

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "backend/cpu/backend.hpp"
-#include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/block_attention.hpp"
+#include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/target.hpp"
 #include "backend/cpu/core/tile_registers.hpp"
 #include "backend/cpu/index_score/kernel.hpp"
@@ -47,9 +47,7 @@ struct PackedLinear final : CpuLinear {
   // AMX multiplies faster than weights come from afar: more rows share them, as many as leave L2 room for both.
   int64_t most_rows() const override { return amx ? rows_beside(in) : kMaxRows; }
   // From one staged row to the next: in AMX an odd number of lines, for a register loads 16 rows at once.
-  int64_t pitch(int64_t inputs) const {
-    return amx ? tile_stride(padded(inputs), sizeof(bf16)) : padded(inputs);
-  }
+  int64_t pitch(int64_t inputs) const { return amx ? tile_stride(padded(inputs), sizeof(bf16)) : padded(inputs); }
   size_t staged() const {
     return round_up(static_cast<size_t>(most_rows() * pitch(std::min(in, kMostInputs))) * operand_bytes());
   }

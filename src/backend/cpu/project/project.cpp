@@ -27,8 +27,8 @@ Cut cut_of(const CpuLinear& w, int64_t rows, int threads) {
   if (most <= kMaxRows) {
     // Panels of a task share its staged rows; a few tasks a thread are enough.
     const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-    return {kMaxRows, std::clamp<int64_t>(w.heads * panels * blocks / (4 * threads), 1,
-                                          blocks > 2 ? kPanelsPerTask : panels)};
+    return {kMaxRows,
+            std::clamp<int64_t>(w.heads * panels * blocks / (4 * threads), 1, blocks > 2 ? kPanelsPerTask : panels)};
   }
   // Where products are fast, staging rows and reading weights count: the cut whose last thread ends first, by what a
   // core of a Xeon with AMX does, in nanoseconds.
