@@ -14,6 +14,7 @@
 #include <string_view>
 #include <vector>
 
+#include "mla/device.hpp"
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
 
@@ -36,6 +37,9 @@ class RankError : public DeviceError {
 struct Collective {
   std::string_view step;  ///< what it is for, in messages; the same on all ranks; at most 63 bytes
   std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< how long this rank waits for the others; <= 1 day
+  /// Of all_to_all on a GPU: the most bytes that any rank sends another, the same number on all ranks. 0: messages of
+  /// this call fit into the group's staging.
+  int64_t most_bytes = 0;
 };
 
 /// One round of messages: this rank to each, each to this rank.
@@ -68,9 +72,21 @@ class Transport {
   virtual void abort(int rank, std::string_view reason) noexcept = 0;
 };
 
+/// How ranks on GPUs reach each other.
+enum class GpuLink : uint8_t {
+  peer,  ///< stores into each other's memory, by the ranks' own kernels: GPUs of one machine, at most 16 ranks
+  nccl,  ///< NVIDIA's library, looked for when the group is connected (libnccl.so.2)
+};
+std::string_view to_string(GpuLink link);
+
 class Carrier;
 
 /// A rank's place in its group. All ranks make the same calls in the same order, one at a time. Memory is the host's.
+///
+/// Each call has a form that takes a stream. On the CPU's it is the same call. On a GPU's, for which connect() is needed
+/// once, memory is the device's, the call is queued and can be captured, and sums have the same bits. Such a rank does
+/// not tell the others which call it makes: ranks that make other calls than the others are found by the deadline at
+/// the latest. What fails on the device is thrown by Stream::synchronize(), or by the next call.
 ///
 /// Arguments that this rank alone can judge are refused before anybody is told, by ShapeError or InputError; the others
 /// then wait for a call that is right. RankError (naming rank and step) when the group fails; output is unspecified
@@ -89,6 +105,12 @@ class Communicator {
   int rank() const;
   int ranks() const;
 
+  /// Makes calls on streams of this GPU possible; made by all ranks, each for its own device, with the same link and
+  /// staging_bytes. staging_bytes of the device's memory: what a call of more bytes is cut by. DeviceError where the
+  /// GPUs do not reach each other, or there is no NCCL.
+  void connect(Device device, GpuLink link, size_t staging_bytes = size_t{64} << 20,
+               std::chrono::nanoseconds deadline = std::chrono::minutes(1));
+
   /// out[i] = sum over ranks of in[i], i < count. dtype: f32, bf16 or f16. `out` is `in`, or they lie apart.
   void all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count);
   /// out: bytes[0] of rank 0, then bytes[1] of rank 1, ...; the same list on all ranks. `in`: this rank's
@@ -105,6 +127,15 @@ class Communicator {
   void broadcast(const Collective& call, int root, void* data, int64_t bytes);
   /// Returns once all ranks are here.
   void barrier(const Collective& call);
+
+  void all_reduce(Stream& stream, const Collective& call, Dtype dtype, const void* in, void* out, int64_t count);
+  void all_gather(Stream& stream, const Collective& call, const void* in, void* out, std::span<const int64_t> bytes);
+  void reduce_scatter(Stream& stream, const Collective& call, Dtype dtype, const void* in, void* out,
+                      std::span<const int64_t> counts);
+  void all_to_all(Stream& stream, const Collective& call, const void* in, std::span<const int64_t> send_bytes,
+                  void* out, std::span<const int64_t> receive_bytes);
+  void broadcast(Stream& stream, const Collective& call, int root, void* data, int64_t bytes);
+
   /// The group ends: the others' calls, those that wait too, fail with this rank and the reason. Any thread, at any
   /// time.
   void abort(std::string_view reason) noexcept;

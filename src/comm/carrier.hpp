@@ -46,6 +46,8 @@ class Carrier {
   virtual int ranks() const = 0;
   /// RankError; after it no round is carried any more.
   virtual void carry(const Record& record, const Exchange& messages) = 0;
+  /// RankError where the group is known to have failed; at once.
+  virtual void check() const = 0;
   virtual void abort(std::string_view reason) noexcept = 0;
 };
 

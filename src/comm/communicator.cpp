@@ -6,7 +6,9 @@
 #include <utility>
 
 #include "comm/carrier.hpp"
+#include "comm/on_device.hpp"
 #include "comm/transport.hpp"
+#include "core/gpu.hpp"
 
 namespace mla {
 namespace {
@@ -72,6 +74,7 @@ void sum(std::span<const std::byte* const> parts, T* out, int64_t count) {
 
 struct Communicator::State {
   std::unique_ptr<Carrier> carrier;
+  std::unique_ptr<DeviceCarrier> device;  // of calls with a GPU's stream; gone before what it watches
   uint64_t rounds = 0;
   std::vector<std::byte> scratch;  // others' terms of a sum
   std::vector<Exchange::Send> send;
@@ -86,15 +89,18 @@ struct Communicator::State {
     std::string_view step;
     std::chrono::steady_clock::time_point deadline;
   };
-  Call begin(const Collective& call, Operation operation, uint64_t sizes, int dtype = -1, int root = -1) {
-    Call c;
-    if (call.step.size() >= sizeof c.record.step || call.step.find('\0') != std::string_view::npos)
+  static void check_call(const Collective& call) {
+    if (call.step.size() >= sizeof Record::step || call.step.find('\0') != std::string_view::npos)
       throw InputError("a step's name of " + std::to_string(call.step.size()) + " bytes, allowed " +
-                       std::to_string(sizeof c.record.step - 1) + " without a NUL: '" + std::string(call.step) + "'");
+                       std::to_string(sizeof Record::step - 1) + " without a NUL: '" + std::string(call.step) + "'");
     constexpr std::chrono::nanoseconds kDay = std::chrono::hours(24);
     if (call.deadline <= std::chrono::nanoseconds(0) || call.deadline > kDay)
       throw InputError("step '" + std::string(call.step) + "': deadline is " + std::to_string(call.deadline.count()) +
                        " ns, allowed 1 to " + std::to_string(kDay.count()));
+  }
+  Call begin(const Collective& call, Operation operation, uint64_t sizes, int dtype = -1, int root = -1) {
+    check_call(call);
+    Call c;
     c.record.sizes = sizes;
     c.record.operation = operation;
     c.record.dtype = dtype;
@@ -126,11 +132,7 @@ struct Communicator::State {
     }
   }
 
-  int64_t width(const Collective& call, Dtype dtype) const {
-    if (dtype == Dtype::fp8_e4m3)
-      throw UnsupportedError("step '" + std::string(call.step) + "': sums of fp8_e4m3; dtypes are f32, bf16 and f16");
-    return static_cast<int64_t>(size_of(dtype));
-  }
+  DeviceCarrier& on(const Stream& stream, const Collective& call);
 
   // The terms of this rank's range, of `count` elements, come into scratch; out = their sum.
   void scatter(Call& c, Dtype dtype, const std::byte* in, std::byte* out, std::span<const int64_t> at) {
@@ -179,17 +181,81 @@ Communicator& Communicator::operator=(Communicator&&) noexcept = default;
 int Communicator::rank() const { return state_->rank(); }
 int Communicator::ranks() const { return state_->ranks(); }
 
-void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count) {
-  State& s = *state_;
-  const int64_t size = s.width(call, dtype), bytes = checked(call, "count", count) * size;
+namespace {
+
+// What one rank can judge of a call's arguments: the same of both forms.
+int64_t width(const Collective& call, Dtype dtype) {
+  if (dtype == Dtype::fp8_e4m3)
+    throw UnsupportedError("step '" + std::string(call.step) + "': sums of fp8_e4m3; dtypes are f32, bf16 and f16");
+  return static_cast<int64_t>(size_of(dtype));
+}
+
+void check_all_reduce(const Collective& call, Dtype dtype, const void* in, const void* out, int64_t count) {
+  const int64_t bytes = checked(call, "count", count) * width(call, dtype);
   expect_memory(call, "in", in, bytes);
   expect_memory(call, "out", out, bytes);
   if (in != out && overlap(in, bytes, out, bytes)) refuse(call, "in and out overlap and are not the same");
+}
+
+// Where the ranks' parts begin, in bytes; as of reduce_scatter, too.
+std::vector<int64_t> check_all_gather(const Collective& call, int rank, int ranks, const void* in, const void* out,
+                                      std::span<const int64_t> bytes) {
+  std::vector<int64_t> at = starts(call, "bytes", bytes, ranks);
+  const int64_t mine = bytes[static_cast<size_t>(rank)];
+  expect_memory(call, "in", in, mine);
+  expect_memory(call, "out", out, at.back());
+  const auto* to = static_cast<const std::byte*>(out);
+  if (in != to + at[static_cast<size_t>(rank)] && overlap(in, mine, out, at.back()))
+    refuse(call, "in overlaps out and is not its own place there");
+  return at;
+}
+
+// In elements.
+std::vector<int64_t> check_reduce_scatter(const Collective& call, Dtype dtype, int rank, int ranks, const void* in,
+                                          const void* out, std::span<const int64_t> counts) {
+  const int64_t size = width(call, dtype);
+  std::vector<int64_t> at = starts(call, "counts", counts, ranks);
+  const int64_t mine = counts[static_cast<size_t>(rank)] * size;
+  expect_memory(call, "in", in, at.back() * size);
+  expect_memory(call, "out", out, mine);
+  const auto* from = static_cast<const std::byte*>(in);
+  if (out != from + at[static_cast<size_t>(rank)] * size && overlap(in, at.back() * size, out, mine))
+    refuse(call, "out overlaps in and is not its own place there");
+  return at;
+}
+
+struct Swap {
+  std::vector<int64_t> from, to;  // where parts begin, in bytes
+};
+Swap check_all_to_all(const Collective& call, int rank, int ranks, const void* in, std::span<const int64_t> send_bytes,
+                      const void* out, std::span<const int64_t> receive_bytes) {
+  Swap s{starts(call, "send_bytes", send_bytes, ranks), starts(call, "receive_bytes", receive_bytes, ranks)};
+  const int64_t own = send_bytes[static_cast<size_t>(rank)];
+  if (own != receive_bytes[static_cast<size_t>(rank)])
+    refuse(call, "this rank sends itself " + std::to_string(own) + " bytes and expects " +
+                     std::to_string(receive_bytes[static_cast<size_t>(rank)]));
+  expect_memory(call, "in", in, s.from.back());
+  expect_memory(call, "out", out, s.to.back());
+  if (overlap(in, s.from.back(), out, s.to.back())) refuse(call, "in and out overlap");
+  return s;
+}
+
+void check_broadcast(const Collective& call, int ranks, int root, const void* data, int64_t bytes) {
+  if (root < 0 || root >= ranks)
+    refuse(call, "root is " + std::to_string(root) + ", allowed 0 to " + std::to_string(ranks - 1));
+  expect_memory(call, "data", data, checked(call, "bytes", bytes));
+}
+
+}  // namespace
+
+void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count) {
+  State& s = *state_;
+  check_all_reduce(call, dtype, in, out, count);
+  const auto size = static_cast<int64_t>(size_of(dtype));
   State::Call c = s.begin(call, Operation::all_reduce, count, static_cast<int>(dtype));
   s.or_abort([&] {
     // Each rank sums one range for all: every rank moves 2 count elements, however many ranks there are.
-    std::vector<int64_t> at(s.ranks() + 1);
-    for (int r = 0; r <= s.ranks(); ++r) at[r] = count / s.ranks() * r + std::min<int64_t>(r, count % s.ranks());
+    std::vector<int64_t> at = comm::even_ranges(count, s.ranks());
     auto* to = static_cast<std::byte*>(out);
     s.scatter(c, dtype, static_cast<const std::byte*>(in), to + at[s.rank()] * size, at);
     const std::byte* own = to + at[s.rank()] * size;
@@ -200,48 +266,28 @@ void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* i
 
 void Communicator::all_gather(const Collective& call, const void* in, void* out, std::span<const int64_t> bytes) {
   State& s = *state_;
-  const std::vector<int64_t> at = starts(call, "bytes", bytes, s.ranks());
-  const int64_t mine = bytes[s.rank()];
-  expect_memory(call, "in", in, mine);
-  expect_memory(call, "out", out, at.back());
-  auto* to = static_cast<std::byte*>(out);
-  if (in != to + at[s.rank()] && overlap(in, mine, out, at.back()))
-    refuse(call, "in overlaps out and is not its own place there");
+  const std::vector<int64_t> at = check_all_gather(call, s.rank(), s.ranks(), in, out, bytes);
   State::Call c = s.begin(call, Operation::all_gather, hash(bytes));
-  s.or_abort([&] { s.gather(c, static_cast<const std::byte*>(in), to, at); });
+  s.or_abort([&] { s.gather(c, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), at); });
 }
 
 void Communicator::reduce_scatter(const Collective& call, Dtype dtype, const void* in, void* out,
                                   std::span<const int64_t> counts) {
   State& s = *state_;
-  const int64_t size = s.width(call, dtype);
-  const std::vector<int64_t> at = starts(call, "counts", counts, s.ranks());
-  const int64_t mine = counts[s.rank()] * size;
-  expect_memory(call, "in", in, at.back() * size);
-  expect_memory(call, "out", out, mine);
-  const auto* from = static_cast<const std::byte*>(in);
-  if (out != from + at[s.rank()] * size && overlap(in, at.back() * size, out, mine))
-    refuse(call, "out overlaps in and is not its own place there");
+  const std::vector<int64_t> at = check_reduce_scatter(call, dtype, s.rank(), s.ranks(), in, out, counts);
   State::Call c = s.begin(call, Operation::reduce_scatter, hash(counts), static_cast<int>(dtype));
-  s.or_abort([&] { s.scatter(c, dtype, from, static_cast<std::byte*>(out), at); });
+  s.or_abort([&] { s.scatter(c, dtype, static_cast<const std::byte*>(in), static_cast<std::byte*>(out), at); });
 }
 
 void Communicator::all_to_all(const Collective& call, const void* in, std::span<const int64_t> send_bytes, void* out,
                               std::span<const int64_t> receive_bytes) {
   State& s = *state_;
-  const std::vector<int64_t> from = starts(call, "send_bytes", send_bytes, s.ranks());
-  const std::vector<int64_t> to = starts(call, "receive_bytes", receive_bytes, s.ranks());
-  const int64_t own = send_bytes[s.rank()];
-  if (own != receive_bytes[s.rank()])
-    refuse(call, "this rank sends itself " + std::to_string(own) + " bytes and expects " +
-                     std::to_string(receive_bytes[s.rank()]));
-  expect_memory(call, "in", in, from.back());
-  expect_memory(call, "out", out, to.back());
-  if (overlap(in, from.back(), out, to.back())) refuse(call, "in and out overlap");
+  const auto [from, to] = check_all_to_all(call, s.rank(), s.ranks(), in, send_bytes, out, receive_bytes);
   State::Call c = s.begin(call, Operation::all_to_all, 0);
   s.or_abort([&] {
     const auto* sent = static_cast<const std::byte*>(in);
     auto* received = static_cast<std::byte*>(out);
+    const int64_t own = send_bytes[s.rank()];
     s.clear();
     for (int r = 0; r < s.ranks(); ++r) {
       if (r == s.rank()) continue;
@@ -255,9 +301,7 @@ void Communicator::all_to_all(const Collective& call, const void* in, std::span<
 
 void Communicator::broadcast(const Collective& call, int root, void* data, int64_t bytes) {
   State& s = *state_;
-  if (root < 0 || root >= s.ranks())
-    refuse(call, "root is " + std::to_string(root) + ", allowed 0 to " + std::to_string(s.ranks() - 1));
-  expect_memory(call, "data", data, checked(call, "bytes", bytes));
+  check_broadcast(call, s.ranks(), root, data, bytes);
   State::Call c = s.begin(call, Operation::broadcast, bytes, -1, root);
   s.or_abort([&] {
     s.clear();
@@ -278,6 +322,71 @@ void Communicator::barrier(const Collective& call) {
     s.clear();
     s.round(c);
   });
+}
+
+// Calls with a stream.
+
+std::string_view to_string(GpuLink link) { return link == GpuLink::peer ? "peer" : "nccl"; }
+
+void Communicator::connect(Device device, GpuLink link, size_t staging_bytes, std::chrono::nanoseconds deadline) {
+  State& s = *state_;
+  if (device.kind != DeviceKind::cuda)
+    throw InputError("communicator: connect on " + to_string(device) + ", ranks on the CPU are connected as they are");
+  State::check_call({"connect", deadline});
+  s.device.reset();
+  s.device = gpu::connect({*this, *s.carrier, device.index, link, deadline, staging_bytes});
+}
+
+DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& call) {
+  check_call(call);
+  if (!device)
+    throw InputError("step '" + std::string(call.step) + "': the group's calls on " + to_string(stream.device()) +
+                     " need connect() first");
+  if (device->device() != stream.device())
+    throw InputError("step '" + std::string(call.step) + "': the stream is on " + to_string(stream.device()) +
+                     ", this rank is connected on " + to_string(device->device()));
+  carrier->check();
+  return *device;
+}
+
+void Communicator::all_reduce(Stream& stream, const Collective& call, Dtype dtype, const void* in, void* out,
+                              int64_t count) {
+  if (stream.device().kind == DeviceKind::cpu) return all_reduce(call, dtype, in, out, count);
+  check_all_reduce(call, dtype, in, out, count);
+  DeviceCarrier& to = state_->on(stream, call);
+  comm::all_reduce({to, stream.queue(), call, rank(), ranks()}, dtype, in, out, count);
+}
+
+void Communicator::all_gather(Stream& stream, const Collective& call, const void* in, void* out,
+                              std::span<const int64_t> bytes) {
+  if (stream.device().kind == DeviceKind::cpu) return all_gather(call, in, out, bytes);
+  const std::vector<int64_t> at = check_all_gather(call, rank(), ranks(), in, out, bytes);
+  DeviceCarrier& to = state_->on(stream, call);
+  comm::all_gather({to, stream.queue(), call, rank(), ranks()}, in, out, at);
+}
+
+void Communicator::reduce_scatter(Stream& stream, const Collective& call, Dtype dtype, const void* in, void* out,
+                                  std::span<const int64_t> counts) {
+  if (stream.device().kind == DeviceKind::cpu) return reduce_scatter(call, dtype, in, out, counts);
+  const std::vector<int64_t> at = check_reduce_scatter(call, dtype, rank(), ranks(), in, out, counts);
+  DeviceCarrier& to = state_->on(stream, call);
+  comm::reduce_scatter({to, stream.queue(), call, rank(), ranks()}, dtype, in, out, at);
+}
+
+void Communicator::all_to_all(Stream& stream, const Collective& call, const void* in,
+                              std::span<const int64_t> send_bytes, void* out, std::span<const int64_t> receive_bytes) {
+  if (stream.device().kind == DeviceKind::cpu) return all_to_all(call, in, send_bytes, out, receive_bytes);
+  const auto [from, at] = check_all_to_all(call, rank(), ranks(), in, send_bytes, out, receive_bytes);
+  checked(call, "most_bytes", call.most_bytes);
+  DeviceCarrier& to = state_->on(stream, call);
+  comm::all_to_all({to, stream.queue(), call, rank(), ranks()}, in, from, out, at);
+}
+
+void Communicator::broadcast(Stream& stream, const Collective& call, int root, void* data, int64_t bytes) {
+  if (stream.device().kind == DeviceKind::cpu) return broadcast(call, root, data, bytes);
+  check_broadcast(call, ranks(), root, data, bytes);
+  DeviceCarrier& to = state_->on(stream, call);
+  comm::broadcast({to, stream.queue(), call, rank(), ranks()}, root, data, bytes);
 }
 
 void Communicator::abort(std::string_view reason) noexcept { state_->carrier->abort(reason); }

@@ -142,6 +142,12 @@ class ThreadCarrier final : public Carrier {
     }
   }
 
+  void check() const override {
+    if (!group_->failed) return;
+    const std::lock_guard lock(group_->mutex);
+    throw error();
+  }
+
   void abort(std::string_view reason) noexcept override {
     or_silently([&] {
       Group& g = *group_;

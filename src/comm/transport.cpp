@@ -51,6 +51,11 @@ class TransportCarrier final : public Carrier {
     if (record.operation != Operation::barrier) exchange(record, messages);
   }
 
+  void check() const override {
+    const std::lock_guard lock(mutex_);
+    if (fault_) throw RankError(fault_->rank, fault_->step, fault_->what);
+  }
+
   void abort(std::string_view reason) noexcept override {
     try {
       const std::lock_guard lock(mutex_);
@@ -90,7 +95,7 @@ class TransportCarrier final : public Carrier {
   const int rank_, ranks_;
   const std::unique_ptr<Transport> transport_;
   std::vector<Announcement> mine_, theirs_;
-  std::mutex mutex_;
+  mutable std::mutex mutex_;
   std::optional<Fault> fault_;  // once set it stays as it is
   Record last_;
 };

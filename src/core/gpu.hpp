@@ -9,6 +9,11 @@
 #include "mla/device.hpp"
 #include "mla/error.hpp"
 
+namespace mla {
+class DeviceCarrier;
+struct DeviceGroup;
+}  // namespace mla
+
 namespace mla::gpu {
 
 int count();
@@ -89,6 +94,9 @@ class Stopwatch {
  private:
   void *start_ = nullptr, *stop_ = nullptr;
 };
+
+/// Ranks on GPUs: see comm/device_carrier.hpp.
+std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group);
 
 /// Host arrays that have a copy in device memory: see cuda::Queue.
 struct HostRange {

@@ -1,3 +1,4 @@
+#include "comm/device_carrier.hpp"
 #include "core/device_attention.hpp"
 #include "core/gpu.hpp"
 #include "mla/error.hpp"
@@ -42,6 +43,7 @@ Stopwatch::~Stopwatch() = default;
 void Stopwatch::start(cuda::Queue&) {}
 void Stopwatch::stop(cuda::Queue&) {}
 double Stopwatch::seconds() const { return 0; }
+std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group) { none(group.device); }
 void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
 void withdraw(cuda::Queue&, const void*) noexcept {}
 void changed(cuda::Queue&) noexcept {}

@@ -47,13 +47,22 @@ std::function<Profile::Work()> work_on_gpu(Stream& stream, const Args& args) {
   }
 }
 
-/// Runs work that has been done once `run` returns.
+/// Under the profile, where there is one: work of known cost that `run` does, or queues on a GPU.
 template <class Run>
-void timed(Profile* profile, std::string_view name, const ops::Cost& cost, Run&& run) {
+void timed(Stream& stream, Profile* profile, std::string_view name, const ops::Cost& cost, Run&& run) {
+  if (!profile) return run();
+  if (stream.device().kind == DeviceKind::cuda) {
+    const gpu::OnDevice on(stream.device());
+    auto watch = std::make_unique<gpu::Stopwatch>();
+    watch->start(stream.queue());
+    run();
+    watch->stop(stream.queue());
+    return profile->add(name, std::move(watch), [cost] { return Profile::Work{cost.bytes, cost.flops}; });
+  }
   const auto start = std::chrono::steady_clock::now();
   run();
   const std::chrono::duration<double> seconds = std::chrono::steady_clock::now() - start;
-  if (profile) profile->add(name, seconds.count(), cost.bytes, cost.flops);
+  profile->add(name, seconds.count(), cost.bytes, cost.flops);
 }
 
 template <class Args>
@@ -70,7 +79,7 @@ void call(Stream& stream, Profile* profile, std::string_view name, const Args& a
     profile->add(name, std::move(watch), work_on_gpu(stream, args));
     return;
   }
-  timed(profile, name, ops::cost(args), [&] { ops::run(stream, args); });
+  timed(stream, profile, name, ops::cost(args), [&] { ops::run(stream, args); });
 }
 
 }  // namespace mla::layer

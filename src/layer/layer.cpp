@@ -116,14 +116,14 @@ class Walk {
   template <class Call>
   void collective(std::string_view name, const ops::Cost& cost, Call&& call) {
     if (survey_) return survey_->note_collective(name, plan_.options.tensor_parallel, cost);
-    timed(c_.profile, name, cost, [&] { call(Collective{name, c_.deadline}); });
+    timed(*stream_, c_.profile, name, cost, [&] { call(Collective{name, c_.deadline}); });
   }
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);
     const double elements = static_cast<double>(x.size());
     collective(name,
                {elements * static_cast<double>(size_of(x.dtype())), elements * (plan_.options.tensor_parallel - 1)},
-               [&](const Collective& call) { c_.ranks->all_reduce(call, x.dtype(), x.data(), x.data(), x.size()); });
+               [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
   }
   // Bytes of the ranks' heads, `of_head` each.
   std::vector<int64_t> by_heads(int64_t of_head) const {
@@ -136,7 +136,7 @@ class Walk {
     const std::vector<int64_t> bytes = by_heads(rows * s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype)));
     const double own = static_cast<double>(bytes[static_cast<size_t>(plan_.options.context_parallel.rank)]);
     collective(name, {own * static_cast<double>(others), 0}, [&](const Collective& call) {
-      c_.ranks->all_gather(call, bind_.in_workspace(s.x), bind_.in_workspace(s.y), bytes);
+      c_.ranks->all_gather(*stream_, call, bind_.in_workspace(s.x), bind_.in_workspace(s.y), bytes);
     });
   }
   void run(std::string_view name, const steps::ExchangeFound& s) {
@@ -147,8 +147,9 @@ class Walk {
     double bytes = 0;
     for (size_t r = 0; r < sent.size(); ++r)
       if (static_cast<int>(r) != c.rank) bytes += static_cast<double>(sent[r]);
-    collective(name, {bytes, 0}, [&](const Collective& call) {
-      c_.ranks->all_to_all(call, bind_.in_workspace(s.found), sent, bind_.in_workspace(s.got), got);
+    collective(name, {bytes, 0}, [&](Collective call) {
+      call.most_bytes = *std::max_element(sent.begin(), sent.end());
+      c_.ranks->all_to_all(*stream_, call, bind_.in_workspace(s.found), sent, bind_.in_workspace(s.got), got);
     });
   }
   void run(std::string_view, const steps::Zero& zero) {

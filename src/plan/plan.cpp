@@ -88,9 +88,6 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   require("device threads", device.threads, 1);
   require("tensor_parallel", o.tensor_parallel, 1);
   check_sharing(model, device, o);
-  if (o.tensor_parallel > 1 && device.device.kind != DeviceKind::cpu)
-    throw UnsupportedError("plan: tensor_parallel is " + std::to_string(o.tensor_parallel) + " on " +
-                           to_string(device.device) + ", ranks' hidden rows are summed on the CPU alone");
   if (model.indexer && model.indexer->topk > kMostTopk)
     throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
                      ", at most " + std::to_string(kMostTopk) + " are selected");

@@ -3,6 +3,8 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <chrono>
+#include <thread>
 
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
@@ -89,7 +91,27 @@ std::shared_ptr<cuda::Queue> open(int index, void* native) {
 void* native(const cuda::Queue& queue) { return queue.stream(); }
 
 void synchronize(cuda::Queue& queue) {
-  check(cudaStreamSynchronize(queue.stream()), "cuda:" + std::to_string(queue.device()), "waiting for the stream");
+  const auto done = [&](cudaError_t status) {
+    check(status, "cuda:" + std::to_string(queue.device()), "waiting for the stream");
+  };
+  const auto look = [&](bool waiting) {
+    for (const std::weak_ptr<cuda::Watched>& w : queue.watched())
+      if (const std::shared_ptr<cuda::Watched> watched = w.lock()) watched->check(waiting);
+  };
+  if (queue.watched().empty()) return done(cudaStreamSynchronize(queue.stream()));
+  // Steps are milliseconds: looked at often at first, then ten times a millisecond.
+  for (int i = 0;; ++i) {
+    const cudaError_t status = cudaStreamQuery(queue.stream());
+    if (status != cudaErrorNotReady) {
+      look(false);
+      return done(status);
+    }
+    cudaGetLastError();
+    if (i % 256 == 255) {
+      look(true);
+      if (i > 4096) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+  }
 }
 
 void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes) {
@@ -125,6 +147,8 @@ std::shared_ptr<void> end_capture(cuda::Queue& queue) {
 
 void launch(cuda::Queue& queue, void* graph) {
   check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), queue.stream()), "graph", "launch");
+  for (const std::weak_ptr<cuda::Watched>& w : queue.watched())
+    if (const std::shared_ptr<cuda::Watched> watched = w.lock()) watched->launched();
 }
 
 bool capturing(const cuda::Queue& queue) {

@@ -70,6 +70,11 @@ void Queue::withdraw(const void* owner) noexcept {
   std::erase_if(ranges_, [&](const Range& r) { return r.owner == owner; });
 }
 
+void Queue::watch(const std::shared_ptr<Watched>& w) {
+  std::erase_if(watched_, [&](const auto& other) { return other.expired() || other.lock() == w; });
+  watched_.push_back(w);
+}
+
 const void* Queue::find(const void* host, size_t bytes, std::string_view op, std::string_view name) const {
   const std::byte* at = static_cast<const std::byte*>(host);
   auto next = std::upper_bound(ranges_.begin(), ranges_.end(), at,

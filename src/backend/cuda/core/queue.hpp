@@ -16,6 +16,16 @@ namespace mla::cuda {
 
 class Blas;
 
+/// What may fail on a device where the stream does not know of it: messages of ranks.
+class Watched {
+ public:
+  virtual ~Watched() = default;
+  /// Throws what has failed. `waiting`: work is still under way.
+  virtual void check(bool waiting) = 0;
+  /// Work was queued that was captured before: it has its time from now on.
+  virtual void launched() = 0;
+};
+
 class Queue {
  public:
   /// native: a cudaStream_t to borrow, or null for a stream of its own. DeviceError when the GPU cannot serve.
@@ -77,6 +87,10 @@ class Queue {
   /// Staged copies were written anew.
   void changed() noexcept { made_.capture = 0; }
 
+  /// Looked at while the stream is waited for, until it is gone.
+  void watch(const std::shared_ptr<Watched>& w);
+  std::vector<std::weak_ptr<Watched>>& watched() { return watched_; }
+
   /// Gates that hold the stream back.
   void hold() noexcept { ++gates_; }
   void let_go() noexcept { --gates_; }
@@ -93,6 +107,7 @@ class Queue {
   std::vector<Range> ranges_;  // by host address
   mutable Made made_;
   int gates_ = 0;
+  std::vector<std::weak_ptr<Watched>> watched_;
 };
 
 }  // namespace mla::cuda

@@ -1,0 +1,200 @@
+// Ranks' messages by NCCL's sends and receives; sums are made here, so that their order is the ranks'.
+//
+// The library is looked for when a group is connected: nothing is linked. nccl.h gives its types, where the toolkit has
+// it.
+#include "backend/cuda/comm/group.hpp"
+#include "backend/cuda/core/check.hpp"
+#include "backend/cuda/core/queue.hpp"
+#include "core/gpu.hpp"
+
+#if __has_include(<nccl.h>)
+#include <dlfcn.h>
+#include <nccl.h>
+
+#include <algorithm>
+#include <mutex>
+
+namespace mla::cuda {
+namespace {
+
+struct Nccl {
+  decltype(&::ncclGetErrorString) error = nullptr;
+  decltype(&::ncclGetUniqueId) unique_id = nullptr;
+  decltype(&::ncclCommInitRank) init = nullptr;
+  decltype(&::ncclCommDestroy) destroy = nullptr;
+  decltype(&::ncclCommAbort) abort = nullptr;
+  decltype(&::ncclCommGetAsyncError) async_error = nullptr;
+  decltype(&::ncclGroupStart) group_start = nullptr;
+  decltype(&::ncclGroupEnd) group_end = nullptr;
+  decltype(&::ncclSend) send = nullptr;
+  decltype(&::ncclRecv) receive = nullptr;
+
+  // Loaded once, kept: what it has started does not end with a group.
+  static const Nccl& library() {
+    static const Nccl loaded;
+    return loaded;
+  }
+
+ private:
+  Nccl() {
+    void* const at = dlopen("libnccl.so.2", RTLD_NOW | RTLD_LOCAL);
+    if (!at) {
+      const char* why = dlerror();
+      throw DeviceError(std::string("communicator: NCCL is not there: ") + (why ? why : "libnccl.so.2"));
+    }
+    const auto find = [&](auto& f, const char* name) {
+      f = reinterpret_cast<std::remove_reference_t<decltype(f)>>(dlsym(at, name));
+      if (!f) throw DeviceError(std::string("communicator: libnccl.so.2 has no ") + name);
+    };
+    find(error, "ncclGetErrorString"), find(unique_id, "ncclGetUniqueId"), find(init, "ncclCommInitRank");
+    find(destroy, "ncclCommDestroy"), find(abort, "ncclCommAbort"), find(async_error, "ncclCommGetAsyncError");
+    find(group_start, "ncclGroupStart"), find(group_end, "ncclGroupEnd"), find(send, "ncclSend");
+    find(receive, "ncclRecv");
+  }
+};
+
+class NcclCarrier final : public DeviceCarrier {
+ public:
+  explicit NcclCarrier(const DeviceGroup& g)
+      : rank_(g.host.rank()),
+        ranks_(g.host.ranks()),
+        device_(g.device),
+        terms_bytes_(static_cast<int64_t>(g.staging_bytes / static_cast<size_t>(ranks_) / 256 * 256)),
+        terms_(shared_memory(static_cast<size_t>(std::max<int64_t>(terms_bytes_, 256)) * static_cast<size_t>(ranks_),
+                             device_, "staging of ranks' messages")),
+        watch_(std::make_shared<Watch>(g)) {
+    terms_bytes_ = std::max<int64_t>(terms_bytes_, 256);
+    ncclUniqueId id{};
+    if (rank_ == 0) require(nccl_.unique_id(&id), "ncclGetUniqueId");
+    g.host.broadcast({"NCCL's group", g.deadline}, 0, &id, sizeof id);
+    // NCCL waits for all without a deadline: they come from here together.
+    g.host.barrier({"NCCL", g.deadline});
+    require(nccl_.init(&watch_->comm, ranks_, id, rank_), "ncclCommInitRank");
+  }
+  ~NcclCarrier() override { watch_->close(); }
+  Device device() const override { return {DeviceKind::cuda, device_}; }
+
+  void exchange(Queue& queue, const DeviceExchange& e) override {
+    begin(queue, e.step, e.deadline);
+    const size_t self = static_cast<size_t>(rank_);
+    if (e.send[self].bytes > 0 && e.send[self].data != e.receive[self].data)
+      check(cudaMemcpyAsync(e.receive[self].data, e.send[self].data, e.send[self].bytes, cudaMemcpyDeviceToDevice,
+                            queue.stream()),
+            e.step, "this rank's own part");
+    messages(queue, e.send, e.receive);
+  }
+
+  void sum(Queue& queue, const DeviceSum& s) override {
+    begin(queue, s.step, s.deadline);
+    const auto size = static_cast<int64_t>(size_of(s.dtype));
+    const int64_t room = terms_bytes_ / size;
+    std::vector<Exchange::Send> send(static_cast<size_t>(ranks_));
+    std::vector<Exchange::Receive> receive(static_cast<size_t>(ranks_));
+    for (int64_t first = 0; first < s.most; first += room) {
+      const auto part = [&](int64_t elements) {
+        return static_cast<size_t>(std::clamp<int64_t>(elements - first, 0, room) * size);
+      };
+      for (size_t r = 0; r < send.size(); ++r) {
+        const auto& of = s.send[r];
+        send[r] = {static_cast<const std::byte*>(of.data) + first * size, part(static_cast<int64_t>(of.bytes) / size)};
+        receive[r] = {terms_.get() + static_cast<int64_t>(r) * terms_bytes_, part(s.count)};
+      }
+      messages(queue, send, receive);
+      if (first < s.count)
+        sum_terms(queue.stream(), s.dtype, send[static_cast<size_t>(rank_)].data, terms_.get(), terms_bytes_, rank_,
+                  ranks_, static_cast<std::byte*>(s.out) + first * size, std::min(room, s.count - first));
+    }
+  }
+
+ private:
+  // NCCL's kernels wait for ever: whoever waits for the stream ends them when their time is over.
+  struct Watch final : Watched {
+    explicit Watch(const DeviceGroup& g) : host(&g.host), carrier(&g.carrier) {}
+    ~Watch() override { close(); }
+    void launched() override { since = std::chrono::steady_clock::now(); }
+    void check(bool waiting) override {
+      if (!host) return;
+      if (!failed.empty()) throw RankError(failed_rank, step, failed);
+      try {
+        carrier->check();
+      } catch (const RankError& e) {
+        fail(e.rank(), e.what());
+      }
+      ncclResult_t status = ncclSuccess;
+      if (comm) nccl.async_error(comm, &status);
+      if (status != ncclSuccess && status != ncclInProgress)
+        fail(host->rank(), std::string("NCCL: ") + nccl.error(status));
+      if (!waiting || std::chrono::steady_clock::now() < since + deadline) return;
+      // Who else waits comes here, too; who does not is late.
+      try {
+        host->barrier({"who is late", std::chrono::seconds(1)});
+      } catch (const RankError& e) {
+        fail(e.rank(), "rank " + std::to_string(e.rank()) + " did not come before the deadline");
+      }
+      fail(host->rank(), "NCCL's messages were not done before the deadline, all ranks wait");
+    }
+    [[noreturn]] void fail(int rank, const std::string& why) {
+      failed = step + ": " + why, failed_rank = rank;
+      if (comm) nccl.abort(std::exchange(comm, nullptr));
+      host->abort(failed);
+      throw RankError(rank, step, failed);
+    }
+    void close() {
+      host = nullptr, carrier = nullptr;
+      if (comm) nccl.destroy(std::exchange(comm, nullptr));
+    }
+    const Nccl& nccl = Nccl::library();
+    ncclComm_t comm = nullptr;
+    Communicator* host;
+    Carrier* carrier;
+    std::string step, failed;
+    int failed_rank = -1;
+    std::chrono::steady_clock::time_point since;
+    std::chrono::nanoseconds deadline{};
+  };
+
+  void require(ncclResult_t status, const char* call) const {
+    if (status != ncclSuccess && status != ncclInProgress)
+      throw DeviceError(std::string("communicator: ") + call + ": " + nccl_.error(status));
+  }
+  void begin(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline) {
+    watch_->check(false);
+    watch_->step = step, watch_->deadline = deadline;
+    watch_->launched();
+    queue.watch(watch_);
+  }
+  void messages(Queue& queue, std::span<const Exchange::Send> send, std::span<const Exchange::Receive> receive) {
+    require(nccl_.group_start(), "ncclGroupStart");
+    for (int i = 1; i < ranks_; ++i) {
+      const int r = (rank_ + i) % ranks_;
+      const auto& s = send[static_cast<size_t>(r)];
+      const auto& got = receive[static_cast<size_t>(r)];
+      if (s.bytes > 0) require(nccl_.send(s.data, s.bytes, ncclInt8, r, watch_->comm, queue.stream()), "ncclSend");
+      if (got.bytes > 0)
+        require(nccl_.receive(got.data, got.bytes, ncclInt8, r, watch_->comm, queue.stream()), "ncclRecv");
+    }
+    require(nccl_.group_end(), "ncclGroupEnd");
+  }
+
+  const Nccl& nccl_ = Nccl::library();
+  const int rank_, ranks_, device_;
+  int64_t terms_bytes_;
+  std::shared_ptr<std::byte> terms_;
+  std::shared_ptr<Watch> watch_;
+};
+
+}  // namespace
+
+std::unique_ptr<DeviceCarrier> connect_nccl(const DeviceGroup& g) { return std::make_unique<NcclCarrier>(g); }
+
+}  // namespace mla::cuda
+
+#else
+
+namespace mla::cuda {
+std::unique_ptr<DeviceCarrier> connect_nccl(const DeviceGroup&) {
+  throw UnsupportedError("communicator: link nccl, this build found no nccl.h; link peer serves GPUs of one machine");
+}
+}  // namespace mla::cuda
+
+#endif
