@@ -37,9 +37,19 @@ class RankError : public DeviceError {
 struct Collective {
   std::string_view step;  ///< what it is for, in messages; the same on all ranks; at most 63 bytes
   std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< how long this rank waits for the others; <= 1 day
-  /// Of all_to_all on a GPU: the most bytes that any rank sends another, the same number on all ranks. 0: messages of
-  /// this call fit into the group's staging.
+  /// Of all_to_all and exchange on a GPU: the most bytes of any message of any rank, the same number on all ranks. 0:
+  /// they fit into the group's staging, whatever they are.
   int64_t most_bytes = 0;
+};
+
+/// A message that lies in memory as rows: `rows` times `bytes`, each `apart` bytes behind the one before.
+struct SendRows {
+  const void* data = nullptr;  ///< null where nothing is sent
+  int64_t rows = 0, bytes = 0, apart = 0;
+};
+struct ReceiveRows {
+  void* data = nullptr;
+  int64_t rows = 0, bytes = 0, apart = 0;
 };
 
 /// One round of messages: this rank to each, each to this rank.
@@ -83,10 +93,10 @@ class Carrier;
 
 /// A rank's place in its group. All ranks make the same calls in the same order, one at a time. Memory is the host's.
 ///
-/// Each call has a form that takes a stream. On the CPU's it is the same call. On a GPU's, for which connect() is needed
-/// once, memory is the device's, the call is queued and can be captured, and sums have the same bits. Such a rank does
-/// not tell the others which call it makes: ranks that make other calls than the others are found by the deadline at
-/// the latest. What fails on the device is thrown by Stream::synchronize(), or by the next call.
+/// Each call has a form that takes a stream. On the CPU's it is the same call. On a GPU's, for which connect() is
+/// needed once, memory is the device's, the call is queued and can be captured, and sums have the same bits. Such a
+/// rank does not tell the others which call it makes: ranks that make other calls than the others are found by the
+/// deadline at the latest. What fails on the device is thrown by Stream::synchronize(), or by the next call.
 ///
 /// Arguments that this rank alone can judge are refused before anybody is told, by ShapeError or InputError; the others
 /// then wait for a call that is right. RankError (naming rank and step) when the group fails; output is unspecified
@@ -135,6 +145,12 @@ class Communicator {
   void all_to_all(Stream& stream, const Collective& call, const void* in, std::span<const int64_t> send_bytes,
                   void* out, std::span<const int64_t> receive_bytes);
   void broadcast(Stream& stream, const Collective& call, int root, void* data, int64_t bytes);
+  /// all_to_all of one or two parts in one round, of which each message has a place of its own: send[part * ranks + r]
+  /// goes to rank r, receive[part * ranks + r] comes from it. What is sent and its place may be cut into other rows;
+  /// bytes are the same. What is sent and received does not overlap, but for a message to this rank itself that stays
+  /// where it is.
+  void exchange(Stream& stream, const Collective& call, std::span<const SendRows> send,
+                std::span<const ReceiveRows> receive);
 
   /// The group ends: the others' calls, those that wait too, fail with this rank and the reason. Any thread, at any
   /// time.

@@ -271,14 +271,16 @@ struct MapToWorkspace {
   RowList requests, starts, counts;
   Operand<Token, Topk> rows;
 };
-/// Queries of every rank's heads on every rank: [rows, heads of rank 0, Entry], then rank 1's.
+/// Queries of every rank's heads on every rank, rank 0's heads first.
 struct GatherQueries {
-  Operand<Token, Head, Entry> x, y;  ///< this rank's; all, y's heads being those of all ranks
+  Operand<Token, Head, Entry> x, y;  ///< this rank's; all ranks'
 };
-/// To each rank what this one found for its heads, a row's outputs of all of them before its lse; from each rank what
-/// it found for this one's, those of rank 0 first.
+/// To each rank what this one found for its heads; from each what it found for this one's.
 struct ExchangeFound {
-  Operand<Partial, Head, Value> found, got;  ///< where the first of them begin; rows of width + 1 numbers a head
+  Operand<Token, Head, Value> found;  ///< of all ranks' heads
+  Operand<Token, Head> found_lse;
+  Operand<Partial, Head, Value> got;  ///< found's rows as rank 0 found them, then rank 1's, ...
+  Operand<Partial, Head> got_lse;
 };
 /// The sum of the ranks' rows, in place, on all of them.
 struct AllReduce {

@@ -133,6 +133,7 @@ struct Communicator::State {
   }
 
   DeviceCarrier& on(const Stream& stream, const Collective& call);
+  void swap(Call& c, std::span<const SendRows> send, std::span<const ReceiveRows> receive);
 
   // The terms of this rank's range, of `count` elements, come into scratch; out = their sum.
   void scatter(Call& c, Dtype dtype, const std::byte* in, std::byte* out, std::span<const int64_t> at) {
@@ -246,6 +247,45 @@ void check_broadcast(const Collective& call, int ranks, int root, const void* da
   expect_memory(call, "data", data, checked(call, "bytes", bytes));
 }
 
+// Bytes of rows, and what their memory spans.
+template <class Rows>
+void check_rows(const Collective& call, const char* name, size_t at, const Rows& m) {
+  const std::string what = std::string(name) + "[" + std::to_string(at) + "]";
+  checked(call, what + " rows", m.rows), checked(call, what + " bytes", m.bytes);
+  checked(call, what + " rows times bytes",
+          m.bytes > 0 && m.rows > kMostBytes / m.bytes ? kMostBytes + 1 : m.rows * m.bytes);
+  if (m.rows > 1 && m.bytes > 0 && m.apart < m.bytes)
+    refuse(call, what + " apart is " + std::to_string(m.apart) + ", a row takes " + std::to_string(m.bytes));
+  if (m.rows > 1)
+    checked(call, what + " rows times apart", m.apart > kMostBytes / m.rows ? kMostBytes + 1 : m.rows * m.apart);
+  expect_memory(call, what.c_str(), m.data, m.rows * m.bytes);
+}
+void check_exchange(const Collective& call, int rank, int ranks, std::span<const SendRows> send,
+                    std::span<const ReceiveRows> receive) {
+  const size_t n = static_cast<size_t>(ranks);
+  if (send.size() != receive.size() || (send.size() != n && send.size() != 2 * n))
+    refuse(call, "send has " + std::to_string(send.size()) + " entries and receive " + std::to_string(receive.size()) +
+                     ", both have one or two for each of " + std::to_string(ranks) + " ranks");
+  for (size_t i = 0; i < send.size(); ++i) {
+    check_rows(call, "send", i, send[i]);
+    check_rows(call, "receive", i, receive[i]);
+    if (static_cast<int>(i % n) == rank && send[i].rows * send[i].bytes != receive[i].rows * receive[i].bytes)
+      refuse(call, "this rank sends itself " + std::to_string(send[i].rows * send[i].bytes) + " bytes and expects " +
+                       std::to_string(receive[i].rows * receive[i].bytes));
+  }
+  checked(call, "most_bytes", call.most_bytes);
+}
+
+void copy_rows(const SendRows& from, std::byte* to) {
+  for (int64_t r = 0; r < from.rows; ++r, to += from.bytes)
+    if (from.bytes > 0)
+      std::memcpy(to, static_cast<const std::byte*>(from.data) + r * from.apart, static_cast<size_t>(from.bytes));
+}
+void copy_rows(const std::byte* from, const ReceiveRows& to) {
+  for (int64_t r = 0; r < to.rows; ++r, from += to.bytes)
+    if (to.bytes > 0) std::memcpy(static_cast<std::byte*>(to.data) + r * to.apart, from, static_cast<size_t>(to.bytes));
+}
+
 }  // namespace
 
 void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* in, void* out, int64_t count) {
@@ -337,6 +377,40 @@ void Communicator::connect(Device device, GpuLink link, size_t staging_bytes, st
   s.device = gpu::connect({*this, *s.carrier, device.index, link, deadline, staging_bytes});
 }
 
+// Parts of a message one behind the other, packed.
+void Communicator::State::swap(Call& c, std::span<const SendRows> from, std::span<const ReceiveRows> to) {
+  const size_t n = static_cast<size_t>(ranks());
+  clear();
+  size_t bytes = 0;
+  for (size_t i = 0; i < from.size(); ++i)
+    bytes += static_cast<size_t>(from[i].rows * from[i].bytes + to[i].rows * to[i].bytes);
+  if (scratch.size() < bytes) scratch.resize(bytes);
+  std::byte* at = scratch.data();
+  for (size_t r = 0; r < n; ++r) {
+    send[r].data = at;
+    for (size_t i = r; i < from.size(); i += n) {
+      copy_rows(from[i], at);
+      at += from[i].rows * from[i].bytes;
+    }
+    send[r].bytes = static_cast<size_t>(at - static_cast<const std::byte*>(send[r].data));
+  }
+  for (size_t r = 0; r < n; ++r) {
+    receive[r].data = at;
+    for (size_t i = r; i < to.size(); i += n) at += to[i].rows * to[i].bytes;
+    receive[r].bytes = static_cast<size_t>(at - static_cast<std::byte*>(receive[r].data));
+  }
+  const Exchange::Send own = send[static_cast<size_t>(rank())];
+  send[static_cast<size_t>(rank())] = {}, receive[static_cast<size_t>(rank())] = {};
+  round(c);
+  for (size_t r = 0; r < n; ++r) {
+    const auto* got = static_cast<const std::byte*>(r == static_cast<size_t>(rank()) ? own.data : receive[r].data);
+    for (size_t i = r; i < to.size(); i += n) {
+      copy_rows(got, to[i]);
+      got += to[i].rows * to[i].bytes;
+    }
+  }
+}
+
 DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& call) {
   check_call(call);
   if (!device)
@@ -380,6 +454,16 @@ void Communicator::all_to_all(Stream& stream, const Collective& call, const void
   checked(call, "most_bytes", call.most_bytes);
   DeviceCarrier& to = state_->on(stream, call);
   comm::all_to_all({to, stream.queue(), call, rank(), ranks()}, in, from, out, at);
+}
+
+void Communicator::exchange(Stream& stream, const Collective& call, std::span<const SendRows> send,
+                            std::span<const ReceiveRows> receive) {
+  State& s = *state_;
+  check_exchange(call, s.rank(), s.ranks(), send, receive);
+  if (stream.device().kind == DeviceKind::cuda)
+    return comm::exchange({s.on(stream, call), stream.queue(), call, rank(), ranks()}, send, receive);
+  State::Call c = s.begin(call, Operation::all_to_all, send.size());
+  s.or_abort([&] { s.swap(c, send, receive); });
 }
 
 void Communicator::broadcast(Stream& stream, const Collective& call, int root, void* data, int64_t bytes) {

@@ -23,6 +23,7 @@ void all_gather(const OnDevice& on, const void* in, void* out, const std::vector
 void reduce_scatter(const OnDevice& on, Dtype dtype, const void* in, void* out, const std::vector<int64_t>& at);
 void all_to_all(const OnDevice& on, const void* in, const std::vector<int64_t>& from, void* out,
                 const std::vector<int64_t>& to);
+void exchange(const OnDevice& on, std::span<const SendRows> send, std::span<const ReceiveRows> receive);
 void broadcast(const OnDevice& on, int root, void* data, int64_t bytes);
 
 }  // namespace mla::comm

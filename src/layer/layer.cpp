@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <chrono>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/clear.hpp"
@@ -121,35 +122,57 @@ class Walk {
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);
     const double elements = static_cast<double>(x.size());
-    collective(name,
-               {elements * static_cast<double>(size_of(x.dtype())), elements * (plan_.options.tensor_parallel - 1)},
-               [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
+    collective(
+        name, {elements * static_cast<double>(size_of(x.dtype())), elements * (plan_.options.tensor_parallel - 1)},
+        [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
   }
-  // Bytes of the ranks' heads, `of_head` each.
-  std::vector<int64_t> by_heads(int64_t of_head) const {
-    std::vector<int64_t> bytes = plan_.options.context_parallel.heads;
-    for (int64_t& b : bytes) b *= of_head;
-    return bytes;
+  // Each rank's heads of a row, and what is sent: bytes to the others, the most to one.
+  struct HeadParts {
+    std::vector<int64_t> begin, count;
+    int64_t most = 0;
+  };
+  HeadParts head_parts() const {
+    HeadParts p{{}, plan_.options.context_parallel.heads};
+    int64_t at = 0;
+    for (const int64_t n : p.count) p.begin.push_back(std::exchange(at, at + n)), p.most = std::max(p.most, n);
+    return p;
   }
   void run(std::string_view name, const steps::GatherQueries& s) {
-    const int64_t rows = s.x.extent<Token>(), others = plan_.options.context_parallel.sharding.ranks() - 1;
-    const std::vector<int64_t> bytes = by_heads(rows * s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype)));
-    const double own = static_cast<double>(bytes[static_cast<size_t>(plan_.options.context_parallel.rank)]);
-    collective(name, {own * static_cast<double>(others), 0}, [&](const Collective& call) {
-      c_.ranks->all_gather(*stream_, call, bind_.in_workspace(s.x), bind_.in_workspace(s.y), bytes);
+    const HeadParts p = head_parts();
+    const int64_t rows = s.x.extent<Token>(), all = s.y.extent<Head>(), own = s.x.extent<Head>(),
+                  head = s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype));
+    std::vector<SendRows> send;
+    std::vector<ReceiveRows> receive;
+    for (size_t r = 0; r < p.count.size(); ++r) {
+      send.push_back({bind_.in_workspace(s.x), 1, rows * own * head, 0});
+      receive.push_back({bind_.in_workspace(s.y) + p.begin[r] * head, rows, p.count[r] * head, all * head});
+    }
+    const auto sent = static_cast<double>(rows * own * head * (std::ssize(p.count) - 1));
+    collective(name, {sent, 0}, [&](Collective call) {
+      call.most_bytes = rows * p.most * head;
+      c_.ranks->exchange(*stream_, call, send, receive);
     });
   }
   void run(std::string_view name, const steps::ExchangeFound& s) {
-    const ContextParallel& c = plan_.options.context_parallel;
-    const int64_t rows = s.found.extent<Partial>(), width = s.found.extent<Value>() + 1;
-    const std::vector<int64_t> sent = by_heads(rows * width * int64_t{sizeof(float)}),
-                               got(sent.size(), sent[static_cast<size_t>(c.rank)]);
-    double bytes = 0;
-    for (size_t r = 0; r < sent.size(); ++r)
-      if (static_cast<int>(r) != c.rank) bytes += static_cast<double>(sent[r]);
-    collective(name, {bytes, 0}, [&](Collective call) {
-      call.most_bytes = *std::max_element(sent.begin(), sent.end());
-      c_.ranks->all_to_all(*stream_, call, bind_.in_workspace(s.found), sent, bind_.in_workspace(s.got), got);
+    const HeadParts p = head_parts();
+    const int64_t rows = s.found.extent<Token>(), all = s.found.extent<Head>(), own = s.got.extent<Head>(),
+                  rank = plan_.options.context_parallel.rank;
+    std::vector<SendRows> send;
+    std::vector<ReceiveRows> receive;
+    const auto part = [&](const auto& found, const auto& got, int64_t width) {
+      const int64_t head = width * int64_t{sizeof(float)};
+      for (size_t r = 0; r < p.count.size(); ++r) {
+        send.push_back({bind_.in_workspace(found) + p.begin[r] * head, rows, p.count[r] * head, all * head});
+        receive.push_back(
+            {bind_.in_workspace(got) + static_cast<int64_t>(r) * rows * own * head, 1, rows * own * head, 0});
+      }
+      return head;
+    };
+    const int64_t width = s.found.extent<Value>(), head = part(s.found, s.got, width) + part(s.found_lse, s.got_lse, 1);
+    const auto sent = static_cast<double>(rows * (all - p.count[static_cast<size_t>(rank)]) * head);
+    collective(name, {sent, 0}, [&](Collective call) {
+      call.most_bytes = rows * p.most * width * int64_t{sizeof(float)};
+      c_.ranks->exchange(*stream_, call, send, receive);
     });
   }
   void run(std::string_view, const steps::Zero& zero) {

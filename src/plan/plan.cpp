@@ -13,12 +13,11 @@
 namespace mla {
 namespace {
 
-void check_sharing(const ModelConfig& model, const DeviceInfo& device, const PlanOptions& o) {
+void check_sharing(const ModelConfig& model, const PlanOptions& o) {
   const ContextParallel& c = o.context_parallel;
   const int64_t ranks = c.sharding.ranks();
   if (ranks == 1) return;
   const std::string what = "plan: a cache split over " + std::to_string(ranks) + " ranks ";
-  if (device.device.kind != DeviceKind::cpu) throw UnsupportedError(what + "is attended to on the CPU alone");
   if (o.tensor_parallel != ranks)
     throw UnsupportedError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
                            ", they have to be the same ranks");
@@ -87,7 +86,7 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   require("reorder_batch_threshold", o.reorder_batch_threshold, 0);
   require("device threads", device.threads, 1);
   require("tensor_parallel", o.tensor_parallel, 1);
-  check_sharing(model, device, o);
+  check_sharing(model, o);
   if (model.indexer && model.indexer->topk > kMostTopk)
     throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
                      ", at most " + std::to_string(kMostTopk) + " are selected");

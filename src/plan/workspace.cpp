@@ -1,5 +1,6 @@
 // One allocation, cut into named regions that the layer finds by name.
 #include <algorithm>
+#include <numeric>
 #include <string>
 
 #include "mla/error.hpp"
@@ -73,20 +74,19 @@ void lay_out_workspace(Plan& plan) {
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);
-  // Of a split cache: queries of all ranks' heads, what is found for them, and what others found for this one's.
+  // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's.
   const bool shares = plan.shares_context();
-  const size_t sharing_rows = shares ? latent_rows : 0;
-  size_t all_heads = 0, most_heads = n;
-  if (shares)
-    for (const int64_t heads : o.context_parallel.heads) {
-      all_heads += static_cast<size_t>(heads);
-      most_heads = std::max(most_heads, static_cast<size_t>(heads));
-    }
+  const std::vector<int64_t>& sharing = o.context_parallel.heads;
+  const size_t sharing_rows = shares ? latent_rows : 0,
+               all_heads =
+                   shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;
   add("rank_queries", sharing_rows * all_heads * entry * compute);
-  add("rank_found", sharing_rows * all_heads * (width + 1) * f);
-  add("rank_got", sharing_rows * o.context_parallel.heads.size() * n * (width + 1) * f);
-  add("partial_out", partial_rows * most_heads * width * f);
-  add("partial_lse", partial_rows * most_heads * f);
+  add("rank_found", sharing_rows * all_heads * width * f);
+  add("rank_found_lse", sharing_rows * all_heads * f);
+  add("rank_got", sharing_rows * sharing.size() * n * width * f);
+  add("rank_got_lse", sharing_rows * sharing.size() * n * f);
+  add("partial_out", partial_rows * all_heads * width * f);
+  add("partial_lse", partial_rows * all_heads * f);
   // The block form's indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse
   // rows.
   if (m.indexer) {

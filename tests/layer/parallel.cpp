@@ -204,11 +204,6 @@ TEST(TensorParallel, WhatDoesNotFitIsNamed) {
             "layer: ranks is 3, plan tensor_parallel is 2");
   EXPECT_EQ(message_of([&] { (void)l.plan_of(batch, {.tensor_parallel = 0}); }),
             "plan: tensor_parallel is 0, allowed 1 to 2147483647");
-  EXPECT_EQ(
-      message_of([&] {
-        (void)plan(l.model, l.spec, Layer::kPages, batch, {.device = {DeviceKind::cuda, 0}}, {.tensor_parallel = 2});
-      }),
-      "plan: tensor_parallel is 2 on cuda:0, ranks' hidden rows are summed on the CPU alone");
   EXPECT_EQ(message_of([&] { (void)head_share(4, 0, 5); }),
             "head_share: ranks is 5, allowed 1 to 4, the number of heads");
   EXPECT_EQ(message_of([&] { (void)head_share(4, 4, 4); }), "head_share: rank is 4, allowed 0 to 3");

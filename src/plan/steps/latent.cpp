@@ -1,4 +1,6 @@
 // The latent path: queries through W_UK attend to the cached rows themselves.
+#include <numeric>
+
 #include "plan/steps/steps.hpp"
 
 namespace mla::planning {
@@ -50,41 +52,23 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, f
           steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
 }
 
-// Each rank's queries over the tokens that this rank holds; merged is what all found for this rank's.
+// All ranks' queries over the tokens that this rank holds; merged is what all found for this rank's.
 void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const Operand<Token, Head, Value>& out,
                    const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
   const std::vector<int64_t>& heads = p.options.context_parallel.heads;
-  const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads);
-  int64_t all = 0;
-  for (const int64_t h : heads) all += h;
+  const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads),
+                all = std::accumulate(heads.begin(), heads.end(), int64_t{0});
   const auto queries = s.region<Token, Head, Entry>("rank_queries", q.dtype, {rows, all, s.m.entry()});
   s.add("gather_queries", calls, steps::GatherQueries{q, queries});
-  // A row's outputs of `h` heads, then its lse, from element `first` of a region on.
-  const auto found = [&](std::string_view name, int64_t first, int64_t count, int64_t h) {
-    const int64_t begin = static_cast<int64_t>(p.region(name).offset) + first * int64_t{sizeof(float)};
-    return std::pair{Operand<Token, Head, Value>(Memory::workspace, Dtype::f32, begin, {count, h, width},
-                                                 {h * (width + 1), width, 1}),
-                     Operand<Token, Head>(Memory::workspace, Dtype::f32, begin + h * width * int64_t{sizeof(float)},
-                                          {count, h}, {h * (width + 1), 1})};
-  };
-  int64_t before = 0;
-  for (const int64_t h : heads) {
-    const int64_t begin = before * rows * s.m.entry() * static_cast<int64_t>(size_of(q.dtype));
-    const auto [found_out, found_lse] = found("rank_found", before * rows * (width + 1), rows, h);
-    attend_items(s, calls, {Memory::workspace, q.dtype, queries.offset + begin, {rows, h, s.m.entry()}}, 1.0f,
-                 found_out, found_lse);
-    before += h;
-  }
-  const auto as_partials = [](const auto& view) {
-    const auto& [o, l] = view;
-    return std::pair{Operand<Partial, Head, Value>(o.memory, o.dtype, o.offset, o.extents(), o.strides()),
-                     Operand<Partial, Head>(l.memory, l.dtype, l.offset, l.extents(), l.strides())};
-  };
-  const auto [got_out, got_lse] = as_partials(found("rank_got", 0, ranks * rows, n));
-  s.add("exchange_found", calls, steps::ExchangeFound{as_partials(found("rank_found", 0, rows, all)).first, got_out});
+  const auto found = s.region<Token, Head, Value>("rank_found", Dtype::f32, {rows, all, width});
+  const auto found_lse = s.region<Token, Head>("rank_found_lse", Dtype::f32, {rows, all});
+  attend_items(s, calls, queries, 1.0f, found, found_lse);
+  const auto got = s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, width});
+  const auto got_lse = s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n});
+  s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});
   s.add("merge_splits", calls,
-        steps::MergeSplits{got_out, got_lse, s.list(ListKind::rank_splits, p.rank_splits), out, lse});
+        steps::MergeSplits{got, got_lse, s.list(ListKind::rank_splits, p.rank_splits), out, lse});
 }
 
 }  // namespace

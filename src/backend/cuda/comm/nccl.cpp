@@ -76,12 +76,50 @@ class NcclCarrier final : public DeviceCarrier {
 
   void exchange(Queue& queue, const DeviceExchange& e) override {
     begin(queue, e.step, e.deadline);
-    const size_t self = static_cast<size_t>(rank_);
-    if (e.send[self].bytes > 0 && e.send[self].data != e.receive[self].data)
-      check(cudaMemcpyAsync(e.receive[self].data, e.send[self].data, e.send[self].bytes, cudaMemcpyDeviceToDevice,
-                            queue.stream()),
-            e.step, "this rank's own part");
-    messages(queue, e.send, e.receive);
+    const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_);
+    std::vector<Exchange::Send> send;
+    std::vector<Exchange::Receive> receive;
+    // NCCL's messages are dense: rows that are apart go through the staging.
+    int64_t staged = 0;
+    const auto place = [&](const auto& m) {
+      const int64_t bytes = (m.rows * m.bytes + 255) / 256 * 256;
+      if (staged + bytes > terms_bytes_ * ranks_)
+        throw ShapeError("step '" + std::string(e.step) + "': messages in rows of " + std::to_string(staged + bytes) +
+                         " bytes and more, the group's staging takes " + std::to_string(terms_bytes_ * ranks_));
+      return terms_.get() + std::exchange(staged, staged + bytes);
+    };
+    const auto dense = [](const auto& m) { return m.rows <= 1 || m.apart == m.bytes; };
+    const auto copy = [&](void* to, int64_t to_apart, const void* from, int64_t from_apart, int64_t bytes,
+                          int64_t rows) {
+      if (rows * bytes == 0) return;
+      check(cudaMemcpy2DAsync(to, static_cast<size_t>(std::max(to_apart, bytes)), from,
+                              static_cast<size_t>(std::max(from_apart, bytes)), static_cast<size_t>(bytes),
+                              static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, queue.stream()),
+            e.step, "rows of a message");
+    };
+    for (size_t i = 0; i < e.send.size(); ++i) {
+      const SendRows& s = e.send[i];
+      const ReceiveRows& to = e.receive[i];
+      send.push_back({s.data, static_cast<size_t>(s.rows * s.bytes)});
+      receive.push_back({to.data, static_cast<size_t>(to.rows * to.bytes)});
+      const bool own = i % ranks == self;
+      if (own && s.data == to.data) continue;
+      if (!dense(s)) {
+        std::byte* at = place(s);
+        copy(at, s.bytes, s.data, s.apart, s.bytes, s.rows);
+        send.back().data = at;
+      }
+      if (own) {
+        const int64_t rows = dense(to) ? 1 : to.rows;
+        copy(to.data, to.apart, send.back().data, 0, to.rows * to.bytes / std::max<int64_t>(rows, 1), rows);
+      } else if (!dense(to)) {
+        receive.back().data = place(to);
+      }
+    }
+    messages(queue, send, receive);
+    for (size_t i = 0; i < e.receive.size(); ++i)
+      if (const ReceiveRows& to = e.receive[i]; i % ranks != self && !dense(to))
+        copy(to.data, to.apart, receive[i].data, to.bytes, to.bytes, to.rows);
   }
 
   void sum(Queue& queue, const DeviceSum& s) override {
@@ -165,10 +203,11 @@ class NcclCarrier final : public DeviceCarrier {
   }
   void messages(Queue& queue, std::span<const Exchange::Send> send, std::span<const Exchange::Receive> receive) {
     require(nccl_.group_start(), "ncclGroupStart");
-    for (int i = 1; i < ranks_; ++i) {
-      const int r = (rank_ + i) % ranks_;
-      const auto& s = send[static_cast<size_t>(r)];
-      const auto& got = receive[static_cast<size_t>(r)];
+    for (size_t i = 0; i < send.size(); ++i) {
+      const int r = static_cast<int>(i % static_cast<size_t>(ranks_));
+      if (r == rank_) continue;
+      const auto& s = send[i];
+      const auto& got = receive[i];
       if (s.bytes > 0) require(nccl_.send(s.data, s.bytes, ncclInt8, r, watch_->comm, queue.stream()), "ncclSend");
       if (got.bytes > 0)
         require(nccl_.receive(got.data, got.bytes, ncclInt8, r, watch_->comm, queue.stream()), "ncclRecv");

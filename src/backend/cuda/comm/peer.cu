@@ -22,58 +22,108 @@
 namespace mla::cuda {
 namespace {
 
+/// Bytes that lie as rows; one row: `bytes` of them.
+struct Rows {
+  std::byte* data;
+  int64_t apart;
+  int64_t row_bytes, bytes;  // of a row; of all
+};
+/// Where element i of T lies.
 template <class T>
-__device__ void copy_as(std::byte* to, const std::byte* from, int64_t bytes) {
+__device__ T* element(const Rows& m, int64_t i) {
+  if (m.row_bytes == m.bytes) return reinterpret_cast<T*>(m.data) + i;
+  const auto width = static_cast<unsigned>(m.row_bytes / int64_t{sizeof(T)}), at = static_cast<unsigned>(i);
+  const unsigned row = at / width;
+  return reinterpret_cast<T*>(m.data + row * m.apart) + (at - row * width);
+}
+
+// By the block, past the first caches: what is read may have been written by another device.
+template <class T, class To, class From>
+__device__ void copy_as(const To& to, const From& from, int64_t begin, int64_t n) {
   constexpr int kUnroll = 4;
-  const int64_t n = bytes / int64_t{sizeof(T)};
-  T* const y = reinterpret_cast<T*>(to);
-  const T* const x = reinterpret_cast<const T*>(from);
   int64_t i = threadIdx.x;
   for (; i + (kUnroll - 1) * kPeerThreads < n; i += kUnroll * kPeerThreads) {
     T v[kUnroll];
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) v[k] = __ldcg(x + i + k * kPeerThreads);
+    for (int k = 0; k < kUnroll; ++k) v[k] = __ldcg(from(begin + i + k * kPeerThreads));
 #pragma unroll
-    for (int k = 0; k < kUnroll; ++k) y[i + k * kPeerThreads] = v[k];
+    for (int k = 0; k < kUnroll; ++k) *to(begin + i + k * kPeerThreads) = v[k];
   }
-  for (; i < n; i += kPeerThreads) y[i] = __ldcg(x + i);
-}
-/// By the block. Past the first caches: the source may have been written by another device.
-__device__ void copy_bytes(std::byte* to, const std::byte* from, int64_t bytes) {
-  const auto odd = reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from) | static_cast<uintptr_t>(bytes);
-  if (odd % 16 == 0) copy_as<uint4>(to, from, bytes);
-  else if (odd % 4 == 0) copy_as<unsigned>(to, from, bytes);
-  else copy_as<unsigned char>(to, from, bytes);
+  for (; i < n; i += kPeerThreads) *to(begin + i) = __ldcg(from(begin + i));
 }
 
+__device__ inline uint64_t bits_of(const Rows& m) {
+  const bool one = m.row_bytes == m.bytes;
+  return reinterpret_cast<uint64_t>(m.data) | static_cast<uint64_t>(m.bytes) |
+         (one ? 0 : static_cast<uint64_t>(m.row_bytes | m.apart));
+}
+/// f(element type) with the widest that divides all of it.
+template <class F>
+__device__ void by_width(uint64_t bits, F&& f) {
+  if (bits % 16 == 0) f(uint4{});
+  else if (bits % 4 == 0) f(0u);
+  else f(static_cast<unsigned char>(0));
+}
+/// A piece of a message, which lies densely at the other end.
+__device__ void copy_out(const Rows& m, const Piece& piece, std::byte* to) {
+  by_width(bits_of(m), [&](auto x) {
+    using T = decltype(x);
+    constexpr int64_t kSize = sizeof(T);
+    T* const y = reinterpret_cast<T*>(to) - piece.begin / kSize;
+    copy_as<T>([&](int64_t i) { return y + i; }, [&](int64_t i) { return element<T>(m, i); }, piece.begin / kSize,
+               piece.bytes / kSize);
+  });
+}
+__device__ void copy_in(const std::byte* from, const Rows& m, const Piece& piece) {
+  by_width(bits_of(m), [&](auto x) {
+    using T = decltype(x);
+    constexpr int64_t kSize = sizeof(T);
+    const T* const y = reinterpret_cast<const T*>(from) - piece.begin / kSize;
+    copy_as<T>([&](int64_t i) { return element<T>(m, i); }, [&](int64_t i) { return y + i; }, piece.begin / kSize,
+               piece.bytes / kSize);
+  });
+}
+__device__ void copy_own(const Rows& from, const Rows& to, const Piece& piece) {
+  by_width(bits_of(from) | bits_of(to), [&](auto x) {
+    using T = decltype(x);
+    constexpr int64_t kSize = sizeof(T);
+    copy_as<T>([&](int64_t i) { return element<T>(to, i); }, [&](int64_t i) { return element<T>(from, i); },
+               piece.begin / kSize, piece.bytes / kSize);
+  });
+}
+
+constexpr int kMostParts = 2;
 struct Messages {
-  const std::byte* send[kMostPeers];
-  std::byte* receive[kMostPeers];
-  int64_t sent[kMostPeers], received[kMostPeers];
+  Rows send[kMostParts][kMostPeers], receive[kMostParts][kMostPeers];
 };
 
+template <int parts>
 __global__ void __launch_bounds__(kPeerThreads)
-    exchange_kernel(Peers p, Messages m, int64_t most, uint64_t deadline_ns, int step) {
+    exchange_kernel(Peers p, const __grid_constant__ Messages m, int64_t most, uint64_t deadline_ns, int step) {
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int block = static_cast<int>(blockIdx.x);
-  for (int64_t first = 0; first == 0 || first < most; first += gridDim.x * p.region_bytes) {
+  const int64_t share = p.region_bytes / parts / 16 * 16;  // of a region: each part's
+  const auto piece_at = [&](const Rows& rows, int64_t first) { return piece_of(rows.bytes, first, share, 16); };
+  for (int64_t first = 0; first == 0 || first < most; first += gridDim.x * share) {
     ++round;
-    for (int i = 1; i < p.ranks; ++i) {  // not all to the same rank at first
-      const int r = (p.rank + i) % p.ranks;
-      const Piece piece = piece_of(m.sent[r], first, p.region_bytes, 16);
-      copy_bytes(p.region(r, p.rank, round, block), m.send[r] + piece.begin, piece.bytes);
-    }
-    if (m.send[p.rank] != m.receive[p.rank]) {
-      const Piece piece = piece_of(m.sent[p.rank], first, p.region_bytes, 16);
-      copy_bytes(m.receive[p.rank] + piece.begin, m.send[p.rank] + piece.begin, piece.bytes);
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {
+      for (int i = 1; i < p.ranks; ++i) {  // not all to the same rank at first
+        const int r = (p.rank + i) % p.ranks;
+        copy_out(m.send[part][r], piece_at(m.send[part][r], first), p.region(r, p.rank, round, block) + part * share);
+      }
+      const Rows &from = m.send[part][p.rank], &to = m.receive[part][p.rank];
+      if (from.data != to.data) copy_own(from, to, piece_at(from, first));
     }
     if (!meet(p, round, deadline_ns, step)) return;
-    for (int i = 1; i < p.ranks; ++i) {
-      const int r = (p.rank + i) % p.ranks;
-      const Piece piece = piece_of(m.received[r], first, p.region_bytes, 16);
-      copy_bytes(m.receive[r] + piece.begin, p.region(p.rank, r, round, block), piece.bytes);
-    }
+#pragma unroll
+    for (int part = 0; part < parts; ++part)
+      for (int i = 1; i < p.ranks; ++i) {
+        const int r = (p.rank + i) % p.ranks;
+        copy_in(p.region(p.rank, r, round, block) + part * share, m.receive[part][r],
+                piece_at(m.receive[part][r], first));
+      }
   }
   if (threadIdx.x == 0) p.rounds[block] = round;
 }
@@ -157,7 +207,7 @@ __global__ void __launch_bounds__(kPeerThreads)
     for (int i = 1; i < p.ranks; ++i) {
       const int r = (p.rank + i) % p.ranks;
       const Piece piece = piece_of(t.sent[r], first, p.region_bytes, 16);
-      copy_bytes(p.region(r, p.rank, round, block), t.send[r] + piece.begin, piece.bytes);
+      copy_out({const_cast<std::byte*>(t.send[r]), 0, t.sent[r], t.sent[r]}, piece, p.region(r, p.rank, round, block));
     }
     if (!meet(p, round, deadline_ns, step)) return;
     const Piece piece = piece_of(t.count * kSize, first, p.region_bytes, 16);
@@ -205,18 +255,22 @@ class PeerCarrier final : public DeviceCarrier {
 
   void exchange(Queue& queue, const DeviceExchange& e) override {
     Messages m{};
-    int64_t most = e.most_bytes;
-    for (int r = 0; r < peers_.ranks; ++r) {
-      const auto& s = e.send[static_cast<size_t>(r)];
-      const auto& got = e.receive[static_cast<size_t>(r)];
-      m.send[r] = static_cast<const std::byte*>(s.data), m.sent[r] = static_cast<int64_t>(s.bytes);
-      m.receive[r] = static_cast<std::byte*>(got.data), m.received[r] = static_cast<int64_t>(got.bytes);
-      require_fits(e.step, m.sent[r], most), require_fits(e.step, m.received[r], most);
+    const size_t ranks = static_cast<size_t>(peers_.ranks), parts = e.send.size() / ranks;
+    const auto rows = [&](const auto& x) {
+      require_fits(e.step, x.rows * x.bytes, e.most_bytes, parts);
+      auto* data = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(x.data)));
+      const bool one = x.rows <= 1 || x.apart == x.bytes;
+      return Rows{data, x.apart, one ? x.rows * x.bytes : x.bytes, x.rows * x.bytes};
+    };
+    for (size_t i = 0; i < e.send.size(); ++i) {
+      m.send[i / ranks][i % ranks] = rows(e.send[i]);
+      m.receive[i / ranks][i % ranks] = rows(e.receive[i]);
     }
     // Of unknown sizes all ranks have to take as many blocks.
-    run(queue, e.step, e.deadline, most > 0 ? most : kMostBlocks * peers_.region_bytes, [&](const LaunchConfig& config,
-                                                                                        uint64_t ns, int step) {
-      launch(exchange_kernel, config, queue.stream(), e.step, "exchange", "", peers_, m, most, ns, step);
+    const int64_t most = e.most_bytes > 0 ? e.most_bytes : room(parts);
+    run(queue, e.step, e.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
+      launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
+             peers_, m, most, ns, step);
     });
   }
 
@@ -230,8 +284,8 @@ class PeerCarrier final : public DeviceCarrier {
     const auto size = static_cast<int64_t>(size_of(s.dtype)), most = s.most * size;
     run(queue, s.step, s.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
       for_format(s.dtype, wide(t.send[peers_.rank], t.out, s.count * size), [&](auto format, auto is_wide) {
-        launch(sum_kernel<decltype(format), decltype(is_wide)::value>, config, queue.stream(), s.step, "sum", "", peers_,
-               t, most, ns, step);
+        launch(sum_kernel<decltype(format), decltype(is_wide)::value>, config, queue.stream(), s.step, "sum", "",
+               peers_, t, most, ns, step);
       });
     });
   }
@@ -263,12 +317,15 @@ class PeerCarrier final : public DeviceCarrier {
     Steps steps;
   };
 
-  void require_fits(std::string_view step, int64_t bytes, int64_t most) const {
-    const int64_t room = most > 0 ? most : kMostBlocks * peers_.region_bytes;
-    if (bytes > room)
+  int64_t room(size_t parts) const {
+    return kMostBlocks * (peers_.region_bytes / static_cast<int64_t>(parts) / 16 * 16);
+  }
+  void require_fits(std::string_view step, int64_t bytes, int64_t most, size_t parts) const {
+    const int64_t allowed = most > 0 ? most : room(parts);
+    if (bytes > allowed)
       throw ShapeError("step '" + std::string(step) + "': a message of " + std::to_string(bytes) + " bytes, " +
                        (most > 0 ? "most_bytes is " : "without most_bytes the group's staging takes ") +
-                       std::to_string(room));
+                       std::to_string(allowed));
   }
 
   template <class F>
@@ -310,8 +367,8 @@ std::shared_ptr<std::byte> reach(const Home& mine, const Home& theirs, int rank)
       int can = 0;
       check(cudaDeviceCanAccessPeer(&can, mine.device, theirs.device), "communicator", what);
       if (!can)
-        throw DeviceError("communicator: cuda:" + std::to_string(mine.device) + " does not reach " + what + " on cuda:" +
-                          std::to_string(theirs.device));
+        throw DeviceError("communicator: cuda:" + std::to_string(mine.device) + " does not reach " + what +
+                          " on cuda:" + std::to_string(theirs.device));
       const cudaError_t status = cudaDeviceEnablePeerAccess(theirs.device, 0);
       if (status == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
       else check(status, "communicator", what);
@@ -354,7 +411,8 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   }
   // Kernels are loaded now: loading may wait for kernels that wait for this rank.
   cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, exchange_kernel), "communicator", "exchange");
+  check(cudaFuncGetAttributes(&attributes, exchange_kernel<1>), "communicator", "exchange");
+  check(cudaFuncGetAttributes(&attributes, exchange_kernel<2>), "communicator", "exchange");
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const bool is_wide : {false, true})
       for_format(dtype, is_wide, [&](auto format, auto w) {
