@@ -70,6 +70,14 @@ class NcclCarrier final : public DeviceCarrier {
     // NCCL waits for all without a deadline: they come from here together.
     g.host.barrier({"NCCL", g.deadline});
     require(nccl_.init(&watch_->comm, ranks_, id, rank_), "ncclCommInitRank");
+    // Ranks are connected by their first messages: now, not while a stream is held or captured.
+    const std::vector<Exchange::Send> send(static_cast<size_t>(ranks_), {terms_.get(), 1});
+    std::vector<Exchange::Receive> receive;
+    for (int r = 0; r < ranks_; ++r) receive.push_back({terms_.get() + r * terms_bytes_ + 1, 1});
+    Queue first(device_, nullptr);
+    begin(first, "NCCL's first messages", g.deadline);
+    messages(first, send, receive);
+    gpu::synchronize(first);
   }
   ~NcclCarrier() override { watch_->close(); }
   Device device() const override { return {DeviceKind::cuda, device_}; }

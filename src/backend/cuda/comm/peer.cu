@@ -10,6 +10,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "backend/cuda/comm/group.hpp"
@@ -260,6 +261,9 @@ class PeerCarrier final : public DeviceCarrier {
       require_fits(e.step, x.rows * x.bytes, e.most_bytes, parts);
       auto* data = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(x.data)));
       const bool one = x.rows <= 1 || x.apart == x.bytes;
+      if (!one && x.rows * x.bytes > std::numeric_limits<uint32_t>::max())
+        throw ShapeError("step '" + std::string(e.step) + "': rows of " + std::to_string(x.rows * x.bytes) +
+                         " bytes that lie apart, at most 2^32 - 1 are brought at once");
       return Rows{data, x.apart, one ? x.rows * x.bytes : x.bytes, x.rows * x.bytes};
     };
     for (size_t i = 0; i < e.send.size(); ++i) {
