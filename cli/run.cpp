@@ -34,7 +34,9 @@ struct Flags {
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
-  int threads = 1, tp = 1;
+  int threads = 1, tp = 1, dcp = 1;
+  int64_t interleave = 1;
+  std::string comm = "peer";
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
   std::unique_ptr<DeviceFlag> device;
@@ -93,12 +95,19 @@ void reduce(const Flags& f, serve::Options& o) {
   if (f.tp > o.model.heads)
     throw InputError("--tp is " + std::to_string(f.tp) + ", " + o.model.name + " has " +
                      counted(o.model.heads, "head") + " to split");
+  if (f.dcp != 1 && f.dcp != f.tp)
+    throw InputError("--dcp is " + std::to_string(f.dcp) + ", the cache is split over all ranks of --tp, " +
+                     std::to_string(f.tp) + ", or over none: 1");
 }
 
 // What would be read by nothing is refused.
 void refuse_unread(const CLI::App& command, const Flags& f) {
   refuse_beside(command, "--trace", {"--requests", "--input-len", "--output-len", "--rate"});
   refuse_beside(command, "--pages", {"--cache-gib"});
+  if (command.get_option("--comm")->count() > 0 && f.device->device().kind == DeviceKind::cpu)
+    throw InputError("--comm is read with --device cuda: ranks on the CPU are threads");
+  if (command.get_option("--dcp-interleave")->count() > 0 && f.dcp == 1)
+    throw InputError("--dcp-interleave is read with --dcp");
   require_fp8_products(f.activations, f.products);
 }
 
@@ -134,11 +143,15 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   o.plan.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   o.plan.index_hadamard = f.hadamard;
   o.plan.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
-  o.limits = {
-      .pages = f.pages, .page_size = f.page_size, .token_budget = f.token_budget, .prefix_reuse = !f.no_prefix_reuse};
+  o.limits = {.pages = f.pages,
+              .page_size = f.page_size * f.dcp,
+              .token_budget = f.token_budget,
+              .prefix_reuse = !f.no_prefix_reuse};
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
   o.plan.tensor_parallel = f.tp;
+  o.link = parse_choice("--comm", f.comm, parse_gpu_link);
+  o.interleave = f.dcp > 1 ? f.interleave : 0;
   o.seed = f.seed;
   o.verify = f.verify;
   if (!f.chrome_trace.empty()) o.spans = kSpans;
@@ -284,7 +297,13 @@ void add_run(CLI::App& app, int& status) {
                 "write steps and op calls as trace events to this file, for ui.perfetto.dev or chrome://tracing");
   f->device = std::make_unique<DeviceFlag>(*c);
   add_threads(*c, f->threads);
-  number("--tp", f->tp, "ranks that split the heads among them and the threads; on the CPU", 1, 1024);
+  number("--tp", f->tp, "ranks that split the heads among them, and the threads; on GPUs, one each from --device on", 1,
+         1024);
+  number("--dcp", f->dcp, "ranks that split every sequence's cached tokens: --tp's, or 1. --page-size is a rank's", 1,
+         1024);
+  number("--dcp-interleave", f->interleave, "tokens in turn on a rank; divides --page-size", 1, 1 << 24);
+  c->add_option("--comm", f->comm, "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2)")
+      ->capture_default_str();
   c->footer(
       "Examples:\n"
       "  mla run\n"
@@ -292,7 +311,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
-      "  mla run --tp 2 --threads 2 --verify 20\n"
+      "  mla run --tp 2 --dcp 2 --threads 2 --verify 20\n"
       "Ctrl-C, SIGTERM, SIGHUP or a closed pipe end the run after the step in progress, and its verification: what "
       "was\n"
       "measured is printed and written, the exit code is 128 + the signal's number. A second signal ends it at once.");

@@ -96,6 +96,11 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"all_layers", o.model.layers},
               {"heads", o.model.heads},
               {"tensor_parallel", o.plan.tensor_parallel},
+              {"context_parallel", o.interleave > 0 ? o.plan.tensor_parallel : 1},
+              {"context_parallel_interleave", o.interleave},
+              {"link", o.plan.tensor_parallel == 1        ? "none"
+                       : o.device.kind == DeviceKind::cpu ? "threads"
+                                                          : to_string(o.link)},
               {"weights", to_string(o.weights)},
               {"absorption", to_string(o.absorption)},
               {"up_weights", to_string(o.up)},

@@ -88,6 +88,7 @@ enum class GpuLink : uint8_t {
   nccl,  ///< NVIDIA's library, looked for when the group is connected (libnccl.so.2)
 };
 std::string_view to_string(GpuLink link);
+GpuLink parse_gpu_link(std::string_view name);  ///< InputError naming the choices
 
 class Carrier;
 
@@ -115,7 +116,7 @@ class Communicator {
   int rank() const;
   int ranks() const;
 
-  /// Makes calls on streams of this GPU possible; made by all ranks, each for its own device, with the same link and
+  /// Makes calls on streams of this GPU possible; made by all ranks, each for a GPU of its own, with the same link and
   /// staging_bytes. staging_bytes of the device's memory: what a call of more bytes is cut by. DeviceError where the
   /// GPUs do not reach each other, or there is no NCCL.
   void connect(Device device, GpuLink link, size_t staging_bytes = size_t{64} << 20,

@@ -1,5 +1,7 @@
 #include "mla/communicator.hpp"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <exception>
@@ -132,7 +134,10 @@ struct Communicator::State {
     }
   }
 
-  DeviceCarrier& on(const Stream& stream, const Collective& call);
+  // Of a call on a GPU's stream, which the others make too.
+  DeviceCarrier& on(const Stream& stream, const Collective& call, Operation operation, uint64_t sizes, int dtype = -1,
+                    int root = -1);
+  void barrier(const Collective& call);
   void swap(Call& c, std::span<const SendRows> send, std::span<const ReceiveRows> receive);
 
   // The terms of this rank's range, of `count` elements, come into scratch; out = their sum.
@@ -355,18 +360,46 @@ void Communicator::broadcast(const Collective& call, int root, void* data, int64
   });
 }
 
-void Communicator::barrier(const Collective& call) {
-  State& s = *state_;
-  State::Call c = s.begin(call, Operation::barrier, 0);
-  s.or_abort([&] {
-    s.clear();
-    s.round(c);
+void Communicator::State::barrier(const Collective& call) {
+  Call c = begin(call, Operation::barrier, 0);
+  or_abort([&] {
+    clear();
+    round(c);
   });
 }
+void Communicator::barrier(const Collective& call) { state_->barrier(call); }
 
 // Calls with a stream.
 
 std::string_view to_string(GpuLink link) { return link == GpuLink::peer ? "peer" : "nccl"; }
+
+namespace {
+
+// Whether two ranks are threads of one process: an address of one of them means the same to the other.
+bool shares_process(Communicator& group, std::chrono::nanoseconds deadline) {
+  struct Process {
+    char machine[64] = {};
+    int64_t id = 0;
+  };
+  std::vector<Process> all(static_cast<size_t>(group.ranks()));
+  Process& mine = all[static_cast<size_t>(group.rank())];
+  gethostname(mine.machine, sizeof mine.machine - 1);
+  mine.id = getpid();
+  group.all_gather({"processes", deadline}, &mine, all.data(),
+                   std::vector<int64_t>(all.size(), int64_t{sizeof(Process)}));
+  for (size_t a = 0; a < all.size(); ++a)
+    for (size_t b = 0; b < a; ++b)
+      if (all[a].id == all[b].id && std::strcmp(all[a].machine, all[b].machine) == 0) return true;
+  return false;
+}
+
+}  // namespace
+
+GpuLink parse_gpu_link(std::string_view name) {
+  for (const GpuLink link : {GpuLink::peer, GpuLink::nccl})
+    if (name == to_string(link)) return link;
+  throw InputError("no link '" + std::string(name) + "'; links are peer and nccl");
+}
 
 void Communicator::connect(Device device, GpuLink link, size_t staging_bytes, std::chrono::nanoseconds deadline) {
   State& s = *state_;
@@ -374,7 +407,14 @@ void Communicator::connect(Device device, GpuLink link, size_t staging_bytes, st
     throw InputError("communicator: connect on " + to_string(device) + ", ranks on the CPU are connected as they are");
   State::check_call({"connect", deadline});
   s.device.reset();
-  s.device = gpu::connect({*this, *s.carrier, device.index, link, deadline, staging_bytes});
+  s.device = gpu::connect({.host = *this,
+                           .carrier = *s.carrier,
+                           .barrier = [&s](const Collective& call) { s.barrier(call); },
+                           .device = device.index,
+                           .link = link,
+                           .deadline = deadline,
+                           .staging_bytes = staging_bytes,
+                           .one_process = shares_process(*this, deadline)});
 }
 
 // Parts of a message one behind the other, packed.
@@ -411,7 +451,8 @@ void Communicator::State::swap(Call& c, std::span<const SendRows> from, std::spa
   }
 }
 
-DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& call) {
+DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& call, Operation operation,
+                                       uint64_t sizes, int dtype, int root) {
   check_call(call);
   if (!device)
     throw InputError("step '" + std::string(call.step) + "': the group's calls on " + to_string(stream.device()) +
@@ -420,6 +461,13 @@ DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& c
     throw InputError("step '" + std::string(call.step) + "': the stream is on " + to_string(stream.device()) +
                      ", this rank is connected on " + to_string(device->device()));
   carrier->check();
+  if (device->meets_first() && !gpu::capturing(stream.queue())) {
+    // A barrier that says what the call is.
+    const int64_t said[] = {static_cast<int64_t>(operation), static_cast<int64_t>(sizes), dtype, root};
+    Call c = begin(call, Operation::barrier, hash(said));
+    clear();
+    round(c);
+  }
   return *device;
 }
 
@@ -427,7 +475,7 @@ void Communicator::all_reduce(Stream& stream, const Collective& call, Dtype dtyp
                               int64_t count) {
   if (stream.device().kind == DeviceKind::cpu) return all_reduce(call, dtype, in, out, count);
   check_all_reduce(call, dtype, in, out, count);
-  DeviceCarrier& to = state_->on(stream, call);
+  DeviceCarrier& to = state_->on(stream, call, Operation::all_reduce, count, static_cast<int>(dtype));
   comm::all_reduce({to, stream.queue(), call, rank(), ranks()}, dtype, in, out, count);
 }
 
@@ -435,7 +483,7 @@ void Communicator::all_gather(Stream& stream, const Collective& call, const void
                               std::span<const int64_t> bytes) {
   if (stream.device().kind == DeviceKind::cpu) return all_gather(call, in, out, bytes);
   const std::vector<int64_t> at = check_all_gather(call, rank(), ranks(), in, out, bytes);
-  DeviceCarrier& to = state_->on(stream, call);
+  DeviceCarrier& to = state_->on(stream, call, Operation::all_gather, hash(bytes));
   comm::all_gather({to, stream.queue(), call, rank(), ranks()}, in, out, at);
 }
 
@@ -443,7 +491,7 @@ void Communicator::reduce_scatter(Stream& stream, const Collective& call, Dtype 
                                   std::span<const int64_t> counts) {
   if (stream.device().kind == DeviceKind::cpu) return reduce_scatter(call, dtype, in, out, counts);
   const std::vector<int64_t> at = check_reduce_scatter(call, dtype, rank(), ranks(), in, out, counts);
-  DeviceCarrier& to = state_->on(stream, call);
+  DeviceCarrier& to = state_->on(stream, call, Operation::reduce_scatter, hash(counts), static_cast<int>(dtype));
   comm::reduce_scatter({to, stream.queue(), call, rank(), ranks()}, dtype, in, out, at);
 }
 
@@ -452,7 +500,7 @@ void Communicator::all_to_all(Stream& stream, const Collective& call, const void
   if (stream.device().kind == DeviceKind::cpu) return all_to_all(call, in, send_bytes, out, receive_bytes);
   const auto [from, at] = check_all_to_all(call, rank(), ranks(), in, send_bytes, out, receive_bytes);
   checked(call, "most_bytes", call.most_bytes);
-  DeviceCarrier& to = state_->on(stream, call);
+  DeviceCarrier& to = state_->on(stream, call, Operation::all_to_all, call.most_bytes);
   comm::all_to_all({to, stream.queue(), call, rank(), ranks()}, in, from, out, at);
 }
 
@@ -461,7 +509,9 @@ void Communicator::exchange(Stream& stream, const Collective& call, std::span<co
   State& s = *state_;
   check_exchange(call, s.rank(), s.ranks(), send, receive);
   if (stream.device().kind == DeviceKind::cuda)
-    return comm::exchange({s.on(stream, call), stream.queue(), call, rank(), ranks()}, send, receive);
+    return comm::exchange({s.on(stream, call, Operation::all_to_all, send.size() + call.most_bytes), stream.queue(),
+                           call, rank(), ranks()},
+                          send, receive);
   State::Call c = s.begin(call, Operation::all_to_all, send.size());
   s.or_abort([&] { s.swap(c, send, receive); });
 }
@@ -469,7 +519,7 @@ void Communicator::exchange(Stream& stream, const Collective& call, std::span<co
 void Communicator::broadcast(Stream& stream, const Collective& call, int root, void* data, int64_t bytes) {
   if (stream.device().kind == DeviceKind::cpu) return broadcast(call, root, data, bytes);
   check_broadcast(call, ranks(), root, data, bytes);
-  DeviceCarrier& to = state_->on(stream, call);
+  DeviceCarrier& to = state_->on(stream, call, Operation::broadcast, bytes, -1, root);
   comm::broadcast({to, stream.queue(), call, rank(), ranks()}, root, data, bytes);
 }
 

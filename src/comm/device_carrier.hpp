@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,18 +41,23 @@ class DeviceCarrier {
  public:
   virtual ~DeviceCarrier() = default;
   virtual Device device() const = 0;
+  /// Must all ranks have come before one of them queues a call? So where ranks share a process: freeing memory, and
+  /// what else waits for devices there, waits for the kernels of all, those too that wait for the rank itself.
+  virtual bool meets_first() const = 0;
   virtual void exchange(cuda::Queue& queue, const DeviceExchange& messages) = 0;
   virtual void sum(cuda::Queue& queue, const DeviceSum& terms) = 0;
 };
 
 /// Made by all ranks of a group together.
 struct DeviceGroup {
-  Communicator& host;  ///< what they tell each other to begin with
-  Carrier& carrier;    ///< host's: whether the group has failed meanwhile. Outlives the device's carrier
+  Communicator& host;  ///< what they tell each other to begin with; not afterwards: it may be moved
+  Carrier& carrier;    ///< whether the group has failed meanwhile; outlives the device's carrier, as what follows
+  std::function<void(const Collective&)> barrier;
   int device = 0;
   GpuLink link = GpuLink::peer;
   std::chrono::nanoseconds deadline;
   size_t staging_bytes = 0;
+  bool one_process = false;  ///< of two ranks or more
 };
 
 }  // namespace mla

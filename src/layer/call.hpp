@@ -72,6 +72,7 @@ void call(Stream& stream, Profile* profile, std::string_view name, const Args& a
 #endif
   if (!profile) return ops::run(stream, args);
   if (stream.device().kind == DeviceKind::cuda) {
+    const gpu::OnDevice on(stream.device());
     auto watch = std::make_unique<gpu::Stopwatch>();
     watch->start(stream.queue());
     ops::run(stream, args);

@@ -84,6 +84,7 @@ void lay_out_workspace(Plan& plan) {
   add("rank_found", sharing_rows * all_heads * width * f);
   add("rank_found_lse", sharing_rows * all_heads * f);
   add("rank_got", sharing_rows * sharing.size() * n * width * f);
+  add("rank_merged", plan.activations() == Dtype::f32 ? 0 : sharing_rows * n * width * f);
   add("rank_got_lse", sharing_rows * sharing.size() * n * f);
   add("partial_out", partial_rows * all_heads * width * f);
   add("partial_lse", partial_rows * all_heads * f);

@@ -43,6 +43,11 @@ void count_sparse(const Plan& p, Result& r) {
   }
 }
 
+PlanOptions with(PlanOptions o, const ContextParallel& context) {
+  o.context_parallel = context;
+  return o;
+}
+
 Buffer grown(const char* what, const Buffer& from, size_t bytes) {
   return named_buffer(what, bytes + bytes / 4, from.device());
 }
@@ -66,9 +71,10 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
     : o_(o),
       model_(part_of(o.model, part.heads)),
       ranks_(part.ranks),
+      plan_(with(o.plan, part.context)),
       pool_(pool),
       stream_(stream_of(o, pool)),
-      spec_(cache_spec(model_, o.format, o.limits.page_size)),
+      spec_(cache_spec(model_, o.format, o.limits.page_size / part.context.sharding.ranks())),
       positions_(positions),
       index_caches_(static_cast<size_t>(o.layers)),
       rotary_(model_.rotary, model_.rope, positions, o.device),
@@ -135,7 +141,7 @@ void Engine::warm_up() {
     const int64_t rows = std::ssize(lengths), pages = (positions_ + spec_.page_size - 1) / spec_.page_size;
     const std::vector<int32_t> table(static_cast<size_t>(rows * pages)), slots(static_cast<size_t>(starts.back()), -1);
     const Batch batch{starts, lengths, {table.data(), {rows, pages}}, slots};
-    const Plan p = plan(model_, spec_, o_.limits.pages, batch, device_, o_.plan);
+    const Plan p = plan(model_, spec_, o_.limits.pages, batch, device_, plan_);
     const std::vector<std::byte> zeros(static_cast<size_t>(p.tokens * model_.hidden) * size_of(io_));
     const Buffer workspace = named_buffer("workspace of a first step", p.workspace_bytes, o_.device),
                  out = named_buffer("outputs of a first step", zeros.size(), o_.device),
@@ -237,7 +243,7 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
   g->table.assign(static_cast<size_t>(requests * pages), 0);
   g->slots.assign(static_cast<size_t>(requests), -1);
   g->batch = {g->starts, g->lengths, {g->table.data(), {requests, pages}}, g->slots};
-  PlanOptions options = o_.plan;
+  PlanOptions options = plan_;
   options.path = PathPolicy::latent;  // as the step's own plan chose
   g->plan = mla::plan(model_, spec_, o_.limits.pages, g->batch, device_, options);
   const size_t row = static_cast<size_t>(model_.hidden) * size_of(io_);
@@ -256,10 +262,28 @@ Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
   return slot.get();
 }
 
-StepTime Engine::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
+// Every page of the step's table is a page of each rank, which has its share of the page's tokens there.
+std::span<const int32_t> Engine::own_slots(const Batch& batch) {
+  const ContextParallel& c = plan_.context_parallel;
+  if (c.sharding.ranks() == 1) return batch.slot_mapping;
+  slots_.clear();
+  for (int64_t r = 0; r < batch.requests(); ++r) {
+    const auto at = static_cast<size_t>(r);
+    const int32_t count = batch.query_start_loc[at + 1] - batch.query_start_loc[at];
+    const std::span<const int32_t> pages(batch.block_table.data() + r * batch.block_table.stride<Request>(),
+                                         static_cast<size_t>(batch.block_table.extent<Page>()));
+    for (int32_t p = batch.seq_lens[at] - count; p < batch.seq_lens[at]; ++p)
+      slots_.push_back(static_cast<int32_t>(c.sharding.slot(c.rank, p, pages, spec_.page_size)));
+  }
+  return slots_;
+}
+
+StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
+  Batch batch = whole;
+  batch.slot_mapping = own_slots(whole);
   const size_t count = static_cast<size_t>(batch.tokens() * model_.hidden), bytes = count * size_of(io_);
   const auto planning = Clock::now();
-  const Plan p = mla::plan(model_, spec_, o_.limits.pages, batch, device_, o_.plan);
+  const Plan p = mla::plan(model_, spec_, o_.limits.pages, batch, device_, plan_);
   const double plan_seconds = since(planning);
   count_sparse(p, r);
   DecodeGraph* graph = graph_for(p, batch);

@@ -34,6 +34,7 @@ class Engine {
   struct Part {
     HeadRange heads;
     Communicator* ranks = nullptr;  ///< null: there are none
+    ContextParallel context;        ///< of a cache that they split
   };
   /// Options are complete (layers, limits.pages). `positions`: of the longest sequence. Stops between layers when
   /// `stop` becomes true; fills what the result says of memory.
@@ -65,11 +66,14 @@ class Engine {
   void profile_layer(const Plan& plan, const Batch& batch, Profile& profile);
   void keep_spans(Result& result);
   void take(WantedRow& row, const Plan& plan, const std::byte* out);
+  /// Of a split cache: the step's slots in this rank's.
+  std::span<const int32_t> own_slots(const Batch& batch);
   bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
 
   const Options& o_;
   const ModelConfig model_;  // of its heads
   Communicator* const ranks_;
+  const PlanOptions plan_;
   ThreadPool& pool_;
   Stream stream_;
   CacheSpec spec_;
@@ -83,6 +87,7 @@ class Engine {
   Dtype io_;  // of hidden states and outputs
   Buffer workspace_, selection_, hidden_, out_;
   std::vector<bf16> narrow_;
+  std::vector<int32_t> slots_;
   StagedStep staged_;
   std::map<int64_t, std::unique_ptr<DecodeGraph>> graphs_;  // by requests
   Sample decodes_, others_;                                 // steps that run as a graph; and the rest

@@ -13,13 +13,27 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
     alone_ = std::make_unique<Engine>(o, Engine::Part{{0, o.model.heads}}, positions, pool, stop, r);
     return;
   }
+  if (o.device.kind == DeviceKind::cuda && o.device.index + n > gpu_count())
+    throw DeviceError(std::to_string(n) + " ranks on GPUs from " + to_string(o.device) + " on, this machine has " +
+                      std::to_string(gpu_count()));
   communicators_ = thread_communicators(n);
+  options_.assign(static_cast<size_t>(n), o);
   for (int i = 0; i < n; ++i) {
+    if (o.device.kind == DeviceKind::cuda) options_[static_cast<size_t>(i)].device.index += i;
     const int threads = std::max(1, pool.threads() / n + (i < pool.threads() % n));
-    ranks_.push_back(std::make_unique<Rank>(
-        o, Engine::Part{head_share(o.model.heads, i, n), &communicators_[static_cast<size_t>(i)]}, positions, threads,
-        stop, i == 0 ? &r : nullptr));
-    const Result& own = ranks_.back()->own;  // rank 0's is empty
+    ranks_.push_back(std::make_unique<Rank>(threads, i == 0 ? &r : nullptr));
+  }
+  // Together: on GPUs ranks connect, and run their first steps.
+  try {
+    std::vector<std::jthread> makers;
+    for (int i = 1; i < n; ++i) makers.emplace_back([&, i] { make(i, positions, stop); });
+    make(0, positions, stop);
+  } catch (const std::system_error& e) {
+    throw DeviceError("a rank's thread could not be started: " + std::string(e.what()));
+  }
+  rethrow();
+  for (const auto& rank : ranks_) {
+    const Result& own = rank->own;  // rank 0's is empty
     r.weight_bytes += own.weight_bytes;
     r.cache_bytes += own.cache_bytes;
     r.index_cache_bytes += own.index_cache_bytes;
@@ -34,6 +48,41 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
     threads_.clear();
     throw DeviceError("a rank's thread could not be started: " + std::string(e.what()));
   }
+}
+
+void Ranks::make(int i, int64_t positions, const std::atomic<bool>& stop) {
+  Rank& rank = *ranks_[static_cast<size_t>(i)];
+  const Options& o = options_[static_cast<size_t>(i)];
+  Communicator& group = communicators_[static_cast<size_t>(i)];
+  const int n = o.plan.tensor_parallel;
+  try {
+    if (o.device.kind == DeviceKind::cuda) group.connect(o.device, o.link);
+    Engine::Part part{head_share(o.model.heads, i, n), &group, {}};
+    if (o.interleave > 0) {
+      part.context = {.sharding = CacheSharding(n, o.interleave), .rank = i, .heads = {}};
+      for (int r = 0; r < n; ++r) part.context.heads.push_back(head_share(o.model.heads, r, n).count);
+    }
+    rank.engine = std::make_unique<Engine>(o, part, positions, rank.pool, stop, rank.result);
+  } catch (const std::exception& e) {
+    rank.error = std::current_exception();
+    group.abort(e.what());
+  }
+}
+
+// The error that the others' are about.
+void Ranks::rethrow() const {
+  std::exception_ptr error;
+  for (const auto& rank : ranks_) {
+    if (!rank->error) continue;
+    try {
+      std::rethrow_exception(rank->error);
+    } catch (const RankError&) {
+      if (!error) error = rank->error;
+    } catch (...) {
+      std::rethrow_exception(rank->error);
+    }
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 Ranks::~Ranks() {
@@ -54,7 +103,7 @@ void Ranks::work(int rank) {
 StepTime Ranks::step(int rank, std::span<WantedRow> rows) {
   Rank& own = *ranks_[static_cast<size_t>(rank)];
   try {
-    return own.engine.run(*batch_, hidden_, rows, own.result);
+    return own.engine->run(*batch_, hidden_, rows, own.result);
   } catch (const std::exception& e) {
     own.error = std::current_exception();
     communicators_[static_cast<size_t>(rank)].abort(e.what());
@@ -68,26 +117,14 @@ StepTime Ranks::run(const Batch& batch, std::span<const float> hidden, std::span
   begin_.arrive_and_wait();
   const StepTime time = step(0, rows);
   end_.arrive_and_wait();
-  // The error that the others' are about.
-  std::exception_ptr error;
-  for (const auto& rank : ranks_) {
-    if (!rank->error) continue;
-    try {
-      std::rethrow_exception(rank->error);
-    } catch (const RankError&) {
-      if (!error) error = rank->error;
-    } catch (...) {
-      std::rethrow_exception(rank->error);
-    }
-  }
-  if (error) std::rethrow_exception(error);
+  rethrow();
   return time;
 }
 
 void Ranks::finish(Result& r) {
   if (alone_) return alone_->finish(r);
   for (const auto& rank : ranks_) {
-    rank->engine.finish(rank->result);
+    rank->engine->finish(rank->result);
     r.workspace_bytes += rank->own.workspace_bytes;
   }
 }

@@ -25,18 +25,19 @@ class Ranks {
 
  private:
   struct Rank {
-    Rank(const Options& options, const Engine::Part& part, int64_t positions, int threads,
-         const std::atomic<bool>& stop, Result* shown)
-        : pool(threads), result(shown ? *shown : own), engine(options, part, positions, pool, stop, result) {}
+    Rank(int threads, Result* shown) : pool(threads), result(shown ? *shown : own) {}
     ThreadPool pool;
     Result own;
     Result& result;  // rank 0's is the replay's
-    Engine engine;
+    std::unique_ptr<Engine> engine;
     std::exception_ptr error;
   };
   void work(int rank);
   StepTime step(int rank, std::span<WantedRow> rows);
+  void make(int rank, int64_t positions, const std::atomic<bool>& stop);
+  void rethrow() const;
 
+  std::vector<Options> options_;  // of each rank: its device
   std::vector<Communicator> communicators_;
   std::unique_ptr<Engine> alone_;
   std::vector<std::unique_ptr<Rank>> ranks_;

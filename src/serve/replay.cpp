@@ -129,6 +129,11 @@ Options resolved(const Trace& trace, Options o) {
   if (o.layers < 1 || o.layers > o.model.layers)
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
                      std::to_string(o.model.layers));
+  const int64_t ranks = o.plan.tensor_parallel, sharing = o.interleave > 0 ? ranks : 1;
+  if (o.interleave > 0 && o.limits.page_size % (ranks * o.interleave) != 0)
+    throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(ranks) +
+                     " ranks, " + std::to_string(o.interleave) +
+                     " in turn: a rank's share of a page must be whole turns");
   const CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
   size_t page_bytes = spec.page_bytes() * static_cast<size_t>(o.layers);  // of all layers
@@ -140,9 +145,19 @@ Options resolved(const Trace& trace, Options o) {
   if (o.limits.pages == 0) o.limits.pages = page_budget(trace, o.limits.page_size, page_bytes, o.cache_bytes);
   o.limits.validate();
   // A step of one token that ends a page, for what a plan and the weights have to agree on.
+  ModelConfig model = o.model;
+  CacheSpec own = spec;
+  PlanOptions options = o.plan;
+  if (sharing > 1) {  // as rank 0 has it
+    model = part_of(o.model, head_share(o.model.heads, 0, static_cast<int>(ranks)));
+    own.page_size /= ranks;
+    options.context_parallel = {.sharding = CacheSharding(ranks, o.interleave), .rank = 0, .heads = {}};
+    for (int r = 0; r < ranks; ++r)
+      options.context_parallel.heads.push_back(head_share(o.model.heads, r, static_cast<int>(ranks)).count);
+  }
   const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
   const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};
-  const Plan p = plan(o.model, spec, o.limits.pages, batch, device_info(o.device, o.threads, o.model), o.plan);
+  const Plan p = plan(model, own, o.limits.pages, batch, device_info(o.device, o.threads, model), options);
   layer::kernels(p, batch, prepare_options(o), {});
   return o;
 }

@@ -27,6 +27,11 @@ struct Options {
   WeightFormat up = WeightFormat::plain;        ///< of W_UK and W_UV on the latent path
   WeightFormat products = WeightFormat::plain;  ///< of the other products
   CacheFormat format = CacheFormat::bf16;
+  /// Of plan.tensor_parallel ranks, on threads: rank r's GPU is device.index + r.
+  GpuLink link = GpuLink::peer;
+  /// Tokens that lie together on a rank where the ranks split the cache, too; 0: each has all of it. Divides
+  /// limits.page_size, of which each rank has its share.
+  int64_t interleave = 0;
   PlanOptions plan;
   Limits limits;                         ///< pages 0: from the trace, within cache_bytes
   size_t cache_bytes = size_t{4} << 30;  ///< bound on the default page budget

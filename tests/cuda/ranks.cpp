@@ -29,7 +29,7 @@ struct Self {
 
 // A rank a thread, each with a stream on its GPU; errors by rank. The streams are waited for.
 std::vector<std::string> on_gpus(GpuLink link, int ranks, const std::function<void(Self)>& work,
-                                 size_t staging = size_t{1} << 20, std::chrono::nanoseconds deadline = 60s) {
+                                 size_t staging = size_t{1} << 20) {
   std::vector<Communicator> group = thread_communicators(ranks);
   std::vector<std::string> errors(static_cast<size_t>(ranks));
   std::vector<std::thread> threads;
@@ -39,7 +39,7 @@ std::vector<std::string> on_gpus(GpuLink link, int ranks, const std::function<vo
       try {
         const Device device{DeviceKind::cuda, r % gpu_count()};
         Stream stream(device);
-        self.connect(device, link, staging, deadline);
+        self.connect(device, link, staging, 20s);
         work({r, ranks, self, stream, device});
         stream.synchronize();
       } catch (const std::exception& e) {
@@ -63,8 +63,8 @@ class GpuRanks : public testing::TestWithParam<Group> {
  protected:
   void SetUp() override {
     if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
-    if (GetParam().link == GpuLink::nccl && gpu_count() < GetParam().ranks)
-      GTEST_SKIP() << GetParam().ranks << " ranks over NCCL need as many GPUs, there are " << gpu_count();
+    if (gpu_count() < GetParam().ranks)
+      GTEST_SKIP() << GetParam().ranks << " ranks need as many GPUs, there are " << gpu_count();
   }
   std::vector<std::string> run(const std::function<void(Self)>& work, size_t staging = size_t{1} << 20) const {
     return on_gpus(GetParam().link, GetParam().ranks, work, staging);
@@ -300,6 +300,11 @@ TEST_P(GpuRanks, WrongCallsAreRefused) {
     EXPECT_EQ(message_of([&] { s.comm.all_reduce(s.stream, {"sum"}, Dtype::f32, nullptr, x.data(), 4); }),
               "step 'sum': in is null, bytes are 16");
   }));
+}
+
+TEST(GpuRankLinks, RanksOnOneGpuAreRefused) {
+  for (const std::string& e : on_gpus(GpuLink::peer, gpu_count() + 1, [](Self) { ADD_FAILURE(); }))
+    EXPECT_NE(e.find("each needs one of its own"), std::string::npos) << e;
 }
 
 // A layer over ranks, on GPUs.

@@ -67,8 +67,16 @@ void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, 
   const auto got = s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, width});
   const auto got_lse = s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n});
   s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});
+  // Merged in f32; where rows are of 16 bits, rounded behind it.
+  const auto merged =
+      s.act == Dtype::f32 ? out : s.region<Token, Head, Value>("rank_merged", Dtype::f32, out.extents());
   s.add("merge_splits", calls,
-        steps::MergeSplits{got, got_lse, s.list(ListKind::rank_splits, p.rank_splits), out, lse});
+        steps::MergeSplits{got, got_lse, s.list(ListKind::rank_splits, p.rank_splits), merged, lse});
+  if (s.act != Dtype::f32)
+    s.add("cast", calls,
+          steps::Cast{.x = merged.part<Token, Head, In>(0, out.extents()),
+                      .x_rows = {},
+                      .y = out.part<Token, Head, In>(0, out.extents())});
 }
 
 }  // namespace

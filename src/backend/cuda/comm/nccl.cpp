@@ -81,6 +81,7 @@ class NcclCarrier final : public DeviceCarrier {
   }
   ~NcclCarrier() override { watch_->close(); }
   Device device() const override { return {DeviceKind::cuda, device_}; }
+  bool meets_first() const override { return watch_->meets; }
 
   void exchange(Queue& queue, const DeviceExchange& e) override {
     begin(queue, e.step, e.deadline);
@@ -155,11 +156,15 @@ class NcclCarrier final : public DeviceCarrier {
  private:
   // NCCL's kernels wait for ever: whoever waits for the stream ends them when their time is over.
   struct Watch final : Watched {
-    explicit Watch(const DeviceGroup& g) : host(&g.host), carrier(&g.carrier) {}
+    explicit Watch(const DeviceGroup& g)
+        : carrier(&g.carrier), barrier(g.barrier), meets(g.one_process), deadline(g.deadline) {}
     ~Watch() override { close(); }
-    void launched() override { since = std::chrono::steady_clock::now(); }
+    void launching() override {
+      if (carrier && meets) barrier({"captured step", deadline});
+      since = std::chrono::steady_clock::now();
+    }
     void check(bool waiting) override {
-      if (!host) return;
+      if (!carrier) return;
       if (!failed.empty()) throw RankError(failed_rank, step, failed);
       try {
         carrier->check();
@@ -169,34 +174,35 @@ class NcclCarrier final : public DeviceCarrier {
       ncclResult_t status = ncclSuccess;
       if (comm) nccl.async_error(comm, &status);
       if (status != ncclSuccess && status != ncclInProgress)
-        fail(host->rank(), std::string("NCCL: ") + nccl.error(status));
+        fail(carrier->rank(), std::string("NCCL: ") + nccl.error(status));
       if (!waiting || std::chrono::steady_clock::now() < since + deadline) return;
       // Who else waits comes here, too; who does not is late.
       try {
-        host->barrier({"who is late", std::chrono::seconds(1)});
+        barrier({"who is late", std::chrono::seconds(1)});
       } catch (const RankError& e) {
         fail(e.rank(), "rank " + std::to_string(e.rank()) + " did not come before the deadline");
       }
-      fail(host->rank(), "NCCL's messages were not done before the deadline, all ranks wait");
+      fail(carrier->rank(), "NCCL's messages were not done before the deadline, all ranks wait");
     }
     [[noreturn]] void fail(int rank, const std::string& why) {
       failed = step + ": " + why, failed_rank = rank;
       if (comm) nccl.abort(std::exchange(comm, nullptr));
-      host->abort(failed);
+      carrier->abort(failed);
       throw RankError(rank, step, failed);
     }
     void close() {
-      host = nullptr, carrier = nullptr;
+      carrier = nullptr;
       if (comm) nccl.destroy(std::exchange(comm, nullptr));
     }
     const Nccl& nccl = Nccl::library();
     ncclComm_t comm = nullptr;
-    Communicator* host;
-    Carrier* carrier;
+    Carrier* carrier;  // null once the group has gone
+    std::function<void(const Collective&)> barrier;
+    const bool meets;
+    std::chrono::nanoseconds deadline;
+    std::chrono::steady_clock::time_point since;
     std::string step, failed;
     int failed_rank = -1;
-    std::chrono::steady_clock::time_point since;
-    std::chrono::nanoseconds deadline{};
   };
 
   void require(ncclResult_t status, const char* call) const {
@@ -206,8 +212,9 @@ class NcclCarrier final : public DeviceCarrier {
   void begin(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline) {
     watch_->check(false);
     watch_->step = step, watch_->deadline = deadline;
-    watch_->launched();
-    queue.watch(watch_);
+    watch_->since = std::chrono::steady_clock::now();
+    if (gpu::capturing(queue)) queue.capture(watch_);
+    else queue.watch(watch_);
   }
   void messages(Queue& queue, std::span<const Exchange::Send> send, std::span<const Exchange::Receive> receive) {
     require(nccl_.group_start(), "ncclGroupStart");

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <cstring>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <string>
 
 #include "backend/cuda/comm/group.hpp"
@@ -253,6 +255,7 @@ class PeerCarrier final : public DeviceCarrier {
  public:
   explicit PeerCarrier(const DeviceGroup& g);
   Device device() const override { return {DeviceKind::cuda, device_}; }
+  bool meets_first() const override { return watch_->meets; }
 
   void exchange(Queue& queue, const DeviceExchange& e) override {
     Messages m{};
@@ -297,12 +300,15 @@ class PeerCarrier final : public DeviceCarrier {
  private:
   // What outlives the carrier while a stream may be waited for.
   struct Watch final : Watched {
-    explicit Watch(const DeviceGroup& g) : carrier(&g.carrier) {
+    explicit Watch(const DeviceGroup& g)
+        : carrier(&g.carrier), barrier(g.barrier), meets(g.one_process), patience(g.deadline) {
       failure = reinterpret_cast<PeerFailure*>(gpu::allocate_pinned(sizeof(PeerFailure)));
       *failure = {-1, 0, 0};
     }
     ~Watch() override { gpu::release_pinned(reinterpret_cast<std::byte*>(failure)); }
-    void launched() override {}
+    void launching() override {
+      if (carrier && meets) barrier({"captured step", patience});
+    }
     void check(bool) override {
       const int late = *static_cast<volatile int*>(&failure->rank);
       if (late >= 0) {
@@ -316,7 +322,10 @@ class PeerCarrier final : public DeviceCarrier {
         throw;
       }
     }
-    Carrier* carrier;
+    Carrier* carrier;  // null once the group has gone
+    std::function<void(const Collective&)> barrier;
+    const bool meets;
+    const std::chrono::nanoseconds patience;
     PeerFailure* failure;
     Steps steps;
   };
@@ -335,7 +344,8 @@ class PeerCarrier final : public DeviceCarrier {
   template <class F>
   void run(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline, int64_t most, F&& start) {
     watch_->check(false);
-    queue.watch(watch_);
+    if (gpu::capturing(queue)) queue.capture(watch_);
+    else queue.watch(watch_);
     constexpr int64_t kFewBytes = 4096;  // of a block
     const int64_t blocks = std::clamp<int64_t>((most + kFewBytes - 1) / kFewBytes, 1, kMostBlocks);
     start(LaunchConfig{.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kPeerThreads)},
@@ -352,12 +362,37 @@ class PeerCarrier final : public DeviceCarrier {
   ~PeerCarrier() override { watch_->carrier = nullptr; }
 };
 
+// Memories of this process's ranks by number: who looks for one finds it, or that its rank has left.
+class Registry {
+ public:
+  static Registry& get() {
+    static Registry r;
+    return r;
+  }
+  int64_t add(const std::shared_ptr<std::byte>& memory) {
+    const std::lock_guard lock(mutex_);
+    std::erase_if(memories_, [](const auto& m) { return m.second.expired(); });
+    memories_[++last_] = memory;
+    return last_;
+  }
+  std::shared_ptr<std::byte> find(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    const auto at = memories_.find(number);
+    return at == memories_.end() ? nullptr : at->second.lock();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<int64_t, std::weak_ptr<std::byte>> memories_;
+  int64_t last_ = 0;
+};
+
 // What a rank tells of its memory.
 struct Home {
-  char machine[64] = {};
+  char machine[64] = {}, card[32] = {};  // card: its place on the bus
   int64_t process = 0;
   int device = 0, unused = 0;
-  const std::shared_ptr<std::byte>* memory = nullptr;  // of the same process
+  int64_t memory = 0;  // in its process's registry
   cudaIpcMemHandle_t handle{};
 };
 
@@ -377,7 +412,8 @@ std::shared_ptr<std::byte> reach(const Home& mine, const Home& theirs, int rank)
       if (status == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
       else check(status, "communicator", what);
     }
-    return *theirs.memory;
+    if (std::shared_ptr<std::byte> memory = Registry::get().find(theirs.memory)) return memory;
+    throw DeviceError("communicator: " + what + " is gone: the rank has left");
   }
   void* data = nullptr;
   check(cudaIpcOpenMemHandle(&data, theirs.handle, cudaIpcMemLazyEnablePeerAccess), "communicator", what);
@@ -405,10 +441,17 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   std::vector<Home> homes(static_cast<size_t>(ranks));
   Home& mine = homes[static_cast<size_t>(rank)];
   gethostname(mine.machine, sizeof mine.machine - 1);
-  mine.process = getpid(), mine.device = device_, mine.memory = &own;
+  check(cudaDeviceGetPCIBusId(mine.card, sizeof mine.card, device_), "communicator", "a GPU's place");
+  mine.process = getpid(), mine.device = device_, mine.memory = Registry::get().add(own);
   check(cudaIpcGetMemHandle(&mine.handle, own.get()), "communicator", "a handle of the staging");
   const std::vector<int64_t> sizes(static_cast<size_t>(ranks), sizeof(Home));
   g.host.all_gather({"peers' memories", g.deadline}, &mine, homes.data(), sizes);
+  // Of two ranks on one GPU, one's kernels would wait for the other's, which may not begin before they end.
+  for (size_t a = 0; a < homes.size(); ++a)
+    for (size_t b = 0; b < a; ++b)
+      if (std::strcmp(homes[a].machine, homes[b].machine) == 0 && std::strcmp(homes[a].card, homes[b].card) == 0)
+        throw DeviceError("communicator: ranks " + std::to_string(b) + " and " + std::to_string(a) +
+                          " are on one GPU, " + homes[a].card + "; each needs one of its own");
   for (int r = 0; r < ranks; ++r) {
     memories_[static_cast<size_t>(r)] = r == rank ? own : reach(mine, homes[static_cast<size_t>(r)], r);
     peers_.memory[r] = memories_[static_cast<size_t>(r)].get();

@@ -16,6 +16,11 @@ namespace mla::gpu {
 using cuda::check;
 
 namespace {
+/// The queue's device is the thread's for a scope: events, graphs and copies belong to the current one.
+struct OnQueue : OnDevice {
+  explicit OnQueue(const cuda::Queue& queue) : OnDevice({DeviceKind::cuda, queue.device()}) {}
+};
+
 void require_gpu(const std::string& name) {
   int n = 0, driver = 0;
   const cudaError_t status = cudaGetDeviceCount(&n);
@@ -115,40 +120,60 @@ void synchronize(cuda::Queue& queue) {
 }
 
 void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes) {
+  const OnQueue on(queue);
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, queue.stream()), "copy", "copy",
         std::to_string(bytes) + " bytes");
 }
 
 void clear(cuda::Queue& queue, void* to, size_t bytes, int64_t rows, size_t apart) {
+  const OnQueue on(queue);
   check(cudaMemset2DAsync(to, apart, 0, bytes, static_cast<size_t>(rows), queue.stream()), "clear", "clear",
         std::to_string(rows) + " rows of " + std::to_string(bytes) + " bytes");
 }
 
 void begin_capture(cuda::Queue& queue) {
+  const OnQueue on(queue);
   check(cudaStreamBeginCapture(queue.stream(), cudaStreamCaptureModeThreadLocal), "graph", "begin of capture");
 }
 
 void abandon_capture(cuda::Queue& queue) noexcept {
+  queue.take_captured();
   cudaGraph_t graph = nullptr;
   cudaStreamEndCapture(queue.stream(), &graph);
   if (graph) cudaGraphDestroy(graph);
   cudaGetLastError();
 }
 
+namespace {
+struct Captured {
+  cudaGraphExec_t graph;
+  std::vector<std::weak_ptr<cuda::Watched>> groups;  // of ranks, whose calls are in it
+  ~Captured() { cudaGraphExecDestroy(graph); }
+};
+}  // namespace
+
 std::shared_ptr<void> end_capture(cuda::Queue& queue) {
+  const OnQueue on(queue);
   cudaGraph_t graph = nullptr;
   check(cudaStreamEndCapture(queue.stream(), &graph), "graph", "end of capture");
   cudaGraphExec_t exec = nullptr;
   const cudaError_t status = cudaGraphInstantiate(&exec, graph, 0);
   cudaGraphDestroy(graph);
   check(status, "graph", "instantiation");
-  return {exec, [](void* p) { cudaGraphExecDestroy(static_cast<cudaGraphExec_t>(p)); }};
+  const std::shared_ptr<Captured> captured(new Captured{exec, {}});
+  captured->groups = queue.take_captured();
+  return captured;
 }
 
 void launch(cuda::Queue& queue, void* graph) {
-  check(cudaGraphLaunch(static_cast<cudaGraphExec_t>(graph), queue.stream()), "graph", "launch");
-  for (const std::weak_ptr<cuda::Watched>& w : queue.watched())
-    if (const std::shared_ptr<cuda::Watched> watched = w.lock()) watched->launched();
+  const OnQueue on(queue);
+  const auto& captured = *static_cast<const Captured*>(graph);
+  for (const std::weak_ptr<cuda::Watched>& w : captured.groups)
+    if (const std::shared_ptr<cuda::Watched> group = w.lock()) {
+      group->launching();
+      queue.watch(group);
+    }
+  check(cudaGraphLaunch(captured.graph, queue.stream()), "graph", "launch");
 }
 
 bool capturing(const cuda::Queue& queue) {
@@ -161,6 +186,7 @@ Mark::~Mark() {
   if (event_) cudaEventDestroy(static_cast<cudaEvent_t>(event_));
 }
 void Mark::set(cuda::Queue& queue) {
+  const OnQueue on(queue);
   cudaEvent_t event = static_cast<cudaEvent_t>(event_);
   if (!event) {
     check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cuda", "an event");
@@ -180,6 +206,7 @@ struct Gate {
 }  // namespace
 
 std::shared_ptr<void> hold(cuda::Queue& queue) {
+  const OnQueue on(queue);
   const std::shared_ptr<Gate> gate(new Gate{queue});
   auto* kept = new std::shared_ptr<Gate>(gate);  // the waiting callback's own
   const cudaError_t status = cudaLaunchHostFunc(

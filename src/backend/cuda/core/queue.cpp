@@ -70,10 +70,14 @@ void Queue::withdraw(const void* owner) noexcept {
   std::erase_if(ranges_, [&](const Range& r) { return r.owner == owner; });
 }
 
-void Queue::watch(const std::shared_ptr<Watched>& w) {
-  std::erase_if(watched_, [&](const auto& other) { return other.expired() || other.lock() == w; });
-  watched_.push_back(w);
+namespace {
+void add_once(std::vector<std::weak_ptr<Watched>>& all, const std::shared_ptr<Watched>& w) {
+  std::erase_if(all, [&](const auto& other) { return other.expired() || other.lock() == w; });
+  all.push_back(w);
 }
+}  // namespace
+void Queue::watch(const std::shared_ptr<Watched>& w) { add_once(watched_, w); }
+void Queue::capture(const std::shared_ptr<Watched>& w) { add_once(captured_, w); }
 
 const void* Queue::find(const void* host, size_t bytes, std::string_view op, std::string_view name) const {
   const std::byte* at = static_cast<const std::byte*>(host);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "mla/device.hpp"
@@ -22,8 +23,8 @@ class Watched {
   virtual ~Watched() = default;
   /// Throws what has failed. `waiting`: work is still under way.
   virtual void check(bool waiting) = 0;
-  /// Work was queued that was captured before: it has its time from now on.
-  virtual void launched() = 0;
+  /// Calls that were captured are about to be queued.
+  virtual void launching() = 0;
 };
 
 class Queue {
@@ -90,6 +91,9 @@ class Queue {
   /// Looked at while the stream is waited for, until it is gone.
   void watch(const std::shared_ptr<Watched>& w);
   std::vector<std::weak_ptr<Watched>>& watched() { return watched_; }
+  /// A call of it is being captured; what was since asked last.
+  void capture(const std::shared_ptr<Watched>& w);
+  std::vector<std::weak_ptr<Watched>> take_captured() { return std::exchange(captured_, {}); }
 
   /// Gates that hold the stream back.
   void hold() noexcept { ++gates_; }
@@ -107,7 +111,7 @@ class Queue {
   std::vector<Range> ranges_;  // by host address
   mutable Made made_;
   int gates_ = 0;
-  std::vector<std::weak_ptr<Watched>> watched_;
+  std::vector<std::weak_ptr<Watched>> watched_, captured_;
 };
 
 }  // namespace mla::cuda
