@@ -114,6 +114,7 @@ StepTime Ranks::step(int rank, std::span<WantedRow> rows) {
 StepTime Ranks::run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
   if (alone_) return alone_->run(batch, hidden, rows, r);
   batch_ = &batch, hidden_ = hidden;
+  for (const auto& rank : ranks_) rank->result.steps = r.steps;  // by which steps are sampled: all ranks' the same
   begin_.arrive_and_wait();
   const StepTime time = step(0, rows);
   end_.arrive_and_wait();

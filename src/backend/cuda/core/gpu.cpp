@@ -69,8 +69,10 @@ void release(std::byte* data, int) noexcept { cudaFree(data); }
 
 void upload(std::byte* to, const void* from, size_t bytes, int index) {
   const OnDevice on({DeviceKind::cuda, index});
-  check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), "cuda:" + std::to_string(index), "upload",
-        std::to_string(bytes) + " bytes");
+  const std::string name = "cuda:" + std::to_string(index);
+  check(cudaMemcpy(to, from, bytes, cudaMemcpyHostToDevice), name, "upload", std::to_string(bytes) + " bytes");
+  // Pageable memory may be on its way from the driver's own copy when that returns; streams here do not wait for it.
+  check(cudaStreamSynchronize(cudaStreamLegacy), name, "upload", std::to_string(bytes) + " bytes");
 }
 
 std::byte* allocate_pinned(size_t bytes) {
