@@ -71,6 +71,16 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.max_model_len = read_range("options max_model_len", o.max_model_len, 0, kMost);
   p.max_requests = read_range("options max_requests", o.max_requests, 0, kMost);
   if (o.rates) p.rates = read_rates(o.rates);
+  if (o.sharding) {
+    const mla_sharding sharding = read_struct("options sharding", o.sharding);
+    if (sharding.ranks != p.tensor_parallel)
+      throw InputError("options sharding ranks is " + std::to_string(sharding.ranks) + ", tensor_parallel is " +
+                       std::to_string(p.tensor_parallel));
+    p.context_parallel.sharding = CacheSharding(sharding.ranks, sharding.interleave);
+    p.context_parallel.rank = static_cast<int>(read_range("options rank", o.rank, 0, sharding.ranks - 1));
+    required("options rank_heads", o.rank_heads);
+    p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + sharding.ranks);
+  }
   return p;
 }
 

@@ -108,6 +108,18 @@ mla_status mla_communicator_create(int32_t rank, int32_t ranks, const mla_transp
   });
 }
 
+mla_status mla_communicator_connect(mla_communicator* communicator, DLDevice device, int32_t link, size_t staging_bytes,
+                                    double seconds) {
+  return guarded("mla_communicator_connect", [&] {
+    Communicator& group = get("communicator", communicator)->communicator;
+    if (!(seconds >= 0 && seconds <= 86400))
+      throw InputError("seconds is " + std::to_string(seconds) + ", allowed 0 to 86400");
+    group.connect(read_device(device), read_enum("link", link, GpuLink::nccl),
+                  staging_bytes > 0 ? staging_bytes : size_t{64} << 20,
+                  std::chrono::nanoseconds(static_cast<int64_t>((seconds > 0 ? seconds : 60) * 1e9)));
+  });
+}
+
 mla_status mla_communicator_abort(mla_communicator* communicator, const char* reason) {
   return guarded("mla_communicator_abort",
                  [&] { get("communicator", communicator)->communicator.abort(&required("reason", reason)); });

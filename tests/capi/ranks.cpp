@@ -72,6 +72,56 @@ TEST(CRanks, ThreadsGiveTheLayersRows) {
   }
 }
 
+// A cache whose tokens go round the ranks: prompts, then a step behind them, against one rank's.
+TEST(CRanks, ASplitCacheGivesTheLayersRows) {
+  const auto steps = [](Step& s, mla_communicator* ranks, int32_t count, int64_t rank) {
+    mla_sharding sharding = mla_sharding_default();
+    sharding.ranks = count;
+    sharding.interleave = 4;
+    const int64_t heads[] = {kHeads - 1, 1};
+    if (count > 1) s.options.sharding = &sharding, s.options.rank = rank, s.options.rank_heads = heads;
+    std::vector<float> out;
+    for (const int32_t context : {0, kTokens}) {
+      s.set(kTokens, context);
+      for (size_t i = 0; i < s.slots.size(); ++i) {
+        int64_t slot = 0;
+        EXPECT_OK(
+            mla_sharding_slot(&sharding, rank, context + static_cast<int64_t>(i), s.table.data(), 7, kPageSize, &slot));
+        s.slots[i] = static_cast<int32_t>(slot);
+      }
+      s.options.path = context == 0 ? MLA_PATHS_AUTOMATIC : MLA_PATHS_LATENT;
+      out = forward(s, ranks, count);
+    }
+    s.options.sharding = nullptr, s.options.rank_heads = nullptr;
+    return out;
+  };
+  Step whole(kTokens);
+  const std::vector<float> right = steps(whole, nullptr, 1, 0);
+  mla_communicator* ranks[2];
+  ASSERT_OK(mla_communicator_create_threads(2, ranks));
+  std::vector<float> out[2];
+  const auto run = [&](int rank) {
+    Part part(rank == 0 ? 0 : kHeads - 1, rank == 0 ? kHeads - 1 : 1);
+    out[rank] = steps(part, ranks[rank], 2, rank);
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  expect_close(out[0], right);
+  EXPECT_EQ(out[0], out[1]);
+  EXPECT_EQ(mla_communicator_connect(ranks[0], kCpu, MLA_LINK_PEER, 0, 0), MLA_ERROR_INPUT);
+  EXPECT_EQ(mla_communicator_connect(ranks[0], kCpu, 7, 0, 0), MLA_ERROR_INPUT);
+  for (mla_communicator* c : ranks) EXPECT_OK(mla_communicator_destroy(c));
+
+  mla_sharding three = mla_sharding_default();
+  three.ranks = 3;
+  whole.options.sharding = &three;
+  whole.options.tensor_parallel = 2;
+  Plan plan;
+  EXPECT_EQ(mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
+            MLA_ERROR_INPUT);
+}
+
 // Messages by (from, to), of a group of two.
 struct Post {
   std::mutex mutex;

@@ -216,6 +216,32 @@ TEST_F(Command, PlanRefusesBadBatchFiles) {
   EXPECT_NE(none.out.find("0 tokens in 0 requests"), std::string::npos) << none.out;
 }
 
+// Heads, then cached tokens too, over ranks: prompts in pieces, decodes and shared prefixes, checked against float64.
+TEST_F(Command, RanksSplitHeadsAndTheCache) {
+  const fs::path file = folder_ / "ranks.json";
+  const std::string run =
+      "run --layers 1 --heads 5 --requests 6 --input-len 60 --output-len 6 --token-budget 24 "
+      "--page-size 8 --threads 2 --verify 12 --json " +
+      file.string();
+  for (const char* ranks : {"--tp 2", "--tp 2 --dcp 2", "--tp 3 --dcp 3 --dcp-interleave 8 --cache fp8_ds_mla",
+                            "--tp 2 --dcp 2 --dcp-interleave 2 --split batch_invariant --path latent"}) {
+    const Outcome o = mla(run + " " + ranks);
+    EXPECT_EQ(o.status, 0) << ranks << o.out << o.err;
+    EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << ranks << o.out;
+  }
+  const json j = json::parse(contents(file));
+  EXPECT_EQ(j["model"]["tensor_parallel"], 2);
+  EXPECT_EQ(j["model"]["context_parallel"], 2);
+  EXPECT_EQ(j["model"]["context_parallel_interleave"], 2);
+  EXPECT_EQ(j["model"]["link"], "threads");
+  EXPECT_EQ(j["cache"]["page_size"], 16);
+  expect_bad("run --dcp 2", {"--dcp is 2", "1"});
+  expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
+  expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
+  expect_bad("run --tp 2 --comm nccl", {"--comm is read with --device cuda"});
+  expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
+}
+
 TEST_F(Command, SparseModelsRunAndSayWhereTimeGoes) {
   const std::string trace = " --requests 4 --input-len 70 --output-len 5 --threads 2 --verify 8";
   const fs::path file = folder_ / "run.json";

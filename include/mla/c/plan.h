@@ -82,10 +82,13 @@ typedef struct mla_plan_options {
   int32_t form;                     ///< MLA_FORM_...: the calls that the plan serves; default block
   int32_t cache_use;                ///< MLA_CACHE_USE_...; other than append, the default, of form attention alone
   int32_t dummy;                    ///< 1: calls write zeros to the step's rows and do nothing else; default 0
-  int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none.
-                                    ///< MLA_ERROR_UNSUPPORTED above 1 on a GPU
+  int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none
   int32_t index_arithmetic;         ///< MLA_INDEX_PRODUCTS_... of scores of an fp8 index cache; default exact
   int32_t reserved;
+  const mla_sharding* sharding;     ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
+                                    ///< tables and slots are those of this rank's cache; NULL: each has all tokens
+  int64_t rank;                     ///< this one, of sharding
+  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank, of sharding
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
