@@ -11,3 +11,6 @@ endif()
 if(MLA_BUILD_TESTS)
   find_package(GTest 1.12 REQUIRED CONFIG)
 endif()
+if(MLA_MPI AND NOT MLA_SANITIZE)  # MPI's own leaks and races are not ours to report
+  find_package(MPI QUIET COMPONENTS CXX)
+endif()

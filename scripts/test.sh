@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs what is missing, builds and runs the tests. Arguments: presets to test, by default release.
 cd "$(dirname "$0")/.."
-more_packages=(chromium python3)  # to open the reports, to check the page of figures
+more_packages=(chromium python3 libopenmpi-dev openmpi-bin)  # to open the reports, to check the page of figures, for ranks that are processes
 source scripts/setup.sh
 presets=("$@")
 ((${#presets[@]})) || presets=(release)
