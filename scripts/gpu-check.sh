@@ -3,22 +3,24 @@
 # by the command, the Python package, failing calls of the CUDA driver, benchmarks to JSON, and last the table of what they are held against
 # (scripts/gpu-table.py).
 #
-#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,run,python,faults,bench]
+#   scripts/gpu-check.sh [--bin DIR] [--out DIR] [--only tests,sanitize,run,python,faults,bench] [--gpus N]
 #
 # --bin: a folder with the programs: test_cuda_* and *_bench, libmla.so where they need it, the command mla, the Python
 # package in python/, faults, libmla_faults.so and faults_step, and in COMMIT the commit that they were built from; without it they are built here (build/gpu).
 # --out: where the JSON goes, by default bench/results/<card>; each file names its commit. Both as seen from the repository.
+# --gpus: with 2 or more, replays and benchmarks over ranks, too, a GPU each; they are left out, and said to be, by default.
 # Exit code 1 when a test, a tool or a benchmark's own check failed, whatever the table says of speed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-bin= out= only=tests,sanitize,run,python,faults,bench
+bin= out= gpus=1 only=tests,sanitize,run,python,faults,bench
 while (($#)); do
   case $1 in
-    --bin | --out | --only) (($# > 1)) || { echo "gpu-check: $1 needs a value" >&2; exit 2; } ;;&
+    --bin | --out | --only | --gpus) (($# > 1)) || { echo "gpu-check: $1 needs a value" >&2; exit 2; } ;;&
     --bin) bin=$2 ;;
     --out) out=$2 ;;
     --only) only=$2 ;;
+    --gpus) gpus=$2 ;;
     *) echo "gpu-check: unknown option $1" >&2; exit 2 ;;
   esac
   shift 2
@@ -29,6 +31,10 @@ for part in ${only//,/ }; do
 done
 if ! command -v nvidia-smi >/dev/null || ! card=$(nvidia-smi --query-gpu=name --format=csv,noheader -i 0 2>/dev/null); then
   echo "gpu-check: no NVIDIA GPU on this machine" >&2
+  exit 2
+fi
+if ! [[ $gpus =~ ^[1-9][0-9]*$ ]] || ((gpus > $(nvidia-smi --list-gpus | wc -l))); then
+  echo "gpu-check: --gpus $gpus, this machine has $(nvidia-smi --list-gpus | wc -l)" >&2
   exit 2
 fi
 if [[ -z $bin ]]; then
@@ -204,6 +210,14 @@ if wanted run; then
     replay sparse --model deepseek-v3.2 --layers 1 --requests 2 --input-len 3000 --output-len 6 --rate 0 --token-budget 8192
     replay sparse_ds_mla --model deepseek-v3.2 --layers 2 --requests 3 --input-len 2500 --output-len 20 --rate 0 \
       --cache fp8_ds_mla --token-budget 4096
+    if ((gpus >= 2)); then
+      for link in peer nccl; do
+        replay "ranks_$link" --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0 \
+          --tp 2 --dcp 2 --comm "$link"
+      done
+    else
+      echo "ranks: left out, on one GPU (--gpus 2)"
+    fi
   else
     failed+=("run: no program mla in $bin")
   fi
@@ -236,6 +250,10 @@ if wanted bench; then
   for bench in "$bin"/*_bench; do
     [[ -x $bench ]] || { echo "gpu-check: no programs *_bench in $bin" >&2; exit 2; }
     op=$(basename "$bench" _bench)
+    if [[ $op == ranks ]] && ((gpus < 2)); then
+      echo "== ranks: left out, on one GPU (--gpus 2)"
+      continue
+    fi
     echo "== $op"
     begin=$SECONDS
     "$bench" json="$out/$op.json" || failed+=("${op}_bench")

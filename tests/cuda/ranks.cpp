@@ -63,6 +63,9 @@ class GpuRanks : public testing::TestWithParam<Group> {
  protected:
   void SetUp() override {
     if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+    if (GetParam().link == GpuLink::nccl)
+      for (const std::string& e : on_gpus(GpuLink::nccl, 1, [](Self) {}))
+        if (e.find("NCCL is not there") != std::string::npos) GTEST_SKIP() << e;
     if (gpu_count() < GetParam().ranks)
       GTEST_SKIP() << GetParam().ranks << " ranks need as many GPUs, there are " << gpu_count();
   }
