@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -23,8 +24,9 @@ struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
               output = "none", form = "block", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
               up = "plain", products = "plain", activations = "plain", batch, json;
-  int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0;
-  int threads = 1, capability = 90;
+  int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0, interleave = 1;
+  int threads = 1, capability = 90, tp = 1, dcp = 1;
+  std::string link;
   bool absorbed = false;
   ReadOptions read;
   std::vector<std::string> queries, contexts;
@@ -64,6 +66,46 @@ void print_steps(const std::vector<layer::KernelUse>& uses, const std::string& t
 std::string target_of(Device device, int capability) {
   if (device.kind == DeviceKind::cpu) return "CPU (" + std::string(backend::backend(device).target()) + ")";
   return "GPU of compute capability " + std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+double seconds_of(const std::vector<layer::KernelUse>& uses) {
+  double sum = 0;
+  for (const layer::KernelUse& u : uses) sum += u.seconds;
+  return sum;
+}
+
+// "GB/s,us" of a link.
+LinkRates parse_link(const std::string& text) {
+  LinkRates link;
+  if (text.empty()) return link;
+  char end = 0;
+  double gigabytes = 0, microseconds = 0;
+  if (std::sscanf(text.c_str(), "%lf,%lf%c", &gigabytes, &microseconds, &end) != 2 || !(gigabytes > 0) ||
+      !(microseconds >= 0) || gigabytes > 1e6 || microseconds > 1e9)
+    throw InputError("--link is '" + text + "', two numbers are meant: GB/s above 0, and microseconds, as in 200,7");
+  return {.seconds = 1e-6 * microseconds, .bytes = 1e9 * gigabytes};
+}
+
+// What rank 0 of the ranks plans, and what that takes.
+struct RankStep {
+  Plan plan;
+  std::vector<layer::KernelUse> uses;
+};
+
+// A layer's step of one rank, by the context of its requests: heads over the ranks, and the cache, too.
+void print_divisions(const std::function<RankStep(const BatchLengths&, int dcp)>& step, const BatchLengths& lengths,
+                     int ranks) {
+  std::printf("  a layer's step over %d ranks, by the context of every request, expected:\n", ranks);
+  std::printf("    %10s %14s %22s\n", "context", "heads alone", "heads and the cache");
+  int64_t even = 0;
+  for (int64_t context = 1024; context <= int64_t{1} << 20; context *= 4) {
+    const BatchLengths of{lengths.queries, std::vector<int64_t>(lengths.queries.size(), context)};
+    const double heads = seconds_of(step(of, 1).uses), both = seconds_of(step(of, ranks).uses);
+    if (even == 0 && both < heads) even = context;
+    std::printf("    %10lld %11.1f us %19.1f us\n", static_cast<long long>(context), heads * 1e6, both * 1e6);
+  }
+  if (even > 0) std::printf("    a split cache is faster from %lld tokens on or below\n", static_cast<long long>(even));
+  else std::printf("    a split cache is not faster up to %d tokens\n", 1 << 20);
 }
 
 nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string& target,
@@ -111,7 +153,6 @@ void run(const CLI::App& command, Flags& f) {
   const CacheSpec spec = cache_spec(model, parse_choice("--cache", f.cache, parse_cache_format), f.page_size);
   spec.validate();
 
-  const BatchOfLengths made(lengths, f.page_size);
   PlanOptions options;
   options.form = parse_choice("--form", f.form, parse_layer_form);
   options.path = parse_choice("--path", f.path, parse_path_policy);
@@ -127,20 +168,42 @@ void run(const CLI::App& command, Flags& f) {
   options.activations = parse_choice("--activations", f.activations, parse_activations);
   options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
-  const Batch batch = made.batch();
+  options.tensor_parallel = f.tp;
+  options.link = parse_link(f.link);
+  if (f.dcp != 1 && f.dcp != f.tp)
+    throw InputError("--dcp is " + std::to_string(f.dcp) + ", the cache is split over all ranks of --tp, " +
+                     std::to_string(f.tp) + ", or over none: 1");
   const bool gpu = device.kind == DeviceKind::cuda;
-  const Plan p = plan(model, spec, made.pages(), batch, device_info(device, gpu ? 1 : f.threads, model), options);
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
                                 .up = options.up,
                                 .products = parse_choice("--product-weights", f.products, parse_weight_format)};
-  const std::vector<layer::KernelUse> uses = layer::kernels(p, batch, prepared, {.hopper = f.capability / 10 == 9});
+  const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
+  const auto step = [&](const BatchLengths& of, int dcp) {
+    PlanOptions o = options;
+    if (dcp > 1) {
+      o.context_parallel = {.sharding = CacheSharding(dcp, f.interleave), .rank = 0, .heads = {}};
+      for (int r = 0; r < dcp; ++r) o.context_parallel.heads.push_back(head_share(model.heads, r, dcp).count);
+    }
+    const BatchOfLengths made(of, f.page_size);
+    RankStep s{plan(own, spec, made.pages(), made.batch(), device_info(device, gpu ? 1 : f.threads, own), o), {}};
+    s.uses = layer::kernels(s.plan, made.batch(), prepared, {.hopper = f.capability / 10 == 9});
+    return s;
+  };
+  const auto [p, uses] = step(lengths, f.dcp);
   const std::string target = target_of(device, f.capability);
   files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);
   print_steps(uses, target);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
+  if (f.tp > 1) {
+    std::printf(
+        "  rank 0 of %d: %s of %lld, %s of cache a token and layer\n", f.tp, counted(own.heads, "head").c_str(),
+        static_cast<long long>(model.heads),
+        readable_bytes(spec.page_bytes() / static_cast<size_t>(spec.page_size) / static_cast<size_t>(f.dcp)).c_str());
+    if (options.link.bytes > 0 && !model.indexer) print_divisions(step, lengths, f.tp);
+  }
   files.finish();
 }
 
@@ -185,6 +248,12 @@ void add_plan(CLI::App& app, int&) {
                       kMostTokens);
   f->device = std::make_unique<DeviceFlag>(*c);
   add_number(*c, "--compute-capability", f->capability, "of the GPU that kernels are named for, times ten", 80, 129);
+  add_number(*c, "--tp", f->tp, "ranks that split the heads; the plan is rank 0's", 1, 1024);
+  add_number(*c, "--dcp", f->dcp, "ranks that split every sequence's cached tokens: --tp's, or 1", 1, 1024);
+  add_number<int64_t>(*c, "--dcp-interleave", f->interleave, "tokens in turn on a rank", 1, kMostTokens);
+  c->add_option("--link", f->link,
+                "GB/s that a rank sends and microseconds of a call, as in 200,7: for expected times of what ranks "
+                "exchange");
   c->add_option("--json", f->json, "write the plan and its kernels to this file");
   add_threads(*c, f->threads);
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");

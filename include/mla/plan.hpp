@@ -99,11 +99,16 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
 /// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
 /// UnsupportedError for PathPolicy::expanded with context, requests that select their keys, fp8 queries, full
-/// absorption, another CacheUse than append, and a GPU.
+/// absorption, and another CacheUse than append.
 struct ContextParallel {
   CacheSharding sharding;      ///< one rank: the cache is whole
   int rank = 0;                ///< this plan's
   std::vector<int64_t> heads;  ///< of each rank; the model's own at [rank]
+};
+
+/// What a rank's messages take, for expected times alone: a call's own time, and bytes a second that a rank sends.
+struct LinkRates {
+  double seconds = 0, bytes = 0;  ///< bytes 0: unknown, times are then not expected
 };
 
 struct PlanOptions {
@@ -117,10 +122,11 @@ struct PlanOptions {
   /// inputs of the calls are not, and may be missing.
   bool dummy = false;
   /// Ranks that split a layer's heads (mla/parallel.hpp), each with a plan of its own: forward() then sums their hidden
-  /// rows over LayerContext::ranks. The attention form needs no sum. Above 1: UnsupportedError on a GPU.
+  /// rows over LayerContext::ranks. The attention form needs no sum.
   int tensor_parallel = 1;
   /// Of as many ranks as tensor_parallel says, in forward() and attend() alike; by default none.
   ContextParallel context_parallel;
+  LinkRates link;  ///< between the ranks
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.

@@ -7,17 +7,27 @@
 
 namespace mla::layer {
 
-void Survey::add(std::string_view op, std::string kernel, const ops::Cost& cost, double flops_rate) {
+void Survey::add_seconds(std::string_view op, std::string kernel, const ops::Cost& cost, double seconds) {
   const auto same = [&](const KernelUse& u) { return u.op == op && u.kernel == kernel; };
   auto at = std::find_if(uses.begin(), uses.end(), same);
   if (at == uses.end()) at = uses.insert(at, {op, std::move(kernel)});
-  // Rates are a core's, or a whole GPU's.
-  const double workers = plan_.device.device.kind == DeviceKind::cpu ? plan_.device.threads : 1;
-  const auto over = [&](double work, double rate) { return rate > 0 ? work / (rate * workers) : 0.0; };
   ++at->calls;
   at->bytes += cost.bytes;
   at->flops += cost.flops;
-  at->seconds += std::max(over(cost.bytes, rates_.bytes), over(cost.flops, flops_rate));
+  at->seconds += seconds;
+}
+
+void Survey::add(std::string_view op, std::string kernel, const ops::Cost& cost, double flops_rate) {
+  // Rates are a core's, or a whole GPU's.
+  const double workers = plan_.device.device.kind == DeviceKind::cpu ? plan_.device.threads : 1;
+  const auto over = [&](double work, double rate) { return rate > 0 ? work / (rate * workers) : 0.0; };
+  add_seconds(op, std::move(kernel), cost, std::max(over(cost.bytes, rates_.bytes), over(cost.flops, flops_rate)));
+}
+
+void Survey::note_collective(std::string_view op, int ranks, const ops::Cost& cost) {
+  const LinkRates& link = plan_.options.link;
+  add_seconds(op, "of " + std::to_string(ranks) + " ranks" + (link.bytes > 0 ? "" : ", link unknown"), cost,
+              link.bytes > 0 ? link.seconds + cost.bytes / link.bytes : 0);
 }
 
 std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const PrepareOptions& weights,

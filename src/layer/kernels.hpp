@@ -38,10 +38,8 @@ class Survey {
   void note(std::string_view op, const Args& args) {
     add(op, ops::kernel(backend_, gpu_, args), cost_of(args), flops_rate(args));
   }
-  /// cost: of what a rank sends, and adds. Links are not among the plan's rates.
-  void note_collective(std::string_view op, int ranks, const ops::Cost& cost) {
-    add(op, "of " + std::to_string(ranks) + " ranks", cost, 0);
-  }
+  /// cost: of what a rank sends, and adds.
+  void note_collective(std::string_view op, int ranks, const ops::Cost& cost);
   std::vector<KernelUse> uses;
 
  private:
@@ -60,6 +58,7 @@ class Survey {
   double flops_rate(const ops::AttendSparseArgs&) const { return rates_.latent_flops; }
   double flops_rate(const ops::IndexScoreArgs&) const { return rates_.latent_flops; }
   void add(std::string_view op, std::string kernel, const ops::Cost& cost, double flops_rate);
+  void add_seconds(std::string_view op, std::string kernel, const ops::Cost& cost, double seconds);
 
   const backend::Backend& backend_;
   backend::GpuModel gpu_;
