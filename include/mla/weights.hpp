@@ -17,6 +17,15 @@
 
 namespace mla {
 
+/// A matrix [out, in] as a quantised checkpoint stores it: packed codes, scales, zero points.
+class QuantisedMatrix {
+ public:
+  virtual ~QuantisedMatrix() = default;
+  /// The values that the format defines, of rows [row, row + rows) and columns [col, col + cols), into out [rows,
+  /// cols]: exact in float64, or where the format divides, so close that rounding them is rounding the exact ones.
+  virtual void decode(int64_t row, int64_t rows, int64_t col, int64_t cols, double* out) const = 0;
+};
+
 /// A tensor in host memory, which `owner` keeps alive, or the caller where it is null.
 struct HostTensor {
   std::string name;
@@ -24,14 +33,21 @@ struct HostTensor {
   std::vector<int64_t> shape;
   const std::byte* data = nullptr;
   std::shared_ptr<const void> owner;
-  /// Block scales of an fp8 weight: w = fp8 * scale[r / 128][c / 128]; empty otherwise.
+  /// Scales of an fp8 weight, [ceil(rows / block_rows), ceil(cols / block_cols)]: w = fp8 * scale[r / block_rows][c /
+  /// block_cols]; empty otherwise.
   std::vector<float> block_scales;
   int64_t block_rows = 0, block_cols = 0;
+  /// Where the values are when a checkpoint stores another form than those above: the matrix from this row and column
+  /// on. data then only says that the tensor is there, and dtype nothing.
+  std::shared_ptr<const QuantisedMatrix> quantised;
+  int64_t first_row = 0, first_col = 0;
+  /// The form of a quantised tensor in words, for display; empty: plain.
+  std::string format;
 
   explicit operator bool() const { return data != nullptr; }
   int64_t size() const;
-  /// Values as f32, block scales applied.
-  std::vector<float> to_f32() const;
+  /// Values as f32, each rounded once to `rounded`: f32 or bf16. UnsupportedError for another.
+  std::vector<float> to_f32(Dtype rounded = Dtype::f32) const;
 };
 
 /// The sparse indexer's tensors; linear maps are [out, in] row-major.
