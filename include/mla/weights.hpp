@@ -110,8 +110,11 @@ class Checkpoint {
   const ModelConfig& config() const;
   /// Tensors of attention `index`, checked against the config's shapes: under `model.`, `language_model.model.` or
   /// `model.language_model.`, then ModelConfig::attention_name(). UnsupportedError naming a tensor there that nothing
-  /// reads (a bias, a gate, sinks, an indexer of a model without one), unless ReadOptions allows it.
+  /// reads (a bias, a gate, sinks, an indexer of a model without one, scales beside a plain weight), unless ReadOptions
+  /// allows it. Matrices may be stored in any form that docs/models.md lists: HostTensor::format says which.
   LayerTensors layer(int64_t index) const;
+  /// What layer() gives without data: names, shapes and formats.
+  LayerTensors outline(int64_t index) const;
   /// Throws what layer() would but for reading: no tensor's data is touched.
   void check(int64_t index) const;
   /// All attention tensors of a layer as found: for display.

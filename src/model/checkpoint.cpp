@@ -253,7 +253,9 @@ LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
 
 LayerTensors Checkpoint::layer(int64_t index) const { return state_->read(index, true); }
 
-void Checkpoint::check(int64_t index) const { state_->read(index, false); }
+LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, false); }
+
+void Checkpoint::check(int64_t index) const { outline(index); }
 
 std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {
   const std::string prefix = state_->prefix(index);

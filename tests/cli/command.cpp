@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "support/safetensors_writer.hpp"
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -540,6 +542,33 @@ TEST_F(Command, InfoShowsACheckpoint) {
   EXPECT_NE(o.out.find("layer 1: 4 tensors"), std::string::npos) << o.out;
   EXPECT_NE(o.out.find("unusable: "), std::string::npos) << o.out;
   EXPECT_NE(o.out.find("o_proj"), std::string::npos) << o.out;
+}
+
+// What each matrix was read as, and that one may be plain beside.
+TEST_F(Command, InfoNamesTheFormsOfWeights) {
+  fs::create_directories(folder_ / "fp8");
+  write(
+      "fp8/config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":32,"num_hidden_layers":1,"num_attention_heads":2,"q_lora_rank":null,)"
+      R"("kv_lora_rank":6,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":3,)"
+      R"("quantization_config":{"quant_method":"compressed-tensors","format":"mixed-precision"}})");
+  mla::test::SafetensorsWriter w;
+  const std::string prefix = "model.layers.0.self_attn.";
+  w.add(prefix + "q_proj.weight", "F8_E4M3", {12, 32}, std::vector<uint8_t>(12 * 32, 0x38));
+  w.add(prefix + "q_proj.weight_scale", "F32", {12, 1}, std::vector<float>(12, 1.0f));
+  w.add(prefix + "kv_a_proj_with_mqa.weight_packed", "U8", {8, 16}, std::vector<uint8_t>(8 * 16));
+  w.add(prefix + "kv_a_proj_with_mqa.weight_scale", "U8", {8, 1}, std::vector<uint8_t>(8));
+  w.add(prefix + "kv_a_layernorm.weight", "F32", {6}, std::vector<float>(6));
+  w.add(prefix + "kv_b_proj.weight", "F32", {14, 6}, std::vector<float>(14 * 6));
+  w.add(prefix + "o_proj.weight", "F8_E4M3", {32, 6}, std::vector<uint8_t>(32 * 6, 0x38));
+  w.add(prefix + "o_proj.weight_scale", "F32", {32, 1}, std::vector<float>(32, 1.0f));
+  w.write(folder_ / "fp8/model.safetensors");
+  const Outcome o = mla("info " + (folder_ / "fp8").string());
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  for (const char* s :
+       {"weights quantised by compressed-tensors\n", "  read as fp8, a scale for each row: q_proj, o_proj\n",
+        "  read as mxfp4, groups of 32: kv_a_proj_with_mqa\n"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
 }
 
 TEST_F(Command, InfoShowsAFileOfTensors) {
