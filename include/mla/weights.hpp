@@ -59,6 +59,12 @@ struct IndexerTensors {
   HostTensor head_weights;   ///< indexer.weights_proj [Ni, H]
 };
 
+/// Static scales that a checkpoint has for fp8 queries, keys and values: a value is its code times its scale. Each has
+/// one element, or one for each head, or none where the checkpoint has no such scale.
+struct StoredScales {
+  std::vector<float> q, k, v;
+};
+
 /// One layer's tensors by role, as a checkpoint stores them: linear maps are [out, in] row-major.
 struct LayerTensors {
   HostTensor query;                       ///< q_proj [N*(P+R), H], or q_b_proj [N*(P+R), Lq] with a query latent
@@ -69,6 +75,7 @@ struct LayerTensors {
   HostTensor kv_up;                       ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
   HostTensor output;                      ///< o_proj [H, N*V]
   std::optional<IndexerTensors> indexer;  ///< of a layer that has its own
+  StoredScales scales;
 };
 
 /// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3",
@@ -113,6 +120,9 @@ class Checkpoint {
   /// reads (a bias, a gate, sinks, an indexer of a model without one, scales beside a plain weight), unless ReadOptions
   /// allows it. Matrices may be stored in any form that docs/models.md lists: HostTensor::format says which.
   LayerTensors layer(int64_t index) const;
+  /// The scales that come with a layer, under vLLM's, SGLang's, ModelOpt's, compressed-tensors' and Quark's names.
+  /// CheckpointError naming a tensor of the wrong dtype or size, or whose number is not finite and above 0.
+  StoredScales scales(int64_t index) const;
   /// What layer() gives without data: names, shapes and formats.
   LayerTensors outline(int64_t index) const;
   /// Throws what layer() would but for reading: no tensor's data is touched.

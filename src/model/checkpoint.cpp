@@ -10,6 +10,7 @@
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
 #include "model/json.hpp"
+#include "model/quantised/cache_scales.hpp"
 #include "model/quantised/formats.hpp"
 #include "model/text.hpp"
 
@@ -57,7 +58,7 @@ bool of_an_indexer(std::string_view role) { return role.starts_with("indexer.");
 void require_known(std::string_view prefix, std::string_view tensor, std::string_view where, const ModelConfig& m) {
   if (!tensor.starts_with(prefix)) return;
   const std::string_view role = tensor.substr(prefix.size());
-  if (among(kOthers, role)) return;
+  if (among(kOthers, role) || is_cache_scale(role)) return;
   const size_t dot = role.rfind('.') + 1;
   const std::string_view module = role.substr(0, dot), part = role.substr(dot);
   if (among(kMatrices, module) && among(kParts, part)) return;
@@ -109,8 +110,10 @@ class LayerReader {
                                  .key_norm_bias = vector("indexer.k_norm.bias", x.dim),
                                  .head_weights = matrix("indexer.weights_proj.", x.heads, m.hidden)};
     }
+    t.scales = scales();
     return t;
   }
+  StoredScales scales() { return read_cache_scales(find_, prefix_, config_.heads, data_, used_); }
   /// UnsupportedError for one of a file's tensors that nothing has read.
   void require_used_of(const Safetensors& file) const {
     for (const SafetensorsEntry& e : file.entries())
@@ -164,6 +167,11 @@ struct Checkpoint::State {
   std::vector<Safetensors> files;
   std::unordered_map<std::string, size_t> file_of;  // tensor name -> index into files
 
+  void require_layer(int64_t index) const {
+    if (index < 0 || index >= config.layers)
+      throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
+                       std::to_string(config.layers - 1));
+  }
   LayerTensors read(int64_t index, bool data) const;
 
   const Safetensors* find(const std::string& name) const {
@@ -236,9 +244,7 @@ Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& o
 const ModelConfig& Checkpoint::config() const { return state_->config; }
 
 LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
-  if (index < 0 || index >= config.layers)
-    throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
-                     std::to_string(config.layers - 1));
+  require_layer(index);
   const FindTensor look_up = [&](const std::string& name) { return find(name); };
   const std::string above = prefix(index);
   if (!options.allow_unknown)
@@ -252,6 +258,12 @@ LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
 }
 
 LayerTensors Checkpoint::layer(int64_t index) const { return state_->read(index, true); }
+
+StoredScales Checkpoint::scales(int64_t index) const {
+  state_->require_layer(index);
+  const FindTensor look_up = [&](const std::string& name) { return state_->find(name); };
+  return LayerReader(look_up, state_->prefix(index), state_->folder.string(), state_->config, index).scales();
+}
 
 LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, false); }
 
