@@ -583,6 +583,40 @@ TEST_F(Command, MalformedFilesAreOneLine) {
   expect_bad("info " + write("empty/none", "").parent_path().string(), {"config.json"});
 }
 
+// Scales of an fp8 cache: as asked for, in the summary, in JSON, and named where they cut.
+TEST_F(Command, KvScales) {
+  const fs::path file = folder_ / "run.json";
+  const std::string run =
+      "run --requests 2 --input-len 20 --output-len 2 --layers 2 --heads 2 --cache fp8 --verify 2 "
+      "--json " +
+      file.string() + " --kv-scales ";
+  Outcome o = mla(run + "1");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_EQ(o.out.find("k_scale"), std::string::npos) << o.out;
+  EXPECT_EQ(json::parse(contents(file))["cache"]["k_scales"], json({1.0, 1.0}));
+  o = mla(run + "auto");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find(", all found on the trace's first tokens; at most 0% of a layer's codes"), std::string::npos)
+      << o.out;
+  EXPECT_EQ(o.err.find("e4m3"), std::string::npos) << o.err;
+  const json found = json::parse(contents(file));
+  EXPECT_EQ(found["options"]["kv_scales"], "auto") << found["options"].dump();
+  EXPECT_EQ(found["cache"]["saturated"], json({0.0, 0.0}));
+  EXPECT_GT(found["cache"]["k_scales"][0].get<double>(), 0.001);
+  EXPECT_LT(found["cache"]["k_scales"][0].get<double>(), 0.1);
+  const std::string scales = write("scales.json", R"({"k_scale": [1, 0.00001]})").string();
+  o = mla(run + scales);
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.err.find("mla: layer 1: 9"), std::string::npos) << o.err;
+  EXPECT_NE(o.err.find("% of its cache's codes are at e4m3's largest, above 0.1%: values past 448 times k_scale 1e-05 "
+                       "are cut (--kv-scales)"),
+            std::string::npos)
+      << o.err;
+  EXPECT_EQ(o.err.find("layer 0"), std::string::npos) << o.err;
+  expect_bad("run --kv-scales auto", {"--kv-scales is auto", "--cache is bf16"});
+  expect_bad("run --layers 3 --cache fp8 --kv-scales " + scales, {"scales.json", "2 elements", "3 layers"});
+}
+
 // Tokens over the run's duration, and nothing that a share of each step goes into.
 TEST_F(Command, ThroughputIsTokensOverDuration) {
   const fs::path file = folder_ / "run.json";
