@@ -837,7 +837,7 @@ TEST(GptqWeights, ByHandInBothFormats) {
       // Columns 0 to 7 of a row hold 0 to 7.
       w.add(kName + "qweight", "I32", {1, 8}, Words(8, 0x76543210));
       w.add(kName + "qzeros", "I32", {2, 1},
-            Words{0xf0000003, 0x00000007});  // rows 0 and 7 of group 0, row 0 of group 1
+            Words{0xe0000003, 0x00000007});  // rows 0 and 7 of group 0, row 0 of group 1
       std::vector<f16> scales(16, to_f16(1));
       scales[8] = to_f16(0.5f);  // group 1, row 0
       w.add(kName + "scales", "F16", {2, 8}, scales);
@@ -848,7 +848,7 @@ TEST(GptqWeights, ByHandInBothFormats) {
       const float code = static_cast<float>(c);
       EXPECT_EQ(x[static_cast<size_t>(c)], c < 4 ? code - (3 + one) : (code - (7 + one)) * 0.5f) << c;
       EXPECT_EQ(x[static_cast<size_t>(8 + c)], code - one) << c;
-      EXPECT_EQ(x[static_cast<size_t>(56 + c)], c < 4 ? code - (15 + one) : code - one) << c;
+      EXPECT_EQ(x[static_cast<size_t>(56 + c)], c < 4 ? code - (14 + one) : code - one) << c;
     }
     EXPECT_EQ(folder.output().format, "int4 (gptq), groups of 4, zero points");
   }
@@ -879,7 +879,7 @@ TEST(GptqWeights, RandomCodes) {
     const int64_t in_word = 32 / k.bits, groups = k.group < 0 ? 1 : (k.cols + k.group - 1) / k.group;
     const uint32_t span = 1u << k.bits;
     const std::vector<uint32_t> codes = random.codes<uint32_t>(k.rows * k.cols, span),
-                                zeros = random.codes<uint32_t>(groups * k.rows, span),
+                                zeros = random.codes<uint32_t>(groups * k.rows, k.second ? span : span - 1),
                                 index = random.codes<uint32_t>(k.cols, static_cast<uint32_t>(groups));
     const std::vector<f16> scales = as_f16(random.scales(groups * k.rows));
     Words qweight(static_cast<size_t>(k.cols / in_word * k.rows)),
@@ -922,6 +922,18 @@ TEST(GptqWeights, WhatIsRefused) {
   };
   const std::string four = gptq_config(4, 8), file = "F/model.safetensors: tensor 'W.";
   EXPECT_EQ(with(four, {2, 8}, {2, 1}).refusal(), "read");
+  for (bool second : {false, true}) {
+    const Folder largest(8, 16, gptq_config(4, 8, second), [](Writer& w) {
+      w.add(kName + "qweight", "I32", {2, 8}, Words(16, 1));
+      w.add(kName + "qzeros", "I32", {2, 1}, Words{0x77777777, 0x77777f77});
+      w.add(kName + "scales", "F32", {2, 8}, Floats(16, 1));
+    });
+    EXPECT_EQ(largest.refusal(true),
+              second ? "read"
+                     : file +
+                           "qzeros' is 15 at group 1, row 2, which readers of checkpoint_format gptq take for 16 or "
+                           "for 0");
+  }
   EXPECT_EQ(with(four, {3, 8}, {2, 1}).refusal(),
             file +
                 "qweight' has shape [3, 8], expected [1, 8] or [2, 8] or [4, 8] for a weight of 2, 4 or 8 bits in "
@@ -964,7 +976,7 @@ TEST(QuantisedLayers, PartsOfHeads) {
   w.add(kLayer + "kv_b_proj.weight", "F8_E4M3", {120, 32}, random.finite_fp8(120 * 32));  // a scale for each row
   w.add(kLayer + "kv_b_proj.weight_scale", "F32", {120, 1}, random.scales(120));
   w.add(kName + "qweight", "I32", {6, 64}, random.words(6 * 64));
-  w.add(kName + "qzeros", "I32", {3, 8}, random.words(3 * 8));
+  w.add(kName + "qzeros", "I32", {3, 8}, Words(3 * 8, 0x75310246));
   w.add(kName + "scales", "F32", {3, 64}, random.scales(3 * 64));
   w.write(folder / "model.safetensors");
   const Checkpoint checkpoint(folder.path());

@@ -5,8 +5,8 @@
 //   scales   float [groups, rows]
 //   g_idx    I32 [cols]: the group of each column; without it, neighbours
 //
-// w = (code - zero) * scale. checkpoint_format gptq stores zero points less one, without a carry: 2^bits - 1 stands for
-// 2^bits, as AutoGPTQ's and vLLM's kernels read it. gptq_v2 stores them as they are.
+// w = (code - zero) * scale. checkpoint_format gptq stores zero points less one, gptq_v2 as they are. Less one, 0 has
+// no place: readers take 2^bits - 1 for 2^bits (vLLM) or, adding in as many bits, for 0. It is refused.
 #include "model/quantised/formats.hpp"
 #include "model/quantised/integers.hpp"
 
@@ -23,6 +23,23 @@ struct Code {
     return words[c / in_word * rows + r] >> (at * bits) & ((1u << bits) - 1);
   }
 };
+
+std::vector<int16_t> zeros(const StoredMatrix& m, const Buffer& stored, int64_t groups, int64_t bits) {
+  const int64_t in_word = 32 / bits, offset = m.model.quantisation.zero_offset, last = (int64_t{1} << bits) - 1;
+  std::vector<int16_t> z;
+  z.reserve(static_cast<size_t>(groups * m.rows));
+  for (int64_t g = 0; g < groups; ++g)
+    for (int64_t r = 0; r < m.rows; ++r) {
+      const uint32_t word = stored.as<uint32_t>()[g * (m.rows / in_word) + r / in_word];
+      const int64_t zero = word >> (r % in_word * bits) & last;
+      if (zero == last && offset > 0)
+        m.unsupported("qzeros", "is " + std::to_string(zero) + " at group " + std::to_string(g) + ", row " +
+                                    std::to_string(r) + ", which readers of checkpoint_format gptq take for " +
+                                    std::to_string(zero + offset) + " or for 0");
+      z.push_back(static_cast<int16_t>(zero + offset));
+    }
+  return z;
+}
 
 }  // namespace
 
@@ -48,13 +65,7 @@ HostTensor read_gptq(const StoredMatrix& m) {
   m.take("qzeros", {"I32"}, {{groups, m.rows / in_word}}, kWhat);
   Groups g = groups_of(m, "g_idx", "scales", groups);
   Affine affine{.scales = m.scales("scales"), .zeros = {}, .row_stride = 1, .group_stride = m.rows};
-  if (const auto stored = m.bytes("qzeros"))
-    for (int64_t i = 0; i < groups; ++i)
-      for (int64_t r = 0; r < m.rows; ++r) {
-        const uint32_t word = stored->as<uint32_t>()[i * (m.rows / in_word) + r / in_word];
-        const int64_t zero = word >> (r % in_word * bits) & ((1u << bits) - 1);
-        affine.zeros.push_back(static_cast<int16_t>(zero + m.model.quantisation.zero_offset));
-      }
+  if (const auto stored = m.bytes("qzeros")) affine.zeros = zeros(m, *stored, groups, bits);
   const std::string form = "int" + std::to_string(bits) + " (gptq), " + g.words + ", zero points";
   return m.tensor(
       "qweight", form,
