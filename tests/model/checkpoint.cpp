@@ -5,7 +5,6 @@
 #include <cmath>
 #include <functional>
 #include <thread>
-#include <tuple>
 
 #include "mla/error.hpp"
 #include "mla/quant_scales.hpp"
@@ -386,23 +385,26 @@ TEST_F(CheckpointFolder, ScalesOfQueriesKeysAndValues) {
   EXPECT_TRUE(read().q.empty() && read().k.empty() && read().v.empty());
   EXPECT_FALSE(latent_k_scale(read()));
   EXPECT_THROW(Checkpoint(folder_.path()).scales(2), InputError);
-  for (const auto& [q, k, v] : {std::tuple("q_scale", "k_scale", "v_scale"),
-                                {"q_proj.q_scale", "k_proj.k_scale", "v_proj.v_scale"},
-                                {"q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale"},
-                                {"attn.q_scale", "attn.k_scale", "attn.v_scale"},
-                                {"mla_attn.q_scale", "mla_attn.k_scale", "mla_attn.v_scale"},
-                                {"attn_mqa.q_scale", "kv_a_proj_with_mqa.k_scale", "kv_a_proj_with_mqa.v_scale"},
-                                {"mla_attn.mla_attn.q_scale", "mla_attn.mla_attn.k_scale", "attn_mqa.v_scale"}}) {
+  struct Names {
+    const char *q, *k, *v;
+  };
+  for (const Names& n : {Names{"q_scale", "k_scale", "v_scale"},
+                         {"q_proj.q_scale", "k_proj.k_scale", "v_proj.v_scale"},
+                         {"q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale"},
+                         {"attn.q_scale", "attn.k_scale", "attn.v_scale"},
+                         {"mla_attn.q_scale", "mla_attn.k_scale", "mla_attn.v_scale"},
+                         {"attn_mqa.q_scale", "kv_a_proj_with_mqa.k_scale", "kv_a_proj_with_mqa.v_scale"},
+                         {"mla_attn.mla_attn.q_scale", "mla_attn.mla_attn.k_scale", "attn_mqa.v_scale"}}) {
     write([&](auto& w) {
-      w.add(prefix + q, "F32", {}, List{0.5f});
-      w.add(prefix + k, "F32", {1}, List{0.25f});
-      w.add(prefix + v, "BF16", {3, 1, 1}, std::vector<bf16>{to_bf16(1), to_bf16(2), to_bf16(3)});
+      w.add(prefix + n.q, "F32", {}, List{0.5f});
+      w.add(prefix + n.k, "F32", {1}, List{0.25f});
+      w.add(prefix + n.v, "BF16", {3, 1, 1}, std::vector<bf16>{to_bf16(1), to_bf16(2), to_bf16(3)});
       w.add(prefix + "attn.prob_scale", "F32", {}, List{7});
     });
     const StoredScales s = read();
-    EXPECT_EQ(s.q, List{0.5f}) << q;
-    EXPECT_EQ(s.k, List{0.25f}) << k;
-    EXPECT_EQ(s.v, (List{1, 2, 3})) << v;
+    EXPECT_EQ(s.q, List{0.5f}) << n.q;
+    EXPECT_EQ(s.k, List{0.25f}) << n.k;
+    EXPECT_EQ(s.v, (List{1, 2, 3})) << n.v;
     EXPECT_EQ(latent_k_scale(s), 0.25f);
   }
   write([&](auto& w) {
@@ -425,8 +427,9 @@ TEST_F(CheckpointFolder, ScalesOfQueriesKeysAndValues) {
     w.add(prefix + "k_proj.k_scale", "F32", {}, List{1});
   });
   EXPECT_EQ(refusal(folder_.path()), tensor + "k_proj.k_scale' is there beside '" + prefix + "k_scale': one is needed");
-  for (const auto& [x, text] : {std::pair(0.0f, "0.000000"), {-1.0f, "-1.000000"}, {NAN, "nan"}, {INFINITY, "inf"}}) {
-    write([&](auto& w) { w.add(prefix + "v_scale", "F32", {3}, List{1, x, 1}); });
+  for (const auto& [number, text] :
+       {std::pair(0.0f, "0.000000"), {-1.0f, "-1.000000"}, {NAN, "nan"}, {INFINITY, "inf"}}) {
+    write([&, x = number](auto& w) { w.add(prefix + "v_scale", "F32", {3}, List{1, x, 1}); });
     EXPECT_EQ(refusal(folder_.path(), [](const Checkpoint& c) { c.layer(1); }),
               tensor + "v_scale' is " + text + " at element 1, scales must be finite and above 0");
   }

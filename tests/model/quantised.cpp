@@ -217,8 +217,12 @@ TEST(Fp8Weights, MicroscalesByHand) {
 
 TEST(Fp8Weights, RandomCodesOfEverySharing) {
   Random random;
-  for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 1}, {7, 13}, {130, 260}, {128, 128}, {257, 64}})
+  struct Size {
+    int64_t rows, cols;
+  };
+  for (const Size& size : {Size{1, 1}, {7, 13}, {130, 260}, {128, 128}, {257, 64}})
     for (int kind = 0; kind < 4; ++kind) {
+      const int64_t rows = size.rows, cols = size.cols;
       const int64_t down = (rows + 127) / 128, across = (cols + 127) / 128;
       const Bytes codes = random.finite_fp8(rows * cols);
       const std::vector<int64_t> shape = kind == 0   ? std::vector<int64_t>{1}
@@ -440,9 +444,12 @@ TEST(Mxfp4Weights, ByHandUnderEachName) {
 
 TEST(Fp4Weights, RandomCodes) {
   Random random;
-  for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>{1, 32}, {5, 96}, {33, 544}, {70, 64}})
+  struct Size {
+    int64_t rows, cols;
+  };
+  for (const Size& size : {Size{1, 32}, {5, 96}, {33, 544}, {70, 64}})
     for (int kind = 0; kind < 3; ++kind) {  // product, quotient, E8M0
-      const int64_t group = kind == 2 ? 32 : 16;
+      const int64_t rows = size.rows, cols = size.cols, group = kind == 2 ? 32 : 16;
       const Bytes codes = random.codes<uint8_t>(rows * cols / 2);
       Bytes scales = random.finite_fp8(rows * cols / group);
       if (kind == 2)
@@ -757,8 +764,11 @@ TEST(AwqWeights, ByHand) {
 TEST(AwqWeights, RandomCodes) {
   Random random;
   constexpr int kOrder[8] = {0, 2, 4, 6, 1, 3, 5, 7};
-  for (const auto& [rows, cols, group] :
-       {std::tuple<int64_t, int64_t, int64_t>{8, 6, 2}, {40, 96, 32}, {72, 530, 128}, {64, 33, -1}}) {
+  struct Size {
+    int64_t rows, cols, group;
+  };
+  for (const Size& size : {Size{8, 6, 2}, {40, 96, 32}, {72, 530, 128}, {64, 33, -1}}) {
+    const int64_t rows = size.rows, cols = size.cols, group = size.group;
     const int64_t groups = group < 0 ? 1 : (cols + group - 1) / group, words = rows / 8;
     const std::vector<uint32_t> codes = random.codes<uint32_t>(cols * rows, 16),
                                 zeros = random.codes<uint32_t>(groups * rows, 16);
