@@ -172,6 +172,13 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   return o;
 }
 
+// Scales that came with the model and that its cache was not given.
+void warn_of_unread_scales(const Flags& f, const serve::Options& o) {
+  if (f.kv_scales != "1" || o.format != CacheFormat::fp8 || !o.checkpoint || o.checkpoint->scales(0).k.empty()) return;
+  std::fprintf(stderr,
+               "mla: the checkpoint has scales for an fp8 cache, --kv-scales 1 leaves them unread: auto takes them\n");
+}
+
 serve::Trace trace_of(const Flags& f) {
   serve::Trace t;
   if (f.trace == "-") throw InputError("--trace is -, standard input is not read: name a file");
@@ -218,6 +225,7 @@ void run(const CLI::App& command, const Flags& f, int& status) {
   print_summary(report);
   std::fflush(stdout);
   warn_of_saturation(r);
+  warn_of_unread_scales(f, o);
 
   const auto write = [&](auto&& to) {
     if (!files.wants("--json") && !files.wants("--report")) return;

@@ -617,6 +617,46 @@ TEST_F(Command, KvScales) {
   expect_bad("run --layers 3 --cache fp8 --kv-scales " + scales, {"scales.json", "2 elements", "3 layers"});
 }
 
+TEST_F(Command, KvScalesOfACheckpoint) {
+  fs::create_directories(folder_ / "scaled");
+  write(
+      "scaled/config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":16,"num_hidden_layers":2,"num_attention_heads":2,"q_lora_rank":null,)"
+      R"("kv_lora_rank":8,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":4})");
+  mla::test::SafetensorsWriter w;
+  for (int layer = 0; layer < 2; ++layer) {
+    const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
+      std::vector<float> x;
+      for (int64_t i = 0, n = shape[0] * (shape.size() > 1 ? shape[1] : 1); i < n; ++i)
+        x.push_back(static_cast<float>(i * 7 % 11) * 0.1f - 0.45f);
+      w.add("model.layers." + std::to_string(layer) + ".self_attn." + name, "F32", shape, x);
+    };
+    add("q_proj.weight", {12, 16});
+    add("kv_a_proj_with_mqa.weight", {10, 16});
+    add("kv_a_layernorm.weight", {8});
+    add("kv_b_proj.weight", {16, 8});
+    add("o_proj.weight", {16, 8});
+  }
+  w.add("model.layers.0.self_attn.k_proj.k_scale", "F32", {}, std::vector<float>{0.5f});
+  w.write(folder_ / "scaled/model.safetensors");
+  const fs::path file = folder_ / "run.json";
+  const std::string run = "run --model " + (folder_ / "scaled").string() +
+                          " --requests 2 --input-len 20 --output-len 2 --verify 4 --json " + file.string();
+  Outcome o = mla(run + " --cache fp8");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.err.find("mla: the checkpoint has scales for an fp8 cache, --kv-scales 1 leaves them unread"),
+            std::string::npos)
+      << o.err;
+  o = mla(run + " --cache fp8 --kv-scales auto");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_EQ(o.err.find("unread"), std::string::npos) << o.err;
+  EXPECT_NE(o.out.find(" to 0.5, 1 found on the trace's first tokens"), std::string::npos) << o.out;
+  const json scales = json::parse(contents(file))["cache"]["k_scales"];
+  EXPECT_EQ(scales[0], 0.5);
+  EXPECT_LT(scales[1].get<double>(), 0.1);  // found
+  EXPECT_EQ(mla(run).err.find("unread"), std::string::npos);
+}
+
 // Tokens over the run's duration, and nothing that a share of each step goes into.
 TEST_F(Command, ThroughputIsTokensOverDuration) {
   const fs::path file = folder_ / "run.json";
