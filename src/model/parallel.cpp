@@ -105,6 +105,9 @@ LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange 
   part.query = rows_of(layer.query, heads.begin * m.query_key(), heads.count * m.query_key());
   part.kv_up = rows_of(layer.kv_up, heads.begin * up, heads.count * up);
   part.output = columns_of(layer.output, heads.begin * m.value, heads.count * m.value);
+  for (std::vector<float>* x : {&part.scales.q, &part.scales.k, &part.scales.v})
+    if (std::ssize(*x) == m.heads && m.heads > 1)
+      *x = {x->begin() + heads.begin, x->begin() + heads.begin + heads.count};
   return part;
 }
 

@@ -991,10 +991,14 @@ TEST(QuantisedLayers, PartsOfHeads) {
   w.write(folder / "model.safetensors");
   const Checkpoint checkpoint(folder.path());
   const ModelConfig& m = checkpoint.config();
-  const LayerTensors all = checkpoint.layer(0);
+  LayerTensors all = checkpoint.layer(0);
+  all.scales = {.q = {}, .k = {5}, .v = {1, 2, 3}};
   for (const HeadRange heads : {HeadRange{0, 1}, HeadRange{1, 2}, HeadRange{2, 1}}) {
     const LayerTensors part = part_of(m, all, heads);
     EXPECT_EQ(part.kv_up.dtype, Dtype::fp8_e4m3);  // not its values
+    EXPECT_EQ(part.scales.k, Floats{5});
+    ASSERT_EQ(std::ssize(part.scales.v), heads.count);
+    EXPECT_EQ(part.scales.v[0], static_cast<float>(1 + heads.begin));
     for (Dtype t : {Dtype::f32, Dtype::bf16}) {
       const auto rows = [&](const HostTensor& whole, int64_t per_head) {
         const Floats x = whole.to_f32(t);
