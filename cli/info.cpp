@@ -1,4 +1,5 @@
 // mla info: this machine and what the library knows; or what a checkpoint, a config.json or a safetensors file holds.
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <set>
@@ -10,6 +11,7 @@
 #include "cache/format.hpp"
 #include "cli/commands.hpp"
 #include "cli/params.hpp"
+#include "core/one_line.hpp"
 #include "mla/error.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/rotary.hpp"
@@ -104,6 +106,7 @@ void print_config(const ModelConfig& m) {
                     ? "every layer has its own"
                     : (text(own) + " of " + text(m.layers) + " layers have their own, the others share it").c_str());
   }
+  if (!m.quantisation.method.empty()) std::printf("weights quantised by %s\n", one_line(m.quantisation.method).c_str());
   if (m.fp8_block_rows > 0)
     std::printf("fp8 weights with block scales of %s x %s\n", text(m.fp8_block_rows).c_str(),
                 text(m.fp8_block_cols).c_str());
@@ -207,6 +210,23 @@ void print_layers(const Checkpoint& checkpoint, int64_t first, int64_t last) {
   }
 }
 
+// The forms that quantised weights were read in: a line for each that some matrix has.
+void print_forms(const LayerTensors& t, const std::string& under) {
+  std::vector<std::pair<std::string, std::string>> forms;  // with the matrices that have it
+  const auto add = [&](const HostTensor& w) {
+    if (w.format.empty()) return;
+    std::string module = w.name.substr(w.name.find(under) + under.size());
+    module.resize(module.rfind('.'));
+    const auto at = std::find_if(forms.begin(), forms.end(), [&](const auto& f) { return f.first == w.format; });
+    if (at == forms.end()) forms.emplace_back(w.format, module);
+    else at->second += ", " + module;
+  };
+  for (const HostTensor* w : {&t.query_down, &t.query, &t.kv_down, &t.kv_up, &t.output}) add(*w);
+  if (t.indexer)
+    for (const HostTensor* w : {&t.indexer->query, &t.indexer->key, &t.indexer->head_weights}) add(*w);
+  for (const auto& [form, modules] : forms) std::printf("  read as %s: %s\n", form.c_str(), modules.c_str());
+}
+
 // Returns whether every layer has what attention needs.
 bool print_checkpoint(const std::filesystem::path& folder, const ReadOptions& options) {
   const Checkpoint checkpoint(folder, options);
@@ -220,6 +240,7 @@ bool print_checkpoint(const std::filesystem::path& folder, const ReadOptions& op
     print_layers(checkpoint, first, last);
     try {
       for (int64_t l = first; l <= last; ++l) checkpoint.check(l);
+      print_forms(checkpoint.outline(first), checkpoint.config().attention_name(first));
     } catch (const Error& e) {
       std::printf("  unusable: %s\n", e.what());
       complete = false;

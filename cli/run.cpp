@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <utility>
 
 #include "bench/gpu_roof.hpp"
 #include "cli/commands.hpp"
@@ -16,6 +17,7 @@
 #include "mla/index_plan.hpp"
 #include "report/report.hpp"
 #include "serve/chrome_trace.hpp"
+#include "serve/kv_scales.hpp"
 
 namespace mla::cli {
 namespace {
@@ -26,7 +28,7 @@ constexpr int64_t kMost = int64_t{1} << 31, kMostSamples = 1'000'000;
 
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
+              weights = "bf16", kv_scales = "1", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
               absorption = "runtime", up = "plain", products = "plain", activations = "plain", json, report,
               chrome_trace;
   ReadOptions read;
@@ -111,6 +113,17 @@ void refuse_unread(const CLI::App& command, const Flags& f) {
   require_fp8_products(f.activations, f.products);
 }
 
+// Of a cache in fp8, once the layers are known.
+void read_scales(const Flags& f, serve::Options& o) {
+  if (f.kv_scales == "1") return;
+  if (o.format != CacheFormat::fp8)
+    throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.cache + ": fp8 has scales of its own");
+  const int64_t layers = o.layers == 0 ? o.model.layers : std::min(o.layers, o.model.layers);
+  if (f.kv_scales != "auto") o.k_scales = serve::read_k_scales(f.kv_scales, o.model, layers);
+  else if (o.checkpoint) o.k_scales = serve::checkpoint_k_scales(*o.checkpoint, layers);
+  else o.k_scales.assign(static_cast<size_t>(layers), 0.0f);
+}
+
 serve::Options options_of(const CLI::App& command, const Flags& f) {
   serve::Options o;
   o.device = f.device->device();
@@ -154,8 +167,16 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   o.interleave = f.dcp > 1 ? f.interleave : 0;
   o.seed = f.seed;
   o.verify = f.verify;
+  read_scales(f, o);
   if (!f.chrome_trace.empty()) o.spans = kSpans;
   return o;
+}
+
+// Scales that came with the model and that its cache was not given.
+void warn_of_unread_scales(const Flags& f, const serve::Options& o) {
+  if (f.kv_scales != "1" || o.format != CacheFormat::fp8 || !o.checkpoint || o.checkpoint->scales(0).k.empty()) return;
+  std::fprintf(stderr,
+               "mla: the checkpoint has scales for an fp8 cache, --kv-scales 1 leaves them unread: auto takes them\n");
 }
 
 serve::Trace trace_of(const Flags& f) {
@@ -181,7 +202,9 @@ bench::Roof roof_of(const serve::Options& o, ThreadPool& pool) {
 void run(const CLI::App& command, const Flags& f, int& status) {
   const StopOnSignal signals;
   Outputs files({{"--json", f.json}, {"--report", f.report}, {"--chrome-trace", f.chrome_trace}},
-                {{"--trace", f.trace}, {"--model", f.model}});
+                {{"--trace", f.trace},
+                 {"--model", f.model},
+                 {"--kv-scales", f.kv_scales == "1" || f.kv_scales == "auto" ? "" : f.kv_scales}});
   serve::Options o = options_of(command, f);
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
@@ -190,15 +213,19 @@ void run(const CLI::App& command, const Flags& f, int& status) {
   ProgressPrinter progress;
   const serve::Result r = serve::replay(t, o, pool, signals.stop(), [&](const serve::Progress& p) { progress(p); });
   progress.end();
+  const std::vector<float> asked = std::exchange(o.k_scales, r.k_scales);  // what is verified and reported was used
   RunReport report{.trace = t,
                    .options = o,
                    .result = r,
                    .machine = bench::this_machine(),
                    .roof = roof,
                    .scale_lengths = f.scale_lengths,
-                   .fewer_heads = f.heads != 0};
+                   .fewer_heads = f.heads != 0,
+                   .calibrated = std::count(asked.begin(), asked.end(), 0.0f)};
   print_summary(report);
   std::fflush(stdout);
+  warn_of_saturation(r);
+  warn_of_unread_scales(f, o);
 
   const auto write = [&](auto&& to) {
     if (!files.wants("--json") && !files.wants("--report")) return;
@@ -268,6 +295,10 @@ void add_run(CLI::App& app, int& status) {
       ->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
+  c->add_option("--kv-scales", f->kv_scales,
+                "scales of an fp8 cache: 1; auto: the checkpoint's, else found on the first tokens; or a file, JSON "
+                "{\"k_scale\": number or one a layer} or safetensors")
+      ->capture_default_str();
   number("--page-size", f->page_size, "tokens a page", 1, 1 << 24);
   number("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib", 0, kMost);
   number("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together", 1e-9, 1e6);
@@ -312,6 +343,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
       "  mla run --tp 2 --dcp 2 --threads 2 --verify 20\n"
+      "  mla run --cache fp8 --kv-scales auto --verify 20\n"
       "Ctrl-C, SIGTERM, SIGHUP or a closed pipe end the run after the step in progress, and its verification: what "
       "was\n"
       "measured is printed and written, the exit code is 128 + the signal's number. A second signal ends it at once.");

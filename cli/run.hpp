@@ -20,10 +20,13 @@ struct RunReport {
   bench::Roof roof;
   double scale_lengths = 1;
   bool fewer_heads = false;
+  int64_t calibrated = 0;  ///< layers whose cache's scale was found on the trace's first tokens
   const serve::Verification* verification = nullptr;  ///< or there was none
 };
 
 void print_summary(const RunReport& report);
+/// On stderr: layers more than a thousandth of whose fp8 cache's codes are at the largest magnitude.
+void warn_of_saturation(const serve::Result& r);
 void print_verification(const serve::Verification& v);
 /// With what provenance() says of the command.
 nlohmann::json json_of(const RunReport& report, const CLI::App& command);

@@ -76,6 +76,20 @@ void print_trace(const RunReport& report) {
                 counted(r.refused_pages, "page").c_str(), n(r.pages));
 }
 
+// Of an fp8 cache whose scales are not all 1.
+void print_scales(const RunReport& report) {
+  const std::vector<float>& k = report.result.k_scales;
+  if (std::all_of(k.begin(), k.end(), [](float x) { return x == 1; })) return;
+  const auto [least, most] = std::minmax_element(k.begin(), k.end());
+  const std::string found =
+      report.calibrated == 0
+          ? ""
+          : ", " + std::string(report.calibrated == std::ssize(k) ? "all" : std::to_string(report.calibrated)) +
+                " found on the trace's first tokens";
+  std::printf("           k_scale %.6g to %.6g%s; at most %.3g%% of a layer's codes at e4m3's largest\n", *least, *most,
+              found.c_str(), 100 * *std::max_element(report.result.saturated.begin(), report.result.saturated.end()));
+}
+
 void print_throughput(const serve::Result& r) {
   const Throughput t = throughput(r);
   const bool known = r.simulated_seconds > 0;
@@ -186,6 +200,7 @@ void print_summary(const RunReport& report) {
               counted(r.pages, "page").c_str(), n(r.page_size), gib(r.cache_bytes),
               percent(r.mean_pages, static_cast<double>(r.pages)),
               percent(static_cast<double>(r.peak_pages), static_cast<double>(r.pages)));
+  print_scales(report);
   std::printf("prefix     %.1f%% of prompt tokens found in the cache (%lld of %lld); %s, %s\n",
               percent(static_cast<double>(r.hit_tokens), static_cast<double>(r.prompt_tokens)), n(r.hit_tokens),
               n(r.prompt_tokens), counted(r.evictions, "eviction").c_str(),
@@ -212,6 +227,21 @@ void print_summary(const RunReport& report) {
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
   std::printf("time       %.1f s setup, %.1f s replay in %s, %.1f s simulated\n", r.setup_seconds, r.wall_seconds,
               counted(r.steps, "step").c_str(), r.simulated_seconds);
+}
+
+void warn_of_saturation(const serve::Result& r) {
+  constexpr double kMost = 1e-3;
+  constexpr int kLines = 8;
+  int over = 0;
+  for (size_t l = 0; l < r.saturated.size(); ++l) {
+    if (r.saturated[l] <= kMost || ++over > kLines) continue;
+    std::fprintf(
+        stderr,
+        "mla: layer %zu: %.3g%% of its cache's codes are at e4m3's largest, above 0.1%%: values past 448 times "
+        "k_scale %.6g are cut (--kv-scales)\n",
+        l, 100 * r.saturated[l], r.k_scales[l]);
+  }
+  if (over > kLines) std::fprintf(stderr, "mla: and so are %d more layers'\n", over - kLines);
 }
 
 void print_verification(const serve::Verification& v) {

@@ -13,7 +13,7 @@ source scripts/setup.sh
 seconds=${1:-60}
 shift || true
 targets=("$@")
-((${#targets[@]})) || targets=(safetensors index config traces batch pages plans tensors)
+((${#targets[@]})) || targets=(safetensors quantised index config traces batch pages plans tensors)
 build=build/$preset
 cmake --preset "$preset" "${launcher[@]}" >/dev/null
 cmake --build "$build" --target "${targets[@]/#/fuzz_}"

@@ -42,6 +42,16 @@ struct IndexerConfig {
   std::vector<uint8_t> full;
 };
 
+/// What a config says of quantised weights (quantization_config). Tensors say the rest: a weight that is stored plain is
+/// plain.
+struct QuantisationConfig {
+  std::string method;                ///< quant_method, "fp8" where a config leaves it out; empty: no such object
+  std::vector<int64_t> bits;         ///< of integer weights, each number once; empty: not said
+  std::vector<int64_t> group_sizes;  ///< inputs that share a scale, each number once; -1: all of them
+  bool zero_points = false;          ///< all of its integer weights have them
+  int64_t zero_offset = 0;           ///< GPTQ: a zero point is this above the number stored
+};
+
 struct ModelConfig {
   std::string name;
   int64_t hidden = 0;        ///< H
@@ -56,6 +66,7 @@ struct ModelConfig {
   RopeConfig rotary;
   std::optional<IndexerConfig> indexer;
   int64_t fp8_block_rows = 0, fp8_block_cols = 0;  ///< block-scaled fp8 checkpoint weights; 0: none
+  QuantisationConfig quantisation;                 ///< of a checkpoint's weights
   /// LongCat: queries, all nope + rope dims, are multiplied by this after their projection and before their rotation.
   /// Needs a query latent when it is not 1.
   double query_scale = 1.0;

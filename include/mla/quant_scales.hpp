@@ -1,7 +1,10 @@
 // Static scales of fp8 queries and caches from observed activations: one explicit call, no state.
 #pragma once
 
+#include <optional>
+
 #include "mla/view.hpp"
+#include "mla/weights.hpp"
 
 namespace mla {
 
@@ -21,5 +24,10 @@ struct KvScales {
 /// naming the element for infinity, and the constant for one that is not finite and above 0.
 KvScales calc_kv_scales(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
                         const KvScaleConstants& constants = {});
+
+/// CacheSpec::k_scale of an fp8 latent cache by the scales that come with a checkpoint's layer: that of keys, as vLLM's
+/// caches take it for the whole row; nothing where there is none. UnsupportedError where heads have different ones: a
+/// latent row is all heads'.
+std::optional<float> latent_k_scale(const StoredScales& scales);
 
 }  // namespace mla

@@ -17,6 +17,15 @@
 
 namespace mla {
 
+/// A matrix [out, in] as a quantised checkpoint stores it: packed codes, scales, zero points.
+class QuantisedMatrix {
+ public:
+  virtual ~QuantisedMatrix() = default;
+  /// The values that the format defines, of rows [row, row + rows) and columns [col, col + cols), into out [rows,
+  /// cols]: exact in float64, or where the format divides, so close that rounding them is rounding the exact ones.
+  virtual void decode(int64_t row, int64_t rows, int64_t col, int64_t cols, double* out) const = 0;
+};
+
 /// A tensor in host memory, which `owner` keeps alive, or the caller where it is null.
 struct HostTensor {
   std::string name;
@@ -24,14 +33,21 @@ struct HostTensor {
   std::vector<int64_t> shape;
   const std::byte* data = nullptr;
   std::shared_ptr<const void> owner;
-  /// Block scales of an fp8 weight: w = fp8 * scale[r / 128][c / 128]; empty otherwise.
+  /// Scales of an fp8 weight, [ceil(rows / block_rows), ceil(cols / block_cols)]: w = fp8 * scale[r / block_rows][c /
+  /// block_cols]; empty otherwise.
   std::vector<float> block_scales;
   int64_t block_rows = 0, block_cols = 0;
+  /// Where the values are when a checkpoint stores another form than those above: the matrix from this row and column
+  /// on. data then only says that the tensor is there, and dtype nothing.
+  std::shared_ptr<const QuantisedMatrix> quantised;
+  int64_t first_row = 0, first_col = 0;
+  /// The form of a quantised tensor in words, for display; empty: plain.
+  std::string format;
 
   explicit operator bool() const { return data != nullptr; }
   int64_t size() const;
-  /// Values as f32, block scales applied.
-  std::vector<float> to_f32() const;
+  /// Values as f32, each rounded once to `rounded`: f32 or bf16. UnsupportedError for another.
+  std::vector<float> to_f32(Dtype rounded = Dtype::f32) const;
 };
 
 /// The sparse indexer's tensors; linear maps are [out, in] row-major.
@@ -41,6 +57,12 @@ struct IndexerTensors {
   HostTensor key_norm;       ///< indexer.k_norm.weight [Di]
   HostTensor key_norm_bias;  ///< indexer.k_norm.bias [Di]
   HostTensor head_weights;   ///< indexer.weights_proj [Ni, H]
+};
+
+/// Static scales that a checkpoint has for fp8 queries, keys and values: a value is its code times its scale. Each has
+/// one element, or one for each head, or none where the checkpoint has no such scale.
+struct StoredScales {
+  std::vector<float> q, k, v;
 };
 
 /// One layer's tensors by role, as a checkpoint stores them: linear maps are [out, in] row-major.
@@ -53,6 +75,7 @@ struct LayerTensors {
   HostTensor kv_up;                       ///< kv_b_proj [N*(P+V), L]: per head, P rows of W_UK then V rows of W_UV
   HostTensor output;                      ///< o_proj [H, N*V]
   std::optional<IndexerTensors> indexer;  ///< of a layer that has its own
+  StoredScales scales;
 };
 
 /// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3",
@@ -94,8 +117,14 @@ class Checkpoint {
   const ModelConfig& config() const;
   /// Tensors of attention `index`, checked against the config's shapes: under `model.`, `language_model.model.` or
   /// `model.language_model.`, then ModelConfig::attention_name(). UnsupportedError naming a tensor there that nothing
-  /// reads (a bias, a gate, sinks, an indexer of a model without one), unless ReadOptions allows it.
+  /// reads (a bias, a gate, sinks, an indexer of a model without one, scales beside a plain weight), unless ReadOptions
+  /// allows it. Matrices may be stored in any form that docs/models.md lists: HostTensor::format says which.
   LayerTensors layer(int64_t index) const;
+  /// The scales that come with a layer, under vLLM's, SGLang's, ModelOpt's, compressed-tensors' and Quark's names.
+  /// CheckpointError naming a tensor of the wrong dtype or size, or whose number is not finite and above 0.
+  StoredScales scales(int64_t index) const;
+  /// What layer() gives without data: names, shapes and formats.
+  LayerTensors outline(int64_t index) const;
   /// Throws what layer() would but for reading: no tensor's data is touched.
   void check(int64_t index) const;
   /// All attention tensors of a layer as found: for display.

@@ -253,7 +253,21 @@ void bind_weights(nb::module_& m) {
           nb::arg("folder"), nb::kw_only(), nb::arg("allow_unknown") = false,
           "allow_unknown: go on past keys of the config and tensors of a layer that are not understood.")
       .def_prop_ro("config", &Checkpoint::config)
-      .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>());
+      .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>(),
+           "A layer's attention tensors, quantised ones as they are stored: arrays() and prepare() decode them.")
+      .def(
+          "scales",
+          [](const Checkpoint& c, int64_t index) {
+            const StoredScales s = c.scales(index);
+            nb::typed<nb::dict, nb::str, std::vector<float>> d;
+            for (const auto& [name, x] : {std::pair("q", &s.q), {"k", &s.k}, {"v", &s.v}})
+              if (!x->empty()) d[name] = nb::cast(*x);
+            return d;
+          },
+          nb::arg("index"),
+          "Scales of fp8 queries, keys and values that come with a layer: q, k and v, those that are there, each of "
+          "one\n"
+          "element or one a head. A latent cache's k_scale is that of keys.");
   m.def(
       "random_layer",
       [](const ModelConfig& config, int64_t layer, uint64_t seed, std::string_view dtype) {

@@ -51,4 +51,14 @@ KvScales calc_kv_scales(View<const float, Token, Head, QueryKey> q, View<const f
   return {query.over(constants.q), latent.over(constants.k), latent.over(constants.v)};
 }
 
+std::optional<float> latent_k_scale(const StoredScales& scales) {
+  if (scales.k.empty()) return {};
+  for (const float x : scales.k)
+    if (x != scales.k[0])
+      throw UnsupportedError("k_scale has " + std::to_string(scales.k.size()) + " elements, " +
+                             std::to_string(scales.k[0]) + " and " + std::to_string(x) +
+                             " among them: a latent cache has one scale for all heads");
+  return scales.k[0];
+}
+
 }  // namespace mla

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cmath>
 
 #include "backend/backend.hpp"
@@ -136,6 +137,22 @@ mla_status mla_checkpoint_model(const mla_checkpoint* checkpoint, mla_model** mo
     auto made = std::make_shared<mla_model>();
     made->config = get("checkpoint", checkpoint)->checkpoint.config();
     put(model, std::move(made));
+  });
+}
+
+mla_status mla_checkpoint_scales(const mla_checkpoint* checkpoint, int64_t layer, int32_t which, float* scales,
+                                 int64_t room, int64_t* count) {
+  return guarded("mla_checkpoint_scales", [&] {
+    const auto c = get("checkpoint", checkpoint);
+    read_range("layer", layer, 0, c->checkpoint.config().layers - 1);
+    read_range("which", which, MLA_SCALES_Q, MLA_SCALES_V);
+    read_range("room", room, 0, int64_t{1} << 40);
+    required("count", count);
+    if (room > 0) required("scales", scales);
+    const StoredScales s = c->checkpoint.scales(layer);
+    const std::vector<float>& x = which == MLA_SCALES_Q ? s.q : which == MLA_SCALES_K ? s.k : s.v;
+    std::copy_n(x.begin(), std::min(room, std::ssize(x)), scales);
+    *count = std::ssize(x);
   });
 }
 

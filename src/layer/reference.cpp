@@ -421,8 +421,7 @@ std::vector<std::vector<double>> scores_of(const ModelConfig& config, const Weig
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
   auto plain = [&](const HostTensor& t, bool rounds) {
     std::vector<float> x;
-    if (t) x = t.to_f32();
-    if (rounds) round_to<float>(dtype, x);
+    if (t) x = t.to_f32(rounds ? dtype : Dtype::f32);
     return x;
   };
   const IndexerTensors none, &index = tensors.indexer ? *tensors.indexer : none;

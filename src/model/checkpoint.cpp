@@ -2,59 +2,84 @@
 
 #include <algorithm>
 #include <array>
-#include <functional>
 #include <map>
 #include <system_error>
 #include <unordered_map>
+#include <unordered_set>
 
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
 #include "model/json.hpp"
+#include "model/quantised/cache_scales.hpp"
+#include "model/quantised/formats.hpp"
 #include "model/text.hpp"
 
 namespace mla {
 namespace {
 
-/// Where tensors are looked up by name: one file, or the shards of an index.
-using Find = std::function<const Safetensors*(const std::string&)>;
+constexpr std::array<std::string_view, 6> kMatrices{"q_proj.",    "q_a_proj.", "q_b_proj.", "kv_a_proj_with_mqa.",
+                                                    "kv_b_proj.", "o_proj."};
+constexpr std::array<std::string_view, 3> kIndexerMatrices{"indexer.wq_b.", "indexer.wk.", "indexer.weights_proj."};
+constexpr std::array<std::string_view, 3> kOthers{"q_a_layernorm.weight", "kv_a_layernorm.weight",
+                                                  "rotary_emb.inv_freq"};
+constexpr std::array<std::string_view, 2> kIndexerVectors{"indexer.k_norm.weight", "indexer.k_norm.bias"};
+/// What may be stored of a matrix, in one form or another.
+constexpr std::array<std::string_view, 16> kParts{"weight",
+                                                  "weight_scale",
+                                                  "weight_scale_inv",
+                                                  "weight_scale_2",
+                                                  "weight_global_scale",
+                                                  "weight_packed",
+                                                  "weight_shape",
+                                                  "weight_zero_point",
+                                                  "weight_g_idx",
+                                                  "qweight",
+                                                  "qzeros",
+                                                  "scales",
+                                                  "g_idx",
+                                                  "input_scale",
+                                                  "input_global_scale",
+                                                  "input_zero_point"};
 
-/// What a layer may have: the tensors that are read, their block scales, and what follows from the config.
-constexpr std::array<std::string_view, 15> kKnown{"q_proj.weight",
-                                                  "q_a_proj.weight",
-                                                  "q_a_layernorm.weight",
-                                                  "q_b_proj.weight",
-                                                  "kv_a_proj_with_mqa.weight",
-                                                  "kv_a_layernorm.weight",
-                                                  "kv_b_proj.weight",
-                                                  "o_proj.weight",
-                                                  "rotary_emb.inv_freq",
-                                                  "q_proj.weight_scale_inv",
-                                                  "q_a_proj.weight_scale_inv",
-                                                  "q_b_proj.weight_scale_inv",
-                                                  "kv_a_proj_with_mqa.weight_scale_inv",
-                                                  "kv_b_proj.weight_scale_inv",
-                                                  "o_proj.weight_scale_inv"};
-constexpr std::array<std::string_view, 8> kKnownOfIndexers{
-    "indexer.wq_b.weight",         "indexer.wk.weight",
-    "indexer.k_norm.weight",       "indexer.k_norm.bias",
-    "indexer.weights_proj.weight", "indexer.wq_b.weight_scale_inv",
-    "indexer.wk.weight_scale_inv", "indexer.weights_proj.weight_scale_inv"};
+template <class Names>
+bool among(const Names& names, std::string_view name) {
+  return std::find(names.begin(), names.end(), name) != names.end();
+}
 
-/// UnsupportedError for a tensor under the prefix that nothing reads. A layer that shares its choice may come with an
-/// indexer's tensors all the same.
+/// UnsupportedError for a tensor of a layer that nothing reads.
+[[noreturn]] void refuse_tensor(std::string_view tensor, std::string_view where, const ModelConfig& m) {
+  throw UnsupportedError(std::string(where) + ": tensor '" + std::string(tensor) +
+                         "' is not one that attention of model " + m.name + " has (allow_unknown goes on past it)");
+}
+
+bool of_an_indexer(std::string_view role) { return role.starts_with("indexer."); }
+
+/// Some model's attention has this, be it stored in one form or another.
 void require_known(std::string_view prefix, std::string_view tensor, std::string_view where, const ModelConfig& m) {
   if (!tensor.starts_with(prefix)) return;
   const std::string_view role = tensor.substr(prefix.size());
-  if (std::find(kKnown.begin(), kKnown.end(), role) != kKnown.end()) return;
-  if (m.indexer && std::find(kKnownOfIndexers.begin(), kKnownOfIndexers.end(), role) != kKnownOfIndexers.end()) return;
-  throw UnsupportedError(std::string(where) + ": tensor '" + std::string(tensor) +
-                         "' is not one that attention of model " + m.name + " has (allow_unknown goes on past it)");
+  if (among(kOthers, role) || is_cache_scale(role)) return;
+  const size_t dot = role.rfind('.') + 1;
+  const std::string_view module = role.substr(0, dot), part = role.substr(dot);
+  if (among(kMatrices, module) && among(kParts, part)) return;
+  if (m.indexer && (among(kIndexerVectors, role) || (among(kIndexerMatrices, module) && among(kParts, part)))) return;
+  refuse_tensor(tensor, where, m);
+}
+
+/// A layer's tensors that the form of its weights has no use for: scales beside a plain weight, another form's codes. A
+/// layer that shares its choice may come with an indexer's tensors all the same.
+void require_used(std::string_view prefix, std::string_view tensor, std::string_view where, const ModelConfig& m,
+                  bool indexer, const std::unordered_set<std::string>& used) {
+  if (!tensor.starts_with(prefix) || used.contains(std::string(tensor))) return;
+  const std::string_view role = tensor.substr(prefix.size());
+  if (role == "rotary_emb.inv_freq" || (of_an_indexer(role) && !indexer)) return;
+  refuse_tensor(tensor, where, m);
 }
 
 class LayerReader {
  public:
   /// Without data, tensors are looked up and checked, not read.
-  LayerReader(const Find& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer,
+  LayerReader(const FindTensor& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer,
               bool data = true)
       : find_(find),
         prefix_(std::move(prefix)),
@@ -63,69 +88,63 @@ class LayerReader {
         layer_(layer),
         data_(data) {}
 
-  LayerTensors read() const {
+  LayerTensors read() {
     const ModelConfig& m = config_;
     LayerTensors t;
     if (m.query_latent > 0) {
-      t.query_down = tensor("q_a_proj.weight", {m.query_latent, m.hidden});
-      t.query_norm = tensor("q_a_layernorm.weight", {m.query_latent});
-      t.query = tensor("q_b_proj.weight", {m.heads * m.query_key(), m.query_latent});
+      t.query_down = matrix("q_a_proj.", m.query_latent, m.hidden);
+      t.query_norm = vector("q_a_layernorm.weight", m.query_latent);
+      t.query = matrix("q_b_proj.", m.heads * m.query_key(), m.query_latent);
     } else {
-      t.query = tensor("q_proj.weight", {m.heads * m.query_key(), m.hidden});
+      t.query = matrix("q_proj.", m.heads * m.query_key(), m.hidden);
     }
-    t.kv_down = tensor("kv_a_proj_with_mqa.weight", {m.entry(), m.hidden});
-    t.kv_norm = tensor("kv_a_layernorm.weight", {m.latent});
-    t.kv_up = tensor("kv_b_proj.weight", {m.heads * (m.nope + m.value), m.latent});
-    t.output = tensor("o_proj.weight", {m.hidden, m.heads * m.value});
+    t.kv_down = matrix("kv_a_proj_with_mqa.", m.entry(), m.hidden);
+    t.kv_norm = vector("kv_a_layernorm.weight", m.latent);
+    t.kv_up = matrix("kv_b_proj.", m.heads * (m.nope + m.value), m.latent);
+    t.output = matrix("o_proj.", m.hidden, m.heads * m.value);
     if (m.layer_has_indexer(layer_)) {
       const IndexerConfig& x = *m.indexer;
-      t.indexer = IndexerTensors{.query = tensor("indexer.wq_b.weight", {x.heads * x.dim, m.query_latent}),
-                                 .key = tensor("indexer.wk.weight", {x.dim, m.hidden}),
-                                 .key_norm = tensor("indexer.k_norm.weight", {x.dim}),
-                                 .key_norm_bias = tensor("indexer.k_norm.bias", {x.dim}),
-                                 .head_weights = tensor("indexer.weights_proj.weight", {x.heads, m.hidden})};
+      t.indexer = IndexerTensors{.query = matrix("indexer.wq_b.", x.heads * x.dim, m.query_latent),
+                                 .key = matrix("indexer.wk.", x.dim, m.hidden),
+                                 .key_norm = vector("indexer.k_norm.weight", x.dim),
+                                 .key_norm_bias = vector("indexer.k_norm.bias", x.dim),
+                                 .head_weights = matrix("indexer.weights_proj.", x.heads, m.hidden)};
     }
+    t.scales = scales();
     return t;
+  }
+  StoredScales scales() { return read_cache_scales(find_, prefix_, config_.heads, data_, used_); }
+  /// UnsupportedError for one of a file's tensors that nothing has read.
+  void require_used_of(const Safetensors& file) const {
+    for (const SafetensorsEntry& e : file.entries())
+      require_used(prefix_, e.name, file.file().string(), config_, config_.layer_has_indexer(layer_), used_);
   }
 
  private:
-  HostTensor tensor(const std::string& role, const std::vector<int64_t>& shape) const {
+  HostTensor matrix(const std::string& module, int64_t rows, int64_t cols) {
+    return read_matrix(StoredMatrix(find_, prefix_ + module, where_, rows, cols, config_, data_, used_));
+  }
+
+  HostTensor vector(const std::string& role, int64_t size) {
     const std::string name = prefix_ + role;
     const Safetensors* file = find_(name);
-    if (!file) refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape));
+    if (!file) refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text({size}));
     HostTensor t = file->outline(name);
-    if (t.shape != shape)
-      refuse(file->file().string(),
-             "tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " + shape_text(shape));
-    if (data_) t = file->tensor(name);
-    if (t.dtype == Dtype::fp8_e4m3) scales(t);
-    return t;
-  }
-
-  void scales(HostTensor& t) const {
-    if (t.shape.size() != 2)
+    if (t.dtype == Dtype::fp8_e4m3)
       refuse(where_, "tensor '" + t.name + "' is fp8 with shape " + shape_text(t.shape) + ", only matrices may be");
-    t.block_rows = config_.fp8_block_rows > 0 ? config_.fp8_block_rows : 128;
-    t.block_cols = config_.fp8_block_cols > 0 ? config_.fp8_block_cols : 128;
-    const std::vector<int64_t> shape{(t.shape[0] + t.block_rows - 1) / t.block_rows,
-                                     (t.shape[1] + t.block_cols - 1) / t.block_cols};
-    const std::string name = t.name + "_scale_inv";
-    const Safetensors* file = find_(name);
-    if (!file)
-      refuse(where_, "tensor '" + name + "' is missing, expected shape " + shape_text(shape) + " for the fp8 weight");
-    const HostTensor s = file->outline(name);
-    if (s.shape != shape)
+    if (t.shape != std::vector<int64_t>{size})
       refuse(file->file().string(),
-             "tensor '" + name + "' has shape " + shape_text(s.shape) + ", expected " + shape_text(shape));
-    if (s.dtype == Dtype::fp8_e4m3) refuse(file->file().string(), "tensor '" + name + "' is fp8, a float is needed");
-    if (data_) t.block_scales = file->tensor(name).to_f32();
+             "tensor '" + name + "' has shape " + shape_text(t.shape) + ", expected " + shape_text({size}));
+    used_.insert(name);
+    return data_ ? file->tensor(name) : t;
   }
 
-  const Find& find_;
+  const FindTensor& find_;
   std::string prefix_, where_;
   const ModelConfig& config_;
   int64_t layer_;
   bool data_;
+  std::unordered_set<std::string> used_;
 };
 
 }  // namespace
@@ -134,8 +153,11 @@ LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, con
                            const ReadOptions& options) {
   if (!options.allow_unknown)
     for (const SafetensorsEntry& e : file.entries()) require_known(prefix, e.name, file.file().string(), config);
-  const Find find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
-  return LayerReader(find, std::string(prefix), file.file().string(), config, layer).read();
+  const FindTensor find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
+  LayerReader reader(find, std::string(prefix), file.file().string(), config, layer);
+  LayerTensors t = reader.read();
+  if (!options.allow_unknown) reader.require_used_of(file);
+  return t;
 }
 
 struct Checkpoint::State {
@@ -145,6 +167,11 @@ struct Checkpoint::State {
   std::vector<Safetensors> files;
   std::unordered_map<std::string, size_t> file_of;  // tensor name -> index into files
 
+  void require_layer(int64_t index) const {
+    if (index < 0 || index >= config.layers)
+      throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
+                       std::to_string(config.layers - 1));
+  }
   LayerTensors read(int64_t index, bool data) const;
 
   const Safetensors* find(const std::string& name) const {
@@ -154,7 +181,8 @@ struct Checkpoint::State {
   std::string prefix(int64_t layer) const {
     const std::string name = config.attention_name(layer);
     for (const char* above : {"language_model.model.", "model.language_model."})
-      if (find(above + name + "kv_a_proj_with_mqa.weight")) return above + name;
+      for (const char* part : {"weight", "weight_packed", "qweight"})
+        if (find(above + name + "kv_a_proj_with_mqa." + part)) return above + name;
     return "model." + name;
   }
   void add(const std::filesystem::path& file) { files.emplace_back(file); }
@@ -216,20 +244,30 @@ Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& o
 const ModelConfig& Checkpoint::config() const { return state_->config; }
 
 LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
-  if (index < 0 || index >= config.layers)
-    throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
-                     std::to_string(config.layers - 1));
-  const Find look_up = [&](const std::string& name) { return find(name); };
+  require_layer(index);
+  const FindTensor look_up = [&](const std::string& name) { return find(name); };
   const std::string above = prefix(index);
   if (!options.allow_unknown)
     for (const Safetensors& file : files)
       for (const SafetensorsEntry& e : file.entries()) require_known(above, e.name, file.file().string(), config);
-  return LayerReader(look_up, above, folder.string(), config, index, data).read();
+  LayerReader reader(look_up, above, folder.string(), config, index, data);
+  LayerTensors t = reader.read();
+  if (!options.allow_unknown)
+    for (const Safetensors& file : files) reader.require_used_of(file);
+  return t;
 }
 
 LayerTensors Checkpoint::layer(int64_t index) const { return state_->read(index, true); }
 
-void Checkpoint::check(int64_t index) const { state_->read(index, false); }
+StoredScales Checkpoint::scales(int64_t index) const {
+  state_->require_layer(index);
+  const FindTensor look_up = [&](const std::string& name) { return state_->find(name); };
+  return LayerReader(look_up, state_->prefix(index), state_->folder.string(), state_->config, index).scales();
+}
+
+LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, false); }
+
+void Checkpoint::check(int64_t index) const { outline(index); }
 
 std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const {
   const std::string prefix = state_->prefix(index);

@@ -1,5 +1,7 @@
 // Reads the attention part of a model's config. Two generations of rope keys exist: `rope_theta` with `rope_scaling`,
 // and `rope_parameters` that holds both; each names the kind `type` or `rope_type`. Models' own code has other names.
+#include "model/quantised/config.hpp"
+
 #include <algorithm>
 #include <array>
 #include <cmath>
@@ -9,6 +11,7 @@
 #include "mla/model.hpp"
 #include "mla/rotary.hpp"
 #include "model/config_keys.hpp"
+#include "model/config_reader.hpp"
 #include "model/json.hpp"
 #include "model/text.hpp"
 
@@ -17,93 +20,9 @@ namespace {
 
 using Json = nlohmann::json;
 
+using Reader = ConfigReader;
+
 constexpr int64_t kMostLayers = int64_t{1} << 20;  // as ModelConfig::validate
-
-class Reader {
- public:
-  Reader(const Json& json, std::string where) : json_(json), where_(std::move(where)) {}
-
-  [[noreturn]] void fail(std::string_view key, const std::string& why) const {
-    refuse(where_, std::string(key) + " " + why);
-  }
-  [[noreturn]] void unsupported(const std::string& what) const { throw UnsupportedError(where_ + ": " + what); }
-  /// No key but these, unless unknown ones are allowed.
-  void only(std::initializer_list<std::string_view> known, const ReadOptions& options) const {
-    if (options.allow_unknown) return;
-    for (const auto& [key, value] : json_.items())
-      if (!value.is_null() && std::find(known.begin(), known.end(), key) == known.end())
-        unsupported(key + " is " + value.dump() + ", a key that is not known (allow_unknown goes on past it)");
-  }
-  /// Absent and null are the same.
-  const Json* find(std::string_view key) const {
-    const auto it = json_.find(key);
-    return it == json_.end() || it->is_null() ? nullptr : &*it;
-  }
-  bool has(std::string_view key) const { return find(key) != nullptr; }
-  /// There, null or not.
-  bool mentions(std::string_view key) const { return json_.contains(key); }
-  int64_t integer(std::string_view key, int64_t fallback) const {
-    const Json* v = find(key);
-    if (!v) return fallback;
-    constexpr double kMost = 1e12;
-    const double x = v->is_number() ? v->get<double>() : NAN;
-    if (!(std::fabs(x) <= kMost) || x != std::floor(x)) fail(key, "is " + v->dump() + ", an integer is needed");
-    return static_cast<int64_t>(x);
-  }
-  int64_t integer(std::string_view key) const {
-    if (!find(key)) fail(key, "is missing");
-    return integer(key, 0);
-  }
-  /// A class's default where it has one: 0 is none.
-  int64_t integer_of(std::string_view key, int64_t default_of_class) const {
-    return default_of_class > 0 ? integer(key, default_of_class) : integer(key);
-  }
-  double number(std::string_view key, double fallback) const {
-    const Json* v = find(key);
-    return v ? number_of(key, *v) : fallback;
-  }
-  bool flag(std::string_view key, bool fallback) const {
-    const Json* v = find(key);
-    if (!v) return fallback;
-    if (!v->is_boolean()) fail(key, "is " + v->dump() + ", true or false is needed");
-    return v->get<bool>();
-  }
-  std::string text(std::string_view key, std::string fallback) const {
-    const Json* v = find(key);
-    if (!v) return fallback;
-    if (!v->is_string()) fail(key, "is " + v->dump() + ", a string is needed");
-    return v->get<std::string>();
-  }
-  const Json& object(std::string_view key) const {
-    static const Json none = Json::object();
-    const Json* v = find(key);
-    if (!v) return none;
-    if (!v->is_object()) fail(key, "is " + v->dump() + ", an object is needed");
-    return *v;
-  }
-  const Json* list(std::string_view key) const {
-    const Json* v = find(key);
-    if (v && !v->is_array()) fail(key, "is " + v->dump() + ", a list is needed");
-    return v;
-  }
-  std::vector<double> numbers(std::string_view key) const {
-    const Json* v = list(key);
-    if (!v) fail(key, "is missing");
-    std::vector<double> x;
-    for (const Json& e : *v) x.push_back(number_of(key, e));
-    return x;
-  }
-  const std::string& where() const { return where_; }
-  const Json& json() const { return json_; }
-
- private:
-  double number_of(std::string_view key, const Json& v) const {
-    if (!v.is_number()) fail(key, "is " + v.dump() + ", a number is needed");
-    return v.get<double>();
-  }
-  const Json& json_;
-  std::string where_;
-};
 
 std::string format(const char* pattern, double a, double b = 0, double c = 0) {
   char s[200];
@@ -575,36 +494,6 @@ void read_layer_map(const Reader& config, ModelConfig& m) {
   if (m.layers == layers) m.model_layers.clear();
 }
 
-void read_quantization(std::string_view key, const Reader& config, const ReadOptions& options, ModelConfig& m) {
-  if (!config.has(key)) return;
-  const Reader q(config.object(key), config.where() + ": " + std::string(key));
-  const std::string method = q.text("quant_method", "fp8");
-  if (method != "fp8" && !options.allow_unknown) {
-    // Weights of experts alone are none of attention's.
-    bool spared = false;
-    if (const Json* ignored = q.find("ignore"); ignored && ignored->is_array())
-      for (const Json& e : *ignored) spared = spared || e == "re:.*self_attn.*";
-    if (!(method == "compressed-tensors" && spared))
-      q.unsupported("quant_method is '" + method + "': weights of this form are not supported (fp8 by blocks is)");
-  }
-  // Other tools' names for the same: NVIDIA's, Mistral's.
-  for (const char* name : {"quant_algo", "qformat_weight"})
-    if (const std::string form = q.text(name, "fp8");
-        form.substr(0, 3) != "fp8" && form.substr(0, 3) != "FP8" && !options.allow_unknown)
-      q.unsupported(std::string(name) + " is '" + form +
-                    "': weights of this form are not supported (fp8 by blocks is)");
-  if (const Json* block = q.find("weight_block_size")) {
-    auto size = [&](size_t i) {
-      if (!block->is_array() || block->size() != 2 || !(*block)[i].is_number_integer() ||
-          (*block)[i].get<int64_t>() < 1 || (*block)[i].get<int64_t>() > 65536)
-        q.fail("weight_block_size", "is " + block->dump() + ", two positive integers are needed");
-      return (*block)[i].get<int64_t>();
-    };
-    m.fp8_block_rows = size(0);
-    m.fp8_block_cols = size(1);
-  }
-}
-
 }  // namespace
 
 ModelConfig parse_config(std::string_view text, std::string_view where, const ReadOptions& options) {
@@ -661,8 +550,10 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
     m.notes.push_back(
         format("norms of latents take rms_norm_eps %g, as servers do; transformers takes 1e-06", m.rms_eps));
 
-  read_quantization("quantization_config", config.has("quantization_config") ? config : outer, options, m);
-  read_quantization("quantization", config, options, m);
+  for (const char* key : {"quantization_config", "quantization"}) {
+    const Reader& from = key == std::string_view("quantization_config") && !config.has(key) ? outer : config;
+    if (from.has(key)) read_quantisation(from.object(key), std::string(where) + ": " + key, options, m);
+  }
   try {
     m.validate();
   } catch (const ShapeError& e) {

@@ -36,8 +36,13 @@ int64_t blocks(int64_t n, int64_t block) { return (n + block - 1) / block; }
 
 HostTensor rows_of(const HostTensor& whole, int64_t begin, int64_t count) {
   const int64_t in = whole.shape[1];
-  HostTensor t = cuttable(whole, whole.block_rows > 0 && begin % whole.block_rows == 0);
+  const bool one_block = whole.block_rows >= whole.shape[0];
+  HostTensor t = cuttable(whole, whole.block_rows > 0 && (one_block || begin % whole.block_rows == 0));
   t.shape[0] = count;
+  if (t.quantised) {
+    t.first_row += begin;
+    return t;
+  }
   t.data += static_cast<size_t>(begin * in) * size_of(t.dtype);
   if (t.block_scales.empty()) return t;
   const auto first = t.block_scales.begin() + begin / t.block_rows * blocks(in, t.block_cols);
@@ -47,7 +52,14 @@ HostTensor rows_of(const HostTensor& whole, int64_t begin, int64_t count) {
 
 HostTensor columns_of(const HostTensor& whole, int64_t begin, int64_t count) {
   const int64_t out = whole.shape[0], in = whole.shape[1];
-  const HostTensor from = cuttable(whole, whole.block_cols > 0 && begin % whole.block_cols == 0);
+  if (whole.quantised) {
+    HostTensor t = whole;
+    t.shape[1] = count;
+    t.first_col += begin;
+    return t;
+  }
+  const bool one_block = whole.block_cols >= in;  // a scale for each row
+  const HostTensor from = cuttable(whole, whole.block_cols > 0 && (one_block || begin % whole.block_cols == 0));
   const size_t element = size_of(from.dtype), row = static_cast<size_t>(count) * element;
   const auto memory = std::make_shared<Buffer>(static_cast<size_t>(out) * row);
   for (int64_t r = 0; r < out; ++r)
@@ -93,6 +105,9 @@ LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange 
   part.query = rows_of(layer.query, heads.begin * m.query_key(), heads.count * m.query_key());
   part.kv_up = rows_of(layer.kv_up, heads.begin * up, heads.count * up);
   part.output = columns_of(layer.output, heads.begin * m.value, heads.count * m.value);
+  for (std::vector<float>* x : {&part.scales.q, &part.scales.k, &part.scales.v})
+    if (std::ssize(*x) == m.heads && m.heads > 1)
+      *x = {x->begin() + heads.begin, x->begin() + heads.begin + heads.count};
   return part;
 }
 

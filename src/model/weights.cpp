@@ -14,47 +14,16 @@
 namespace mla {
 namespace {
 
-template <class T>
-void widen(const std::byte* data, std::vector<float>& out) {
-  const T* x = reinterpret_cast<const T*>(data);
-  for (size_t i = 0; i < out.size(); ++i) {
-    T e;  // tensors need not be aligned
-    std::memcpy(&e, x + i, sizeof(T));
-    out[i] = to_float(e);
-  }
-}
-
-std::vector<float> values(const HostTensor& t, const char* role, const std::vector<int64_t>& shape) {
+std::vector<float> values(const HostTensor& t, const char* role, const std::vector<int64_t>& shape,
+                          Dtype rounded = Dtype::f32) {
   if (!t) throw ShapeError(std::string("prepare: ") + role + " is missing, expected shape " + shape_text(shape));
   if (t.shape != shape)
     throw ShapeError(std::string("prepare: ") + role + " (" + t.name + ") has shape " + shape_text(t.shape) +
                      ", expected " + shape_text(shape));
-  return t.to_f32();
+  return t.to_f32(rounded);
 }
 
 }  // namespace
-
-int64_t HostTensor::size() const {
-  int64_t n = 1;
-  for (int64_t e : shape) n *= e;
-  return n;
-}
-
-std::vector<float> HostTensor::to_f32() const {
-  std::vector<float> out(static_cast<size_t>(size()));
-  switch (dtype) {
-    case Dtype::f32: widen<float>(data, out); break;
-    case Dtype::bf16: widen<bf16>(data, out); break;
-    case Dtype::f16: widen<f16>(data, out); break;
-    case Dtype::fp8_e4m3: widen<fp8_e4m3>(data, out); break;
-  }
-  if (!block_scales.empty()) {
-    const int64_t cols = shape[1], blocks = (cols + block_cols - 1) / block_cols;
-    for (int64_t r = 0; r < shape[0]; ++r)
-      for (int64_t c = 0; c < cols; ++c) out[r * cols + c] *= block_scales[(r / block_rows) * blocks + c / block_cols];
-  }
-  return out;
-}
 
 std::string_view to_string(Absorption a) {
   return a == Absorption::runtime ? "runtime" : a == Absorption::full ? "full" : "full_fp8";
@@ -132,7 +101,9 @@ class Preparation {
 
     const int64_t query_out = m_.heads * m_.query_key(), up_out = m_.heads * (m_.nope + m_.value),
                   value_in = m_.heads * m_.value;
-    const std::vector<float> up = values(t_.kv_up, "kv_up", {up_out, m_.latent});
+    // Whatever is made of kv_up beyond its own values starts from these in f32.
+    const bool as_it_is = o_.up == WeightFormat::plain && !w.absorbed();
+    const std::vector<float> up = values(t_.kv_up, "kv_up", {up_out, m_.latent}, as_it_is ? o_.dtype : Dtype::f32);
     split(up);
     if (w.absorbed()) {
       absorbed(w, values(t_.query, "query", {query_out, query_in}), query_in, up,
@@ -157,13 +128,13 @@ class Preparation {
     return {v, device_};
   }
   std::shared_ptr<const Linear> linear(const HostTensor& tensor, const char* role, int64_t out, int64_t in) const {
-    return backend_.pack(values(tensor, role, {out, in}), 1, out, in, o_.dtype, device_);
+    return backend_.pack(values(tensor, role, {out, in}, o_.dtype), 1, out, in, o_.dtype, device_);
   }
 
   // A map as PrepareOptions::products says. Codes and scales of a stored tensor are taken as they are.
   std::shared_ptr<const Linear> product(const HostTensor& t, const char* role, int64_t out, int64_t in) const {
+    if (o_.products == WeightFormat::plain) return linear(t, role, out, in);
     const std::vector<float> w = values(t, role, {out, in});
-    if (o_.products == WeightFormat::plain) return backend_.pack(w, 1, out, in, o_.dtype, device_);
     finite(w, role, t.name);
     const auto [rows, cols] = product_block(m_);
     if (!stored_as_fp8(t)) return pack(w, 1, out, in, WeightFormat::fp8, rows, cols);

@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <bit>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <future>
 
+#include "backend/run.hpp"
 #include "core/named_buffer.hpp"
+#include "mla/quant_scales.hpp"
+#include "serve/kv_scales.hpp"
 
 namespace mla::serve {
 namespace {
@@ -176,14 +180,55 @@ void Engine::keep_spans(Result& r) {
   for (Profile* p : {&r.profile, &decodes_.profile, &others_.profile}) p->observe(keep);
 }
 
+void Engine::calibrate(std::span<const float> hidden, std::vector<float>& k_scales) {
+  k_scales.resize(weights_.size(), 1.0f);
+  for (size_t l = 0; l < weights_.size(); ++l)
+    if (k_scales[l] == 0) k_scales[l] = k_scale_of(weights_[l], hidden);
+}
+
+float Engine::k_scale_of(const LayerWeights& w, std::span<const float> hidden) {
+  const int64_t rows = std::ssize(hidden) / model_.hidden, entry = model_.entry(), latent = model_.latent;
+  if (rows == 0) return 1.0f;
+  const Buffer x = Buffer::copy_of(hidden.data(), hidden.size_bytes(), o_.device),
+               y = named_buffer("latents to calibrate by", static_cast<size_t>(rows * entry) * sizeof(float),
+                                o_.device),
+               scratch = named_buffer("scratch of calibration",
+                                      static_cast<size_t>(device_.threads) * device_.scratch_per_worker, o_.device);
+  ops::run(stream_, ops::ProjectArgs{.x = View<const float, Token, Head, In>(x.as<float>(), {rows, 1, model_.hidden}),
+                                     .x_rows = {},
+                                     .weights = w.kv_down.get(),
+                                     .y = View<float, Token, Head, Out>(y.as<float>(), {rows, 1, entry}),
+                                     .y_rows = {},
+                                     .rows = rows,
+                                     .activations = w.kv_down->format == WeightFormat::fp8 ? o_.plan.activations
+                                                                                           : Activations::plain,
+                                     .scratch = {scratch.data(), device_.scratch_per_worker}});
+  std::vector<float> kv(static_cast<size_t>(rows * entry)), norm(static_cast<size_t>(latent)),
+      kv_c(static_cast<size_t>(rows * latent));
+  copy(stream_, kv.data(), y.data(), y.size());
+  copy(stream_, norm.data(), w.kv_norm.values().data(), norm.size() * sizeof(float));
+  stream_.synchronize();
+  for (int64_t t = 0; t < rows; ++t) {
+    const float* row = kv.data() + t * entry;
+    double squares = 0;
+    for (int64_t i = 0; i < latent; ++i) squares += static_cast<double>(row[i]) * row[i];
+    const double size = std::sqrt(squares / static_cast<double>(latent) + model_.rms_eps);
+    for (int64_t i = 0; i < latent; ++i)
+      kv_c[static_cast<size_t>(t * latent + i)] = static_cast<float>(row[i] / size * norm[static_cast<size_t>(i)]);
+  }
+  return calc_kv_scales({nullptr, {0, 1, model_.query_key()}}, {kv_c.data(), {rows, latent}}).k_scale;
+}
+
 LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
                              Profile* profile) {
   const size_t layer = static_cast<size_t>(l);
+  CacheView cache = caches_[layer].view();
+  if (!k_scales_.empty()) cache.spec.k_scale = k_scales_[layer];
   return {.plan = plan,
           .batch = batch,
           .weights = weights_[layer],
           .rotary = rotary_,
-          .cache = caches_[layer].view(),
+          .cache = cache,
           .workspace = workspace,
           .profile = profile,
           .index_cache = index_caches_[layer].view(),
@@ -318,6 +363,11 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
     stream_.synchronize();
   }
   const auto end = Clock::now();
+  if (spec_.format == CacheFormat::fp8) {
+    written_.resize(static_cast<size_t>(o_.limits.pages * spec_.page_size));
+    for (const int32_t slot : batch.slot_mapping)
+      if (slot >= 0) written_[static_cast<size_t>(slot)] = true;
+  }
   const StepTime time{.seconds = plan_seconds + std::chrono::duration<double>(end - step).count(),
                       .plan = plan_seconds,
                       .start = seconds_of(planning),
@@ -359,7 +409,35 @@ void Engine::profile_layer(const Plan& p, const Batch& batch, Profile& profile) 
   (void)profile.rows();  // the calls are this step's, and so is the selection that they are counted by
 }
 
+// Of pages spread over all that hold rows, some hundred: a cache may have millions.
+void Engine::count_saturated(Result& r) {
+  constexpr int64_t kPages = 512;
+  const int64_t page_size = spec_.page_size, entry = spec_.entry();
+  std::vector<int64_t> pages;
+  for (int64_t slot = 0; slot < std::ssize(written_); ++slot)
+    if (written_[static_cast<size_t>(slot)] && (pages.empty() || pages.back() != slot / page_size))
+      pages.push_back(slot / page_size);
+  const int64_t looked_at = std::min(kPages, std::ssize(pages));
+  std::vector<std::byte> page(spec_.page_bytes());
+  for (const Cache& cache : caches_) {
+    int64_t codes = 0, saturated = 0;
+    for (int64_t i = 0; i < looked_at; ++i) {
+      const int64_t p = pages[static_cast<size_t>(i * std::ssize(pages) / looked_at)];
+      copy(stream_, page.data(), cache.view().page(p), page.size());
+      stream_.synchronize();
+      for (int64_t t = 0; t < page_size; ++t) {
+        if (!written_[static_cast<size_t>(p * page_size + t)]) continue;
+        codes += entry;
+        saturated +=
+            saturated_codes(std::span(page).subspan(static_cast<size_t>(t * entry), static_cast<size_t>(entry)));
+      }
+    }
+    r.saturated.push_back(codes > 0 ? static_cast<double>(saturated) / static_cast<double>(codes) : 0.0);
+  }
+}
+
 void Engine::finish(Result& r) {
+  if (spec_.format == CacheFormat::fp8) count_saturated(r);
   r.profiled_steps = gpu() ? decodes_.steps + others_.steps : r.steps;
   for (Sample* sample : {&decodes_, &others_}) {
     if (sample->seconds > 0)

@@ -42,6 +42,12 @@ class Engine {
          Result& result);
   ~Engine();
 
+  /// Of fp8 caches, scales that are 0: by the latents that hidden states [rows, hidden] give in each layer. Given none,
+  /// all are 1.
+  void calibrate(std::span<const float> hidden, std::vector<float>& k_scales);
+  /// Before the first step.
+  void use_k_scales(std::vector<float> k_scales) { k_scales_ = std::move(k_scales); }
+
   /// Plans and runs a step of hidden states [tokens, hidden]. Rows are filled in.
   StepTime run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
   /// Closes what was measured by op.
@@ -65,6 +71,8 @@ class Engine {
   };
   void profile_layer(const Plan& plan, const Batch& batch, Profile& profile);
   void keep_spans(Result& result);
+  float k_scale_of(const LayerWeights& weights, std::span<const float> hidden);
+  void count_saturated(Result& result);
   void take(WantedRow& row, const Plan& plan, const std::byte* out);
   /// Of a split cache: the step's slots in this rank's.
   std::span<const int32_t> own_slots(const Batch& batch);
@@ -81,6 +89,8 @@ class Engine {
   int64_t positions_;
   std::vector<LayerWeights> weights_;
   std::vector<Cache> caches_;
+  std::vector<float> k_scales_;           // of fp8 caches; empty: 1
+  std::vector<bool> written_;             // of fp8 caches: slots that hold a row
   std::vector<IndexCache> index_caches_;  // empty where a layer has no indexer
   RotaryTable rotary_, index_rotary_;
   DeviceInfo device_;

@@ -91,6 +91,14 @@ Ranks::~Ranks() {
   begin_.arrive_and_wait();
 }
 
+std::vector<float> Ranks::use_k_scales(std::vector<float> scales, std::span<const float> hidden) {
+  Engine& first = alone_ ? *alone_ : *ranks_.front()->engine;
+  first.calibrate(hidden, scales);
+  first.use_k_scales(scales);
+  for (const auto& rank : ranks_) rank->engine->use_k_scales(scales);
+  return scales;
+}
+
 void Ranks::work(int rank) {
   for (;;) {
     begin_.arrive_and_wait();

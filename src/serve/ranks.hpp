@@ -19,6 +19,9 @@ class Ranks {
   /// As Engine; one engine works on `pool`, several have pools of their own, which share its number of threads.
   Ranks(const Options& options, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& result);
   ~Ranks();
+  /// Before the first step: scales of fp8 caches, those that are 0 found on these hidden states, the same in all ranks.
+  /// Given none, all are 1. Returns them.
+  std::vector<float> use_k_scales(std::vector<float> scales, std::span<const float> hidden);
   /// Rank 0's rows and time. An error of any rank ends the others' step, and is thrown.
   StepTime run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
   void finish(Result& result);

@@ -13,6 +13,7 @@
 #include "core/counted.hpp"
 #include "layer/kernels.hpp"
 #include "serve/hidden.hpp"
+#include "serve/kv_scales.hpp"
 #include "serve/ranks.hpp"
 
 namespace mla::serve {
@@ -107,10 +108,29 @@ struct StepInput {
   }
 };
 
+void require_k_scales(const Options& o) {
+  if (o.k_scales.empty()) return;
+  if (o.format != CacheFormat::fp8)
+    throw InputError("k_scales are there for a cache in " + std::string(to_string(o.format)) + ", fp8 has them");
+  if (std::ssize(o.k_scales) != o.layers)
+    throw InputError("k_scales has " + std::to_string(o.k_scales.size()) + " elements, the run has " +
+                     counted(o.layers, "layer"));
+  for (size_t l = 0; l < o.k_scales.size(); ++l)
+    if (!(o.k_scales[l] >= 0) || !std::isfinite(o.k_scales[l]))
+      throw InputError("k_scales is " + std::to_string(o.k_scales[l]) + " at layer " + std::to_string(l) +
+                       ", a finite number above 0 is needed, or 0 to find one");
+}
+
 }  // namespace
 
 LayerTensors tensors_of(const Options& o, int64_t layer) {
   return o.checkpoint ? o.checkpoint->layer(layer) : random_layer(o.model, layer, o.seed, o.weights);
+}
+
+CacheSpec cache_of(const Options& o, int64_t layer) {
+  CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
+  if (!o.k_scales.empty()) spec.k_scale = o.k_scales[static_cast<size_t>(layer)];
+  return spec;
 }
 
 double percentile(std::vector<double> values, double p) {
@@ -136,6 +156,7 @@ Options resolved(const Trace& trace, Options o) {
                      " in turn: a rank's share of a page must be whole turns");
   const CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
+  require_k_scales(o);
   size_t page_bytes = spec.page_bytes() * static_cast<size_t>(o.layers);  // of all layers
   if (o.model.indexer) {
     const IndexCacheSpec index_spec = index_cache_spec(o.model, spec, o.plan.index_format);
@@ -175,6 +196,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.pages = o.limits.pages;
   r.page_size = o.limits.page_size;
   Ranks ranks(o, longest_sequence(trace, o.limits), pool, stop, r);
+  if (o.format == CacheFormat::fp8 && !stop) r.k_scales = ranks.use_k_scales(o.k_scales, first_hidden(trace, o));
   StepInput input;
   std::vector<WantedRow> rows;
   Reservoir reservoir(o.verify, o.layers, o.seed);

@@ -32,6 +32,8 @@ struct Options {
   /// Tokens that lie together on a rank where the ranks split the cache, too; 0: each has all of it. Divides
   /// limits.page_size, of which each rank has its share.
   int64_t interleave = 0;
+  /// fp8 cache: its scale in each layer, 0: as calc_kv_scales() finds it on the trace's first tokens. Empty: 1.
+  std::vector<float> k_scales;
   PlanOptions plan;
   Limits limits;                         ///< pages 0: from the trace, within cache_bytes
   size_t cache_bytes = size_t{4} << 30;  ///< bound on the default page budget
@@ -102,6 +104,8 @@ struct Result {
   /// Over all steps of one layer: rows that attended to a selection, keys those rows saw, and keys they attended to;
   /// rows of requests that fit the indexer's topk.
   int64_t sparse_rows = 0, seen_keys = 0, selected_keys = 0, unscored_rows = 0;
+  std::vector<float> k_scales;    ///< fp8 cache: [layers], as used
+  std::vector<double> saturated;  ///< fp8 cache: [layers], the part of its codes that are at e4m3's largest, 448
   Profile profile;
   int64_t profiled_steps = 0;  ///< that the profile was measured on: on a GPU a sample, scaled to all steps
   std::vector<Sample> samples;
@@ -148,6 +152,9 @@ double percentile(std::vector<double> values, double p);
 inline PrepareOptions prepare_options(const Options& o) {
   return {.dtype = o.weights, .absorption = o.absorption, .up = o.up, .products = o.products};
 }
+
+/// What a layer's cache is under options whose k_scales are complete.
+CacheSpec cache_of(const Options& options, int64_t layer);
 
 /// A layer's tensors, from the checkpoint or by seed.
 LayerTensors tensors_of(const Options& options, int64_t layer);

@@ -102,7 +102,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .compute = o.plan.compute,
           .inputs = o.plan.activations,
           .activations = o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute,
-          .cache = cache_spec(o.model, o.format),
+          .cache = cache_of(o, layer),
           .path = furthest.path,
           .q_scale = o.plan.fp8_query && furthest.path != Path::expanded ? o.plan.q_scale : 0.0f,
           .index_cache = index_spec,

@@ -520,6 +520,16 @@ TEST(CLayer, WeightsOfACheckpoint) {
   add("kv_a_layernorm", kv_norm);
   add("kv_b_proj", kv_up);
   add("o_proj", output);
+  const float scales[] = {0.25f, 3.0f, 4.0f};  // of keys, and of the values of two heads
+  const auto add_scale = [&](const char* name, const float* x, int n) {
+    const size_t begin = values.size();
+    values.append(reinterpret_cast<const char*>(x), static_cast<size_t>(n) * sizeof(float));
+    header += std::string(",\"model.layers.0.self_attn.") + name + "\":{\"dtype\":\"F32\",\"shape\":[" +
+              std::to_string(n) + "],\"data_offsets\":[" + std::to_string(begin) + "," + std::to_string(values.size()) +
+              "]}";
+  };
+  add_scale("k_proj.k_scale", scales, 1);
+  add_scale("v_proj.v_scale", scales + 1, 2);
   header += "}";
   const uint64_t length = header.size();
   std::ofstream(folder / "model.safetensors", std::ios::binary)
@@ -535,6 +545,24 @@ TEST(CLayer, WeightsOfACheckpoint) {
     mla_weights* none = nullptr;
     EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_checkpoint(checkpoint, 1, nullptr, kCpu, &none), "layer is 1");
     EXPECT_EQ(none, nullptr);
+
+    float found[3] = {-1, -1, -1};
+    int64_t count = -1;
+    ASSERT_OK(mla_checkpoint_scales(checkpoint, 0, MLA_SCALES_Q, found, 3, &count));
+    EXPECT_EQ(count, 0);
+    ASSERT_OK(mla_checkpoint_scales(checkpoint, 0, MLA_SCALES_K, found, 3, &count));
+    EXPECT_EQ(count, 1);
+    EXPECT_EQ(found[0], 0.25f);
+    ASSERT_OK(mla_checkpoint_scales(checkpoint, 0, MLA_SCALES_V, found, 1, &count));
+    EXPECT_EQ(count, 2);
+    EXPECT_EQ(found[0], 3.0f);
+    EXPECT_EQ(found[1], -1.0f);
+    ASSERT_OK(mla_checkpoint_scales(checkpoint, 0, MLA_SCALES_V, nullptr, 0, &count));
+    EXPECT_EQ(count, 2);
+    EXPECT_FAILS(MLA_ERROR_INPUT, mla_checkpoint_scales(checkpoint, 1, MLA_SCALES_V, found, 3, &count), "layer is 1");
+    EXPECT_FAILS(MLA_ERROR_INPUT, mla_checkpoint_scales(checkpoint, 0, 3, found, 3, &count), "which is 3");
+    EXPECT_FAILS(MLA_ERROR_HANDLE, mla_checkpoint_scales(checkpoint, 0, 0, nullptr, 3, &count), "scales is NULL");
+    EXPECT_FAILS(MLA_ERROR_HANDLE, mla_checkpoint_scales(checkpoint, 0, 0, found, 3, nullptr), "count is NULL");
   }
   std::filesystem::remove_all(folder);
   mla_layer_tensors t = make<mla_layer_tensors>();

@@ -16,6 +16,8 @@
 #include <string>
 #include <vector>
 
+#include "support/safetensors_writer.hpp"
+
 namespace {
 
 namespace fs = std::filesystem;
@@ -568,6 +570,33 @@ TEST_F(Command, InfoShowsACheckpoint) {
   EXPECT_NE(o.out.find("o_proj"), std::string::npos) << o.out;
 }
 
+// What each matrix was read as, and that one may be plain beside.
+TEST_F(Command, InfoNamesTheFormsOfWeights) {
+  fs::create_directories(folder_ / "fp8");
+  write(
+      "fp8/config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":32,"num_hidden_layers":1,"num_attention_heads":2,"q_lora_rank":null,)"
+      R"("kv_lora_rank":6,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":3,)"
+      R"("quantization_config":{"quant_method":"compressed-tensors","format":"mixed-precision"}})");
+  mla::test::SafetensorsWriter w;
+  const std::string prefix = "model.layers.0.self_attn.";
+  w.add(prefix + "q_proj.weight", "F8_E4M3", {12, 32}, std::vector<uint8_t>(12 * 32, 0x38));
+  w.add(prefix + "q_proj.weight_scale", "F32", {12, 1}, std::vector<float>(12, 1.0f));
+  w.add(prefix + "kv_a_proj_with_mqa.weight_packed", "U8", {8, 16}, std::vector<uint8_t>(8 * 16));
+  w.add(prefix + "kv_a_proj_with_mqa.weight_scale", "U8", {8, 1}, std::vector<uint8_t>(8));
+  w.add(prefix + "kv_a_layernorm.weight", "F32", {6}, std::vector<float>(6));
+  w.add(prefix + "kv_b_proj.weight", "F32", {14, 6}, std::vector<float>(14 * 6));
+  w.add(prefix + "o_proj.weight", "F8_E4M3", {32, 6}, std::vector<uint8_t>(32 * 6, 0x38));
+  w.add(prefix + "o_proj.weight_scale", "F32", {32, 1}, std::vector<float>(32, 1.0f));
+  w.write(folder_ / "fp8/model.safetensors");
+  const Outcome o = mla("info " + (folder_ / "fp8").string());
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  for (const char* s :
+       {"weights quantised by compressed-tensors\n", "  read as fp8, a scale for each row: q_proj, o_proj\n",
+        "  read as mxfp4, groups of 32: kv_a_proj_with_mqa\n"})
+    EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
+}
+
 TEST_F(Command, InfoShowsAFileOfTensors) {
   const Outcome o = mla("info " MLA_GOLDEN "/tiny.safetensors");
   EXPECT_EQ(o.status, 0) << o.err;
@@ -578,6 +607,80 @@ TEST_F(Command, MalformedFilesAreOneLine) {
   expect_bad("info " + write("config.json", "{\"hidden_size\": \"wide\"}").string(), {"config.json", "hidden_size"});
   expect_bad("info " + write("cut.safetensors", "\x40\0\0").string(), {"cut.safetensors"});
   expect_bad("info " + write("empty/none", "").parent_path().string(), {"config.json"});
+}
+
+// Scales of an fp8 cache: as asked for, in the summary, in JSON, and named where they cut.
+TEST_F(Command, KvScales) {
+  const fs::path file = folder_ / "run.json";
+  const std::string run =
+      "run --requests 2 --input-len 20 --output-len 2 --layers 2 --heads 2 --cache fp8 --verify 2 "
+      "--json " +
+      file.string() + " --kv-scales ";
+  Outcome o = mla(run + "1");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_EQ(o.out.find("k_scale"), std::string::npos) << o.out;
+  EXPECT_EQ(json::parse(contents(file))["cache"]["k_scales"], json({1.0, 1.0}));
+  o = mla(run + "auto");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.out.find(", all found on the trace's first tokens; at most 0% of a layer's codes"), std::string::npos)
+      << o.out;
+  EXPECT_EQ(o.err.find("e4m3"), std::string::npos) << o.err;
+  const json found = json::parse(contents(file));
+  EXPECT_EQ(found["options"]["kv_scales"], "auto") << found["options"].dump();
+  EXPECT_EQ(found["cache"]["saturated"], json({0.0, 0.0}));
+  EXPECT_GT(found["cache"]["k_scales"][0].get<double>(), 0.001);
+  EXPECT_LT(found["cache"]["k_scales"][0].get<double>(), 0.1);
+  const std::string scales = write("scales.json", R"({"k_scale": [1, 0.00001]})").string();
+  o = mla(run + scales);
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.err.find("mla: layer 1: 9"), std::string::npos) << o.err;
+  EXPECT_NE(o.err.find("% of its cache's codes are at e4m3's largest, above 0.1%: values past 448 times k_scale 1e-05 "
+                       "are cut (--kv-scales)"),
+            std::string::npos)
+      << o.err;
+  EXPECT_EQ(o.err.find("layer 0"), std::string::npos) << o.err;
+  expect_bad("run --kv-scales auto", {"--kv-scales is auto", "--cache is bf16"});
+  expect_bad("run --layers 3 --cache fp8 --kv-scales " + scales, {"scales.json", "2 elements", "3 layers"});
+}
+
+TEST_F(Command, KvScalesOfACheckpoint) {
+  fs::create_directories(folder_ / "scaled");
+  write(
+      "scaled/config.json",
+      R"({"model_type":"deepseek_v3","hidden_size":16,"num_hidden_layers":2,"num_attention_heads":2,"q_lora_rank":null,)"
+      R"("kv_lora_rank":8,"qk_nope_head_dim":4,"qk_rope_head_dim":2,"v_head_dim":4})");
+  mla::test::SafetensorsWriter w;
+  for (int layer = 0; layer < 2; ++layer) {
+    const auto add = [&](const std::string& name, std::vector<int64_t> shape) {
+      std::vector<float> x;
+      for (int64_t i = 0, n = shape[0] * (shape.size() > 1 ? shape[1] : 1); i < n; ++i)
+        x.push_back(static_cast<float>(i * 7 % 11) * 0.1f - 0.45f);
+      w.add("model.layers." + std::to_string(layer) + ".self_attn." + name, "F32", shape, x);
+    };
+    add("q_proj.weight", {12, 16});
+    add("kv_a_proj_with_mqa.weight", {10, 16});
+    add("kv_a_layernorm.weight", {8});
+    add("kv_b_proj.weight", {16, 8});
+    add("o_proj.weight", {16, 8});
+  }
+  w.add("model.layers.0.self_attn.k_proj.k_scale", "F32", {}, std::vector<float>{0.5f});
+  w.write(folder_ / "scaled/model.safetensors");
+  const fs::path file = folder_ / "run.json";
+  const std::string run = "run --model " + (folder_ / "scaled").string() +
+                          " --requests 2 --input-len 20 --output-len 2 --verify 4 --json " + file.string();
+  Outcome o = mla(run + " --cache fp8");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_NE(o.err.find("mla: the checkpoint has scales for an fp8 cache, --kv-scales 1 leaves them unread"),
+            std::string::npos)
+      << o.err;
+  o = mla(run + " --cache fp8 --kv-scales auto");
+  EXPECT_EQ(o.status, 0) << o.out << o.err;
+  EXPECT_EQ(o.err.find("unread"), std::string::npos) << o.err;
+  EXPECT_NE(o.out.find(" to 0.5, 1 found on the trace's first tokens"), std::string::npos) << o.out;
+  const json scales = json::parse(contents(file))["cache"]["k_scales"];
+  EXPECT_EQ(scales[0], 0.5);
+  EXPECT_LT(scales[1].get<double>(), 0.1);  // found
+  EXPECT_EQ(mla(run).err.find("unread"), std::string::npos);
 }
 
 // Tokens over the run's duration, and nothing that a share of each step goes into.

@@ -2,10 +2,12 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cmath>
 #include <functional>
 #include <thread>
 
 #include "mla/error.hpp"
+#include "mla/quant_scales.hpp"
 #include "mla/weights.hpp"
 #include "support/safetensors_writer.hpp"
 
@@ -358,6 +360,86 @@ TEST_F(CheckpointFolder, BlockScalesAreAskedFor) {
   EXPECT_THROW(layer_tensors(file, prefix, model, 0), CheckpointError);
   EXPECT_THROW(layer_tensors(file, "model.", model, 0), UnsupportedError);
   EXPECT_THROW(layer_tensors(file, "model.", model, 0, {.allow_unknown = true}), CheckpointError);
+}
+
+// Scales of an fp8 cache that come with a model, under the names of those who write them.
+TEST_F(CheckpointFolder, ScalesOfQueriesKeysAndValues) {
+  using List = std::vector<float>;
+  const std::string prefix = "model.layers.1.self_attn.";
+  const auto write = [&](const std::function<void(test::SafetensorsWriter&)>& scales) {
+    test::SafetensorsWriter w;
+    for (int layer = 0; layer < 2; ++layer)
+      for (const Tensor& t : kTensors) add(w, "model.layers." + std::to_string(layer) + ".self_attn.", t);
+    scales(w);
+    w.write(folder_ / "model.safetensors");
+  };
+  const auto read = [&] {
+    const Checkpoint c(folder_.path());
+    const StoredScales alone = c.scales(1), with_weights = c.layer(1).scales;
+    EXPECT_EQ(alone.q, with_weights.q);
+    EXPECT_EQ(alone.k, with_weights.k);
+    EXPECT_EQ(alone.v, with_weights.v);
+    return alone;
+  };
+  write([](auto&) {});
+  EXPECT_TRUE(read().q.empty() && read().k.empty() && read().v.empty());
+  EXPECT_FALSE(latent_k_scale(read()));
+  EXPECT_THROW(Checkpoint(folder_.path()).scales(2), InputError);
+  struct Names {
+    const char *q, *k, *v;
+  };
+  for (const Names& n : {Names{"q_scale", "k_scale", "v_scale"},
+                         {"q_proj.q_scale", "k_proj.k_scale", "v_proj.v_scale"},
+                         {"q_proj.output_scale", "k_proj.output_scale", "v_proj.output_scale"},
+                         {"attn.q_scale", "attn.k_scale", "attn.v_scale"},
+                         {"mla_attn.q_scale", "mla_attn.k_scale", "mla_attn.v_scale"},
+                         {"attn_mqa.q_scale", "kv_a_proj_with_mqa.k_scale", "kv_a_proj_with_mqa.v_scale"},
+                         {"mla_attn.mla_attn.q_scale", "mla_attn.mla_attn.k_scale", "attn_mqa.v_scale"}}) {
+    write([&](auto& w) {
+      w.add(prefix + n.q, "F32", {}, List{0.5f});
+      w.add(prefix + n.k, "F32", {1}, List{0.25f});
+      w.add(prefix + n.v, "BF16", {3, 1, 1}, std::vector<bf16>{to_bf16(1), to_bf16(2), to_bf16(3)});
+      w.add(prefix + "attn.prob_scale", "F32", {}, List{7});
+    });
+    const StoredScales s = read();
+    EXPECT_EQ(s.q, List{0.5f}) << n.q;
+    EXPECT_EQ(s.k, List{0.25f}) << n.k;
+    EXPECT_EQ(s.v, (List{1, 2, 3})) << n.v;
+    EXPECT_EQ(latent_k_scale(s), 0.25f);
+  }
+  write([&](auto& w) {
+    w.add(prefix + "kv_scale", "F32", {}, List{0.125f});
+    w.add(prefix + "v_scale", "F32", {}, List{3});
+  });
+  EXPECT_EQ(read().k, List{0.125f});
+  EXPECT_EQ(read().v, List{3});
+
+  const std::string tensor = "F/model.safetensors: tensor '" + prefix;
+  write([&](auto& w) { w.add(prefix + "k_scale", "F32", {2}, List{1, 1}); });
+  EXPECT_EQ(refusal(folder_.path()),
+            tensor + "k_scale' has shape [2], expected one element or one for each of 3 heads");
+  write([&](auto& w) { w.add(prefix + "k_scale", "I32", {}, List{1}); });
+  EXPECT_EQ(refusal(folder_.path()), tensor + "k_scale': dtype I32 is not one of F32 BF16 F16 F8_E4M3");
+  write([&](auto& w) { w.add(prefix + "k_scale", "F8_E4M3", {}, std::vector<uint8_t>{0x38}); });
+  EXPECT_EQ(refusal(folder_.path()), tensor + "k_scale' is fp8, a float is needed");
+  write([&](auto& w) {
+    w.add(prefix + "k_scale", "F32", {}, List{1});
+    w.add(prefix + "k_proj.k_scale", "F32", {}, List{1});
+  });
+  EXPECT_EQ(refusal(folder_.path()), tensor + "k_proj.k_scale' is there beside '" + prefix + "k_scale': one is needed");
+  for (const auto& [number, text] :
+       {std::pair(0.0f, "0.000000"), {-1.0f, "-1.000000"}, {NAN, "nan"}, {INFINITY, "inf"}}) {
+    write([&, x = number](auto& w) { w.add(prefix + "v_scale", "F32", {3}, List{1, x, 1}); });
+    EXPECT_EQ(refusal(folder_.path(), [](const Checkpoint& c) { c.layer(1); }),
+              tensor + "v_scale' is " + text + " at element 1, scales must be finite and above 0");
+  }
+  // What a projection gave before its norm is not what the cache holds.
+  write([&](auto& w) { w.add(prefix + "kv_a_proj_with_mqa.output_scale", "F32", {}, List{1}); });
+  EXPECT_EQ(refusal(folder_.path()), tensor +
+                                         "kv_a_proj_with_mqa.output_scale' is not one that attention of model "
+                                         "deepseek_v3 has (allow_unknown goes on past it)");
+  EXPECT_EQ(latent_k_scale({.q = {}, .k = {2, 2, 2}, .v = {}}), 2.0f);
+  EXPECT_THROW(latent_k_scale({.q = {}, .k = {2, 2, 3}, .v = {}}), UnsupportedError);
 }
 
 // 5 x 3 blocks of a 576 x 260 weight: the last row and column of blocks are partial.

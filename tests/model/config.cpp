@@ -641,11 +641,9 @@ TEST(Config, WhatIsNotDoneIsRefusedByName) {
            {R"(,"rope_scaling":{"type":"yarn","factor":4,"finetuned":true})", "rope: finetuned is true"},
            {R"(,"index_topk":64)", "index_topk is 64"},
            {R"(,"index_n_heads":64)", "index_n_heads is 64"},
-           {R"(,"quantization_config":{"quant_method":"gptq","bits":4})", "quant_method is 'gptq'"},
-           {R"(,"quantization_config":{"quant_method":"awq"})", "quant_method is 'awq'"},
-           {R"(,"quantization_config":{"quant_method":"compressed-tensors"})", "quant_method is 'compressed-tensors'"},
-           {R"(,"quantization_config":{"quant_method":"modelopt","quant_algo":"NVFP4"})", "quant_method is 'modelopt'"},
-           {R"(,"quantization_config":{"quant_algo":"NVFP4"})", "quant_algo is 'NVFP4'"},
+           {R"(,"quantization_config":{"quant_method":"bitsandbytes"})", "quant_method is 'bitsandbytes'"},
+           {R"(,"quantization_config":{"quant_method":"modelopt","quant_algo":"W4A8_AWQ"})",
+            "quant_algo is 'W4A8_AWQ'"},
            {R"(,"quantization":{"qformat_weight":"nvfp4"})", "qformat_weight is 'nvfp4'"}}) {
     EXPECT_NE(message(config(more)).find(why), std::string::npos) << more << ": " << message(config(more));
     EXPECT_THROW(parse_config(config(more)), UnsupportedError) << more;
@@ -902,28 +900,97 @@ TEST(Config, LayerMapsThatAreRefused) {
   EXPECT_TRUE(all.model_layers.empty());
 }
 
+// Each with what is read instead, and past all of them with allow_unknown.
 TEST(Config, QuantisationsThatAreRefused) {
   const auto with = [](const std::string& object) { return config(R"(,"quantization_config":)" + object); };
-  const std::string where = "c.json: quantization_config: ";
-  for (const char* block : {"3", "[1]", "[1,2,3]", "[1.5,1]", "[1,0]", "[1,65537]", "[70000,1]", R"(["a",1])"})
+  const std::string where = "c.json: quantization_config: ", not_read = ": weights of this form are not supported (";
+  for (const char* block : {"3", "[1]", "[1,2,3]", "[1.5,1]", "[1,0]", "[1,65537]", "[70000,1]", R"(["a",1])",
+                            R"("128")", R"("128x")", R"("0x1")", R"("128x128x")", R"("128x128000000000000")"})
     EXPECT_EQ(message(with(R"({"weight_block_size":)" + std::string(block) + "}")),
               where + "weight_block_size is " + block + ", two positive integers are needed");
-  const std::string refused = "': weights of this form are not supported (fp8 by blocks is)";
-  EXPECT_EQ(message(with(R"({"quant_method":"awq"})")), where + "quant_method is 'awq" + refused);
-  for (const char* ignore : {"", R"(,"ignore":3)", R"(,"ignore":[])", R"(,"ignore":["lm_head"])"})
-    EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors")" + std::string(ignore) + "}")),
-              where + "quant_method is 'compressed-tensors" + refused);
-  EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors","ignore":["re:.*self_attn.*","lm_head"]})")), "read");
-  EXPECT_EQ(message(with(R"({"quant_method":"awq","ignore":["re:.*self_attn.*"]})")),
-            where + "quant_method is 'awq" + refused);
-  EXPECT_NO_THROW(parse_config(with(R"({"quant_method":"awq"})"), "c.json", {.allow_unknown = true}));
-  for (const char* name : {"quant_algo", "qformat_weight"}) {
-    const std::string key = R"({")" + std::string(name) + R"(":")";
-    EXPECT_EQ(message(with(key + "NVFP4\"}")), where + name + " is 'NVFP4" + refused);
-    EXPECT_EQ(message(with(key + "FP8\"}")), "read");
-    EXPECT_EQ(message(with(key + "fp8_e4m3\"}")), "read");
-    EXPECT_NO_THROW(parse_config(with(key + "NVFP4\"}"), "c.json", {.allow_unknown = true}));
+  const std::string methods =
+      "read are fp8 fbgemm_fp8 compressed-tensors modelopt modelopt_fp4 modelopt_mixed awq gptq mxfp4 mxfp8 quark "
+      "blockwise_int8 w8a8_int8)";
+  const std::string formats =
+      "read are dense float-quantized int-quantized naive-quantized pack-quantized nvfp4-pack-quantized "
+      "mxfp4-pack-quantized)";
+  const std::string algos = "read are FP8 and its kinds, NVFP4, MXFP4, MXFP8)";
+  const std::pair<const char*, std::string> refused[] = {
+      {R"({"quant_method":"hqq"})", "quant_method is 'hqq'" + not_read + methods},
+      {R"({"quant_algo":"W4A16_AWQ"})", "quant_algo is 'W4A16_AWQ'" + not_read + algos},
+      {R"({"qformat_weight":"nvfp4"})", "qformat_weight is 'nvfp4'" + not_read + "fp8 is read)"},
+      {R"({"fmt":"e5m2"})", "fmt is 'e5m2'" + not_read + "e4m3 is read)"},
+      {R"({"quant_method":"compressed-tensors","format":"marlin-24"})", "format is 'marlin-24'" + not_read + formats},
+      {R"({"quant_method":"compressed-tensors","transform_config":{"config_groups":{"R1":{}}}})",
+       R"(transform_config is {"config_groups":{"R1":{}}})" + not_read + "weights without transforms are read)"},
+      {R"({"quant_method":"compressed-tensors","sparsity_config":{"format":"sparse-24-bitmask"}})",
+       R"(sparsity_config is {"format":"sparse-24-bitmask"})" + not_read + "dense weights are read)"},
+      {R"({"quant_method":"gptq","checkpoint_format":"marlin"})",
+       "checkpoint_format is 'marlin'" + not_read + "read are gptq and gptq_v2)"},
+      {R"({"quant_method":"gptq","is_marlin_format":true})",
+       "is_marlin_format is true" + not_read + "read are gptq and gptq_v2)"},
+      {R"({"quant_method":"gptq","pack_dtype":"int16"})", "pack_dtype is 'int16'" + not_read + "int32 is read)"},
+      {R"({"quant_method":"awq","version":"gemv"})", "version is 'gemv'" + not_read + "gemm is read)"}};
+  for (const auto& [object, why] : refused) {
+    EXPECT_EQ(message(with(object)), where + why);
+    EXPECT_THROW(parse_config(with(object)), UnsupportedError) << object;
+    EXPECT_NO_THROW(parse_config(with(object), "c.json", {.allow_unknown = true})) << object;
   }
+  // A group of another format, and experts alone in one.
+  const std::string groups = R"({"quant_method":"compressed-tensors","config_groups":{"g":{"format":"marlin-24"}})";
+  EXPECT_EQ(message(with(groups + "}")), where + "config_groups: g: format is 'marlin-24'" + not_read + formats);
+  EXPECT_EQ(message(with(groups + R"(,"ignore":["re:.*self_attn.*","lm_head"]})")), "read");
+  EXPECT_EQ(message(with(R"({"quant_method":"gptq","group_size":0})")),
+            where + "group_size is 0, -1 or 1 to 1048576 is needed");
+  EXPECT_EQ(message(with(R"({"quant_method":"gptq","bits":"4"})")), where + "bits is \"4\", an integer is needed");
+  EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors","config_groups":{"a":{"weights":{"type":"float",)"
+                         R"("block_structure":[128,128]}},"b":{"weights":{"block_structure":"64x128"}}}})")),
+            where +
+                "config_groups: b: weights: block_structure is \"64x128\", another one is 128 x 128: blocks of "
+                "several sizes are not supported");
+}
+
+TEST(Config, QuantisationsThatAreRead) {
+  using List = std::vector<int64_t>;
+  const auto with = [](const std::string& object) {
+    return parse_config(config(R"(,"quantization_config":)" + object));
+  };
+  EXPECT_EQ(parse_config(config("")).quantisation.method, "");
+  EXPECT_EQ(with("{}").quantisation.method, "fp8");
+  EXPECT_EQ(with(R"({"quant_algo":"FP8_PER_CHANNEL_PER_TOKEN","quant_method":"modelopt"})").quantisation.method,
+            "modelopt");
+  for (const char* algo : {"FP8", "fp8", "NVFP4", "NVFP4_AWQ", "MXFP8", "MIXED_PRECISION"})
+    EXPECT_NO_THROW(with(R"({"quant_algo":")" + std::string(algo) + "\"}")) << algo;
+
+  const QuantisationConfig gptq =
+      with(R"({"quant_method":"gptq","bits":4,"group_size":128,"desc_act":true})").quantisation;
+  EXPECT_EQ(gptq.method, "gptq");
+  EXPECT_EQ(gptq.bits, List{4});
+  EXPECT_EQ(gptq.group_sizes, List{128});
+  EXPECT_EQ(gptq.zero_offset, 1);
+  EXPECT_EQ(with(R"({"quant_method":"gptq","checkpoint_format":"gptq_v2"})").quantisation.zero_offset, 0);
+  EXPECT_EQ(with(R"({"quant_method":"gptq","format":"gptq_v2"})").quantisation.zero_offset, 0);
+  EXPECT_TRUE(with(R"({"quant_method":"gptq","bits":4,"dynamic":{"a":{"bits":8}}})").quantisation.bits.empty());
+
+  const QuantisationConfig awq =
+      with(R"({"quant_method":"awq","w_bit":4,"q_group_size":64,"version":"GEMM"})").quantisation;
+  EXPECT_EQ(awq.bits, List{4});
+  EXPECT_EQ(awq.group_sizes, List{64});
+  EXPECT_EQ(awq.zero_offset, 0);
+
+  const ModelConfig mixed = with(
+      R"({"quant_method":"compressed-tensors","format":"mixed-precision","ignore":["lm_head"],"config_groups":{)"
+      R"("group_0":{"format":"pack-quantized","weights":{"num_bits":4,"type":"int","symmetric":false,"strategy":"group",)"
+      R"("group_size":32}},"group_1":{"format":"pack-quantized","weights":{"num_bits":8,"symmetric":false,)"
+      R"("strategy":"channel","group_size":null}},"group_2":{"format":"float-quantized","weights":{"num_bits":8,)"
+      R"("type":"float","strategy":"block","block_structure":[128,64]}},"W8A8":["Linear"]}})");
+  EXPECT_EQ(mixed.quantisation.bits, (List{4, 8}));
+  EXPECT_EQ(mixed.quantisation.group_sizes, (List{32, -1}));
+  EXPECT_TRUE(mixed.quantisation.zero_points);
+  EXPECT_EQ(mixed.fp8_block_rows, 128);
+  EXPECT_EQ(mixed.fp8_block_cols, 64);
+  EXPECT_FALSE(with(R"({"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"num_bits":4}}}})")
+                   .quantisation.zero_points);
 }
 
 TEST(Config, WhatAllowUnknownGoesPast) {

@@ -68,6 +68,13 @@ MLA_API mla_status mla_checkpoint_open_with(const char* folder, const mla_read_o
                                             mla_checkpoint** checkpoint);
 MLA_API mla_status mla_checkpoint_destroy(mla_checkpoint* checkpoint);
 MLA_API mla_status mla_checkpoint_model(const mla_checkpoint* checkpoint, mla_model** model);
+/// Of which scales mla_checkpoint_scales() is asked.
+enum { MLA_SCALES_Q = 0, MLA_SCALES_K = 1, MLA_SCALES_V = 2 };
+/// The scales of fp8 queries, keys or values that come with a layer: `count` is 0 where it has none, 1, or the number
+/// of heads. As many as there is room for are written; with room 0 scales may be NULL. A latent cache's k_scale
+/// (mla_cache_spec) is that of keys. MLA_ERROR_CHECKPOINT naming a tensor that holds no such scale.
+MLA_API mla_status mla_checkpoint_scales(const mla_checkpoint* checkpoint, int64_t layer, int32_t which, float* scales,
+                                         int64_t room, int64_t* count);
 
 /// A layer's prepared weights on a device. options may be NULL: the defaults.
 /// MLA_ERROR_UNSUPPORTED for options that nothing here does, MLA_ERROR_SHAPE naming tensor, found and expected shape.
