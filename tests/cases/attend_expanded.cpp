@@ -106,7 +106,7 @@ struct Keys {
 };
 
 /// The op with no thought for speed, in the precisions it may use: f32 sums; with bf16 keys, queries and probabilities
-/// in bf16; with e4m3 operands their values and probabilities in bf16, or probabilities in e4m3, 2^7 at the largest.
+/// in bf16; with e4m3 operands their values and probabilities in bf16, or probabilities in e4m3, 2^6 at the largest.
 template <bool e4m3_probabilities>
 void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out, View<float, Token, Head> lse) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
@@ -116,7 +116,7 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
     return a.k_nope.dtype() == Dtype::bf16 || (codes && !e4m3_probabilities) ? narrow(x) : x;
   };
   const auto probability = [&](float x) {
-    if (codes && e4m3_probabilities) return to_float(to_fp8_e4m3(x * 0x1p7f)) * 0x1p-7f;
+    if (codes && e4m3_probabilities) return to_float(to_fp8_e4m3(x * 0x1p6f)) * 0x1p-6f;
     return codes || a.k_nope.dtype() == Dtype::bf16 ? narrow(x) : x;
   };
   const auto scale_of = [&](const View<const float, Group, Head>& x, int64_t first, int64_t row, int64_t h) {
