@@ -24,6 +24,7 @@ struct Fp8Tile {
   int cluster;            ///< blocks that share keys and values: one tile between them
   int keys;               ///< of a block: 64 or 128
   int stages;             ///< blocks of keys, and of values, in flight
+  bool weights_shared;    ///< weights go to the product with values by shared memory, not by registers
   constexpr int dim() const { return nope + rope; }
   constexpr int rows() const { return 64 * groups * cluster; }
   constexpr int first_row(int rank, int group) const { return 64 * (group * cluster + rank); }
@@ -32,16 +33,20 @@ struct Fp8Tile {
 };
 
 struct Deepseek128 {
-  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 3};
+  static constexpr Fp8Tile tile{
+      .nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 3, .weights_shared = true};
 };
 struct Deepseek256 {
-  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 3};
+  static constexpr Fp8Tile tile{
+      .nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 3, .weights_shared = true};
 };
 struct Glm128 {
-  static constexpr Fp8Tile tile{.nope = 192, .rope = 64, .value = 256, .cluster = 1, .keys = 64, .stages = 2};
+  static constexpr Fp8Tile tile{
+      .nope = 192, .rope = 64, .value = 256, .cluster = 1, .keys = 64, .stages = 2, .weights_shared = false};
 };
 struct Glm256 {
-  static constexpr Fp8Tile tile{.nope = 192, .rope = 64, .value = 256, .cluster = 2, .keys = 64, .stages = 2};
+  static constexpr Fp8Tile tile{
+      .nope = 192, .rope = 64, .value = 256, .cluster = 2, .keys = 64, .stages = 2, .weights_shared = false};
 };
 
 constexpr int group_rows = 64;  // query rows of a math warpgroup: the height of wgmma
@@ -83,6 +88,7 @@ struct alignas(1024) Shared {
   uint8_t q[tile.groups][tile.dim() / panel][group_rows][panel];
   uint8_t k[tile.stages][tile.dim() / panel][tile.keys][panel];
   uint8_t v[tile.stages][tile.value][tile.keys];
+  uint8_t weights[tile.groups][tile.weights_shared ? group_rows : 1][tile.keys];
   float4 whole[tile.groups][tile.value / 8][128];  // outputs of earlier chains, each thread's own
   TileWork work[tile_ring];
   uint64_t work_full[tile_ring], work_empty[tile_ring];
@@ -448,7 +454,7 @@ struct Math {
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
     return work(t - 1);
   }
-  /// Scales are read before the turn's barrier, which lies before their space is let go of.
+  /// Scales are read before the barrier that lies before their space is let go of.
   __device__ __forceinline__ void wait_queries() {
     mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1);
     q_scale = shared.q_scale[group] * p.scale_log2;
@@ -498,13 +504,28 @@ struct Math {
                                 operand_advance(b, i * sizeof(shared.k[0][0]) + 32 * j), i + j > 0);
     wgmma_commit();
   }
+  /// Weights to shared memory, to be read by the next product once all threads of the warpgroup have passed a barrier.
+  __device__ __forceinline__ void store_weights(const uint32_t (&weights)[tile.keys / 8]) {
+    static_assert(!tile.weights_shared || tile.keys == 128);
+    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+    const uint32_t at = smem_address(shared.weights[group]) + row * 128;
+#pragma unroll
+    for (int i = 0; i < tile.keys / 32; ++i)
+      store_matrix_x4(at + ((2 * i + lane / 16) ^ row % 8) * 16, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
+                      weights[4 * i + 3]);
+    fence_async_proxy();
+  }
   /// o (+)= weights times the block's values.
   __device__ __forceinline__ void issue_values(const uint32_t (&weights)[tile.keys / 8], bool add) {
     const uint32_t at = smem_address(shared.v[uniform(added % tile.stages)]);
     const uint64_t b = tile.keys == 128 ? operand_128b(at) : operand_64b(at);
+    const uint64_t a = operand_128b(smem_address(shared.weights[uniform(group)]));
 #pragma unroll
-    for (int i = 0; i < tile.keys / 32; ++i)
-      WgmmaFp8<tile.value>::rs(o, weights + 4 * i, operand_advance(b, 32 * i), i > 0 || add);
+    for (int i = 0; i < tile.keys / 32; ++i) {
+      if constexpr (tile.weights_shared)
+        WgmmaFp8<tile.value>::ss(o, operand_advance(a, 32 * i), operand_advance(b, 32 * i), i > 0 || add);
+      else WgmmaFp8<tile.value>::rs(o, weights + 4 * i, operand_advance(b, 32 * i), i > 0 || add);
+    }
     wgmma_commit();
   }
 
@@ -590,7 +611,7 @@ struct Math {
   /// products keep the tensor cores busy.
   __device__ __forceinline__ void run() {
     float s[tile.keys / 2], factor[2];
-    uint32_t weights[tile.keys / 8], other[tile.keys / 8];
+    uint32_t weights[tile.keys / 8];
     const auto my_turn = [&] { barrier_sync(1 + group, 256); };
     const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
     int32_t clear;  // blocks below this number are seen whole by all rows
@@ -625,6 +646,7 @@ struct Math {
         next_tile();
         if (n < 0) {  // the last values
           wait_values();
+          if constexpr (tile.weights_shared) store_weights(now);
           my_turn();
           wgmma_pin(o);
           wgmma_pin(now);
@@ -639,6 +661,7 @@ struct Math {
       } else --n;
       const float next_unit = wait_keys(), unit = v_scale;
       wait_values();
+      if constexpr (tile.weights_shared) store_weights(now);
       my_turn();
       wgmma_pin(o);
       wgmma_pin(s);
@@ -674,7 +697,13 @@ struct Math {
       first = last || chained;
       return true;
     };
-    while (step(weights, other) && step(other, weights)) {
+    if constexpr (tile.weights_shared) {
+      while (step(weights, weights)) {
+      }
+    } else {
+      uint32_t other[tile.keys / 8];
+      while (step(weights, other) && step(other, weights)) {
+      }
     }
     finish(t - 2, state, v_scale);
   }
