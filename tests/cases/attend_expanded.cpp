@@ -106,7 +106,7 @@ struct Keys {
 };
 
 /// The op with no thought for speed, in the precisions it may use: f32 sums; with bf16 keys, queries and probabilities
-/// in bf16; with e4m3 operands their values and probabilities in bf16, or probabilities in e4m3, 2^6 at the largest.
+/// in bf16; with e4m3 operands their values and probabilities in bf16, or probabilities in e4m3, 2^7 at the largest.
 template <bool e4m3_probabilities>
 void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out, View<float, Token, Head> lse) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
@@ -116,7 +116,7 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
     return a.k_nope.dtype() == Dtype::bf16 || (codes && !e4m3_probabilities) ? narrow(x) : x;
   };
   const auto probability = [&](float x) {
-    if (codes && e4m3_probabilities) return to_float(to_fp8_e4m3(x * 0x1p6f)) * 0x1p-6f;
+    if (codes && e4m3_probabilities) return to_float(to_fp8_e4m3(x * 0x1p7f)) * 0x1p-7f;
     return codes || a.k_nope.dtype() == Dtype::bf16 ? narrow(x) : x;
   };
   const auto scale_of = [&](const View<const float, Group, Head>& x, int64_t first, int64_t row, int64_t h) {
@@ -184,6 +184,8 @@ class AttendExpandedCase final : public Case {
       tokens += queries + 1;
       fresh_.rows += keys + 1;
       context_.rows += past + 1;
+      for (Keys* k : {&fresh_, &context_})
+        if (turned_values(p)) k->rows = (k->rows + 15) / 16 * 16;
     }
     fresh_.fill(random);
     context_.fill(random);
@@ -304,6 +306,8 @@ class AttendExpandedCase final : public Case {
     for (Keys* k : {&fresh_, &context_}) k->plant(plants, huge_at, huge);
   }
 
+  static bool turned_values(const Params& p) { return p.dtype == Dtype::fp8_e4m3 && p.seed % 2 == 0; }
+
   /// Scales of every kind, and values turned in every second case.
   void scale_codes(const Params& p, Random& random) {
     const auto share = [&] { return static_cast<Share>(p.seed / 2 % 3); };
@@ -336,7 +340,7 @@ class AttendExpandedCase final : public Case {
       for (OperandScales* x : {&k->k_scale, &k->v_scale})
         x->fill(random, share(), static_cast<int64_t>(used_k.size()), heads_, typical,
                 [&](int64_t g) { return used_k[g]; });
-      if (p.seed % 2 == 0) k->turn(p.seed % 4 == 0 ? 0 : 16);
+      if (turned_values(p)) k->turn(p.seed % 4 == 0 ? 0 : 16);
     }
   }
 

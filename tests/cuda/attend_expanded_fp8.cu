@@ -44,9 +44,20 @@ struct Batch {
   std::vector<int32_t> visible;  // per item, in place of `causal`
   bool accumulate = false, padded = false;
 
-  std::vector<int32_t> starts(const std::vector<int32_t>& lengths) const {
+  std::vector<int32_t> q_starts() const {
     std::vector<int32_t> s{before};
-    for (int32_t n : lengths) s.push_back(s.back() + n);
+    for (int32_t n : queries) s.push_back(s.back() + n);
+    return s;
+  }
+  /// Multiples of 16; the last is where the last item's keys end.
+  std::vector<int32_t> k_starts() const {
+    std::vector<int32_t> s;
+    int32_t end = before;
+    for (int32_t n : keys) {
+      s.push_back((end + 15) / 16 * 16);
+      end = s.back() + n;
+    }
+    s.push_back(end);
     return s;
   }
   int32_t visible_of(size_t item) const {
@@ -101,7 +112,7 @@ struct Problem {
   DeviceArray<int32_t> workspace;
 
   explicit Problem(const Batch& b, uint32_t seed)
-      : batch(b), q_start(b.starts(b.queries)), k_start(b.starts(b.keys)), items(b, q_start, k_start) {
+      : batch(b), q_start(b.q_starts()), k_start(b.k_starts()), items(b, q_start, k_start) {
     const Dims d = b.dims;
     tokens = q_start.back() + b.after;
     keys = std::max(k_start.back() + b.after, 1);
@@ -110,19 +121,23 @@ struct Problem {
     scale = 1.0f / std::sqrt(static_cast<float>(qk));
     std::mt19937 random(seed);
     std::normal_distribution<float> normal;
-    const auto fill = [&](std::vector<uint8_t>& a, int64_t rows, int64_t width, int64_t begin, int64_t end,
-                          float size) {
-      a.assign(static_cast<size_t>(rows * width), nan8);
+    const auto fill = [&](std::vector<uint8_t>& a, int64_t width, int64_t begin, int64_t end, float size) {
       for (int64_t i = begin * width; i < end * width; ++i)
         a[static_cast<size_t>(i)] = to_fp8_e4m3(size * normal(random)).bits;
     };
-    fill(q, tokens, b.heads * qk, q_start.front(), q_start.back(), 80.0f);
-    fill(k, keys, int64_t{b.heads} * d.nope, k_start.front(), k_start.back(), 40.0f);
-    fill(k_pe, keys, d.rope, k_start.front(), k_start.back(), 40.0f);
+    q.assign(static_cast<size_t>(tokens * b.heads * qk), nan8);
+    k.assign(static_cast<size_t>(keys * b.heads * d.nope), nan8);
+    k_pe.assign(static_cast<size_t>(keys * d.rope), nan8);
     v.assign(static_cast<size_t>(b.heads * d.value * pitch), nan8);
-    for (int64_t row = 0; row < int64_t{b.heads} * d.value; ++row)
-      for (int64_t j = k_start.front(); j < k_start.back(); ++j)
-        v[static_cast<size_t>(row * pitch + j)] = to_fp8_e4m3(40.0f * normal(random)).bits;
+    fill(q, b.heads * qk, q_start.front(), q_start.back(), 80.0f);
+    for (size_t r = 0; r < b.keys.size(); ++r) {
+      const int64_t begin = k_start[r], end = k_end(r);
+      fill(k, int64_t{b.heads} * d.nope, begin, end, 40.0f);
+      fill(k_pe, d.rope, begin, end, 40.0f);
+      for (int64_t row = 0; row < int64_t{b.heads} * d.value; ++row)
+        for (int64_t j = begin; j < end; ++j)
+          v[static_cast<size_t>(row * pitch + j)] = to_fp8_e4m3(40.0f * normal(random)).bits;
+    }
     const auto scales = [&](std::vector<float>& x, int32_t groups, bool last_of_item(const Items&, int32_t)) {
       const bool rows = b.share == Share::rows;
       x.resize(static_cast<size_t>((rows ? groups : 1) * b.heads));
@@ -168,6 +183,7 @@ struct Problem {
     workspace = DeviceArray<int32_t>(std::vector<int32_t>(4, 0));
   }
 
+  int64_t k_end(size_t item) const { return k_start[item] + batch.keys[item]; }
   int64_t words() const { return batch.dims.value / (batch.out == Dtype::f32 ? 1 : 2); }  // of an output row
   void upload() {
     q_dev = DeviceArray<uint8_t>(q);
@@ -446,9 +462,9 @@ TEST_F(AttendExpandedFp8, PartsMergeIntoTheWhole) {
     Problem p(b, 19);
     p.poison_outputs();
     const std::vector<std::vector<ExpandedItem>> parts{
-        {{0, 300, 0, 129, ExpandedItem::everything()}, {300, 77, 1000, 300, 323}},
-        {{0, 300, 129, 571, ExpandedItem::everything()}, {0, 0, 0, 0, 0}},
-        {{300, 77, 1300, 100, 23}, {0, 300, 700, 300, 0}}};
+        {{0, 300, 0, 144, ExpandedItem::everything()}, {300, 77, 1008, 304, 323}},
+        {{0, 300, 144, 560, 556}, {0, 0, 0, 0, 0}},
+        {{300, 77, 1312, 96, 19}, {0, 300, 704, 296, -4}}};
     for (size_t i = 0; i < parts.size(); ++i) {
       p.items_dev.upload(parts[i]);
       AttendExpandedFp8Args a = p.args();
@@ -562,11 +578,11 @@ TEST_F(AttendExpandedFp8, ARowsBitsDoNotDependOnItsNeighbours) {
           if (i / width < begin || i / width >= end) a[static_cast<size_t>(i)] = nan8;
       };
       keep(alone.q, b.heads * alone.qk, together.q_start[r], together.q_start[r + 1]);
-      keep(alone.k, int64_t{b.heads} * b.dims.nope, together.k_start[r], together.k_start[r + 1]);
-      keep(alone.k_pe, b.dims.rope, together.k_start[r], together.k_start[r + 1]);
+      keep(alone.k, int64_t{b.heads} * b.dims.nope, together.k_start[r], together.k_end(r));
+      keep(alone.k_pe, b.dims.rope, together.k_start[r], together.k_end(r));
       for (int64_t i = 0; i < static_cast<int64_t>(alone.v.size()); ++i) {
         const int64_t j = i % alone.pitch;
-        if (j < together.k_start[r] || j >= together.k_start[r + 1]) alone.v[static_cast<size_t>(i)] = nan8;
+        if (j < together.k_start[r] || j >= together.k_end(r)) alone.v[static_cast<size_t>(i)] = nan8;
       }
       alone.upload();
       alone.items_dev = DeviceArray<ExpandedItem>(std::vector<ExpandedItem>{together.items.items[r]});
@@ -616,13 +632,13 @@ TEST_F(AttendExpandedFp8, ACapturedLaunchServesOtherLengths) {
   check(cudaGraphInstantiate(&exec, graph, 0), "test", "instantiate");
   for (const auto& [queries, keys] :
        std::vector<std::pair<std::vector<int32_t>, std::vector<int32_t>>>{{{300, 300, 300}, {400, 400, 400}},
-                                                                          {{1, 700, 0}, {500, 700, 0}},
+                                                                          {{1, 700, 0}, {500, 688, 0}},
                                                                           {{0, 0, 0}, {0, 0, 0}},
-                                                                          {{899, 1, 0}, {1000, 200, 0}}}) {
+                                                                          {{899, 1, 0}, {1000, 192, 0}}}) {
     p.batch.queries = queries;
     p.batch.keys = keys;
-    p.q_start = p.batch.starts(queries);
-    p.k_start = p.batch.starts(keys);
+    p.q_start = p.batch.q_starts();
+    p.k_start = p.batch.k_starts();
     p.items = Items(p.batch, p.q_start, p.k_start);
     p.items_dev.upload(p.items.items);
     p.poison_outputs();

@@ -11,8 +11,8 @@ namespace mla::cuda::test {
 
 /// A row in float64, and how far a kernel may be from it.
 ///
-/// A weight w_j (1 at the row's largest score) is rounded to e4m3: by at most 2^-4 of itself, or 2^-16, half the step
-/// below the normal numbers where the largest weight is 2^6 or more. Scores are sums that tensor cores cut off 2^-13
+/// A weight w_j (1 at the row's largest score) is rounded to e4m3: by at most 2^-4 of itself, or 2^-17, half the step
+/// below the normal numbers where the largest weight is 2^7 or more. Scores are sums that tensor cores cut off 2^-13
 /// below the largest addend, 33 a step of 32 products: together within 2^-10 (4 + |score|). Roundings are of either
 /// sign and of one key each, so by Hoeffding's inequality their sum exceeds 6 times the root of the summed squares of
 /// their bounds in one of 3e7 elements. Their mean is below 2^-7 of the result. Sums of `steps` products in tensor
@@ -31,7 +31,7 @@ struct Fp8Row {
     double sum = 0, lse_noise = 0;
     for (size_t j = 0; j < scores.size(); ++j) {
       const double w = std::exp(scores[j] - high), score_error = 0x1p-10 * (4 + std::abs(scores[j]));
-      const double error = (0x1p-4 + score_error) * w + 0x1p-16;
+      const double error = (0x1p-4 + score_error) * w + 0x1p-17;
       sum += w;
       lse_noise += score_error * score_error * w * w;
       for (size_t e = 0; e < out.size(); ++e) {

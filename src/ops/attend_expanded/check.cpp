@@ -81,6 +81,9 @@ void check(const AttendExpandedArgs& a) {
     if (quantised) rows = std::min(rows, a.quantized.tokens);
     require_query_rows(op, i, rows);
     require_range(op, "item k_count", i.k_count, 0, a.k_nope.extent<Key>() + 1);
+    if (codes && a.v.stride<Value>() != 1 && i.q_count > 0 && i.k_count > 0 && i.k_begin % a.kTurnedKeys != 0)
+      throw ShapeError("attend_expanded: item k_begin is " + std::to_string(i.k_begin) +
+                       ", v with its keys innermost takes multiples of " + std::to_string(a.kTurnedKeys));
     require_range(op, "item k_begin", i.k_begin, 0, a.k_nope.extent<Key>() - i.k_count + 1);
   }
   if (!a.scratch.data && !a.items.empty()) throw ShapeError("attend_expanded: no scratch");

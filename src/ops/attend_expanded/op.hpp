@@ -42,11 +42,14 @@ enum class ExpandedSums : uint8_t {
 };
 
 struct AttendExpandedArgs {
+  static constexpr int32_t kTurnedKeys = 16;
   AnyView<Token, Head, QueryKey> q;  ///< f32, bf16 or e4m3, [nope | rope], rotated; QueryKey dense
   AnyView<Key, Head, Nope> k_nope;   ///< f32 or bf16, e4m3 as q is; Nope dense; rows and heads strided at will
   AnyView<Key, Rope> k_pe;           ///< dtype of k_nope, Rope dense; Rope may be 0
-  AnyView<Key, Head, Value> v;       ///< dtype of k_nope, Value dense; e4m3: Value or Key dense
-  ExpandedScales scales;             ///< of e4m3 operands only
+  /// dtype of k_nope, Value dense; e4m3: Value or Key dense. Key dense: items' k_begin are multiples of kTurnedKeys,
+  /// for GPUs copy these rows from addresses of 16 bytes.
+  AnyView<Key, Head, Value> v;
+  ExpandedScales scales;  ///< of e4m3 operands only
   ExpandedSums sums = ExpandedSums::precise;
   std::span<const ExpandedItem> items;
   float scale = 1.0f;

@@ -24,7 +24,6 @@ struct Fp8Tile {
   int cluster;            ///< blocks that share keys and values: one tile between them
   int keys;               ///< of a block: 64 or 128
   int stages;             ///< blocks of keys, and of values, in flight
-  bool weights_shared;    ///< weights go to the product with values by shared memory, not by registers
   constexpr int dim() const { return nope + rope; }
   constexpr int rows() const { return 64 * groups * cluster; }
   constexpr int first_row(int rank, int group) const { return 64 * (group * cluster + rank); }
@@ -33,20 +32,16 @@ struct Fp8Tile {
 };
 
 struct Deepseek128 {
-  static constexpr Fp8Tile tile{
-      .nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 3, .weights_shared = true};
+  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 3};
 };
 struct Deepseek256 {
-  static constexpr Fp8Tile tile{
-      .nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 3, .weights_shared = true};
+  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 3};
 };
 struct Glm128 {
-  static constexpr Fp8Tile tile{
-      .nope = 192, .rope = 64, .value = 256, .cluster = 1, .keys = 64, .stages = 2, .weights_shared = false};
+  static constexpr Fp8Tile tile{.nope = 192, .rope = 64, .value = 256, .cluster = 1, .keys = 64, .stages = 2};
 };
 struct Glm256 {
-  static constexpr Fp8Tile tile{
-      .nope = 192, .rope = 64, .value = 256, .cluster = 2, .keys = 64, .stages = 2, .weights_shared = false};
+  static constexpr Fp8Tile tile{.nope = 192, .rope = 64, .value = 256, .cluster = 2, .keys = 64, .stages = 2};
 };
 
 constexpr int group_rows = 64;  // query rows of a math warpgroup: the height of wgmma
@@ -54,9 +49,9 @@ constexpr int panel = 64;       // bytes of a row of queries or keys that lie to
 constexpr int scale_rows = ops::ExpandedScales::kRows;
 constexpr int watch_barrier = 7;  // of the two warps that look at values; math warpgroups have 1 and 2
 constexpr int chain_keys = 512;   // over which tensor cores add up by themselves
-// Weights are 2^6 at a row's reference: 2^-12 of it is still a normal e4m3 number, and it may be exceeded by 2^2.8, up
-// to 448, before it is raised.
-constexpr float weight_log2 = 6.0f;
+// Weights are 2^7 at a row's reference, so that 2^-13 of it is still a normal e4m3 number, and the reference may be
+// exceeded by 2^1.75 before it is raised: 2^8.75 is 430 of 448.
+constexpr float weight_log2 = 7.0f, lazy_rescale = 1.75f;
 
 /// Group and head strides of scales; without data every one is 1.
 struct Scales {
@@ -88,7 +83,6 @@ struct alignas(1024) Shared {
   uint8_t q[tile.groups][tile.dim() / panel][group_rows][panel];
   uint8_t k[tile.stages][tile.dim() / panel][tile.keys][panel];
   uint8_t v[tile.stages][tile.value][tile.keys];
-  uint8_t weights[tile.groups][tile.weights_shared ? group_rows : 1][tile.keys];
   float4 whole[tile.groups][tile.value / 8][128];  // outputs of earlier chains, each thread's own
   TileWork work[tile_ring];
   uint64_t work_full[tile_ring], work_empty[tile_ring];
@@ -336,55 +330,39 @@ __device__ __forceinline__ uint32_t pair_e4m3(float low, float high) {
   return r;
 }
 
-/// Scores to weights of e4m3, in the order of A's registers: measured from the reference at hand, and once more where a
-/// weight has reached the largest number, 448, or NaN. Whether outputs so far must be multiplied by `factor`; a whole
-/// warp decides alike. The branch also keeps ptxas from moving the wait for the values' product, which comes next, in
-/// front of the exponentials.
+/// Scores to weights of e4m3, in the order of A's registers. Whether outputs so far must be multiplied by `factor`; a
+/// whole warp decides alike.
 template <int n>
 __device__ __forceinline__ bool weigh(const float (&s)[n], uint32_t (&weights)[n / 4], RowState& state,
                                       float (&factor)[2], float scale_log2) {
-  float sum[2];
-  uint32_t full[2];
-  const auto attempt = [&] {
-    const float offset[2] = {offset_of(state.reference[0]), offset_of(state.reference[1])};
-    float even[2] = {}, odd[2] = {};
-    full[0] = full[1] = 0;
+  float high[2];
+  bool ask[2];
 #pragma unroll
-    for (int j = 0; j < n / 8; ++j)  // 16 columns
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        float x[4];
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          x[e] = exp2_approx(fmaf(s[8 * j + e / 2 * 4 + 2 * h + e % 2], scale_log2, -offset[h]));
-        even[h] += x[0];
-        odd[h] += x[1];
-        even[h] += x[2];
-        odd[h] += x[3];
-        const uint32_t word = pair_e4m3(x[0], x[1]) | pair_e4m3(x[2], x[3]) << 16;
-        full[h] |= word + 0x02020202;  // 448 is 0x7e
-        weights[2 * j + h] = word;
-      }
-    sum[0] = even[0] + odd[0];
-    sum[1] = even[1] + odd[1];
-  };
-  bool ask[2] = {true, true};
-  if (!__all_sync(~0u,
-                  state.reference[0] == -INFINITY && state.reference[1] == -INFINITY)) {  // not a tile's first block
-    attempt();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) ask[h] = full[h] & 0x80808080 || state.reference[h] == -INFINITY;
+  for (int h = 0; h < 2; ++h) {
+    high[h] = fmaf(row_maximum(s, h), scale_log2, -weight_log2);
+    ask[h] = high[h] > state.reference[h] + lazy_rescale;  // true of the first score seen
   }
   factor[0] = factor[1] = 1.0f;
   const bool raised = __any_sync(~0u, ask[0] || ask[1]);
-  if (raised) {
-    const float high[2] = {fmaf(row_maximum(s, 0), scale_log2, -weight_log2),
-                           fmaf(row_maximum(s, 1), scale_log2, -weight_log2)};
-    raise_references(state, ask, high, factor);
-    attempt();
-  }
-  state.sum[0] += sum[0];
-  state.sum[1] += sum[1];
+  if (raised) raise_references(state, ask, high, factor);
+  const float offset[2] = {offset_of(state.reference[0]), offset_of(state.reference[1])};
+  float even[2] = {}, odd[2] = {};
+#pragma unroll
+  for (int j = 0; j < n / 8; ++j)  // 16 columns
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float x[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        x[e] = exp2_approx(fmaf(s[8 * j + e / 2 * 4 + 2 * h + e % 2], scale_log2, -offset[h]));
+      even[h] += x[0];
+      odd[h] += x[1];
+      even[h] += x[2];
+      odd[h] += x[3];
+      weights[2 * j + h] = pair_e4m3(x[0], x[1]) | pair_e4m3(x[2], x[3]) << 16;
+    }
+  state.sum[0] += even[0] + odd[0];
+  state.sum[1] += even[1] + odd[1];
   return raised;
 }
 
@@ -454,7 +432,7 @@ struct Math {
     mbarrier_wait(smem_address(&shared.work_full[slot.index]), slot.parity);
     return work(t - 1);
   }
-  /// Scales are read before the barrier that lies before their space is let go of.
+  /// Scales are read before the turn's barrier, which lies before their space is let go of.
   __device__ __forceinline__ void wait_queries() {
     mbarrier_wait(smem_address(&shared.q_full[group]), (t - 1) & 1);
     q_scale = shared.q_scale[group] * p.scale_log2;
@@ -504,28 +482,13 @@ struct Math {
                                 operand_advance(b, i * sizeof(shared.k[0][0]) + 32 * j), i + j > 0);
     wgmma_commit();
   }
-  /// Weights to shared memory, to be read by the next product once all threads of the warpgroup have passed a barrier.
-  __device__ __forceinline__ void store_weights(const uint32_t (&weights)[tile.keys / 8]) {
-    static_assert(!tile.weights_shared || tile.keys == 128);
-    const int lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-    const uint32_t at = smem_address(shared.weights[group]) + row * 128;
-#pragma unroll
-    for (int i = 0; i < tile.keys / 32; ++i)
-      store_matrix_x4(at + ((2 * i + lane / 16) ^ row % 8) * 16, weights[4 * i], weights[4 * i + 1], weights[4 * i + 2],
-                      weights[4 * i + 3]);
-    fence_async_proxy();
-  }
   /// o (+)= weights times the block's values.
   __device__ __forceinline__ void issue_values(const uint32_t (&weights)[tile.keys / 8], bool add) {
     const uint32_t at = smem_address(shared.v[uniform(added % tile.stages)]);
     const uint64_t b = tile.keys == 128 ? operand_128b(at) : operand_64b(at);
-    const uint64_t a = operand_128b(smem_address(shared.weights[uniform(group)]));
 #pragma unroll
-    for (int i = 0; i < tile.keys / 32; ++i) {
-      if constexpr (tile.weights_shared)
-        WgmmaFp8<tile.value>::ss(o, operand_advance(a, 32 * i), operand_advance(b, 32 * i), i > 0 || add);
-      else WgmmaFp8<tile.value>::rs(o, weights + 4 * i, operand_advance(b, 32 * i), i > 0 || add);
-    }
+    for (int i = 0; i < tile.keys / 32; ++i)
+      WgmmaFp8<tile.value>::rs(o, weights + 4 * i, operand_advance(b, 32 * i), i > 0 || add);
     wgmma_commit();
   }
 
@@ -611,7 +574,7 @@ struct Math {
   /// products keep the tensor cores busy.
   __device__ __forceinline__ void run() {
     float s[tile.keys / 2], factor[2];
-    uint32_t weights[tile.keys / 8];
+    uint32_t weights[tile.keys / 8], other[tile.keys / 8];
     const auto my_turn = [&] { barrier_sync(1 + group, 256); };
     const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
     int32_t clear;  // blocks below this number are seen whole by all rows
@@ -646,7 +609,6 @@ struct Math {
         next_tile();
         if (n < 0) {  // the last values
           wait_values();
-          if constexpr (tile.weights_shared) store_weights(now);
           my_turn();
           wgmma_pin(o);
           wgmma_pin(now);
@@ -661,7 +623,6 @@ struct Math {
       } else --n;
       const float next_unit = wait_keys(), unit = v_scale;
       wait_values();
-      if constexpr (tile.weights_shared) store_weights(now);
       my_turn();
       wgmma_pin(o);
       wgmma_pin(s);
@@ -697,13 +658,7 @@ struct Math {
       first = last || chained;
       return true;
     };
-    if constexpr (tile.weights_shared) {
-      while (step(weights, weights)) {
-      }
-    } else {
-      uint32_t other[tile.keys / 8];
-      while (step(weights, other) && step(other, weights)) {
-      }
+    while (step(weights, other) && step(other, weights)) {
     }
     finish(t - 2, state, v_scale);
   }

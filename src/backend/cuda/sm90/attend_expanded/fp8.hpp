@@ -2,7 +2,7 @@
 //
 // As attend_expanded.hpp says, with code times scale for every operand's value (ops/attend_expanded/op.hpp). The keys
 // of v are its innermost dimension: tensor cores want both operands of a product of codes with the summed dimension
-// innermost. Weights of the softmax are rounded to e4m3, 64 or more at a row's largest score so far; their sum is
+// innermost. Weights of the softmax are rounded to e4m3, 128 or more at a row's largest score so far; their sum is
 // not rounded.
 #pragma once
 
@@ -23,6 +23,7 @@ struct AttendExpandedFp8Args {
   View<const float, Group, Head> q_scale, k_scale, v_scale;  ///< device; without data: 1
   const ops::ScaleRows* scale_rows = nullptr;                ///< device, one an item; null: row 0 for all rows
   ops::ExpandedSums sums = ops::ExpandedSums::precise;
+  /// k_begin of those with queries and keys: multiples of 16, or the copy engine stops the kernel with an error.
   const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding; `last` is not read
   int64_t item_count = 0;
   int64_t most_queries = 0;                     ///< no item has more query rows; 0: as many as q
