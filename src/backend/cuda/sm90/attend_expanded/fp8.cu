@@ -255,13 +255,14 @@ __device__ void produce_values(const Params& p, Shared<tile>& shared) {
     if (lane == 0) arrive_at<tile.cluster>(shared.work_empty[slot.index], 0);
     if (work.blocks == 0) return;
     if (lane != 0) continue;
+    const int32_t begin = work.keys > 0 ? work.key : 0;  // a multiple of 16, which an item without keys may not say
     for (int n = work.blocks - 1; n >= 0; --n, ++blocks) {
       const Slot<tile.stages> v(blocks);
       const uint32_t landed =
           smem_address(Values<tile>(work, n).watched() ? &shared.v_tail[v.index] : &shared.v_full[v.index]);
       mbarrier_wait(smem_address(&shared.v_empty[v.index]), v.parity ^ 1);
       mbarrier_arrive_expect(landed, sizeof(shared.v[0]));
-      load_shared<tile.cluster>(smem_address(shared.v[v.index][rank * share]), p.v, landed, work.key + n * tile.keys,
+      load_shared<tile.cluster>(smem_address(shared.v[v.index][rank * share]), p.v, landed, begin + n * tile.keys,
                                 rank * share, work.head);
     }
   }
