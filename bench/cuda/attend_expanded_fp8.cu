@@ -93,13 +93,25 @@ std::vector<int32_t> starts(const std::vector<int32_t>& lengths) {
   return s;
 }
 
+/// Of keys: multiples of 16, and where the last item's end.
+std::vector<int32_t> key_starts(const std::vector<int32_t>& lengths) {
+  std::vector<int32_t> s;
+  int32_t end = 0;
+  for (int32_t n : lengths) {
+    s.push_back((end + 15) / 16 * 16);
+    end = s.back() + n;
+  }
+  s.push_back(end);
+  return s;
+}
+
 double of_code(uint8_t x) { return to_float(fp8_e4m3{x}); }
 
 struct Sizes {
   int64_t tokens, keys, heads, nope, rope, value, pitch;  // pitch: bytes from one value's keys to the next's
   explicit Sizes(const Shape& s)
       : tokens(starts(s.queries).back()),
-        keys(starts(s.keys).back()),
+        keys(key_starts(s.keys).back()),
         heads(s.heads),
         nope(s.nope),
         rope(s.rope),
@@ -143,7 +155,7 @@ void quantise(const Queue& queue, const Sizes& z, const Source& from, const Inpu
 /// Largest error over its bound of sampled rows; NaN counts as infinite. Rows into which the same part was merged
 /// `times` times hold its outputs and an lse of log(times) more.
 double worst(const Shape& s, const Sizes& z, const Input& in, int times) {
-  const std::vector<int32_t> qs = starts(s.queries), ks = starts(s.keys);
+  const std::vector<int32_t> qs = starts(s.queries), ks = key_starts(s.keys);
   const double scale = static_cast<float>(1 / std::sqrt(static_cast<double>(z.qk())));
   std::mt19937 random(9);
   double most = 0;
@@ -257,7 +269,7 @@ Result measure(const Problem& problem, cudaStream_t stream, int replays) {
   std::vector<ops::ScaleRows> rows;
   ops::ScaleRows groups;
   for (size_t r = 0; r < s.queries.size(); ++r) {
-    list.push_back({starts(s.queries)[r], s.queries[r], starts(s.keys)[r], s.keys[r],
+    list.push_back({starts(s.queries)[r], s.queries[r], key_starts(s.keys)[r], s.keys[r],
                     s.causal ? s.keys[r] - s.queries[r] : ExpandedItem::everything()});
     rows.push_back(groups);
     groups.q += (s.queries[r] + 127) / 128;
