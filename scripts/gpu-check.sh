@@ -136,6 +136,8 @@ start_sanitizers() {
     sanitize $tool.test_cuda_attend_latent_fp8 $tool test_cuda_attend_latent_fp8 "$fp8"
     sanitize $tool.test_cuda_attend_expanded $tool test_cuda_attend_expanded \
       'AttendExpanded.NoKeysAtAll:AttendExpanded.MergesIntoEveryOutputType'
+    sanitize $tool.test_cuda_attend_expanded_fp8 $tool test_cuda_attend_expanded_fp8 \
+      'AttendExpandedFp8.NoKeysAtAll:AttendExpandedFp8.PartsMergeIntoTheWhole'
   done
 }
 # racecheck's false reports of attend_latent's wide kernel (its README, at the end): exchanges of its warpgroups, in up to

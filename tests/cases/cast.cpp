@@ -12,11 +12,17 @@ class CastCase final : public Case {
     x_.resize(stored * heads_ * (n_ + 5));
     random.fill_normal(x_, 30.0f);  // reaches past 448 at times
     for (int64_t i = 0; i < rows_; ++i) list_.push_back(static_cast<int32_t>(random.integer(0, stored - 1)));
-    y_.assign(rows_ * heads_ * (n_ + 2) * size_of(p.dtype), std::byte{0x5a});
+    // Rows innermost in every second case, with room behind each column.
+    const bool turned = p.seed % 2 == 0;
+    const int64_t step = (rows_ + 3) / 4 * 4 + 4;
+    y_.assign(heads_ * std::max(rows_ * (n_ + 2), n_ * step) * size_of(p.dtype), std::byte{0x5a});
+    for (int64_t h = 0; h < heads_; ++h) scales_.push_back(p.dtype == Dtype::fp8_e4m3 ? 0.05f + 0.03f * h : 1.0f);
     args_ = {.x = {Dtype::f32, x_.data(), {stored, heads_, n_}, {heads_ * (n_ + 5), n_ + 5, 1}},
              .x_rows = list_,
              .y = {p.dtype, y_.data(), {rows_, heads_, n_}, {heads_ * (n_ + 2), n_ + 2, 1}},
              .scale = p.dtype == Dtype::fp8_e4m3 ? 0.0625f : 1.0f};
+    if (turned) args_.y = {p.dtype, y_.data(), {rows_, heads_, n_}, {1, n_ * step, step}};
+    if (p.seed % 4 < 2) args_.scales = {scales_.data(), {heads_}};
   }
   void run(Stream& stream) override { ops::run(stream, args_); }
   Verdict verify() override {
@@ -39,7 +45,7 @@ class CastCase final : public Case {
 
  private:
   int64_t rows_, heads_, n_;
-  std::vector<float> x_;
+  std::vector<float> x_, scales_;
   std::vector<int32_t> list_;
   std::vector<std::byte> y_;
   ops::CastArgs args_;

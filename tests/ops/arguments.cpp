@@ -52,6 +52,77 @@ TEST_F(Arguments, Norm) {
   EXPECT_EQ(growing({0, 1}, 0).substr(0, 23), "norm: growth length is ");
 }
 
+// Operands of e4m3: all of them or none, scales for every row of an item, and items where values may begin.
+TEST_F(Arguments, AttendExpandedOfCodes) {
+  const std::vector<fp8_e4m3> codes(4096, fp8_e4m3{0x38});
+  const std::vector<float> scales(64, 1.0f);
+  std::vector<std::byte> scratch(64);
+  const std::vector<ExpandedItem> items{{0, 4, 16, 150, 0}};
+  const std::vector<ops::ScaleRows> rows{{.q = 1, .k = 2}};
+  const auto with = [&](auto change) -> std::string {
+    ops::AttendExpandedArgs a{.q = {codes.data(), {4, 2, 8}},
+                              .k_nope = {codes.data(), {166, 2, 6}},
+                              .k_pe = {codes.data(), {166, 2}},
+                              .v = {codes.data(), {166, 2, 3}, {1, 504, 168}},
+                              .scales = {.q = {scales.data(), {2, 2}},
+                                         .k = {scales.data(), {4, 2}},
+                                         .v = {scales.data(), {4, 2}, {2, 0}},
+                                         .rows = rows},
+                              .items = items,
+                              .out = {data_.data(), {4, 2, 3}},
+                              .lse = {other_.data(), {4, 2}},
+                              .scratch = {scratch.data(), scratch.size()}};
+    change(a);
+    try {
+      ops::check(a);
+    } catch (const ShapeError& e) {
+      EXPECT_EQ(std::string_view(e.what()).find('\n'), std::string_view::npos);
+      return e.what();
+    }
+    return "accepted";
+  };
+  using A = ops::AttendExpandedArgs;
+  EXPECT_EQ(with([](A&) {}), "accepted");
+  EXPECT_EQ(with([](A& a) { a.scales = {}; }), "accepted");
+  EXPECT_EQ(with([&](A& a) {
+              a.scales.k = {scales.data(), {3, 2}};
+            }),
+            "attend_expanded: k scales last row of an item is 3, allowed 2 to 2");
+  EXPECT_EQ(with([&](A& a) {
+              a.scales.q = {scales.data(), {1, 2}};
+            }),
+            "attend_expanded: q scales row of an item is 1, allowed 0 to 0");
+  EXPECT_EQ(with([&](A& a) {
+              a.scales.v = {scales.data(), {4, 3}};
+            }),
+            "attend_expanded: v scales Head is 3, q Head is 2");
+  EXPECT_EQ(with([](A& a) { a.items = {}; }), "attend_expanded: scales' rows is 1, items is 0");
+  EXPECT_EQ(with([&](A& a) { a.k_pe = {data_.data(), {166, 2}}; }), "attend_expanded: k_pe is f32, allowed: fp8_e4m3");
+  EXPECT_EQ(with([&](A& a) {
+              a.k_nope = {data_.data(), {166, 2, 6}};
+            }),
+            "attend_expanded: k_nope beside q of e4m3 is f32, allowed: fp8_e4m3");
+  EXPECT_EQ(with([&](A& a) {
+              a.q = {data_.data(), {4, 2, 8}};
+              a.k_nope = {data_.data(), {166, 2, 6}};
+              a.k_pe = {data_.data(), {166, 2}};
+              a.v = {data_.data(), {166, 2, 3}};
+            }),
+            "attend_expanded: scales are of e4m3 operands, q is f32");
+  const std::vector<ExpandedItem> odd{{0, 4, 7, 150, 0}};
+  EXPECT_EQ(with([&](A& a) { a.items = odd; }),
+            "attend_expanded: item k_begin is 7, v with its keys innermost takes multiples of 16");
+  EXPECT_EQ(with([&](A& a) {
+              a.items = odd;
+              a.v = {codes.data(), {166, 2, 3}};
+            }),
+            "accepted");
+  EXPECT_EQ(with([&](A& a) {
+              a.v = {codes.data(), {166, 2, 3}, {2, 504, 168}};
+            }),
+            "attend_expanded: v Value has stride 168, 1 is needed");
+}
+
 // Views of no elements may be of nothing and of any other extents; all others have memory for what they say.
 TEST_F(Arguments, EmptyNullAndImpossibleViews) {
   constexpr int64_t kMany = int64_t{1} << 50;

@@ -8,10 +8,20 @@ namespace mla::ops {
 
 void reference(const AttendExpandedArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), width = a.v.extent<Value>();
-  for (const ExpandedItem& item : a.items)
+  const auto scale_of = [](const View<const float, Group, Head>& x, int64_t row, int64_t head) -> double {
+    return x ? x(row, head) : 1.0f;
+  };
+  for (size_t t = 0; t < a.items.size(); ++t) {
+    const ExpandedItem& item = a.items[t];
+    const ScaleRows first = a.scales.rows.empty() ? ScaleRows{} : a.scales.rows[t];
+    // The row of scales of the item's row i.
+    const auto group = [&](int32_t from, int64_t i) {
+      return a.scales.rows.empty() ? 0 : from + i / ExpandedScales::kRows;
+    };
     for (int64_t i = 0; i < item.q_count; ++i)
       for (int64_t h = 0; h < a.q.extent<Head>(); ++h) {
         const int64_t row = item.q_begin + i, count = std::min<int64_t>(item.k_count, i + item.visible + 1);
+        const double q_scale = scale_of(a.scales.q, group(first.q, i), h);
         bool usable = true;
         for (int64_t d = 0; d < nope + rope; ++d)
           usable = usable && a.q(row, h, d) < std::numeric_limits<float>::infinity();
@@ -23,12 +33,15 @@ void reference(const AttendExpandedArgs& a, View<double, Token, Head, Value> out
                 s += static_cast<double>(a.q(row, h, d)) * a.k_nope(item.k_begin + j, h, d);
               for (int64_t d = 0; d < rope; ++d)
                 s += static_cast<double>(a.q(row, h, nope + d)) * a.k_pe(item.k_begin + j, d);
-              return s * a.scale;
+              return s * q_scale * scale_of(a.scales.k, group(first.k, j), h) * a.scale;
             },
-            [&](int64_t j, int64_t d) { return a.v(item.k_begin + j, h, d); });
+            [&](int64_t j, int64_t d) {
+              return a.v(item.k_begin + j, h, d) * scale_of(a.scales.v, group(first.k, j), h);
+            });
         for (int64_t d = 0; d < width; ++d) out(row, h, d) = result.out[d];
         lse(row, h) = result.lse;
       }
+  }
 }
 
 }  // namespace mla::ops

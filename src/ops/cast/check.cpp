@@ -10,7 +10,11 @@ void check(const CastArgs& a) {
   require_same<In>("cast", "x", a.x, "y", a.y);
   require_dtype("cast", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
   require_dense<In>("cast", "x", a.x);
-  require_dense<In>("cast", "y", a.y);
+  if (a.y.stride<Token>() != 1) require_dense<In>("cast", "y", a.y);
+  if (a.scales) {
+    require_view("cast", "scales", a.scales);
+    require_same<Head>("cast", "scales", a.scales, "y", a.y);
+  }
   const int64_t rows = a.y.extent<Token>();
   if (a.x_rows.empty()) {
     require_range("cast", "y Token", rows, 0, a.x.extent<Token>() + 1);

@@ -1,5 +1,6 @@
 // cast: copies rows to another dtype and layout, y = x / scale. Places the rotated part of latent queries, the shared
-// rope keys of the expanded path, and quantises static fp8 queries (saturating).
+// rope keys of the expanded path, and quantises by scales that are known beforehand (saturating): fp8 queries, and keys
+// and values of the expanded path, these with the rows innermost.
 #pragma once
 
 #include <span>
@@ -12,8 +13,9 @@ namespace mla::ops {
 struct CastArgs {
   AnyView<Token, Head, In> x;         ///< f32 or bf16, In dense
   std::span<const int32_t> x_rows;    ///< row of x for each row of y; empty: the same row
-  AnyMutableView<Token, Head, In> y;  ///< In dense; its Token extent is the number of rows
-  float scale = 1.0f;
+  AnyMutableView<Token, Head, In> y;  ///< In or Token dense; its Token extent is the number of rows
+  float scale = 1.0f;                 ///< above 0
+  View<const float, Head> scales;     ///< with data: one a head, above 0, in place of scale
 };
 
 void check(const CastArgs& a);

@@ -8,7 +8,8 @@ void reference(const CastArgs& a, std::span<float> y) {
     for (int64_t h = 0; h < a.y.extent<Head>(); ++h)
       for (int64_t d = 0; d < a.y.extent<In>(); ++d) {
         std::byte element[4];
-        store_float(a.y.dtype(), element, 0, a.x(a.x_rows.empty() ? t : a.x_rows[t], h, d) / a.scale);
+        store_float(a.y.dtype(), element, 0,
+                    a.x(a.x_rows.empty() ? t : a.x_rows[t], h, d) / (a.scales ? a.scales(h) : a.scale));
         y[i++] = load_float(a.y.dtype(), element, 0);
       }
 }

@@ -23,16 +23,26 @@ struct Scratch {
   RowTiles<Form, kTiles, std::is_same_v<Form, AmxForm> ? 2 : 1> tiles;
   Element* k;   // a block of keys
   uint32_t* v;  // its values, in f32 or pairs of bf16
+  // Of e4m3 operands: a tile's queries, two keys' values, and a block's values with the keys outermost.
+  float* queries;
+  Element* rows;
+  fp8_e4m3* codes;
   Scratch(Cutter& cut, int64_t qk, int64_t width)
       : tiles(cut, qk, width),
         k(cut.take<Element>(Form::kKeys * key_stride(qk))),
-        v(cut.take<uint32_t>(Form::block_values(width))) {}
+        v(cut.take<uint32_t>(Form::block_values(width))),
+        queries(cut.take<float>(kTileRows * qk)),
+        rows(cut.take<Element>(2 * width)),
+        codes(cut.take<fp8_e4m3>(Form::kKeys * width)) {}
   static int64_t key_stride(int64_t qk) { return tile_stride(Form::key_elements(qk), sizeof(Element)); }
 };
 
-void copy(const float* x, float* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float)); }
-void copy(const bf16* x, bf16* y, int64_t n) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(bf16)); }
-void copy(const bf16* x, float* y, int64_t n) { convert(x, y, n); }
+// Rows of operands as rows of elements; `scale` is that of codes.
+void copy(const float* x, float* y, int64_t n, float) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(float)); }
+void copy(const bf16* x, bf16* y, int64_t n, float) { std::memcpy(y, x, static_cast<size_t>(n) * sizeof(bf16)); }
+void copy(const bf16* x, float* y, int64_t n, float) { convert(x, y, n); }
+void copy(const fp8_e4m3* x, float* y, int64_t n, float scale) { convert(x, y, n, scale); }
+void copy(const fp8_e4m3* x, bf16* y, int64_t n, float scale) { convert_fp8_bf16(x, y, n, scale); }
 
 // Stored is the operands' element.
 template <class Stored, class Form>
@@ -42,13 +52,16 @@ class Kernel {
  public:
   explicit Kernel(const ops::AttendExpandedArgs& a)
       : a_(a),
-        q_(a.q.as<float>()),
+        q_(kCodes ? View<const float, Token, Head, QueryKey>{} : a.q.as<float>()),
+        q_codes_(kCodes ? a.q.as<fp8_e4m3>() : View<const fp8_e4m3, Token, Head, QueryKey>{}),
         out_(a.out.as<float>()),
         k_nope_(a.k_nope.as<Stored>()),
         k_pe_(a.k_pe.as<Stored>()),
         v_(a.v.as<Stored>()) {}
 
-  void run(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
+  void run(int64_t number, int64_t head, int64_t first, int64_t rows, std::byte* memory) const {
+    const ExpandedItem& item = a_.items[number];
+    const ScaleRow scales(a_.scales, number, head);
     Cutter cut(memory);
     Scratch<Form> scratch(cut, qk_, width_);
     RowTile* tiles = scratch.tiles.tiles;
@@ -61,12 +74,12 @@ class Kernel {
     }
     int64_t end = 0;
     for (int64_t i = 0; i < used; ++i) {
-      begin(item, head, first + i * kTileRows, std::min(kTileRows, rows - i * kTileRows), tiles[i]);
+      begin(item, head, first + i * kTileRows, std::min(kTileRows, rows - i * kTileRows), scales, scratch, tiles[i]);
       end = std::max<int64_t>(end, tiles[i].last_last + 1);
     }
     for (int64_t key = 0; key < end; key += Form::kKeys) {
       KeyBlock block{.qk_dim = qk_, .v_dim = width_, .first_key = key, .scale = a_.scale};
-      load_block(item.k_begin + key, head, std::min(Form::kKeys, end - key), scratch, block);
+      load_block(item.k_begin, key, head, std::min(Form::kKeys, end - key), scales, scratch, block);
       AmxTile together[Form::kExpandedTiles];
       size_t count = 0;
       for (int64_t i = 0; i < used; ++i) {
@@ -92,20 +105,45 @@ class Kernel {
   }
 
  private:
-  static constexpr bool kAmx = std::is_same_v<Form, AmxForm>;
+  static constexpr bool kAmx = std::is_same_v<Form, AmxForm>, kCodes = std::is_same_v<Stored, fp8_e4m3>;
 
-  void begin(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, RowTile& tile) const {
+  // Scales of an item's rows and a head.
+  class ScaleRow {
+   public:
+    ScaleRow(const ops::ExpandedScales& s, int64_t item, int64_t head)
+        : s_(s), first_(s.rows.empty() ? ops::ScaleRows{} : s.rows[item]), head_(head) {}
+    float q(int64_t row) const { return at(s_.q, first_.q, row); }
+    float k(int64_t row) const { return at(s_.k, first_.k, row); }
+    float v(int64_t row) const { return at(s_.v, first_.k, row); }
+
+   private:
+    float at(const View<const float, Group, Head>& x, int64_t first, int64_t row) const {
+      if (!x) return 1.0f;
+      return x(s_.rows.empty() ? 0 : first + row / ops::ExpandedScales::kRows, head_);
+    }
+    const ops::ExpandedScales& s_;
+    ops::ScaleRows first_;
+    int64_t head_;
+  };
+
+  void begin(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, const ScaleRow& scales,
+             const Scratch<Form>& scratch, RowTile& tile) const {
     tile.rows = rows;
     tile.width = RowTile::width_for(rows);
     for (int64_t lane = 0; lane < rows; ++lane)
       tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(first + lane + item.visible, -1, item.k_count - 1));
+    const float* queries = kCodes ? scratch.queries : &q_(item.q_begin + first, head, 0);
+    const int64_t stride = kCodes ? qk_ : q_.template stride<Token>();
+    for (int64_t lane = 0; kCodes && lane < rows; ++lane)
+      convert(&q_codes_(item.q_begin + first + lane, head, 0), scratch.queries + lane * qk_, qk_,
+              scales.q(first + lane));
     if constexpr (kAmx) {
-      set_queries_amx(tile, &q_(item.q_begin + first, head, 0), q_.template stride<Token>(), qk_);
+      set_queries_amx(tile, queries, stride, qk_);
     } else {
       if (rows < tile.width)
         std::memset(tile.q, 0, static_cast<size_t>(Form::query_words(qk_) * tile.width) * sizeof(float));
       for (int64_t lane = 0; lane < rows; ++lane) {
-        const float* q = &q_(item.q_begin + first + lane, head, 0);
+        const float* q = queries + lane * stride;
         if constexpr (Form::kPairs) set_query_bf16(tile, lane, q, qk_);
         else set_query_f32(tile, lane, q, qk_);
       }
@@ -115,41 +153,65 @@ class Kernel {
 
   // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache
   // sets.
-  void load_block(int64_t row, int64_t head, int64_t count, const Scratch<Form>& s, KeyBlock& block) const {
+  void load_block(int64_t first, int64_t key, int64_t head, int64_t count, const ScaleRow& scales,
+                  const Scratch<Form>& s, KeyBlock& block) const {
     block.k = s.k;
     block.v = s.v;
     block.paired = Form::kPairs;
+    const int64_t row = first + key;
     // Rows a head's stride apart are not foreseen by the hardware.
     constexpr int64_t kAhead = 12, kLine = 64 / sizeof(Stored);
+    const bool turned = v_.template stride<Value>() != 1;  // keys innermost
     auto ask = [&](int64_t j) {
       for (int64_t d = 0; d < nope_; d += kLine) __builtin_prefetch(&k_nope_(row + j, head, 0) + d);
-      for (int64_t d = 0; d < width_; d += kLine) __builtin_prefetch(&v_(row + j, head, 0) + d);
+      for (int64_t d = 0; !turned && d < width_; d += kLine) __builtin_prefetch(&v_(row + j, head, 0) + d);
     };
     Element* k = s.k;
     block.k_stride = s.key_stride(qk_);
     for (int64_t j = 0; j < count; ++j, k += block.k_stride) {
       if (kAmx && j + kAhead < count) ask(j + kAhead);
-      copy(&k_nope_(row + j, head, 0), k, nope_);
-      if (rope_ > 0) copy(&k_pe_(row + j, 0), k + nope_, rope_);
+      copy(&k_nope_(row + j, head, 0), k, nope_, scales.k(key + j));
+      if (rope_ > 0) copy(&k_pe_(row + j, 0), k + nope_, rope_, scales.k(key + j));
       std::fill(k + qk_, k + Form::key_elements(qk_), Element{});
     }
     const int64_t padded = (count + Form::kStep - 1) / Form::kStep * Form::kStep;
     std::fill_n(k, (padded - count) * block.k_stride, Element{});
+    if constexpr (kCodes) {
+      if (turned)
+        for (int64_t d = 0; d < width_; ++d)
+          for (int64_t j = 0; j < count; ++j) s.codes[j * width_ + d] = v_(row + j, head, d);
+    }
+    // Key j's values as elements; the two keys of a pair have room for codes each.
+    const auto values = [&](int64_t j) -> const Element* {
+      if constexpr (kCodes) {
+        Element* const to = s.rows + j % 2 * width_;
+        copy(turned ? s.codes + j * width_ : &v_(row + j, head, 0), to, width_, scales.v(key + j));
+        return to;
+      } else if constexpr (std::is_same_v<Stored, Element>) {
+        return &v_(row + j, head, 0);
+      } else {
+        return nullptr;
+      }
+    };
     if constexpr (kAmx) {
       block.squares = true;
-      for (int64_t j = 0; j < padded; j += 2)
-        set_values_amx(s.v, j, j < count ? &v_(row + j, head, 0) : nullptr,
-                       j + 1 < count ? &v_(row + j + 1, head, 0) : nullptr, width_);
+      for (int64_t j = 0; j < padded; j += 2) {
+        const Element* const a = j < count ? values(j) : nullptr;
+        set_values_amx(s.v, j, a, j + 1 < count ? values(j + 1) : nullptr, width_);
+      }
     } else if constexpr (Form::kPairs) {
       block.v_stride = tile_stride(width_, sizeof(float));
       uint32_t* v = s.v;
-      for (int64_t j = 0; j < count;
-           j += 2, v += block.v_stride)  // a missing last key has probability 0: any number will do
-        interleave_bf16(&v_(row + j, head, 0), &v_(row + std::min(j + 1, count - 1), head, 0), v, width_);
+      for (int64_t j = 0; j < count; j += 2, v += block.v_stride) {
+        const Element* const a = values(j);  // a missing last key has probability 0: any number will do
+        interleave_bf16(a, j + 1 < count ? values(j + 1) : a, v, width_);
+      }
     } else {
       block.v_stride = tile_stride(width_, sizeof(float));
       float* v = reinterpret_cast<float*>(s.v);
-      for (int64_t j = 0; j < count; ++j) copy(&v_(row + j, head, 0), v + j * block.v_stride, width_);
+      for (int64_t j = 0; j < count; ++j)
+        copy(kCodes && turned ? reinterpret_cast<const Stored*>(s.codes) + j * width_ : &v_(row + j, head, 0),
+             v + j * block.v_stride, width_, scales.v(key + j));
     }
   }
 
@@ -182,6 +244,7 @@ class Kernel {
   const ops::AttendExpandedArgs& a_;
   const QuantizedWriter quantized_{a_.quantized};
   const View<const float, Token, Head, QueryKey> q_;
+  const View<const fp8_e4m3, Token, Head, QueryKey> q_codes_;
   const View<float, Token, Head, Value> out_;
   const View<const Stored, Key, Head, Nope> k_nope_;
   const View<const Stored, Key, Rope> k_pe_;
@@ -208,10 +271,11 @@ void attend(Stream& stream, const ops::AttendExpandedArgs& a) {
   // groups, which see the most keys under a causal mask, go first. Items with fewer groups than others leave some tasks
   // empty.
   stream.pool().run(most * heads * items, [&](int64_t task, int worker) {
-    const ExpandedItem& item = a.items[task / most / heads];
+    const int64_t number = task / most / heads;
+    const ExpandedItem& item = a.items[number];
     const int64_t head = task / most % heads, first = (most - 1 - task % most) * group;
     if (first < item.q_count)
-      kernel.run(item, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
+      kernel.run(number, head, first, std::min(group, item.q_count - first), a.scratch.worker(worker));
   });
 }
 
@@ -231,6 +295,8 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
     throw ShapeError("attend_expanded: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(needed) + " are needed");
   if (a.k_nope.dtype() == Dtype::f32) attend<float, F32Form>(stream, a);
+  else if (a.k_nope.dtype() == Dtype::fp8_e4m3)
+    with_form(true, [&](auto form) { attend<fp8_e4m3, decltype(form)>(stream, a); });
   else with_form(true, [&](auto form) { attend<bf16, decltype(form)>(stream, a); });
 }
 

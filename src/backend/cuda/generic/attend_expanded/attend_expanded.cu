@@ -5,10 +5,10 @@
 #include <vector>
 
 #include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/attention/flat_keys.cuh"
-#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
@@ -27,12 +27,23 @@ struct FlatAttention {
   const ExpandedItem* items = nullptr;
   int32_t count = 0, heads = 0, tiles = 0;
   Layout layout;
+  // Of codes.
+  int64_t value_step = 1;
+  View<const float, Group, Head> q_scale, k_scale, v_scale;
+  const ops::ScaleRows* scale_rows = nullptr;
 };
 
-template <class Core>
+__device__ RowScales scales_of(const View<const float, Group, Head>& x, int64_t head, int32_t first, bool rows) {
+  if (!x.data()) return {};
+  return {.x = x.data() + head * x.stride<Head>(),
+          .group = x.stride<Group>(),
+          .first = first,
+          .rows = rows ? static_cast<int32_t>(ops::ExpandedScales::kRows) : 0};
+}
+
+template <class Core, class Stored = typename Core::T>
 __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     flat_attention_kernel(const __grid_constant__ FlatAttention a) {
-  using T = typename Core::T;
   constexpr int M = Core::M, N = Core::N;
   extern __shared__ __align__(128) std::byte shared[];
   Tile<M>& tile = *reinterpret_cast<Tile<M>*>(shared + a.layout.rows);
@@ -62,18 +73,28 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
   __syncthreads();
   if (blocks > 0) load_queries<Core>(a.q, a.layout, tile, shared);
   Core core;
-  const FlatRows<T> from{static_cast<const T*>(a.nope) + item.k_begin * a.nope_row + head * a.nope_head,
-                         static_cast<const T*>(a.rope) + item.k_begin * a.rope_row,
-                         static_cast<const T*>(a.value) + item.k_begin * a.value_row + head * a.value_head,
-                         a.nope_row,
-                         a.rope_row,
-                         a.value_row,
-                         a.nope_width,
-                         a.rope_width,
-                         a.value_width,
-                         a.wide};
-  FlatKeys<Core> keys(from, a.layout, shared, seen);
-  const RowEnd row = attend(core, a.layout, tile, keys, blocks, a.scale, first_column, columns, shared);
+  FlatRows<Stored> from{static_cast<const Stored*>(a.nope) + item.k_begin * a.nope_row + head * a.nope_head,
+                        static_cast<const Stored*>(a.rope) + item.k_begin * a.rope_row,
+                        static_cast<const Stored*>(a.value) + item.k_begin * a.value_row + head * a.value_head,
+                        a.nope_row,
+                        a.rope_row,
+                        a.value_row,
+                        a.nope_width,
+                        a.rope_width,
+                        a.value_width,
+                        a.wide};
+  float scale = a.scale;
+  if constexpr (!std::is_same_v<Stored, typename Core::T>) {
+    static_assert(ops::ExpandedScales::kRows % M == 0);  // a tile's queries have one scale
+    const ops::ScaleRows first = a.scale_rows ? a.scale_rows[found.item] : ops::ScaleRows{};
+    const bool by_rows = a.scale_rows != nullptr;
+    from.value_step = a.value_step;
+    from.key_scale = scales_of(a.k_scale, head, first.k, by_rows);
+    from.value_scale = scales_of(a.v_scale, head, first.k, by_rows);
+    scale *= scales_of(a.q_scale, head, first.q, by_rows).at(row0);
+  }
+  FlatKeys<Core, Stored> keys(from, a.layout, shared, seen);
+  const RowEnd row = attend(core, a.layout, tile, keys, blocks, scale, first_column, columns, shared);
   if (row.mine && row.row < rows) {
     float* const at = a.out.lse + tile.to[row.row] * a.out.lse_row + head * a.out.lse_head;
     float lse = row.sum == 0.0f ? -INFINITY : row.max + logf(row.sum), factor = row.sum == 0.0f ? 0.0f : 1.0f / row.sum;
@@ -109,16 +130,20 @@ struct Variant {
   int threads, rows, columns;
   Layout layout;
 };
-template <class Core>
+template <class Core, class Stored = typename Core::T>
 Variant variant(const FlatAttention& a) {
-  return {flat_attention_kernel<Core>, Core::kThreads, Core::M, Core::kColumns,
+  return {flat_attention_kernel<Core, Stored>, Core::kThreads, Core::M, Core::kColumns,
           layout<Core>(a.q.depth, a.value_width, 0, 0)};
 }
 
+template <class Stored>
+Variant choose_mma(const FlatAttention& a) {
+  if (a.value_width <= Mma<2, 8>::kColumns) return variant<Mma<2, 8>, Stored>(a);
+  return a.value_width <= Mma<2, 16>::kColumns ? variant<Mma<2, 16>, Stored>(a) : variant<Mma<4, 16>, Stored>(a);
+}
 Variant choose(const FlatAttention& a, Dtype keys) {
   if (keys == Dtype::f32) return variant<Fma>(a);
-  if (a.value_width <= Mma<2, 8>::kColumns) return variant<Mma<2, 8>>(a);
-  return a.value_width <= Mma<2, 16>::kColumns ? variant<Mma<2, 16>>(a) : variant<Mma<4, 16>>(a);
+  return keys == Dtype::bf16 ? choose_mma<bf16>(a) : choose_mma<fp8_e4m3>(a);
 }
 
 template <class V>
@@ -153,6 +178,9 @@ void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) 
   call.rope_width = static_cast<int32_t>(a.k_pe.extent<Rope>());
   call.value_width = static_cast<int32_t>(a.v.extent<Value>());
   call.wide = wide(a.k_nope) && (call.rope_width == 0 || wide(a.k_pe)) && wide(a.v);
+  call.value_step = a.v.stride<Value>();
+  call.q_scale = a.scales.q, call.k_scale = a.scales.k, call.v_scale = a.scales.v;
+  call.scale_rows = queue.staged(a.scales.rows, op, "scales' rows");
   call.accumulate = a.accumulate;
   call.out = {.out = a.out.data(),
               .out_row = a.out.stride<Token>(),

@@ -1,27 +1,39 @@
-// Keys and values of one head as flat rows, [nope | rope] and value, of the products' own dtype.
+// Keys and values of one head as flat rows, [nope | rope] and value, of the products' own dtype or e4m3 codes.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "backend/cuda/generic/attention/block.cuh"
 
 namespace mla::cuda::generic {
 
-template <class T>
-struct FlatRows {
-  const T *nope = nullptr, *rope = nullptr, *value = nullptr;  // of the head, at the item's first key
-  int64_t nope_row = 0, rope_row = 0, value_row = 0;           // strides
-  int32_t nope_width = 0, rope_width = 0, value_width = 0;
-  bool wide = false;  // eight elements may be read at once, of every part
+/// Scales of rows of codes: row i has x[first + i / rows], `group` apart.
+struct RowScales {
+  const float* x = nullptr;  // of the head; null: 1
+  int64_t group = 0;
+  int32_t first = 0, rows = 0;  // rows 0: all have the first
+  __device__ float at(int64_t row) const { return x ? __ldg(x + (first + (rows > 0 ? row / rows : 0)) * group) : 1.0f; }
 };
 
-template <class Core>
+template <class Stored>
+struct FlatRows {
+  const Stored *nope = nullptr, *rope = nullptr, *value = nullptr;  // of the head, at the item's first key
+  int64_t nope_row = 0, rope_row = 0, value_row = 0;                // strides
+  int32_t nope_width = 0, rope_width = 0, value_width = 0;
+  bool wide = false;  // eight elements may be read at once, of every part
+  // Of codes.
+  int64_t value_step = 1;  // from one element of a value to the next
+  RowScales key_scale, value_scale;
+};
+
+template <class Core, class Stored>
 class FlatKeys {
  public:
   static constexpr int N = Core::N, kWarps = Core::kWarps, kKeyBytes = 0;
   using T = typename Core::T;
 
-  __device__ FlatKeys(const FlatRows<T>& from, const Layout& l, std::byte* shared, int64_t count)
+  __device__ FlatKeys(const FlatRows<Stored>& from, const Layout& l, std::byte* shared, int64_t count)
       : from_(from), layout_(l), shared_(shared), count_(count) {}
 
   __device__ bool locate(int) const { return true; }
@@ -42,9 +54,9 @@ class FlatKeys {
       T* to = key ? keys + column : values + column;
       const int step = (key ? layout_.ld_q : layout_.ld_v) * kWarps;
       to += (key ? layout_.ld_q : layout_.ld_v) * warp;
-      const T* from = nullptr;
+      const Stored* from = nullptr;
       int64_t row = 0;
-      if (!key) from = from_.value + column, row = from_.value_row;
+      if (!key) from = from_.value + column * from_.value_step, row = from_.value_row;
       else if (column < from_.nope_width) from = from_.nope + column, row = from_.nope_row;
       else from = from_.rope + (column - from_.nope_width), row = from_.rope_row;
       const bool inside = column < (key ? entry : from_.value_width);
@@ -52,7 +64,21 @@ class FlatKeys {
       for (int n = warp; n < N; n += kWarps, to += step) {
         const int64_t at = static_cast<int64_t>(block) * N + n;
         T x[8] = {};
-        if (at < count_ && inside) {
+        if constexpr (!std::is_same_v<T, Stored>) {
+          if (at < count_ && inside) {
+            const float scale = key ? from_.key_scale.at(at) : from_.value_scale.at(at);
+            const int64_t step = key ? 1 : from_.value_step;
+#pragma unroll
+            for (int e = 0; e < 8; ++e) {
+              const int c = column + e;
+              const Stored* code = from + at * row + e * step;
+              if (!key && c >= from_.value_width) continue;
+              if (key && column < from_.nope_width && c >= from_.nope_width)
+                code = from_.rope + at * from_.rope_row + c - from_.nope_width;
+              if (!key || c < entry) x[e] = narrow<T>(widen(*code) * scale);
+            }
+          }
+        } else if (at < count_ && inside) {
           if (from_.wide) {
             load<true>(from + at * row, x);
           } else {
@@ -75,7 +101,7 @@ class FlatKeys {
   }
 
  private:
-  const FlatRows<T> from_;
+  const FlatRows<Stored> from_;
   const Layout& layout_;
   std::byte* shared_;
   int64_t count_;

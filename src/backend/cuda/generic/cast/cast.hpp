@@ -14,11 +14,13 @@ namespace mla::cuda::generic {
 
 struct CopyRows {
   AnyView<Token, Head, In> x;         ///< In dense
-  AnyMutableView<Token, Head, In> y;  ///< In dense; any dtype
+  AnyMutableView<Token, Head, In> y;  ///< In or Token dense; any dtype
   const int32_t* x_rows = nullptr;    ///< device; null: row t
   const int32_t* y_rows = nullptr;    ///< device; null: row t
   int64_t rows = 0;
-  float scale = 1.0f;  ///< y = x / scale
+  float scale = 1.0f;             ///< y = x / scale
+  const float* scales = nullptr;  ///< device; not null: one a head, `scales_head` apart, in place of scale
+  int64_t scales_head = 0;
 };
 /// One launch.
 void copy_rows(const Queue& queue, const CopyRows& c, std::string_view op);

@@ -14,6 +14,8 @@
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/core/wgmma.cuh"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "backend/cuda/sm90/attend_expanded/rows.cuh"
+#include "backend/cuda/sm90/attend_expanded/tiles.cuh"
 
 namespace mla::cuda::sm90 {
 namespace {
@@ -113,33 +115,16 @@ struct Glm256 {
 constexpr int group_rows = 64;        // query rows of a math warpgroup: the height of wgmma
 constexpr int panel = 64;             // elements of a 128-byte row of shared memory
 constexpr int watch_barrier = 7;      // of the two warps that look at values; math warpgroups have 1 to 3
-constexpr int tile_ring = 4;          // tiles announced ahead of the math warpgroups
 constexpr float lazy_rescale = 8.0f;  // a row's reference maximum is kept until a score exceeds it by 2^8
 constexpr float most_sum = 1024.0f;   // or until a thread's exponentials of a block sum to more
-constexpr int section_heads(int heads) { return heads >= 64 ? 8 : 16; }  // heads whose tiles run side by side
-constexpr int run_keys = 2048;                                           // a run's tiles times its request's keys
 
-struct Params {
+struct Params : TileSource {
   CUtensorMap q, k_nope, k_pe, v;
-  const ExpandedItem* items;
   void* out;
   float* lse;                                        // may be null
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
-  int32_t items_count, heads;
   float scale, scale_log2;
   bool accumulate;
-  int32_t run_keys;   // keys a run of tiles may walk, about; 0: every run is one tile
-  int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done
-};
-
-/// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one item.
-struct alignas(16) TileWork {
-  int32_t blocks;     // of keys, walked from the last to the first; 0: no more tiles
-  int32_t row, rows;  // first query row in q, rows of this item
-  int32_t key, keys;  // first key row, keys of this item
-  int32_t diagonal;   // tile row r sees min(keys, diagonal + r) keys
-  int32_t head;
-  int32_t unused;
 };
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -158,128 +143,14 @@ struct alignas(1024) Shared {
   int32_t poisoned[tile_ring];  // of a tile: the first key whose value is no number, hidden from some of its rows
 };
 
-/// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
-/// barrier is waited for with this parity, its `empty` barrier with the other.
-template <uint32_t depth>
-struct Slot {
-  uint32_t index, parity;
-  __device__ explicit Slot(uint32_t count) : index(count % depth), parity(count / depth & 1) {}
-};
-
-// ---- the order of tiles --------------------------------------------------------------------------------------------
-
-/// Turns ascending numbers into runs of tiles, a warp at a time. A run is one tile of a long item, or several
-/// neighbouring tiles of one head of a short one: taken by one block, they read the keys and values after the first
-/// time from the half of L2 that is near it, where several blocks would draw them across to both halves. Items in
-/// their order; within one, sections of heads; within a section, the longest runs first and the heads side by side. A
-/// section is narrow enough for several blocks to walk the same head's keys a few blocks apart, so that memory serves
-/// only one of them, and wide enough for the last one to end with many short tiles.
-template <TileConfig tile>
-struct TileOrder {
-  int32_t group = 0;   // first of the 32 items held by the lanes
-  int32_t before = 0;  // runs of the items before the group
-  int32_t until = 0;   // runs of the group's items up to this lane's
-
-  struct Item {
-    int32_t row, queries, key, keys, visible;
-    int32_t height, run;  // tiles of a head, and of a run
-  };
-  static __device__ Item item(const Params& p, int number) {
-    const ExpandedItem& from = p.items[number];
-    Item i;
-    i.row = from.q_begin;
-    i.queries = max(from.q_count, 0);
-    i.key = from.k_begin;
-    i.keys = max(from.k_count, 0);
-    i.visible = min(max(from.visible, -i.queries), i.keys);  // what lies beyond says the same, and may overflow
-    i.height = (i.queries + tile.rows() - 1) / tile.rows();
-    i.run = max(p.run_keys / max(i.keys, 1), 1);
-    return i;
-  }
-
-  __device__ void load(const Params& p, int lane) {
-    until = 0;
-    if (group + lane < p.items_count) {
-      const Item i = item(p, group + lane);
-      until = (i.height + i.run - 1) / i.run * p.heads;
-    }
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t other = __shfl_up_sync(~0u, until, d);
-      if (lane >= d) until += other;
-    }
-  }
-
-  /// First tile of a run; `more` tiles follow it.
-  __device__ TileWork at(const Params& p, int32_t number, int lane, int32_t& more) {
-    for (;;) {
-      const int32_t total = __shfl_sync(~0u, until, 31);
-      if (number < before + total) break;
-      before += total;
-      group += 32;
-      if (group >= p.items_count) return {};
-      load(p, lane);
-    }
-    const int owner = __ffs(__ballot_sync(~0u, number < before + until)) - 1;
-    const int32_t skipped = __shfl_sync(~0u, until, max(owner - 1, 0));
-    const Item q = item(p, group + owner);
-    const int32_t local = number - before - (owner > 0 ? skipped : 0);
-    const int32_t sections = (p.heads + section_heads(p.heads) - 1) / section_heads(p.heads),
-                  section = (p.heads + sections - 1) / sections;
-    const int32_t runs = (q.height + q.run - 1) / q.run * section;
-    const int32_t s = local / runs, in_section = local - s * runs, width = min(section, p.heads - s * section);
-    const int32_t m = q.height - 1 - in_section / width * q.run;
-    more = min(q.run - 1, m);
-    TileWork w;
-    w.head = s * section + in_section % width;
-    w.row = q.row + m * tile.rows();
-    w.rows = min(tile.rows(), q.queries - m * tile.rows());
-    w.key = q.key;
-    w.keys = q.keys;
-    w.diagonal = m * tile.rows() + 1 + q.visible;
-    w.unused = 0;
-    count_blocks(w);
-    return w;
-  }
-  /// The run's next tile: the rows above.
-  static __device__ void step(const Params& p, TileWork& w) {
-    w.row -= tile.rows();
-    w.rows = tile.rows();
-    w.diagonal -= tile.rows();
-    count_blocks(w);
-  }
-  static __device__ void count_blocks(TileWork& w) {
-    const int32_t seen = min(w.keys, w.diagonal + w.rows - 1);
-    w.blocks =
-        max((seen + tile.keys - 1) / tile.keys, 1);  // a tile that sees nothing still walks one block, all of it masked
-  }
-};
-
 // ---- roles ---------------------------------------------------------------------------------------------------------
-
-/// Every block of a cluster calls it at the same place for its share of the box; all of them receive it.
-template <int cluster, class... Coordinates>
-__device__ __forceinline__ void load_shared(uint32_t dst, const CUtensorMap& map, uint32_t bar, Coordinates... at) {
-  if constexpr (cluster == 1) tma_load(dst, map, bar, at...);
-  else tma_load_multicast(dst, map, bar, (1 << cluster) - 1, at...);
-}
-/// Lets go of something that blocks of a cluster share, or that the first of them hands out.
-template <int cluster>
-__device__ __forceinline__ void arrive_at(uint64_t& bar, int rank) {
-  if constexpr (cluster == 1) mbarrier_arrive(smem_address(&bar));
-  else mbarrier_arrive_remote(smem_address(&bar), rank);
-}
-template <int cluster>
-__device__ __forceinline__ int rank_in_cluster() {
-  return cluster == 1 ? 0 : static_cast<int>(cluster_rank());
-}
 
 /// Warp 0 of the producer: hands out tiles, loads queries and keys.
 template <TileConfig tile, class Element>
 __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
   const int lane = threadIdx.x % 32, rank = rank_in_cluster<tile.cluster>();
   uint32_t blocks = 0;  // of keys loaded so far
-  TileOrder<tile> order;
+  TileOrder<tile.rows(), tile.keys> order;
   if (rank == 0) order.load(p, lane);
   int32_t number = blockIdx.x / tile.cluster, more = 0;
   TileWork work;
@@ -302,7 +173,7 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
       if (lane > 0 && lane < tile.cluster) {
         const uint32_t to = map_to_cta(smem_address(&shared.work[slot.index]), lane), bar = map_to_cta(announced, lane);
         store_remote_async(to, work.blocks, work.row, work.rows, work.key, bar);
-        store_remote_async(to + 16, work.keys, work.diagonal, work.head, 0, bar);
+        store_remote_async(to + 16, work.keys, work.diagonal, work.head, work.item, bar);
       }
     } else {
       if (lane == 0) mbarrier_arrive_expect(announced, sizeof(TileWork));
@@ -473,55 +344,6 @@ __device__ void watch_values(Shared<tile, Element>& shared, int watcher) {
   }
 }
 
-template <class Element>
-__device__ __forceinline__ uint32_t packed(float low, float high) {
-  uint32_t r;
-  if constexpr (std::is_same_v<Element, __nv_bfloat16>)
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  else asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-
-/// Softmax state of a thread's two rows: r / 4 and r / 4 + 8 of its warp's 16. Exponents are of 2.
-struct RowState {
-  float reference[2] = {-INFINITY, -INFINITY};  // what the scores are measured from; -inf: nothing seen so far
-  float sum[2] = {0.0f, 0.0f};                  // of this thread's columns
-};
-
-/// Largest of a thread's scores of row h, in four chains.
-template <int n>
-__device__ __forceinline__ float row_maximum(const float (&s)[n], int h) {
-  float high[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) high[i] = s[4 * (i / 2) + 2 * h + i % 2];
-#pragma unroll
-  for (int j = 2; j < n / 4; ++j)
-#pragma unroll
-    for (int e = 0; e < 2; ++e) high[2 * (j % 2) + e] = fmaxf(high[2 * (j % 2) + e], s[4 * j + 2 * h + e]);
-  return fmaxf(fmaxf(high[0], high[1]), fmaxf(high[2], high[3]));
-}
-
-/// Raises the references of rows that ask for it in one of their four threads, to the rows' maxima; `factor` is what
-/// sums and outputs so far must be multiplied by, exactly 1 where nothing changes.
-__device__ __forceinline__ void raise_references(RowState& state, const bool (&ask)[2], const float (&high)[2],
-                                                 float (&factor)[2]) {
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float top = high[h];
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-    top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
-    int asked = ask[h];
-    asked |= __shfl_xor_sync(~0u, asked, 1);
-    asked |= __shfl_xor_sync(~0u, asked, 2);
-    const float before = state.reference[h];
-    const bool raise = asked && top > before;
-    factor[h] = raise ? exp2_approx(before - top) : 1.0f;
-    if (raise) state.reference[h] = top;
-    state.sum[h] *= factor[h];
-  }
-}
-__device__ __forceinline__ float offset_of(float reference) { return reference == -INFINITY ? 0.0f : reference; }
-
 /// Scores to exponentials, in place. Whether outputs so far must be multiplied by `factor`; a whole warp decides alike.
 template <int n>
 __device__ __forceinline__ bool exponentiate(float (&s)[n], RowState& state, float (&factor)[2], float scale_log2) {
@@ -607,69 +429,6 @@ __device__ __forceinline__ void mask(float (&s)[n], int32_t column, int32_t seen
 #pragma unroll
       for (int e = 0; e < 2; ++e)
         if (!(bits & 1u << (2 * j + e))) s[4 * j + 2 * h + e] = -INFINITY;
-  }
-}
-
-/// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring
-/// ones.
-template <class Element, int n>
-__device__ __forceinline__ void store_row(Element* row, const float (&o)[n], int h, float factor, bool valid) {
-  const int quad = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < n / 4; j += 4) {
-    uint32_t w[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      w[i] = packed<Element>(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor);
-      // Transpose of the 4 x 4 words (thread, i): first the words that differ in bit 0 of both, then in bit 1.
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = quad & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i | bit], bit);
-        (upper ? w[i] : w[i | bit]) = got;
-      }
-    }
-    if (valid) *reinterpret_cast<uint4*>(row + 8 * (j + quad)) = uint4{w[0], w[1], w[2], w[3]};
-  }
-}
-template <int n>
-__device__ __forceinline__ void store_row(float* row, const float (&o)[n], int h, float factor, bool valid) {
-  const int quad = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < n / 4; ++j)
-    if (valid)
-      *reinterpret_cast<float2*>(row + 8 * j + 2 * quad) =
-          float2{o[4 * j + 2 * h] * factor, o[4 * j + 2 * h + 1] * factor};
-}
-
-__device__ __forceinline__ float2 load_pair(const float* from) { return *reinterpret_cast<const float2*>(from); }
-__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* from) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(from));
-}
-__device__ __forceinline__ float2 load_pair(const __half* from) {
-  return __half22float2(*reinterpret_cast<const __half2*>(from));
-}
-
-/// o = take o + keep row, of one row that already holds outputs; where keep is 0 the row is not read.
-template <class Out, int n>
-__device__ __forceinline__ void merge_row(const Out* row, float (&o)[n], int h, float keep, float take) {
-  constexpr int batch = 8;  // pairs asked for before the first is used
-  const int quad = threadIdx.x % 4;
-#pragma unroll
-  for (int j = 0; j < n / 4; j += batch) {
-    float2 old[batch];
-#pragma unroll
-    for (int i = 0; i < batch; ++i) old[i] = keep > 0.0f ? load_pair(row + 8 * (j + i) + 2 * quad) : float2{};
-#pragma unroll
-    for (int i = 0; i < batch; ++i) {
-      float& a = o[4 * (j + i) + 2 * h];
-      float& b = o[4 * (j + i) + 2 * h + 1];
-      a = a * take + old[i].x * keep;
-      b = b * take + old[i].y * keep;
-    }
   }
 }
 
@@ -1138,16 +897,6 @@ void check_args(const AttendExpandedArgs& a) {
     throw ShapeError(std::string(op) + ": " + (a.items ? "workspace" : "items") + " is null");
 }
 
-void require_hopper() {
-  int device = 0, major = 0, minor = 0;
-  check(cudaGetDevice(&device), op, "current device");
-  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), op, "compute capability");
-  check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), op, "compute capability");
-  if (major == 9 && minor == 0) return;
-  throw DeviceError(std::string(op) + ": the device has compute capability " + std::to_string(major) + "." +
-                    std::to_string(minor) + ", this kernel needs 9.0");
-}
-
 /// Map of a tensor [rows, heads, width], or [rows, width] when heads is 0, in boxes of box_rows x 1 x 64 elements.
 CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t width, int64_t heads, int64_t rows,
                      int64_t head_stride, int64_t row_stride, int box_rows) {
@@ -1206,19 +955,14 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.accumulate = a.accumulate;
-  // Runs of several tiles need work enough to still share it out evenly. The lengths are only known on the device, so
-  // the extents decide.
   const int multiprocessors = cuda::multiprocessors(op);
-  p.run_keys = tokens * heads >= int64_t{multiprocessors} * 16 * tile.rows() ? run_keys : 0;
+  p.run_keys = run_keys_of(tile.rows(), multiprocessors, tokens, heads);
   p.counters = static_cast<int32_t*>(a.workspace);
 
   constexpr size_t shared_bytes = sizeof(Shared<tile, Element>);
   static_assert(shared_bytes <= 227 * 1024);
-  const int64_t most_queries = a.most_queries > 0 ? a.most_queries : tokens;
-  const int64_t most_tiles =
-      std::min(tokens / tile.rows() + a.item_count, a.item_count * ((most_queries + tile.rows() - 1) / tile.rows())) *
-      heads;
-  const int64_t clusters = std::min<int64_t>(multiprocessors / tile.cluster, most_tiles);
+  const int64_t clusters =
+      clusters_of(tile.rows(), tile.cluster, multiprocessors, tokens, a.most_queries, a.item_count, heads);
   cuda::launch(
       &attend_expanded_kernel<Config, Element, Out>,
       {.grid = static_cast<unsigned>(clusters * tile.cluster),
@@ -1227,23 +971,6 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
        .cluster = tile.cluster},
       stream, op, "launch",
       "tokens " + std::to_string(tokens) + ", keys " + std::to_string(keys) + ", heads " + std::to_string(heads), p);
-}
-
-/// What `automatic` stands for: tiles whose bits are the same. Items are taken to be alike, for their lengths are on
-/// the device.
-ExpandedTile suitable(const AttendExpandedArgs& a) {
-  const double items = static_cast<double>(a.item_count), heads = static_cast<double>(a.q.extent<Head>()),
-               queries = static_cast<double>(a.q.extent<Token>()) / items,
-               keys = static_cast<double>(a.k_nope.extent<Key>()) / items;
-  if (queries < 512 || keys < 4096) return ExpandedTile::rows_128;
-  // Both tiles are 128 rows a multiprocessor. Pairs read half as much, for which some percent of the power goes to
-  // arithmetic instead; in exchange they come in larger pieces.
-  const int blocks = multiprocessors(op);
-  const auto rounds = [&](int rows, int slots) {
-    const double n = std::ceil(queries / rows) * items * heads / slots;
-    return n < 8 ? std::ceil(n) : n;
-  };
-  return rounds(256, blocks / 2) <= 1.04 * rounds(128, blocks) ? ExpandedTile::rows_256 : ExpandedTile::rows_128;
 }
 
 template <class Element, class Out>
@@ -1268,12 +995,12 @@ void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
 
 ExpandedTile attend_expanded_tile(const AttendExpandedArgs& args) {
   if (args.tile != ExpandedTile::automatic || args.item_count <= 0) return args.tile;
-  return suitable(args);
+  return suitable_tile(op, args.item_count, args.q.extent<Token>(), args.k_nope.extent<Key>(), args.q.extent<Head>());
 }
 
 void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   check_args(args);
-  require_hopper();
+  require_hopper(op);
   if (args.item_count == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
   const auto to = [&]<class Out>(Out) {
     if (args.q.dtype() == Dtype::bf16) dispatch<__nv_bfloat16, Out>(stream, args);

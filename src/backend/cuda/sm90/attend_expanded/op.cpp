@@ -3,6 +3,7 @@
 
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "backend/cuda/sm90/attend_expanded/fp8.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda::sm90 {
@@ -18,18 +19,24 @@ bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size) 
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a) {
   const int64_t nope = a.k_nope.extent<Nope>(), rope = a.k_pe.extent<Rope>(), value = a.v.extent<Value>();
   const bool dims = rope == 64 && ((nope == 128 && value == 128) || (nope == 192 && value == 256));
-  return gpu.hopper && dims && !a.quantized && !a.items.empty() && a.q.dtype() == Dtype::bf16 &&
-         a.k_nope.dtype() == Dtype::bf16 && a.scale > 0 &&
-         aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), 2) &&
-         aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), 2) &&
-         aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, 2) &&
-         aligned(a.v.data(), a.v.stride<Key>(), a.v.stride<Head>(), 2) &&
+  const bool codes = a.q.dtype() == Dtype::fp8_e4m3;
+  const size_t size = size_of(a.q.dtype());
+  const bool types = codes ? a.v.stride<Key>() == 1 || a.v.extent<Key>() <= 1
+                           : a.q.dtype() == Dtype::bf16 && a.k_nope.dtype() == Dtype::bf16;
+  return gpu.hopper && dims && types && !a.quantized && !a.items.empty() && a.scale > 0 &&
+         aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), size) &&
+         aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), size) &&
+         aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, size) &&
+         aligned(a.v.data(), codes ? a.v.stride<Value>() : a.v.stride<Key>(), a.v.stride<Head>(), size) &&
          aligned(a.out.data(), a.out.stride<Token>(), a.out.stride<Head>(), size_of(a.out.dtype()));
 }
 
 std::string kernel(const backend::GpuModel&, const ops::AttendExpandedArgs& a) {
   return std::to_string(a.k_nope.extent<Nope>()) + " + " + std::to_string(a.k_pe.extent<Rope>()) + " / " +
-         std::to_string(a.v.extent<Value>());
+         std::to_string(a.v.extent<Value>()) +
+         (a.q.dtype() != Dtype::fp8_e4m3         ? ""
+          : a.sums == ops::ExpandedSums::precise ? ", e4m3"
+                                                 : ", e4m3, raw sums");
 }
 
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
@@ -37,6 +44,28 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   int64_t most = 0;
   for (const ExpandedItem& i : a.items) most = std::max<int64_t>(most, i.q_count);
   if (most == 0) return;
+  if (a.q.dtype() == Dtype::fp8_e4m3) {
+    const ops::ExpandedScales& s = a.scales;
+    attend_expanded(queue.stream(),
+                    AttendExpandedFp8Args{.q = a.q,
+                                          .k_nope = a.k_nope,
+                                          .k_pe = a.k_pe,
+                                          .v = a.v,
+                                          .q_scale = s.q,
+                                          .k_scale = s.k,
+                                          .v_scale = s.v,
+                                          .scale_rows = queue.staged(s.rows, "attend_expanded", "scales' rows"),
+                                          .sums = a.sums,
+                                          .items = queue.staged(a.items, "attend_expanded", "items"),
+                                          .item_count = static_cast<int64_t>(a.items.size()),
+                                          .most_queries = most,
+                                          .scale = a.scale,
+                                          .out = a.out,
+                                          .lse = a.lse,
+                                          .accumulate = a.accumulate,
+                                          .workspace = queue.counters() + Queue::kSpare});
+    return;
+  }
   attend_expanded(queue.stream(), AttendExpandedArgs{.q = a.q,
                                                      .k_nope = a.k_nope,
                                                      .k_pe = a.k_pe,
