@@ -190,7 +190,9 @@ void run(const CLI::App& command, Flags& f) {
     s.uses = layer::kernels(s.plan, made.batch(), prepared, {.hopper = f.capability / 10 == 9});
     return s;
   };
-  const auto [p, uses] = step(lengths, f.dcp);
+  const RankStep rank = step(lengths, f.dcp);
+  const Plan& p = rank.plan;
+  const std::vector<layer::KernelUse>& uses = rank.uses;
   const std::string target = target_of(device, f.capability);
   files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);

@@ -42,8 +42,8 @@ struct IndexerConfig {
   std::vector<uint8_t> full;
 };
 
-/// What a config says of quantised weights (quantization_config). Tensors say the rest: a weight that is stored plain is
-/// plain.
+/// What a config says of quantised weights (quantization_config). Tensors say the rest: a weight that is stored plain
+/// is plain.
 struct QuantisationConfig {
   std::string method;                ///< quant_method, "fp8" where a config leaves it out; empty: no such object
   std::vector<int64_t> bits;         ///< of integer weights, each number once; empty: not said

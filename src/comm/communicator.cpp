@@ -327,7 +327,7 @@ void Communicator::reduce_scatter(const Collective& call, Dtype dtype, const voi
 void Communicator::all_to_all(const Collective& call, const void* in, std::span<const int64_t> send_bytes, void* out,
                               std::span<const int64_t> receive_bytes) {
   State& s = *state_;
-  const auto [from, to] = check_all_to_all(call, s.rank(), s.ranks(), in, send_bytes, out, receive_bytes);
+  const Swap at = check_all_to_all(call, s.rank(), s.ranks(), in, send_bytes, out, receive_bytes);
   State::Call c = s.begin(call, Operation::all_to_all, 0);
   s.or_abort([&] {
     const auto* sent = static_cast<const std::byte*>(in);
@@ -336,11 +336,11 @@ void Communicator::all_to_all(const Collective& call, const void* in, std::span<
     s.clear();
     for (int r = 0; r < s.ranks(); ++r) {
       if (r == s.rank()) continue;
-      s.send[r] = {sent + from[r], static_cast<size_t>(send_bytes[r])};
-      s.receive[r] = {received + to[r], static_cast<size_t>(receive_bytes[r])};
+      s.send[r] = {sent + at.from[r], static_cast<size_t>(send_bytes[r])};
+      s.receive[r] = {received + at.to[r], static_cast<size_t>(receive_bytes[r])};
     }
     s.round(c);
-    if (own > 0) std::memcpy(received + to[s.rank()], sent + from[s.rank()], own);
+    if (own > 0) std::memcpy(received + at.to[s.rank()], sent + at.from[s.rank()], own);
   });
 }
 

@@ -188,7 +188,7 @@ TEST(TensorParallel, TheSumIsAStep) {
   for (const layer::KernelUse& u : layer::kernels(p, batch, {}))
     if (u.op == "all_reduce") {
       noted = true;
-      EXPECT_EQ(u.kernel, "of 3 ranks");
+      EXPECT_EQ(u.kernel, "of 3 ranks, link unknown");
       EXPECT_EQ(u.bytes, static_cast<double>(p.tokens * l.model.hidden) * 4);
     }
   EXPECT_TRUE(noted);

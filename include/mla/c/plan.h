@@ -85,10 +85,10 @@ typedef struct mla_plan_options {
   int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none
   int32_t index_arithmetic;         ///< MLA_INDEX_PRODUCTS_... of scores of an fp8 index cache; default exact
   int32_t reserved;
-  const mla_sharding* sharding;     ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
-                                    ///< tables and slots are those of this rank's cache; NULL: each has all tokens
-  int64_t rank;                     ///< this one, of sharding
-  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank, of sharding
+  const mla_sharding* sharding;  ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
+                                 ///< tables and slots are those of this rank's cache; NULL: each has all tokens
+  int64_t rank;                  ///< this one, of sharding
+  const int64_t* rank_heads;     ///< [tensor_parallel] heads of each rank, of sharding
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

@@ -58,8 +58,8 @@ enum { MLA_LINK_PEER = 0, MLA_LINK_NCCL = 1 };
 /// Makes mla_forward and mla_attend on streams of this GPU possible; called by all ranks, each for a GPU of its own,
 /// with the same link and staging_bytes. MLA_LINK_PEER: stores into each other's memory, GPUs of one machine, at most
 /// 16; MLA_LINK_NCCL: by libnccl.so.2, which is looked for now. staging_bytes of the device's memory, 0: 64 MiB; longer
-/// messages go in several rounds. seconds: how long to wait for the others, 0: 60. MLA_ERROR_DEVICE where the GPUs do not
-/// reach each other, or there is no NCCL.
+/// messages go in several rounds. seconds: how long to wait for the others, 0: 60. MLA_ERROR_DEVICE where the GPUs do
+/// not reach each other, or there is no NCCL.
 MLA_API mla_status mla_communicator_connect(mla_communicator* communicator, DLDevice device, int32_t link,
                                             size_t staging_bytes, double seconds);
 /// The group ends: the others' calls, those that wait too, fail with this rank and the reason. Any thread, at any time.
