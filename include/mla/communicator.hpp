@@ -97,7 +97,8 @@ class Carrier;
 /// Each call has a form that takes a stream. On the CPU's it is the same call. On a GPU's, for which connect() is
 /// needed once, memory is the device's, the call is queued and can be captured, and sums have the same bits. Such a
 /// rank does not tell the others which call it makes: ranks that make other calls than the others are found by the
-/// deadline at the latest. What fails on the device is thrown by Stream::synchronize(), or by the next call.
+/// deadline at the latest, or, in one process, at once; messages whose two ends expect other sizes are not found. What
+/// fails on the device is thrown by Stream::synchronize(), or by the next call.
 ///
 /// Arguments that this rank alone can judge are refused before anybody is told, by ShapeError or InputError; the others
 /// then wait for a call that is right. RankError (naming rank and step) when the group fails; output is unspecified

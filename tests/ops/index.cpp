@@ -208,6 +208,38 @@ TEST_P(IndexOnTarget, NanScoresAreNanAndComeLast) {
 
 // Shards of a sequence select on their own; their (score, position) pairs are selected from again. The result is the
 // selection from everything, whatever the shards.
+// Heads are padded to whole vectors, whose products with an infinity are no numbers: a score is of its own heads.
+TEST_P(IndexOnTarget, InfiniteKeysMeetTheirHeadsAlone) {
+  constexpr int32_t kTokens = 2, kLength = 200, kDim = 64;
+  for (const IndexCacheFormat format : {IndexCacheFormat::f32, IndexCacheFormat::bf16})
+    for (const Dtype dtype : {Dtype::f32, Dtype::bf16})
+      for (const int64_t heads : {1, 5, 16, 20, 33}) {
+        Step step(format, dtype, kTokens, heads, kDim, kLength, 16);
+        std::vector<float> key(kDim, 0.0f);
+        key[7] = std::numeric_limits<float>::infinity();
+        for (const int32_t at : {3, 64, 199})
+          cache::index::encode(step.cache.view().spec,
+                               step.cache.view().page(step.table[static_cast<size_t>(at / 16)]), at % 16, key.data());
+        const IndexItem item{.q_count = kTokens, .kv_end = kLength, .visible = kLength - 1};
+        ThreadPool pool(2);
+        Stream stream(pool);
+        const ops::IndexScoreArgs args = step.score({&item, 1}, 0, kLength);
+        ops::run(stream, args);
+        for (int64_t t = 0; t < kTokens; ++t)
+          for (const int64_t at : {3, 64, 199}) {
+            // Of heads that see it with a number above 0, the weights' sign decides; of the others nothing comes.
+            float want = 0;
+            for (int64_t h = 0; h < heads; ++h)
+              if (load_float(dtype, args.q.at(t, h, 0), 7) > 0)
+                want += args.weights(t, h) * std::numeric_limits<float>::infinity();
+            const float found = args.scores(t, at);
+            EXPECT_TRUE(std::isnan(want) ? std::isnan(found) : found == want)
+                << to_string(format) << " " << to_string(dtype) << ", " << heads << " heads: " << found << ", not "
+                << want;
+          }
+      }
+}
+
 TEST_P(IndexOnTarget, SelectionsMergeExactly) {
   constexpr int32_t kLength = 20000;
   constexpr int64_t kTopk = 700;

@@ -166,7 +166,8 @@ void run_task(const ops::IndexScoreArgs& a, const IndexItem& item, int64_t first
   Cutter cut(memory);
   const Scratch<Form> s(cut, heads, dim, has_codes(a));
   for (int64_t t = 0; t < tokens; ++t) lay_out_query(a, item.q_begin + first_token + t, s, s.q[t], s.weights[t]);
-  IndexBlock block{.heads = padded_heads(heads), .k = s.k, .k_stride = s.stride, .scores = s.scores};
+  IndexBlock block{
+      .heads = padded_heads(heads), .real_heads = heads, .k = s.k, .k_stride = s.stride, .scores = s.scores};
   block.dim = std::is_same_v<Form, Amx> ? 2 * Form::words(dim, has_codes(a)) : dim;
   for (int64_t first = begin; first < end; first += kIndexKeys) {
     const int64_t count = std::min(kIndexKeys, end - first), ahead = item.kv_begin + first + kIndexKeys;

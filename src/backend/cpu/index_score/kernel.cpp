@@ -12,9 +12,10 @@ HWY_BEFORE_NAMESPACE();
 namespace mla::cpu::HWY_NAMESPACE {
 namespace hn = hwy::HWY_NAMESPACE;
 
-// scores[n] += sum over G vectors of heads of w * relu(q . k[n]), for N keys. The accumulators fill the registers.
+// scores[n] += sum over the first `real` lanes of G vectors of heads of w * relu(q . k[n]), for N keys. The
+// accumulators fill the registers.
 template <int G, int N>
-HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT w,
+HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT w, int64_t real,
                             const float* HWY_RESTRICT k, int64_t stride, int64_t dim, float* HWY_RESTRICT scores,
                             Ahead ahead) {
   const hn::ScalableTag<float> df;
@@ -47,8 +48,11 @@ HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const fl
   for (int n = 0; n < N; ++n) {
     V sum = hn::Zero(df);
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g)  // not Max, which may lose a NaN
-      sum = hn::MulAdd(hn::IfThenZeroElse(hn::Lt(acc[n][g], hn::Zero(df)), acc[n][g]), weight[g], sum);
+    for (int g = 0; g < G; ++g) {  // not Max, which may lose a NaN
+      const auto is_real = hn::FirstN(df, static_cast<size_t>(std::clamp<int64_t>(real - g * lanes, 0, lanes)));
+      const V kept = hn::IfThenZeroElse(hn::Lt(acc[n][g], hn::Zero(df)), acc[n][g]);
+      sum = hn::MulAdd(hn::IfThenElseZero(is_real, kept), weight[g], sum);
+    }
     scores[n] += hn::GetLane(hn::SumOfLanes(df, sum));
   }
 }
@@ -60,8 +64,8 @@ void Chunk(int64_t first_head, int64_t width, const IndexBlock& b) {
   const float* k = static_cast<const float*>(b.k);
   for (int64_t g = 0; g < width; g += heads)
     for (int64_t n = 0; n < b.count; n += N)
-      ScoreTile<G, N>(q + g, width, b.weights + first_head + g, k + n * b.k_stride, b.k_stride, b.dim, b.scores + n,
-                      ahead_of(b, n, N, first_head + g, heads, b.dim));
+      ScoreTile<G, N>(q + g, width, b.weights + first_head + g, b.real_heads - first_head - g, k + n * b.k_stride,
+                      b.k_stride, b.dim, b.scores + n, ahead_of(b, n, N, first_head + g, heads, b.dim));
 }
 
 void ScoreBlock(const IndexBlock& b) {

@@ -29,6 +29,7 @@ struct IndexBlock {
   const void* q = nullptr;         ///< f32 [chunk][dim][head], or pairs of bf16 [chunk][ceil(dim / 2)][head]
   const float* weights = nullptr;  ///< [padded heads], 0 for the padding
   int64_t heads = 0, dim = 0;      ///< heads padded
+  int64_t real_heads = 0;          ///< without padding, whose products with an infinite key are no numbers: not summed
   const void* k = nullptr;         ///< f32 or bf16 rows; bf16 ones of odd dim end with a zero
   int64_t k_stride = 0;            ///< elements
   int64_t count = 0;               ///< keys

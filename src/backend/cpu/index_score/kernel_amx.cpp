@@ -99,16 +99,17 @@ MLA_AMX inline __m512 sums_of(__m512 (&v)[16]) {
   return v[0];
 }
 
-// scores of 16 keys: the weighted sum over heads of what relu leaves of their products. NaN stays.
-MLA_AMX inline void weigh(const float* products, const float* weights, int64_t heads, float* scores) {
+// scores of 16 keys: the weighted sum over the real ones of `heads` of what relu leaves of their products. NaN stays.
+MLA_AMX inline void weigh(const float* products, const float* weights, int64_t heads, int64_t real, float* scores) {
   __m512 sum[16];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; ++i) sum[i] = _mm512_setzero_ps();
   for (int64_t h = 0; h < heads; h += kLanes) {
     const __m512 w = _mm512_loadu_ps(weights + h);
+    const auto is_real = static_cast<__mmask16>((1u << std::clamp<int64_t>(real - h, 0, kLanes)) - 1);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; ++i) {
-      const __m512 product = _mm512_loadu_ps(products + i * heads + h);
+      const __m512 product = _mm512_maskz_loadu_ps(is_real, products + i * heads + h);
       sum[i] = _mm512_fmadd_ps(_mm512_max_ps(_mm512_setzero_ps(), product), w, sum[i]);
     }
   }
@@ -132,8 +133,8 @@ MLA_AMX void score_block_amx(const IndexBlock& b, float* products) {
     for (int64_t h = 0; h < b.heads; h += kHeadChunk)
       multiply(static_cast<const uint32_t*>(b.q) + h * words, b.heads - h >= kHeadChunk, keys, b.k_stride, steps,
                products + h, b.heads, lines);
-    weigh(products, b.weights, b.heads, b.scores + n);
-    weigh(products + kTileSide * b.heads, b.weights, b.heads, b.scores + n + kTileSide);
+    weigh(products, b.weights, b.heads, b.real_heads, b.scores + n);
+    weigh(products + kTileSide * b.heads, b.weights, b.heads, b.real_heads, b.scores + n + kTileSide);
   }
   _tile_release();
 }

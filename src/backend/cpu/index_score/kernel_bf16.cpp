@@ -24,15 +24,19 @@ namespace {
 
 constexpr int64_t kLanes = 16;
 
+MLA_BF16_DOT inline __mmask16 first_lanes(int64_t n) {
+  return static_cast<__mmask16>((1u << std::clamp<int64_t>(n, 0, kLanes)) - 1);
+}
+
 MLA_BF16_DOT inline __m512 dot(__m512 sum, __m512i a, const bf16* pair) {
   uint32_t bits;
   __builtin_memcpy(&bits, pair, sizeof(bits));
   return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(static_cast<int>(bits)));
 }
 
-// scores[n] += sum over G vectors of heads of w * relu(q . k[n]), for N keys.
+// scores[n] += sum over the first `real` lanes of G vectors of heads of w * relu(q . k[n]), for N keys.
 template <int G, int N>
-MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, const float* __restrict w,
+MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, const float* __restrict w, int64_t real,
                                                const bf16* __restrict k, int64_t stride, int64_t pairs,
                                                float* __restrict scores, Ahead ahead) {
   __m512 acc[N][G];
@@ -54,14 +58,19 @@ MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, con
     }
   }
   __m512 weight[G];
+  __mmask16 is_real[G];
 #pragma GCC unroll 4
-  for (int g = 0; g < G; ++g) weight[g] = _mm512_loadu_ps(w + g * kLanes);
+  for (int g = 0; g < G; ++g) {
+    weight[g] = _mm512_loadu_ps(w + g * kLanes);
+    is_real[g] = first_lanes(real - g * kLanes);
+  }
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n) {
     __m512 sum = _mm512_setzero_ps();
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) {
-      const __mmask16 kept = _mm512_cmp_ps_mask(acc[n][g], _mm512_setzero_ps(), _CMP_NLT_UQ);  // NaN stays
+      const __mmask16 kept =
+          _mm512_mask_cmp_ps_mask(is_real[g], acc[n][g], _mm512_setzero_ps(), _CMP_NLT_UQ);  // NaN stays
       sum = _mm512_fmadd_ps(_mm512_maskz_mov_ps(kept, acc[n][g]), weight[g], sum);
     }
     scores[n] += _mm512_reduce_add_ps(sum);
@@ -74,8 +83,8 @@ MLA_BF16_DOT void chunk(int64_t first_head, const IndexBlock& b) {
   const uint32_t* q = static_cast<const uint32_t*>(b.q) + first_head * pairs;
   const bf16* k = static_cast<const bf16*>(b.k);
   for (int64_t n = 0; n < b.count; n += N)
-    score_tile<G, N>(q, b.weights + first_head, k + n * b.k_stride, b.k_stride, pairs, b.scores + n,
-                     ahead_of(b, n, N, first_head, G * kLanes, pairs));
+    score_tile<G, N>(q, b.weights + first_head, b.real_heads - first_head, k + n * b.k_stride, b.k_stride, pairs,
+                     b.scores + n, ahead_of(b, n, N, first_head, G * kLanes, pairs));
 }
 
 }  // namespace
