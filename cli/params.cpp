@@ -203,4 +203,10 @@ void add_target(CLI::App& command, std::string& target) {
   command.add_option("--target", target, "Instruction set at most: amx_bf16 avx512_bf16 avx512 avx2 sse4 portable");
 }
 
+void require_dcp(int dcp, int tp) {
+  if (dcp != 1 && dcp != tp)
+    throw InputError("--dcp is " + std::to_string(dcp) + ", the cache is split over all ranks of --tp, " +
+                     std::to_string(tp) + ", or over none: 1");
+}
+
 }  // namespace mla::cli

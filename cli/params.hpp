@@ -115,4 +115,7 @@ void add_target(CLI::App& command, std::string& target);
 /// would read them.
 void require_indexer(const CLI::App& command, const ModelConfig& model);
 
+/// InputError unless the cache is split over all of --tp's ranks, or over none.
+void require_dcp(int dcp, int tp);
+
 }  // namespace mla::cli

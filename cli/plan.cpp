@@ -16,6 +16,7 @@
 #include "layer/kernels.hpp"
 #include "mla/mla.hpp"
 #include "model/json.hpp"
+#include "serve/shares.hpp"
 
 namespace mla::cli {
 namespace {
@@ -170,9 +171,7 @@ void run(const CLI::App& command, Flags& f) {
   options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   options.tensor_parallel = f.tp;
   options.link = parse_link(f.link);
-  if (f.dcp != 1 && f.dcp != f.tp)
-    throw InputError("--dcp is " + std::to_string(f.dcp) + ", the cache is split over all ranks of --tp, " +
-                     std::to_string(f.tp) + ", or over none: 1");
+  require_dcp(f.dcp, f.tp);
   const bool gpu = device.kind == DeviceKind::cuda;
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
@@ -181,10 +180,7 @@ void run(const CLI::App& command, Flags& f) {
   const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
   const auto step = [&](const BatchLengths& of, int dcp) {
     PlanOptions o = options;
-    if (dcp > 1) {
-      o.context_parallel = {.sharding = CacheSharding(dcp, f.interleave), .rank = 0, .heads = {}};
-      for (int r = 0; r < dcp; ++r) o.context_parallel.heads.push_back(head_share(model.heads, r, dcp).count);
-    }
+    o.context_parallel = serve::context_share(model.heads, 0, dcp, dcp > 1 ? f.interleave : 0);
     const BatchOfLengths made(of, f.page_size);
     RankStep s{plan(own, spec, made.pages(), made.batch(), device_info(device, gpu ? 1 : f.threads, own), o), {}};
     s.uses = layer::kernels(s.plan, made.batch(), prepared, {.hopper = f.capability / 10 == 9});

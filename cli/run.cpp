@@ -97,9 +97,7 @@ void reduce(const Flags& f, serve::Options& o) {
   if (f.tp > o.model.heads)
     throw InputError("--tp is " + std::to_string(f.tp) + ", " + o.model.name + " has " +
                      counted(o.model.heads, "head") + " to split");
-  if (f.dcp != 1 && f.dcp != f.tp)
-    throw InputError("--dcp is " + std::to_string(f.dcp) + ", the cache is split over all ranks of --tp, " +
-                     std::to_string(f.tp) + ", or over none: 1");
+  require_dcp(f.dcp, f.tp);
 }
 
 // What would be read by nothing is refused.

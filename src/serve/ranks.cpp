@@ -4,6 +4,8 @@
 #include <string>
 #include <system_error>
 
+#include "serve/shares.hpp"
+
 namespace mla::serve {
 
 Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& r)
@@ -26,7 +28,12 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
   // Together: on GPUs ranks connect, and run their first steps.
   try {
     std::vector<std::jthread> makers;
-    for (int i = 1; i < n; ++i) makers.emplace_back([&, i] { make(i, positions, stop); });
+    try {
+      for (int i = 1; i < n; ++i) makers.emplace_back([&, i] { make(i, positions, stop); });
+    } catch (const std::system_error& e) {
+      communicators_[0].abort(e.what());  // those that were started do not wait for the missing
+      throw;
+    }
     make(0, positions, stop);
   } catch (const std::system_error& e) {
     throw DeviceError("a rank's thread could not be started: " + std::string(e.what()));
@@ -57,11 +64,7 @@ void Ranks::make(int i, int64_t positions, const std::atomic<bool>& stop) {
   const int n = o.plan.tensor_parallel;
   try {
     if (o.device.kind == DeviceKind::cuda) group.connect(o.device, o.link);
-    Engine::Part part{head_share(o.model.heads, i, n), &group, {}};
-    if (o.interleave > 0) {
-      part.context = {.sharding = CacheSharding(n, o.interleave), .rank = i, .heads = {}};
-      for (int r = 0; r < n; ++r) part.context.heads.push_back(head_share(o.model.heads, r, n).count);
-    }
+    const Engine::Part part{head_share(o.model.heads, i, n), &group, context_share(o.model.heads, i, n, o.interleave)};
     rank.engine = std::make_unique<Engine>(o, part, positions, rank.pool, stop, rank.result);
   } catch (const std::exception& e) {
     rank.error = std::current_exception();

@@ -15,6 +15,7 @@
 #include "serve/hidden.hpp"
 #include "serve/kv_scales.hpp"
 #include "serve/ranks.hpp"
+#include "serve/shares.hpp"
 
 namespace mla::serve {
 namespace {
@@ -172,9 +173,7 @@ Options resolved(const Trace& trace, Options o) {
   if (sharing > 1) {  // as rank 0 has it
     model = part_of(o.model, head_share(o.model.heads, 0, static_cast<int>(ranks)));
     own.page_size /= ranks;
-    options.context_parallel = {.sharding = CacheSharding(ranks, o.interleave), .rank = 0, .heads = {}};
-    for (int r = 0; r < ranks; ++r)
-      options.context_parallel.heads.push_back(head_share(o.model.heads, r, static_cast<int>(ranks)).count);
+    options.context_parallel = context_share(o.model.heads, 0, static_cast<int>(ranks), o.interleave);
   }
   const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
   const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};
