@@ -102,7 +102,8 @@ void print_divisions(const std::function<RankStep(const BatchLengths&, int dcp)>
   for (int64_t context = 1024; context <= int64_t{1} << 20; context *= 4) {
     const BatchLengths of{lengths.queries, std::vector<int64_t>(lengths.queries.size(), context)};
     const double heads = seconds_of(step(of, 1).uses), both = seconds_of(step(of, ranks).uses);
-    if (even == 0 && both < heads) even = context;
+    if (both >= heads) even = 0;  // only what holds for all longer ones is said
+    else if (even == 0) even = context;
     std::printf("    %10lld %11.1f us %19.1f us\n", static_cast<long long>(context), heads * 1e6, both * 1e6);
   }
   if (even > 0) std::printf("    a split cache is faster from %lld tokens on or below\n", static_cast<long long>(even));
