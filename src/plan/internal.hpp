@@ -8,6 +8,10 @@ namespace mla::planning {
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
+/// Where e4m3 keys of the expanded path begin: at multiples of these rows, for their values lie with rows innermost and
+/// GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
+constexpr size_t kCodeRows = 16;
+
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells, `least` of them where there are few.
 int64_t range_length(int64_t total, int64_t units, int64_t least);

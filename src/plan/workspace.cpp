@@ -108,7 +108,12 @@ void lay_out_workspace(Plan& plan) {
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
   }
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
-  add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
+  add("key_rope", key_rows * static_cast<size_t>(m.rope) * (plan.prefills_codes() ? 1 : compute));
+  if (plan.prefills_codes()) {
+    add("query_codes", key_rows > 0 ? t * n * static_cast<size_t>(m.query_key()) : 0);
+    add("key_codes", key_rows * n * static_cast<size_t>(m.nope));
+    add("value_codes", (key_rows + kCodeRows - 1) / kCodeRows * kCodeRows * n * static_cast<size_t>(m.value));
+  }
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * size_of(plan.head_dtype()));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);

@@ -27,6 +27,12 @@ class Steps {
   Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
     return {Memory::workspace, dtype, static_cast<int64_t>(plan.region(name).offset), extents};
   }
+  /// The same, strided.
+  template <class... D>
+  Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents,
+                       const typename Operand<D...>::Extents& strides) const {
+    return {Memory::workspace, dtype, static_cast<int64_t>(plan.region(name).offset), extents, strides};
+  }
   /// Rows of the call's.
   template <class... D>
   Operand<D...> input(Memory memory, Dtype dtype, const typename Operand<D...>::Extents& extents) const {

@@ -6,25 +6,24 @@
 namespace mla::cpu {
 namespace {
 
-template <class T>
-void cast_row(const float* x, T* y, int64_t n, int64_t step, float scale) {
+template <class X, class T>
+void cast_row(const X* x, T* y, int64_t n, int64_t step, float scale) {
   if (step == 1)
-    for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(x[i] / scale);
+    for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(to_float(x[i]) / scale);
   else
-    for (int64_t i = 0; i < n; ++i) y[i * step] = from_float<T>(x[i] / scale);
+    for (int64_t i = 0; i < n; ++i) y[i * step] = from_float<T>(to_float(x[i]) / scale);
 }
 
-}  // namespace
-
-void cast(Stream& stream, const ops::CastArgs& a) {
+template <class X>
+void cast_from(Stream& stream, const ops::CastArgs& a) {
   constexpr int64_t kElementsPerTask = 16384;
-  const auto from = a.x.as<float>();
+  const auto from = a.x.as<X>();
   const int64_t rows = a.y.extent<Token>(), heads = a.y.extent<Head>(), n = a.y.extent<In>(), step = a.y.stride<In>();
   const int64_t block = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, heads * n));
   stream.pool().run((rows + block - 1) / block, [&](int64_t task, int) {
     for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t)
       for (int64_t h = 0; h < heads; ++h) {
-        const float* x = &from(a.x_rows.empty() ? t : a.x_rows[t], h, 0);
+        const X* x = &from(a.x_rows.empty() ? t : a.x_rows[t], h, 0);
         void* y = a.y.at(t, h, 0);
         const float scale = a.scales ? a.scales(h) : a.scale;
         switch (a.y.dtype()) {
@@ -35,6 +34,13 @@ void cast(Stream& stream, const ops::CastArgs& a) {
         }
       }
   });
+}
+
+}  // namespace
+
+void cast(Stream& stream, const ops::CastArgs& a) {
+  if (a.x.dtype() == Dtype::f32) cast_from<float>(stream, a);
+  else cast_from<bf16>(stream, a);
 }
 
 }  // namespace mla::cpu
