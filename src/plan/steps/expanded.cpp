@@ -37,9 +37,12 @@ Expanded expand(Steps& s, Calls calls, const Operand<Token, Head, In>& kv_c, con
             keys.part<Key, Head, Value>(m.nope, {rows, n, m.value})};
   encode(s, "key_codes", calls, flat.part<Token, Head, In>(0, {rows, n, m.nope}), {},
          s.region<Token, Head, In>("key_codes", e4m3, {rows, n, m.nope}), Scales::key);
-  // A head's values lie with their rows innermost, as tensor cores take e4m3.
+  // On a GPU a head's values lie with their rows innermost, as tensor cores take e4m3.
+  const bool turned = s.plan.device.device.kind == DeviceKind::cuda;
   const int64_t pitch = (rows + int64_t{kCodeRows} - 1) / int64_t{kCodeRows} * int64_t{kCodeRows};
-  const auto values = s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch});
+  const auto values =
+      turned ? s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch})
+             : s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value});
   encode(s, "value_codes", calls, flat.part<Token, Head, In>(m.nope, {rows, n, m.value}), {},
          values.part<Token, Head, In>(0, {rows, n, m.value}), Scales::value);
   return {s.region<Key, Head, Nope>("key_codes", e4m3, {rows, n, m.nope}), k_rope, values};
