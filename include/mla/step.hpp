@@ -138,6 +138,7 @@ struct Cast {
   Operand<Token, Head, In> y;
   float scale = 1.0f;
   Scales scales = Scales::none;
+  bool through_e4m3 = false;
 };
 /// In place, by the query's norm weights.
 struct Norm {

@@ -71,7 +71,12 @@ ops::ProjectArgs Binder::operator()(const steps::Project& s) const {
 }
 
 ops::CastArgs Binder::operator()(const steps::Cast& s) const {
-  return {.x = in(s.x), .x_rows = list(s.x_rows), .y = out(s.y), .scale = s.scale, .scales = scales(s.scales)};
+  return {.x = in(s.x),
+          .x_rows = list(s.x_rows),
+          .y = out(s.y),
+          .scale = s.scale,
+          .scales = scales(s.scales),
+          .through_e4m3 = s.through_e4m3};
 }
 
 ops::NormArgs Binder::operator()(const steps::Norm& s) const {

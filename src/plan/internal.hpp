@@ -8,6 +8,11 @@ namespace mla::planning {
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
+/// What fp8 queries are held in: codes, or, for GPUs, whose kernels take 16-bit queries, what the codes stand for.
+inline Dtype query_codes(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cpu ? Dtype::fp8_e4m3 : Dtype::bf16;
+}
+
 /// Where e4m3 keys of the expanded path begin: at multiples of these rows, for their values lie with rows innermost and
 /// GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
 constexpr size_t kCodeRows = 16;

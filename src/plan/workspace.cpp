@@ -70,7 +70,7 @@ void lay_out_workspace(Plan& plan) {
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", block * entry * act);
   add("hidden_part", o.tensor_parallel > 1 ? block * static_cast<size_t>(m.hidden) * f : 0);
-  add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
+  add("latent_query", latent_rows * n * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);

@@ -16,6 +16,8 @@ struct CastArgs {
   AnyMutableView<Token, Head, In> y;  ///< In or Token dense; its Token extent is the number of rows
   float scale = 1.0f;                 ///< above 0
   View<const float, Head> scales;     ///< with data: one a head, above 0, in place of scale
+  /// y, of another dtype than e4m3, takes what e4m3 codes of x / scale stand for: all its dtypes hold that exactly.
+  bool through_e4m3 = false;
 };
 
 void check(const CastArgs& a);

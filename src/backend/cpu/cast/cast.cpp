@@ -9,8 +9,10 @@ namespace mla::cpu {
 namespace {
 
 template <class X, class T>
-void cast_row(const X* x, T* y, int64_t n, int64_t step, float scale) {
-  if (step == 1)
+void cast_row(const X* x, T* y, int64_t n, int64_t step, float scale, bool through = false) {
+  if (through)
+    for (int64_t i = 0; i < n; ++i) y[i * step] = from_float<T>(to_float(to_fp8_e4m3(to_float(x[i]) / scale)));
+  else if (step == 1)
     for (int64_t i = 0; i < n; ++i) y[i] = from_float<T>(to_float(x[i]) / scale);
   else
     for (int64_t i = 0; i < n; ++i) y[i * step] = from_float<T>(to_float(x[i]) / scale);
@@ -40,9 +42,9 @@ void cast_from(Stream& stream, const ops::CastArgs& a) {
         void* y = a.y.at(t, h, 0);
         const float scale = a.scales ? a.scales(h) : a.scale;
         switch (a.y.dtype()) {
-          case Dtype::f32: cast_row(x, static_cast<float*>(y), n, step, scale); break;
-          case Dtype::bf16: cast_row(x, static_cast<bf16*>(y), n, step, scale); break;
-          case Dtype::f16: cast_row(x, static_cast<f16*>(y), n, step, scale); break;
+          case Dtype::f32: cast_row(x, static_cast<float*>(y), n, step, scale, a.through_e4m3); break;
+          case Dtype::bf16: cast_row(x, static_cast<bf16*>(y), n, step, scale, a.through_e4m3); break;
+          case Dtype::f16: cast_row(x, static_cast<f16*>(y), n, step, scale, a.through_e4m3); break;
           case Dtype::fp8_e4m3:
             if (step == 1) encode_row(x, static_cast<fp8_e4m3*>(y), n, scale);
             else cast_row(x, static_cast<fp8_e4m3*>(y), n, step, scale);
