@@ -217,7 +217,9 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   const auto start = Clock::now();
   double now = 0, page_seconds = 0;
   int64_t looked_up = 0, found = 0;  // before the step
-  while (!stopped && !scheduler.done()) {
+  // One process ends at once, those of a group where they have decided to.
+  const auto over = [&] { return o.group ? stopped : stop.load(); };
+  while (!over() && !scheduler.done()) {
     const std::vector<StepPiece>& pieces = scheduler.plan_step(now);
     if (pieces.empty()) {
       if (!std::isfinite(scheduler.next_arrival())) break;  // the rest was refused
@@ -294,7 +296,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.wall_seconds = since(start);
   ranks.finish(r);
   r.simulated_seconds = now;
-  r.interrupted = stopped;
+  r.interrupted = over();
   r.finished = scheduler.finished();
   r.refused = scheduler.refused();
   r.preemptions = scheduler.preemptions();
