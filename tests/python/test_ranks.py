@@ -409,3 +409,60 @@ def test_a_plan_of_ranks_needs_them(model, hidden):
         mla.forward(plan, weights, rotary, cache, hidden[0][:4])
     with pytest.raises(mla.ShapeError, match="ranks is 3, plan tensor_parallel is 2"):
         mla.forward(plan, weights, rotary, cache, hidden[0][:4], ranks=alone)
+
+
+def over_gloo(rank, ranks, file, model_heads, results):
+    """docs/parallel.md's functions over torch.distributed."""
+    import datetime
+
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
+
+    def exchange(step, seconds, send, receive):
+        def of(message):
+            return torch.frombuffer(message, dtype=torch.uint8)
+
+        ops = [dist.P2POp(dist.isend, of(m), r) for r, m in enumerate(send) if m]
+        ops += [dist.P2POp(dist.irecv, of(m), r) for r, m in enumerate(receive) if m]
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait(datetime.timedelta(seconds=seconds))
+
+    model = mla.preset("deepseek-v2-lite")
+    model.hidden, model.heads = 256, model_heads
+    rng = np.random.default_rng(2)
+    hidden = [rng.standard_normal((n, model.hidden)).astype(np.float32) for n in LENGTHS]
+    with mla.Communicator(rank, ranks, exchange) as comm:
+        found = [x.tobytes() for x in steps(model, hidden, comm, 4)]
+        dist.barrier()
+        late = None
+        if rank != 1:
+            try:
+                comm.barrier("late", seconds=1.0)
+            except mla.RankError as e:
+                late = (e.rank, e.step)
+        else:
+            time.sleep(3)
+    results.put((rank, found, late))
+
+
+def test_torch_distributed(model, hidden, tmp_path):
+    pytest.importorskip("torch")
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    workers = [
+        context.Process(
+            target=over_gloo, args=(r, 3, tmp_path / "store", model.heads, results), daemon=True
+        )
+        for r in range(3)
+    ]
+    for w in workers:
+        w.start()
+    found = [results.get(timeout=120) for _ in workers]
+    threads = results_of(mla.thread_communicators(3), lambda c: steps(model, hidden, c, 4))
+    for rank, out, late in found:
+        assert out == [x.tobytes() for x in threads[0]]
+        assert rank == 1 or (late is not None and late[1] == "late"), late
+    for w in workers:
+        w.join(60)
