@@ -24,6 +24,7 @@ namespace mla::cli {
 namespace {
 
 constexpr int kFailed = 1, kBadUsage = 2;  // as main() has them
+int spoken = 0;                            // what rank 0 sends when it has said why the job fails; sent at any time
 
 }  // namespace
 
@@ -37,6 +38,9 @@ Job::Job() {
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here);
   MPI_Comm_size(here, &neighbours_);
   MPI_Comm_free(&here);
+  MPI_Comm own = MPI_COMM_NULL;
+  MPI_Comm_dup(MPI_COMM_WORLD, &own);
+  comm_ = MPI_Comm_c2f(own);
 }
 
 Job::~Job() { MPI_Finalize(); }
@@ -46,7 +50,7 @@ Job::~Job() { MPI_Finalize(); }
 bool Job::meet(int& status, bool patient) {
   int mine = status, all = status, done = 0;
   MPI_Request request = MPI_REQUEST_NULL;
-  MPI_Iallreduce(&mine, &all, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD, &request);
+  MPI_Iallreduce(&mine, &all, 1, MPI_INT, MPI_MAX, MPI_Comm_f2c(comm_), &request);
   const auto last = std::chrono::steady_clock::now() + std::chrono::seconds(1);
   for (;;) {
     MPI_Test(&request, &done, MPI_STATUS_IGNORE);
@@ -81,9 +85,18 @@ void Job::run(int& status, const std::function<void(Communicator&)>& work) {
       std::fflush(stdout);
       std::cerr << "mla: " << (rank_ == 0 ? "" : "rank " + std::to_string(rank_) + ": ") << error << std::endl;
     };
-    if (!error.empty() && rank_ == 0) print();
+    if (!error.empty() && rank_ == 0) {
+      print();
+      for (int r = 1; r < ranks_; ++r) {
+        MPI_Request request = MPI_REQUEST_NULL;
+        MPI_Isend(&spoken, 1, MPI_INT, r, 0, MPI_Comm_f2c(comm_), &request);
+        MPI_Request_free(&request);
+      }
+    }
     if (meet(status, error.empty())) return;
-    if (rank_ != 0) print();
+    int told = rank_ == 0;
+    if (rank_ != 0) MPI_Iprobe(0, 0, MPI_Comm_f2c(comm_), &told, MPI_STATUS_IGNORE);
+    if (!told) print();
   }
   std::fflush(stdout);
   MPI_Abort(MPI_COMM_WORLD, status);

@@ -31,6 +31,7 @@ class Job {
  private:
   bool meet(int& status, bool patient);
   int rank_ = 0, ranks_ = 1, neighbours_ = 1;
+  int comm_ = 0;  // what the ranks tell each other beside their work, as Fortran's handle: here MPI need not be known
 };
 
 }  // namespace mla::cli

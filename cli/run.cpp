@@ -220,12 +220,16 @@ bench::Roof roof_of(const serve::Options& o, ThreadPool& pool) {
   return bench::measure_roof(stream);
 }
 
+// What a rank's flags, files and model are refused for, all know before the first of them works for long.
+void all_read(Communicator& group, const serve::Options& o) { group.barrier({"options are read", o.patience}); }
+
 // What one of several processes does beside rank 0, which has the figures.
 void follow(const CLI::App& command, const Flags& f, const StopOnSignal& signals, const Job& job, Communicator& group,
             int& status) {
   serve::Options o = options_of(command, f, &job, &group);
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
+  all_read(group, o);
   ThreadPool pool(o.threads);
   (void)roof_of(o, pool);  // while rank 0 does: the ranks share the machine's memory in the run, too
   (void)serve::replay(t, o, pool, signals.stop());
@@ -241,6 +245,7 @@ void lead(const CLI::App& command, const Flags& f, const StopOnSignal& signals, 
   serve::Options o = options_of(command, f, job, group);
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
+  if (group) all_read(*group, o);
   ThreadPool pool(o.threads);
   const bench::Roof roof = roof_of(o, pool);
   ProgressPrinter progress;

@@ -1,5 +1,5 @@
-// Golden files by ranks that split heads and cached tokens: 1 to 8 of them, every interleave, held to the bounds of
-// one.
+// Golden files by ranks that split heads and cached tokens: from 1 to one for each head, every interleave, held to one
+// rank's bounds.
 #include <gtest/gtest.h>
 
 #include <thread>
