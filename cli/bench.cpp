@@ -9,6 +9,7 @@
 #include "bench/layer.hpp"
 #include "bench/machine.hpp"
 #include "bench/plan.hpp"
+#include "cli/bench_comm.hpp"
 #include "cli/bench_fit.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
@@ -512,7 +513,10 @@ class Bench {
 void add_bench(CLI::App& app, int& status) {
   CLI::App* command = app.add_subcommand("bench", "Measure ops, plan and layer against this machine's roof");
   auto bench = std::make_shared<Bench>(*command);
-  command->callback([bench, &status] { status = bench->run(); });
+  CLI::App* comm = add_bench_comm(*command, status);
+  command->callback([comm, bench, &status] {
+    if (!comm->parsed()) status = bench->run();
+  });
 }
 
 }  // namespace mla::cli

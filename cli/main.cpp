@@ -37,6 +37,7 @@ constexpr const char* kExamples =
     "  mla bench                                              every op and the layer, in percent of this machine's "
     "roof\n"
     "  mla bench attend_latent --heads 128 --context 4096     one op at one shape\n"
+    "  mla bench comm --ranks 2                               calls between ranks, for mla plan --link\n"
     "  mla check                                              every op against float64\n"
     "  mla check attend_latent --format fp8_ds_mla --page-size 16\n"
     "  mla plan --help                                        how a batch would be executed\n"

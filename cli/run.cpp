@@ -10,6 +10,7 @@
 
 #include "bench/gpu_roof.hpp"
 #include "cli/commands.hpp"
+#include "cli/job.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
 #include "cli/signals.hpp"
@@ -39,6 +40,7 @@ struct Flags {
   int threads = 1, tp = 1, dcp = 1;
   int64_t interleave = 1;
   std::string comm = "peer";
+  double patience = 600;
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
   std::unique_ptr<DeviceFlag> device;
@@ -104,8 +106,11 @@ void reduce(const Flags& f, serve::Options& o) {
 void refuse_unread(const CLI::App& command, const Flags& f) {
   refuse_beside(command, "--trace", {"--requests", "--input-len", "--output-len", "--rate"});
   refuse_beside(command, "--pages", {"--cache-gib"});
-  if (command.get_option("--comm")->count() > 0 && f.device->device().kind == DeviceKind::cpu)
-    throw InputError("--comm is read with --device cuda: ranks on the CPU are threads");
+  if (command.get_option("--comm")->count() > 0 && f.comm != "mpi" && f.device->device().kind == DeviceKind::cpu)
+    throw InputError("--comm " + f.comm +
+                     " is read with --device cuda: ranks on the CPU are threads, or processes (mpi)");
+  if (command.get_option("--comm-seconds")->count() > 0 && f.tp == 1)
+    throw InputError("--comm-seconds is read with --tp");
   if (command.get_option("--dcp-interleave")->count() > 0 && f.dcp == 1)
     throw InputError("--dcp-interleave is read with --dcp");
   require_fp8_products(f.activations, f.products);
@@ -122,7 +127,22 @@ void read_scales(const Flags& f, serve::Options& o) {
   else o.k_scales.assign(static_cast<size_t>(layers), 0.0f);
 }
 
-serve::Options options_of(const CLI::App& command, const Flags& f) {
+// Of ranks that are processes: all are there, and this one's threads.
+void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve::Options& o) {
+  if (f.tp != job.ranks())
+    throw InputError("--tp is " + std::to_string(f.tp) + ", the MPI job has " + std::to_string(job.ranks()) +
+                     (job.ranks() == 1 ? " process" : " processes") + ": start it as mpirun -n " +
+                     std::to_string(f.tp) + " mla run --comm mpi --tp " + std::to_string(f.tp));
+  if (o.device.kind != DeviceKind::cpu)
+    throw UnsupportedError("--comm mpi is for ranks on the CPU, --device is " + to_string(o.device) +
+                           ": ranks on GPUs are threads of one process (--comm peer or nccl)");
+  // Processes that were bound to processors of their own have those; others share the machine's.
+  const bool bound = bench::this_machine().cores < sysconf(_SC_NPROCESSORS_ONLN);
+  if (command.get_option("--threads")->count() == 0 && !bound) o.threads = std::max(1, f.threads / job.neighbours());
+  if (job.rank() != 0) o.verify = o.spans = 0;  // rank 0 has the rows and the trace of all
+}
+
+serve::Options options_of(const CLI::App& command, const Flags& f, const Job* job, Communicator* group) {
   serve::Options o;
   o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
@@ -162,12 +182,15 @@ serve::Options options_of(const CLI::App& command, const Flags& f) {
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
   o.plan.tensor_parallel = f.tp;
-  o.link = parse_choice("--comm", f.comm, parse_gpu_link);
+  if (!job) o.link = parse_choice("--comm", f.comm, parse_gpu_link);
+  o.group = group;
+  o.patience = std::chrono::nanoseconds(static_cast<int64_t>(f.patience * 1e9));
   o.interleave = f.dcp > 1 ? f.interleave : 0;
   o.seed = f.seed;
   o.verify = f.verify;
   read_scales(f, o);
   if (!f.chrome_trace.empty()) o.spans = kSpans;
+  if (job) place_in_job(command, f, *job, o);
   return o;
 }
 
@@ -198,15 +221,32 @@ bench::Roof roof_of(const serve::Options& o, ThreadPool& pool) {
   return bench::measure_roof(stream);
 }
 
-void run(const CLI::App& command, const Flags& f, int& status) {
-  const StopOnSignal signals;
+// What a rank's flags, files and model are refused for, all know before the first of them works for long.
+void all_read(Communicator& group, const serve::Options& o) { group.barrier({"options are read", o.patience}); }
+
+// What one of several processes does beside rank 0, which has the figures.
+void follow(const CLI::App& command, const Flags& f, const StopOnSignal& signals, const Job& job, Communicator& group,
+            int& status) {
+  serve::Options o = options_of(command, f, &job, &group);
+  const serve::Trace t = trace_of(f);
+  o = serve::resolved(t, std::move(o));
+  all_read(group, o);
+  ThreadPool pool(o.threads);
+  (void)roof_of(o, pool);  // while rank 0 does: the ranks share the machine's memory in the run, too
+  (void)serve::replay(t, o, pool, signals.stop());
+  status = signals.exit_code();
+}
+
+void lead(const CLI::App& command, const Flags& f, const StopOnSignal& signals, const Job* job, Communicator* group,
+          int& status) {
   Outputs files({{"--json", f.json}, {"--report", f.report}, {"--chrome-trace", f.chrome_trace}},
                 {{"--trace", f.trace},
                  {"--model", f.model},
                  {"--kv-scales", f.kv_scales == "1" || f.kv_scales == "auto" ? "" : f.kv_scales}});
-  serve::Options o = options_of(command, f);
+  serve::Options o = options_of(command, f, job, group);
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
+  if (group) all_read(*group, o);
   ThreadPool pool(o.threads);
   const bench::Roof roof = roof_of(o, pool);
   ProgressPrinter progress;
@@ -259,6 +299,19 @@ void run(const CLI::App& command, const Flags& f, int& status) {
                  counted(r.refused_pages, "page").c_str(), static_cast<long long>(r.pages));
     status = 1;
   }
+}
+
+void run(const CLI::App& command, const Flags& f, int& status) {
+  if (f.comm != "mpi") {
+    const StopOnSignal signals;
+    return lead(command, f, signals, nullptr, nullptr, status);
+  }
+  Job job;
+  const StopOnSignal signals;  // until all have ended: a rank that has nothing left to do waits for rank 0
+  job.run(status, [&](Communicator& group) {
+    if (job.rank() == 0) lead(command, f, signals, &job, &group, status);
+    else follow(command, f, signals, job, group, status);
+  });
 }
 
 }  // namespace
@@ -336,8 +389,11 @@ void add_run(CLI::App& app, int& status) {
   number("--dcp", f->dcp, "ranks that split every sequence's cached tokens: --tp's, or 1. --page-size is a rank's", 1,
          1024);
   number("--dcp-interleave", f->interleave, "tokens in turn on a rank; divides --page-size", 1, 1 << 24);
-  c->add_option("--comm", f->comm, "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2)")
+  c->add_option("--comm", f->comm,
+                "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2); mpi: ranks on the CPU are the "
+                "processes of an MPI job, --threads is each one's")
       ->capture_default_str();
+  number("--comm-seconds", f->patience, "that a rank waits for the others before the run fails", 1e-3, 86400);
   c->footer(
       "Examples:\n"
       "  mla run\n"
@@ -346,6 +402,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
       "  mla run --tp 2 --dcp 2 --threads 2 --verify 20\n"
+      "  mpirun -n 4 mla run --comm mpi --tp 4 --dcp 4 --verify 20\n"
       "  mla run --cache fp8 --kv-scales auto --verify 20\n"
       "Ctrl-C, SIGTERM, SIGHUP or a closed pipe end the run after the step in progress, and its verification: what "
       "was\n"

@@ -99,6 +99,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"context_parallel", o.interleave > 0 ? o.plan.tensor_parallel : 1},
               {"context_parallel_interleave", o.interleave},
               {"link", o.plan.tensor_parallel == 1        ? "none"
+                       : o.group                          ? "mpi"
                        : o.device.kind == DeviceKind::cpu ? "threads"
                                                           : to_string(o.link)},
               {"weights", to_string(o.weights)},

@@ -214,7 +214,9 @@ void print_summary(const RunReport& report) {
   if (o.plan.tensor_parallel > 1)
     held += (o.interleave > 0 ? ", heads and cached tokens over " : ", heads over ") +
             counted(o.plan.tensor_parallel, "rank") +
-            (o.device.kind == DeviceKind::cuda ? " by " + std::string(to_string(o.link)) : "");
+            (o.group                             ? ", processes of an MPI job"
+             : o.device.kind == DeviceKind::cuda ? " by " + std::string(to_string(o.link))
+                                                 : "");
   std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s%s, at most %s a step\n",
               name(o.plan.path).c_str(), name(o.plan.split).c_str(), name(o.plan.compute).c_str(),
               name(o.absorption).c_str(), name(o.up).c_str(), held.c_str(),

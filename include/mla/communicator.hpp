@@ -17,6 +17,7 @@
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
 #include "mla/error.hpp"
+#include "mla/plan_digest.hpp"
 
 namespace mla {
 
@@ -40,6 +41,9 @@ struct Collective {
   /// Of all_to_all and exchange on a GPU: the most bytes of any message of any rank, the same number on all ranks. 0:
   /// they fit into the group's staging, whatever they are.
   int64_t most_bytes = 0;
+  /// Of the plan that the call belongs to: ranks with another one are named by the RankError. Costs no message on the
+  /// CPU; on a GPU the ranks of several processes meet on the host for the first call of each plan.
+  PlanDigest plan = {};
 };
 
 /// A message that lies in memory as rows: `rows` times `bytes`, each `apart` bytes behind the one before.
@@ -96,9 +100,9 @@ class Carrier;
 ///
 /// Each call has a form that takes a stream. On the CPU's it is the same call. On a GPU's, for which connect() is
 /// needed once, memory is the device's, the call is queued and can be captured, and sums have the same bits. Such a
-/// rank does not tell the others which call it makes: ranks that make other calls than the others are found by the
-/// deadline at the latest, or, in one process, at once; messages whose two ends expect other sizes are not found. What
-/// fails on the device is thrown by Stream::synchronize(), or by the next call.
+/// rank does not tell the others which call it makes, only of which plan (Collective::plan): ranks that make other
+/// calls than the others are found by the deadline at the latest, or, in one process, at once; messages whose two ends
+/// expect other sizes are not found. What fails on the device is thrown by Stream::synchronize(), or by the next call.
 ///
 /// Arguments that this rank alone can judge are refused before anybody is told, by ShapeError or InputError; the others
 /// then wait for a call that is right. RankError (naming rank and step) when the group fails; output is unspecified

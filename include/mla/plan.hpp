@@ -16,6 +16,7 @@
 #include "mla/index_cache.hpp"
 #include "mla/index_plan.hpp"
 #include "mla/model.hpp"
+#include "mla/plan_digest.hpp"
 #include "mla/quant.hpp"
 #include "mla/sharding.hpp"
 #include "mla/step.hpp"
@@ -270,6 +271,9 @@ struct Plan {
   /// Of the sparse rows: their requests, positions, slots and order. A selection's memory holds it once the choice is
   /// made, and is looked at before the choice is used.
   uint64_t selection_stamp = 0;
+  /// Of what the messages between ranks follow from: query and sequence lengths, how heads and cache are split, the
+  /// paths of a split cache, dtypes, SplitPolicy. The same on all ranks of a step; all 0 with one rank.
+  PlanDigest digest;
 
   std::vector<Region> regions;
   size_t workspace_bytes = 0;

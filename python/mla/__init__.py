@@ -27,6 +27,7 @@ from ._mla import (
     CacheSpec,
     Checkpoint,
     CheckpointError,
+    Communicator,
     DeviceError,
     Error,
     IndexCache,
@@ -40,6 +41,7 @@ from ._mla import (
     Plan,
     PlanOptions,
     Profile,
+    RankError,
     RopeConfig,
     RotaryTable,
     ShapeError,
@@ -49,12 +51,15 @@ from ._mla import (
     cache_spec,
     chain_hash,
     gpu_count,
+    head_share,
     parse_config,
+    part_of,
     prepare,
     preset,
     preset_names,
     random_layer,
     read_config,
+    thread_communicators,
 )
 
 
@@ -86,6 +91,8 @@ def forward(
     index_cache: IndexCache | None = None,
     index_rotary: RotaryTable | None = None,
     profile: Profile | None = None,
+    ranks: Communicator | None = None,
+    rank_seconds: float = 60.0,
 ) -> Any:
     """The layer from hidden states to hidden states.
 
@@ -93,14 +100,19 @@ def forward(
     without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
     Appends the step's rows to the cache. A model with an indexer needs index_cache and
     index_rotary in layers that have one. stream: by default that of hidden's device.
+
+    ranks: of a plan with tensor_parallel above 1, this rank's place among as many; `out` is then the
+    sum over all of them. rank_seconds: that a call between them waits for the others, at most:
+    RankError then. A rank's default stream on the CPU is its own.
     """
     if out is None:
         require_array("hidden", hidden, "[tokens, hidden]")
         out = empty(hidden, tuple(hidden.shape))
     settle(hidden, out)
     _mla.forward(
-        stream or stream_for(hidden), plan, weights, rotary, cache, hidden, out,
+        stream or stream_for(hidden, ranks), plan, weights, rotary, cache, hidden, out,
         index_cache=index_cache, index_rotary=index_rotary, profile=profile,
+        ranks=ranks, rank_seconds=rank_seconds,
     )
     finish(hidden)
     return out
@@ -120,6 +132,8 @@ def attend(
     index_cache: IndexCache | None = None,
     index_rotary: RotaryTable | None = None,
     profile: Profile | None = None,
+    ranks: Communicator | None = None,
+    rank_seconds: float = 60.0,
 ) -> Any:
     """The attention alone, between the projections.
 
@@ -130,14 +144,17 @@ def attend(
 
     With PlanOptions.cache_use "read" the rows are in the cache already: kv_c and k_pe may be None,
     unless the plan has requests on the expanded path.
+
+    ranks: of a plan whose cache is split over ranks (PlanOptions.sharding), as in `forward`.
     """
     if out is None:
         require_array("q", q, "[tokens, heads, nope + rope]")
         out = empty(q, (q.shape[0], q.shape[1], plan.model.value), "float32")
     settle(q, kv_c, k_pe, out)
     _mla.attend(
-        stream or stream_for(q), plan, weights, rotary, cache, q, kv_c, k_pe, out,
+        stream or stream_for(q, ranks), plan, weights, rotary, cache, q, kv_c, k_pe, out,
         index_cache=index_cache, index_rotary=index_rotary, profile=profile,
+        ranks=ranks, rank_seconds=rank_seconds,
     )
     finish(q)
     return out
@@ -168,12 +185,13 @@ def select(
 
 __all__ = [
     "Batch", "BatchError", "Cache", "CacheSharding", "CacheSpec", "Checkpoint", "CheckpointError",
-    "DeviceError", "Error", "IndexCache", "IndexerConfig", "InputError", "LayerTensors",
-    "LayerWeights", "ModelConfig", "OutOfPages", "PageAllocator", "Plan", "PlanOptions", "Profile",
-    "RopeConfig", "RotaryTable", "ShapeError", "Stream", "UnsupportedError", "__version__",
-    "attend", "bench", "cache_formats", "cache_spec", "chain_hash", "command_path", "forward",
-    "gpu_count", "parse_config", "plan", "prepare", "preset", "preset_names", "random_layer",
-    "read_config", "select", "stream_for",
+    "Communicator", "DeviceError", "Error", "IndexCache", "IndexerConfig", "InputError",
+    "LayerTensors", "LayerWeights", "ModelConfig", "OutOfPages", "PageAllocator", "Plan",
+    "PlanOptions", "Profile", "RankError", "RopeConfig", "RotaryTable", "ShapeError", "Stream",
+    "UnsupportedError", "__version__", "attend", "bench", "cache_formats", "cache_spec",
+    "chain_hash", "command_path", "forward", "gpu_count", "head_share", "parse_config", "part_of",
+    "plan", "prepare", "preset", "preset_names", "random_layer", "read_config", "select",
+    "stream_for", "thread_communicators",
 ]
 
 

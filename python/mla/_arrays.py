@@ -6,14 +6,16 @@ import atexit
 import os
 import sys
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
 
-from ._mla import ShapeError, Stream
+from ._mla import Communicator, ShapeError, Stream
 
 _CPU = ("cpu", 0)
 _streams: dict[tuple[str, int], Stream] = {}
+_rank_streams: weakref.WeakKeyDictionary[Communicator, Stream] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -133,14 +135,21 @@ def _cpu_stream() -> Stream:
     return _streams.get(_CPU) or stream_for(None)
 
 
-def stream_for(array: Any) -> Stream:
+def stream_for(array: Any, ranks: Communicator | None = None) -> Stream:
     """The stream that work on an array runs on.
 
     Of a CUDA array its framework's current stream, held once for each. Of the CPU one with a thread
-    for each of the process's cores.
+    for each of the process's cores; of a rank of several one of its own, with its share of them:
+    ranks that are threads would otherwise wait for each other's calls to end.
     """
     device, native = _CPU
     current = None if array is None else cuda_stream(array)
+    if ranks is not None and current is None:
+        stream = _rank_streams.get(ranks)
+        if stream is None:
+            stream = Stream(max(1, len(os.sched_getaffinity(0)) // ranks.ranks))
+            stream = _rank_streams.setdefault(ranks, stream)
+        return stream
     if current is not None:
         device = f"cuda:{current[0]}"
         # A framework's default stream is CUDA's legacy one, 0 to it. Here 0 asks for a stream of
@@ -163,8 +172,9 @@ def stream_for(array: Any) -> Stream:
 def _forget_streams() -> None:
     # A forked child has none of its parent's threads: both start anew.
     _streams.clear()
+    _rank_streams.clear()
 
 
 os.register_at_fork(before=_forget_streams)
 # torch keeps its operators, and with them this module, to the very end.
-atexit.register(_streams.clear)
+atexit.register(_forget_streams)

@@ -1,6 +1,7 @@
 #include <nanobind/nanobind.h>
 
 #include "mla/error.hpp"
+#include "ranks.hpp"
 #include "stream.hpp"
 
 namespace {
@@ -16,7 +17,8 @@ void bind_errors(nb::module_& m) {
   nb::exception<mla::CheckpointError>(m, "CheckpointError", base);
   nb::exception<mla::InputError>(m, "InputError", base);
   nb::exception<mla::OutOfPages>(m, "OutOfPages", base);
-  nb::exception<mla::DeviceError>(m, "DeviceError", base);
+  const nb::exception<mla::DeviceError> device(m, "DeviceError", base);
+  mla::python::bind_rank_error(m, device);
 }
 
 }  // namespace
@@ -28,6 +30,7 @@ NB_MODULE(_mla, m) {
   mla::python::bind_stream(m);
   mla::python::bind_model(m);
   mla::python::bind_cache(m);
+  mla::python::bind_ranks(m);
   mla::python::bind_step(m);
   mla::python::bind_flash_mla(m);
 }

@@ -7,6 +7,7 @@
 
 #include "cache.hpp"
 #include "mla/layer.hpp"
+#include "ranks.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
 
@@ -81,6 +82,8 @@ struct Call {
   const PyIndexCache* index_cache;
   const Placed<RotaryTable>* index_rotary;
   Profile* profile;
+  PyCommunicator* ranks = nullptr;
+  double rank_seconds = 60;
 
   // With other Python threads running and the stream taken.
   template <class Run>
@@ -99,16 +102,22 @@ struct Call {
     }
     if (index_rotary) require_device("index_rotary", index_rotary->device, device);
     stream.stage(step);
-    run(stream.stream, LayerContext{.plan = step->plan,
-                                    .batch = step->batch->view(),
-                                    .weights = weights.value,
-                                    .rotary = rotary.value,
-                                    .cache = cache.view,
-                                    .workspace = stream.memory(step->plan.workspace_bytes),
-                                    .profile = profile,
-                                    .index_cache = index_cache ? index_cache->view : IndexCacheView{},
-                                    .index_rotary = index_rotary ? &index_rotary->value : nullptr,
-                                    .selection = {step->selection.data(), step->selection.size()}});
+    LayerContext context{.plan = step->plan,
+                         .batch = step->batch->view(),
+                         .weights = weights.value,
+                         .rotary = rotary.value,
+                         .cache = cache.view,
+                         .workspace = stream.memory(step->plan.workspace_bytes),
+                         .profile = profile,
+                         .index_cache = index_cache ? index_cache->view : IndexCacheView{},
+                         .index_rotary = index_rotary ? &index_rotary->value : nullptr,
+                         .selection = {step->selection.data(), step->selection.size()},
+                         .deadline = deadline_of(rank_seconds)};
+    if (!ranks) return run(stream.stream, context);
+    ranks->use([&](Communicator& group) {
+      context.ranks = &group;
+      run(stream.stream, context);
+    });
   }
 };
 
@@ -141,10 +150,17 @@ void bind_plan(nb::module_& m) {
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
              std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
-             std::string_view prefill) {
+             std::string_view prefill, int tensor_parallel, const CacheSharding* sharding, int rank,
+             std::vector<int64_t> rank_heads) {
+            if (!sharding && (rank != 0 || !rank_heads.empty()))
+              throw InputError("PlanOptions: rank and rank_heads are read with sharding, which is None");
             new (self) PlanOptions{.form = parse_layer_form(form),
                                    .cache_use = parse_cache_use(cache_use),
                                    .dummy = dummy,
+                                   .tensor_parallel = tensor_parallel,
+                                   .context_parallel = {.sharding = sharding ? *sharding : CacheSharding(),
+                                                        .rank = rank,
+                                                        .heads = std::move(rank_heads)},
                                    .path = parse_path_policy(path),
                                    .reorder_batch_threshold = reorder_batch_threshold,
                                    .absorbed = absorbed,
@@ -169,7 +185,8 @@ void bind_plan(nb::module_& m) {
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
           nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
-          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute",
+          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("tensor_parallel") = 1,
+          nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
@@ -179,7 +196,11 @@ void bind_plan(nb::module_& m) {
           "whose batch needs neither block_table nor slot_mapping. dummy: calls write zeros and do nothing else.\n"
           "index_arithmetic, of scores of an fp8 index cache: exact products, or fp8, which Hopper GPUs are up to "
           "twice\n"
-          "as fast with. prefill, what the expanded path multiplies: compute, or e4m3 codes as fp8 or fp8_raw.")
+          "as fast with. prefill, what the expanded path multiplies: compute, or e4m3 codes as fp8 or fp8_raw.\n"
+          "tensor_parallel: ranks that split the heads, each with a plan of its own; forward() then sums their hidden\n"
+          "rows over its argument ranks. sharding: how as many ranks split every sequence's cached tokens, too: the\n"
+          "batch has this rank's pages and slots. rank: this one, rank_heads: of each rank; of sharding.")
+      .def_ro("tensor_parallel", &PlanOptions::tensor_parallel)
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)
       .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })
@@ -263,24 +284,26 @@ void bind_layer(nb::module_& m) {
       "forward",
       [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
          const PyCache& cache, nb::handle hidden, nb::handle out, const PyIndexCache* index_cache,
-         const Placed<RotaryTable>* index_rotary, Profile* profile) {
+         const Placed<RotaryTable>* index_rotary, Profile* profile, PyCommunicator* ranks, double rank_seconds) {
         const Tensor h(hidden, "hidden", Access::read), o(out, "out", Access::write);
         h.require_device(stream.device());
         o.require_device(stream.device());
         const auto h_view = h.view<Token, Hidden>();
         const auto o_view = o.mutable_view<Token, Hidden>();
         const Turn turn(stream);
-        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile}(
+        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile, ranks, rank_seconds}(
             [&](Stream& s, const LayerContext& c) { forward(s, c, h_view, o_view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("hidden"),
       nb::arg("out"), nb::kw_only(), nb::arg("index_cache").none() = nb::none(),
-      nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none());
+      nb::arg("index_rotary").none() = nb::none(), nb::arg("profile").none() = nb::none(),
+      nb::arg("ranks").none() = nb::none(), nb::arg("rank_seconds") = 60.0);
   m.def(
       "attend",
       [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,
          const PyCache& cache, nb::handle q, nb::handle kv_c, nb::handle k_pe, nb::handle out,
-         const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile) {
+         const PyIndexCache* index_cache, const Placed<RotaryTable>* index_rotary, Profile* profile,
+         PyCommunicator* ranks, double rank_seconds) {
         const Tensor q_t(q, "q", Access::read), o(out, "out", Access::write);
         std::optional<Tensor> c_t, p_t;
         AnyView<Token, Latent> c_view;
@@ -293,13 +316,13 @@ void bind_layer(nb::module_& m) {
         const auto q_view = q_t.view<Token, Head, QueryKey>();
         const auto o_view = o.mutable_view<Token, Head, Value>();
         const Turn turn(stream);
-        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile}(
+        Call{stream, plan.step, weights, rotary, cache, index_cache, index_rotary, profile, ranks, rank_seconds}(
             [&](Stream& s, const LayerContext& c) { attend(s, c, q_view, c_view, p_view, o_view); });
       },
       nb::arg("stream"), nb::arg("plan"), nb::arg("weights"), nb::arg("rotary"), nb::arg("cache"), nb::arg("q"),
       nb::arg("kv_c").none(), nb::arg("k_pe").none(), nb::arg("out"), nb::kw_only(),
       nb::arg("index_cache").none() = nb::none(), nb::arg("index_rotary").none() = nb::none(),
-      nb::arg("profile").none() = nb::none());
+      nb::arg("profile").none() = nb::none(), nb::arg("ranks").none() = nb::none(), nb::arg("rank_seconds") = 60.0);
   m.def(
       "select",
       [](PyStream& stream, const PyPlan& plan, const Placed<LayerWeights>& weights, const Placed<RotaryTable>& rotary,

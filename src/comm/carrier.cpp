@@ -4,6 +4,8 @@
 #include <cstring>
 #include <utility>
 
+#include "core/counted.hpp"
+
 namespace mla {
 namespace {
 
@@ -41,7 +43,15 @@ std::optional<Fault> disagreement(std::span<const Record> records) {
   const std::string theirs = to_string(*most), its = to_string(*other);
   std::string what = "rank " + std::to_string(rank) + " is at " + its + ", rank " +
                      std::to_string(most - records.data()) + " at " + theirs;
-  if (its == theirs) {
+  if (other->plan != most->plan) {
+    // Whatever else differs follows from it.
+    const auto planned = [](const PlanDigest& p) {
+      return counted(p.tokens, "token") + " of " + counted(p.requests, "request");
+    };
+    what += ": their plans differ, " + planned(other->plan) + " and " + planned(most->plan);
+    if (other->plan.tokens == most->plan.tokens && other->plan.requests == most->plan.requests)
+      what += ", of other lengths, or with other options";
+  } else if (its == theirs) {
     const auto dtype = [](const Record& r) { return std::string(to_string(static_cast<Dtype>(r.dtype))); };
     what += other->dtype != most->dtype ? ": the dtypes are " + dtype(*other) + " and " + dtype(*most)
             : other->root != most->root

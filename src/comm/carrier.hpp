@@ -19,10 +19,11 @@ struct Record {
   Operation operation = Operation::barrier;
   int32_t dtype = 0, root = 0;
   uint32_t reserved = 0;
+  PlanDigest plan;
   char step[64] = {};  ///< ends with a 0
   friend bool operator==(const Record&, const Record&) = default;
 };
-static_assert(sizeof(Record) == 96 && std::is_trivially_copyable_v<Record>);
+static_assert(sizeof(Record) == 112 && std::is_trivially_copyable_v<Record>);
 
 /// "all_gather of step 'lse' (round 3)"
 std::string to_string(const Record& record);

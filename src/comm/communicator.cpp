@@ -78,6 +78,7 @@ struct Communicator::State {
   std::unique_ptr<Carrier> carrier;
   std::unique_ptr<DeviceCarrier> device;  // of calls with a GPU's stream; gone before what it watches
   uint64_t rounds = 0;
+  PlanDigest agreed;               // of calls on a GPU's stream: the newest plan that the ranks have compared
   std::vector<std::byte> scratch;  // others' terms of a sum
   std::vector<Exchange::Send> send;
   std::vector<Exchange::Receive> receive;
@@ -107,6 +108,7 @@ struct Communicator::State {
     c.record.operation = operation;
     c.record.dtype = dtype;
     c.record.root = root;
+    c.record.plan = call.plan;
     std::memcpy(c.record.step, call.step.data(), call.step.size());
     c.step = call.step;
     c.deadline = std::chrono::steady_clock::now() + call.deadline;
@@ -461,12 +463,15 @@ DeviceCarrier& Communicator::State::on(const Stream& stream, const Collective& c
     throw InputError("step '" + std::string(call.step) + "': the stream is on " + to_string(stream.device()) +
                      ", this rank is connected on " + to_string(device->device()));
   carrier->check();
-  if (device->meets_first() && !gpu::capturing(stream.queue())) {
+  // Messages between devices say nothing of themselves: ranks compare a new plan on the host before the first of them.
+  const bool new_plan = call.plan != PlanDigest{} && call.plan != agreed;
+  if ((device->meets_first() || new_plan) && !gpu::capturing(stream.queue())) {
     // A barrier that says what the call is.
     const int64_t said[] = {static_cast<int64_t>(operation), static_cast<int64_t>(sizes), dtype, root};
     Call c = begin(call, Operation::barrier, hash(said));
     clear();
     round(c);
+    agreed = call.plan;
   }
   return *device;
 }

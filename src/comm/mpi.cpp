@@ -16,7 +16,10 @@
 namespace mla {
 namespace {
 
-enum Tag : int { kData = 1, kAbort = 2, kLeft = 3 };
+enum Tag : int { kData = 1, kAbort = 2, kLeft = 3, kWaits = 4 };
+// A rank whose deadline has passed says so (kWaits) and looks this long for who else does: those are themselves waiting
+// for somebody, in a round before, and are not whom the group fails by.
+constexpr std::chrono::milliseconds kGrace(250);
 constexpr size_t kMostBytes = size_t{1} << 30;  // of one of MPI's messages, which count in int
 constexpr size_t kReason = 512;
 
@@ -48,6 +51,7 @@ class MpiTransport final : public Transport {
     require(MPI_Comm_rank(comm_, &rank_), "MPI_Comm_rank");
     require(MPI_Comm_size(comm_, &ranks_), "MPI_Comm_size");
     left_.resize(static_cast<size_t>(ranks_));
+    waits_.resize(static_cast<size_t>(ranks_));
   }
   // Others that wait for this rank learn that it has left. The duplicate stays: freeing it would wait for them.
   ~MpiTransport() override { tell_all(kLeft, rank_, "has left the group"); }
@@ -59,13 +63,15 @@ class MpiTransport final : public Transport {
     auto round = std::make_unique<Round>();
     const size_t n = static_cast<size_t>(ranks_);
     round->out.resize(n), round->in.resize(n);
-    std::vector<size_t> first(n);  // of its receives among the requests
+    const auto request = [&](size_t of) {
+      round->partners.push_back(static_cast<int>(of));
+      return &round->requests.emplace_back(MPI_REQUEST_NULL);
+    };
     for (size_t r = 0; r < n; ++r) {
-      first[r] = round->requests.size();
       round->in[r].resize(messages.receive[r].bytes);
       for (size_t at = 0; at < round->in[r].size(); at += kMostBytes)
         require(MPI_Irecv(round->in[r].data() + at, count(round->in[r].size() - at), MPI_BYTE, static_cast<int>(r),
-                          kData, comm_, &round->requests.emplace_back(MPI_REQUEST_NULL)),
+                          kData, comm_, request(r)),
                 "MPI_Irecv");
     }
     const size_t receives = round->requests.size();
@@ -74,11 +80,11 @@ class MpiTransport final : public Transport {
       round->out[r].assign(from, from + messages.send[r].bytes);
       for (size_t at = 0; at < round->out[r].size(); at += kMostBytes)
         require(MPI_Isend(round->out[r].data() + at, count(round->out[r].size() - at), MPI_BYTE, static_cast<int>(r),
-                          kData, comm_, &round->requests.emplace_back(MPI_REQUEST_NULL)),
+                          kData, comm_, request(r)),
                 "MPI_Isend");
     }
     try {
-      wait(*round, first, receives, messages);
+      wait(*round, receives, messages);
     } catch (...) {
       (void)round.release();  // MPI may still write there
       throw;
@@ -93,11 +99,13 @@ class MpiTransport final : public Transport {
   struct Round {
     std::vector<std::vector<std::byte>> out, in;  // by rank
     std::vector<MPI_Request> requests;            // receives, then sends
+    std::vector<int> partners;                    // of each request
   };
   static int count(size_t left) { return static_cast<int>(std::min(left, kMostBytes)); }
 
-  void wait(Round& round, const std::vector<size_t>& first, size_t receives, const Exchange& messages) {
+  void wait(Round& round, size_t receives, const Exchange& messages) {
     std::vector<int> indices;
+    bool told = false;
     for (int i = 0;; ++i) {
       // Those that are done become null.
       int done = 0;
@@ -108,27 +116,35 @@ class MpiTransport final : public Transport {
       if (std::all_of(round.requests.begin(), round.requests.end(),
                       [](const MPI_Request& r) { return r == MPI_REQUEST_NULL; }))
         return;
-      // Of ranks in the order of their number: the first that has not sent everything.
-      const auto missing = [&] {
-        for (int r = 0; r < ranks_; ++r) {
-          const size_t begin = first[static_cast<size_t>(r)],
-                       end = r + 1 < ranks_ ? first[static_cast<size_t>(r) + 1] : receives;
-          for (size_t k = begin; k < end; ++k)
-            if (round.requests[k] != MPI_REQUEST_NULL) return r;
-        }
+      // Of ranks in the order of their number: the first that has not sent everything, or not taken it.
+      const auto waits_for = [&](size_t begin, size_t end, auto&& but) {
+        for (size_t k = begin; k < end; ++k)
+          if (round.requests[k] != MPI_REQUEST_NULL && !but(round.partners[k])) return round.partners[k];
         return -1;
       };
+      const auto nobody = [](int) { return false; };
       if (i % 64 == 63) {
         look_for_notices(messages);
         // A rank that has left sent all that it had to before: what has not come two looks later never does.
-        if (const int r = missing(); r >= 0 && left_[static_cast<size_t>(r)] && ++left_[static_cast<size_t>(r)] > 3)
+        if (const int r = waits_for(0, receives, nobody);
+            r >= 0 && left_[static_cast<size_t>(r)] && ++left_[static_cast<size_t>(r)] > 3)
           throw RankError(r, std::string(messages.step), "rank " + std::to_string(r) + " has left the group");
-        if (std::chrono::steady_clock::now() >= messages.deadline) {
-          const int late = missing();
-          throw RankError(late < 0 ? rank_ : late, std::string(messages.step),
-                          late < 0 ? "messages were not taken before the deadline"
-                                   : "rank " + std::to_string(late) + " did not come before rank " +
-                                         std::to_string(rank_) + "'s deadline");
+        const auto now = std::chrono::steady_clock::now();
+        if (now >= messages.deadline && !told) {
+          tell_all(kWaits, rank_, "");
+          told = true;
+        }
+        if (now >= messages.deadline + kGrace) {
+          const size_t all = round.requests.size();
+          const auto waiting = [&](int r) { return now - waits_[static_cast<size_t>(r)] < 4 * kGrace; };
+          int late = waits_for(0, receives, waiting), taker = waits_for(receives, all, waiting);
+          if (late < 0 && taker < 0) late = waits_for(0, receives, nobody), taker = waits_for(receives, all, nobody);
+          const std::string before = " before rank " + std::to_string(rank_) + "'s deadline";
+          if (late >= 0)
+            throw RankError(late, std::string(messages.step),
+                            "rank " + std::to_string(late) + " did not come" + before);
+          throw RankError(taker, std::string(messages.step),
+                          "rank " + std::to_string(taker) + " did not take what was sent to it" + before);
         }
       }
       if (i > 256) std::this_thread::yield();  // others may need this processor to come
@@ -136,7 +152,7 @@ class MpiTransport final : public Transport {
   }
 
   void look_for_notices(const Exchange& messages) {
-    for (const Tag tag : {kAbort, kLeft}) {
+    for (const Tag tag : {kAbort, kLeft, kWaits}) {
       for (;;) {
         int there = 0;
         MPI_Status status;
@@ -147,7 +163,9 @@ class MpiTransport final : public Transport {
                 "MPI_Recv");
         notice.reason[kReason - 1] = 0;
         if (tag == kAbort) throw RankError(notice.rank, std::string(messages.step), notice.reason);
-        left_[static_cast<size_t>(status.MPI_SOURCE)] = 1;
+        const auto of = static_cast<size_t>(status.MPI_SOURCE);
+        if (tag == kLeft) left_[of] = 1;
+        else waits_[of] = std::chrono::steady_clock::now();
       }
     }
   }
@@ -178,7 +196,8 @@ class MpiTransport final : public Transport {
 
   MPI_Comm comm_ = MPI_COMM_NULL;
   int rank_ = 0, ranks_ = 1;
-  std::vector<int> left_;  // 0, or looks since it was known
+  std::vector<int> left_;                                     // 0, or looks since it was known
+  std::vector<std::chrono::steady_clock::time_point> waits_;  // when each rank last said that it waits
 };
 
 }  // namespace

@@ -71,7 +71,9 @@ class TransportCarrier final : public Carrier {
     try {
       transport_->exchange(messages);
     } catch (const RankError& e) {
-      fail({e.rank(), std::string(messages.step), to_string(record) + ": " + e.what()});
+      // What another rank's abort says of the same call begins with it already.
+      const std::string at = to_string(record) + ": ", what = e.what();
+      fail({e.rank(), std::string(messages.step), what.starts_with(at) ? what : at + what});
     } catch (const std::exception& e) {
       fail(
           {rank_, std::string(messages.step), to_string(record) + ": rank " + std::to_string(rank_) + ": " + e.what()});

@@ -117,7 +117,8 @@ class Walk {
   template <class Call>
   void collective(std::string_view name, const ops::Cost& cost, Call&& call) {
     if (survey_) return survey_->note_collective(name, plan_.options.tensor_parallel, cost);
-    timed(*stream_, c_.profile, name, cost, [&] { call(Collective{name, c_.deadline}); });
+    timed(*stream_, c_.profile, name, cost,
+          [&] { call(Collective{.step = name, .deadline = c_.deadline, .plan = plan_.digest}); });
   }
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);

@@ -117,6 +117,31 @@ uint64_t stamp_of(const Plan& p, const Batch& batch) {
   return stamp;
 }
 
+// Not of what a rank may have alone: its heads, pages, slots, threads, and, unless the cache is split, the paths, which
+// follow from how many heads it has.
+PlanDigest digest_of(const Plan& p) {
+  const PlanOptions& o = p.options;
+  if (o.tensor_parallel == 1) return {};
+  uint64_t hash = static_cast<uint64_t>(o.tensor_parallel);
+  const auto add = [&](int64_t x) {
+    hash = (hash ^ static_cast<uint64_t>(x)) * 0x9e3779b97f4a7c15u;
+    hash ^= hash >> 29;
+  };
+  const CacheSharding& sharding = o.context_parallel.sharding;
+  const bool shared = sharding.ranks() > 1;
+  for (const int64_t x : {p.model.hidden, p.model.latent, p.model.rope, sharding.ranks(), sharding.interleave()})
+    add(x);
+  for (const int64_t heads : o.context_parallel.heads) add(heads);
+  add(static_cast<int64_t>(p.activations()));
+  add(static_cast<int64_t>(o.split));
+  add(std::ssize(p.requests));
+  for (const RequestPlan& r : p.requests) {
+    add(int64_t{r.query_len} << 32 | static_cast<uint32_t>(r.context));
+    if (shared) add(static_cast<int64_t>(r.path));
+  }
+  return {hash | 1, static_cast<int32_t>(p.tokens), static_cast<int32_t>(p.requests.size())};
+}
+
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
   if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
@@ -242,6 +267,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     planning::plan_selection(p);
   }
   p.selection_stamp = stamp_of(p, batch);
+  p.digest = digest_of(p);
   planning::chunk_context(p);
   planning::place_output(p);
   planning::lay_out_workspace(p);

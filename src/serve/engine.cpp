@@ -25,8 +25,6 @@ double since(Clock::time_point start) { return std::chrono::duration<double>(Clo
 constexpr int64_t kMostCaptured = 512;
 // Steps whose first layer is also run op by op under the profile, on a GPU.
 constexpr int64_t kProfiledSteps = 16;
-// That a rank waits for the others' parts of a layer, at most.
-constexpr std::chrono::minutes kPatience(10);
 
 Stream stream_of(const Options& o, ThreadPool& pool) {
   return o.device.kind == DeviceKind::cpu ? Stream(pool) : Stream(o.device);
@@ -235,7 +233,7 @@ LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, st
           .index_rotary = &index_rotary_,
           .selection = {selection_.data(), selection_.size()},
           .ranks = ranks_,
-          .deadline = kPatience};
+          .deadline = o_.patience};
 }
 
 // keep_all: each layer writes its own [tokens, hidden] of out; otherwise all the same, from which rows are taken.

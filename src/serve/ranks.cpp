@@ -11,6 +11,13 @@ namespace mla::serve {
 Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop, Result& r)
     : begin_(o.plan.tensor_parallel), end_(o.plan.tensor_parallel) {
   const int n = o.plan.tensor_parallel;
+  if (o.group) {
+    const int rank = o.group->rank();
+    const Engine::Part part{head_share(o.model.heads, rank, n), o.group,
+                            context_share(o.model.heads, rank, n, o.interleave)};
+    alone_ = std::make_unique<Engine>(o, part, positions, pool, stop, r);
+    return;
+  }
   if (n == 1) {
     alone_ = std::make_unique<Engine>(o, Engine::Part{{0, o.model.heads}}, positions, pool, stop, r);
     return;
@@ -94,9 +101,10 @@ Ranks::~Ranks() {
   begin_.arrive_and_wait();
 }
 
-std::vector<float> Ranks::use_k_scales(std::vector<float> scales, std::span<const float> hidden) {
+std::vector<float> Ranks::use_k_scales(std::vector<float> scales, std::span<const float> hidden, Processes& processes) {
   Engine& first = alone_ ? *alone_ : *ranks_.front()->engine;
   first.calibrate(hidden, scales);
+  scales = processes.first(std::move(scales));
   first.use_k_scales(scales);
   for (const auto& rank : ranks_) rank->engine->use_k_scales(scales);
   return scales;

@@ -1,5 +1,6 @@
-// The replay's engines: one, or, where ranks split the heads (PlanOptions::tensor_parallel), one a rank, on threads of
-// their own, which run every step together.
+// The replay's engines in this process: one, that of all heads or, where ranks are processes (Options::group), of its
+// own; or one a rank, where ranks that split the heads (PlanOptions::tensor_parallel) are threads, which run every step
+// together.
 #pragma once
 
 #include <atomic>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "serve/engine.hpp"
+#include "serve/processes.hpp"
 
 namespace mla::serve {
 
@@ -21,7 +23,7 @@ class Ranks {
   ~Ranks();
   /// Before the first step: scales of fp8 caches, those that are 0 found on these hidden states, the same in all ranks.
   /// Given none, all are 1. Returns them.
-  std::vector<float> use_k_scales(std::vector<float> scales, std::span<const float> hidden);
+  std::vector<float> use_k_scales(std::vector<float> scales, std::span<const float> hidden, Processes& processes);
   /// Rank 0's rows and time. An error of any rank ends the others' step, and is thrown.
   StepTime run(const Batch& batch, std::span<const float> hidden, std::span<WantedRow> rows, Result& result);
   void finish(Result& result);

@@ -14,6 +14,7 @@
 #include "layer/kernels.hpp"
 #include "serve/hidden.hpp"
 #include "serve/kv_scales.hpp"
+#include "serve/processes.hpp"
 #include "serve/ranks.hpp"
 #include "serve/shares.hpp"
 
@@ -151,6 +152,11 @@ Options resolved(const Trace& trace, Options o) {
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
                      std::to_string(o.model.layers));
   const int64_t ranks = o.plan.tensor_parallel, sharing = o.interleave > 0 ? ranks : 1;
+  if (o.group && o.group->ranks() != ranks)
+    throw InputError("tensor_parallel is " + std::to_string(ranks) + ", the group has " +
+                     counted(o.group->ranks(), "rank"));
+  if (o.group && o.device.kind != DeviceKind::cpu)
+    throw UnsupportedError("ranks that are processes run on the CPU, the device is " + to_string(o.device));
   if (o.interleave > 0 && o.limits.page_size % (ranks * o.interleave) != 0)
     throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(ranks) +
                      " ranks, " + std::to_string(o.interleave) +
@@ -194,8 +200,12 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.requests = static_cast<int64_t>(trace.requests.size());
   r.pages = o.limits.pages;
   r.page_size = o.limits.page_size;
+  Processes processes(o);
+  processes.agree_on(trace, o);
   Ranks ranks(o, longest_sequence(trace, o.limits), pool, stop, r);
-  if (o.format == CacheFormat::fp8 && !stop) r.k_scales = ranks.use_k_scales(o.k_scales, first_hidden(trace, o));
+  bool stopped = processes.decide({.stop = stop}).stop;
+  if (o.format == CacheFormat::fp8 && !stopped)
+    r.k_scales = ranks.use_k_scales(o.k_scales, first_hidden(trace, o), processes);
   StepInput input;
   std::vector<WantedRow> rows;
   Reservoir reservoir(o.verify, o.layers, o.seed);
@@ -207,7 +217,9 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   const auto start = Clock::now();
   double now = 0, page_seconds = 0;
   int64_t looked_up = 0, found = 0;  // before the step
-  while (!stop && !scheduler.done()) {
+  // One process ends at once, those of a group where they have decided to.
+  const auto over = [&] { return o.group ? stopped : stop.load(); };
+  while (!over() && !scheduler.done()) {
     const std::vector<StepPiece>& pieces = scheduler.plan_step(now);
     if (pieces.empty()) {
       if (!std::isfinite(scheduler.next_arrival())) break;  // the rest was refused
@@ -220,7 +232,9 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
     rows.clear();
     for (const Reservoir::Pick& pick : picks) rows.push_back({.row = pick.row, .layer = pick.layer});
     const StepTime time = ranks.run(input.batch, input.hidden, rows, r);
-    const double seconds = time.seconds;
+    const Processes::Decision decision = processes.decide({.seconds = time.seconds, .stop = stop});
+    const double seconds = decision.seconds;
+    stopped = decision.stop;
     for (size_t i = 0; i < picks.size(); ++i) {
       const size_t piece = static_cast<size_t>(std::upper_bound(input.starts.begin(), input.starts.end(), rows[i].row) -
                                                input.starts.begin() - 1);
@@ -282,7 +296,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   r.wall_seconds = since(start);
   ranks.finish(r);
   r.simulated_seconds = now;
-  r.interrupted = stop;
+  r.interrupted = over();
   r.finished = scheduler.finished();
   r.refused = scheduler.refused();
   r.preemptions = scheduler.preemptions();
@@ -303,6 +317,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   rusage usage{};
   getrusage(RUSAGE_SELF, &usage);
   r.peak_memory = static_cast<size_t>(usage.ru_maxrss) * 1024;
+  processes.add_up({&r.weight_bytes, &r.cache_bytes, &r.index_cache_bytes, &r.workspace_bytes, &r.peak_memory});
   return r;
 }
 

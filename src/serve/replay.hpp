@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <filesystem>
 #include <functional>
@@ -29,6 +30,12 @@ struct Options {
   CacheFormat format = CacheFormat::bf16;
   /// Of plan.tensor_parallel ranks, on threads: rank r's GPU is device.index + r.
   GpuLink link = GpuLink::peer;
+  /// Ranks that are processes: this one's place among them, of as many as plan.tensor_parallel says, on the CPU. All
+  /// replay the same trace with the same options; whoever's call throws ends the others' by abort(). Null: ranks are
+  /// threads.
+  Communicator* group = nullptr;
+  /// That a rank waits for the others, at most: then RankError.
+  std::chrono::nanoseconds patience = std::chrono::minutes(10);
   /// Tokens that lie together on a rank where the ranks split the cache, too; 0: each has all of it. Divides
   /// limits.page_size, of which each rank has its share.
   int64_t interleave = 0;
@@ -117,7 +124,8 @@ struct Result {
 Options resolved(const Trace& trace, Options options);
 
 /// Runs the trace to its end, or until `stop` becomes true (after the step in progress). `progress` is called after
-/// every step.
+/// every step. Of ranks that are processes each returns what it has measured itself, steps' times apart, which are rank
+/// 0's, and memory, which is all ranks'; `stop` of one ends all after the same step.
 Result replay(const Trace& trace, const Options& options, ThreadPool& pool, const std::atomic<bool>& stop,
               const std::function<void(const Progress&)>& progress = {});
 

@@ -240,8 +240,21 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   expect_bad("run --dcp 2", {"--dcp is 2", "1"});
   expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
-  expect_bad("run --tp 2 --comm nccl", {"--comm is read with --device cuda"});
+  expect_bad("run --tp 2 --comm nccl", {"--comm nccl is read with --device cuda"});
   expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
+}
+
+// A program by itself is a job of one process, where it was built with MPI.
+TEST_F(Command, RanksOfAnMpiJobAreItsProcesses) {
+  const Outcome o = mla("run --comm mpi --tp 2");
+  EXPECT_EQ(o.status, 2);
+  EXPECT_TRUE(o.err.find("--tp is 2, the MPI job has 1 process: start it as mpirun -n 2 mla run --comm mpi --tp 2") !=
+                  std::string::npos ||
+              o.err.find("built without MPI") != std::string::npos)
+      << o.err;
+  expect_bad("run --comm peer --tp 2", {"--comm peer is read with --device cuda"});
+  expect_bad("run --comm-seconds 3", {"--comm-seconds is read with --tp"});
+  expect_bad("run --tp 2 --comm-seconds 0", {"--comm-seconds", "0"});
 }
 
 TEST_F(Command, SparseModelsRunAndSayWhereTimeGoes) {
@@ -331,6 +344,42 @@ TEST_F(Command, BenchWritesJson) {
   EXPECT_GT(row.at("median_s").get<double>(), 0);
   EXPECT_LE(row.at("median_s").get<double>(), row.at("p90_s").get<double>());
   EXPECT_GE(row.at("calls").get<int>(), 4);
+}
+
+// Calls between ranks, and the link that a plan takes from them.
+TEST_F(Command, BenchCommMakesALinkForPlan) {
+  const fs::path file = folder_ / "comm.json";
+  const Outcome o = mla("bench comm --ranks 3 --bytes 1000,65536 --min-time 0 --json " + file.string());
+  ASSERT_EQ(o.status, 0) << o.err;
+  const json j = json::parse(contents(file));
+  EXPECT_EQ(j["ranks"], 3);
+  EXPECT_EQ(j["comm"], "threads");
+  ASSERT_EQ(j["rows"].size(), 6u);
+  for (const json& row : j["rows"]) {
+    EXPECT_GT(row["median_s"], 0.0);
+    EXPECT_GE(row["p90_s"], row["median_s"]);
+    EXPECT_GT(row["calls"], 0);
+    EXPECT_TRUE(row["bytes"] == 1000 || row["bytes"] == 65536) << row;
+  }
+  ASSERT_EQ(j["expected"].size(), 9u);
+  const double seconds = j["link"]["seconds"], rate = j["link"]["bytes_per_second"];
+  EXPECT_GT(rate, 0.0);
+  for (const json& row : j["expected"]) {
+    EXPECT_NEAR(row["expected_s"], seconds + row["bytes"].get<double>() / rate, 1e-3 * row["expected_s"].get<double>())
+        << row;
+    EXPECT_NEAR(row["error"], row["expected_s"].get<double>() / row["median_s"].get<double>() - 1, 1e-9);
+  }
+  const std::string flag = j["link"]["flag"];
+  EXPECT_NE(o.out.find("--link " + flag + ": "), std::string::npos) << o.out;
+  const Outcome plan = mla("plan --model deepseek-v3 --tp 3 --link " + flag);
+  EXPECT_EQ(plan.status, 0) << plan.err;
+  EXPECT_EQ(plan.out.find("link unknown"), std::string::npos) << plan.out;
+  expect_bad("bench comm --ranks 1", {"--ranks", "1", "2", "128"});
+  expect_bad("bench comm --bytes 63", {"--bytes", "63", "64"});
+  expect_bad("bench comm --comm smoke", {"smoke", "threads, mpi, peer and nccl"});
+  expect_bad("bench comm --comm peer", {"--comm peer is between GPUs, --device is cpu"});
+  expect_bad("bench comm --device cuda", {"--comm threads", "--device is cuda:0"});
+  expect_bad("bench --cold comm", {"--cold"});
 }
 
 TEST_F(Command, RunWritesReportAndChromeTrace) {

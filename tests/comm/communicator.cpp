@@ -333,6 +333,34 @@ TEST_P(Ranks, DtypesAndRootsMustAgree) {
   }
 }
 
+// What follows from it, here other sizes, is not what the message is about.
+TEST_P(Ranks, PlansMustAgree) {
+  if (ranks == 1) return;
+  const int odd = ranks == 2 ? 1 : ranks / 2;
+  for (const int32_t tokens : {8, 9}) {
+    on_ranks(group(), [&](Communicator& comm) {
+      const bool differs = comm.rank() == odd;
+      std::vector<float> x(10, 1.0f);
+      const PlanDigest all{.hash = 7, .tokens = 8, .requests = 2}, own{.hash = 9, .tokens = tokens, .requests = 2};
+      const Collective call{.step = "sum", .deadline = kLong, .plan = all};
+      comm.all_reduce(call, Dtype::f32, x.data(), x.data(), 8);
+      try {
+        const int64_t count = differs ? tokens : 8;
+        comm.all_reduce({.step = "sum", .deadline = kLong, .plan = differs ? own : all}, Dtype::f32, x.data(), x.data(),
+                        count);
+        ADD_FAILURE();
+      } catch (const RankError& e) {
+        EXPECT_EQ(e.rank(), odd) << e.what();
+        EXPECT_EQ(e.step(), "sum");
+        const std::string why = "their plans differ, " + std::to_string(tokens) +
+                                " tokens of 2 requests and 8 tokens of 2 requests" +
+                                (tokens == 8 ? ", of other lengths, or with other options" : "");
+        EXPECT_NE(std::string(e.what()).find(why), std::string::npos) << e.what();
+      }
+    });
+  }
+}
+
 // From another thread, as a signal's handler thread does it.
 TEST_P(Ranks, AnAbortWakesItsOwnRankToo) {
   if (ranks == 1) return;

@@ -300,6 +300,31 @@ TEST(ContextParallel, KernelsOfARanksStep) {
     EXPECT_EQ(std::count(names.begin(), names.end(), name), 1) << name;
 }
 
+// Paths decide what ranks of a split cache send: here one takes another path for a request without context.
+TEST(ContextParallel, ARankWithOtherOptionsIsNamed) {
+  const ModelConfig m = model_of();
+  const Lengths l{{1, 4}, {20, 0}};
+  std::vector<Communicator> group = thread_communicators(3);
+  std::vector<std::jthread> threads;
+  for (int r = 0; r < 3; ++r)
+    threads.emplace_back([&, r] {
+      const std::vector<HeadRange> heads = shares(m.heads, 3);
+      Rank rank(m, heads[static_cast<size_t>(r)], CacheFormat::f32);
+      const Held held(CacheSharding(3, 4), r, l);
+      PlanOptions o{.tensor_parallel = 3, .path = r == 2 ? PathPolicy::latent : PathPolicy::automatic};
+      o.context_parallel = {.sharding = held.sharding, .rank = r, .heads = {}};
+      for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
+      try {
+        rank.run(Step(held, l), o, &group[static_cast<size_t>(r)], 3);
+        ADD_FAILURE() << "rank " << r;
+      } catch (const RankError& e) {
+        EXPECT_EQ(e.rank(), 2) << e.what();
+        EXPECT_EQ(e.step(), "gather_queries");
+        EXPECT_NE(std::string(e.what()).find("their plans differ"), std::string::npos) << e.what();
+      }
+    });
+}
+
 TEST(ContextParallel, WhatDoesNotFitIsNamed) {
   const ModelConfig m = model_of();
   Rank rank(m, {0, 3}, CacheFormat::f32);

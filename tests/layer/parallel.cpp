@@ -210,6 +210,54 @@ TEST(TensorParallel, WhatDoesNotFitIsNamed) {
   EXPECT_EQ(message_of([&] { (void)part_of(l.model, {l.model.heads, 1}); }).substr(0, 15), "part_of: heads ");
 }
 
+// Ranks' own shares of heads do not count, what they were given alike does.
+TEST(TensorParallel, RanksPlanTheSameDigest) {
+  const ModelConfig model = model_of(false);
+  Layer one(part_of(model, {0, 1})), five(part_of(model, {1, 5}));
+  const Batch batch = requests().batch();
+  const PlanDigest digest = one.plan_of(batch, {.tensor_parallel = 2}).digest;
+  EXPECT_NE(digest.hash, 0u);
+  EXPECT_EQ(digest.tokens, batch.tokens());
+  EXPECT_EQ(digest.requests, batch.requests());
+  EXPECT_EQ(five.plan_of(batch, {.tensor_parallel = 2}).digest, digest);
+  EXPECT_EQ(one.plan_of(batch, {}).digest, PlanDigest());
+  EXPECT_NE(one.plan_of(batch, {.tensor_parallel = 3}).digest, digest);
+  EXPECT_NE(one.plan_of(batch, {.tensor_parallel = 2, .split = SplitPolicy::batch_invariant}).digest, digest);
+  const Requests a({1, 5}, {20, 0}), b({5, 1}, {20, 0}), c({1, 5}, {21, 0}), d({1, 5}, {0, 20});
+  std::vector<uint64_t> hashes;
+  for (const Requests* r : {&a, &b, &c, &d})
+    hashes.push_back(one.plan_of(r->batch(), {.tensor_parallel = 2}).digest.hash);
+  for (size_t i = 0; i < hashes.size(); ++i)
+    for (size_t j = 0; j < i; ++j) EXPECT_NE(hashes[i], hashes[j]) << i << " " << j;
+}
+
+// The sizes of all messages are the same; the rows that would be added up are not.
+TEST(TensorParallel, ARankWithAnotherBatchIsNamed) {
+  const ModelConfig model = model_of(false);
+  const LayerTensors whole = random_layer(model, 0, 1, Dtype::f32);
+  std::vector<Communicator> ranks = thread_communicators(3);
+  const Requests common({1, 5}, {20, 0}), other({1, 5}, {19, 0});
+  std::vector<std::jthread> threads;
+  for (int r = 0; r < 3; ++r)
+    threads.emplace_back([&, r] {
+      const HeadRange mine = head_share(model.heads, r, 3);
+      Layer l(part_of(model, mine), part_of(model, whole, mine), {});
+      const auto start = std::chrono::steady_clock::now();
+      try {
+        (void)run<float>(l, (r == 1 ? other : common).batch(), {.tensor_parallel = 3}, &ranks[static_cast<size_t>(r)],
+                         0.0f);
+        ADD_FAILURE() << "rank " << r;
+      } catch (const RankError& e) {
+        EXPECT_EQ(e.rank(), 1) << e.what();
+        EXPECT_EQ(e.step(), "all_reduce");
+        EXPECT_NE(std::string(e.what()).find("their plans differ, 6 tokens of 2 requests and 6 tokens of 2 requests"),
+                  std::string::npos)
+            << e.what();
+      }
+      EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(31));
+    });
+}
+
 // A rank that leaves before the sum ends the others' calls, by name and at once.
 TEST(TensorParallel, ARankThatLeavesIsNamed) {
   const ModelConfig model = model_of(false);

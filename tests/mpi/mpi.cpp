@@ -92,12 +92,12 @@ TEST(Mpi, CallsBringWhatThreadsBring) {
 }
 
 // A layer's step, its heads over the ranks.
-std::vector<float> step(Communicator& comm) {
+std::vector<float> step(Communicator& comm, int32_t first_context = 20) {
   ModelConfig whole = small_deepseek();
   whole.heads = comm.ranks() + 3;
   const HeadRange heads = head_share(whole.heads, comm.rank(), comm.ranks());
   Layer l(part_of(whole, heads), part_of(whole, random_layer(whole, 0, 1, Dtype::f32), heads), {});
-  const Requests requests({1, 5, 2}, {20, 0, 33});
+  const Requests requests({1, 5, 2}, {first_context, 0, 33});
   const Batch batch = requests.batch();
   const Plan p = l.plan_of(batch, {.tensor_parallel = comm.ranks()});
   const Buffer workspace = filled(p.workspace_bytes, std::byte{0xff}), selection;
@@ -113,7 +113,25 @@ std::vector<float> step(Communicator& comm) {
 TEST(Mpi, ALayerHasTheBitsOfThreads) {
   Communicator comm = mpi_communicator();
   const std::vector<float> found = step(comm);
-  EXPECT_EQ(found, by_threads(comm.ranks(), comm.rank(), step));
+  EXPECT_EQ(found, by_threads(comm.ranks(), comm.rank(), [](Communicator& c) { return step(c); }));
+}
+
+// Nobody's messages have another size.
+TEST(Mpi, WhoPlansAnotherStepIsNamed) {
+  Communicator comm = mpi_communicator();
+  const int last = comm.ranks() - 1;
+  const auto start = Clock::now();
+  try {
+    step(comm, comm.rank() == last ? 21 : 20);
+    ADD_FAILURE() << "plans differ";
+  } catch (const RankError& e) {
+    EXPECT_EQ(e.rank(), last) << e.what();
+    EXPECT_EQ(e.step(), "all_reduce");
+    EXPECT_NE(std::string(e.what()).find("their plans differ, 8 tokens of 3 requests and 8 tokens of 3 requests"),
+              std::string::npos)
+        << e.what();
+  }
+  EXPECT_LT(Clock::now() - start, 10s);
 }
 
 TEST(Mpi, WhoDoesNotComeIsNamed) {

@@ -100,6 +100,124 @@ TEST(Replay, AnErrorOfARankEndsAll) {
   EXPECT_EQ(run.go().finished, 8);
 }
 
+// Ranks as processes are: each with a trace, options and a scheduler of its own. Here they are threads, which is
+// nothing to the replay; what went wrong by rank.
+struct Processes {
+  std::vector<std::unique_ptr<Replayed>> runs;
+  std::vector<Result> results;
+  std::vector<std::string> errors;
+  explicit Processes(int n) : results(static_cast<size_t>(n)), errors(static_cast<size_t>(n)) {
+    for (int r = 0; r < n; ++r) {
+      runs.push_back(std::make_unique<Replayed>());
+      runs.back()->options.plan.tensor_parallel = n;
+      runs.back()->options.model.heads = 5;
+      runs.back()->options.patience = std::chrono::seconds(20);
+    }
+  }
+  void go() {
+    std::vector<Communicator> group = thread_communicators(static_cast<int>(runs.size()));
+    std::vector<std::jthread> threads;
+    for (size_t r = 0; r < runs.size(); ++r)
+      threads.emplace_back([this, r, &mine = group[r]] {
+        runs[r]->options.group = &mine;
+        try {
+          results[r] = runs[r]->go();
+        } catch (const std::exception& e) {
+          mine.abort(e.what());
+          errors[r] = e.what();
+        }
+        runs[r]->options.group = nullptr;
+      });
+  }
+};
+
+TEST(Replay, ProcessesRunTheSameStepsAndVerify) {
+  for (const int64_t interleave : {0, 4})
+    for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8}) {
+      Processes p(3);
+      for (auto& run : p.runs) {
+        run->options.format = format;
+        run->options.interleave = interleave;
+        if (interleave > 0) run->options.limits.page_size = 24;
+        run->options.layers = 2;
+        if (format == CacheFormat::fp8) run->options.k_scales.assign(2, 0.0f);
+      }
+      p.runs[1]->options.verify = 0;
+      p.go();
+      for (const std::string& error : p.errors) EXPECT_EQ(error, "");
+      const Result& first = p.results[0];
+      EXPECT_EQ(first.finished, 8);
+      for (const Result& r : p.results) {
+        ASSERT_EQ(r.series.size(), first.series.size());
+        for (size_t i = 0; i < r.series.size(); ++i) {
+          // By rank 0's clock, on all ranks.
+          EXPECT_EQ(r.series[i].start, first.series[i].start);
+          EXPECT_EQ(r.series[i].seconds, first.series[i].seconds);
+          EXPECT_EQ(r.series[i].prefill_tokens, first.series[i].prefill_tokens);
+          EXPECT_EQ(r.series[i].decode_tokens, first.series[i].decode_tokens);
+        }
+        EXPECT_EQ(r.ttft, first.ttft);
+        EXPECT_EQ(r.weight_bytes, first.weight_bytes);
+        EXPECT_EQ(r.cache_bytes, first.cache_bytes);
+        EXPECT_EQ(r.k_scales, first.k_scales);
+      }
+      Replayed& run = *p.runs[0];
+      run.options.k_scales = first.k_scales;
+      const Verification v = verify(run.trace, run.options, first.samples, run.pool, run.stop);
+      EXPECT_EQ(v.rows, 12);
+      EXPECT_EQ(v.failed, 0) << v.worst << " error " << v.worst_error << " bound " << v.worst_bound;
+    }
+}
+
+TEST(Replay, AStopOfOneProcessEndsAllAfterTheSameStep) {
+  Processes p(3);
+  std::jthread stop([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    p.runs[2]->stop = true;
+  });
+  for (auto& run : p.runs) {
+    run->trace = generate_trace({.requests = 2000, .input = 60, .output = 60, .rate = 200, .seed = 3});
+    run->options.limits.pages = 200;
+  }
+  p.go();
+  for (const std::string& error : p.errors) EXPECT_EQ(error, "");
+  for (const Result& r : p.results) {
+    EXPECT_TRUE(r.interrupted);
+    EXPECT_EQ(r.steps, p.results[0].steps);
+    EXPECT_LT(r.finished, 2000);
+  }
+}
+
+// Whoever was given another trace, or other options, is named before any step; so is one whose call throws.
+TEST(Replay, AProcessThatIsNotAlikeIsNamed) {
+  for (int what = 0; what < 5; ++what) {
+    Processes p(3);
+    Replayed& odd = *p.runs[1];
+    switch (what) {
+      case 0: odd.trace.requests[3].output += 1; break;
+      case 1: odd.options.seed = 2; break;
+      case 2: odd.options.weights = Dtype::f32; break;
+      case 3: odd.options.limits.token_budget = 51; break;
+      default: odd.options.limits.page_size = 17;
+    }
+    p.go();
+    for (size_t r = 0; r < 3; ++r) {
+      EXPECT_NE(p.errors[r].find("rank 1 "), std::string::npos) << what << ": " << p.errors[r];
+      EXPECT_NE(p.errors[r].find("trace and options"), std::string::npos) << what << ": " << p.errors[r];
+    }
+  }
+  Processes p(3);
+  p.runs[2]->options.layers = 99;
+  p.go();
+  EXPECT_EQ(p.errors[2].substr(0, 12), "layers is 99");
+  EXPECT_NE(p.errors[0].find("rank 2 aborted: layers is 99"), std::string::npos) << p.errors[0];
+
+  Processes two(2);
+  for (auto& run : two.runs) run->options.plan.tensor_parallel = 3;
+  two.go();
+  EXPECT_EQ(two.errors[0], "tensor_parallel is 3, the group has 2 ranks");
+}
+
 TEST(Replay, SparseModelsVerifyOnEveryModeAndFormat) {
   for (SparsePolicy policy : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
                               SparsePolicy::upconvert, SparsePolicy::dense})

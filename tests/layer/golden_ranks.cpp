@@ -1,0 +1,142 @@
+// Golden files by ranks that split heads and cached tokens: from 1 to one for each head, every interleave, held to one
+// rank's bounds.
+#include <gtest/gtest.h>
+
+#include <thread>
+
+#include "layer/reference.hpp"
+#include "layer/shares.hpp"
+#include "mla/mla.hpp"
+#include "support/golden.hpp"
+
+namespace mla::test {
+namespace {
+
+constexpr double kFileError = 5e-6, kFloor = 2e-6;  // as one rank's, see golden.cpp
+constexpr int64_t kPageSize = 16;
+
+// One request with the pages of the tokens that the rank holds, in an order of its own.
+struct Rank {
+  ModelConfig model;
+  CacheSharding sharding;
+  int rank;
+  LayerWeights weights;
+  RotaryTable rotary;
+  ThreadPool pool{1};
+  Stream stream{pool};
+  CacheSpec spec;
+  std::vector<int32_t> table;
+  Cache cache;
+
+  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)
+      : model(part_of(g.config, heads)),
+        sharding(s),
+        rank(of),
+        weights(prepare(model, part_of(g.config, g.tensors, heads), Dtype::f32)),
+        rotary(model.rotary, model.rope, g.length),
+        spec(cache_spec(model, format, kPageSize)),
+        table(pages_of(s.pages(of, g.length, kPageSize))),
+        cache(spec, std::ssize(table) + 1) {
+    std::memset(cache.view().data, 0xff, spec.page_bytes() * static_cast<size_t>(cache.view().pages));
+  }
+  // Page 0 is nobody's; a rank without tokens has none.
+  static std::vector<int32_t> pages_of(int64_t count) {
+    std::vector<int32_t> pages;
+    for (int64_t i = count; i > 0; --i) pages.push_back(static_cast<int32_t>(i));
+    return pages;
+  }
+
+  // Rows [begin, end) of the request, appended to what is cached.
+  void step(const Golden& g, int64_t begin, int64_t end, Communicator* group, const PlanOptions& o,
+            std::vector<float>& out) {
+    const std::vector<int32_t> starts{0, static_cast<int32_t>(end - begin)}, lengths{static_cast<int32_t>(end)};
+    std::vector<int32_t> slots, pages(table);
+    for (int64_t p = begin; p < end; ++p)
+      slots.push_back(static_cast<int32_t>(sharding.slot(rank, p, table, kPageSize)));
+    if (pages.empty()) pages.push_back(-1);
+    const Batch batch{starts, lengths, {pages.data(), {1, std::ssize(pages)}}, slots};
+    const Plan p = plan(model, spec, cache.view().pages, batch, device_info(stream, model), o);
+    Buffer workspace(p.workspace_bytes);
+    std::memset(workspace.data(), 0xff, workspace.size());
+    const int64_t width = model.hidden;
+    forward(stream,
+            {.plan = p,
+             .batch = batch,
+             .weights = weights,
+             .rotary = rotary,
+             .cache = cache.view(),
+             .workspace = {workspace.data(), workspace.size()},
+             .ranks = group,
+             .deadline = std::chrono::seconds(60)},
+            View<const float, Token, Hidden>(g.hidden.data() + begin * width, {end - begin, width}),
+            View<float, Token, Hidden>(out.data() + begin * width, {end - begin, width}));
+  }
+};
+
+// A prefill, a chunk behind it and single tokens, by all ranks: what each has of the output.
+std::vector<std::vector<float>> by_ranks(const Golden& g, int ranks, int64_t interleave, CacheFormat format) {
+  const std::vector<HeadRange> heads = shares(g.config.heads, ranks);
+  std::vector<Communicator> group = thread_communicators(ranks);
+  std::vector<std::vector<float>> out(heads.size());
+  std::vector<std::jthread> threads;
+  for (int r = 0; r < ranks; ++r)
+    threads.emplace_back([&, r] {
+      const auto at = static_cast<size_t>(r);
+      PlanOptions o{.tensor_parallel = ranks};
+      o.context_parallel = {.sharding = CacheSharding(ranks, interleave), .rank = r, .heads = {}};
+      for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
+      Rank rank(g, o.context_parallel.sharding, r, heads[at], format);
+      out[at].assign(static_cast<size_t>(g.length * g.config.hidden), -7.0f);
+      const int64_t last = g.length - 3;
+      std::vector<int64_t> ends{g.length / 2, last};
+      for (int64_t p = last + 1; p <= g.length; ++p) ends.push_back(p);
+      int64_t begin = 0;
+      for (const int64_t end : ends) {
+        rank.step(g, begin, end, ranks > 1 ? &group[at] : nullptr, o, out[at]);
+        begin = end;
+      }
+    });
+  threads.clear();
+  return out;
+}
+
+class GoldenRanks : public testing::TestWithParam<GoldenCase> {};
+
+TEST_P(GoldenRanks, ReproduceTheFile) {
+  const Golden g = read_golden(GetParam());
+  if (g.config.indexer) GTEST_SKIP() << "ranks of a split cache select no keys";
+  std::vector<int64_t> rows(static_cast<size_t>(g.length));
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
+  const auto weights = reference::plain_weights(g.tensors, Dtype::f32);
+  const std::vector<double> exact = reference::output_rows(g.config, weights, g.hidden, rows),
+                            file(g.output.begin(), g.output.end());
+  for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16}) {
+    double plain = 0;
+    for (const Path path : {Path::latent, Path::expanded}) {
+      reference::Rounding rounding{.weights = Dtype::f32,
+                                   .compute = Dtype::f32,
+                                   .activations = Dtype::f32,
+                                   .cache = cache_spec(g.config, format),
+                                   .path = path};
+      const auto y = reference::output_rows(g.config, weights, g.hidden, rows, &rounding);
+      plain = std::max(plain, reference::relative_error(std::vector<float>(y.begin(), y.end()), exact));
+    }
+    const double bound = 2 * plain + kFloor;
+    for (int ranks = 1; ranks <= std::min<int64_t>(8, g.config.heads); ++ranks)
+      for (const int64_t interleave : {1, 2, 4, 16, 64}) {
+        if (format != CacheFormat::f32 && interleave != 2 && interleave != 16) continue;
+        const std::string how = g.name + " by " + std::to_string(ranks) + " ranks, " + std::to_string(interleave) +
+                                " in turn, " + std::string(to_string(format));
+        const auto out = by_ranks(g, ranks, interleave, format);
+        EXPECT_LE(reference::relative_error(out[0], exact), bound) << how << " against float64";
+        EXPECT_LE(reference::relative_error(out[0], file), bound + kFileError) << how << " against the file";
+        for (const auto& other : out) EXPECT_TRUE(other == out[0]) << how;
+      }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, GoldenRanks, testing::ValuesIn(golden_cases()),
+                         [](const auto& i) { return i.param.name(); });
+
+}  // namespace
+}  // namespace mla::test
