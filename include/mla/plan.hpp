@@ -111,6 +111,14 @@ struct LinkRates {
   double seconds = 0, bytes = 0;  ///< bytes 0: unknown, times are then not expected
 };
 
+/// The largest step that an engine makes, in any mix: every number bounds the batch's own.
+struct StepMaxima {
+  int64_t requests = 0;
+  int64_t tokens = 0;     ///< new tokens of all requests together; more than requests * query_len are never met
+  int64_t query_len = 0;  ///< new tokens of one request
+  int64_t seq_len = 0;    ///< cached context and new tokens of one request
+};
+
 struct PlanOptions {
   LayerForm form = LayerForm::block;
   /// Other than append: with form attention alone. none: of the batch query_start_loc and seq_lens alone are looked at;
@@ -303,6 +311,18 @@ struct Plan {
 /// `pages` is the cache's page count; not looked at without a cache.
 Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
           const PlanOptions& options = {});
+
+/// Memory that is enough for every step within the maxima: plan() of such a batch, with the same model, cache, device
+/// and options, never asks for more. What engines otherwise measure by a dummy forward pass before they size their
+/// caches. Close to the largest plan where that is the maxima's own; paths, splits and chunks that no one batch has
+/// together are counted together.
+struct StepMemory {
+  size_t workspace_bytes = 0, selection_bytes = 0;
+};
+/// ShapeError for a maximum below 0 or past 32 bits, and where seq_len is below query_len; errors of options as
+/// plan()'s.
+StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const StepMaxima& maxima,
+                       const DeviceInfo& device, const PlanOptions& options = {});
 
 /// Context workspace rows by the default rule.
 int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);

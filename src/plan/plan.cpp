@@ -138,10 +138,27 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
 }  // namespace
 
 namespace planning {
+namespace {
+
+// batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
+constexpr int64_t kFixedRows = 4096;
+
+}  // namespace
+
+int64_t context_workspace_rows(const Plan& plan, int64_t longest, int64_t requests) {
+  const PlanOptions& o = plan.options;
+  if (o.context_rows > 0) return o.context_rows;
+  return default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
+                              o.max_requests > 0 ? o.max_requests : requests, plan.cache.page_size);
+}
+
+int64_t chunk_rows(const Plan& plan, int64_t longest, int64_t requests) {
+  const int64_t rows = context_workspace_rows(plan, longest, requests);
+  const bool by_rule = plan.options.context_rows == 0;
+  return by_rule && plan.options.split == SplitPolicy::batch_invariant ? std::max(rows, kFixedRows) : rows;
+}
 
 void chunk_context(Plan& plan) {
-  // batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
-  constexpr int64_t kFixedRows = 4096;
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   std::vector<int32_t> contexts(plan.requests.size());
   int64_t longest = 0, requests = 0;
@@ -152,13 +169,7 @@ void chunk_context(Plan& plan) {
     longest = std::max<int64_t>(longest, static_cast<int64_t>(q.context) + q.query_len);
     ++requests;
   }
-  const PlanOptions& o = plan.options;
-  int64_t rows = o.context_rows;
-  if (rows == 0) {
-    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
-                                o.max_requests > 0 ? o.max_requests : requests, plan.cache.page_size);
-    if (invariant) rows = std::max(rows, kFixedRows);
-  }
+  const int64_t rows = chunk_rows(plan, longest, requests);
   if (rows == 0) return;  // nothing is expanded
   plan.context_rows = rows;
   for (std::vector<GatherPiece>& pieces :
@@ -177,24 +188,31 @@ void chunk_context(Plan& plan) {
 
 }  // namespace planning
 
-Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
-          const PlanOptions& options) {
+Plan planning::begin_plan(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device,
+                          const PlanOptions& options) {
   model.validate();
   cache.validate();
   check_options(model, cache, device, options);
-  if (options.dummy) planning::validate_lengths(batch);
-  else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
-  else if (options.context_parallel.sharding.ranks() > 1)
-    planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
-  else validate(batch, pages, cache.page_size);
-
-  Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
+  Plan p{.model = model, .cache = cache, .options = options, .device = device};
   if (!p.options.rates) p.options.rates = options.compute == Dtype::bf16 ? device.bf16_rates : device.f32_rates;
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
   if (model.indexer) {
     p.index_cache = index_cache_spec(model, cache, options.index_format);
     if (options.sparse != SparsePolicy::dense) p.topk = model.indexer->topk;
   }
+  return p;
+}
+
+Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
+          const PlanOptions& options) {
+  Plan p = planning::begin_plan(model, cache, device, options);
+  if (options.dummy) planning::validate_lengths(batch);
+  else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
+  else if (options.context_parallel.sharding.ranks() > 1)
+    planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
+  else validate(batch, pages, cache.page_size);
+
+  p.tokens = batch.tokens();
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
@@ -235,7 +253,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   p.selection_stamp = stamp_of(p, batch);
   planning::chunk_context(p);
   planning::place_output(p);
-  planning::lay_out_workspace(p);
+  planning::lay_out_workspace(p, planning::workspace_rows(p));
   planning::append_steps(p);
   return p;
 }

@@ -33,9 +33,8 @@ SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
     }
     group.count += r.query_len;
   }
-  const int64_t units = plan.device.device.kind == DeviceKind::cuda ? 1 : kSparseUnits;  // a GPU's kernels cut lists
-  group.work =
-      plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, units, planning::split_keys(plan));
+  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, sparse_units(plan),
+                           planning::split_keys(plan));
   plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
   plan.sparse_groups.push_back(std::move(group));
   return plan.sparse_groups.back();
@@ -50,13 +49,8 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
     lengths.push_back(r.context + r.query_len);
     longest = std::max<int64_t>(longest, lengths.back());
   }
-  const PlanOptions& o = plan.options;
-  int64_t rows = o.context_rows;
-  if (rows == 0)
-    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
-                                o.max_requests > 0 ? o.max_requests : static_cast<int64_t>(requests.size()),
-                                plan.cache.page_size);
-  rows = std::max(rows, longest);  // a sequence is never cut
+  const int64_t rows = std::max(context_workspace_rows(plan, longest, std::ssize(requests)),
+                                longest);  // a sequence is never cut
   plan.gathered_starts.resize(plan.requests.size());
   plan.gathered_counts.resize(plan.requests.size());
   for (const RequestRange& range : split_prefill_chunks(lengths, rows)) {
@@ -76,6 +70,18 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
 }
 
 }  // namespace
+
+size_t index_tile_bytes(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes;
+}
+
+bool may_upconvert(const Plan& plan, int64_t query_len) {
+  if (query_len <= plan.options.reorder_batch_threshold) return false;
+  if (plan.options.sparse == SparsePolicy::upconvert) return true;
+  // In place costs nothing where loads are not counted.
+  return plan.options.sparse == SparsePolicy::automatic &&
+         (plan.options.rates->plain_elements > 0 || plan.options.rates->fp8_elements > 0);
+}
 
 void plan_selection(Plan& plan) {
   std::vector<int32_t> in_place, prefills, gathered;
@@ -101,8 +107,7 @@ void plan_selection(Plan& plan) {
     r.q_begin = static_cast<int32_t>(i);
     ++r.query_len;
   }
-  plan.index_schedule = schedule_index(
-      rows, plan.topk, plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes);
+  plan.index_schedule = schedule_index(rows, plan.topk, index_tile_bytes(plan));
 }
 
 }  // namespace mla::planning
