@@ -100,7 +100,8 @@ enum class ListKind : uint8_t {
   sparse_splits,
   sparse_pieces,
   index_rows,
-  index_tile,  ///< of a tile
+  index_tile,    ///< of a tile
+  written_rows,  ///< of a plan with maxima
 };
 struct ListKey {
   ListKind kind = ListKind::none;
@@ -134,6 +135,7 @@ struct Cast {
   RowList x_rows;
   Operand<Token, Head, In> y;
   float scale = 1.0f;
+  RowList y_rows = {};
 };
 /// In place, by the query's norm weights.
 struct Norm {

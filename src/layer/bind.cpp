@@ -57,7 +57,8 @@ ops::ProjectArgs Binder::operator()(const steps::Project& s) const {
 }
 
 ops::CastArgs Binder::operator()(const steps::Cast& s) const {
-  return {.x = in(s.x), .x_rows = list(s.x_rows), .y = out(s.y), .scale = s.scale};
+  return {
+      .x = in(s.x), .x_rows = list(s.x_rows), .y = out(s.y), .scale = s.scale, .scales = {}, .y_rows = list(s.y_rows)};
 }
 
 ops::NormArgs Binder::operator()(const steps::Norm& s) const {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "plan/lists.hpp"
@@ -46,6 +47,7 @@ class StagedLists {
   std::vector<Array> arrays_;
   const int32_t* table_ = nullptr;
   int64_t table_rows_ = 0, table_columns_ = 0, table_stride_ = 0;
+  std::optional<StepMaxima> maxima_;  // of the step that calls were made with
   size_t bytes_ = 0;
 };
 

@@ -18,6 +18,14 @@ int64_t range_length(int64_t total, int64_t units, int64_t least);
 int64_t split_keys(const Plan& plan);
 /// No number below 0 or past 32 bits, and no more tokens than requests have: ShapeError.
 StepMaxima checked(const StepMaxima& maxima);
+/// BatchError for a batch past them.
+void require_within(const StepMaxima& maxima, const Batch& batch);
+/// Of options.maxima: whether its requests take the sparse path.
+bool selects(const Plan& plan);
+/// The batch's lists and the plan's as long as the maxima's, sparse group and tiles as many.
+void pad_to_maxima(Plan& plan, const Batch& batch);
+/// A schedule of tiles of a given size.
+IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, const IndexTiles& tiles);
 /// What attention over the cache is at most cut into, of any batch within the maxima.
 struct MostLatent {
   int64_t items = 0, splits = 0, partial_rows = 0;

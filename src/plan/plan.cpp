@@ -90,6 +90,15 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   if (model.indexer && model.indexer->topk > kMostTopk)
     throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
                      ", at most " + std::to_string(kMostTopk) + " are selected");
+  if (o.maxima) {
+    const auto refuse = [](bool is, const std::string& option) {
+      if (is) throw UnsupportedError("plan: a step of maxima (PlanOptions::maxima) with " + option);
+    };
+    refuse(o.path == PathPolicy::expanded, "path policy expanded: its requests take the latent or the sparse path");
+    refuse(o.cache_use == CacheUse::none, "cache_use none: its requests attend to a cache");
+    refuse(o.dummy, "dummy: plan the dummy step without");
+    refuse(o.output.kind != OutputKind::none, "output " + to_string(o.output) + ": heads are written as they are");
+  }
   if (o.index_hadamard && model.indexer && !std::has_single_bit(static_cast<uint64_t>(model.indexer->dim)))
     throw UnsupportedError("plan: index_hadamard with indexer dim " + std::to_string(model.indexer->dim) +
                            ", a power of two is needed");
@@ -115,6 +124,7 @@ uint64_t stamp_of(const Plan& p, const Batch& batch) {
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+  if (p.options.maxima) return planning::selects(p) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
@@ -194,6 +204,7 @@ Plan planning::begin_plan(const ModelConfig& model, const CacheSpec& cache, cons
   cache.validate();
   check_options(model, cache, device, options);
   Plan p{.model = model, .cache = cache, .options = options, .device = device};
+  if (options.maxima) p.options.maxima = checked(*options.maxima);
   if (!p.options.rates) p.options.rates = options.compute == Dtype::bf16 ? device.bf16_rates : device.f32_rates;
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
   if (model.indexer) {
@@ -212,7 +223,9 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
   else validate(batch, pages, cache.page_size);
 
-  p.tokens = batch.tokens();
+  p.batch_tokens = batch.tokens();
+  p.tokens = p.options.maxima ? p.options.maxima->tokens : p.batch_tokens;
+  if (p.options.maxima) planning::require_within(*p.options.maxima, batch);
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
@@ -251,6 +264,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     planning::plan_selection(p);
   }
   p.selection_stamp = stamp_of(p, batch);
+  if (p.options.maxima) planning::pad_to_maxima(p, batch);
   planning::chunk_context(p);
   planning::place_output(p);
   planning::lay_out_workspace(p, planning::workspace_rows(p));

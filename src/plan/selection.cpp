@@ -11,6 +11,7 @@ bool is_decode(const Plan& plan, const RequestPlan& r) { return r.query_len <= p
 // A row is attended where it lies: whether its request's whole sequence is first gathered in 16 or 32 bits follows from
 // the request alone, never from its neighbours.
 bool upconverts(const Plan& plan, const RequestPlan& r) {
+  if (plan.options.maxima) return false;
   switch (plan.options.sparse) {
     case SparsePolicy::upconvert: return !is_decode(plan, r);
     case SparsePolicy::automatic:
@@ -89,7 +90,7 @@ void plan_selection(Plan& plan) {
     const RequestPlan& r = plan.requests[index];
     if (r.path != Path::sparse) continue;
     if (upconverts(plan, r)) gathered.push_back(static_cast<int32_t>(index));
-    else if (plan.options.sparse == SparsePolicy::direct && !is_decode(plan, r))
+    else if (plan.options.sparse == SparsePolicy::direct && !plan.options.maxima && !is_decode(plan, r))
       prefills.push_back(static_cast<int32_t>(index));
     else in_place.push_back(static_cast<int32_t>(index));
   }
@@ -107,7 +108,10 @@ void plan_selection(Plan& plan) {
     r.q_begin = static_cast<int32_t>(i);
     ++r.query_len;
   }
-  plan.index_schedule = schedule_index(rows, plan.topk, index_tile_bytes(plan));
+  if (const auto& m = plan.options.maxima)
+    plan.index_schedule =
+        schedule_index(rows, plan.topk, index_tiles(m->tokens, m->seq_len, plan.topk, index_tile_bytes(plan)));
+  else plan.index_schedule = mla::schedule_index(rows, plan.topk, index_tile_bytes(plan));
 }
 
 }  // namespace mla::planning

@@ -116,7 +116,8 @@ void split_kv(Plan& plan) {
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
     if (q.path != Path::latent) continue;
-    if (plan.shares_context()) add_held_rows(plan.options.context_parallel, static_cast<int32_t>(r), q, row, rows);
+    if (const ContextParallel& c = plan.options.context_parallel; c.sharding.ranks() > 1)
+      add_held_rows(c, static_cast<int32_t>(r), q, row, rows);
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
   }

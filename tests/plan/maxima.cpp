@@ -1,10 +1,11 @@
-// Plans of an engine's maxima: memory that every step within them fits.
+// An engine's maxima: memory that every step within them fits, and plans of one shape for all of those.
 #include <gtest/gtest.h>
 
 #include <algorithm>
 
 #include "cases/compare.hpp"
 #include "mla/plan.hpp"
+#include "plan/lists.hpp"
 #include "support/batches.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
@@ -153,6 +154,143 @@ TEST(StepMemory, NamesWhatCannotBe) {
   EXPECT_EQ(message({1, 8, 8, 7}), "plan: maxima seq_len is 7, below query_len 8");
   EXPECT_EQ(message({1, 1, 1, 1}, {.context_rows = -1}), "plan: context_rows is -1, allowed 0 to 2147483647");
   EXPECT_EQ(message({0, 0, 0, 0}), "no error");
+}
+
+// What steps of maxima may be planned with.
+std::vector<Setting> shaped_settings() {
+  std::vector<Setting> all;
+  for (Setting s : settings()) {
+    const PlanOptions& o = s.options;
+    if (o.path == PathPolicy::expanded || o.cache_use == CacheUse::none || o.dummy || o.output.kind != OutputKind::none)
+      continue;
+    s.options.max_requests = s.options.max_model_len = 0;
+    all.push_back(s);
+  }
+  return all;
+}
+
+Plan plan_of(const Setting& s, const CacheSpec& spec, const Made& b) {
+  return plan(s.model, spec, b.pages, b.batch(), s.device, s.options);
+}
+
+// Rows that an index item covers, of all: each once at most.
+void cover(std::vector<int>& rows, const IndexItem& i) {
+  for (int32_t q = 0; q < i.q_count; ++q) ++rows.at(static_cast<size_t>(i.q_begin + q));
+}
+
+TEST(PlanOfMaxima, HasOneShapeForEveryBatch) {
+  cases::Random random(23);
+  for (Setting s : shaped_settings()) {
+    const CacheSpec spec = cache_spec(s.model, CacheFormat::bf16, kPageSize);
+    for (int i = 0; i < 20; ++i) {
+      const StepMaxima m = random_maxima(random);
+      s.options.maxima = m;
+      const StepOfMaxima whole = plan_maxima(s.model, spec, s.device, s.options);
+      const std::string how = s.name + ": " + to_string(m);
+      const StepMemory most = step_memory(s.model, spec, m, s.device, s.options);
+      ASSERT_LE(whole.plan.workspace_bytes, most.workspace_bytes) << how;
+      ASSERT_LE(whole.plan.selection_bytes, most.selection_bytes) << how;
+      ASSERT_EQ(whole.plan.tokens, std::min(m.tokens, m.requests * m.query_len)) << how;
+      ASSERT_EQ(whole.batch.block_table.extent<Request>(), m.requests) << how;
+      for (int k = 0; k < 6; ++k) {
+        const Made b = batch_within(m, random);
+        const Plan p = plan_of(s, spec, b);
+        ASSERT_EQ(p.workspace_bytes, whole.plan.workspace_bytes) << how;
+        ASSERT_EQ(p.selection_bytes, whole.plan.selection_bytes) << how;
+        ASSERT_EQ(p.steps.size(), whole.plan.steps.size()) << how;
+        for (size_t step = 0; step < p.steps.size(); ++step)
+          ASSERT_EQ(p.steps[step].work.index(), whole.plan.steps[step].work.index()) << how << " step " << step;
+        ASSERT_EQ(p.lists, whole.plan.lists) << how;
+        for (const ListKey key : p.lists) {
+          const auto list = planning::host_list(p, b.batch(), key),
+                     of_whole = planning::host_list(whole.plan, whole.batch, key);
+          ASSERT_EQ(list.count, of_whole.count) << how << ' ' << list.name;
+        }
+        // Every token has its row, and no other row is written.
+        for (int64_t t = 0; t < p.tokens; ++t) {
+          ASSERT_EQ(p.written_rows[static_cast<size_t>(t)], t < p.batch_tokens ? t : -1) << how;
+          ASSERT_TRUE(t < p.batch_tokens || p.slots[static_cast<size_t>(t)] == -1) << how;
+        }
+        if (p.sparse_rows() == 0 || !p.serves_block()) continue;
+        std::vector<int> selecting(static_cast<size_t>(p.tokens));
+        for (const IndexItem& item : p.index_schedule.all) cover(selecting, item);
+        for (const IndexTile& tile : p.index_schedule.selected) {
+          int32_t next = 0;
+          for (const IndexItem& item : tile.rows) {
+            ASSERT_GE(item.row, next) << how;
+            next = item.row + item.q_count;
+            cover(selecting, item);
+          }
+          ASSERT_LE(next, p.index_schedule.tiles.rows) << how;
+        }
+        for (int64_t t = 0; t < p.tokens; ++t)
+          ASSERT_EQ(selecting[static_cast<size_t>(t)], t < p.batch_tokens) << how << " token " << t;
+      }
+    }
+  }
+}
+
+// Captured launches are sized by these lists.
+TEST(PlanOfMaxima, ListsOfItsStepAreAsLargeAsAnyBatchs) {
+  cases::Random random(29);
+  for (Setting s : shaped_settings()) {
+    if (s.device.device.kind != DeviceKind::cuda) continue;
+    const CacheSpec spec = cache_spec(s.model, CacheFormat::bf16, kPageSize);
+    for (int i = 0; i < 30; ++i) {
+      const StepMaxima m = random_maxima(random);
+      s.options.maxima = m;
+      const StepOfMaxima whole = plan_maxima(s.model, spec, s.device, s.options);
+      const std::string how = s.name + ": " + to_string(m);
+      struct Size {
+        int64_t tokens = 0, tiles = 0, longest = 0, keys = 0, last = 0;
+      };
+      // Tiles of sixteen rows: the smallest that any kernel has.
+      const auto latent_size = [&](const Plan& p) {
+        Size z;
+        for (const LatentItem& item : p.latent_items) {
+          z.tokens += item.q_count, z.longest = std::max<int64_t>(z.longest, item.q_count);
+          z.tiles += (item.q_count * s.model.heads + 15) / 16;
+          z.keys = std::max<int64_t>(z.keys, item.q_count > 0 ? item.kv_end : 0);
+        }
+        return z;
+      };
+      const auto index_size = [&](const std::vector<IndexItem>& items, int32_t IndexItem::*begin) {
+        Size z;
+        for (const IndexItem& item : items) {
+          if (item.q_count == 0) continue;
+          z.longest = std::max<int64_t>(z.longest, item.q_count);
+          z.keys = std::max<int64_t>(z.keys, item.columns(item.q_count - 1));
+          z.last = std::max<int64_t>(z.last, item.*begin + item.q_count);
+        }
+        return z;
+      };
+      const auto expect_less = [&](const Size& a, const Size& b, const std::string& what) {
+        EXPECT_LE(a.tokens, b.tokens) << how << ' ' << what;
+        EXPECT_LE(a.tiles, b.tiles) << how << ' ' << what;
+        EXPECT_LE(a.longest, b.longest) << how << ' ' << what;
+        EXPECT_LE(a.keys, b.keys) << how << ' ' << what;
+        EXPECT_LE(a.last, b.last) << how << ' ' << what;
+      };
+      for (int k = 0; k < 6; ++k) {
+        const Made b = batch_within(m, random);
+        const Plan p = plan_of(s, spec, b);
+        expect_less(latent_size(p), latent_size(whole.plan), "latent");
+        if (p.sparse_rows() == 0 || !p.serves_block()) continue;
+        const IndexSchedule &found = p.index_schedule, &most = whole.plan.index_schedule;
+        expect_less(index_size(found.all, &IndexItem::q_begin), index_size(most.all, &IndexItem::q_begin), "filled");
+        ASSERT_EQ(found.selected.size(), most.selected.size()) << how;
+        for (size_t t = 0; t < found.selected.size(); ++t)
+          expect_less(index_size(found.selected[t].rows, &IndexItem::row),
+                      index_size(most.selected[t].rows, &IndexItem::row), "tile");
+      }
+      for (const LatentItem& item : whole.plan.latent_items) {
+        EXPECT_LE(item.q_begin + item.q_count, whole.plan.tokens) << how;
+        EXPECT_LE(item.kv_end, whole.batch.block_table.extent<Page>() * kPageSize) << how;
+        EXPECT_LT(item.request, m.requests) << how;
+      }
+      if (testing::Test::HasFailure()) return;
+    }
+  }
 }
 
 }  // namespace
