@@ -341,9 +341,9 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                        const DeviceInfo& device, const PlanOptions& options = {});
 
 /// A step to capture calls with: of options.maxima and no batch. Its item lists are as large as any batch's, so that
-/// launches are; its batch has a table of room for all, no request and no slot. Stage it (StagedStep::stage), capture
-/// the calls, then plan each batch with the same options and restage it. A call made before anything is restaged writes
-/// to its workspace and selection alone.
+/// launches are (what is staged of them is empty items); its batch has a table of room for all, no request and no slot.
+/// Stage it (StagedStep::stage), capture the calls, then plan each batch with the same options and restage it. A call
+/// made before anything is restaged writes to its workspace and selection alone.
 struct StepOfMaxima {
   Plan plan;
   std::vector<int32_t> starts, table;

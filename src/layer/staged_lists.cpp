@@ -42,12 +42,23 @@ size_t StagedLists::table_bytes() const {
 void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
   arrays_ = arrays_of(plan, batch);
   maxima_ = plan.options.maxima;
+  idle_ = maxima_ && batch.requests() == 0;
   table_ = batch.block_table.data();
   table_rows_ = batch.block_table.extent<Request>();
   table_columns_ = batch.block_table.extent<Page>();
   table_stride_ = batch.block_table.stride<Request>();
   bytes_ = up(table_bytes()) + 64;
   for (const Array& a : arrays_) bytes_ += up(a.count * a.element);
+}
+
+StagedLists::Fitted StagedLists::own() const {
+  Fitted step{arrays_, 0};
+  for (Array& a : step.arrays) {
+    const bool items = a.key.kind == ListKind::latent_items || a.key.kind == ListKind::sparse_items ||
+                       a.key.kind == ListKind::index_rows || a.key.kind == ListKind::index_tile;
+    if (idle_ && items) a.count = 0;
+  }
+  return step;
 }
 
 StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const {

@@ -91,6 +91,7 @@ void pad_latent(Plan& p, const StepMaxima& m) {
   pad(p.latent_items, most.items, {}, "latent_items");
   pad(p.splits, most.splits, {.splits = 1}, "splits");
   p.partial_rows = most.partial_rows;
+  p.sparse_begin = m.tokens;  // behind all rows
   // What ranks exchange has a place for every row.
   if (const CacheSharding& sharding = p.options.context_parallel.sharding; sharding.ranks() > 1)
     p.rank_splits = {{.row = 0,
