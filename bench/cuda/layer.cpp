@@ -1,6 +1,6 @@
 // One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each
-// beside the sum of its ops' own times. Everything again with products in fp8, weights and activations, by names that
-// end in ", fp8 products".
+// beside the sum of its ops' own times. Rows of bf16 attention again with products in fp8, weights and activations, by
+// names that end in ", fp8 products".
 //   layer_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cstring>
@@ -21,6 +21,8 @@ struct Shape {
   const char* name;
   int64_t requests, query, context;
   CacheFormat format;
+  bool fp8_query = false;
+  PrefillOperands prefill = PrefillOperands::compute;
 };
 constexpr Shape kShapes[] = {
     {"decode b1 8K", 1, 1, 8191, CacheFormat::bf16},
@@ -29,9 +31,16 @@ constexpr Shape kShapes[] = {
     {"decode b64 8K fp8", 64, 1, 8191, CacheFormat::fp8},
     {"decode b64 8K fp8_ds_mla", 64, 1, 8191, CacheFormat::fp8_ds_mla},
     {"decode b128 4K", 128, 1, 4095, CacheFormat::bf16},
+    {"decode b128 4K fp8", 128, 1, 4095, CacheFormat::fp8},
+    {"decode b128 4K fp8, fp8 queries", 128, 1, 4095, CacheFormat::fp8, true},
     {"prefill 8K", 1, 8192, 0, CacheFormat::bf16},
     {"prefill 16 x 512", 16, 512, 0, CacheFormat::bf16},
+    {"prefill 8K, e4m3", 1, 8192, 0, CacheFormat::bf16, false, PrefillOperands::fp8},
+    {"prefill 16 x 512, e4m3", 16, 512, 0, CacheFormat::bf16, false, PrefillOperands::fp8},
     {"context 4K over 60K", 1, 4096, 61440, CacheFormat::bf16},
+    {"context 4K over 60K fp8", 1, 4096, 61440, CacheFormat::fp8},
+    {"context 4K over 60K fp8, e4m3", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8},
+    {"context 4K over 60K fp8, e4m3 raw", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8_raw},
 };
 
 struct OpRow {
@@ -68,7 +77,10 @@ class Layer {
         slots.push_back(static_cast<int32_t>(table[static_cast<size_t>(r * pages + at / 64)] * 64 + at % 64));
     }
     const Batch batch{starts, lengths, {table.data(), {s.requests, pages}}, slots};
-    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options_);
+    PlanOptions options = options_;
+    options.fp8_query = s.fp8_query;
+    options.prefill = s.prefill;
+    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options);
     const Buffer workspace(p.workspace_bytes, kGpu);
     std::vector<bf16> numbers(static_cast<size_t>(tokens * model_.hidden));
     uint32_t state = 7;
@@ -160,6 +172,7 @@ void measure_all(cuda::bench::Report& report) {
   std::unique_ptr<Layer> layers[2];
   for (const Shape& s : kShapes)
     for (const bool fp8 : {false, true}) {
+      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute)) continue;
       const std::string name = std::string(s.name) + (fp8 ? ", fp8 products" : "");
       if (!report.wants(name)) continue;
       std::unique_ptr<Layer>& layer = layers[fp8];

@@ -46,6 +46,13 @@ enum class SparsePolicy : uint8_t {
               ///< place
   dense,      ///< no selection: everything is attended; the index cache is still filled
 };
+/// What the expanded path, which prefills take, multiplies.
+enum class PrefillOperands : uint8_t {
+  compute,  ///< queries, keys and values in PlanOptions::compute
+  fp8,      ///< as e4m3 codes, by the layer's LayerWeights::prefill scales; saturating
+  fp8_raw,  ///< the same, faster on Hopper: sums are what its tensor cores add, some 14 bits of them; their error grows
+            ///< with the keys (docs/numerics.md). Elsewhere as fp8
+};
 /// Which calls a plan serves.
 enum class LayerForm : uint8_t {
   block,      ///< forward(), and attend() too, unless its output is quantised
@@ -61,11 +68,13 @@ std::string_view to_string(Path p);
 std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
 std::string_view to_string(SparsePolicy p);
+std::string_view to_string(PrefillOperands p);
 std::string_view to_string(LayerForm f);
 std::string_view to_string(CacheUse u);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
+PrefillOperands parse_prefill_operands(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 CacheUse parse_cache_use(std::string_view name);
 
@@ -152,6 +161,8 @@ struct PlanOptions {
   SplitPolicy split = SplitPolicy::fast;
   /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).
   Dtype compute = Dtype::f32;
+  /// Of the expanded path. With fully absorbed weights, which do not serve it: UnsupportedError for other than compute.
+  PrefillOperands prefill = PrefillOperands::compute;
   /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
   bool fp8_query = false;
   float q_scale = 1.0f;
@@ -257,7 +268,8 @@ struct Plan {
   std::vector<SplitRows> rank_splits;    ///< what ranks found of each compact row, rank 0's first; of a split cache
   int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
-  // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows.
+  // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows. With e4m3
+  // operands a request's keys begin at a multiple of 16 rows: a token before them is there once more in rows between.
   std::vector<int32_t> expanded_tokens;
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
@@ -299,6 +311,8 @@ struct Plan {
   }
   /// Whether forward() can be called with it: not with a quantised output, which is the attention form's.
   bool serves_block() const { return options.form == LayerForm::block && options.output.kind == OutputKind::none; }
+  /// Whether the expanded path multiplies e4m3 codes.
+  bool prefills_codes() const { return options.prefill != PrefillOperands::compute; }
   /// Whether attend() looks at kv_c and k_pe.
   bool reads_new_rows() const {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
@@ -362,9 +376,10 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 
 /// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation,
 /// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at
-/// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request.
+/// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request. Pieces
+/// begin at rows that are multiples of `grain`.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
-                                                          int64_t page_size, int64_t fixed_rows = 0);
+                                                          int64_t page_size, int64_t fixed_rows = 0, int64_t grain = 1);
 
 /// Query rows of a request over its cached positions: row i sees those up to visible + i, below `length`. Not causal:
 /// visible is length - 1.

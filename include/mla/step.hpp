@@ -78,6 +78,9 @@ enum class Weight : uint8_t {
   index_head_weights,
 };
 
+/// Scales of a layer's e4m3 prefills by role (PrefillScales); none: an op's own number.
+enum class Scales : uint8_t { none, query, query_rope, key, key_rope, value };
+
 /// Lists that steps read: the batch's, and the plan's. Where a plan has several of a kind, `part` numbers them.
 enum class ListKind : uint8_t {
   none,
@@ -135,6 +138,8 @@ struct Cast {
   RowList x_rows;
   Operand<Token, Head, In> y;
   float scale = 1.0f;
+  Scales scales = Scales::none;
+  bool through_e4m3 = false;
   RowList y_rows = {};
 };
 /// In place, by the query's norm weights.
@@ -204,6 +209,7 @@ struct AttendExpanded {
   Operand<Token, Head> lse;
   bool accumulate = false;
   bool quantized = false;  ///< as Project's
+  bool raw_sums = false;   ///< of codes, which are by the layer's scales
 };
 struct AttendSparse {
   Operand<Token, Head, Entry> q;

@@ -225,6 +225,13 @@ struct IndexerWeights {
   WeightVector key_norm, key_norm_bias;        ///< LayerNorm of keys [Di], eps 1e-6
 };
 
+/// Scales of the expanded path's e4m3 operands, on a device: a value is its code times its scale. One a head; without
+/// elements: 1. Rotated keys are all heads' and have one scale, k_rope; a head's rotated queries make up for what its
+/// keys' scale is beside that: q_rope k_rope = q k.
+struct PrefillScales {
+  WeightVector q, q_rope, k, k_rope, v;
+};
+
 /// What the paths need, on a device.
 struct LayerWeights {
   ModelConfig config;
@@ -235,6 +242,7 @@ struct LayerWeights {
   std::shared_ptr<const Linear> kv_down;     ///< hidden -> L+R
   WeightVector query_norm, kv_norm;
   std::optional<IndexerWeights> indexer;  ///< of a layer that has its own
+  PrefillScales prefill;                  ///< of LayerTensors::scales
 
   // Runtime absorption; null otherwise.
   std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)

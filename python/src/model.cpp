@@ -224,6 +224,7 @@ LayerTensors tensors_of(const nb::typed<nb::dict, nb::str, nb::object>& arrays) 
   return t;
 }
 
+using ScalesByRole = nb::typed<nb::dict, nb::str, std::vector<float>>;
 ArraysByRole arrays_of(const LayerTensors& t) {
   ArraysByRole d;
   for_roles(t, [&](const char* role, const HostTensor& tensor) {
@@ -236,6 +237,23 @@ ArraysByRole arrays_of(const LayerTensors& t) {
   return d;
 }
 
+ScalesByRole dict_of(const StoredScales& s) {
+  ScalesByRole d;
+  for (const auto& [name, x] : {std::pair("q", &s.q), {"k", &s.k}, {"v", &s.v}})
+    if (!x->empty()) d[name] = nb::cast(*x);
+  return d;
+}
+StoredScales scales_of(const ScalesByRole& d) {
+  StoredScales s;
+  for (const auto& [key, x] : d) {
+    const std::string name = nb::cast<std::string>(key);
+    std::vector<float>* to = name == "q" ? &s.q : name == "k" ? &s.k : name == "v" ? &s.v : nullptr;
+    if (!to) throw InputError("LayerTensors: no scales are called '" + name + "'; there are q, k and v");
+    *to = nb::cast<std::vector<float>>(x);
+  }
+  return s;
+}
+
 void bind_weights(nb::module_& m) {
   nb::class_<LayerTensors>(m, "LayerTensors",
                            "One layer's attention weights as a checkpoint stores them: maps are [out, in] row-major.")
@@ -243,7 +261,12 @@ void bind_weights(nb::module_& m) {
            "By role: query, query_down, query_norm, kv_down, kv_norm, kv_up, output, and indexer.query, indexer.key,\n"
            "indexer.key_norm, indexer.key_norm_bias, indexer.head_weights. f32, bf16 or f16, dense, in CPU memory;\n"
            "borrowed. `prepare` says which a model needs, and their shapes.")
-      .def("arrays", &arrays_of, "Copies in f32, by role.");
+      .def("arrays", &arrays_of, "Copies in f32, by role.")
+      .def_prop_rw(
+          "scales", [](const LayerTensors& t) { return dict_of(t.scales); },
+          [](LayerTensors& t, const ScalesByRole& d) { t.scales = scales_of(d); },
+          "Scales of e4m3 prefills (PlanOptions prefill), as Checkpoint.scales gives them: q, k and v, those that are\n"
+          "there, each of one element or one a head. What is not there is 1.");
   nb::class_<Checkpoint>(m, "Checkpoint", "A Hugging Face checkpoint folder: config.json and safetensors.")
       .def(
           "__init__",
@@ -256,15 +279,7 @@ void bind_weights(nb::module_& m) {
       .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>(),
            "A layer's attention tensors, quantised ones as they are stored: arrays() and prepare() decode them.")
       .def(
-          "scales",
-          [](const Checkpoint& c, int64_t index) {
-            const StoredScales s = c.scales(index);
-            nb::typed<nb::dict, nb::str, std::vector<float>> d;
-            for (const auto& [name, x] : {std::pair("q", &s.q), {"k", &s.k}, {"v", &s.v}})
-              if (!x->empty()) d[name] = nb::cast(*x);
-            return d;
-          },
-          nb::arg("index"),
+          "scales", [](const Checkpoint& c, int64_t index) { return dict_of(c.scales(index)); }, nb::arg("index"),
           "Scales of fp8 queries, keys and values that come with a layer: q, k and v, those that are there, each of "
           "one\n"
           "element or one a head. A latent cache's k_scale is that of keys.");

@@ -140,7 +140,8 @@ void bind_plan(nb::module_& m) {
              std::string_view sparse, int64_t reorder_batch_threshold, bool absorbed, std::string_view up,
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
-             std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic) {
+             std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
+             std::string_view prefill) {
             new (self) PlanOptions{.form = parse_layer_form(form),
                                    .cache_use = parse_cache_use(cache_use),
                                    .dummy = dummy,
@@ -151,6 +152,7 @@ void bind_plan(nb::module_& m) {
                                    .activations = parse_activations(activations),
                                    .split = parse_split_policy(split),
                                    .compute = parse_dtype(compute),
+                                   .prefill = parse_prefill_operands(prefill),
                                    .fp8_query = fp8_query,
                                    .q_scale = q_scale,
                                    .sparse = parse_sparse_policy(sparse),
@@ -167,7 +169,7 @@ void bind_plan(nb::module_& m) {
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
           nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
-          nb::arg("index_arithmetic") = "exact",
+          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute",
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
@@ -177,12 +179,13 @@ void bind_plan(nb::module_& m) {
           "whose batch needs neither block_table nor slot_mapping. dummy: calls write zeros and do nothing else.\n"
           "index_arithmetic, of scores of an fp8 index cache: exact products, or fp8, which Hopper GPUs are up to "
           "twice\n"
-          "as fast with.")
+          "as fast with. prefill, what the expanded path multiplies: compute, or e4m3 codes as fp8 or fp8_raw.")
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)
       .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
+      .def_prop_ro("prefill", [](const PlanOptions& o) { return std::string(to_string(o.prefill)); })
       .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })
       .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); })
       .def("__repr__", [](const PlanOptions& o) {

@@ -71,6 +71,13 @@ LayerTensors read_tensors(const mla_layer_tensors& t, const ModelConfig& m) {
                                .key_norm = host_tensor("indexer_key_norm", t.indexer_key_norm),
                                .key_norm_bias = host_tensor("indexer_key_norm_bias", t.indexer_key_norm_bias),
                                .head_weights = host_tensor("indexer_head_weights", t.indexer_head_weights)};
+  const auto scales = [](const char* name, const DLTensor* x) {
+    if (!x) return std::vector<float>();
+    const View<const float, Out> view = Tensors(Device{}).read_as<float, Out>(name, x);
+    if (!view.dense()) throw ShapeError(std::string(name) + " is not dense");
+    return std::vector<float>(view.data(), view.data() + view.size());
+  };
+  l.scales = {scales("q_scales", t.q_scales), scales("k_scales", t.k_scales), scales("v_scales", t.v_scales)};
   return l;
 }
 

@@ -42,6 +42,20 @@ const Linear& Binder::weights(Weight w) const {
   throw Error("layer: no such weights");
 }
 
+View<const float, Head> Binder::scales(Scales s) const {
+  const PrefillScales& p = c_.weights.prefill;
+  std::span<const float> x;
+  switch (s) {
+    case Scales::none: break;
+    case Scales::query: x = p.q.values(); break;
+    case Scales::query_rope: x = p.q_rope.values(); break;
+    case Scales::key: x = p.k.values(); break;
+    case Scales::key_rope: x = p.k_rope.values(); break;
+    case Scales::value: x = p.v.values(); break;
+  }
+  return {x.data(), {static_cast<int64_t>(x.size())}};
+}
+
 ops::ProjectArgs Binder::operator()(const steps::Project& s) const {
   const Linear& w = weights(s.weights);
   return {.x = in(s.x),
@@ -57,8 +71,13 @@ ops::ProjectArgs Binder::operator()(const steps::Project& s) const {
 }
 
 ops::CastArgs Binder::operator()(const steps::Cast& s) const {
-  return {
-      .x = in(s.x), .x_rows = list(s.x_rows), .y = out(s.y), .scale = s.scale, .scales = {}, .y_rows = list(s.y_rows)};
+  return {.x = in(s.x),
+          .x_rows = list(s.x_rows),
+          .y = out(s.y),
+          .scale = s.scale,
+          .scales = scales(s.scales),
+          .through_e4m3 = s.through_e4m3,
+          .y_rows = list(s.y_rows)};
 }
 
 ops::NormArgs Binder::operator()(const steps::Norm& s) const {
@@ -127,10 +146,20 @@ ops::MergeSplitsArgs Binder::operator()(const steps::MergeSplits& s) const {
 }
 
 ops::AttendExpandedArgs Binder::operator()(const steps::AttendExpanded& s) const {
+  ops::ExpandedScales of_codes;
+  if (s.q.dtype == Dtype::fp8_e4m3) {
+    const auto every_row = [&](Scales role) {
+      const View<const float, Head> x = scales(role);
+      return View<const float, Group, Head>(x.data(), {1, x.extent<Head>()});
+    };
+    of_codes = {every_row(Scales::query), every_row(Scales::key), every_row(Scales::value), {}};
+  }
   return {.q = in(s.q),
           .k_nope = in(s.k_nope),
           .k_pe = in(s.k_pe),
           .v = in(s.v),
+          .scales = of_codes,
+          .sums = s.raw_sums ? ops::ExpandedSums::raw : ops::ExpandedSums::precise,
           .items = list(s.items),
           .scale = s.scale,
           .out = out(s.out),

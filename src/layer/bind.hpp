@@ -123,6 +123,7 @@ class Binder {
     return planning::find(plan_, c_.batch, l);
   }
   const Linear& weights(Weight w) const;
+  View<const float, Head> scales(Scales s) const;
 
   const LayerContext& c_;
   const Plan& plan_;

@@ -221,6 +221,19 @@ class Sequence {
     }
   }
 
+  // A scale of each head's, or all heads', or none.
+  static float scale_of(const std::vector<float>& scales, int64_t head) {
+    return scales.empty() ? 1.0f : scales[scales.size() > 1 ? static_cast<size_t>(head) : 0];
+  }
+  static float rope_scale(const std::vector<float>& keys) {
+    return keys.empty() ? 1.0f : *std::max_element(keys.begin(), keys.end());
+  }
+  // Values as codes, whose values most kernels round to bf16.
+  void through_codes(std::span<T> x, float scale) const {
+    for (T& e : x) e = to_float(to_fp8_e4m3(moved(e) / scale)) * static_cast<T>(scale);
+    if (!r_.float64) round(Dtype::bf16, x);
+  }
+
   // Keys and values per head of rows as they were cached, or were to be; their rope parts round as operands.
   std::vector<T> expand(std::vector<T>& rows) const {
     const int64_t width = m_.heads * (m_.nope + m_.value);
@@ -229,8 +242,18 @@ class Sequence {
       std::vector<T> kv =
           product(std::span<const T>(rows.data() + t * m_.entry(), m_.latent), w_.kv_up, w_.fp8_products);
       round(r_.compute, kv);
+      const std::span<T> rope(rows.data() + t * m_.entry() + m_.latent, m_.rope);
+      if (r_.prefill) {
+        for (int64_t h = 0; h < m_.heads; ++h) {
+          const std::span<T> head = std::span<T>(kv).subspan(h * (m_.nope + m_.value), m_.nope + m_.value);
+          through_codes(head.first(m_.nope), scale_of(r_.prefill->k, h));
+          through_codes(head.subspan(m_.nope), scale_of(r_.prefill->v, h));
+        }
+        through_codes(rope, rope_scale(r_.prefill->k));
+      } else {
+        round(r_.compute, rope);
+      }
       std::copy(kv.begin(), kv.end(), expanded.begin() + t * width);
-      round(r_.compute, std::span<T>(rows.data() + t * m_.entry() + m_.latent, m_.rope));
     }
     return expanded;
   }
@@ -263,6 +286,13 @@ class Sequence {
       for (T& e : q) e *= static_cast<T>(factor);
   }
 
+  // Relative to the largest, which is 1.
+  void round_probabilities(std::span<T> p) const {
+    if (!r_.prefill || r_.path != Path::expanded) return round(r_.compute, p);
+    if (r_.prefill_probabilities != Dtype::fp8_e4m3) return round(r_.prefill_probabilities, p);
+    for (T& e : p) e = to_float(to_fp8_e4m3(static_cast<float>(e * 128))) / T(128);
+  }
+
   // Softmax over scores, then the weighted sum of value rows; both products' operands round as asked.
   template <class Score, class ValueRow>
   void softmax_sum(std::span<const int32_t> keys, Score&& score, ValueRow&& value, std::span<T> out) const {
@@ -271,7 +301,7 @@ class Sequence {
     for (size_t j = 0; j < keys.size(); ++j) largest = std::max(largest, p[j] = score(keys[j]));
     T sum = 0;
     for (T& e : p) sum += (e = std::exp(e - largest));
-    if (!r_.float64) round(r_.compute, p);
+    if (!r_.float64) round_probabilities(p);
     std::fill(out.begin(), out.end(), T(0));
     for (size_t j = 0; j < keys.size(); ++j) add_scaled(out.data(), p[j], value(keys[j]), out.size());
     for (T& e : out) e /= sum;
@@ -321,7 +351,14 @@ class Sequence {
   void expanded_head(int64_t h, std::span<const int32_t> keys, int64_t context, std::span<const T> q,
                      std::span<T> out) const {
     std::vector<T> rounded(q.begin(), q.end());
-    round(r_.compute, rounded);
+    if (r_.prefill) {
+      const float query = scale_of(r_.prefill->q, h);
+      through_codes(std::span(rounded).first(m_.nope), query);
+      through_codes(std::span(rounded).subspan(m_.nope),
+                    query * scale_of(r_.prefill->k, h) / rope_scale(r_.prefill->k));
+    } else {
+      round(r_.compute, rounded);
+    }
     const int64_t per_head = m_.nope + m_.value, row = m_.heads * per_head;
     const T scale = static_cast<T>(m_.softmax_scale());
     const auto fresh = [&](int64_t j) { return j >= context && !fresh_.empty(); };

@@ -51,6 +51,8 @@ void each_map(const LayerWeights& w, F f) {
 size_t LayerWeights::bytes() const {
   size_t total = query_norm.values().size_bytes() + kv_norm.values().size_bytes();
   each_map(*this, [&](const Linear& map) { total += map.bytes; });
+  for (const WeightVector* x : {&prefill.q, &prefill.q_rope, &prefill.k, &prefill.k_rope, &prefill.v})
+    total += x->values().size_bytes();
   if (indexer) total += indexer->key_norm.values().size_bytes() + indexer->key_norm_bias.values().size_bytes();
   return total;
 }
@@ -98,6 +100,7 @@ class Preparation {
     w.kv_down = product(t_.kv_down, "kv_down", m_.entry(), m_.hidden);
     w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent, m_.latent_scale);
     if (t_.indexer) w.indexer = indexer(*t_.indexer);
+    w.prefill = prefill_scales();
 
     const int64_t query_out = m_.heads * m_.query_key(), up_out = m_.heads * (m_.nope + m_.value),
                   value_in = m_.heads * m_.value;
@@ -126,6 +129,27 @@ class Preparation {
     if (scale != 1.0)
       for (float& e : v) e = static_cast<float>(e * scale);
     return {v, device_};
+  }
+  PrefillScales prefill_scales() const {
+    const StoredScales& stored = t_.scales;
+    if (stored.q.empty() && stored.k.empty() && stored.v.empty()) return {};
+    const auto each_head = [&](const char* role, const std::vector<float>& x) {
+      const size_t heads = static_cast<size_t>(m_.heads);
+      for (size_t i = 0; i < x.size(); ++i)
+        if (!(x[i] > 0) || !std::isfinite(x[i]))
+          throw InputError(std::string("prepare: ") + role + " scale is " + std::to_string(x[i]) + " at element " +
+                           std::to_string(i) + ", must be finite and above 0");
+      if (x.size() > 1 && x.size() != heads)
+        throw ShapeError(std::string("prepare: ") + role + " scales have " + std::to_string(x.size()) +
+                         " elements, expected 1 or one for each of " + std::to_string(heads) + " heads");
+      return x.size() == heads ? x : std::vector<float>(heads, x.empty() ? 1.0f : x[0]);
+    };
+    const std::vector<float> q = each_head("q", stored.q), k = each_head("k", stored.k), v = each_head("v", stored.v);
+    const float k_rope = *std::max_element(k.begin(), k.end());
+    std::vector<float> q_rope(q);
+    for (size_t h = 0; h < q.size(); ++h)
+      if (k[h] != k_rope) q_rope[h] = static_cast<float>(double{q[h]} * double{k[h]} / double{k_rope});
+    return {{q, device_}, {q_rope, device_}, {k, device_}, {{&k_rope, 1}, device_}, {v, device_}};
   }
   std::shared_ptr<const Linear> linear(const HostTensor& tensor, const char* role, int64_t out, int64_t in) const {
     return backend_.pack(values(tensor, role, {out, in}, o_.dtype), 1, out, in, o_.dtype, device_);

@@ -15,12 +15,13 @@ int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_
 }
 
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
-                                                          int64_t page_size, int64_t fixed_rows) {
+                                                          int64_t page_size, int64_t fixed_rows, int64_t grain) {
   if (rows < 1 || rows > std::numeric_limits<int32_t>::max())
     throw ShapeError("context rows is " + std::to_string(rows) + ", allowed 1 to " +
                      std::to_string(std::numeric_limits<int32_t>::max()));
   if (fixed_rows < 0 || fixed_rows > rows)
     throw ShapeError("fixed context rows is " + std::to_string(fixed_rows) + ", allowed 0 to " + std::to_string(rows));
+  if (grain < 1) throw ShapeError("context grain is " + std::to_string(grain) + ", at least 1");
   // A cut inside a page would read that page twice; with less than a page of room there is no other choice.
   const int64_t aligned = rows >= page_size ? rows / page_size * page_size : rows;
   std::vector<std::vector<GatherPiece>> chunks;
@@ -28,7 +29,7 @@ std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_
   auto place = [&](int64_t request, int64_t start, int64_t count) {
     chunks.back().push_back({static_cast<int32_t>(request), static_cast<int32_t>(start), static_cast<int32_t>(count),
                              static_cast<int32_t>(used)});
-    used += count;
+    used = std::min(rows, (used + count + grain - 1) / grain * grain);
   };
   for (int64_t r = 0; r < static_cast<int64_t>(contexts.size()); ++r) {
     const int64_t context = contexts[r];

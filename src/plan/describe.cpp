@@ -98,8 +98,10 @@ std::string Plan::describe() const {
          counted(longest, "position").c_str(), splits.size(), counted(partials, "partial row").c_str());
   }
   if (!suffix_items.empty()) {
-    line(out, "  expanded: %s; %s of at most %s", count_of(suffix_items, "new-token item").c_str(),
-         count_of(chunks, "context chunk").c_str(), counted(context_rows, "row").c_str());
+    line(out, "  expanded%s: %s; %s of at most %s",
+         prefills_codes() ? (" as " + std::string(to_string(options.prefill))).c_str() : "",
+         count_of(suffix_items, "new-token item").c_str(), count_of(chunks, "context chunk").c_str(),
+         counted(context_rows, "row").c_str());
     constexpr size_t kShown = 6;
     for (size_t c = 0; c < std::min(chunks.size(), kShown); ++c)
       line(out, "    chunk %zu: %s of %s, first request %d from %d", c, counted(chunks[c].rows, "row").c_str(),

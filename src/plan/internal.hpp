@@ -11,6 +11,15 @@ Plan begin_plan(const ModelConfig& model, const CacheSpec& cache, const DeviceIn
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
+/// What fp8 queries are held in: codes, or, for GPUs, whose kernels take 16-bit queries, what the codes stand for.
+inline Dtype query_codes(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cpu ? Dtype::fp8_e4m3 : Dtype::bf16;
+}
+
+/// Where e4m3 keys of the expanded path begin: at multiples of these rows, for their values lie with rows innermost and
+/// GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
+constexpr size_t kCodeRows = 16;
+
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells, `least` of them where there are few.
 int64_t range_length(int64_t total, int64_t units, int64_t least);

@@ -229,11 +229,14 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
   WorkspaceRows w{.tokens = m.tokens,
                   .latent = can.latent || can.sparse ? m.tokens : 0,
                   .partial = can.latent ? most_latent(p, m).partial_rows : 0,
-                  .expanded = can.expanded ? m.tokens : 0,
                   .heads = o.absorbed ? 0 : m.tokens,
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
                   .shares_context = can.latent && o.context_parallel.sharding.ranks() > 1};
-  if (can.context) w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * (m.seq_len - 1));
+  // Where keys are codes requests begin at multiples of kCodeRows.
+  const int64_t grain = p.prefills_codes() ? int64_t{kCodeRows} : 1;
+  if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
+  if (can.context)
+    w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * divide_up(m.seq_len - 1, grain) * grain);
   if (p.fused_output && !can.context) w.heads = 0;
   if (can.sparse) {
     w.sparse = m.tokens;

@@ -54,6 +54,15 @@ std::string_view to_string(SparsePolicy p) {
   return "?";
 }
 
+std::string_view to_string(PrefillOperands p) {
+  switch (p) {
+    case PrefillOperands::compute: return "compute";
+    case PrefillOperands::fp8: return "fp8";
+    case PrefillOperands::fp8_raw: return "fp8_raw";
+  }
+  return "?";
+}
+
 std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
 
 std::string_view to_string(CacheUse u) {
@@ -78,6 +87,11 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
   return parse("sparse policy", name,
                std::array{SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert,
                           SparsePolicy::dense});
+}
+
+PrefillOperands parse_prefill_operands(std::string_view name) {
+  return parse("prefill operands", name,
+               std::array{PrefillOperands::compute, PrefillOperands::fp8, PrefillOperands::fp8_raw});
 }
 
 LayerForm parse_layer_form(std::string_view name) {

@@ -68,6 +68,9 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
     throw UnsupportedError(
         "plan: " + (o.output.kind != OutputKind::none ? "output " + to_string(o.output) : "form attention") +
         " is the attention form's, fully absorbed weights serve the block form alone");
+  if (o.absorbed && o.prefill != PrefillOperands::compute)
+    throw UnsupportedError("plan: prefill " + std::string(to_string(o.prefill)) +
+                           " is the expanded path's, fully absorbed weights serve the latent path alone");
   if (o.cache_use != CacheUse::append && o.form != LayerForm::attention)
     throw UnsupportedError("plan: cache_use " + std::string(to_string(o.cache_use)) +
                            " is the attention form's (PlanOptions::form), this plan is for form " +
@@ -183,7 +186,8 @@ void chunk_context(Plan& plan) {
   if (rows == 0) return;  // nothing is expanded
   plan.context_rows = rows;
   for (std::vector<GatherPiece>& pieces :
-       pack_context_chunks(contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0)) {
+       pack_context_chunks(contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0,
+                           plan.prefills_codes() ? kCodeRows : 1)) {
     ContextChunk chunk{.pieces = std::move(pieces), .items = {}};
     chunk.items.reserve(chunk.pieces.size());
     for (const GatherPiece& piece : chunk.pieces) {
@@ -247,6 +251,11 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
                              " new tokens takes the expanded path by policy " + std::string(to_string(options.path)) +
                              ", fully absorbed weights serve the latent path alone");
+    if (expanded && request.query_len > 0 && p.prefills_codes() && !p.expanded_tokens.empty()) {
+      const size_t begin =
+          (p.expanded_tokens.size() + planning::kCodeRows - 1) / planning::kCodeRows * planning::kCodeRows;
+      p.expanded_tokens.resize(begin, p.expanded_tokens.back());
+    }
     if (expanded && request.query_len > 0)
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,

@@ -84,7 +84,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", block * entry * act);
   add("hidden_part", o.tensor_parallel > 1 ? block * static_cast<size_t>(m.hidden) * f : 0);
-  add("latent_query", latent_rows * n * entry * (o.fp8_query ? 1 : compute));
+  add("latent_query", latent_rows * n * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);
@@ -120,7 +120,12 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
   }
   add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
-  add("key_rope", key_rows * static_cast<size_t>(m.rope) * compute);
+  add("key_rope", key_rows * static_cast<size_t>(m.rope) * (plan.prefills_codes() ? 1 : compute));
+  if (plan.prefills_codes()) {
+    add("query_codes", key_rows > 0 ? t * n * static_cast<size_t>(m.query_key()) : 0);
+    add("key_codes", key_rows * n * static_cast<size_t>(m.nope));
+    add("value_codes", (key_rows + kCodeRows - 1) / kCodeRows * kCodeRows * n * static_cast<size_t>(m.value));
+  }
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);

@@ -1,5 +1,6 @@
 // The layer through the C interface: both forms, quantised outputs, sparse attention, memory of the caller's.
 #include <algorithm>
+#include <cmath>
 #include <filesystem>
 #include <fstream>
 
@@ -273,6 +274,34 @@ TEST(CLayer, SparseStepsSelectAndTakeSelections) {
       "options form is 2, allowed 0 to 1");
 }
 
+TEST(CLayer, PrefillsOfCodes) {
+  Step s(40, 0);
+  s.options.path = MLA_PATHS_EXPANDED;
+  Tensor<float> hidden({40, 96}), plain({40, 96}, -7.0f), codes({40, 96}, -7.0f);
+  hidden.random(4);
+  const auto forward = [&](int32_t prefill, Tensor<float>& out) {
+    s.options.prefill = prefill;
+    Plan plan;
+    ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+    Bytes workspace(describe(plan).workspace_bytes);
+    mla_layer_args a = s.args(plan, workspace);
+    ASSERT_OK(mla_forward(s.stream, &a, hidden, out));
+  };
+  forward(MLA_PREFILL_COMPUTE, plain);
+  forward(MLA_PREFILL_FP8, codes);
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < plain.data.size(); ++i) {
+    error += (codes[i] - plain[i]) * (codes[i] - plain[i]);
+    norm += plain[i] * plain[i];
+  }
+  EXPECT_LT(std::sqrt(error / norm), 0.08);  // 2^-4 at most of a code, three of them on the way
+  EXPECT_GT(std::sqrt(error / norm), 0.005);
+  s.options.prefill = 3;
+  mla_plan* none = nullptr;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "options prefill is 3, allowed 0 to 2");
+}
+
 // Inputs and output of the attention form over 40 tokens, called with a plan of its own.
 struct Attention {
   Tensor<float> q{{40, kHeads, kQueryKey}}, kv_c{{40, kLatent}}, k_pe{{40, kRope}}, out{{40, kHeads, kValue}, -7.0f};
@@ -462,6 +491,23 @@ TEST(CLayer, WeightsOfTensors) {
   size_t bytes = 0;
   EXPECT_OK(mla_weights_bytes(weights, &bytes));
   EXPECT_GT(bytes, 4u * (192 * 48 + 48 * 96 + 144 * 96 + 384 * 128 + 96 * 256));
+
+  // Scales of e4m3 prefills: five arrays of a number a head.
+  Tensor<float> one({1}, 0.5f), heads({4}, 0.25f), three({3}, 1.0f);
+  t.k_scales = one;
+  t.v_scales = heads;
+  Weights scaled;
+  ASSERT_OK(mla_weights_create(model, &t, nullptr, kCpu, &scaled));
+  size_t more = 0;
+  EXPECT_OK(mla_weights_bytes(scaled, &more));
+  EXPECT_EQ(more - bytes, (4 * 4 + 1) * sizeof(float));
+  t.v_scales = three;
+  mla_weights* none = nullptr;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_weights_create(model, &t, nullptr, kCpu, &none), "v scales have 3 elements");
+  one.data[0] = -1;
+  t.v_scales = nullptr;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create(model, &t, nullptr, kCpu, &none), "k scale is -1");
+  t.k_scales = nullptr;
 
   // fp8 codes with block scales.
   Tensor<uint8_t> codes({96, 256}, 0x38);

@@ -23,6 +23,7 @@ class CastCase final : public Case {
              .scale = p.dtype == Dtype::fp8_e4m3 ? 0.0625f : 1.0f};
     if (turned) args_.y = {p.dtype, y_.data(), {rows_, heads_, n_}, {1, n_ * step, step}};
     if (p.seed % 4 < 2) args_.scales = {scales_.data(), {heads_}};
+    args_.through_e4m3 = p.dtype != Dtype::fp8_e4m3 && p.seed % 3 == 0;
     // In every third case to rows in another order, some of them nowhere.
     if (p.seed % 3 == 0 && rows_ > 0) {
       for (int64_t i = 0; i < rows_; ++i) to_.push_back(static_cast<int32_t>(i));

@@ -104,8 +104,13 @@ TEST_P(GpuRanks, EveryCallBringsWhatTheHostsDoes) {
     Communicator& reference = host[static_cast<size_t>(s.rank)];
     const size_t self = static_cast<size_t>(s.rank), n = static_cast<size_t>(s.ranks);
     for (int turn = 0; turn < 24; ++turn) {
-      // Odd bytes, whole vectors, and, in some turns, more than the staging takes at once.
-      const int64_t unit = turn % 3 == 0 ? 1 : turn % 3 == 1 ? 16 : 4096, big = turn % 8 == 7 ? 257 : 1;
+      // Odd bytes, whole vectors, several words a thread, and, in some turns, more than the staging takes at once.
+      const int64_t unit = turn % 3 == 0   ? 1
+                           : turn % 3 == 1 ? 16
+                                           : 4096,
+                    big = turn % 8 == 7   ? 257
+                          : turn % 8 == 3 ? 20
+                                          : 1;
       const auto length = [&](int from, int to) {
         return int64_t{(from * 5 + to * 3 + turn) % 7} * unit * (unit > 1 ? big : 613);
       };
@@ -182,7 +187,7 @@ TEST_P(GpuRanks, RowsComeToTheirPlaces) {
   expect_none(run([&](Self s) {
     ThreadPool pool(1);
     Stream cpu(pool);
-    for (const int64_t unit : {1, 4, 16, 400}) {
+    for (const int64_t unit : {1, 4, 16, 400, 12007, 16000}) {
       const int64_t rows = 13, n = s.ranks;
       const auto heads = [](int64_t r) { return r + 1; };
       const int64_t all = n * (n + 1) / 2, own = heads(s.rank);

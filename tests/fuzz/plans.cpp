@@ -164,6 +164,7 @@ PlanOptions options_of(fuzz::Source& in) {
   o.compute = in.flag() ? Dtype::bf16 : Dtype::f32;
   o.index_format = static_cast<IndexCacheFormat>(in.within(0, 2));
   o.index_hadamard = in.byte() < 40;
+  o.prefill = in.byte() < 64 ? PrefillOperands::fp8 : PrefillOperands::compute;
   o.index_arithmetic = in.flag() ? IndexArithmetic::fp8 : IndexArithmetic::exact;
   o.reorder_batch_threshold = in.odd(0, 8);
   const int64_t rows = in.odd(0, 60);

@@ -69,6 +69,24 @@ TEST(Chunks, RandomContexts) {
     check(cut, contexts, rows, page, true);
     for (const auto& chunk : cut)
       for (const GatherPiece& p : chunk) EXPECT_EQ(p.start % fixed, 0);  // whatever the neighbours
+    const int64_t grain = random.integer(1, 40);
+    for (const Chunks& apart : {pack_context_chunks(contexts, rows, page, 0, grain),
+                                pack_context_chunks(contexts, rows, page, fixed, grain)}) {
+      std::vector<int32_t> found(contexts.size());
+      for (const auto& chunk : apart) {
+        int64_t end = 0;
+        for (const GatherPiece& p : chunk) {
+          EXPECT_EQ(p.row % grain, 0);
+          EXPECT_TRUE(p.row >= end && p.row - end < grain) << "rows between pieces";
+          EXPECT_EQ(p.start, found[static_cast<size_t>(p.request)]);
+          EXPECT_GT(p.count, 0);
+          found[static_cast<size_t>(p.request)] += p.count;
+          end = int64_t{p.row} + p.count;
+          EXPECT_LE(end, rows);
+        }
+      }
+      EXPECT_EQ(found, contexts);
+    }
   }
 }
 
@@ -83,6 +101,7 @@ TEST(Chunks, BadRows) {
   const std::vector<int32_t> contexts{1};
   EXPECT_THROW(pack_context_chunks(contexts, 0, 16), ShapeError);
   EXPECT_THROW(pack_context_chunks(contexts, 8, 16, 9), ShapeError);
+  EXPECT_THROW(pack_context_chunks(contexts, 8, 16, 0, 0), ShapeError);
 }
 
 }  // namespace

@@ -87,6 +87,11 @@ std::vector<Setting> settings() {
   add("dummy", test::small_deepseek(), {.dummy = true});
   add("absorbed", test::small_deepseek(), {.absorbed = true});
   add("some context rows", test::small_deepseek(), {.path = PathPolicy::expanded, .context_rows = 100});
+  for (const PathPolicy path : {PathPolicy::automatic, PathPolicy::expanded})
+    add("prefills of codes, " + std::string(to_string(path)), test::small_deepseek(),
+        {.path = path, .prefill = PrefillOperands::fp8});
+  add("prefills of codes in few rows", test::small_deepseek(),
+      {.path = PathPolicy::expanded, .prefill = PrefillOperands::fp8, .context_rows = 100});
   add("limits of its own", test::small_deepseek(), {.max_model_len = 20000, .max_requests = 7});
   PlanOptions shared{.tensor_parallel = 2};
   shared.context_parallel = {.sharding = CacheSharding(2, 4), .rank = 1, .heads = {2, 3}};

@@ -118,7 +118,13 @@ TEST(Plan, RandomBatchesAreCoveredExactlyOnce) {
         o.split = split;
         o.reorder_batch_threshold = 3;
         o.context_rows = random.integer(0, 1) ? 0 : random.integer(1, 900);
-        check(make(m, cache_spec(m, CacheFormat::bf16, page_size), b, o));
+        o.prefill = random.integer(0, 1) ? PrefillOperands::fp8 : PrefillOperands::compute;
+        const Plan p = make(m, cache_spec(m, CacheFormat::bf16, page_size), b, o);
+        check(p);
+        if (!p.prefills_codes()) continue;
+        for (const ExpandedItem& item : p.suffix_items) EXPECT_EQ(item.k_begin % 16, 0);
+        for (const ContextChunk& c : p.chunks)
+          for (const ExpandedItem& item : c.items) EXPECT_EQ(item.k_begin % 16, 0);
       }
   }
 }

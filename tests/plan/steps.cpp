@@ -41,6 +41,17 @@ TEST(Steps, AMixedBatchTakesBothPathsAndForwardAndAttendShareThem) {
   EXPECT_EQ(names(p, kSelect), "");
 }
 
+TEST(Steps, CodesAreMadeOfWhatAPrefillAttendsTo) {
+  const PlanOptions o{.form = LayerForm::attention, .path = PathPolicy::expanded, .prefill = PrefillOperands::fp8};
+  EXPECT_EQ(names(make(test::small_deepseek(), Made({40}, {100}, 16), o), kAttend),
+            "append query_codes query_rope_codes kv_up key_rope key_codes value_codes attend_expanded gather kv_up "
+            "key_rope key_codes value_codes attend_context");
+  // Latent requests alone need none.
+  for (const Region& r :
+       make(test::small_deepseek(), Made({1}, {100}, 16), {.path = PathPolicy::latent, .prefill = o.prefill}).regions)
+    EXPECT_TRUE(r.bytes == 0 || !r.name.ends_with("_codes")) << r.name;
+}
+
 TEST(Steps, AbsorbedWeightsHaveNoHeads) {
   const Plan p = make(test::small_deepseek(), Made({1, 2}, {50, 0}, 16), {.absorbed = true});
   EXPECT_EQ(
@@ -155,6 +166,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
         o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
     if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : "nvfp4");
     o.fp8_query = coin();
+    if (!o.absorbed && coin()) o.prefill = coin() ? PrefillOperands::fp8 : PrefillOperands::fp8_raw;
     const Device device{coin() ? DeviceKind::cpu : DeviceKind::cuda};
     const Plan p = make(sparse ? test::small_sparse() : test::small_deepseek(), b, o,
                         o.fp8_query ? CacheFormat::fp8 : CacheFormat::bf16, device);

@@ -143,6 +143,39 @@ def test_forward(small_model, stream, form, path):
         assert error < TOLERANCE[form], error
 
 
+@pytest.mark.parametrize("scales", [{}, {"q": [0.01], "k": [0.02], "v": [0.02]}, {"k": "heads"}])
+@pytest.mark.parametrize("prefill", ["fp8", "fp8_raw"])
+def test_prefill_of_codes(small_model, stream, prefill, scales):
+    world = World(small_model, "bf16")
+    wanted = world.wanted()
+    arrays = world.tensors.arrays()  # borrowed
+    tensors = mla.LayerTensors(arrays)
+    heads = {"k": [0.02 * (1 + h) for h in range(world.model.heads)]}
+    tensors.scales = heads if scales.get("k") == "heads" else scales
+    assert set(tensors.scales) == set(scales)
+    weights = mla.prepare(world.model, tensors, dtype="f32")
+    options = mla.PlanOptions(path="expanded", prefill=prefill)
+    assert options.prefill == prefill
+    for parts in STEPS:
+        step = mla.plan(world.model, world.cache, world.batch(parts), stream=stream, options=options)
+        hidden = world.rows(parts).astype(np.float32)
+        out = mla.forward(step, weights, world.rotary, world.cache, hidden, stream=stream)
+        reference = world.rows(parts, wanted)
+        error = np.sqrt(((out - reference) ** 2).sum() / (reference**2).sum())
+        assert 0.005 < error < 0.1, error
+
+
+def test_prefill_scales_are_checked(small_model):
+    tensors = mla.random_layer(small_model)
+    with pytest.raises(mla.InputError, match="no scales are called 'o'"):
+        tensors.scales = {"o": [1.0]}
+    tensors.scales = {"v": [1.0] * (small_model.heads + 1)}
+    with pytest.raises(mla.ShapeError, match="v scales have"):
+        mla.prepare(small_model, tensors, dtype="f32")
+    with pytest.raises(mla.InputError, match="unknown prefill operands 'e5m2'"):
+        mla.PlanOptions(prefill="e5m2")
+
+
 def test_attend(small_model, stream):
     world = World(small_model, "f32")
     parts = ((0, 37), (0, 90))

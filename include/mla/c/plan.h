@@ -22,6 +22,9 @@ enum {
   MLA_SPARSE_UPCONVERT = 3,
   MLA_SPARSE_DENSE = 4,
 };
+/// Queries, keys and values of the expanded path: in the plan's compute dtype, or as e4m3 codes by the scales that the
+/// layer was made with; raw sums are faster on Hopper GPUs and less exact.
+enum { MLA_PREFILL_COMPUTE = 0, MLA_PREFILL_FP8 = 1, MLA_PREFILL_FP8_RAW = 2 };
 /// MLA_FORM_BLOCK: mla_forward, and mla_attend too unless the output is quantised. MLA_FORM_ATTENTION: mla_attend and
 /// mla_select alone, nothing is reserved for projections and the indexer.
 enum { MLA_FORM_BLOCK = 0, MLA_FORM_ATTENTION = 1 };
@@ -84,11 +87,11 @@ typedef struct mla_plan_options {
   int32_t dummy;                    ///< 1: calls write zeros to the step's rows and do nothing else; default 0
   int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none
   int32_t index_arithmetic;         ///< MLA_INDEX_PRODUCTS_... of scores of an fp8 index cache; default exact
-  int32_t reserved;
-  const mla_sharding* sharding;  ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
-                                 ///< tables and slots are those of this rank's cache; NULL: each has all tokens
-  int64_t rank;                  ///< this one, of sharding
-  const int64_t* rank_heads;     ///< [tensor_parallel] heads of each rank, of sharding
+  int32_t prefill;                  ///< MLA_PREFILL_...: what the expanded path multiplies; default compute
+  const mla_sharding* sharding;     ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
+                                    ///< tables and slots are those of this rank's cache; NULL: each has all tokens
+  int64_t rank;                     ///< this one, of sharding
+  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank, of sharding
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

@@ -57,6 +57,9 @@ typedef struct mla_layer_tensors {
   mla_host_tensor indexer_key_norm;       ///< indexer.k_norm.weight [Di]
   mla_host_tensor indexer_key_norm_bias;  ///< indexer.k_norm.bias [Di]
   mla_host_tensor indexer_head_weights;   ///< indexer.weights_proj [Ni, H]
+  /// f32 [1] or [N]: scales of e4m3 queries, keys and values (MLA_PREFILL_FP8), a value is its code times its scale;
+  /// NULL: 1
+  const DLTensor *q_scales, *k_scales, *v_scales;
 } mla_layer_tensors;
 
 /// A Hugging Face checkpoint folder: config.json with model.safetensors, or an index and its shards.

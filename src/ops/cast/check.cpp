@@ -25,6 +25,8 @@ void check(const CastArgs& a) {
                   a.y_rows.empty() ? "y Token" : "y_rows length", rows);
     for (int32_t row : a.x_rows) require_range("cast", "x_rows entry", row, 0, a.x.extent<Token>());
   }
+  if (a.through_e4m3 && a.y.dtype() == Dtype::fp8_e4m3)
+    throw ShapeError("cast: y is fp8_e4m3, through_e4m3 is for the codes' values in another dtype");
   if (!(a.scale > 0)) throw ShapeError("cast: scale is " + std::to_string(a.scale) + ", must be above 0");
 }
 

@@ -16,7 +16,9 @@ struct CastArgs {
   AnyMutableView<Token, Head, In> y;  ///< In or Token dense
   float scale = 1.0f;                 ///< above 0
   View<const float, Head> scales;     ///< with data: one a head, above 0, in place of scale
-  std::span<const int32_t> y_rows;    ///< row of y for each row; below 0: nowhere; empty: all of y, in order
+  /// y, of another dtype than e4m3, takes what e4m3 codes of x / scale stand for: all its dtypes hold that exactly.
+  bool through_e4m3 = false;
+  std::span<const int32_t> y_rows;  ///< row of y for each row; below 0: nowhere; empty: all of y, in order
 };
 
 /// Rows that are read.

@@ -10,7 +10,8 @@ void reference(const CastArgs& a, std::span<float> y) {
     for (int64_t h = 0; h < heads; ++h)
       for (int64_t d = 0; d < width; ++d) {
         std::byte element[4];
-        store_float(a.y.dtype(), element, 0, a.x(from, h, d) / (a.scales ? a.scales(h) : a.scale));
+        const float x = a.x(from, h, d) / (a.scales ? a.scales(h) : a.scale);
+        store_float(a.y.dtype(), element, 0, a.through_e4m3 ? to_float(to_fp8_e4m3(x)) : x);
         y[static_cast<size_t>((to * heads + h) * width + d)] = load_float(a.y.dtype(), element, 0);
       }
   }

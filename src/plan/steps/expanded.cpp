@@ -1,35 +1,76 @@
 // The expanded path: latent rows become keys and values of each head.
+#include "plan/internal.hpp"
 #include "plan/steps/steps.hpp"
 
 namespace mla::planning {
 namespace {
 
-// Keys and values of `rows` latent rows, in the compute dtype; the shared rope part keeps its own array.
+// Keys and values of `rows` latent rows, in the compute dtype or as codes; the shared rope part keeps its own array.
 struct Expanded {
   Operand<Key, Head, Nope> k_nope;
   Operand<Key, Rope> k_pe;
   Operand<Key, Head, Value> v;
 };
+
+// Codes of rows by the layer's scales.
+void encode(Steps& s, std::string_view name, Calls calls, const Operand<Token, Head, In>& x, const RowList& list,
+            const Operand<Token, Head, In>& y, Scales scales) {
+  s.add(name, calls, steps::Cast{.x = x, .x_rows = list, .y = y, .scales = scales});
+}
+
 Expanded expand(Steps& s, Calls calls, const Operand<Token, Head, In>& kv_c, const Operand<Token, Head, In>& k_pe,
                 const RowList& list, int64_t rows) {
   const ModelConfig& m = s.m;
-  const Dtype t = s.plan.options.compute;
+  const bool codes = s.plan.prefills_codes();
+  const Dtype t = s.plan.options.compute, e4m3 = Dtype::fp8_e4m3, rope = codes ? e4m3 : t;
   const int64_t n = m.heads, width = m.nope + m.value;
   const auto keys = s.region<Key, Head, Out>("keys", t, {rows, n, width});
+  const auto flat = s.region<Token, Head, In>("keys", t, {rows, n, width});
   s.project("kv_up", calls, kv_c, list, Weight::kv_up, s.region<Token, Head, Out>("keys", t, {rows, 1, n * width}), {},
             rows);
   if (m.rope > 0)
-    s.add("key_rope", calls,
-          steps::Cast{.x = k_pe, .x_rows = list, .y = s.region<Token, Head, In>("key_rope", t, {rows, 1, m.rope})});
-  return {keys.part<Key, Head, Nope>(0, {rows, n, m.nope}), s.region<Key, Rope>("key_rope", t, {rows, m.rope}),
-          keys.part<Key, Head, Value>(m.nope, {rows, n, m.value})};
+    encode(s, "key_rope", calls, k_pe, list, s.region<Token, Head, In>("key_rope", rope, {rows, 1, m.rope}),
+           codes ? Scales::key_rope : Scales::none);
+  const auto k_rope = s.region<Key, Rope>("key_rope", rope, {rows, m.rope});
+  if (!codes)
+    return {keys.part<Key, Head, Nope>(0, {rows, n, m.nope}), k_rope,
+            keys.part<Key, Head, Value>(m.nope, {rows, n, m.value})};
+  encode(s, "key_codes", calls, flat.part<Token, Head, In>(0, {rows, n, m.nope}), {},
+         s.region<Token, Head, In>("key_codes", e4m3, {rows, n, m.nope}), Scales::key);
+  // On a GPU a head's values lie with their rows innermost, as tensor cores take e4m3.
+  const bool turned = s.plan.device.device.kind == DeviceKind::cuda;
+  const int64_t pitch = (rows + int64_t{kCodeRows} - 1) / int64_t{kCodeRows} * int64_t{kCodeRows};
+  const auto values =
+      turned ? s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch})
+             : s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value});
+  encode(s, "value_codes", calls, flat.part<Token, Head, In>(m.nope, {rows, n, m.value}), {},
+         values.part<Token, Head, In>(0, {rows, n, m.value}), Scales::value);
+  return {s.region<Key, Head, Nope>("key_codes", e4m3, {rows, n, m.nope}), k_rope, values};
 }
 
-void attend(Steps& s, Calls calls, const Expanded& e, const ListOf<ExpandedItem>& items, bool accumulate) {
+// The step's queries as the path multiplies them.
+Operand<Token, Head, QueryKey> queries(Steps& s, Calls calls) {
+  const ModelConfig& m = s.m;
+  const auto q = s.input<Token, Head, QueryKey>(Memory::q, s.act, {s.tokens, m.heads, m.query_key()});
+  if (!s.plan.prefills_codes()) return q;
+  const auto codes =
+      s.region<Token, Head, QueryKey>("query_codes", Dtype::fp8_e4m3, {s.tokens, m.heads, m.query_key()});
+  const auto part = [&](std::string_view name, int64_t begin, int64_t width, Scales scales) {
+    if (width == 0) return;
+    encode(s, name, calls, q.part<Token, Head, In>(begin, {s.tokens, m.heads, width}), {},
+           codes.part<Token, Head, In>(begin, {s.tokens, m.heads, width}), scales);
+  };
+  part("query_codes", 0, m.nope, Scales::query);
+  part("query_rope_codes", m.nope, m.rope, Scales::query_rope);
+  return codes;
+}
+
+void attend(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q, const Expanded& e,
+            const ListOf<ExpandedItem>& items, bool accumulate) {
   const ModelConfig& m = s.m;
   s.add(accumulate ? "attend_context" : "attend_expanded", calls,
         steps::AttendExpanded{
-            .q = s.input<Token, Head, QueryKey>(Memory::q, s.act, {s.tokens, m.heads, m.query_key()}),
+            .q = q,
             .k_nope = e.k_nope,
             .k_pe = e.k_pe,
             .v = e.v,
@@ -38,7 +79,8 @@ void attend(Steps& s, Calls calls, const Expanded& e, const ListOf<ExpandedItem>
             .out = s.input<Token, Head, Value>(Memory::heads, s.act, {s.plan.head_rows, m.heads, m.value}),
             .lse = s.region<Token, Head>("heads_lse", Dtype::f32, {s.tokens, m.heads}),
             .accumulate = accumulate,
-            .quantized = s.plan.fused_output});
+            .quantized = s.plan.fused_output,
+            .raw_sums = s.plan.options.prefill == PrefillOperands::fp8_raw});
 }
 
 }  // namespace
@@ -47,7 +89,8 @@ void expanded_steps(Steps& s, Calls calls) {
   const ModelConfig& m = s.m;
   const Plan& p = s.plan;
   const int64_t rows = static_cast<int64_t>(p.expanded_tokens.size());
-  attend(s, calls,
+  const auto q = queries(s, calls);
+  attend(s, calls, q,
          expand(s, calls, s.input<Token, Head, In>(Memory::kv_c, s.act, {s.tokens, 1, m.latent}),
                 s.input<Token, Head, In>(Memory::k_pe, s.act, {s.tokens, 1, m.rope}),
                 s.list(ListKind::expanded_tokens, p.expanded_tokens), rows),
@@ -62,7 +105,7 @@ void expanded_steps(Steps& s, Calls calls) {
       return Operand<Token, Head, In>(Memory::workspace, s.act, rope_or_latent.offset, {chunk.rows, 1, width},
                                       {context.stride<Key>(), 0, 1});
     };
-    attend(s, calls, expand(s, calls, flat(kv_c, m.latent), flat(k_pe, m.rope), {}, chunk.rows),
+    attend(s, calls, q, expand(s, calls, flat(kv_c, m.latent), flat(k_pe, m.rope), {}, chunk.rows),
            s.list(ListKind::context_items, chunk.items, c), true);
   }
 }

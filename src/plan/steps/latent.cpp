@@ -1,6 +1,7 @@
 // The latent path: queries through W_UK attend to the cached rows themselves.
 #include <numeric>
 
+#include "plan/internal.hpp"
 #include "plan/steps/steps.hpp"
 
 namespace mla::planning {
@@ -33,16 +34,16 @@ Partials partials(const Steps& s, int64_t rows, int64_t heads) {
 namespace {
 
 // Queries over the plan's items, splits merged.
-void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
   const auto [partial_out, partial_lse] = partials(s, p.partial_rows, q.extent<Head>());
   if (!p.latent_items.empty())
     s.add("attend_latent", calls,
           steps::AttendLatent{.q = q,
-                              .q_scale = q_scale,
+                              .q_scale = scales.codes,
                               .items = s.list(ListKind::latent_items, p.latent_items),
-                              .scale = static_cast<float>(s.m.softmax_scale()),
+                              .scale = scales.softmax,
                               .out = out,
                               .lse = lse,
                               .partial_out = partial_out,
@@ -53,8 +54,8 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, f
 }
 
 // All ranks' queries over the tokens that this rank holds; merged is what all found for this rank's.
-void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const Operand<Token, Head, Value>& out,
-                   const Operand<Token, Head>& lse) {
+void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
+                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
   const std::vector<int64_t>& heads = p.options.context_parallel.heads;
   const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads),
@@ -63,7 +64,7 @@ void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, 
   s.add("gather_queries", calls, steps::GatherQueries{q, queries});
   const auto found = s.region<Token, Head, Value>("rank_found", Dtype::f32, {rows, all, width});
   const auto found_lse = s.region<Token, Head>("rank_found_lse", Dtype::f32, {rows, all});
-  attend_items(s, calls, queries, 1.0f, found, found_lse);
+  attend_items(s, calls, queries, scales, found, found_lse);
   const auto got = s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, width});
   const auto got_lse = s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n});
   s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});
@@ -88,23 +89,25 @@ Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
   Operand<Token, Head, Entry> q = staged_queries(s);
   if (fp8) {
     const Operand<Token, Head, Entry> staged = q;
-    q = s.region<Token, Head, Entry>("latent_query", Dtype::fp8_e4m3, staged.extents());
+    q = s.region<Token, Head, Entry>("latent_query", query_codes(p), staged.extents());
     s.add("quantise_query", calls,
           steps::Cast{.x = staged.part<Token, Head, In>(0, staged.extents()),
                       .x_rows = {},
                       .y = q.part<Token, Head, In>(0, q.extents()),
-                      .scale = p.options.q_scale});
+                      .scale = p.options.q_scale,
+                      .through_e4m3 = q.dtype != Dtype::fp8_e4m3});
   }
-  const float q_scale = fp8 ? p.options.q_scale : 1.0f;
+  QueryScales scales{1.0f, static_cast<float>(s.m.softmax_scale())};
+  if (fp8) (q.dtype == Dtype::fp8_e4m3 ? scales.codes : scales.softmax) *= p.options.q_scale;
   const auto out = s.region<Token, Head, Value>("latent_out", s.act, {rows, n, width});
   const auto lse = s.region<Token, Head>("latent_lse", Dtype::f32, {rows, n});
   if (p.shares_context()) {
-    attend_shared(s, calls, q, out, lse);
+    attend_shared(s, calls, q, scales, out, lse);
     return out;
   }
-  attend_items(s, calls, q, q_scale, out, lse);
+  attend_items(s, calls, q, scales, out, lse);
   if (const int64_t first = p.sparse_begin; first < rows)
-    sparse_steps(s, calls, q.rows(first, rows - first), q_scale, out.rows(first, rows - first),
+    sparse_steps(s, calls, q.rows(first, rows - first), scales, out.rows(first, rows - first),
                  lse.rows(first, rows - first));
   return out;
 }

@@ -113,7 +113,7 @@ void choice_steps(Steps& s) {
   s.add("end_choice", kIndexer | kSelect, steps::EndChoice{});
 }
 
-void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const ModelConfig& m = s.m;
   const Dtype compute = s.plan.options.compute;
@@ -132,12 +132,12 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, f
     const auto group_lse = lse.rows(g.begin, g.count);
     s.add("attend_sparse", calls,
           steps::AttendSparse{.q = q.rows(g.begin, g.count),
-                              .q_scale = q_scale,
+                              .q_scale = scales.codes,
                               .gathered = gathered,
                               .slots = selected_slots(s).rows(g.begin, g.count),
                               .items = s.list(ListKind::sparse_items, g.work.items, i),
                               .part_keys = g.work.part_keys,
-                              .scale = static_cast<float>(m.softmax_scale()),
+                              .scale = scales.softmax,
                               .out = group_out,
                               .lse = group_lse,
                               .partial_out = partial_out,

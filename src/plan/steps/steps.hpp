@@ -27,6 +27,12 @@ class Steps {
   Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
     return {Memory::workspace, dtype, static_cast<int64_t>(plan.region(name).offset), extents};
   }
+  /// The same, strided.
+  template <class... D>
+  Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents,
+                       const typename Operand<D...>::Extents& strides) const {
+    return {Memory::workspace, dtype, static_cast<int64_t>(plan.region(name).offset), extents, strides};
+  }
   /// Rows of the call's.
   template <class... D>
   Operand<D...> input(Memory memory, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
@@ -112,8 +118,12 @@ void expanded_steps(Steps& s, Calls calls);
 void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& query_source);
 /// Positions that were chosen, by whomever, become what each group's attention reads.
 void choice_steps(Steps& s);
+/// What scores of latent queries are multiplied by: a scale of codes, and softmax's.
+struct QueryScales {
+  float codes, softmax;
+};
 /// Latent queries of the sparse rows over what they chose.
-void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, float q_scale,
+void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse);
 
 }  // namespace mla::planning

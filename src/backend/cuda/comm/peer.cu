@@ -19,6 +19,7 @@
 #include "backend/cuda/comm/signal.cuh"
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "core/gpu.hpp"
 
@@ -95,7 +96,6 @@ __device__ void copy_own(const Rows& from, const Rows& to, const Piece& piece) {
   });
 }
 
-constexpr int kMostParts = 2;
 struct Messages {
   Rows send[kMostParts][kMostPeers], receive[kMostParts][kMostPeers];
 };
@@ -103,6 +103,8 @@ struct Messages {
 template <int parts>
 __global__ void __launch_bounds__(kPeerThreads)
     exchange_kernel(Peers p, const __grid_constant__ Messages m, int64_t most, uint64_t deadline_ns, int step) {
+  wait_for_previous_grids();
+  allow_next_grid();
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int block = static_cast<int>(blockIdx.x);
@@ -116,10 +118,14 @@ __global__ void __launch_bounds__(kPeerThreads)
         const int r = (p.rank + i) % p.ranks;
         copy_out(m.send[part][r], piece_at(m.send[part][r], first), p.region(r, p.rank, round, block) + part * share);
       }
+    }
+    tell(p, round);
+#pragma unroll
+    for (int part = 0; part < parts; ++part) {  // meanwhile
       const Rows &from = m.send[part][p.rank], &to = m.receive[part][p.rank];
       if (from.data != to.data) copy_own(from, to, piece_at(from, first));
     }
-    if (!meet(p, round, deadline_ns, step)) return;
+    if (!wait_for_others(p, round, deadline_ns, step)) return;
 #pragma unroll
     for (int part = 0; part < parts; ++part)
       for (int i = 1; i < p.ranks; ++i) {
@@ -129,6 +135,67 @@ __global__ void __launch_bounds__(kPeerThreads)
       }
   }
   if (threadIdx.x == 0) p.rounds[block] = round;
+}
+
+/// Eight bytes of a message, from its byte `at` on; bytes past its end are 0, or left alone.
+__device__ uint2 load_bytes(const Rows& m, int64_t at) {
+  if (bits_of(m) % 8 == 0) return __ldcg(element<uint2>(m, at / 8));
+  uint2 value{};
+  for (int i = 0; i < 8 && at + i < m.bytes; ++i)
+    reinterpret_cast<unsigned char*>(&value)[i] = __ldcg(element<unsigned char>(m, at + i));
+  return value;
+}
+__device__ void store_bytes(const Rows& m, int64_t at, uint2 value) {
+  if (bits_of(m) % 8 == 0) {
+    *element<uint2>(m, at / 8) = value;
+    return;
+  }
+  for (int i = 0; i < 8 && at + i < m.bytes; ++i)
+    *element<unsigned char>(m, at + i) = reinterpret_cast<const unsigned char*>(&value)[i];
+}
+
+/// Of messages of at most kMostBlocks * kShortBytes each: a word a thread, by way of words that carry their round.
+///
+/// A word from each rank is waited for even where it has no bytes to send: who has one of round k - 1 knows that the
+/// rank's kernel of round k - 2 has ended, so that its set is free again.
+template <int parts>
+__global__ void __launch_bounds__(kPeerThreads)
+    short_exchange_kernel(Peers p, const __grid_constant__ Messages m, uint64_t deadline_ns, int step) {
+  wait_for_previous_grids();
+  allow_next_grid();
+  unsigned round;
+  if (!begin_rounds(p, round)) return;
+  ++round;
+  const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int64_t at = int64_t{block} * kShortBytes + thread * 8;
+#pragma unroll
+  for (int part = 0; part < parts; ++part)
+    for (int i = 1; i < p.ranks; ++i) {
+      const int r = (p.rank + i) % p.ranks;
+      Word* const to = p.words(r, p.rank, round, part, block);
+      const Rows& from = m.send[part][r];
+      if (at < from.bytes) store_word(to + thread, load_bytes(from, at), round);
+      if (thread == 0) store_word(to + kPeerThreads, {0, 0}, round);
+    }
+#pragma unroll
+  for (int part = 0; part < parts; ++part) {
+    const Rows &from = m.send[part][p.rank], &to = m.receive[part][p.rank];
+    if (from.data != to.data && at < from.bytes) store_bytes(to, at, load_bytes(from, at));
+  }
+  bool here = true;
+#pragma unroll
+  for (int part = 0; part < parts; ++part)
+    for (int i = 1; i < p.ranks; ++i) {
+      const int r = (p.rank + i) % p.ranks;
+      const Rows& to = m.receive[part][r];
+      uint2 value;
+      if (here && at < to.bytes) {
+        here = take_word(p, r, round, part, thread, deadline_ns, step, value);
+        if (here) store_bytes(to, at, value);
+      }
+      if (here && thread == 0) here = take_word(p, r, round, part, kPeerThreads, deadline_ns, step, value);
+    }
+  if (__syncthreads_and(here) && thread == 0) p.rounds[block] = round;
 }
 
 /// T values of n bytes each: 16 bytes, or one element.
@@ -202,6 +269,8 @@ __global__ void __launch_bounds__(kPeerThreads)
   using Bits = typename N::Bits;
   constexpr int64_t kSize = sizeof(Bits);
   constexpr int n = wide ? 16 / kSize : 1;
+  wait_for_previous_grids();
+  allow_next_grid();
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int block = static_cast<int>(blockIdx.x);
@@ -212,7 +281,8 @@ __global__ void __launch_bounds__(kPeerThreads)
       const Piece piece = piece_of(t.sent[r], first, p.region_bytes, 16);
       copy_out({const_cast<std::byte*>(t.send[r]), 0, t.sent[r], t.sent[r]}, piece, p.region(r, p.rank, round, block));
     }
-    if (!meet(p, round, deadline_ns, step)) return;
+    tell(p, round);
+    if (!wait_for_others(p, round, deadline_ns, step)) return;
     const Piece piece = piece_of(t.count * kSize, first, p.region_bytes, 16);
     const auto terms = [&](int r) {
       return reinterpret_cast<const Bits*>(r == p.rank ? t.send[r] + piece.begin : p.region(p.rank, r, round, block));
@@ -221,6 +291,50 @@ __global__ void __launch_bounds__(kPeerThreads)
                  kPeerThreads);
   }
   if (threadIdx.x == 0) p.rounds[block] = round;
+}
+
+template <class Format>
+__global__ void __launch_bounds__(kPeerThreads) short_sum_kernel(Peers p, Terms t, uint64_t deadline_ns, int step) {
+  using N = Number<Format>;
+  using Bits = typename N::Bits;
+  constexpr int n = 8 / int{sizeof(Bits)};
+  wait_for_previous_grids();
+  allow_next_grid();
+  unsigned round;
+  if (!begin_rounds(p, round)) return;
+  ++round;
+  const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
+  const int64_t at = int64_t{block} * kShortBytes + thread * 8;
+  const auto sent = [&](int r) { return Rows{const_cast<std::byte*>(t.send[r]), 0, t.sent[r], t.sent[r]}; };
+  for (int i = 1; i < p.ranks; ++i) {
+    const int r = (p.rank + i) % p.ranks;
+    Word* const to = p.words(r, p.rank, round, 0, block);
+    if (at < t.sent[r]) store_word(to + thread, load_bytes(sent(r), at), round);
+    if (thread == 0) store_word(to + kPeerThreads, {0, 0}, round);
+  }
+  const int64_t bytes = t.count * int64_t{sizeof(Bits)};
+  bool here = true;
+  uint2 word;
+  if (at < bytes) {
+    float total[n];
+    for (int r = 0; r < p.ranks && here; ++r) {
+      if (r == p.rank) word = load_bytes(sent(r), at);
+      else here = take_word(p, r, round, 0, thread, deadline_ns, step, word);
+      Values<Bits, n> x;
+      memcpy(&x, &word, 8);
+#pragma unroll
+      for (int e = 0; e < n; ++e) total[e] = r == 0 ? N::read(x.v[e]) : total[e] + N::read(x.v[e]);
+    }
+    Values<Bits, n> y;
+#pragma unroll
+    for (int e = 0; e < n; ++e) y.v[e] = N::write(total[e]);
+    memcpy(&word, &y, 8);
+    if (here) store_bytes({t.out, 0, bytes, bytes}, at, word);
+  }
+  if (thread == 0)
+    for (int i = 1; i < p.ranks && here; ++i)
+      here = take_word(p, (p.rank + i) % p.ranks, round, 0, kPeerThreads, deadline_ns, step, word);
+  if (__syncthreads_and(here) && thread == 0) p.rounds[block] = round;
 }
 
 template <class Format, bool wide>
@@ -276,8 +390,12 @@ class PeerCarrier final : public DeviceCarrier {
     // Of unknown sizes all ranks have to take as many blocks.
     const int64_t most = e.most_bytes > 0 ? e.most_bytes : room(parts);
     run(queue, e.step, e.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
-      launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
-             peers_, m, most, ns, step);
+      if (is_short(most))
+        launch(parts == 1 ? short_exchange_kernel<1> : short_exchange_kernel<2>, config, queue.stream(), e.step,
+               "short exchange", "", peers_, m, ns, step);
+      else
+        launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
+               peers_, m, most, ns, step);
     });
   }
 
@@ -290,6 +408,11 @@ class PeerCarrier final : public DeviceCarrier {
     t.out = static_cast<std::byte*>(s.out), t.count = s.count;
     const auto size = static_cast<int64_t>(size_of(s.dtype)), most = s.most * size;
     run(queue, s.step, s.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
+      if (is_short(most))
+        return for_format(s.dtype, true, [&](auto format, auto) {
+          launch(short_sum_kernel<decltype(format)>, config, queue.stream(), s.step, "short sum", "", peers_, t, ns,
+                 step);
+        });
       for_format(s.dtype, wide(t.send[peers_.rank], t.out, s.count * size), [&](auto format, auto is_wide) {
         launch(sum_kernel<decltype(format), decltype(is_wide)::value>, config, queue.stream(), s.step, "sum", "",
                peers_, t, most, ns, step);
@@ -330,6 +453,7 @@ class PeerCarrier final : public DeviceCarrier {
     Steps steps;
   };
 
+  static bool is_short(int64_t most) { return most <= int64_t{kMostBlocks} * kShortBytes; }
   int64_t room(size_t parts) const {
     return kMostBlocks * (peers_.region_bytes / static_cast<int64_t>(parts) / 16 * 16);
   }
@@ -346,9 +470,8 @@ class PeerCarrier final : public DeviceCarrier {
     watch_->check(false);
     if (gpu::capturing(queue)) queue.capture(watch_);
     else queue.watch(watch_);
-    constexpr int64_t kFewBytes = 4096;  // of a block
-    const int64_t blocks = std::clamp<int64_t>((most + kFewBytes - 1) / kFewBytes, 1, kMostBlocks);
-    start(LaunchConfig{.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kPeerThreads)},
+    const int64_t blocks = std::clamp<int64_t>((most + kShortBytes - 1) / kShortBytes, 1, kMostBlocks);
+    start(LaunchConfig{.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kPeerThreads), .overlap = true},
           static_cast<uint64_t>(deadline.count()), watch_->steps.number_of(step));
   }
 
@@ -429,12 +552,11 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   const auto slots = static_cast<size_t>(2 * ranks * kMostBlocks);
   peers_.rank = rank, peers_.ranks = ranks, peers_.failure = watch_->failure;
   peers_.region_bytes = static_cast<int64_t>(std::max<size_t>(g.staging_bytes / slots / 256 * 256, 256));
-  const size_t flags = static_cast<size_t>(Peers::flags_bytes(ranks)),
-               bytes = flags + slots * static_cast<size_t>(peers_.region_bytes);
+  const auto bytes = static_cast<size_t>(Peers::bytes(ranks, peers_.region_bytes));
   const std::shared_ptr<std::byte> own = shared_memory(bytes, device_, "staging of ranks' messages");
   rounds_ = shared_memory((kMostBlocks + 1) * sizeof(unsigned), device_, "rounds of ranks' messages");
   peers_.rounds = reinterpret_cast<unsigned*>(rounds_.get());
-  check(cudaMemset(own.get(), 0, flags), "communicator", "flags");
+  check(cudaMemset(own.get(), 0, bytes), "communicator", "flags");  // round 0 in all words
   check(cudaMemset(rounds_.get(), 0, (kMostBlocks + 1) * sizeof(unsigned)), "communicator", "rounds");
   check(cudaDeviceSynchronize(), "communicator", "flags");
 
@@ -458,11 +580,14 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   }
   // Kernels are loaded now: loading may wait for kernels that wait for this rank.
   cudaFuncAttributes attributes{};
+  check(cudaFuncGetAttributes(&attributes, short_exchange_kernel<1>), "communicator", "short exchange");
+  check(cudaFuncGetAttributes(&attributes, short_exchange_kernel<2>), "communicator", "short exchange");
   check(cudaFuncGetAttributes(&attributes, exchange_kernel<1>), "communicator", "exchange");
   check(cudaFuncGetAttributes(&attributes, exchange_kernel<2>), "communicator", "exchange");
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const bool is_wide : {false, true})
       for_format(dtype, is_wide, [&](auto format, auto w) {
+        check(cudaFuncGetAttributes(&attributes, short_sum_kernel<decltype(format)>), "communicator", "short sum");
         check(cudaFuncGetAttributes(&attributes, sum_kernel<decltype(format), decltype(w)::value>), "communicator",
               "sum");
       });

@@ -19,7 +19,8 @@ constexpr int kThreads = 256;
 template <class X, class Y, int n>
 __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64_t groups, int64_t x_row,
                             int64_t x_head, int64_t y_row, int64_t y_head, int64_t y_in, const int32_t* x_rows,
-                            const int32_t* y_rows, const float* scales, int64_t scales_head, float one_scale) {
+                            const int32_t* y_rows, const float* scales, int64_t scales_head, float one_scale,
+                            bool through_e4m3) {
   const int64_t count = rows * heads * groups, step = static_cast<int64_t>(gridDim.x) * kThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     const int64_t g = i % groups, h = i / groups % heads, t = i / groups / heads;
@@ -29,7 +30,11 @@ __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64
     const auto in = *reinterpret_cast<const Pack<X, n>*>(x + from * x_row + h * x_head + g * n);
     Pack<Y, n> out;
 #pragma unroll
-    for (int e = 0; e < n; ++e) out.at[e] = from_float<Y>(scale == 1.0f ? widen(in.at[e]) : widen(in.at[e]) / scale);
+    for (int e = 0; e < n; ++e) {
+      float value = scale == 1.0f ? widen(in.at[e]) : widen(in.at[e]) / scale;
+      if (through_e4m3) value = widen(from_float<fp8_e4m3>(value));
+      out.at[e] = from_float<Y>(value);
+    }
     *reinterpret_cast<Pack<Y, n>*>(y + to * y_row + h * y_head + g * n * y_in) = out;
   }
 }
@@ -51,7 +56,7 @@ void run(const Queue& queue, const CopyRows& c, std::string_view op) {
          strided(count, kThreads, int64_t{queue.multiprocessors()} * 32), queue.stream(), op, "copy of rows", shape,
          static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups, c.x.stride<Token>(),
          c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.y.stride<In>(), c.x_rows, c.y_rows, c.scales,
-         c.scales_head, c.scale);
+         c.scales_head, c.scale, c.through_e4m3);
 }
 
 // Codes of bf16 numbers, for which the index arithmetic above would take longer than memory does.
@@ -204,7 +209,8 @@ void cast(Stream& stream, const ops::CastArgs& a) {
                       .rows = ops::rows_of(a),
                       .scale = a.scale,
                       .scales = a.scales.data(),
-                      .scales_head = a.scales ? a.scales.stride<Head>() : 0},
+                      .scales_head = a.scales ? a.scales.stride<Head>() : 0,
+                      .through_e4m3 = a.through_e4m3},
                      "cast");
 }
 

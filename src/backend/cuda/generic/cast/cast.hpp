@@ -21,6 +21,7 @@ struct CopyRows {
   float scale = 1.0f;             ///< y = x / scale
   const float* scales = nullptr;  ///< device; not null: one a head, `scales_head` apart, in place of scale
   int64_t scales_head = 0;
+  bool through_e4m3 = false;  ///< as ops::CastArgs has it
 };
 /// One launch.
 void copy_rows(const Queue& queue, const CopyRows& c, std::string_view op);

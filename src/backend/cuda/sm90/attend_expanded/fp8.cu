@@ -188,6 +188,7 @@ struct KeyProducer {
   __device__ void load_tile(const TileWork& work, uint32_t t, uint32_t& blocks) {
     const ops::ScaleRows rows = p.scale_rows ? p.scale_rows[work.item] : ops::ScaleRows{};
     const auto scales_of = [&](int n) {
+      if (work.keys <= 0) return float2{1.0f, 1.0f};  // its one block is hidden; its row may not exist
       const int32_t row = p.scale_rows ? rows.k + n * tile.keys / scale_rows : 0;
       return float2{p.k_scale.at(row, work.head), p.v_scale.at(row, work.head)};
     };
