@@ -121,6 +121,15 @@ struct LinkRates {
   double seconds = 0, bytes = 0;  ///< bytes 0: unknown, times are then not expected
 };
 
+/// The largest step that an engine makes, in any mix: every number bounds the batch's own.
+struct StepMaxima {
+  int64_t requests = 0;
+  int64_t tokens = 0;     ///< new tokens of all requests together; more than requests * query_len are never met
+  int64_t query_len = 0;  ///< new tokens of one request
+  int64_t seq_len = 0;    ///< cached context and new tokens of one request
+  friend bool operator==(const StepMaxima&, const StepMaxima&) = default;
+};
+
 struct PlanOptions {
   LayerForm form = LayerForm::block;
   /// Other than append: with form attention alone. none: of the batch query_start_loc and seq_lens alone are looked at;
@@ -174,6 +183,14 @@ struct PlanOptions {
   int64_t max_model_len = 0;       ///< 0: the batch's longest sequence
   int64_t max_requests = 0;        ///< 0: the batch's
   std::optional<CostModel> rates;  ///< for PathPolicy::automatic; empty: the device's
+  /// Of a step whose calls are captured once (Graph) and launched for every batch within the maxima, or take the place
+  /// of captured ones: plans have the same steps, rows, regions and list lengths whatever the batch, entries that it
+  /// does not need do nothing (StepOfMaxima). Requests take the sparse path, all of them, where seq_len passes what the
+  /// indexer selects, otherwise the latent path, all of them; sparse rows are attended in place. Plan::tokens is then
+  /// the maxima's: calls take inputs and outputs of as many rows, read of those past the batch's tokens what cannot
+  /// reach another row, and write none of the outputs'. Of select(), rows of short requests are read, too.
+  /// UnsupportedError for path expanded, a cache_use of none, a dummy step, and a quantised output.
+  std::optional<StepMaxima> maxima;
 };
 
 /// What a plan needs to know of the machine. Never changes results, only workspace.
@@ -235,9 +252,15 @@ struct Plan {
   CacheSpec cache;
   PlanOptions options;
   DeviceInfo device;
-  int64_t tokens = 0;
+  int64_t tokens = 0;        ///< rows of the calls' inputs and outputs
+  int64_t batch_tokens = 0;  ///< that are the batch's: all of them, unless options.maxima are there
   std::vector<RequestPlan> requests;
-  std::vector<int32_t> positions;  ///< [tokens] position of each token in its sequence
+  std::vector<int32_t> positions;  ///< [tokens] position of each token in its sequence; 0 of rows past the batch's
+
+  // With options.maxima: the batch's lists, as long as the maxima's.
+  std::vector<int32_t> slots;         ///< [tokens] its slot mapping, then -1
+  std::vector<int32_t> lengths;       ///< [maxima.requests] its seq_lens, then 0
+  std::vector<int32_t> written_rows;  ///< [tokens] 0, 1, ... of the batch's tokens, then -1
 
   // Latent path: compact rows over the tokens of latent requests.
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
@@ -317,10 +340,40 @@ struct Plan {
   std::string describe() const;
 };
 
-/// Validates the batch and plans it. BatchError, ShapeError or UnsupportedError on anything that does not fit.
+/// Validates the batch and plans it. BatchError, ShapeError or UnsupportedError on anything that does not fit, a batch
+/// past options.maxima among it.
 /// `pages` is the cache's page count; not looked at without a cache.
 Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
           const PlanOptions& options = {});
+
+/// Memory that is enough for every step within the maxima: plan() of such a batch, with the same model, cache, device
+/// and options, never asks for more. What engines otherwise measure by a dummy forward pass before they size their
+/// caches. Close to the largest plan where that is the maxima's own; paths, splits and chunks that no one batch has
+/// together are counted together.
+struct StepMemory {
+  size_t workspace_bytes = 0, selection_bytes = 0;
+};
+/// ShapeError for a maximum below 0 or past 32 bits, and where seq_len is below query_len; errors of options as
+/// plan()'s.
+StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const StepMaxima& maxima,
+                       const DeviceInfo& device, const PlanOptions& options = {});
+
+/// A step to capture calls with: of options.maxima and no batch. Its item lists are as large as any batch's, so that
+/// launches are (what is staged of them is empty items); its batch has a table of room for all, no request and no slot.
+/// Stage it (StagedStep::stage), capture the calls, then plan each batch with the same options and restage it. A call
+/// made before anything is restaged writes to its workspace and selection alone.
+struct StepOfMaxima {
+  Plan plan;
+  std::vector<int32_t> starts, table;
+  Batch batch;  ///< of the two
+
+  StepOfMaxima() = default;
+  StepOfMaxima(StepOfMaxima&&) noexcept = default;
+  StepOfMaxima& operator=(StepOfMaxima&&) noexcept = default;
+};
+/// ShapeError without options.maxima; other errors as step_memory()'s.
+StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device,
+                         const PlanOptions& options);
 
 /// Context workspace rows by the default rule.
 int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);

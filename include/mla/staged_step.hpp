@@ -23,11 +23,16 @@ class StagedStep {
   /// they are while calls with them are made.
   void stage(const Plan& plan, const Batch& batch);
 
-  /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph): the
-  /// step must be no larger in any array, take the same paths, and give its rows in order where the first one did.
-  /// ShapeError naming the array otherwise; the device's arrays are then as they were. Missing requests become empty
-  /// ones, missing tokens have no slot; what calls write for them lies in rows past the step's tokens, and is
-  /// unspecified. Plan and batch may go once this returns.
+  /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph). Plan
+  /// and batch may go once this returns. ShapeError naming the array otherwise; the device's arrays are then as they
+  /// were.
+  ///
+  /// Of a step of maxima (plan_maxima): every batch within them, planned with the same options. Rows of the calls'
+  /// outputs past the batch's tokens are left alone. The block table may have more columns than the maxima's.
+  ///
+  /// Of other steps: one that is no larger in any array, takes the same paths, and gives its rows in order where the
+  /// first one did. Missing requests become empty ones, missing tokens have no slot; what calls write for them lies in
+  /// rows past the step's tokens, and is unspecified.
   void restage(const Plan& plan, const Batch& batch);
 
  private:

@@ -103,7 +103,8 @@ enum class ListKind : uint8_t {
   sparse_splits,
   sparse_pieces,
   index_rows,
-  index_tile,  ///< of a tile
+  index_tile,    ///< of a tile
+  written_rows,  ///< of a plan with maxima
 };
 struct ListKey {
   ListKind kind = ListKind::none;
@@ -139,6 +140,7 @@ struct Cast {
   float scale = 1.0f;
   Scales scales = Scales::none;
   bool through_e4m3 = false;
+  RowList y_rows = {};
 };
 /// In place, by the query's norm weights.
 struct Norm {

@@ -79,6 +79,36 @@ def plan(
     return _mla.plan(model, cache, batch, stream=stream or stream_for(None), options=options)
 
 
+def step_memory(
+    model: ModelConfig,
+    cache: Cache,
+    *,
+    requests: int,
+    tokens: int,
+    query_len: int,
+    seq_len: int,
+    stream: Stream | None = None,
+    options: PlanOptions | None = None,
+) -> tuple[int, int]:
+    """Bytes of workspace and of selection that are enough for every step within these maxima.
+
+    requests, and tokens: new ones of all requests together. query_len: new tokens of one request.
+    seq_len: its cached and new tokens, at least query_len. Of the cache its format and page size
+    are looked at. No batch is needed: an engine sizes its memory by it, once. ShapeError for a
+    number below 0 or past 32 bits.
+    """
+    return _mla.step_memory(
+        model,
+        cache,
+        stream=stream or stream_for(None),
+        requests=requests,
+        tokens=tokens,
+        query_len=query_len,
+        seq_len=seq_len,
+        options=options,
+    )
+
+
 def forward(
     plan: Plan,
     weights: LayerWeights,
@@ -191,7 +221,7 @@ __all__ = [
     "UnsupportedError", "__version__", "attend", "bench", "cache_formats", "cache_spec",
     "chain_hash", "command_path", "forward", "gpu_count", "head_share", "parse_config", "part_of",
     "plan", "prepare", "preset", "preset_names", "random_layer", "read_config", "select",
-    "stream_for", "thread_communicators",
+    "step_memory", "stream_for", "thread_communicators",
 ]
 
 

@@ -1,6 +1,7 @@
 #include "step.hpp"
 
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 #include <nanobind/stl/vector.h>
@@ -242,6 +243,20 @@ void bind_plan(nb::module_& m) {
            })
       .def(
           "describe", [](const PyPlan& p) { return p.step->plan.describe(); }, "Several lines a person can read.");
+  m.def(
+      "step_memory",
+      [](const ModelConfig& model, const PyCache& cache, PyStream& stream, int64_t requests, int64_t tokens,
+         int64_t query_len, int64_t seq_len, const PlanOptions* options) {
+        const StepMemory most =
+            step_memory(model, cache.view.spec,
+                        {.requests = requests, .tokens = tokens, .query_len = query_len, .seq_len = seq_len},
+                        device_info(stream.stream, model), options ? *options : PlanOptions{});
+        return std::pair(most.workspace_bytes, most.selection_bytes);
+      },
+      nb::arg("model"), nb::arg("cache"), nb::kw_only(), nb::arg("stream"), nb::arg("requests"), nb::arg("tokens"),
+      nb::arg("query_len"), nb::arg("seq_len"), nb::arg("options").none() = nb::none(),
+      "Bytes of workspace and of selection that are enough for every step of at most so many requests, new tokens\n"
+      "of all and of one request, and cached and new tokens of one.");
   m.def(
       "plan",
       [](const ModelConfig& model, const PyCache& cache, const PyBatch& batch, PyStream& stream,

@@ -47,6 +47,11 @@ CostModel read_rates(const mla_cost_model* rates) {
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 
+StepMaxima read_maxima(const char* name, const mla_step_maxima* maxima) {
+  const mla_step_maxima m = read_struct(name, maxima);
+  return {.requests = m.requests, .tokens = m.tokens, .query_len = m.query_len, .seq_len = m.seq_len};
+}
+
 PlanOptions read_options(const mla_plan_options* options) {
   mla_plan_options o = mla_plan_options_default();
   if (options) o = read_struct("options", options, o);
@@ -84,6 +89,7 @@ PlanOptions read_options(const mla_plan_options* options) {
     required("options rank_heads", o.rank_heads);
     p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + sharding.ranks);
   }
+  if (o.maxima) p.maxima = read_maxima("options maxima", o.maxima);
   return p;
 }
 
@@ -152,6 +158,36 @@ mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, con
   });
 }
 
+mla_status mla_plan_create_maxima(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
+                                  const mla_plan_options* options, mla_plan** out) {
+  return guarded("mla_plan_create_maxima", [&] {
+    expect_handle("plan", out);
+    const auto s = get("stream", stream);
+    const auto m = get("model", model);
+    const CacheSpec spec = read_cache_spec("cache", cache);
+    StepOfMaxima step = plan_maxima(m->config, spec, device_info(*s->stream, m->config), read_options(options));
+    auto made = std::make_shared<mla_plan>();
+    made->plan = std::move(step.plan);
+    made->query_start_loc = std::move(step.starts);
+    made->block_table = std::move(step.table);
+    made->batch = step.batch;  // of memory that has only changed hands
+    put(out, std::move(made));
+  });
+}
+
+mla_status mla_step_memory(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
+                           const mla_step_maxima* maxima, const mla_plan_options* options, size_t* workspace_bytes,
+                           size_t* selection_bytes) {
+  return guarded("mla_step_memory", [&] {
+    const auto s = get("stream", stream);
+    const auto m = get("model", model);
+    const StepMemory most = step_memory(m->config, read_cache_spec("cache", cache), read_maxima("maxima", maxima),
+                                        device_info(*s->stream, m->config), read_options(options));
+    if (workspace_bytes) *workspace_bytes = most.workspace_bytes;
+    if (selection_bytes) *selection_bytes = most.selection_bytes;
+  });
+}
+
 mla_status mla_plan_destroy(mla_plan* plan) { return destroy("mla_plan_destroy", "plan", plan); }
 
 mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
@@ -175,6 +211,7 @@ mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
     i.topk = p.topk;
     i.fused_output = p.fused_output;
     i.activations = static_cast<int32_t>(p.activations());
+    i.batch_tokens = p.batch_tokens;
     write_struct("info", info, i);
   });
 }

@@ -76,7 +76,8 @@ ops::CastArgs Binder::operator()(const steps::Cast& s) const {
           .y = out(s.y),
           .scale = s.scale,
           .scales = scales(s.scales),
-          .through_e4m3 = s.through_e4m3};
+          .through_e4m3 = s.through_e4m3,
+          .y_rows = list(s.y_rows)};
 }
 
 ops::NormArgs Binder::operator()(const steps::Norm& s) const {

@@ -31,6 +31,9 @@ void require_table(const LayerContext& c, Device device, const char* name, const
   if (table.device() != device)
     throw UnsupportedError("layer: " + std::string(name) + " of " + to_string(table.device()) + " on a stream of " +
                            to_string(device));
+  if (const auto& maxima = c.plan.options.maxima; maxima && maxima->seq_len > table.positions())
+    throw ShapeError("layer: " + std::string(name) + " has " + std::to_string(table.positions()) +
+                     " positions, the step's maxima allow sequences of " + std::to_string(maxima->seq_len));
   for (const RequestPlan& r : c.plan.requests)
     if (const int64_t last = int64_t{r.context} + r.query_len; r.query_len > 0 && last > table.positions())
       throw ShapeError("layer: " + std::string(name) + " has " + std::to_string(table.positions()) +
@@ -130,7 +133,7 @@ void check(const LayerContext& c, Device here, int workers) {
     throw UnsupportedError("layer: plan was made for activations " +
                            std::string(to_string(c.plan.options.activations)) +
                            ", no map of the weights is held in fp8 (PrepareOptions::products)");
-  ops::require_equal("layer", "batch tokens", c.batch.tokens(), "plan tokens", c.plan.tokens);
+  ops::require_equal("layer", "batch tokens", c.batch.tokens(), "plan tokens", c.plan.batch_tokens);
   ops::require_equal("layer", "batch requests", c.batch.requests(), "plan requests",
                      static_cast<int64_t>(c.plan.requests.size()));
   if (c.plan.uses_cache()) require_cache(c);

@@ -11,6 +11,12 @@ namespace {
 
 size_t up(size_t n) { return (n + 63) / 64 * 64; }
 
+std::string name_of(const std::optional<StepMaxima>& m) {
+  if (!m) return "none";
+  return "requests " + std::to_string(m->requests) + ", tokens " + std::to_string(m->tokens) + ", query_len " +
+         std::to_string(m->query_len) + ", seq_len " + std::to_string(m->seq_len);
+}
+
 }  // namespace
 
 // Every list that the step reads; the block table apart.
@@ -35,6 +41,8 @@ size_t StagedLists::table_bytes() const {
 
 void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
   arrays_ = arrays_of(plan, batch);
+  maxima_ = plan.options.maxima;
+  idle_ = maxima_ && batch.requests() == 0;
   table_ = batch.block_table.data();
   table_rows_ = batch.block_table.extent<Request>();
   table_columns_ = batch.block_table.extent<Page>();
@@ -43,7 +51,20 @@ void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
   for (const Array& a : arrays_) bytes_ += up(a.count * a.element);
 }
 
+StagedLists::Fitted StagedLists::own() const {
+  Fitted step{arrays_, 0};
+  for (Array& a : step.arrays) {
+    const bool items = a.key.kind == ListKind::latent_items || a.key.kind == ListKind::sparse_items ||
+                       a.key.kind == ListKind::index_rows || a.key.kind == ListKind::index_tile;
+    if (idle_ && items) a.count = 0;
+  }
+  return step;
+}
+
 StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const {
+  if (plan.options.maxima != maxima_)
+    throw ShapeError("restage: the plan's maxima (PlanOptions::maxima) are " + name_of(plan.options.maxima) +
+                     ", the staged step's are " + name_of(maxima_));
   Fitted step{.arrays = {}, .spare = static_cast<int32_t>(plan.tokens)};
   std::vector<Array>& fit = step.arrays;
   // Those that the step does not read are empty.
@@ -65,6 +86,7 @@ StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const
       throw ShapeError(std::string("restage: ") + fit[i].name + " is out of order, the staged step's was in order");
   }
   const auto& table = batch.block_table;
+  if (maxima_) return step;  // no sequence takes more columns than there are; an engine's table may have more
   if (table.extent<Request>() > table_rows_ || table.extent<Page>() > table_columns_)
     throw ShapeError("restage: block_table is " + std::to_string(table.extent<Request>()) + " x " +
                      std::to_string(table.extent<Page>()) + ", the staged step's is " + std::to_string(table_rows_) +
@@ -82,9 +104,11 @@ void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* at) c
     at += up(room);
   }
   int32_t* table = reinterpret_cast<int32_t*>(at);
-  for (int64_t r = 0; r < batch.block_table.extent<Request>(); ++r)
-    for (int64_t p = 0; p < batch.block_table.extent<Page>(); ++p)
-      table[r * table_stride_ + p] = batch.block_table(r, p);
+  const auto& from = batch.block_table;
+  const int64_t rows = maxima_ ? std::min(batch.requests(), table_rows_) : from.extent<Request>(),
+                columns = std::min(from.extent<Page>(), table_columns_);
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t p = 0; p < columns; ++p) table[r * table_stride_ + p] = from(r, p);
 }
 
 std::vector<StagedLists::Place> StagedLists::places() const {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "plan/lists.hpp"
@@ -24,7 +25,9 @@ class StagedLists {
   };
 
   void lay_out(const Plan& plan, const Batch& batch);
-  Fitted own() const { return {arrays_, 0}; }
+  /// That step's own: of a step of maxima without a batch, whose item lists are there for launches to be sized by,
+  /// items of no rows.
+  Fitted own() const;
   /// ShapeError naming what does not fit.
   Fitted fit(const Plan& plan, const Batch& batch) const;
   /// Of all places.
@@ -46,6 +49,8 @@ class StagedLists {
   std::vector<Array> arrays_;
   const int32_t* table_ = nullptr;
   int64_t table_rows_ = 0, table_columns_ = 0, table_stride_ = 0;
+  std::optional<StepMaxima> maxima_;  // of the step that calls were made with
+  bool idle_ = false;                 // it is one of maxima, without a request
   size_t bytes_ = 0;
 };
 

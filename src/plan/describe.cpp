@@ -64,6 +64,11 @@ std::string Plan::describe() const {
     describe_workspace(out, *this);
     return out;
   }
+  if (options.maxima)
+    line(out, "  of maxima: %s, %s, %s of a request, sequences of %lld; %lld of the tokens are the batch's",
+         counted(options.maxima->requests, "request").c_str(), counted(options.maxima->tokens, "token").c_str(),
+         counted(options.maxima->query_len, "new token").c_str(), static_cast<long long>(options.maxima->seq_len),
+         static_cast<long long>(batch_tokens));
   PathTotals groups[3];
   for (const RequestPlan& r : requests) {
     PathTotals& g = groups[static_cast<size_t>(r.path)];

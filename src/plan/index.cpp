@@ -4,7 +4,7 @@
 
 #include "mla/error.hpp"
 #include "mla/index_plan.hpp"
-#include "mla/plan.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 namespace {
@@ -46,10 +46,15 @@ int64_t IndexTile::rounds(int64_t keys) const {
   return (end + keys - 1) / keys;
 }
 
-IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes) {
-  IndexSchedule s;
+namespace {
+
+// Requests' rows that are scored; those that are not go to `all`.
+struct Scored {
+  std::vector<IndexItem> items;
   int64_t rows = 0, longest = 0;
-  std::vector<IndexItem> scored;
+};
+Scored scored_of(std::span<const RequestPlan> requests, int64_t topk, std::vector<IndexItem>& all) {
+  Scored scored;
   for (size_t r = 0; r < requests.size(); ++r) {
     const RequestPlan& q = requests[r];
     IndexItem item{.request = static_cast<int32_t>(r),
@@ -57,18 +62,19 @@ IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk
                    .q_count = static_cast<int32_t>(std::clamp<int64_t>(topk - q.context, 0, q.query_len)),
                    .kv_end = q.context + q.query_len,
                    .visible = q.context};
-    if (item.q_count > 0) s.all.push_back(item);
+    if (item.q_count > 0) all.push_back(item);
     item.q_begin += item.q_count;
     item.visible += item.q_count;
     item.q_count = q.query_len - item.q_count;
     if (item.q_count == 0) continue;
-    scored.push_back(item);
-    rows += item.q_count;
-    longest = std::max<int64_t>(longest, item.kv_end);
+    scored.items.push_back(item);
+    scored.rows += item.q_count;
+    scored.longest = std::max<int64_t>(scored.longest, item.kv_end);
   }
-  s.tiles = index_tiles(rows, longest, topk, most_bytes);
-  if (rows == 0) return s;
+  return scored;
+}
 
+void fill_tiles(IndexSchedule& s, const std::vector<IndexItem>& scored) {
   int64_t used = s.tiles.rows;  // no tile is open
   for (IndexItem item : scored)
     for (int32_t left = item.q_count; left > 0;) {
@@ -85,6 +91,21 @@ IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk
       item.visible += item.q_count;
       left -= item.q_count;
     }
+}
+
+}  // namespace
+
+IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes) {
+  IndexSchedule s;
+  const Scored scored = scored_of(requests, topk, s.all);
+  s.tiles = index_tiles(scored.rows, scored.longest, topk, most_bytes);
+  fill_tiles(s, scored.items);
+  return s;
+}
+
+IndexSchedule planning::schedule_index(std::span<const RequestPlan> requests, int64_t topk, const IndexTiles& tiles) {
+  IndexSchedule s{.tiles = tiles, .all = {}, .selected = {}};
+  fill_tiles(s, scored_of(requests, topk, s.all).items);
   return s;
 }
 

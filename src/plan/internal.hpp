@@ -5,6 +5,9 @@
 
 namespace mla::planning {
 
+/// Model, cache, options and device, checked, with what follows from them alone.
+Plan begin_plan(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& options);
+
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
@@ -22,6 +25,38 @@ constexpr size_t kCodeRows = 16;
 int64_t range_length(int64_t total, int64_t units, int64_t least);
 /// The least of a plan's device and operands.
 int64_t split_keys(const Plan& plan);
+/// No number below 0 or past 32 bits, and no more tokens than requests have: ShapeError.
+StepMaxima checked(const StepMaxima& maxima);
+/// BatchError for a batch past them.
+void require_within(const StepMaxima& maxima, const Batch& batch);
+/// Of options.maxima: whether its requests take the sparse path.
+bool selects(const Plan& plan);
+/// The batch's lists and the plan's as long as the maxima's, sparse group and tiles as many.
+void pad_to_maxima(Plan& plan, const Batch& batch);
+/// A schedule of tiles of a given size.
+IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, const IndexTiles& tiles);
+/// What attention over the cache is at most cut into, of any batch within the maxima.
+struct MostLatent {
+  int64_t items = 0, splits = 0, partial_rows = 0;
+};
+MostLatent most_latent(const Plan& plan, const StepMaxima& maxima);
+/// The same of a launch of sparse rows, up to `rows` of them over `keys` selected ones.
+struct MostSparse {
+  int64_t items = 0, partial_rows = 0;
+};
+MostSparse most_sparse(const Plan& plan, int64_t rows, int64_t keys);
+/// Rows of the context workspace by options, for sequences and requests up to these.
+int64_t context_workspace_rows(const Plan& plan, int64_t longest, int64_t requests);
+/// The same for context on the expanded path.
+int64_t chunk_rows(const Plan& plan, int64_t longest, int64_t requests);
+
+/// Bytes of the tiles that sparse rows are scored in.
+size_t index_tile_bytes(const Plan& plan);
+/// Whether sequences of sparse requests of up to so many new tokens may be gathered before they are attended.
+bool may_upconvert(const Plan& plan, int64_t query_len);
+/// Units of work that a launch of sparse rows is cut into.
+int64_t sparse_units(const Plan& plan);
+
 /// Of a batch whose block table and slots are not looked at: its query starts and lengths. BatchError.
 void validate_lengths(const Batch& batch);
 /// The same of one without a cache: no request has context.
@@ -38,8 +73,20 @@ void chunk_context(Plan& plan);
 void place_output(Plan& plan);
 /// Why a quantised output takes a call of its own; empty when heads are quantised where they are finished.
 std::string why_not_fused(const Plan& plan);
-/// regions, workspace_bytes.
-void lay_out_workspace(Plan& plan);
+/// Rows of what a step keeps in its workspace: of a plan, or the most of any.
+struct WorkspaceRows {
+  int64_t tokens = 0;
+  int64_t latent = 0, partial = 0;                ///< compact rows, sparse ones among them; of splits
+  int64_t expanded = 0, context = 0;              ///< new tokens' keys; the largest chunk's
+  int64_t heads = 0;                              ///< finished heads
+  int64_t sparse = 0, indexed = 0, gathered = 0;  ///< selecting; of them those scored here; the largest group's
+  IndexTiles tiles;
+  Dtype head_dtype = Dtype::f32;
+  bool shares_context = false;
+};
+WorkspaceRows workspace_rows(const Plan& plan);
+/// regions, workspace_bytes, selection_bytes.
+void lay_out_workspace(Plan& plan, const WorkspaceRows& rows);
 /// steps, lists.
 void append_steps(Plan& plan);
 

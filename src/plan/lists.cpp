@@ -12,10 +12,12 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     return l;
   };
   const size_t part = static_cast<size_t>(key.part);
+  const bool padded = p.options.maxima.has_value();
   switch (key.kind) {
     case ListKind::none: return {};
-    case ListKind::slot_mapping: return of("slot_mapping", batch.slot_mapping, std::byte{0xff});
-    case ListKind::seq_lens: return of("seq_lens", batch.seq_lens);
+    case ListKind::slot_mapping:
+      return padded ? of("slot_mapping", p.slots) : of("slot_mapping", batch.slot_mapping, std::byte{0xff});
+    case ListKind::seq_lens: return padded ? of("seq_lens", p.lengths) : of("seq_lens", batch.seq_lens);
     case ListKind::positions: return of("positions", p.positions);
     case ListKind::latent_tokens: return rows("latent_tokens", p.latent_tokens);
     case ListKind::latent_items: return of("latent_items", p.latent_items);
@@ -33,6 +35,7 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::sparse_splits: return of("sparse splits", p.sparse_groups[part].work.splits);
     case ListKind::sparse_pieces: return of("sparse pieces", p.sparse_groups[part].pieces);
     case ListKind::index_rows: return of("index rows", p.index_schedule.all);
+    case ListKind::written_rows: return rows("written_rows", p.written_rows);
     case ListKind::index_tile: return of("index tile", p.index_schedule.selected[part].rows);
   }
   return {};

@@ -93,6 +93,15 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   if (model.indexer && model.indexer->topk > kMostTopk)
     throw ShapeError("plan: model " + model.name + " has indexer topk " + std::to_string(model.indexer->topk) +
                      ", at most " + std::to_string(kMostTopk) + " are selected");
+  if (o.maxima) {
+    const auto refuse = [](bool is, const std::string& option) {
+      if (is) throw UnsupportedError("plan: a step of maxima (PlanOptions::maxima) with " + option);
+    };
+    refuse(o.path == PathPolicy::expanded, "path policy expanded: its requests take the latent or the sparse path");
+    refuse(o.cache_use == CacheUse::none, "cache_use none: its requests attend to a cache");
+    refuse(o.dummy, "dummy: plan the dummy step without");
+    refuse(o.output.kind != OutputKind::none, "output " + to_string(o.output) + ": heads are written as they are");
+  }
   if (o.index_hadamard && model.indexer && !std::has_single_bit(static_cast<uint64_t>(model.indexer->dim)))
     throw UnsupportedError("plan: index_hadamard with indexer dim " + std::to_string(model.indexer->dim) +
                            ", a power of two is needed");
@@ -143,6 +152,7 @@ PlanDigest digest_of(const Plan& p) {
 }
 
 Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+  if (p.options.maxima) return planning::selects(p) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
@@ -166,10 +176,27 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
 }  // namespace
 
 namespace planning {
+namespace {
+
+// batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
+constexpr int64_t kFixedRows = 4096;
+
+}  // namespace
+
+int64_t context_workspace_rows(const Plan& plan, int64_t longest, int64_t requests) {
+  const PlanOptions& o = plan.options;
+  if (o.context_rows > 0) return o.context_rows;
+  return default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
+                              o.max_requests > 0 ? o.max_requests : requests, plan.cache.page_size);
+}
+
+int64_t chunk_rows(const Plan& plan, int64_t longest, int64_t requests) {
+  const int64_t rows = context_workspace_rows(plan, longest, requests);
+  const bool by_rule = plan.options.context_rows == 0;
+  return by_rule && plan.options.split == SplitPolicy::batch_invariant ? std::max(rows, kFixedRows) : rows;
+}
 
 void chunk_context(Plan& plan) {
-  // batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
-  constexpr int64_t kFixedRows = 4096;
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   std::vector<int32_t> contexts(plan.requests.size());
   int64_t longest = 0, requests = 0;
@@ -180,13 +207,7 @@ void chunk_context(Plan& plan) {
     longest = std::max<int64_t>(longest, static_cast<int64_t>(q.context) + q.query_len);
     ++requests;
   }
-  const PlanOptions& o = plan.options;
-  int64_t rows = o.context_rows;
-  if (rows == 0) {
-    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
-                                o.max_requests > 0 ? o.max_requests : requests, plan.cache.page_size);
-    if (invariant) rows = std::max(rows, kFixedRows);
-  }
+  const int64_t rows = chunk_rows(plan, longest, requests);
   if (rows == 0) return;  // nothing is expanded
   plan.context_rows = rows;
   for (std::vector<GatherPiece>& pieces :
@@ -206,24 +227,34 @@ void chunk_context(Plan& plan) {
 
 }  // namespace planning
 
-Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
-          const PlanOptions& options) {
+Plan planning::begin_plan(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device,
+                          const PlanOptions& options) {
   model.validate();
   cache.validate();
   check_options(model, cache, device, options);
-  if (options.dummy) planning::validate_lengths(batch);
-  else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
-  else if (options.context_parallel.sharding.ranks() > 1)
-    planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
-  else validate(batch, pages, cache.page_size);
-
-  Plan p{.model = model, .cache = cache, .options = options, .device = device, .tokens = batch.tokens()};
+  Plan p{.model = model, .cache = cache, .options = options, .device = device};
+  if (options.maxima) p.options.maxima = checked(*options.maxima);
   if (!p.options.rates) p.options.rates = options.compute == Dtype::bf16 ? device.bf16_rates : device.f32_rates;
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
   if (model.indexer) {
     p.index_cache = index_cache_spec(model, cache, options.index_format);
     if (options.sparse != SparsePolicy::dense) p.topk = model.indexer->topk;
   }
+  return p;
+}
+
+Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const Batch& batch, const DeviceInfo& device,
+          const PlanOptions& options) {
+  Plan p = planning::begin_plan(model, cache, device, options);
+  if (options.dummy) planning::validate_lengths(batch);
+  else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
+  else if (options.context_parallel.sharding.ranks() > 1)
+    planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
+  else validate(batch, pages, cache.page_size);
+
+  p.batch_tokens = batch.tokens();
+  p.tokens = p.options.maxima ? p.options.maxima->tokens : p.batch_tokens;
+  if (p.options.maxima) planning::require_within(*p.options.maxima, batch);
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
@@ -268,9 +299,10 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   }
   p.selection_stamp = stamp_of(p, batch);
   p.digest = digest_of(p);
+  if (p.options.maxima) planning::pad_to_maxima(p, batch);
   planning::chunk_context(p);
   planning::place_output(p);
-  planning::lay_out_workspace(p);
+  planning::lay_out_workspace(p, planning::workspace_rows(p));
   planning::append_steps(p);
   return p;
 }

@@ -11,6 +11,7 @@ bool is_decode(const Plan& plan, const RequestPlan& r) { return r.query_len <= p
 // A row is attended where it lies: whether its request's whole sequence is first gathered in 16 or 32 bits follows from
 // the request alone, never from its neighbours.
 bool upconverts(const Plan& plan, const RequestPlan& r) {
+  if (plan.options.maxima) return false;
   switch (plan.options.sparse) {
     case SparsePolicy::upconvert: return !is_decode(plan, r);
     case SparsePolicy::automatic:
@@ -33,9 +34,8 @@ SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
     }
     group.count += r.query_len;
   }
-  const int64_t units = plan.device.device.kind == DeviceKind::cuda ? 1 : kSparseUnits;  // a GPU's kernels cut lists
-  group.work =
-      plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, units, planning::split_keys(plan));
+  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, sparse_units(plan),
+                           planning::split_keys(plan));
   plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
   plan.sparse_groups.push_back(std::move(group));
   return plan.sparse_groups.back();
@@ -50,13 +50,8 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
     lengths.push_back(r.context + r.query_len);
     longest = std::max<int64_t>(longest, lengths.back());
   }
-  const PlanOptions& o = plan.options;
-  int64_t rows = o.context_rows;
-  if (rows == 0)
-    rows = default_context_rows(o.max_model_len > 0 ? o.max_model_len : longest,
-                                o.max_requests > 0 ? o.max_requests : static_cast<int64_t>(requests.size()),
-                                plan.cache.page_size);
-  rows = std::max(rows, longest);  // a sequence is never cut
+  const int64_t rows = std::max(context_workspace_rows(plan, longest, std::ssize(requests)),
+                                longest);  // a sequence is never cut
   plan.gathered_starts.resize(plan.requests.size());
   plan.gathered_counts.resize(plan.requests.size());
   for (const RequestRange& range : split_prefill_chunks(lengths, rows)) {
@@ -77,13 +72,25 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
 
 }  // namespace
 
+size_t index_tile_bytes(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes;
+}
+
+bool may_upconvert(const Plan& plan, int64_t query_len) {
+  if (query_len <= plan.options.reorder_batch_threshold) return false;
+  if (plan.options.sparse == SparsePolicy::upconvert) return true;
+  // In place costs nothing where loads are not counted.
+  return plan.options.sparse == SparsePolicy::automatic &&
+         (plan.options.rates->plain_elements > 0 || plan.options.rates->fp8_elements > 0);
+}
+
 void plan_selection(Plan& plan) {
   std::vector<int32_t> in_place, prefills, gathered;
   for (size_t index = 0; index < plan.requests.size(); ++index) {
     const RequestPlan& r = plan.requests[index];
     if (r.path != Path::sparse) continue;
     if (upconverts(plan, r)) gathered.push_back(static_cast<int32_t>(index));
-    else if (plan.options.sparse == SparsePolicy::direct && !is_decode(plan, r))
+    else if (plan.options.sparse == SparsePolicy::direct && !plan.options.maxima && !is_decode(plan, r))
       prefills.push_back(static_cast<int32_t>(index));
     else in_place.push_back(static_cast<int32_t>(index));
   }
@@ -101,8 +108,10 @@ void plan_selection(Plan& plan) {
     r.q_begin = static_cast<int32_t>(i);
     ++r.query_len;
   }
-  plan.index_schedule = schedule_index(
-      rows, plan.topk, plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes);
+  if (const auto& m = plan.options.maxima)
+    plan.index_schedule =
+        schedule_index(rows, plan.topk, index_tiles(m->tokens, m->seq_len, plan.topk, index_tile_bytes(plan)));
+  else plan.index_schedule = mla::schedule_index(rows, plan.topk, index_tile_bytes(plan));
 }
 
 }  // namespace mla::planning

@@ -35,6 +35,11 @@ int64_t item_keys(int64_t rows, int64_t keys, int64_t heads, bool invariant, int
 
 }  // namespace
 
+// A GPU's kernels cut lists themselves.
+int64_t planning::sparse_units(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cuda ? 1 : kSparseUnits;
+}
+
 SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy split, int64_t units,
                        int64_t split_keys) {
   require("sparse rows", rows, 0);
@@ -60,6 +65,22 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
                           .k_end = static_cast<int32_t>(std::min(keys, (s + 1) * step)),
                           .partial = splits > 1 ? static_cast<int32_t>(s * rows) : -1});
   return work;
+}
+
+planning::MostSparse planning::most_sparse(const Plan& plan, int64_t rows, int64_t keys) {
+  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  const int64_t units = sparse_units(plan), heads = plan.model.heads;
+  MostSparse most;
+  if (rows == 0 || keys == 0 || heads == 0) return most;
+  most.items = 1;
+  // As many rows as units make no splits.
+  for (int64_t r = 1; r <= std::min(rows, units); ++r) {
+    const int64_t splits = ceil_div(keys, item_keys(r, keys, heads, invariant, units, split_keys(plan)));
+    if (splits == 1) continue;
+    most.items = std::max(most.items, splits);
+    most.partial_rows = std::max(most.partial_rows, r * splits);
+  }
+  return most;
 }
 
 std::vector<RequestRange> split_prefill_chunks(std::span<const int32_t> lengths, int64_t rows) {

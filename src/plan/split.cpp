@@ -73,6 +73,42 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
   return std::max(shortest, round_up((total + units - 1) / units, kGrain));
 }
 
+// Why these hold, under fast: ranges have at least total / kUnits positions, so that tiles longer than one, at most
+// kUnits of them, have at most kUnits ranges and one more each; where that would be longer than kLongest, ranges of
+// kLongest.
+MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
+  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
+  const bool shares = plan.options.context_parallel.sharding.ranks() > 1;
+  const auto ranges_of = [&](int64_t length) { return (m.seq_len + length - 1) / length; };
+  MostLatent most;
+  if (m.tokens == 0) return most;
+  if (plan.device.device.kind == DeviceKind::cuda) {
+    most.items = shares ? m.tokens : m.requests;
+    return most;
+  }
+  // Runs of one owner's tokens are tiles of their own.
+  const int64_t tile = std::min(kTileTokens, m.query_len),
+                tiles = shares ? m.tokens
+                               : std::min(m.tokens, m.requests * ((m.query_len + kTileTokens - 1) / kTileTokens));
+  if (invariant) {
+    const int64_t ranges = ranges_of(kInvariantKeys);
+    most.items = tiles * ranges;
+    if (ranges > 1) most.splits = tiles, most.partial_rows = m.tokens * ranges;
+    return most;
+  }
+  int64_t shortest = kShortest;
+  while (shortest > split_keys(plan)) shortest /= 2;
+  const int64_t ranges = ranges_of(shortest), of_longest = ranges_of(kLongest);
+  most.items = tiles;
+  if (ranges <= 1) return most;
+  const int64_t split_tiles = std::min(tiles, kUnits), split_rows = std::min(m.tokens, kUnits * tile);
+  most.splits = of_longest > 1 ? tiles : split_tiles;
+  most.items = std::min(tiles * ranges, std::max(tiles + kUnits + split_tiles, tiles * of_longest));
+  most.partial_rows =
+      std::min(m.tokens * ranges, std::max(kUnits * tile + split_rows, of_longest > 1 ? m.tokens * of_longest : 0));
+  return most;
+}
+
 void split_kv(Plan& plan) {
   std::vector<LatentRows> rows;
   rows.reserve(plan.requests.size());
@@ -80,7 +116,8 @@ void split_kv(Plan& plan) {
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
     if (q.path != Path::latent) continue;
-    if (plan.shares_context()) add_held_rows(plan.options.context_parallel, static_cast<int32_t>(r), q, row, rows);
+    if (const ContextParallel& c = plan.options.context_parallel; c.sharding.ranks() > 1)
+      add_held_rows(c, static_cast<int32_t>(r), q, row, rows);
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
   }

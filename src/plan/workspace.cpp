@@ -43,7 +43,23 @@ void place_output(Plan& plan) {
       plan.head_rows = std::max<int64_t>(plan.head_rows, static_cast<int64_t>(i.q_begin) + i.q_count);
 }
 
-void lay_out_workspace(Plan& plan) {
+WorkspaceRows workspace_rows(const Plan& p) {
+  WorkspaceRows w{.tokens = p.tokens,
+                  .latent = std::ssize(p.latent_tokens),
+                  .partial = p.partial_rows,
+                  .expanded = std::ssize(p.expanded_tokens),
+                  .heads = p.head_rows,
+                  .sparse = p.sparse_rows(),
+                  .indexed = p.serves_block() ? p.sparse_rows() : 0,
+                  .tiles = p.index_schedule.tiles,
+                  .head_dtype = p.head_dtype(),
+                  .shares_context = p.shares_context()};
+  for (const ContextChunk& c : p.chunks) w.context = std::max(w.context, c.rows);
+  for (const SparseGroup& g : p.sparse_groups) w.gathered = std::max(w.gathered, g.rows);
+  return w;
+}
+
+void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   constexpr size_t kAlign = 64;
   const ModelConfig& m = plan.model;
   const PlanOptions& o = plan.options;
@@ -53,14 +69,12 @@ void lay_out_workspace(Plan& plan) {
     plan.regions.push_back({name, end, bytes});
     end += (bytes + kAlign - 1) / kAlign * kAlign;
   };
-  const size_t f = sizeof(float), act = size_of(plan.activations()), t = static_cast<size_t>(plan.tokens),
+  const size_t f = sizeof(float), act = size_of(plan.activations()), t = static_cast<size_t>(w.tokens),
                n = static_cast<size_t>(m.heads);
-  const size_t latent_rows = plan.latent_tokens.size(), partial_rows = static_cast<size_t>(plan.partial_rows);
+  const size_t latent_rows = static_cast<size_t>(w.latent), partial_rows = static_cast<size_t>(w.partial);
   const size_t entry = static_cast<size_t>(m.entry()), width = static_cast<size_t>(plan.cache.value_width());
-  int64_t largest_chunk = 0;
-  for (const ContextChunk& c : plan.chunks) largest_chunk = std::max(largest_chunk, c.rows);
-  const size_t context_rows = static_cast<size_t>(largest_chunk),
-               key_rows = std::max(plan.expanded_tokens.size(), context_rows);
+  const size_t context_rows = static_cast<size_t>(w.context),
+               key_rows = std::max(static_cast<size_t>(w.expanded), context_rows);
   const size_t compute = size_of(o.compute);
 
   // The block form's own. Fully absorbed weights give latent queries: of a head's query only the rotated part is its
@@ -75,7 +89,7 @@ void lay_out_workspace(Plan& plan) {
   add("latent_out", latent_rows * n * width * act);
   add("latent_lse", latent_rows * n * f);
   // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's.
-  const bool shares = plan.shares_context();
+  const bool shares = w.shares_context;
   const std::vector<int64_t>& sharing = o.context_parallel.heads;
   const size_t sharing_rows = shares ? latent_rows : 0,
                all_heads =
@@ -93,17 +107,15 @@ void lay_out_workspace(Plan& plan) {
   if (m.indexer) {
     const IndexerConfig& x = *m.indexer;
     const size_t heads = static_cast<size_t>(x.heads), dim = static_cast<size_t>(x.dim),
-                 rows = static_cast<size_t>(plan.sparse_rows()), indexed = plan.serves_block() ? rows : 0;
+                 rows = static_cast<size_t>(w.sparse), indexed = static_cast<size_t>(w.indexed);
     const size_t narrow = o.index_format == IndexCacheFormat::fp8 ? 1 : o.compute == Dtype::bf16 ? 2 : 0;
-    size_t gathered = 0;
-    for (const SparseGroup& g : plan.sparse_groups) gathered = std::max(gathered, static_cast<size_t>(g.rows));
     add("index_key", block * dim * f);
     add("index_query", indexed * heads * dim * f);
     add("index_codes", indexed * heads * dim * narrow);
     add("index_weights", indexed * heads * f);
-    add("index_scores", plan.index_schedule.tiles.score_bytes);
-    add("index_topk", plan.index_schedule.tiles.state_bytes);
-    add("sparse_context", gathered * entry * compute);
+    add("index_scores", w.tiles.score_bytes);
+    add("index_topk", w.tiles.state_bytes);
+    add("sparse_context", static_cast<size_t>(w.gathered) * entry * compute);
     const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
   }
@@ -115,7 +127,7 @@ void lay_out_workspace(Plan& plan) {
     add("value_codes", (key_rows + kCodeRows - 1) / kCodeRows * kCodeRows * n * static_cast<size_t>(m.value));
   }
   add("context", context_rows * entry * act);
-  add("heads", static_cast<size_t>(plan.head_rows) * n * static_cast<size_t>(m.value) * size_of(plan.head_dtype()));
+  add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);
   add("scratch", o.dummy ? 0 : static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
   plan.workspace_bytes = end;

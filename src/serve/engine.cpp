@@ -21,8 +21,10 @@ double seconds_of(Clock::time_point t) { return std::chrono::duration<double>(t.
 
 double since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-// Larger decode batches are launched op by op: their kernels are long enough.
+// Larger batches are launched op by op: their kernels are long enough.
 constexpr int64_t kMostCaptured = 512;
+// New tokens of a request in a captured step: what speculative decoding asks for, and the ends of prompts.
+constexpr int64_t kMostQuery = 4;
 // Steps whose first layer is also run op by op under the profile, on a GPU.
 constexpr int64_t kProfiledSteps = 16;
 
@@ -32,9 +34,11 @@ Stream stream_of(const Options& o, ThreadPool& pool) {
 
 void count_sparse(const Plan& p, Result& r) {
   if (p.topk == 0) return;
-  r.unscored_rows += p.tokens - p.sparse_rows();
-  for (const int32_t position : p.sparse_positions) {
-    const int64_t seen = int64_t{position} + 1;
+  // Rows past the batch's, of a step of maxima, lie behind all others.
+  const int64_t rows = std::min(p.sparse_rows(), p.batch_tokens);
+  r.unscored_rows += p.batch_tokens - rows;
+  for (int64_t i = 0; i < rows; ++i) {
+    const int64_t seen = int64_t{p.sparse_positions[static_cast<size_t>(i)]} + 1;
     if (seen <= p.topk) {  // the first rows of a request that outgrows topk
       ++r.unscored_rows;
       continue;
@@ -56,16 +60,16 @@ Buffer grown(const char* what, const Buffer& from, size_t bytes) {
 
 }  // namespace
 
-// A step for the most requests and the longest sequences, captured; smaller ones are staged in its place.
-struct Engine::DecodeGraph {
-  std::vector<int32_t> starts, lengths, table, slots;
-  Batch batch;
-  Plan plan;
-  Buffer workspace, hidden, out;  // out: [layers, requests, hidden]
+// A step of maxima, captured; batches within them are staged in its place.
+struct Engine::CapturedSteps {
+  StepOfMaxima step;
+  Buffer workspace, selection, hidden, out;  // out: [layers, tokens, hidden]
+  bool apart = false;                        // the selections
   StagedStep staged;
   Graph graph;
 
-  explicit DecodeGraph(Stream& stream) : staged(stream) {}
+  explicit CapturedSteps(Stream& stream) : staged(stream) {}
+  Working memory() const { return {{workspace.data(), workspace.size()}, {selection.data(), selection.size()}, apart}; }
 };
 
 Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop,
@@ -150,9 +154,11 @@ void Engine::warm_up() {
                  hidden = Buffer::copy_of(zeros.data(), zeros.size(), o_.device);
     if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
     staged_.stage(p, batch);
-    forward(stream_, context(0, p, batch, {workspace.data(), workspace.size()}, nullptr),
-            AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, model_.hidden}),
-            AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, model_.hidden}));
+    forward(
+        stream_,
+        context(0, p, batch, {{workspace.data(), workspace.size()}, {selection_.data(), selection_.size()}}, nullptr),
+        AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, model_.hidden}),
+        AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, model_.hidden}));
     stream_.synchronize();
   };
   const int64_t topk = model_.indexer ? model_.indexer->topk : 0;
@@ -175,7 +181,7 @@ void Engine::keep_spans(Result& r) {
     }
     r.spans.push_back({call.op, r.steps, layer_, start, call.seconds, call.bytes, call.flops});
   };
-  for (Profile* p : {&r.profile, &decodes_.profile, &others_.profile}) p->observe(keep);
+  for (Profile* p : {&r.profile, &captured_steps_.profile, &others_.profile}) p->observe(keep);
 }
 
 void Engine::calibrate(std::span<const float> hidden, std::vector<float>& k_scales) {
@@ -217,8 +223,14 @@ float Engine::k_scale_of(const LayerWeights& w, std::span<const float> hidden) {
   return calc_kv_scales({nullptr, {0, 1, model_.query_key()}}, {kv_c.data(), {rows, latent}}).k_scale;
 }
 
-LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
-                             Profile* profile) {
+std::span<std::byte> Engine::selection_of(int64_t layer, const Plan& plan, const Working& memory) const {
+  if (!memory.apart) return memory.selection;
+  int64_t choices = 0;  // made before the layer's
+  for (int64_t l = 1; l <= layer; ++l) choices += model_.layer_has_indexer(l);
+  return memory.selection.subspan(static_cast<size_t>(choices) * plan.selection_bytes, plan.selection_bytes);
+}
+
+LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, const Working& memory, Profile* profile) {
   const size_t layer = static_cast<size_t>(l);
   CacheView cache = caches_[layer].view();
   if (!k_scales_.empty()) cache.spec.k_scale = k_scales_[layer];
@@ -227,32 +239,32 @@ LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, st
           .weights = weights_[layer],
           .rotary = rotary_,
           .cache = cache,
-          .workspace = workspace,
+          .workspace = memory.workspace,
           .profile = profile,
           .index_cache = index_caches_[layer].view(),
           .index_rotary = &index_rotary_,
-          .selection = {selection_.data(), selection_.size()},
+          .selection = selection_of(l, plan, memory),
           .ranks = ranks_,
           .deadline = o_.patience};
 }
 
 // keep_all: each layer writes its own [tokens, hidden] of out; otherwise all the same, from which rows are taken.
-void Engine::forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden,
-                         void* out, bool keep_all, std::span<WantedRow> rows, Profile* profile) {
+void Engine::forward_all(const Plan& plan, const Batch& batch, const Working& memory, const void* hidden, void* out,
+                         bool keep_all, std::span<WantedRow> rows, Profile* profile) {
   const int64_t width = model_.hidden;
   const size_t layer_bytes = static_cast<size_t>(plan.tokens * width) * size_of(io_);
   for (int64_t l = 0; l < o_.layers; ++l) {
     layer_ = l;
     std::byte* to = static_cast<std::byte*>(out) + (keep_all ? static_cast<size_t>(l) * layer_bytes : 0);
-    forward(stream_, context(l, plan, batch, workspace, profile),
+    forward(stream_, context(l, plan, batch, memory, profile),
             AnyView<Token, Hidden>(io_, hidden, {plan.tokens, width}),
             AnyMutableView<Token, Hidden>(io_, to, {plan.tokens, width}));
     for (WantedRow& row : rows)
-      if (row.layer == l) take(row, plan, to);
+      if (row.layer == l) take(row, plan, to, selection_of(l, plan, memory));
   }
 }
 
-void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
+void Engine::take(WantedRow& row, const Plan& p, const std::byte* out, std::span<std::byte> selection) {
   const size_t width = static_cast<size_t>(model_.hidden), bytes = width * size_of(io_);
   std::vector<std::byte> raw(bytes);
   copy(stream_, raw.data(), out + static_cast<size_t>(row.row) * bytes, bytes);
@@ -262,7 +274,7 @@ void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
   std::vector<int32_t> selected;
   if (at != p.latent_tokens.end()) {
     selected.resize(static_cast<size_t>(p.topk));
-    const View<int32_t, Token, Topk> all = p.selected({selection_.data(), selection_.size()});
+    const View<int32_t, Token, Topk> all = p.selected(selection);
     copy(stream_, selected.data(), all.data() + (at - first) * p.topk, selected.size() * sizeof(int32_t));
   }
   stream_.synchronize();
@@ -272,37 +284,51 @@ void Engine::take(WantedRow& row, const Plan& p, const std::byte* out) {
   row.selected = std::move(selected);
 }
 
-Engine::DecodeGraph* Engine::graph_for(const Plan& plan, const Batch& batch) {
-  if (!gpu() || model_.indexer || plan.tokens != batch.requests() || plan.tokens > kMostCaptured ||
-      !plan.expanded_tokens.empty())
+Engine::CapturedSteps* Engine::captured_for(const Batch& batch) {
+  const int64_t requests = batch.requests(), tokens = batch.tokens();
+  int64_t longest = 0;
+  for (int64_t r = 0; r < requests; ++r) longest = std::max(longest, batch.query_len(r));
+  const bool short_enough = longest <= plan_.reorder_batch_threshold;
+  // Captured steps take the latent path, or the sparse one in place, whatever is asked for.
+  if (!gpu() || tokens == 0 || tokens > kMostCaptured || requests > kMostCaptured || longest > kMostQuery ||
+      plan_.path == PathPolicy::expanded || (plan_.path == PathPolicy::by_length && !short_enough) ||
+      (plan_.sparse == SparsePolicy::upconvert && !short_enough))
     return nullptr;
-  const int64_t requests = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(plan.tokens)));
-  std::unique_ptr<DecodeGraph>& slot = graphs_[requests];
-  if (slot) return slot.get();
-  auto g = std::make_unique<DecodeGraph>(stream_);
-  const int64_t page_size = o_.limits.page_size, pages = (positions_ + page_size - 1) / page_size;
-  for (int32_t i = 0; i <= requests; ++i) g->starts.push_back(i);
-  g->lengths.assign(static_cast<size_t>(requests), static_cast<int32_t>(positions_));
-  g->table.assign(static_cast<size_t>(requests * pages), 0);
-  g->slots.assign(static_cast<size_t>(requests), -1);
-  g->batch = {g->starts, g->lengths, {g->table.data(), {requests, pages}}, g->slots};
+  const auto up = [](int64_t n) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n))); };
+  const Size size{up(requests), longest == 1 ? up(requests) : up(tokens), longest == 1 ? 1 : kMostQuery};
+  const auto [at, first] = captured_.try_emplace(size);
+  if (!at->second) {
+    if (first && longest > 1) return nullptr;
+    at->second = capture(
+        {.requests = size[0], .tokens = size[1], .query_len = std::min(size[2], positions_), .seq_len = positions_});
+  }
+  return at->second.get();
+}
+
+std::unique_ptr<Engine::CapturedSteps> Engine::capture(const StepMaxima& maxima) {
+  auto c = std::make_unique<CapturedSteps>(stream_);
   PlanOptions options = plan_;
-  options.path = PathPolicy::latent;  // as the step's own plan chose
-  g->plan = mla::plan(model_, spec_, o_.limits.pages, g->batch, device_, options);
-  const size_t row = static_cast<size_t>(model_.hidden) * size_of(io_);
-  g->workspace = named_buffer("workspace of a captured step", g->plan.workspace_bytes, o_.device);
-  g->hidden = named_buffer("hidden states of a captured step", static_cast<size_t>(requests) * row, o_.device);
-  g->out = named_buffer("outputs of a captured step", static_cast<size_t>(o_.layers * requests) * row, o_.device);
-  g->staged.stage(g->plan, g->batch);
+  options.maxima = maxima;
+  c->step = plan_maxima(model_, spec_, device_, options);
+  const Plan& p = c->step.plan;
+  // Rows that are verified are judged by what their layer chose, when all layers have run.
+  c->apart = o_.verify > 0;
+  int64_t choices = 1;
+  for (int64_t l = 1; c->apart && l < o_.layers; ++l) choices += model_.layer_has_indexer(l);
+  const size_t rows = static_cast<size_t>(p.tokens), row = static_cast<size_t>(model_.hidden) * size_of(io_);
+  c->workspace = named_buffer("workspace of a captured step", p.workspace_bytes, o_.device);
+  c->selection =
+      named_buffer("selections of a captured step", static_cast<size_t>(choices) * p.selection_bytes, o_.device);
+  c->hidden = named_buffer("hidden states of a captured step", rows * row, o_.device);
+  c->out = named_buffer("outputs of a captured step", static_cast<size_t>(o_.layers) * rows * row, o_.device);
+  c->staged.stage(p, c->step.batch);
   const auto record = [&] {
-    forward_all(g->plan, g->batch, {g->workspace.data(), g->workspace.size()}, g->hidden.data(), g->out.data(), true,
-                {}, nullptr);
+    forward_all(p, c->step.batch, c->memory(), c->hidden.data(), c->out.data(), true, {}, nullptr);
   };
-  record();  // algorithms are chosen and kernels loaded before the capture; slots are -1: the caches stay as they are
+  record();  // algorithms are chosen and kernels loaded before the capture; there are no slots: caches stay as they are
   stream_.synchronize();
-  g->graph = Graph(stream_, record);
-  slot = std::move(g);
-  return slot.get();
+  c->graph = Graph(stream_, record);
+  return c;
 }
 
 // Every page of the step's table is a page of each rank, which has its share of the page's tokens there.
@@ -324,24 +350,27 @@ std::span<const int32_t> Engine::own_slots(const Batch& batch) {
 StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::span<WantedRow> rows, Result& r) {
   Batch batch = whole;
   batch.slot_mapping = own_slots(whole);
-  const size_t count = static_cast<size_t>(batch.tokens() * model_.hidden), bytes = count * size_of(io_);
+  CapturedSteps* captured = captured_for(batch);
+  PlanOptions options = plan_;
+  if (captured) options.maxima = captured->step.plan.options.maxima;
   const auto planning = Clock::now();
-  const Plan p = mla::plan(model_, spec_, o_.limits.pages, batch, device_, plan_);
+  const Plan p = mla::plan(model_, spec_, o_.limits.pages, batch, device_, options);
   const double plan_seconds = since(planning);
   count_sparse(p, r);
-  DecodeGraph* graph = graph_for(p, batch);
+  const size_t count = static_cast<size_t>(batch.tokens() * model_.hidden), bytes = count * size_of(io_),
+               room = static_cast<size_t>(p.tokens * model_.hidden) * size_of(io_);
   // Between steps: an engine sizes its memory once, for its largest batch.
   if (workspace_.size() < p.workspace_bytes) workspace_ = grown("workspace of a step", workspace_, p.workspace_bytes);
   if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
-  if (hidden_.size() < bytes) hidden_ = grown("hidden states of a step", hidden_, bytes);
-  if (out_.size() < bytes) out_ = grown("outputs of a step", out_, bytes);
+  if (hidden_.size() < room) hidden_ = grown("hidden states of a step", hidden_, room);
+  if (out_.size() < room) out_ = grown("outputs of a step", out_, room);
   const void* from = hidden.data();
   if (io_ == Dtype::bf16) {
     narrow_.resize(count);
     std::transform(hidden.begin(), hidden.begin() + static_cast<int64_t>(count), narrow_.begin(), to_bf16);
     from = narrow_.data();
   }
-  copy(stream_, graph ? graph->hidden.data() : hidden_.data(), from, bytes);
+  copy(stream_, captured ? captured->hidden.data() : hidden_.data(), from, bytes);
   stream_.synchronize();
   r.workspace_bytes = std::max(r.workspace_bytes, workspace_.size());
 
@@ -350,14 +379,14 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
     row.path = p.requests[static_cast<size_t>(request - batch.query_start_loc.begin() - 1)].path;
   }
   const auto step = Clock::now();
-  if (graph) {
-    graph->staged.restage(p, batch);
-    graph->graph.launch(stream_);
+  if (captured) {
+    captured->staged.restage(p, batch);
+    captured->graph.launch(stream_);
     stream_.synchronize();
   } else {
     staged_.stage(p, batch);
-    forward_all(p, batch, {workspace_.data(), workspace_.size()}, hidden_.data(), out_.data(), false, rows,
-                gpu() ? nullptr : &r.profile);
+    forward_all(p, batch, {{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}},
+                hidden_.data(), out_.data(), false, rows, gpu() ? nullptr : &r.profile);
     stream_.synchronize();
   }
   const auto end = Clock::now();
@@ -371,18 +400,18 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
                       .start = seconds_of(planning),
                       .end = seconds_of(end)};
 
-  if (graph) {
-    const size_t layer = static_cast<size_t>(graph->plan.tokens * model_.hidden) * size_of(io_);
-    for (WantedRow& row : rows) take(row, p, graph->out.data() + static_cast<size_t>(row.layer) * layer);
-  }
-  Sample& kind = graph ? decodes_ : others_;
+  if (captured)
+    for (WantedRow& row : rows)
+      take(row, p, captured->out.data() + static_cast<size_t>(row.layer) * room,
+           selection_of(row.layer, p, captured->memory()));
+  Sample& kind = captured ? captured_steps_ : others_;
   kind.all_seconds += time.seconds;
   // Spread over the run: at first every step of a kind, then ever fewer.
   if (gpu() && (kind.steps < kProfiledSteps / 4 || std::has_single_bit(static_cast<uint64_t>(r.steps + 1)) ||
                 r.steps % 64 == 63)) {
-    if (graph) {
+    if (captured) {
       staged_.stage(p, batch);
-      copy(stream_, hidden_.data(), graph->hidden.data(), bytes);
+      copy(stream_, hidden_.data(), captured->hidden.data(), bytes);
     }
     layer_ = 0;
     span_start_ = std::max(span_start_, time.start);  // its layer may outlast a step that ran as a graph
@@ -398,10 +427,10 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
 void Engine::profile_layer(const Plan& p, const Batch& batch, Profile& profile) {
   const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, model_.hidden});
   const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, model_.hidden});
-  const std::span<std::byte> workspace(workspace_.data(), workspace_.size());
+  const Working memory{{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}};
   {
     const HeldStream held(stream_);
-    forward(stream_, context(0, p, batch, workspace, &profile), hidden, out);
+    forward(stream_, context(0, p, batch, memory, &profile), hidden, out);
   }
   stream_.synchronize();
   (void)profile.rows();  // the calls are this step's, and so is the selection that they are counted by
@@ -436,8 +465,8 @@ void Engine::count_saturated(Result& r) {
 
 void Engine::finish(Result& r) {
   if (spec_.format == CacheFormat::fp8) count_saturated(r);
-  r.profiled_steps = gpu() ? decodes_.steps + others_.steps : r.steps;
-  for (Sample* sample : {&decodes_, &others_}) {
+  r.profiled_steps = gpu() ? captured_steps_.steps + others_.steps : r.steps;
+  for (Sample* sample : {&captured_steps_, &others_}) {
     if (sample->seconds > 0)
       sample->profile.scale(static_cast<double>(o_.layers) * sample->all_seconds / sample->seconds);
     for (const Profile::Row& row : sample->profile.rows()) r.profile.add(row);

@@ -1,7 +1,9 @@
 // A model's attention on a device, as the replay drives it: weights, caches and working memory of every layer, one step
-// at a time. On a GPU, steps of single-token decodes are captured once for each size of batch and launched as a whole.
+// at a time. On a GPU, steps of few new tokens a request are captured once for each size of batch and launched as a
+// whole.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <cstdint>
 #include <map>
@@ -54,15 +56,23 @@ class Engine {
   void finish(Result& result);
 
  private:
-  struct DecodeGraph;
-  DecodeGraph* graph_for(const Plan& plan, const Batch& batch);
+  struct CapturedSteps;
+  /// What a batch's step may be launched as; null: it runs call by call. Made when it is first met, or met again where
+  /// such steps are rare.
+  CapturedSteps* captured_for(const Batch& batch);
+  std::unique_ptr<CapturedSteps> capture(const StepMaxima& maxima);
   /// On a GPU, before time counts: a layer's kernels are loaded and the products' algorithms looked up when they are
   /// first needed, a tenth of a second. Steps over the first page, in which nothing is written to the caches.
   void warm_up();
-  void forward_all(const Plan& plan, const Batch& batch, std::span<std::byte> workspace, const void* hidden, void* out,
+  /// Memory of a step's calls. Layers that share a choice have one selection; `apart`: others have one each.
+  struct Working {
+    std::span<std::byte> workspace, selection;
+    bool apart = false;
+  };
+  std::span<std::byte> selection_of(int64_t layer, const Plan& plan, const Working& memory) const;
+  void forward_all(const Plan& plan, const Batch& batch, const Working& memory, const void* hidden, void* out,
                    bool keep_all, std::span<WantedRow> rows, Profile* profile);
-  LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, std::span<std::byte> workspace,
-                       Profile* profile);
+  LayerContext context(int64_t layer, const Plan& plan, const Batch& batch, const Working& memory, Profile* profile);
   /// On a GPU: the steps of a kind, and those of them whose ops were timed. What was measured stands for all by time.
   struct Sample {
     Profile profile;
@@ -73,7 +83,7 @@ class Engine {
   void keep_spans(Result& result);
   float k_scale_of(const LayerWeights& weights, std::span<const float> hidden);
   void count_saturated(Result& result);
-  void take(WantedRow& row, const Plan& plan, const std::byte* out);
+  void take(WantedRow& row, const Plan& plan, const std::byte* out, std::span<std::byte> selection);
   /// Of a split cache: the step's slots in this rank's.
   std::span<const int32_t> own_slots(const Batch& batch);
   bool gpu() const { return stream_.device().kind == DeviceKind::cuda; }
@@ -99,10 +109,11 @@ class Engine {
   std::vector<bf16> narrow_;
   std::vector<int32_t> slots_;
   StagedStep staged_;
-  std::map<int64_t, std::unique_ptr<DecodeGraph>> graphs_;  // by requests
-  Sample decodes_, others_;                                 // steps that run as a graph; and the rest
-  int64_t layer_ = 0;                                       // whose ops run
-  double span_start_ = 0;                                   // on a GPU: where the next call is put
+  using Size = std::array<int64_t, 3>;                       // most requests, tokens, and tokens of a request
+  std::map<Size, std::unique_ptr<CapturedSteps>> captured_;  // null: met once
+  Sample captured_steps_, others_;                           // steps that run as a graph; and the rest
+  int64_t layer_ = 0;                                        // whose ops run
+  double span_start_ = 0;                                    // on a GPU: where the next call is put
 };
 
 }  // namespace mla::serve

@@ -125,6 +125,61 @@ TEST(CLayer, RatesChooseThePath) {
   }
 }
 
+// A step of four tokens at most in memory for all of them: what lies behind the batch's rows stays.
+TEST(CLayer, StepsOfMaximaServeBatchesWithinThem) {
+  Step s(3, 20);
+  s.options.path = MLA_PATHS_LATENT;
+  const std::vector<float> expected = forward(s, 5);
+  mla_step_maxima maxima = make<mla_step_maxima>();
+  maxima.requests = 2, maxima.tokens = 6, maxima.query_len = 4, maxima.seq_len = 64;
+  size_t workspace_bytes = 0, selection_bytes = 77;
+  ASSERT_OK(mla_step_memory(s.stream, s.model, &s.spec, &maxima, &s.options, &workspace_bytes, &selection_bytes));
+  EXPECT_EQ(selection_bytes, 0u);
+  s.options.maxima = &maxima;
+  Plan whole, plan;
+  ASSERT_OK(mla_plan_create_maxima(s.stream, s.model, &s.spec, &s.options, &whole));
+  ASSERT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+  const mla_plan_info of_whole = describe(whole), info = describe(plan);
+  EXPECT_EQ(of_whole.tokens, 6);
+  EXPECT_EQ(of_whole.batch_tokens, 0);
+  EXPECT_EQ(of_whole.requests, 0);
+  EXPECT_EQ(info.tokens, 6);
+  EXPECT_EQ(info.batch_tokens, 3);
+  EXPECT_EQ(info.requests, 1);
+  EXPECT_EQ(info.workspace_bytes, of_whole.workspace_bytes);
+  EXPECT_LE(info.workspace_bytes, workspace_bytes);
+
+  Bytes workspace(workspace_bytes);
+  Tensor<float> hidden({6, 96}), out({6, 96});
+  Tensor<float> own({3, 96});
+  own.random(5);
+  std::fill(hidden.data.begin(), hidden.data.end(), std::nanf(""));
+  std::copy(own.data.begin(), own.data.end(), hidden.data.begin());
+  std::fill(out.data.begin(), out.data.end(), -7.0f);
+  for (mla_plan* p : {static_cast<mla_plan*>(whole), static_cast<mla_plan*>(plan)}) {
+    const mla_layer_args a = s.args(p, workspace);
+    ASSERT_OK(mla_forward(s.stream, &a, hidden, out));
+    const size_t written = p == static_cast<mla_plan*>(plan) ? expected.size() : 0;
+    EXPECT_TRUE(
+        std::equal(out.data.begin(), out.data.begin() + static_cast<std::ptrdiff_t>(written), expected.begin()));
+    EXPECT_TRUE(std::all_of(out.data.begin() + static_cast<std::ptrdiff_t>(written), out.data.end(),
+                            [](float x) { return x == -7.0f; }));
+  }
+
+  mla_plan* refused = nullptr;
+  s.set(5, 20);
+  EXPECT_FAILS(MLA_ERROR_BATCH, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &refused),
+               "request 0: 5 new tokens, the step's maxima allow 4");
+  s.options.maxima = nullptr;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_plan_create_maxima(s.stream, s.model, &s.spec, &s.options, &refused),
+               "the options have no maxima");
+  maxima.seq_len = 3;
+  EXPECT_FAILS(MLA_ERROR_SHAPE,
+               mla_step_memory(s.stream, s.model, &s.spec, &maxima, &s.options, &workspace_bytes, nullptr),
+               "seq_len is 3, below query_len 4");
+  EXPECT_EQ(refused, nullptr);
+}
+
 TEST(CLayer, BatchesThatReachBeyondMemoryOrIntoOthersRowsAreRefused) {
   Step s;
   mla_plan* plan = nullptr;

@@ -24,10 +24,21 @@ class CastCase final : public Case {
     if (turned) args_.y = {p.dtype, y_.data(), {rows_, heads_, n_}, {1, n_ * step, step}};
     if (p.seed % 4 < 2) args_.scales = {scales_.data(), {heads_}};
     args_.through_e4m3 = p.dtype != Dtype::fp8_e4m3 && p.seed % 3 == 0;
+    // In every third case to rows in another order, some of them nowhere.
+    if (p.seed % 3 == 0 && rows_ > 0) {
+      for (int64_t i = 0; i < rows_; ++i) to_.push_back(static_cast<int32_t>(i));
+      for (int64_t i = rows_; i-- > 0;) std::swap(to_[i], to_[random.integer(0, i)]);
+      for (int32_t& row : to_)
+        if (random.integer(0, 3) == 0) row = -1;
+      args_.y_rows = to_;
+    }
+    for (int64_t t = 0; t < rows_; ++t)
+      for (int64_t h = 0; h < heads_; ++h)
+        for (int64_t d = 0; d < n_; ++d) before_.push_back(args_.y(t, h, d));
   }
   void run(Stream& stream) override { ops::run(stream, args_); }
   Verdict verify() override {
-    std::vector<float> expected(rows_ * heads_ * n_);
+    std::vector<float> expected = before_;
     ops::reference(args_, expected);
     Verdict v{.error = 0, .bound = 0, .ok = true, .detail = {}};
     size_t i = 0;
@@ -46,8 +57,8 @@ class CastCase final : public Case {
 
  private:
   int64_t rows_, heads_, n_;
-  std::vector<float> x_, scales_;
-  std::vector<int32_t> list_;
+  std::vector<float> x_, scales_, before_;
+  std::vector<int32_t> list_, to_;
   std::vector<std::byte> y_;
   ops::CastArgs args_;
 };

@@ -8,7 +8,7 @@ namespace {
 
 constexpr int32_t kSmallest = std::numeric_limits<int32_t>::min(), kLargest = std::numeric_limits<int32_t>::max();
 
-// Positions of requests * query_len rows, to slots of permuted pages. Ragged: rows of any request in any order,
+// Positions of requests * query_len rows, to slots of permuted pages. Ragged: rows of any request or none in any order,
 // positions that are unused, past the request, past the table or absurd, pages that do not exist, rows of the table and
 // of both arrays apart; and then the same positions to a workspace of requests one after another,
 // and some of their rows in any order.
@@ -35,13 +35,14 @@ class MapIndicesCase final : public Case {
     }
     positions_.assign((rows_ + 1) * stride_, 5);
     for (int64_t row = 0; row < rows_; ++row) {
-      requests_.push_back(static_cast<int32_t>(p.ragged ? random.integer(0, p.requests - 1) : row / p.query_len));
+      const auto request = static_cast<int32_t>(p.ragged ? random.integer(0, p.requests - 1) : row / p.query_len);
+      requests_.push_back(p.ragged && random.integer(0, 9) == 0 ? -1 : request);
       for (int64_t k = 0; k < p.topk; ++k) {
         int32_t& t = positions_[row * stride_ + k];
         t = static_cast<int32_t>(random.integer(0, std::max<int64_t>(0, p.context - 1)));
         if (p.ragged && random.integer(0, 2) == 0)
           t = pick<int32_t>(
-              random, {-1, -2, kSmallest, kLargest, kLargest - 1, lengths_[requests_.back()],
+              random, {-1, -2, kSmallest, kLargest, kLargest - 1, lengths_[request],
                        static_cast<int32_t>(columns_ * p.page_size), static_cast<int32_t>(columns_ * p.page_size - 1)});
       }
     }

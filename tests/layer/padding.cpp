@@ -180,21 +180,6 @@ class Restaged {
   layer::StagedLists lists_;
 };
 
-// Cached rows of f32 are the same: on a GPU up to products that go with the number of rows.
-void expect_same_cache(const std::vector<std::byte>& found, const std::vector<std::byte>& right,
-                       const std::string& how) {
-  if (!kOnGpu) {
-    EXPECT_TRUE(found == right) << how;
-    return;
-  }
-  ASSERT_EQ(found.size(), right.size());
-  for (size_t i = 0; i < found.size(); i += sizeof(float)) {
-    float x, y;
-    std::memcpy(&x, &found[i], sizeof x), std::memcpy(&y, &right[i], sizeof y);
-    ASSERT_NEAR(x, y, 1e-5f * std::max(1.0f, std::abs(y))) << how << ", byte " << i;
-  }
-}
-
 void expect_served(const ModelConfig& m, const PlanOptions& o, const Requests& most, const Requests& fewer,
                    const std::string& how) {
   Layer l(m);

@@ -1,6 +1,11 @@
 // A layer of random weights over pages of random rows, and steps of given lengths, for tests that call it themselves.
 #pragma once
 
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
 #include <numeric>
 #include <string>
 #include <vector>
@@ -101,6 +106,21 @@ inline void choose(Layer& l, const LayerContext& c, int64_t rows) {
   for (int64_t i = 0; i < c.plan.tokens; ++i) std::iota(choice.begin() + i * topk, choice.begin() + (i + 1) * topk, 0);
   select(l.stream, c, View<const int32_t, Token, Topk>(choice.data(), {rows, topk}));
   l.stream.synchronize();
+}
+
+// Cached rows of f32 are the same: on a GPU up to products that go with the number of rows.
+inline void expect_same_cache(const std::vector<std::byte>& found, const std::vector<std::byte>& right,
+                              const std::string& how) {
+  if (!kOnGpu) {
+    EXPECT_TRUE(found == right) << how;
+    return;
+  }
+  ASSERT_EQ(found.size(), right.size());
+  for (size_t i = 0; i < found.size(); i += sizeof(float)) {
+    float x, y;
+    std::memcpy(&x, &found[i], sizeof x), std::memcpy(&y, &right[i], sizeof y);
+    ASSERT_NEAR(x, y, 1e-5f * std::max(1.0f, std::abs(y))) << how << ", byte " << i;
+  }
 }
 
 struct Kind {

@@ -314,7 +314,9 @@ TEST_F(Arguments, Project) {
   EXPECT_EQ(with([&](A& a) { a.rows = 4; }), "project: rows is 4, allowed 0 to 3");
   EXPECT_EQ(with([&](A& a) { a.rows = -1; }), "project: rows is -1, must not be negative");
   EXPECT_EQ(with([&](A& a) { a.x_rows = far; }), "project: x_rows entry is 3, allowed 0 to 2");
-  EXPECT_EQ(with([&](A& a) { a.y_rows = negative; }), "project: y_rows entry is -1, allowed 0 to 2");
+  EXPECT_EQ(with([&](A& a) { a.x_rows = negative; }), "project: x_rows entry is -1, allowed 0 to 2");
+  EXPECT_EQ(with([&](A& a) { a.y_rows = far; }), "project: y_rows entry is 3, allowed 0 to 2");
+  EXPECT_EQ(with([&](A& a) { a.y_rows = negative; }), "accepted");
   EXPECT_EQ(with([&](A& a) { a.y_rows = std::span(good).first(1); }), "project: y_rows length is 1, rows is 2");
   EXPECT_EQ(with([&](A& a) { a.scratch = {}; }), "project: no scratch");
   EXPECT_EQ(with([&](A& a) { a.scratch.per_worker = 64; }).substr(0, 44),

@@ -218,8 +218,8 @@ TEST_P(IndexOnTarget, InfiniteKeysMeetTheirHeadsAlone) {
         std::vector<float> key(kDim, 0.0f);
         key[7] = std::numeric_limits<float>::infinity();
         for (const int32_t at : {3, 64, 199})
-          cache::index::encode(step.cache.view().spec,
-                               step.cache.view().page(step.table[static_cast<size_t>(at / 16)]), at % 16, key.data());
+          cache::index::encode(step.cache.view().spec, step.cache.view().page(step.table[static_cast<size_t>(at / 16)]),
+                               at % 16, key.data());
         const IndexItem item{.q_count = kTokens, .kv_end = kLength, .visible = kLength - 1};
         ThreadPool pool(2);
         Stream stream(pool);
@@ -567,7 +567,7 @@ TEST(IndexArguments, EveryViolationIsNamed) {
   EXPECT_EQ(scored([&](S& a) { a.weights = {y, {2, 2}}; }), "index_score: weights IndexHead is 2, q IndexHead is 3");
   EXPECT_EQ(scored([&](S& a) { a.first = -1; }), "index_score: first is -1, allowed 0 to 2147483647");
   EXPECT_EQ(scored([&](S& a) { a.scores = {y, {1, 6}}; }), "index_score: item row is 1, allowed 1 to 0");
-  EXPECT_EQ(item({.request = 2}), "index_score: item request is 2, allowed 0 to 1");
+  EXPECT_EQ(item({.request = 2, .q_count = 1}), "index_score: item request is 2, allowed 0 to 1");
   EXPECT_EQ(item({.q_begin = 2, .q_count = 1}), "index_score: item q_begin is 2, allowed 0 to 1");
   EXPECT_EQ(item({.q_count = 1, .kv_begin = 8, .kv_end = 13}), "index_score: item kv_end is 13, allowed 0 to 12");
   EXPECT_EQ(item({.q_count = 1, .kv_begin = 7, .kv_end = 10}), "index_score: page id is 77, allowed 0 to 2");

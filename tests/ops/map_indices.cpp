@@ -111,8 +111,8 @@ TEST_F(MapIndices, RefusesWhatDoesNotFit) {
             "map_indices: pages is 1073741824, allowed 0 to 536870912");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.requests = far; }), "map_indices: request is 2, allowed 0 to 1");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.requests = three; }), "map_indices: requests length is 3, allowed 0 to 2");
-  EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.lengths = three; }),
-            "map_indices: lengths length is 3, block_table Request is 2");
+  EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.lengths = std::span(three).first(1); }),
+            "map_indices: request is 1, allowed 0 to 0");
   EXPECT_EQ(refusal<A>(slots_,
                        [](A& a) {
                          a.slots = {a.slots.data(), {3, 3}};

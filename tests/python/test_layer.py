@@ -321,6 +321,22 @@ def test_a_plan_keeps_its_batch(small_model, stream):
     world.table[:] = table
 
 
+def test_memory_of_maxima_is_enough_for_steps_within_them(small_model, stream):
+    world = World(small_model)
+    limits = {"requests": 2, "tokens": 128, "query_len": 90, "seq_len": 200}
+    for path in ("automatic", "latent", "expanded"):
+        options = mla.PlanOptions(path=path)
+        workspace, selection = mla.step_memory(
+            world.model, world.cache, stream=stream, options=options, **limits
+        )
+        assert selection == 0
+        for parts in (((0, 37), (0, 90)), ((0, 1), (0, 1)), ((0, 90), (80, 90))):
+            step = mla.plan(world.model, world.cache, world.batch(parts), stream=stream, options=options)
+            assert 0 < step.workspace_bytes <= workspace
+    with pytest.raises(mla.ShapeError, match="maxima seq_len is 80, below query_len 90"):
+        mla.step_memory(world.model, world.cache, stream=stream, **(limits | {"seq_len": 80}))
+
+
 def test_own_weights(small_model, stream):
     world = World(small_model)
     arrays = {k: v.astype(np.float32) for k, v in world.w.items()}

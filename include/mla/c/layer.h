@@ -22,9 +22,10 @@ MLA_API mla_status mla_staged_step_create(mla_stream* stream, mla_staged_step** 
 MLA_API mla_status mla_staged_step_destroy(mla_staged_step* staged);
 /// One copy, queued on the stream. The plan stays alive while it is staged, whoever destroys its handle.
 MLA_API mla_status mla_staged_step_stage(mla_staged_step* staged, const mla_plan* plan);
-/// Another step in the place of the one staged, for captured calls to serve: no larger in any array, with the same
-/// paths, its rows in order where the first one's were. MLA_ERROR_SHAPE naming the array otherwise; nothing has changed
-/// then.
+/// Another step in the place of the one staged, for captured calls to serve. In that of one of maxima
+/// (mla_plan_create_maxima): of any batch within, planned with the same options. Otherwise no larger in any array, with
+/// the same paths, its rows in order where the first one's were. MLA_ERROR_SHAPE naming the array otherwise; nothing
+/// has changed then.
 MLA_API mla_status mla_staged_step_restage(mla_staged_step* staged, const mla_plan* plan);
 
 /// Time and counted work by op, summed over the calls that it was given to.

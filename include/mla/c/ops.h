@@ -128,7 +128,7 @@ typedef struct mla_project_args {
   int64_t x_rows_count;
   const mla_linear* weights;
   const DLTensor* y;      ///< [Token, Head, Out], f32 or bf16, Out dense; NULL with `quantized`
-  const int32_t* y_rows;  ///< optional: rows of y to write
+  const int32_t* y_rows;  ///< optional: rows of y to write; below 0: nowhere
   int64_t y_rows_count;
   int64_t rows;                    ///< how many; with lists: their count
   const mla_quantized* quantized;  ///< optional: takes y's place, one head after another in a row

@@ -62,6 +62,15 @@ typedef struct mla_cost_model {
 /// Rates fitted to measurements on a device. Fills the fields that rates->struct_size has room for.
 MLA_API mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates);
 
+/// The largest step that an engine makes, in any mix.
+typedef struct mla_step_maxima {
+  size_t struct_size;
+  int64_t requests;
+  int64_t tokens;     ///< new tokens of all requests together
+  int64_t query_len;  ///< new tokens of one request
+  int64_t seq_len;    ///< cached context and new tokens of one request; at least query_len
+} mla_step_maxima;
+
 typedef struct mla_plan_options {
   size_t struct_size;
   int32_t path;                     ///< MLA_PATHS_...; default automatic
@@ -92,6 +101,10 @@ typedef struct mla_plan_options {
                                     ///< tables and slots are those of this rank's cache; NULL: each has all tokens
   int64_t rank;                     ///< this one, of sharding
   const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank, of sharding
+  const mla_step_maxima* maxima;  ///< of a step whose calls are captured and launched for every batch within: its plans
+                                  ///< have one shape, calls take inputs and outputs of mla_plan_info.tokens rows and
+                                  ///< leave those of the outputs past the batch's alone; NULL: of the batch alone.
+                                  ///< MLA_ERROR_UNSUPPORTED with paths expanded, no cache, dummy, and an output format
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
@@ -121,6 +134,7 @@ typedef struct mla_plan_info {
   int64_t topk;            ///< positions selected for a sparse row
   int32_t fused_output;    ///< 1: heads are quantised where they are finished
   int32_t activations;     ///< MLA_F32 or MLA_BF16: dtype of the attention form's inputs
+  int64_t batch_tokens;    ///< rows that are the batch's: `tokens`, unless the options have maxima
 } mla_plan_info;
 
 typedef struct mla_request_plan {
@@ -138,6 +152,16 @@ typedef struct mla_plan mla_plan;
 MLA_API mla_status mla_plan_create(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
                                    int64_t pages, const mla_batch* batch, const mla_plan_options* options,
                                    mla_plan** plan);
+/// The step to capture calls with, of options->maxima and no batch: stage it (mla_staged_step_stage), capture the
+/// calls, then make a plan of each batch with the same options and restage it. Its block table and slots are its own.
+MLA_API mla_status mla_plan_create_maxima(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
+                                          const mla_plan_options* options, mla_plan** plan);
+/// Memory that is enough for every step within the maxima, with these options (whose own maxima are not read), without
+/// a batch. workspace_bytes, selection_bytes: either may be NULL. MLA_ERROR_SHAPE for a maximum below 0 or past 32
+/// bits.
+MLA_API mla_status mla_step_memory(const mla_stream* stream, const mla_model* model, const mla_cache_spec* cache,
+                                   const mla_step_maxima* maxima, const mla_plan_options* options,
+                                   size_t* workspace_bytes, size_t* selection_bytes);
 MLA_API mla_status mla_plan_destroy(mla_plan* plan);
 /// Fills the fields that info->struct_size has room for.
 MLA_API mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info);

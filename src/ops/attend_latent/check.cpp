@@ -26,8 +26,9 @@ void check(const AttendLatentArgs& a) {
   require_dtype(op, "q", a.q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
   const int64_t rows = std::min({a.q.extent<Token>(), a.out.extent<Token>(), a.lse.extent<Token>()});
   for (const LatentItem& i : a.items) {
-    require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
     require_query_rows(op, i, a.q.extent<Token>());
+    if (i.q_count == 0) continue;  // nothing of it is looked at
+    require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
     require_range(op, "item kv_begin", i.kv_begin, 0, int64_t{1} << 31);
     require_range(op, "item kv_end", i.kv_end, i.kv_begin, a.block_table.extent<Page>() * spec.page_size + 1);
     if (i.kv_end > i.kv_begin)

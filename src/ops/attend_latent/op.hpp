@@ -20,7 +20,7 @@ struct AttendLatentArgs {
   float q_scale = 1.0f;           ///< fp8 queries only
   CacheView cache;
   View<const int32_t, Request, Page> block_table;
-  std::span<const LatentItem> items;
+  std::span<const LatentItem> items;  ///< of one without query rows nothing else is looked at
   float scale = 1.0f;
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;

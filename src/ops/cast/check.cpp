@@ -15,11 +15,14 @@ void check(const CastArgs& a) {
     require_view("cast", "scales", a.scales);
     require_same<Head>("cast", "scales", a.scales, "y", a.y);
   }
-  const int64_t rows = a.y.extent<Token>();
+  const int64_t rows = rows_of(a);
+  for (int32_t row : a.y_rows)
+    if (row >= 0) require_range("cast", "y_rows entry", row, 0, a.y.extent<Token>());
   if (a.x_rows.empty()) {
-    require_range("cast", "y Token", rows, 0, a.x.extent<Token>() + 1);
+    require_range("cast", a.y_rows.empty() ? "y Token" : "y_rows length", rows, 0, a.x.extent<Token>() + 1);
   } else {
-    require_equal("cast", "x_rows length", static_cast<int64_t>(a.x_rows.size()), "y Token", rows);
+    require_equal("cast", "x_rows length", static_cast<int64_t>(a.x_rows.size()),
+                  a.y_rows.empty() ? "y Token" : "y_rows length", rows);
     for (int32_t row : a.x_rows) require_range("cast", "x_rows entry", row, 0, a.x.extent<Token>());
   }
   if (a.through_e4m3 && a.y.dtype() == Dtype::fp8_e4m3)

@@ -3,15 +3,18 @@
 namespace mla::ops {
 
 void reference(const CastArgs& a, std::span<float> y) {
-  size_t i = 0;
-  for (int64_t t = 0; t < a.y.extent<Token>(); ++t)
-    for (int64_t h = 0; h < a.y.extent<Head>(); ++h)
-      for (int64_t d = 0; d < a.y.extent<In>(); ++d) {
+  const int64_t heads = a.y.extent<Head>(), width = a.y.extent<In>();
+  for (int64_t t = 0; t < rows_of(a); ++t) {
+    const int64_t from = a.x_rows.empty() ? t : a.x_rows[t], to = a.y_rows.empty() ? t : a.y_rows[t];
+    if (to < 0) continue;
+    for (int64_t h = 0; h < heads; ++h)
+      for (int64_t d = 0; d < width; ++d) {
         std::byte element[4];
-        const float x = a.x(a.x_rows.empty() ? t : a.x_rows[t], h, d) / (a.scales ? a.scales(h) : a.scale);
+        const float x = a.x(from, h, d) / (a.scales ? a.scales(h) : a.scale);
         store_float(a.y.dtype(), element, 0, a.through_e4m3 ? to_float(to_fp8_e4m3(x)) : x);
-        y[i++] = load_float(a.y.dtype(), element, 0);
+        y[static_cast<size_t>((to * heads + h) * width + d)] = load_float(a.y.dtype(), element, 0);
       }
+  }
 }
 
 }  // namespace mla::ops

@@ -20,6 +20,7 @@ void check(const IndexScoreArgs& a) {
   require_range(op, "first", a.first, 0, int64_t{1} << 31);
   require_items(op, a.items, a.scores.extent<Token>());
   for (const IndexItem& item : a.items) {
+    if (item.q_count == 0) continue;  // nothing of it is looked at
     const IndexItem i = clipped(item, a.first, a.scores.extent<Key>());
     require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
     require_range(op, "item q_begin", i.q_begin, 0, a.q.extent<Token>() - i.q_count + 1);

@@ -23,9 +23,10 @@ struct IndexScoreArgs {
   float scale = 1.0f;  ///< Ni^-0.5 Di^-0.5, or 1 where weights hold it
   IndexCacheView cache;
   View<const int32_t, Request, Page> block_table;
-  std::span<const IndexItem> items;  ///< their rows ascending and disjoint
-  int64_t first = 0;                 ///< the window: column 0 is position kv_begin + first of every item
-  View<float, Token, Key> scores;    ///< Key dense; as many positions as it has columns
+  /// Their rows ascending and disjoint; of one without rows nothing else is looked at.
+  std::span<const IndexItem> items;
+  int64_t first = 0;               ///< the window: column 0 is position kv_begin + first of every item
+  View<float, Token, Key> scores;  ///< Key dense; as many positions as it has columns
   IndexArithmetic arithmetic = IndexArithmetic::exact;
   Scratch scratch;
 };

@@ -14,10 +14,11 @@ namespace mla::ops {
 /// the table's columns or the request's length, and for a page outside [0, pages).
 struct MapToSlotsArgs {
   View<const int32_t, Token, Topk> positions;  ///< Topk dense; any numbers
-  std::span<const int32_t> requests;           ///< of each row; its length is the number of rows mapped
+  /// Of each row; its length is the number of rows mapped. Below 0: a row of no request, all of it -1.
+  std::span<const int32_t> requests;
   View<const int32_t, Request, Page> block_table;
   int64_t page_size = 0, pages = 0;  ///< of the cache; their product numbers its slots in 32 bits
-  std::span<const int32_t> lengths;  ///< tokens a request has; empty: no bound but the table's
+  std::span<const int32_t> lengths;  ///< tokens a request has, of all that are named; empty: no bound but the table's
   View<int32_t, Token, Topk> slots;  ///< may be `positions`
 };
 
@@ -25,7 +26,7 @@ struct MapToSlotsArgs {
 /// below counts[r].
 struct MapToWorkspaceArgs {
   View<const int32_t, Token, Topk> positions;
-  std::span<const int32_t> requests;
+  std::span<const int32_t> requests;        ///< as above
   std::span<const int32_t> starts, counts;  ///< first row and number of rows of each request
   View<int32_t, Token, Topk> rows;          ///< may be `positions`
 };

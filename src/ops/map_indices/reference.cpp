@@ -7,7 +7,8 @@ void reference(const MapToSlotsArgs& a, View<int32_t, Token, Topk> slots) {
     for (int64_t k = 0; k < a.positions.extent<Topk>(); ++k) {
       const int64_t t = a.positions(row, k), request = a.requests[row];
       int64_t slot = -1;
-      if (t >= 0 && t / a.page_size < a.block_table.extent<Page>() && (a.lengths.empty() || t < a.lengths[request])) {
+      if (request >= 0 && t >= 0 && t / a.page_size < a.block_table.extent<Page>() &&
+          (a.lengths.empty() || t < a.lengths[request])) {
         const int64_t page = a.block_table(request, t / a.page_size);
         if (page >= 0 && page < a.pages) slot = page * a.page_size + t % a.page_size;
       }
@@ -19,7 +20,7 @@ void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows) {
   for (int64_t row = 0; row < static_cast<int64_t>(a.requests.size()); ++row)
     for (int64_t k = 0; k < a.positions.extent<Topk>(); ++k) {
       const int64_t t = a.positions(row, k), request = a.requests[row];
-      rows(row, k) = t >= 0 && t < a.counts[request] ? static_cast<int32_t>(a.starts[request] + t) : -1;
+      rows(row, k) = request >= 0 && t >= 0 && t < a.counts[request] ? static_cast<int32_t>(a.starts[request] + t) : -1;
     }
 }
 

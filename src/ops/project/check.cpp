@@ -24,13 +24,14 @@ void check(const ProjectArgs& a) {
     require_dtype("project", "y", a.y.dtype(), {Dtype::f32, Dtype::bf16});
   }
   if (a.rows < 0) throw ShapeError("project: rows is " + std::to_string(a.rows) + ", must not be negative");
-  auto rows = [&](const char* name, std::span<const int32_t> list, int64_t extent) {
+  auto rows = [&](const char* name, std::span<const int32_t> list, int64_t extent, bool skips) {
     if (list.empty()) return require_range("project", "rows", a.rows, 0, extent + 1);
     require_equal("project", std::string(name) + "_rows length", static_cast<int64_t>(list.size()), "rows", a.rows);
-    for (int32_t r : list) require_range("project", std::string(name) + "_rows entry", r, 0, extent);
+    for (int32_t r : list)
+      if (r >= 0 || !skips) require_range("project", std::string(name) + "_rows entry", r, 0, extent);
   };
-  rows("x", a.x_rows, a.x.extent<Token>());
-  rows("y", a.y_rows, a.quantized ? a.quantized.tokens : a.y.extent<Token>());
+  rows("x", a.x_rows, a.x.extent<Token>(), false);
+  rows("y", a.y_rows, a.quantized ? a.quantized.tokens : a.y.extent<Token>(), true);
   if (!a.scratch.data && a.rows > 0) throw ShapeError("project: no scratch");
 }
 

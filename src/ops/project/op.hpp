@@ -25,7 +25,7 @@ struct ProjectArgs {
   std::span<const int32_t> x_rows;  ///< rows of x to read, in order; empty: row i for y's row i
   const Linear* weights = nullptr;
   AnyMutableView<Token, Head, Out> y;            ///< f32 or bf16, Out dense
-  std::span<const int32_t> y_rows;               ///< rows of y to write; empty: 0, 1, ...
+  std::span<const int32_t> y_rows;               ///< rows of y to write; below 0: nowhere; empty: 0, 1, ...
   int64_t rows = 0;                              ///< how many; with index lists: their length
   bool batch_invariant = false;                  ///< a row's bits must not depend on the other rows
   Activations activations = Activations::plain;  ///< fp8_128: of fp8 weights; UnsupportedError for others
@@ -37,7 +37,7 @@ struct ProjectArgs {
 
 void check(const ProjectArgs& a);
 Cost cost(const ProjectArgs& a);
-/// float64 from the weights' values [heads, out, in] in f32: y[i, h, o] for i in [0, rows).
+/// float64 from the weights' values [heads, out, in] in f32: y[i, h, o] for i in [0, rows), of skipped rows too.
 void reference(const ProjectArgs& a, std::span<const float> weights, View<double, Token, Head, Out> y);
 
 }  // namespace mla::ops

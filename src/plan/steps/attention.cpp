@@ -11,7 +11,8 @@ void finish_heads(Steps& s) {
     s.add("cast", kNarrowed,
           steps::Cast{.x = s.region<Token, Head, In>("heads", p.head_dtype(), {t, n, m.value}),
                       .x_rows = {},
-                      .y = s.input<Token, Head, In>(Memory::heads_out, s.act, {t, n, m.value})});
+                      .y = s.input<Token, Head, In>(Memory::heads_out, s.act, {t, n, m.value}),
+                      .y_rows = s.written()});
   else if (p.fused_output) s.add("scale_padding", kAttend, steps::QuantizePadding{t});
   else
     s.add("quantize", kAttend, steps::Quantize{s.region<Token, HeadValue>("heads", p.head_dtype(), {t, n * m.value})});

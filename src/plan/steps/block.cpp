@@ -37,9 +37,11 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<To
 void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
                     const RowList& y_rows, int64_t rows) {
   const int64_t t = s.tokens, width = s.m.hidden;
+  const RowList written = s.written();
   if (s.plan.options.tensor_parallel == 1)
     return s.project(name, kForward, x, {}, weights,
-                     s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, width}), y_rows, rows);
+                     s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, width}),
+                     s.plan.options.maxima ? written : y_rows, rows);
   // f32 until all are added.
   s.project(name, kForward, x, {}, weights, s.region<Token, Head, Out>("hidden_part", Dtype::f32, {t, 1, width}),
             y_rows, rows);
@@ -47,7 +49,8 @@ void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, 
   s.add("cast", kForward,
         steps::Cast{.x = s.region<Token, Head, In>("hidden_part", Dtype::f32, {t, 1, width}),
                     .x_rows = {},
-                    .y = s.input<Token, Head, In>(Memory::hidden_out, s.act, {t, 1, width})});
+                    .y = s.input<Token, Head, In>(Memory::hidden_out, s.act, {t, 1, width}),
+                    .y_rows = written});
 }
 
 void block_steps(Steps& s) {

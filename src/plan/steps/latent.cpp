@@ -121,9 +121,15 @@ void latent_steps(Steps& s, Calls calls) {
             staged_queries(s).part<Token, Head, Out>(0, {rows, n, m.latent}), {}, rows);
   place_rope(s, calls, q.part<Token, Head, Rope>(m.nope, {t, n, m.rope}));
   const auto latents = attend_latent(s, calls);
-  s.project("value_up", calls, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
-            s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, n, m.value}), tokens, rows,
-            s.plan.fused_output);
+  const auto value_up = [&](Calls of, const RowList& y_rows) {
+    s.project("value_up", of, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
+              s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, n, m.value}), y_rows, rows,
+              s.plan.fused_output);
+  };
+  if (!s.plan.options.maxima) return value_up(calls, tokens);
+  // attend()'s heads may be the caller's, forward()'s lie in the workspace: its products need no list.
+  if (calls.any_of(kForward)) value_up(kForward, tokens);
+  value_up(kAttend, s.written());
 }
 
 }  // namespace mla::planning

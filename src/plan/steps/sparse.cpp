@@ -31,7 +31,8 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
   for (size_t i = 0; i < schedule.selected.size(); ++i) {
     const IndexTile& tile = schedule.selected[i];
     const auto items = s.list(ListKind::index_tile, tile.rows, i);
-    const int64_t rounds = tile.rounds(keys);
+    const std::optional<StepMaxima>& maxima = s.plan.options.maxima;
+    const int64_t rounds = maxima ? (maxima->seq_len + keys - 1) / keys : tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
       s.add("index_score", kIndexer,
             steps::IndexScore{q, weights, scale, items, r * keys, scores, s.plan.options.index_arithmetic});
@@ -44,7 +45,7 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
 // Positions to the rows that each group's attention reads: once for all layers that share the selection.
 void map(Steps& s) {
   const Plan& p = s.plan;
-  const int64_t requests = static_cast<int64_t>(p.requests.size());
+  const int64_t requests = p.options.maxima ? p.options.maxima->requests : std::ssize(p.requests);
   for (const SparseGroup& g : p.sparse_groups) {
     const RowList of = Steps::slice(s.list(ListKind::sparse_requests, p.sparse_requests), g.begin, g.count);
     const auto from = selected(s).rows(g.begin, g.count), to = selected_slots(s).rows(g.begin, g.count);

@@ -56,6 +56,9 @@ class Steps {
     return {of.key, of.begin + begin, count};
   }
 
+  /// Rows of a call's output that are written; none named: all of them.
+  RowList written() { return plan.options.maxima ? list(ListKind::written_rows, plan.written_rows) : RowList{}; }
+
   Plan& plan;
   const ModelConfig& m;
   const Dtype act;

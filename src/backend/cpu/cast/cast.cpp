@@ -33,13 +33,14 @@ template <class X>
 void cast_from(Stream& stream, const ops::CastArgs& a) {
   constexpr int64_t kElementsPerTask = 16384;
   const auto from = a.x.as<X>();
-  const int64_t rows = a.y.extent<Token>(), heads = a.y.extent<Head>(), n = a.y.extent<In>(), step = a.y.stride<In>();
+  const int64_t rows = ops::rows_of(a), heads = a.y.extent<Head>(), n = a.y.extent<In>(), step = a.y.stride<In>();
   const int64_t block = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, heads * n));
   stream.pool().run((rows + block - 1) / block, [&](int64_t task, int) {
-    for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t)
-      for (int64_t h = 0; h < heads; ++h) {
+    for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t) {
+      const int64_t to = a.y_rows.empty() ? t : a.y_rows[t];
+      for (int64_t h = 0; to >= 0 && h < heads; ++h) {
         const X* x = &from(a.x_rows.empty() ? t : a.x_rows[t], h, 0);
-        void* y = a.y.at(t, h, 0);
+        void* y = a.y.at(to, h, 0);
         const float scale = a.scales ? a.scales(h) : a.scale;
         switch (a.y.dtype()) {
           case Dtype::f32: cast_row(x, static_cast<float*>(y), n, step, scale, a.through_e4m3); break;
@@ -51,6 +52,7 @@ void cast_from(Stream& stream, const ops::CastArgs& a) {
             break;
         }
       }
+    }
   });
 }
 

@@ -89,7 +89,8 @@ void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a) {
   each_row(stream, static_cast<int64_t>(a.requests.size()), topk, [&](int64_t row) {
     const int64_t request = a.requests[row];
     int64_t limit = std::min(a.block_table.extent<Page>() * a.page_size, int64_t{1} << 31);
-    if (!a.lengths.empty()) limit = std::clamp<int64_t>(a.lengths[request], 0, limit);
+    if (request < 0) limit = 0;
+    else if (!a.lengths.empty()) limit = std::clamp<int64_t>(a.lengths[request], 0, limit);
     const Table table{limit > 0 ? &a.block_table(request, 0) : nullptr, limit, a.page_size, a.pages};
     HWY_DYNAMIC_DISPATCH(MapRow)(table, &a.positions(row, 0), topk, &a.slots(row, 0));
   });
@@ -98,7 +99,8 @@ void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a) {
 void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
   const int64_t topk = a.positions.extent<Topk>();
   each_row(stream, static_cast<int64_t>(a.requests.size()), topk, [&](int64_t row) {
-    const int32_t start = a.starts[a.requests[row]], count = a.counts[a.requests[row]];
+    const int32_t request = a.requests[row], start = request < 0 ? 0 : a.starts[request],
+                  count = request < 0 ? 0 : a.counts[request];
     for (int64_t k = 0; k < topk; ++k) {
       const int32_t t = a.positions(row, k);
       a.rows(row, k) = t >= 0 && t < count ? start + t : -1;

@@ -125,7 +125,9 @@ void CpuLinear::store(const ops::ProjectArgs& a, int64_t head, const RowBlock& r
     return quantized.write(rows.first, a.y_rows.empty() ? nullptr : a.y_rows.data() + rows.first, rows.rows,
                            head * out + first, from, pitch, width);
   for (int64_t r = 0; r < rows.rows; ++r) {
-    void* y = a.y.at(a.y_rows.empty() ? rows.first + r : a.y_rows[rows.first + r], head, first);
+    const int64_t to = a.y_rows.empty() ? rows.first + r : a.y_rows[rows.first + r];
+    if (to < 0) continue;
+    void* y = a.y.at(to, head, first);
     if (a.y.dtype() == Dtype::bf16) convert(from + r * pitch, static_cast<bf16*>(y), width);
     else std::memcpy(y, from + r * pitch, static_cast<size_t>(width) * sizeof(float));
   }

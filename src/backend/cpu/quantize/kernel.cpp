@@ -134,6 +134,7 @@ void QuantizedWriter::write(int64_t first, const int32_t* list, int64_t rows, in
   };
   for (int64_t r = 0; r < rows; ++r, x += stride) {
     const int64_t row = list ? list[r] : first + r;
+    if (row < 0) continue;
     std::byte* codes = y_.codes(row) + y_.spec.row_bytes(column);
     if (size_ == 0) {
       convert(x, reinterpret_cast<fp8_e4m3*>(codes), n, y_.spec.scale);

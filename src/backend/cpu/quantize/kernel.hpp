@@ -12,8 +12,8 @@ class QuantizedWriter {
   explicit QuantizedWriter(const QuantizedView& y);
 
   /// `rows` rows of columns [column, column + n): row r of the tile is x + r * stride and goes to token row list[r], or
-  /// first + r without a list. column is a multiple of the spec's group, and n is too unless the rows end there. Bits
-  /// equal ops/quantize/codec.hpp's. Tiles of one output may be written at the same time.
+  /// first + r without a list; one below 0 goes nowhere. column is a multiple of the spec's group, and n is too unless
+  /// the rows end there. Bits equal ops/quantize/codec.hpp's. Tiles of one output may be written at the same time.
   void write(int64_t first, const int32_t* list, int64_t rows, int64_t column, const float* x, int64_t stride,
              int64_t n) const;
   explicit operator bool() const { return static_cast<bool>(y_); }

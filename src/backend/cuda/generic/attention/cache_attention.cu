@@ -91,7 +91,8 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
       if (split > 0) return;
     } else {
       const int all = a.part_tokens ? static_cast<int>((item.kv_end - begin + N - 1) / N) : blocks;
-      const int splits = a.part_tokens ? parts_of(item, a.part_tokens) : a.splits;
+      // A captured launch has those of the longest query that it was made for, which scratch holds.
+      const int splits = a.part_tokens ? min(parts_of(item, a.part_tokens), a.splits) : a.splits;
       const int each = (all + splits - 1) / splits, skipped = min(blocks, split * each);
       blocks = min(each, blocks - skipped);
       begin += static_cast<int64_t>(skipped) * N;

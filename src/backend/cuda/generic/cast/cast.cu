@@ -25,6 +25,7 @@ __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
     const int64_t g = i % groups, h = i / groups % heads, t = i / groups / heads;
     const int64_t from = x_rows ? x_rows[t] : t, to = y_rows ? y_rows[t] : t;
+    if (to < 0) continue;
     const float scale = scales ? __ldg(scales + h * scales_head) : one_scale;
     const auto in = *reinterpret_cast<const Pack<X, n>*>(x + from * x_row + h * x_head + g * n);
     Pack<Y, n> out;
@@ -204,8 +205,8 @@ void cast(Stream& stream, const ops::CastArgs& a) {
                      {.x = a.x,
                       .y = a.y,
                       .x_rows = queue.staged(a.x_rows, "cast", "x_rows"),
-                      .y_rows = nullptr,
-                      .rows = a.y.extent<Token>(),
+                      .y_rows = queue.staged(a.y_rows, "cast", "y_rows"),
+                      .rows = ops::rows_of(a),
                       .scale = a.scale,
                       .scales = a.scales.data(),
                       .scales_head = a.scales ? a.scales.stride<Head>() : 0,

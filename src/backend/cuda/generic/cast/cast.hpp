@@ -16,7 +16,7 @@ struct CopyRows {
   AnyView<Token, Head, In> x;         ///< In dense
   AnyMutableView<Token, Head, In> y;  ///< In or Token dense; any dtype
   const int32_t* x_rows = nullptr;    ///< device; null: row t
-  const int32_t* y_rows = nullptr;    ///< device; null: row t
+  const int32_t* y_rows = nullptr;    ///< device; null: row t; below 0: nowhere
   int64_t rows = 0;
   float scale = 1.0f;             ///< y = x / scale
   const float* scales = nullptr;  ///< device; not null: one a head, `scales_head` apart, in place of scale

@@ -49,8 +49,8 @@ template <bool wide>
 __global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table table) {
   map_entries<wide>(a, [&](int32_t request) {
     const int32_t* const row = table.data + request * table.request;
-    int64_t limit = table.limit;
-    if (table.lengths) limit = min(limit, int64_t{table.lengths[request]});
+    int64_t limit = request < 0 ? 0 : table.limit;
+    if (limit > 0 && table.lengths) limit = min(limit, int64_t{table.lengths[request]});
     return [row, limit, &table](int32_t position) {
       if (position < 0 || position >= limit) return -1;
       const uint32_t t = static_cast<uint32_t>(position),
@@ -66,7 +66,7 @@ template <bool wide>
 __global__ void __launch_bounds__(kThreads)
     map_to_workspace_kernel(Entries a, const int32_t* starts, const int32_t* counts) {
   map_entries<wide>(a, [&](int32_t request) {
-    const int32_t start = starts[request], count = counts[request];
+    const int32_t start = request < 0 ? 0 : starts[request], count = request < 0 ? 0 : counts[request];
     return [start, count](int32_t t) { return t >= 0 && t < count ? start + t : -1; };
   });
 }

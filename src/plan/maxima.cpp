@@ -1,0 +1,254 @@
+// Steps within an engine's maxima: what they need at most, and their plans of one shape.
+#include <algorithm>
+#include <limits>
+#include <numeric>
+#include <string>
+
+#include "mla/error.hpp"
+#include "plan/internal.hpp"
+
+namespace mla {
+namespace planning {
+
+StepMaxima checked(const StepMaxima& given) {
+  const auto require = [](const char* what, int64_t found) {
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (found < 0 || found > kMost)
+      throw ShapeError(std::string("plan: maxima ") + what + " is " + std::to_string(found) + ", allowed 0 to " +
+                       std::to_string(kMost));
+  };
+  require("requests", given.requests);
+  require("tokens", given.tokens);
+  require("query_len", given.query_len);
+  require("seq_len", given.seq_len);
+  if (given.seq_len < given.query_len)
+    throw ShapeError("plan: maxima seq_len is " + std::to_string(given.seq_len) + ", below query_len " +
+                     std::to_string(given.query_len));
+  StepMaxima m = given;
+  m.tokens = std::min(m.tokens, m.requests * m.query_len);
+  return m;
+}
+
+namespace {
+
+// Which paths a batch within the maxima may take.
+struct Possible {
+  bool latent = false, expanded = false, sparse = false;
+  bool context = false;  // of expanded requests
+};
+Possible possible_paths(const Plan& p, const StepMaxima& m) {
+  const PlanOptions& o = p.options;
+  if (o.dummy || m.tokens == 0) return {};
+  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.sharding.ranks() > 1;
+  Possible can{.sparse = cached && p.topk > 0 && m.seq_len > p.topk};
+  switch (o.path) {
+    case PathPolicy::latent: can.latent = true; break;
+    case PathPolicy::expanded: can.expanded = true; break;
+    case PathPolicy::by_length:
+      can.latent = o.reorder_batch_threshold > 0;
+      can.expanded = m.query_len > o.reorder_batch_threshold;
+      break;
+    case PathPolicy::automatic:
+      can.latent = true;
+      can.expanded = !o.absorbed && (m.query_len > 1 || shared);
+      break;
+  }
+  if (!cached) can = {.expanded = true};
+  if (shared) can.latent = true;  // requests with context
+  can.context = can.expanded && cached && !shared;
+  return can;
+}
+
+// Tiles of any number of scored rows: fewer rows have more positions.
+IndexTiles most_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_bytes) {
+  IndexTiles most = index_tiles(rows, longest, topk, most_bytes);
+  for (int64_t r = 1; r < most.rows; ++r)
+    most.score_bytes = std::max(most.score_bytes, index_tiles(r, longest, topk, most_bytes).score_bytes);
+  return most;
+}
+
+int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
+// As many entries as any batch needs, those that this one does not have as `empty`.
+template <class T>
+void pad(std::vector<T>& list, int64_t count, const T& empty, const char* name) {
+  if (std::ssize(list) > count)
+    throw Error("plan: " + std::string(name) + " has " + std::to_string(list.size()) +
+                " entries, the maxima's bound is " + std::to_string(count));
+  list.resize(static_cast<size_t>(count), empty);
+}
+
+// Rows of a tile ascend, those of no item too.
+void pad_tile(std::vector<IndexItem>& rows, int64_t count) {
+  const int32_t end = rows.empty() ? 0 : rows.back().row + rows.back().q_count;
+  pad(rows, count, IndexItem{.row = end}, "index tile");
+}
+
+int64_t items_of_tile(const IndexSchedule& s, const StepMaxima& m) { return std::min(s.tiles.rows, m.requests); }
+
+void pad_latent(Plan& p, const StepMaxima& m) {
+  const MostLatent most = most_latent(p, m);
+  pad(p.latent_items, most.items, {}, "latent_items");
+  pad(p.splits, most.splits, {.splits = 1}, "splits");
+  p.partial_rows = most.partial_rows;
+  p.sparse_begin = m.tokens;  // behind all rows
+  // What ranks exchange has a place for every row.
+  if (const CacheSharding& sharding = p.options.context_parallel.sharding; sharding.ranks() > 1)
+    p.rank_splits = {{.row = 0,
+                      .rows = static_cast<int32_t>(m.tokens),
+                      .partial = 0,
+                      .splits = static_cast<int32_t>(sharding.ranks())}};
+}
+
+void pad_sparse(Plan& p, const StepMaxima& m) {
+  pad(p.sparse_requests, m.tokens, -1, "sparse_requests");
+  pad(p.sparse_positions, m.tokens, 0, "sparse_positions");
+  if (p.sparse_groups.empty()) p.sparse_groups.emplace_back();
+  SparseGroup& g = p.sparse_groups[0];
+  const MostSparse most = most_sparse(p, m.tokens, p.topk);
+  g.count = static_cast<int32_t>(m.tokens);
+  pad(g.work.items, most.items, {}, "sparse items");
+  pad(g.work.splits, most.items > 1 ? 1 : 0, {.splits = 1}, "sparse splits");
+  g.work.part_keys = p.options.split == SplitPolicy::batch_invariant ? kInvariantKeys : 0;
+  p.partial_rows = g.work.partial_rows = most.partial_rows;
+  if (!p.serves_block()) return;
+  IndexSchedule& s = p.index_schedule;
+  s.tiles = index_tiles(m.tokens, m.seq_len, p.topk, index_tile_bytes(p));
+  pad(s.all, m.requests, {}, "index rows");
+  s.selected.resize(static_cast<size_t>(divide_up(m.tokens, s.tiles.rows)));
+  for (IndexTile& tile : s.selected) pad_tile(tile.rows, items_of_tile(s, m));
+}
+
+// A captured launch is as large as the lists that the host has then: these are of requests as long as any, one behind
+// another, or over one another where all together would be more than the tokens.
+void fill_launches(Plan& p, const StepMaxima& m) {
+  const CacheSharding& sharding = p.options.context_parallel.sharding;
+  const auto length = static_cast<int32_t>(
+      sharding.ranks() > 1 ? sharding.length(p.options.context_parallel.rank, m.seq_len) : m.seq_len);
+  const auto most = static_cast<int32_t>(std::min(m.query_len, m.tokens));
+  for (size_t i = 0; i < p.latent_items.size(); ++i)
+    p.latent_items[i] = {.request = static_cast<int32_t>(static_cast<int64_t>(i) % m.requests),
+                         .q_begin = static_cast<int32_t>(std::min(static_cast<int64_t>(i) * most, m.tokens - most)),
+                         .q_count = most,
+                         .kv_begin = 0,
+                         .kv_end = length,
+                         .visible = std::max(length - most, 0)};
+  for (SparseGroup& g : p.sparse_groups)
+    g.work.items[0] = {
+        .q_begin = 0, .q_count = static_cast<int32_t>(m.tokens), .k_begin = 0, .k_end = static_cast<int32_t>(p.topk)};
+  // Rows of index items are disjoint: a launch goes by their number, the longest, and the last row.
+  const auto cover = [&](std::vector<IndexItem>& items, int64_t rows, int64_t first, bool scored) {
+    int32_t row = 0;
+    for (size_t i = 0; i < items.size(); ++i) {
+      const auto count = static_cast<int32_t>(std::min<int64_t>(most, rows - row));
+      const auto end = scored ? length : static_cast<int32_t>(std::min<int64_t>(length, p.topk));
+      items[i] = {.request = static_cast<int32_t>(i),
+                  .q_begin = static_cast<int32_t>(first + row),
+                  .q_count = count,
+                  .kv_begin = 0,
+                  .kv_end = end,
+                  .visible = std::max(end - count, 0),
+                  .row = row};
+      row += count;
+    }
+  };
+  IndexSchedule& s = p.index_schedule;
+  cover(s.all, m.tokens, 0, false);
+  for (size_t t = 0; t < s.selected.size(); ++t) {
+    const int64_t first = static_cast<int64_t>(t) * s.tiles.rows;
+    cover(s.selected[t].rows, std::min(s.tiles.rows, m.tokens - first), first, true);
+  }
+}
+
+}  // namespace
+
+void require_within(const StepMaxima& m, const Batch& b) {
+  const auto fail = [](const std::string& what, int64_t most, const char* name) {
+    throw BatchError("batch: " + what + ", the step's maxima allow " + std::to_string(most) +
+                     " (PlanOptions::maxima, " + name + ")");
+  };
+  if (b.requests() > m.requests) fail(std::to_string(b.requests()) + " requests", m.requests, "requests");
+  if (b.tokens() > m.tokens) fail(std::to_string(b.tokens()) + " new tokens", m.tokens, "tokens");
+  for (int64_t r = 0; r < b.requests(); ++r) {
+    const auto of = [&](const std::string& what) { return "request " + std::to_string(r) + ": " + what; };
+    if (b.query_len(r) > m.query_len)
+      fail(of(std::to_string(b.query_len(r)) + " new tokens"), m.query_len, "query_len");
+    // Of an empty request nothing is looked at.
+    if (b.query_len(r) > 0 && b.seq_lens[r] > m.seq_len)
+      fail(of("seq_len is " + std::to_string(b.seq_lens[r])), m.seq_len, "seq_len");
+  }
+}
+
+bool selects(const Plan& p) { return p.topk > 0 && p.options.maxima->seq_len > p.topk; }
+
+void pad_to_maxima(Plan& p, const Batch& batch) {
+  const StepMaxima& m = *p.options.maxima;
+  p.slots.assign(batch.slot_mapping.begin(), batch.slot_mapping.end());
+  pad(p.slots, m.tokens, -1, "slot_mapping");
+  p.lengths.assign(batch.seq_lens.begin(), batch.seq_lens.end());
+  pad(p.lengths, m.requests, 0, "seq_lens");
+  p.written_rows.resize(static_cast<size_t>(p.batch_tokens));
+  std::iota(p.written_rows.begin(), p.written_rows.end(), 0);
+  pad(p.written_rows, m.tokens, -1, "written_rows");
+  // One path for all: compact rows are the tokens', in their order.
+  p.latent_tokens.resize(static_cast<size_t>(m.tokens));
+  std::iota(p.latent_tokens.begin(), p.latent_tokens.end(), 0);
+  if (m.tokens == 0) return;
+  if (selects(p)) pad_sparse(p, m);
+  else pad_latent(p, m);
+}
+
+}  // namespace planning
+
+StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device,
+                         const PlanOptions& options) {
+  if (!options.maxima) throw ShapeError("plan_maxima: the options have no maxima (PlanOptions::maxima)");
+  const StepMaxima m = planning::checked(*options.maxima);
+  cache.validate();
+  const ContextParallel& c = options.context_parallel;
+  const int64_t pages = c.sharding.pages(c.rank, m.seq_len, cache.page_size);
+  StepOfMaxima s;
+  s.starts = {0};
+  s.table.assign(static_cast<size_t>(m.requests * pages), 0);
+  s.batch = {s.starts, {}, {s.table.data(), {m.requests, pages}}, {}};
+  s.plan = plan(model, cache, 1, s.batch, device, options);
+  // A CPU reads its lists when it runs.
+  if (device.device.kind == DeviceKind::cuda) planning::fill_launches(s.plan, m);
+  return s;
+}
+
+StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const StepMaxima& maxima,
+                       const DeviceInfo& device, const PlanOptions& options) {
+  using namespace planning;
+  Plan p = begin_plan(model, cache, device, options);
+  const StepMaxima m = checked(maxima);
+  const Possible can = possible_paths(p, m);
+  const PlanOptions& o = p.options;
+  place_output(p);  // whether it is fused
+
+  WorkspaceRows w{.tokens = m.tokens,
+                  .latent = can.latent || can.sparse ? m.tokens : 0,
+                  .partial = can.latent ? most_latent(p, m).partial_rows : 0,
+                  .heads = o.absorbed ? 0 : m.tokens,
+                  .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
+                  .shares_context = can.latent && o.context_parallel.sharding.ranks() > 1};
+  // Where keys are codes requests begin at multiples of kCodeRows.
+  const int64_t grain = p.prefills_codes() ? int64_t{kCodeRows} : 1;
+  if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
+  if (can.context)
+    w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * divide_up(m.seq_len - 1, grain) * grain);
+  if (p.fused_output && !can.context) w.heads = 0;
+  if (can.sparse) {
+    w.sparse = m.tokens;
+    w.indexed = p.serves_block() ? m.tokens : 0;
+    w.partial = std::max(w.partial, most_sparse(p, m.tokens, p.topk).partial_rows);
+    if (p.serves_block()) w.tiles = most_tiles(m.tokens, m.seq_len, p.topk, index_tile_bytes(p));
+    if (may_upconvert(p, m.query_len))
+      w.gathered =
+          std::min(std::max(context_workspace_rows(p, m.seq_len, m.requests), m.seq_len), m.requests * m.seq_len);
+  }
+  lay_out_workspace(p, w);
+  return {p.workspace_bytes, p.selection_bytes};
+}
+
+}  // namespace mla
