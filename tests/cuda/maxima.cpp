@@ -96,6 +96,10 @@ class Captured {
     shaped_ = plain_;
     shaped_.maxima = s.maxima;
     if (s.model.indexer) index_cache_ = IndexCache(index_cache_spec(s.model, spec_, s.index), cache_.pages(), kDevice);
+    fresh_ = random_rows(static_cast<size_t>(cache_.pages()) * spec_.page_bytes(), 5, s.format != CacheFormat::bf16);
+    if (s.model.indexer)
+      fresh_index_ = random_rows(static_cast<size_t>(cache_.pages()) * index_cache_.spec().page_bytes(), 6,
+                                 s.index != IndexCacheFormat::bf16);
     reset();
     device_ = device_info(stream_, s.model);
     whole_ = plan_maxima(s.model, spec_, device_, shaped_);
@@ -120,7 +124,8 @@ class Captured {
       s->starts.push_back(s->starts.back() + mix[r].tokens);
       s->lengths.push_back(mix[r].length);
       for (int64_t p = 0; p < columns; ++p)
-        s->table.push_back(p < pages_ ? static_cast<int32_t>(static_cast<int64_t>(r) * pages_ + p) : -7);
+        s->table.push_back(p < pages_ ? static_cast<int32_t>((static_cast<int64_t>(r) * pages_ + p) % cache_.pages())
+                                      : -7);
       for (int32_t at = mix[r].length - mix[r].tokens; at < mix[r].length; ++at)
         s->slots.push_back(static_cast<int32_t>(static_cast<int64_t>(r) * pages_ * kPage) + at);
     }
@@ -158,24 +163,9 @@ class Captured {
 
   /// Caches as they were at first.
   void reset() {
-    const auto put = [&](std::byte* to, size_t bytes, uint64_t seed, bool codes) {
-      cases::Random random(seed);
-      std::vector<bf16> rows(bytes / sizeof(bf16));
-      for (bf16& x : rows) {
-        x = to_bf16(random.normal());
-        if (codes) x.bits &= 0x3f3f;  // no NaN, nothing large, no scale either
-      }
-      copy(stream_, to, rows.data(), rows.size() * sizeof(bf16));
-      stream_.synchronize();
-      std::vector<std::byte> all(bytes);
-      std::memcpy(all.data(), rows.data(), bytes);
-      return all;
-    };
-    fresh_ = put(cache_.view().data, static_cast<size_t>(cache_.pages()) * spec_.page_bytes(), 5,
-                 s_.format != CacheFormat::bf16);
-    if (s_.model.indexer)
-      put(index_cache_.view().data, static_cast<size_t>(cache_.pages()) * index_cache_.spec().page_bytes(), 6,
-          s_.index != IndexCacheFormat::bf16);
+    copy(stream_, cache_.view().data, fresh_.data(), fresh_.size());
+    if (!fresh_index_.empty()) copy(stream_, index_cache_.view().data, fresh_index_.data(), fresh_index_.size());
+    stream_.synchronize();
   }
   std::vector<std::byte> cache_bytes() {
     return read(stream_, cache_.view().data, static_cast<size_t>(cache_.pages()) * spec_.page_bytes());
@@ -195,6 +185,17 @@ class Captured {
   const ModelConfig& model() const { return s_.model; }
 
  private:
+  static std::vector<std::byte> random_rows(size_t bytes, uint64_t seed, bool codes) {
+    cases::Random random(seed);
+    std::vector<std::byte> all(bytes);
+    for (size_t i = 0; i + sizeof(bf16) <= bytes; i += sizeof(bf16)) {
+      bf16 x = to_bf16(random.normal());
+      if (codes) x.bits &= 0x3f3f;  // no NaN, nothing large, no scale either
+      std::memcpy(&all[i], &x, sizeof(x));
+    }
+    return all;
+  }
+
   void run(const Plan& p, const Batch& batch, const Buffer& workspace, const Buffer& selection, const Buffer& in,
            const Buffer& out) {
     for (int l = 0; l < s_.layers; ++l)
@@ -245,7 +246,7 @@ class Captured {
   StagedStep staged_, captured_;
   StepOfMaxima whole_;
   Buffer workspace_, selection_, in_, out_;
-  std::vector<std::byte> fresh_;
+  std::vector<std::byte> fresh_, fresh_index_;
   Graph graph_;
 };
 

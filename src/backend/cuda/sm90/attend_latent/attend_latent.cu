@@ -89,7 +89,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
     throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
   require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
-  require(aligned(a.items, 4) && aligned(a.block_table, 4), "items and block_table are needed");
+  // Without requests a table has no address, and nobody to read it.
+  require(aligned(a.items, 4) && (l.seq_len == 0 || aligned(a.block_table, 4)), "items and block_table are needed");
   require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
                                                                 std::to_string(c.box_rows) + ", page size is " +
                                                                 std::to_string(a.page_size));
