@@ -1,6 +1,6 @@
-// One layer of deepseek-v3 on a GPU: decode steps as captured graphs, prefill and context steps call by call, each
-// beside the sum of its ops' own times. Rows of bf16 attention again with products in fp8, weights and activations, by
-// names that end in ", fp8 products".
+// One layer of deepseek-v3, or its attention form, on a GPU: decode steps as captured graphs, prefill and context steps
+// call by call, each beside the sum of its ops' own times. Rows of bf16 attention again with products in fp8, weights
+// and activations, by names that end in ", fp8 products".
 //   layer_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cstring>
@@ -23,6 +23,7 @@ struct Shape {
   CacheFormat format;
   bool fp8_query = false;
   PrefillOperands prefill = PrefillOperands::compute;
+  const char* output = nullptr;  ///< the attention form's, by its name
 };
 constexpr Shape kShapes[] = {
     {"decode b1 8K", 1, 1, 8191, CacheFormat::bf16},
@@ -41,6 +42,15 @@ constexpr Shape kShapes[] = {
     {"context 4K over 60K fp8", 1, 4096, 61440, CacheFormat::fp8},
     {"context 4K over 60K fp8, e4m3", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8},
     {"context 4K over 60K fp8, e4m3 raw", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8_raw},
+    {"attention 4 x 1024", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
+    {"attention 4 x 1024, fp8 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "fp8"},
+    {"attention 4 x 1024, fp8_128 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "fp8_128"},
+    {"attention 4 x 1024, nvfp4 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "nvfp4"},
+    {"attention 4K over 60K", 1, 4096, 61440, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
+    {"attention 4K over 60K, fp8_128 output", 1, 4096, 61440, CacheFormat::bf16, false, PrefillOperands::compute,
+     "fp8_128"},
+    {"attention b64 8K", 64, 1, 8191, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
+    {"attention b64 8K, fp8_128 output", 64, 1, 8191, CacheFormat::bf16, false, PrefillOperands::compute, "fp8_128"},
 };
 
 struct OpRow {
@@ -80,30 +90,47 @@ class Layer {
     PlanOptions options = options_;
     options.fp8_query = s.fp8_query;
     options.prefill = s.prefill;
+    if (s.output) options.form = LayerForm::attention, options.output = parse_output_spec(s.output);
     const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options);
     const Buffer workspace(p.workspace_bytes, kGpu);
-    std::vector<bf16> numbers(static_cast<size_t>(tokens * model_.hidden));
+    // Hidden rows, or of the attention form q, kv_c and k_pe one behind another.
+    const int64_t in_width = s.output ? model_.heads * model_.query_key() + model_.entry() : model_.hidden,
+                  out_width = s.output ? model_.heads * model_.value : model_.hidden;
+    std::vector<bf16> numbers(static_cast<size_t>(tokens * in_width));
     uint32_t state = 7;
     for (bf16& x : numbers)
       x = to_bf16(static_cast<float>((state = state * 1664525u + 1013904223u) >> 16) * 0x1p-15f - 1.0f);
-    const Buffer hidden = Buffer::copy_of(numbers.data(), numbers.size() * 2, kGpu), out(numbers.size() * 2, kGpu);
+    const size_t outputs = static_cast<size_t>(tokens * out_width);
+    const Buffer hidden = Buffer::copy_of(numbers.data(), numbers.size() * 2, kGpu), out(outputs * 2, kGpu),
+                 scales(options.output.scale_bytes(tokens, out_width), kGpu);
+    const QuantizedView codes{options.output, tokens, out_width, out.data(), options.output.row_bytes(out_width),
+                              scales.data()};
     StagedStep staged(stream_);
     staged.stage(p, batch);
     const auto call = [&](Profile* profile) {
-      forward(stream_,
-              {.plan = p,
-               .batch = batch,
-               .weights = weights_,
-               .rotary = rotary,
-               .cache = cache.view(),
-               .workspace = {workspace.data(), workspace.size()},
-               .profile = profile},
-              AnyView<Token, Hidden>(Dtype::bf16, hidden.data(), {tokens, model_.hidden}),
-              AnyMutableView<Token, Hidden>(Dtype::bf16, out.data(), {tokens, model_.hidden}));
+      const LayerContext context{.plan = p,
+                                 .batch = batch,
+                                 .weights = weights_,
+                                 .rotary = rotary,
+                                 .cache = cache.view(),
+                                 .workspace = {workspace.data(), workspace.size()},
+                                 .profile = profile};
+      if (!s.output)
+        return forward(stream_, context, AnyView<Token, Hidden>(Dtype::bf16, hidden.data(), {tokens, model_.hidden}),
+                       AnyMutableView<Token, Hidden>(Dtype::bf16, out.data(), {tokens, model_.hidden}));
+      const bf16* const q = hidden.as<bf16>();
+      const bf16* const kv_c = q + tokens * model_.heads * model_.query_key();
+      const AnyView<Token, Head, QueryKey> queries(Dtype::bf16, q, {tokens, model_.heads, model_.query_key()});
+      const AnyView<Token, Latent> latents(Dtype::bf16, kv_c, {tokens, model_.latent});
+      const AnyView<Token, Rope> ropes(Dtype::bf16, kv_c + tokens * model_.latent, {tokens, model_.rope});
+      if (codes) return attend(stream_, context, queries, latents, ropes, codes);
+      attend(stream_, context, queries, latents, ropes,
+             AnyMutableView<Token, Head, Value>(Dtype::bf16, out.data(), {tokens, model_.heads, model_.value}));
     };
     call(nullptr);
     stream_.synchronize();
-    require_finite(out, numbers.size());
+    if (codes) require_numbers(out, codes);
+    else require_finite(out, outputs);
 
     // The weights alone, 374 MB or, in fp8, 204, leave nothing of a step's inputs in the caches: steps follow each
     // other as they are. Prefill is long enough by itself.
@@ -162,6 +189,17 @@ class Layer {
         throw Error("layer: output element " + std::to_string(i) + " is not finite");
   }
 
+  // No e4m3 code is NaN, and of e2m1 codes some are not 0.
+  void require_numbers(const Buffer& out, const QuantizedView& codes) {
+    std::vector<uint8_t> x(static_cast<size_t>(codes.spec.data_bytes(codes.tokens, codes.width)));
+    copy(stream_, x.data(), out.data(), x.size());
+    stream_.synchronize();
+    const bool e2m1 = codes.spec.kind == OutputKind::nvfp4;
+    const auto nan = [&](uint8_t c) { return !e2m1 && (c & 0x7f) == 0x7f; };
+    if (std::any_of(x.begin(), x.end(), nan) || std::all_of(x.begin(), x.end(), [](uint8_t c) { return c == 0; }))
+      throw Error("layer: codes of output " + to_string(codes.spec) + " are NaN, or all 0");
+  }
+
   Stream stream_{kGpu};
   ModelConfig model_;
   LayerWeights weights_;
@@ -172,7 +210,7 @@ void measure_all(cuda::bench::Report& report) {
   std::unique_ptr<Layer> layers[2];
   for (const Shape& s : kShapes)
     for (const bool fp8 : {false, true}) {
-      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute)) continue;
+      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute || s.output)) continue;
       const std::string name = std::string(s.name) + (fp8 ? ", fp8 products" : "");
       if (!report.wants(name)) continue;
       std::unique_ptr<Layer>& layer = layers[fp8];
@@ -192,6 +230,7 @@ void measure_all(cuda::bench::Report& report) {
                   {"query", s.query},
                   {"context", s.context},
                   {"cache", to_string(s.format)},
+                  {"output", s.output ? s.output : "none"},
                   {"sum_of_ops_us", cuda::bench::rounded(m.sum, 2)},
                   {"of_sum", cuda::bench::rounded(m.times.median / m.sum, 3)},
                   {"ops", ops}},

@@ -276,8 +276,9 @@ struct Plan {
   std::vector<ContextChunk> chunks;
   int64_t context_rows = 0;  ///< rows of the context workspace
 
-  /// A quantised output: heads are quantised where they are finished. False when groups span heads (or there is nothing
-  /// to quantise): all heads are then written to the workspace in f32 and quantised by one call.
+  /// A quantised output: heads are quantised where they are finished, on a GPU those of the expanded path. False when
+  /// groups span heads, or nobody takes that path there: all heads are then written to the workspace in f32 and
+  /// quantised by one call.
   bool fused_output = false;
   int64_t head_rows = 0;  ///< token rows of f32 heads in the workspace
 

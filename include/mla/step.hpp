@@ -298,9 +298,10 @@ struct AllReduce {
 struct Zero {
   Operand<Token, Head, In> y;
 };
-/// All heads of `rows` tokens into the call's quantised output.
+/// All heads of tokens into the call's quantised output.
 struct Quantize {
   Operand<Token, HeadValue> x;
+  RowList rows = {};  ///< of x and of the output; none: all
 };
 struct QuantizePadding {
   int64_t rows = 0;

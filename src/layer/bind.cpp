@@ -264,7 +264,9 @@ ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const
           .rows = positions(s.rows)};
 }
 
-ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const { return {.x = in(s.x), .y = quantized_}; }
+ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {
+  return {.x = in(s.x), .rows = list(s.rows), .y = quantized_};
+}
 
 ops::QuantizePaddingArgs Binder::operator()(const steps::QuantizePadding& s) const { return {quantized_, s.rows}; }
 

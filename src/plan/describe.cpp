@@ -111,7 +111,12 @@ std::string Plan::describe() const {
   if (options.output.kind != OutputKind::none) {
     const std::string name = to_string(options.output);
     if (fused_output)
-      line(out, "  output: %s, fused: heads are quantised where they are finished; %s", name.c_str(),
+      line(out, "  output: %s, fused: %s; %s", name.c_str(),
+           planning::value_up_quantises(*this) ? "heads are quantised where they are finished"
+           : latent_tokens.empty()
+               ? "heads are quantised where attention finishes them"
+               : "the expanded path's heads are quantised where attention finishes them, the others "
+                 "by one quantize",
            counted(head_rows, "f32 row").c_str());
     else
       line(out, "  output: %s, not fused: %s; f32 heads, then one quantize", name.c_str(),

@@ -73,6 +73,8 @@ void chunk_context(Plan& plan);
 void place_output(Plan& plan);
 /// Why a quantised output takes a call of its own; empty when heads are quantised where they are finished.
 std::string why_not_fused(const Plan& plan);
+/// Of a fused output: whether the latent path's heads are, too.
+bool value_up_quantises(const Plan& plan);
 /// Rows of what a step keeps in its workspace: of a plan, or the most of any.
 struct WorkspaceRows {
   int64_t tokens = 0;

@@ -27,15 +27,19 @@ std::string why_not_fused(const Plan& plan) {
   const OutputSpec& output = plan.options.output;
   if (!output.groups_within(plan.model.value))
     return "groups of " + std::to_string(output.group_size()) + " span heads of " + std::to_string(plan.model.value);
-  if (plan.device.device.kind != DeviceKind::cpu) return "a GPU's products and attention write no codes";
+  if (plan.device.device.kind != DeviceKind::cpu && plan.expanded_tokens.empty())
+    return "a GPU's products write no codes, and no request takes the expanded path";
   return {};
 }
+
+bool value_up_quantises(const Plan& plan) { return plan.fused_output && plan.device.device.kind == DeviceKind::cpu; }
 
 void place_output(Plan& plan) {
   plan.fused_output =
       plan.options.output.kind != OutputKind::none && !plan.options.dummy && why_not_fused(plan).empty();
   plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
-  if (!plan.fused_output) return;
+  // On a GPU the latent path's heads are f32 rows, and the expanded path's where no kernel writes the codes itself.
+  if (!value_up_quantises(plan)) return;
   // Only rows that context is merged into are still f32 between two calls.
   plan.head_rows = 0;
   for (const ContextChunk& c : plan.chunks)

@@ -11,10 +11,12 @@
 
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/device.hpp"
+#include "cuda/expanded_codes.hpp"
 
 namespace mla::cuda {
 namespace {
 
+using test::compare_codes;
 using test::DeviceArray;
 using test::have_hopper;
 
@@ -464,6 +466,25 @@ TEST_F(AttendExpanded, NoKeysAtAll) {
       sm90::attend_expanded(nullptr, a);
       check(cudaDeviceSynchronize(), "test", "attend_expanded");
       ASSERT_EQ(compare(p), "") << name(b);
+    }
+}
+
+/// Codes and scales of every format, of ragged items, with and without what their rows already hold.
+TEST_F(AttendExpanded, LastPartsBecomeCodes) {
+  std::mt19937 random(41);
+  for (Batch b : kinds())
+    for (const bool accumulate : {false, true}) {
+      if (b.dtype != Dtype::bf16 || b.tile == sm90::ExpandedTile::rows_192) continue;
+      b.out = Dtype::f32;
+      b.accumulate = accumulate;
+      b.padded = true;
+      b.heads = 3;
+      b.before = 2;
+      b.after = 5;
+      b.queries = {70, 0, 1, 133};
+      b.keys = {90, 40, 0, 333};
+      Problem p(b, static_cast<uint32_t>(random()));
+      ASSERT_EQ(compare_codes(p, static_cast<uint32_t>(random())), "") << name(b);
     }
 }
 

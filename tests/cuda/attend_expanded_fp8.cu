@@ -10,11 +10,13 @@
 
 #include "backend/cuda/sm90/attend_expanded/fp8.hpp"
 #include "cuda/device.hpp"
+#include "cuda/expanded_codes.hpp"
 #include "cuda/expanded_fp8.hpp"
 
 namespace mla::cuda {
 namespace {
 
+using test::compare_codes;
 using test::DeviceArray;
 using test::have_hopper;
 
@@ -494,6 +496,24 @@ TEST_F(AttendExpandedFp8, NoKeysAtAll) {
       sm90::attend_expanded(nullptr, a);
       check(cudaDeviceSynchronize(), "test", "attend_expanded");
       ASSERT_EQ(compare(p), "") << name(b);
+    }
+}
+
+/// Codes and scales of every format, of ragged items, with and without what their rows already hold.
+TEST_F(AttendExpandedFp8, LastPartsBecomeCodes) {
+  std::mt19937 random(41);
+  for (Batch b : kinds())
+    for (const bool accumulate : {false, true}) {
+      b.out = Dtype::f32;
+      b.accumulate = accumulate;
+      b.padded = true;
+      b.heads = 3;
+      b.before = 2;
+      b.after = 5;
+      b.queries = {70, 0, 1, 133};
+      b.keys = {90, 40, 0, 333};
+      Problem p(b, static_cast<uint32_t>(random()));
+      ASSERT_EQ(compare_codes(p, static_cast<uint32_t>(random())), "") << name(b);
     }
 }
 

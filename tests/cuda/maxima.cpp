@@ -127,7 +127,8 @@ class Captured {
         s->table.push_back(p < pages_ ? static_cast<int32_t>((static_cast<int64_t>(r) * pages_ + p) % cache_.pages())
                                       : -7);
       for (int32_t at = mix[r].length - mix[r].tokens; at < mix[r].length; ++at)
-        s->slots.push_back(static_cast<int32_t>(static_cast<int64_t>(r) * pages_ * kPage) + at);
+        s->slots.push_back((static_cast<int32_t>(static_cast<int64_t>(r) * pages_ * kPage) + at) %
+                           static_cast<int32_t>(cache_.pages() * kPage));
     }
     s->batch = {s->starts, s->lengths, {s->table.data(), {std::ssize(mix), columns}}, s->slots};
     s->own = plan(s_.model, spec_, cache_.pages(), s->batch, device_, plain_);

@@ -258,15 +258,31 @@ TEST(Plan, OutputsSayWhereTheyAreQuantised) {
 
   // On a GPU for a reason of its own, whatever the groups.
   m.value = 128;
-  PlanOptions o;
+  PlanOptions o{.path = PathPolicy::latent};
   o.output = parse_output_spec("fp8_128");
   const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .threads = 1, .scratch_per_worker = 4096};
   const Plan there = plan(m, spec, b.pages, b.batch(), gpu, o);
   EXPECT_FALSE(there.fused_output);
   EXPECT_NE(
-      there.describe().find("output: fp8_128, not fused: a GPU's products and attention write no codes; f32 heads"),
+      there.describe().find("output: fp8_128, not fused: a GPU's products write no codes, and no request takes the "
+                            "expanded path; f32 heads"),
       std::string::npos)
       << there.describe();
+  // Attention of the expanded path writes codes there; the latent path's rows are quantised after their products.
+  const auto last_step = [](const Plan& p) { return std::string(p.steps.back().name); };
+  o.path = PathPolicy::by_length;
+  const Plan mixed = plan(m, spec, b.pages, b.batch(), gpu, o);
+  EXPECT_TRUE(mixed.fused_output);
+  EXPECT_EQ(last_step(mixed), "quantize");
+  EXPECT_EQ(mixed.region("heads").bytes, heads_bytes(58));
+  EXPECT_NE(mixed.describe().find("output: fp8_128, fused: the expanded path's heads are quantised where attention "
+                                  "finishes them, the others by one quantize; 58 f32 rows"),
+            std::string::npos)
+      << mixed.describe();
+  o.path = PathPolicy::expanded;
+  const Plan expanded = plan(m, spec, b.pages, b.batch(), gpu, o);
+  EXPECT_TRUE(expanded.fused_output);
+  EXPECT_EQ(last_step(expanded), "scale_padding");
 }
 
 // However long the context, a range stays one that f32 sums.

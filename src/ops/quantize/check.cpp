@@ -34,6 +34,8 @@ void check(const QuantizeArgs& a) {
   require_view("quantize", "x", a.x);
   require_dense<HeadValue>("quantize", "x", a.x);
   require_dtype("quantize", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
+  for (const int32_t row : a.rows)
+    if (row >= 0) require_range("quantize", "rows entry", row, 0, a.x.extent<Token>());
   check_quantized("quantize", a.y, a.x.extent<Token>(), a.x.extent<HeadValue>());
 }
 

@@ -9,9 +9,8 @@ double quantized_bytes(const QuantizedView& y, int64_t rows) {
 }
 
 Cost cost(const QuantizeArgs& a) {
-  Cost c{.bytes = static_cast<double>(a.x.size()) * static_cast<double>(size_of(a.x.dtype())) +
-                  quantized_bytes(a.y, a.x.extent<Token>()),
-         .flops = 0};
+  const double numbers = static_cast<double>(rows_of(a)) * static_cast<double>(a.x.extent<HeadValue>());
+  Cost c{.bytes = numbers * static_cast<double>(size_of(a.x.dtype())) + quantized_bytes(a.y, rows_of(a)), .flops = 0};
   c += cost(QuantizePaddingArgs{a.y, a.x.extent<Token>()});
   return c;
 }

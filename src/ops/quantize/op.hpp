@@ -4,6 +4,7 @@
 // quantize_padding: zeros into the scales' padding, for calls whose rows are written by another op.
 #pragma once
 
+#include <span>
 #include <string_view>
 
 #include "mla/quant.hpp"
@@ -13,9 +14,16 @@
 namespace mla::ops {
 
 struct QuantizeArgs {
-  AnyView<Token, HeadValue> x;  ///< f32 or bf16, HeadValue dense; its Token extent is the number of rows
-  QuantizedView y;              ///< rows [0, x Token) and the scales' padding are written
+  AnyView<Token, HeadValue> x;  ///< f32 or bf16, HeadValue dense
+  /// Rows of x, which go to the same rows of y; below 0: none. Empty: all of x.
+  std::span<const int32_t> rows = {};
+  QuantizedView y;  ///< its scales' padding is written, too
 };
+
+/// Rows that are read, or of `rows` passed over.
+inline int64_t rows_of(const QuantizeArgs& a) {
+  return a.rows.empty() ? a.x.extent<Token>() : static_cast<int64_t>(a.rows.size());
+}
 
 struct QuantizePaddingArgs {
   QuantizedView y;

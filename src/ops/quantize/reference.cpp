@@ -8,7 +8,9 @@ namespace mla::ops {
 void reference(const QuantizeArgs& a, const QuantizedView& y) {
   const int64_t width = y.width, size = y.spec.group_size();
   std::vector<float> x(static_cast<size_t>(width));
-  for (int64_t t = 0; t < a.x.extent<Token>(); ++t) {
+  for (int64_t n = 0; n < rows_of(a); ++n) {
+    const int64_t t = a.rows.empty() ? n : a.rows[n];
+    if (t < 0) continue;
     for (int64_t i = 0; i < width; ++i) x[i] = a.x(t, i);
     if (y.spec.kind == OutputKind::fp8) cache::encode_e4m3(x.data(), y.codes(t), width, y.spec.scale);
     for (int64_t g = 0; g < y.spec.groups(width); ++g)

@@ -1,4 +1,5 @@
 // Attention, as both forms have it: the step's rows are in the cache, queries attend, heads are finished.
+#include "plan/internal.hpp"
 #include "plan/steps/steps.hpp"
 
 namespace mla::planning {
@@ -13,9 +14,12 @@ void finish_heads(Steps& s) {
                       .x_rows = {},
                       .y = s.input<Token, Head, In>(Memory::heads_out, s.act, {t, n, m.value}),
                       .y_rows = s.written()});
-  else if (p.fused_output) s.add("scale_padding", kAttend, steps::QuantizePadding{t});
+  else if (p.fused_output && (value_up_quantises(p) || p.latent_tokens.empty()))
+    s.add("scale_padding", kAttend, steps::QuantizePadding{t});
   else
-    s.add("quantize", kAttend, steps::Quantize{s.region<Token, HeadValue>("heads", p.head_dtype(), {t, n * m.value})});
+    s.add("quantize", kAttend,
+          steps::Quantize{s.region<Token, HeadValue>("heads", p.head_dtype(), {t, n * m.value}),
+                          p.fused_output ? s.list(ListKind::latent_tokens, p.latent_tokens) : RowList()});
 }
 
 void attention_steps(Steps& s, Calls calls) {

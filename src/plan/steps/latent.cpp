@@ -124,7 +124,7 @@ void latent_steps(Steps& s, Calls calls) {
   const auto value_up = [&](Calls of, const RowList& y_rows) {
     s.project("value_up", of, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
               s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, n, m.value}), y_rows, rows,
-              s.plan.fused_output);
+              value_up_quantises(s.plan));
   };
   if (!s.plan.options.maxima) return value_up(calls, tokens);
   // attend()'s heads may be the caller's, forward()'s lie in the workspace: its products need no list.

@@ -11,24 +11,26 @@ namespace mla::cpu {
 void quantize(Stream& stream, const ops::QuantizeArgs& a) {
   constexpr int64_t kElementsPerTask = 16384;
   constexpr int64_t kPart = 1024;  // of a bf16 row, as f32 on the stack: a multiple of every group
-  const int64_t rows = a.x.extent<Token>(), width = a.x.extent<HeadValue>();
+  const int64_t rows = ops::rows_of(a), width = a.x.extent<HeadValue>();
   const QuantizedWriter y(a.y);
   const int64_t block = std::max<int64_t>(1, kElementsPerTask / std::max<int64_t>(1, width));
   stream.pool().run(width == 0 ? 0 : (rows + block - 1) / block, [&](int64_t task, int) {
-    for (int64_t t = task * block; t < std::min(rows, (task + 1) * block); ++t) {
+    for (int64_t n = task * block; n < std::min(rows, (task + 1) * block); ++n) {
+      const int64_t t = a.rows.empty() ? n : a.rows[static_cast<size_t>(n)];
+      if (t < 0) continue;
       if (a.x.dtype() == Dtype::f32) {
         y.write(t, nullptr, 1, 0, static_cast<const float*>(a.x.at(t, 0)), 0, width);
         continue;
       }
       float part[kPart];
       for (int64_t i = 0; i < width; i += kPart) {
-        const int64_t n = std::min(kPart, width - i);
-        convert(static_cast<const bf16*>(a.x.at(t, i)), part, n);
-        y.write(t, nullptr, 1, i, part, 0, n);
+        const int64_t count = std::min(kPart, width - i);
+        convert(static_cast<const bf16*>(a.x.at(t, i)), part, count);
+        y.write(t, nullptr, 1, i, part, 0, count);
       }
     }
   });
-  quantize_padding(stream, {a.y, rows});
+  quantize_padding(stream, {a.y, a.x.extent<Token>()});
 }
 
 // Where a word holds four groups, padding rows are cleared by the word: a single row of nvfp4 brings 127 of them.

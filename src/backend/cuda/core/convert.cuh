@@ -201,8 +201,15 @@ __device__ inline float from_ue8m0(uint8_t e) {
   return __uint_as_float(e == 255 ? 0x7fc00000u : e == 0 ? 0x00400000u : static_cast<uint32_t>(e) << 23);
 }
 
+/// p / 448 rounded once, p from 1e-10 on: the quotient's remainder, twice (tried with every mantissa).
+__device__ inline float over_448(float p) {
+  constexpr float kInverse = 1 / 448.0f;
+  float q = __fmul_rn(p, kInverse);
+  q = __fmaf_rn(__fmaf_rn(-q, 448.0f, p), kInverse, q);
+  return __fmaf_rn(__fmaf_rn(-q, 448.0f, p), kInverse, q);
+}
 /// Of a group of fp8 whose largest magnitude is amax: ops/quantize's.
-__device__ inline float group_scale(float amax) { return fmaxf(fminf(amax, FLT_MAX), 1e-10f) / 448.0f; }
+__device__ inline float group_scale(float amax) { return over_448(fmaxf(fminf(amax, FLT_MAX), 1e-10f)); }
 
 /// Largest magnitude of n elements; NaN does not count, infinity does.
 template <int n>

@@ -31,8 +31,10 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a)
 /// caller: a.items is one item in host memory, the queue's counters need not be 0.
 void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const CallerArrays* caller = nullptr);
 
-/// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256, or e4m3 ones whose values have the keys innermost.
+/// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256, or e4m3 ones whose values have the keys innermost; a quantised
+/// output only where writes_codes says so.
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);
+bool writes_codes(const ops::AttendExpandedArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
 

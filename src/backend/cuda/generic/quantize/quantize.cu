@@ -9,6 +9,7 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/output_codes.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "ops/quantize/codec.hpp"
@@ -20,17 +21,6 @@ namespace {
 constexpr int kThreads = 256, kN = 16, kColumns = 32 * kN;
 
 enum class Form : uint8_t { fp8, groups_f32, groups_power, groups_packed, nvfp4 };
-
-// Where scales lie, in words of 4 bytes: an f32, or the bytes of four groups. As OutputSpec::scale_offset.
-struct ScalePlaces {
-  uint32_t* data = nullptr;
-  int64_t row = 0, word = 0;  // from one to the next
-  int32_t tiles = 0;          // nvfp4: words of a row, otherwise 0
-  __device__ uint32_t* at(int64_t r, int64_t w) const {
-    if (tiles == 0) return data + r * row + w * word;
-    return data + ((r >> 7) * tiles + w) * 128 + (r & 31) * 4 + (r >> 5 & 3);
-  }
-};
 
 // Zeros: all words of rows [first_row, first_row + rows), and the byte places past the last group of used rows.
 struct Padding {
@@ -50,6 +40,7 @@ struct Padding {
 struct QuantizeRows {
   const void* x = nullptr;
   int64_t x_row = 0, rows = 0;
+  const int32_t* list = nullptr;  // which they are; null: 0, 1, ...
   int32_t width = 0;
   uint32_t chunks = 0;  // of kColumns, in a row
   Divisor by_chunks;
@@ -60,38 +51,16 @@ struct QuantizeRows {
   Padding padding;
 };
 
-// e2m1 of |q|: least of the roundings to multiples of 1/2, 1 and 2, each counted in codes from where it begins. The sum
-// with 1.5 * 2^23 rounds to a whole number, ties to even, in its low bits. Past 6.5 it must be told to saturate.
-template <bool saturate>
-__device__ inline uint32_t e2m1_bits(float q) {
-  constexpr float kMagic = 12582912.0f;
-  const float a = fabsf(q), high = __fmaf_rn(a, 0.5f, kMagic + 4);
-  return __float_as_uint(
-      fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)), saturate ? fminf(high, kMagic + 7) : high));
-}
-
-// p / 6 by 1 / 6 in two parts. It may be off by a unit in the last place, but is not where e4m3 would see it: tried
-// with every mantissa.
-__device__ inline float over_six(float p) { return __fmaf_rn(p, 0x1.555554p-3f, __fmul_rn(p, 0x1.555556p-27f)); }
-
-// Sixteen e2m1 codes of x * g / s in two words, s above 0. plain: no NaN among them, and no quotient above 6.5.
+// Sixteen e2m1 codes of x * g / s in two words, s above 0.
 template <bool plain>
 __device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint32_t (&codes)[2]) {
   const float inverse = __frcp_rn(s);
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
-    uint32_t word = 0;
+    float half[8];
 #pragma unroll
-    for (int e = 7; e >= 0; --e) {
-      // NaN becomes the largest; past 6 * 448 all is 6. One step of the remainder puts a quotient on the right side of
-      // every boundary: those times s have few bits, and no number lies closer to one than its own last place.
-      float p = __fmul_rn(x[8 * w + e], g);
-      if constexpr (!plain) p = fmaxf(fminf(p, 4096.0f), -4096.0f);
-      float q = __fmul_rn(p, inverse);
-      q = __fmaf_rn(__fmaf_rn(-q, s, p), inverse, q);
-      word = word << 4 | (e2m1_bits<!plain>(q) & 7u) | (__float_as_uint(p) >> 28 & ~7u);
-    }
-    codes[w] = word;
+    for (int e = 0; e < 8; ++e) half[e] = x[8 * w + e];
+    codes[w] = cuda::encode_e2m1<plain>(half, g, s, inverse);
   }
 }
 // amax: the largest magnitude, infinity too. A normal scale that did not saturate lies within 1/16 of g * amax / 6.
@@ -148,8 +117,9 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   }
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int unit = static_cast<int>(blockIdx.x * (kThreads / 32) + threadIdx.x / 32), line = a.by_chunks.divide(unit);
-  const int64_t row = line;
-  if (row >= a.rows) return;
+  if (line >= a.rows) return;
+  const int64_t row = a.list ? a.list[line] : line;
+  if (row < 0) return;
   const int i = (unit - line * static_cast<int>(a.chunks)) * kColumns + kN * lane;
   const T* const from = static_cast<const T*>(a.x) + row * a.x_row + i;
   const int here = wide ? i < a.width ? kN : 0 : max(0, min(kN, a.width - i));  // elements of this lane
@@ -174,7 +144,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   if constexpr (form == Form::nvfp4) {
     fp8_e4m3 scale;
     uint32_t words[2];
-    const auto scale_of = [&](float amax) { return narrow<fp8_e4m3>(over_six(a.number * fminf(amax, FLT_MAX))); };
+    const auto scale_of = [&](float amax) { return nvfp4_scale(a.number, amax); };
     bool done = false;
     if constexpr (packed) {
       const float most = __uint_as_float(largest_bf16<true>(pairs) & 0xffff0000u);
@@ -248,20 +218,6 @@ __global__ void __launch_bounds__(kThreads) padding_kernel(ScalePlaces scales, P
   if (i < padding.count()) padding.clear(scales, i);
 }
 
-bool bytes_of_groups(const OutputSpec& spec) { return spec.group_size() > 0 && !ops::scale_is_f32(spec); }
-
-ScalePlaces places(const QuantizedView& y) {
-  ScalePlaces s;
-  if (y.spec.group_size() == 0) return s;
-  const bool bytes = bytes_of_groups(y.spec);
-  const auto at = [&](int64_t row, int64_t group) { return y.spec.scale_offset(y.tokens, y.width, row, group) / 4; };
-  s.data = reinterpret_cast<uint32_t*>(y.scales);
-  s.row = at(1, 0);
-  s.word = at(0, bytes ? 4 : 1);
-  if (y.spec.kind == OutputKind::nvfp4) s.tiles = static_cast<int32_t>(ops::padded_groups(y) / 4);
-  return s;
-}
-
 // used: rows whose places past the last group are to be cleared.
 Padding padding_of(const QuantizedView& y, int64_t used) {
   Padding p;
@@ -302,15 +258,17 @@ void run(const Queue& queue, const ops::QuantizeArgs& args) {
   QuantizeRows a;
   a.x = args.x.data();
   a.x_row = args.x.stride<Token>();
-  a.rows = args.y.width == 0 ? 0 : args.x.extent<Token>();
+  a.rows = args.y.width == 0 ? 0 : ops::rows_of(args);
+  a.list = queue.staged(args.rows, "quantize", "rows");
   a.width = static_cast<int32_t>(args.y.width);
   a.chunks = static_cast<uint32_t>((a.width + kColumns - 1) / kColumns);
   a.by_chunks = Divisor(std::max(a.chunks, 1u));
   a.codes = reinterpret_cast<uint8_t*>(args.y.data);
   a.codes_row = args.y.row_stride;
-  a.scales = places(args.y);
+  a.scales = scale_places(args.y);
   a.number = spec.kind == OutputKind::nvfp4 ? spec.global_scale : spec.scale;
-  a.padding = padding_of(args.y, 0);  // a row's words are written whole
+  // A row's words are written whole; of rows that the list leaves out, bytes are cleared.
+  a.padding = padding_of(args.y, args.rows.empty() ? 0 : args.x.extent<Token>());
   if (spec.kind == OutputKind::fp8) return run<T, Form::fp8, 0>(queue, a, args);
   if (spec.kind == OutputKind::nvfp4) return run<T, Form::nvfp4, 16>(queue, a, args);
   const auto by_group = [&](auto group) {
@@ -338,7 +296,7 @@ void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a) {
   if (blocks == 0) return;
   launch(generic::padding_kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(generic::kThreads)},
          stream.queue().stream(), "quantize_padding", "padding_kernel", "rows " + std::to_string(a.rows),
-         generic::places(a.y), padding);
+         scale_places(a.y), padding);
 }
 
 }  // namespace mla::cuda

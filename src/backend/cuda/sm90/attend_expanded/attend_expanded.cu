@@ -14,6 +14,7 @@
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/core/wgmma.cuh"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "backend/cuda/sm90/attend_expanded/codes.cuh"
 #include "backend/cuda/sm90/attend_expanded/rows.cuh"
 #include "backend/cuda/sm90/attend_expanded/tiles.cuh"
 
@@ -125,6 +126,7 @@ struct Params : TileSource {
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
   float scale, scale_log2;
   bool accumulate;
+  OutputCodes codes;  // of outputs that are Codes
 };
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -577,6 +579,8 @@ struct Math {
   __device__ __forceinline__ void store_tile(uint32_t of, const RowState& done) {
     const TileWork w = work(of);
     const int32_t rows = w.rows, head = w.head, begin = w.row;
+    [[maybe_unused]] CodeRows codes;
+    [[maybe_unused]] float factors[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = done.sum[h];
@@ -585,7 +589,8 @@ struct Math {
       int row = tile_row() + 8 * h;
       asm volatile("" : "+r"(row));
       const bool valid = row < rows;
-      Out* const out = static_cast<Out*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
+      using Stored = std::conditional_t<std::is_same_v<Out, Codes>, float, Out>;
+      Stored* const out = static_cast<Stored*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
       const int64_t lse_at = int64_t{begin + row} * p.lse_token + head * p.lse_head;
       float lse = sum == 0.0f ? -INFINITY : done.reference[h] * 0.6931471805599453f + __logf(sum);  // NaN stays
       float take = sum == 0.0f ? 0.0f : __fdividef(1.0f, sum);
@@ -601,9 +606,14 @@ struct Math {
         take = 1.0f;
       }
       if (min(w.keys, w.diagonal + row) > shared.poisoned[of % tile_ring]) take = NAN;
-      store_row(out, o, h, take, valid);
+      if constexpr (std::is_same_v<Out, Codes>) {
+        if (w.last()) codes.row[h] = begin + row, codes.valid[h] = valid, factors[h] = take;
+        else store_row(out, o, h, take, valid);
+      } else store_row(out, o, h, take, valid);
       if (p.lse && valid && thread % 4 == 0) p.lse[lse_at] = lse;
     }
+    if constexpr (std::is_same_v<Out, Codes>)
+      if (w.last()) store_codes(p.codes, o, factors, codes, head);
   }
 
   /// Two warpgroups. The products of the next block's scores and of this block's values are issued together, in turns;
@@ -881,6 +891,7 @@ void check_args(const AttendExpandedArgs& a) {
     throw ShapeError(std::string(op) + ": out rows are not aligned to 16 bytes");
   if (a.accumulate && !a.lse)
     throw ShapeError(std::string(op) + ": accumulate without lse, which says what part the rows already hold");
+  if (a.quantized) check_codes(op, a.quantized, out_dtype, tokens, heads, a.v.extent<Value>());
   if (!(a.scale > 0.0f) || !std::isfinite(a.scale))
     throw ShapeError(std::string(op) + ": scale is " + std::to_string(a.scale) + ", it must be finite and above 0");
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
@@ -955,6 +966,7 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   p.scale = a.scale;
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.accumulate = a.accumulate;
+  if constexpr (std::is_same_v<Out, Codes>) p.codes = output_codes(a.quantized);
   const int multiprocessors = cuda::multiprocessors(op);
   p.run_keys = run_keys_of(tile.rows(), multiprocessors, tokens, heads);
   p.counters = static_cast<int32_t*>(a.workspace);
@@ -980,7 +992,9 @@ void dispatch(cudaStream_t stream, const AttendExpandedArgs& a) {
   if (nope == 128 && rope == 64 && value == 128) {
     if (tile == ExpandedTile::rows_128) return run<Deepseek128, Element, Out>(stream, a);
     if (tile == ExpandedTile::rows_256) return run<Deepseek256, Element, Out>(stream, a);
-    return run<Deepseek192, Element, Out>(stream, a);
+    if constexpr (std::is_same_v<Out, Codes>)
+      throw UnsupportedError(std::string(op) + ": a quantised output by tiles of 192 rows");
+    else return run<Deepseek192, Element, Out>(stream, a);
   }
   if (nope == 192 && rope == 64 && value == 256) {
     if (tile == ExpandedTile::rows_128) return run<Glm128, Element, Out>(stream, a);
@@ -1002,6 +1016,12 @@ void attend_expanded(cudaStream_t stream, const AttendExpandedArgs& args) {
   check_args(args);
   require_hopper(op);
   if (args.item_count == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
+  if (args.quantized) {
+    if (args.q.dtype() != Dtype::bf16)
+      throw UnsupportedError(std::string(op) + ": a quantised output of q of " +
+                             std::string(to_string(args.q.dtype())) + "; bf16 is needed");
+    return dispatch<__nv_bfloat16, Codes>(stream, args);
+  }
   const auto to = [&]<class Out>(Out) {
     if (args.q.dtype() == Dtype::bf16) dispatch<__nv_bfloat16, Out>(stream, args);
     else dispatch<__half, Out>(stream, args);

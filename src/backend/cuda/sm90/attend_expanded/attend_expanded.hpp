@@ -13,6 +13,7 @@
 
 #include <cstdint>
 
+#include "mla/quant.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 
@@ -31,7 +32,7 @@ struct AttendExpandedArgs {
   AnyView<Key, Head, Nope> k_nope;      ///< dtype of q, Nope dense, strides multiples of 16 bytes
   AnyView<Key, Rope> k_pe;              ///< dtype of q, shared by the heads
   AnyView<Key, Head, Value> v;          ///< dtype of q; may be a slice of the array that k_nope is a slice of
-  const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding; `last` is not read
+  const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding
   int64_t item_count = 0;
   int64_t most_queries = 0;                ///< no item has more query rows; 0: as many as q
   float scale = 1.0f;                      ///< above 0
@@ -40,6 +41,10 @@ struct AttendExpandedArgs {
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it. An lse of -inf, +inf or
   /// NaN holds nothing, and its out is not read.
   bool accumulate = false;
+  /// Rows of items that are the rows' `last` part go here in place of out, which is f32 then: e4m3 codes and scales, to
+  /// the same rows. Data and row_stride are multiples of 8 bytes; its scales' padding is left alone. Of bf16 operands,
+  /// by tiles other than rows_192.
+  QuantizedView quantized;
   ExpandedTile tile = ExpandedTile::automatic;
   void* workspace = nullptr;  ///< device, attend_expanded_workspace bytes, zeroed once; each launch leaves it zeroed.
                               ///< Not for two launches at a time
@@ -47,6 +52,9 @@ struct AttendExpandedArgs {
 
 /// Bytes of workspace, whatever the shape.
 constexpr size_t attend_expanded_workspace = 16;
+
+/// Whether these kernels write such an output, of heads with `value` values.
+bool writes_codes(const QuantizedView& y, int64_t value);
 
 /// The tile that attend_expanded takes for these arguments; `automatic` if there are no items.
 ExpandedTile attend_expanded_tile(const AttendExpandedArgs& args);

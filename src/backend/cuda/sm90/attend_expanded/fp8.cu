@@ -10,6 +10,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/tensor_map.hpp"
 #include "backend/cuda/core/wgmma_fp8.cuh"
+#include "backend/cuda/sm90/attend_expanded/codes.cuh"
 #include "backend/cuda/sm90/attend_expanded/fp8.hpp"
 #include "backend/cuda/sm90/attend_expanded/rows.cuh"
 #include "backend/cuda/sm90/attend_expanded/tiles.cuh"
@@ -73,7 +74,8 @@ struct Params : TileSource {
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
   float scale_log2;
   bool accumulate;
-  int32_t chain;  // blocks that tensor cores add up by themselves; 0: all of a tile's
+  int32_t chain;      // blocks that tensor cores add up by themselves; 0: all of a tile's
+  OutputCodes codes;  // of outputs that are Codes
 };
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -186,7 +188,7 @@ struct KeyProducer {
   }
 
   __device__ void load_tile(const TileWork& work, uint32_t t, uint32_t& blocks) {
-    const ops::ScaleRows rows = p.scale_rows ? p.scale_rows[work.item] : ops::ScaleRows{};
+    const ops::ScaleRows rows = p.scale_rows ? p.scale_rows[work.number()] : ops::ScaleRows{};
     const auto scales_of = [&](int n) {
       if (work.keys <= 0) return float2{1.0f, 1.0f};  // its one block is hidden; its row may not exist
       const int32_t row = p.scale_rows ? rows.k + n * tile.keys / scale_rows : 0;
@@ -195,7 +197,7 @@ struct KeyProducer {
     float q_scale[tile.groups];
     for (int g = 0; g < tile.groups; ++g) {
       // The item's row that the tile begins with.
-      const int32_t first = work.row - p.items[work.item].q_begin + tile.first_row(rank, g);
+      const int32_t first = work.row - p.items[work.number()].q_begin + tile.first_row(rank, g);
       q_scale[g] = tile.first_row(rank, g) >= work.rows
                        ? 1.0f
                        : p.q_scale.at(p.scale_rows ? rows.q + first / scale_rows : 0, work.head);
@@ -541,6 +543,8 @@ struct Math {
   __device__ __forceinline__ void store_tile(uint32_t of, const RowState& done, float unit) {
     const TileWork w = work(of);
     const int32_t rows = w.rows, head = w.head, begin = w.row;
+    [[maybe_unused]] CodeRows codes;
+    [[maybe_unused]] float factors[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = done.sum[h];
@@ -549,7 +553,8 @@ struct Math {
       int row = tile_row() + 8 * h;
       asm volatile("" : "+r"(row));
       const bool valid = row < rows;
-      Out* const out = static_cast<Out*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
+      using Stored = std::conditional_t<std::is_same_v<Out, Codes>, float, Out>;
+      Stored* const out = static_cast<Stored*>(p.out) + int64_t{begin + row} * p.out_token + head * p.out_head;
       const int64_t lse_at = int64_t{begin + row} * p.lse_token + head * p.lse_head;
       float lse = sum == 0.0f ? -INFINITY : done.reference[h] * 0.6931471805599453f + __logf(sum);  // NaN stays
       float take = sum == 0.0f ? 0.0f : __fdividef(unit, sum);
@@ -565,10 +570,14 @@ struct Math {
         take = 1.0f;
       }
       if (min(w.keys, w.diagonal + row) > shared.poisoned[of % tile_ring]) take = NAN;
-      if constexpr (std::is_same_v<Out, float>) store_row(out, o, h, take, valid);
-      else store_row<Out>(out, o, h, take, valid);
+      if constexpr (std::is_same_v<Out, Codes>) {
+        if (w.last()) codes.row[h] = begin + row, codes.valid[h] = valid, factors[h] = take;
+        else store_row(out, o, h, take, valid);
+      } else store_row(out, o, h, take, valid);
       if (p.lse && valid && thread % 4 == 0) p.lse[lse_at] = lse;
     }
+    if constexpr (std::is_same_v<Out, Codes>)
+      if (w.last()) store_codes(p.codes, o, factors, codes, head);
   }
 
   /// The 16-bit kernel's overlapped schedule: the products of the next block's scores and of this block's values are
@@ -772,6 +781,7 @@ void check_args(const AttendExpandedFp8Args& a) {
           16 !=
       0)
     throw ShapeError(std::string(op) + ": out rows are not aligned to 16 bytes");
+  if (a.quantized) check_codes(op, a.quantized, a.out.dtype(), tokens, heads, a.v.extent<Value>());
   if (!(a.scale > 0)) throw ShapeError(std::string(op) + ": scale is " + std::to_string(a.scale) + ", allowed above 0");
   constexpr int64_t most = std::numeric_limits<int32_t>::max();
   if (a.item_count < 0 || a.item_count > most / 2)
@@ -860,6 +870,7 @@ void run(cudaStream_t stream, const AttendExpandedFp8Args& a) {
   p.heads = static_cast<int32_t>(heads);
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.accumulate = a.accumulate;
+  if constexpr (std::is_same_v<Out, Codes>) p.codes = output_codes(a.quantized);
   p.chain = a.sums == ops::ExpandedSums::raw ? 0 : chain_keys / tile.keys;
   const int multiprocessors = cuda::multiprocessors(op);
   p.run_keys = run_keys_of(tile.rows(), multiprocessors, tokens, heads);
@@ -905,7 +916,8 @@ void attend_expanded(cudaStream_t stream, const AttendExpandedFp8Args& args) {
   check_args(args);
   require_hopper(op);
   if (args.item_count == 0 || args.q.extent<Token>() == 0 || args.q.extent<Head>() == 0) return;
-  if (args.out.dtype() == Dtype::f32) dispatch<float>(stream, args);
+  if (args.quantized) dispatch<Codes>(stream, args);
+  else if (args.out.dtype() == Dtype::f32) dispatch<float>(stream, args);
   else dispatch<__nv_bfloat16>(stream, args);
 }
 

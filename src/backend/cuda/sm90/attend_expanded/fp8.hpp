@@ -24,13 +24,14 @@ struct AttendExpandedFp8Args {
   const ops::ScaleRows* scale_rows = nullptr;                ///< device, one an item; null: row 0 for all rows
   ops::ExpandedSums sums = ops::ExpandedSums::precise;
   /// k_begin of those with queries and keys: multiples of 16, or the copy engine stops the kernel with an error.
-  const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding; `last` is not read
+  const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding
   int64_t item_count = 0;
   int64_t most_queries = 0;                     ///< no item has more query rows; 0: as many as q
   float scale = 1.0f;                           ///< above 0
   AnyMutableView<Token, Head, Value> out;       ///< bf16 or f32; Value dense, rows aligned to 16 bytes
   View<float, Token, Head> lse;                 ///< any strides; may be null unless accumulate
   bool accumulate = false;                      ///< as AttendExpandedArgs::accumulate
+  QuantizedView quantized;                      ///< as AttendExpandedArgs::quantized
   ExpandedTile tile = ExpandedTile::automatic;  ///< not rows_192
   void* workspace = nullptr;                    ///< as AttendExpandedArgs::workspace
 };

@@ -9,9 +9,9 @@
 namespace mla::cuda::sm90 {
 namespace {
 
-bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size) {
+bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size, uint64_t to = 16) {
   const auto bytes = [&](int64_t stride) { return static_cast<uint64_t>(stride) * size; };
-  return ((reinterpret_cast<uintptr_t>(data) | bytes(stride_a) | bytes(stride_b)) & 15) == 0;
+  return ((reinterpret_cast<uintptr_t>(data) | bytes(stride_a) | bytes(stride_b)) & (to - 1)) == 0;
 }
 
 }  // namespace
@@ -23,12 +23,20 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a) {
   const size_t size = size_of(a.q.dtype());
   const bool types = codes ? a.v.stride<Key>() == 1 || a.v.extent<Key>() <= 1
                            : a.q.dtype() == Dtype::bf16 && a.k_nope.dtype() == Dtype::bf16;
-  return gpu.hopper && dims && types && !a.quantized && !a.items.empty() && a.scale > 0 &&
+  return gpu.hopper && dims && types && !a.items.empty() && a.scale > 0 &&
          aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), size) &&
          aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), size) &&
          aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, size) &&
          aligned(a.v.data(), codes ? a.v.stride<Value>() : a.v.stride<Key>(), a.v.stride<Head>(), size) &&
          aligned(a.out.data(), a.out.stride<Token>(), a.out.stride<Head>(), size_of(a.out.dtype()));
+}
+
+bool writes_codes(const QuantizedView& y, int64_t value) {
+  const bool known = y.spec.kind == OutputKind::fp8 || y.spec.kind == OutputKind::fp8_groups;
+  return known && value % 128 == 0 && aligned(y.data, y.row_stride, 0, 1, 8);
+}
+bool writes_codes(const ops::AttendExpandedArgs& a) {
+  return a.out.dtype() == Dtype::f32 && writes_codes(a.quantized, a.v.extent<Value>());
 }
 
 std::string kernel(const backend::GpuModel&, const ops::AttendExpandedArgs& a) {
@@ -63,6 +71,7 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
                                           .out = a.out,
                                           .lse = a.lse,
                                           .accumulate = a.accumulate,
+                                          .quantized = a.quantized,
                                           .workspace = queue.counters() + Queue::kSpare});
     return;
   }
@@ -77,6 +86,7 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
                                                      .out = a.out,
                                                      .lse = a.lse,
                                                      .accumulate = a.accumulate,
+                                                     .quantized = a.quantized,
                                                      .workspace = queue.counters() + Queue::kSpare});
 }
 

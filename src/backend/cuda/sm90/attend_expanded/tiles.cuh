@@ -39,7 +39,9 @@ struct alignas(16) TileWork {
   int32_t key, keys;  // first key row, keys of this item
   int32_t diagonal;   // tile row r sees min(keys, diagonal + r) keys
   int32_t head;
-  int32_t item;  // its number
+  int32_t item;  // its number; of the rows' last part, its complement
+  __device__ bool last() const { return item < 0; }
+  __device__ int32_t number() const { return item < 0 ? ~item : item; }
 };
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
@@ -65,6 +67,7 @@ struct TileOrder {
   struct Item {
     int32_t row, queries, key, keys, visible;
     int32_t height, run;  // tiles of a head, and of a run
+    bool last;
   };
   static __device__ Item item(const TileSource& p, int number) {
     const ExpandedItem& from = p.items[number];
@@ -76,6 +79,7 @@ struct TileOrder {
     i.visible = min(max(from.visible, -i.queries), i.keys);  // what lies beyond says the same, and may overflow
     i.height = (i.queries + tile_rows - 1) / tile_rows;
     i.run = max(p.run_keys / max(i.keys, 1), 1);
+    i.last = from.last;
     return i;
   }
 
@@ -119,7 +123,7 @@ struct TileOrder {
     w.key = q.key;
     w.keys = q.keys;
     w.diagonal = m * tile_rows + 1 + q.visible;
-    w.item = group + owner;
+    w.item = q.last ? ~(group + owner) : group + owner;
     count_blocks(w);
     return w;
   }
