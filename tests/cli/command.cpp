@@ -175,7 +175,7 @@ TEST_F(Command, UnknownNamesListTheKnownOnes) {
     expect_bad(std::string("run ") + flag, {"needs a model with an indexer", "deepseek-v2-lite"});
   expect_bad("plan --sparse direct", {"--sparse", "needs a model with an indexer", "deepseek-v2-lite"});
   expect_bad("plan --decode-length -5", {"--decode-length is -5", "0 to"});
-  expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4"});
+  expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4", "mxfp4"});
   expect_bad("check quantize --output none", {"output none is not a quantised one"});
   expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
   expect_bad("check gather --format q8", {"'q8'", "bf16", "fp8_ds_mla"});
