@@ -49,6 +49,20 @@ def test_tensors_give_what_arrays_give(dtype):
     np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=bound, rtol=bound)
 
 
+def test_descales_are_tensors_of_one_element():
+    q, cache, table, lengths = (t.clone() for t in dense_arguments())
+    q, cache = q.to(torch.float8_e4m3fn), cache.to(torch.float8_e4m3fn)
+    scales = dict(descale_q=torch.tensor([0.4]), descale_k=torch.tensor([1.5]))
+    out, lse = OPS.flash_mla_with_kvcache(q, cache, table, lengths, causal=True, **scales)
+    wanted, wanted_lse = flash_mla_with_kvcache(
+        q.float().numpy() * np.float32(0.4), cache.float().numpy() * np.float32(1.5),
+        table.numpy(), lengths.numpy(), causal=True,
+    )
+    assert out.dtype is torch.bfloat16
+    np.testing.assert_allclose(out.float().numpy(), wanted, atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+
 def test_bad_tensors_are_refused_in_words():
     q, cache, table, lengths = dense_arguments()
     with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed"):
