@@ -126,8 +126,8 @@ def forward(
 ) -> Any:
     """The layer from hidden states to hidden states.
 
-    hidden: [tokens or more, hidden], f32 or bf16. out: the same, f32 or bf16, written and returned;
-    without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
+    hidden: [tokens or more, hidden], f32 or bf16, or what PlanOptions.activation_dtype says. out: the
+    same, f32, bf16 or that dtype, written and returned; without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
     Appends the step's rows to the cache. A model with an indexer needs index_cache and
     index_rotary in layers that have one. stream: by default that of hidden's device.
 
@@ -168,8 +168,8 @@ def attend(
     """The attention alone, between the projections.
 
     q: [tokens, heads, nope + rope], rotated; kv_c: [tokens, latent], normed; k_pe: [tokens, rope],
-    rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written
-    and returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what
+    rotated; all f32 (on a GPU the plan's compute dtype), or what PlanOptions.activation_dtype says.
+    out: [tokens, heads, value], f32, bf16 or f16, written and returned; without it a new f32 array. Appends [kv_c | k_pe] first. Sparse rows attend to what
     `select` chose.
 
     With PlanOptions.cache_use "read" the rows are in the cache already: kv_c and k_pe may be None,

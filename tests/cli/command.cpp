@@ -244,6 +244,23 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
 }
 
+// What comes in and goes out is of a dtype of its own, and judged so.
+TEST_F(Command, HiddenStatesOfF16) {
+  const fs::path file = folder_ / "f16.json";
+  const std::string run =
+      "run --layers 1 --heads 5 --requests 4 --input-len 40 --output-len 4 --weights f32 --verify 12 --json " +
+      file.string() + " --activation-dtype ";
+  for (const char* rest : {"f16", "bf16", "f16 --tp 2 --threads 2", "f16 --absorption full"}) {
+    const Outcome o = mla(run + rest);
+    EXPECT_EQ(o.status, 0) << rest << o.out << o.err;
+    EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << rest << o.out;
+    EXPECT_NE(o.out.find("hidden states in "), std::string::npos) << rest << o.out;
+  }
+  EXPECT_EQ(json::parse(contents(file))["model"]["activation_dtype"], "f16");
+  EXPECT_NE(mla("plan --activation-dtype f16").out.find("rows of calls in f16"), std::string::npos);
+  expect_bad("run --activation-dtype f64", {"--activation-dtype", "'f64'", "known: native f32 bf16 f16"});
+}
+
 // A program by itself is a job of one process, where it was built with MPI.
 TEST_F(Command, RanksOfAnMpiJobAreItsProcesses) {
   const Outcome o = mla("run --comm mpi --tp 2");

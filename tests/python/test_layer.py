@@ -143,6 +143,30 @@ def test_forward(small_model, stream, form, path):
         assert error < TOLERANCE[form], error
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_rows_of_a_dtype_of_their_own(small_model, stream, dtype):
+    kind = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}[dtype]
+    world = World(small_model, "f32")
+    options = mla.PlanOptions(activation_dtype=dtype)
+    assert options.activation_dtype == dtype and mla.PlanOptions().activation_dtype == "native"
+    for parts in STEPS:
+        batch = world.batch(parts)
+        hidden = world.rows(parts).astype(kind)
+        plain = mla.plan(world.model, world.cache, batch, stream=stream)
+        wanted = mla.forward(
+            plain, world.weights, world.rotary, world.cache, hidden.astype(np.float32), stream=stream
+        )
+        step = mla.plan(world.model, world.cache, batch, stream=stream, options=options)
+        out = mla.forward(step, world.weights, world.rotary, world.cache, hidden, stream=stream)
+        assert out.dtype == kind
+        np.testing.assert_array_equal(out, wanted.astype(kind))
+    if dtype == "f16":
+        with pytest.raises(mla.ShapeError, match="hidden is f16, plan was made for activations of f32"):
+            mla.forward(plain, world.weights, world.rotary, world.cache, hidden, stream=stream)
+    with pytest.raises(mla.InputError, match="unknown activation dtype 'f64'"):
+        mla.PlanOptions(activation_dtype="f64")
+
+
 @pytest.mark.parametrize("scales", [{}, {"q": [0.01], "k": [0.02], "v": [0.02]}, {"k": "heads"}])
 @pytest.mark.parametrize("prefill", ["fp8", "fp8_raw"])
 def test_prefill_of_codes(small_model, stream, prefill, scales):
