@@ -445,14 +445,21 @@ def layer() -> Iterator[Row]:
     """The planned layer on the GPU beside the CPU's, and captured on the stream it has run on."""
     import ml_dtypes
 
+    for name, kind in (("f32", torch.float32), ("bf16", torch.bfloat16), ("f16", torch.float16)):
+        q, kv_c = (torch.randn(s, device=DEVICE).to(kind) for s in ((700, 16, 192), (700, 512)))
+        found = mla.calc_kv_scales(q, kv_c)
+        wanted = mla.calc_kv_scales(q.float().cpu().numpy(), kv_c.float().cpu().numpy())
+        yield f"calc_kv_scales of {name} tensors", 0.0 if found == wanted else float("inf")
+
     model = mla.preset("deepseek-v2-lite")
     tensors = mla.random_layer(model)
     lengths, new = [300, 41], [100, 1]
     slots = [*range(200, 300), 320 + 40]
     batch = mla.Batch([0, 100, 101], lengths, np.arange(10, dtype=np.int32).reshape(2, 5), slots)
     hidden = torch.randn(sum(new), model.hidden) / 4
-    for compute in ("f32", "bf16"):
+    for compute, rows_in in (("f32", "f32"), ("bf16", "bf16"), ("f32", "f16"), ("bf16", "f16")):
         results = []
+        what = compute if rows_in == compute else f"{compute}, {rows_in} rows"
         for device in ("cpu", DEVICE):
             weights = mla.prepare(model, tensors, dtype=compute, device=device)
             rotary = mla.RotaryTable(model, 1024, device=device)
@@ -465,8 +472,10 @@ def layer() -> Iterator[Row]:
             rows[:, 528:] = rope.view(np.uint8).reshape(640, 128)
             memory = torch.from_numpy(rows.reshape(10, -1).copy()).to(device)
             cache = mla.Cache(spec, memory=memory)
-            x = hidden.to(device, DTYPES[compute])
-            options = mla.PlanOptions(compute=compute)
+            x = hidden.to(device, DTYPES[rows_in])
+            options = mla.PlanOptions(
+                compute=compute, activation_dtype="native" if rows_in == compute else rows_in
+            )
             stream = torch.cuda.Stream() if device != "cpu" else None
             with torch.cuda.stream(stream):
                 if stream is None:
@@ -484,13 +493,13 @@ def layer() -> Iterator[Row]:
                         mla.forward(step, weights, rotary, cache, x, kept)
                     again.replay()
                     torch.cuda.synchronize()
-                    yield f"forward {compute} captured", (
+                    yield f"forward {what} captured", (
                         0.0 if torch.equal(kept, out) else float("inf")
                     )
             results.append(out.float().cpu())
         scale = float(results[0].abs().max())
-        bound = {"f32": 1e-3, "bf16": 2e-2}[compute] * scale
-        yield f"forward {compute}", float((results[1] - results[0]).abs().max()) / bound
+        bound = {"f32": 1e-3 if rows_in == "f32" else 2e-3, "bf16": 2e-2}[compute] * scale
+        yield f"forward {what}", float((results[1] - results[0]).abs().max()) / bound
 
 
 def attach() -> Iterator[Row]:

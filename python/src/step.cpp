@@ -4,10 +4,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "cache.hpp"
 #include "mla/layer.hpp"
+#include "mla/quant_scales.hpp"
 #include "ranks.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
@@ -283,6 +285,25 @@ void bind_plan(nb::module_& m) {
 using ProfileRow = nb::typed<nb::dict, nb::str, nb::object>;
 
 void bind_layer(nb::module_& m) {
+  m.def(
+      "calc_kv_scales",
+      [](PyStream& stream, nb::handle q, nb::handle kv_c, float q_divisor, float k_divisor, float v_divisor) {
+        std::optional<Tensor> q_t;
+        AnyView<Token, Head, QueryKey> q_view;
+        if (!q.is_none()) {
+          q_view = q_t.emplace(q, "q", Access::read).view<Token, Head, QueryKey>();
+          q_t->require_device(stream.device());
+        }
+        const Tensor kv_t(kv_c, "kv_c", Access::read);
+        kv_t.require_device(stream.device());
+        const auto kv_view = kv_t.view<Token, Latent>();
+        const Turn turn(stream);
+        const KvScales s =
+            calc_kv_scales(stream.stream, q_view, kv_view, {.q = q_divisor, .k = k_divisor, .v = v_divisor});
+        return std::tuple(s.q_scale, s.k_scale, s.v_scale);
+      },
+      nb::arg("stream"), nb::arg("q").none(), nb::arg("kv_c"), nb::arg("q_divisor"), nb::arg("k_divisor"),
+      nb::arg("v_divisor"));
   nb::class_<Profile>(m, "Profile", "Time and counted work by op, summed over the calls it is given to.")
       .def(nb::init<>())
       .def_prop_ro("rows",

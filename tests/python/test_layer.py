@@ -200,6 +200,29 @@ def test_prefill_scales_are_checked(small_model):
         mla.PlanOptions(prefill="e5m2")
 
 
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_calc_kv_scales(rng, kind):
+    q = rng.standard_normal((5, 3, 24)).astype(kind)
+    rows = rng.standard_normal((5, 40)).astype(kind)
+    q[4, 2, 23], rows[0, 0] = -50, np.nan
+    kv_c = rows[:, 4:36]  # the NaN does not lie there
+    rows[:, 36:] = np.inf
+    largest = float(np.abs(kv_c.astype(np.float32)).max())
+    scales = mla.calc_kv_scales(q, kv_c)
+    np.testing.assert_allclose(scales, (0.25, largest / 200, largest / 100), rtol=1e-6)
+    assert scales == mla.calc_kv_scales(q, kv_c, k_divisor=200, stream=mla.Stream(1))
+    assert mla.calc_kv_scales(None, kv_c, k_divisor=2).q_scale == 1
+    assert mla.calc_kv_scales(None, kv_c, k_divisor=2).k_scale == pytest.approx(largest / 2)
+    with pytest.raises(mla.InputError, match=r"kv_c \[0, 36\] is infinite"):
+        mla.calc_kv_scales(q, rows)
+    with pytest.raises(mla.InputError, match="constant v is 0"):
+        mla.calc_kv_scales(q, kv_c, v_divisor=0)
+    with pytest.raises(mla.ShapeError, match="q: has shape|q has|rank|dimensions"):
+        mla.calc_kv_scales(q[0], kv_c)
+    with pytest.raises(mla.ShapeError, match="kv_c is fp8_e4m3, allowed: f32 bf16 f16"):
+        mla.calc_kv_scales(None, np.zeros((2, 8), ml_dtypes.float8_e4m3fn))
+
+
 def test_attend(small_model, stream):
     world = World(small_model, "f32")
     parts = ((0, 37), (0, 90))

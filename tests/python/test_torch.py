@@ -63,6 +63,21 @@ def test_descales_are_tensors_of_one_element():
     np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=1e-3, rtol=1e-3)
 
 
+def test_a_layer_of_f16_tensors():
+    model = mla.preset("deepseek-v2-lite")
+    weights = mla.prepare(model, mla.random_layer(model, dtype="f32"), dtype="f32")
+    rotary, cache = mla.RotaryTable(model, positions=64), mla.Cache(mla.cache_spec(model, "f16", 16), 2)
+    batch = mla.Batch([0, 5], [5], torch.zeros(1, 1, dtype=torch.int32), list(range(5)))
+    hidden = torch.randn(5, model.hidden, generator=torch.Generator().manual_seed(3)).half()
+    wanted = mla.forward(mla.plan(model, cache, batch), weights, rotary, cache, hidden.float())
+    options = mla.PlanOptions(activation_dtype="f16")
+    step = mla.plan(model, cache, batch, options=options)
+    out = mla.forward(step, weights, rotary, cache, hidden)
+    assert out.dtype is torch.float16 and torch.equal(out, wanted.half())
+    with pytest.raises(mla.ShapeError, match="hidden is bf16, plan was made for activations of f16"):
+        mla.forward(step, weights, rotary, cache, hidden.bfloat16())
+
+
 def test_bad_tensors_are_refused_in_words():
     q, cache, table, lengths = dense_arguments()
     with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed"):
