@@ -126,8 +126,9 @@ def forward(
 ) -> Any:
     """The layer from hidden states to hidden states.
 
-    hidden: [tokens or more, hidden], f32 or bf16, or what PlanOptions.activation_dtype says. out: the
-    same, f32, bf16 or that dtype, written and returned; without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
+    hidden: [tokens or more, hidden], f32 or bf16, or what PlanOptions.activation_dtype says. out:
+    the same, f32, bf16 or that dtype, written and returned; without it a new array like `hidden`.
+    Rows past the plan's tokens are neither read nor written.
     Appends the step's rows to the cache. A model with an indexer needs index_cache and
     index_rotary in layers that have one. stream: by default that of hidden's device.
 
@@ -169,8 +170,8 @@ def attend(
 
     q: [tokens, heads, nope + rope], rotated; kv_c: [tokens, latent], normed; k_pe: [tokens, rope],
     rotated; all f32 (on a GPU the plan's compute dtype), or what PlanOptions.activation_dtype says.
-    out: [tokens, heads, value], f32, bf16 or f16, written and returned; without it a new f32 array. Appends [kv_c | k_pe] first. Sparse rows attend to what
-    `select` chose.
+    out: [tokens, heads, value], f32, bf16 or f16, written and returned; without it a new f32 array.
+    Appends [kv_c | k_pe] first. Sparse rows attend to what `select` chose.
 
     With PlanOptions.cache_use "read" the rows are in the cache already: kv_c and k_pe may be None,
     unless the plan has requests on the expanded path.
@@ -210,8 +211,8 @@ def calc_kv_scales(
     """Scales of fp8 queries and caches from observed activations: largest magnitudes over divisors.
 
     q: [tokens, heads, nope + rope], or None, whose scale is then 1; kv_c: [tokens, latent]; each
-    f32, bf16 or f16. k_scale and v_scale are of kv_c. NaN does not count; where nothing but zeros was
-    seen the scale is 1. InputError for an infinity. A GPU reads its arrays itself, on their
+    f32, bf16 or f16. k_scale and v_scale are of kv_c. NaN does not count; where nothing but zeros
+    was seen the scale is 1. InputError for an infinity. A GPU reads its arrays itself, on their
     framework's current stream, and is waited for; it must not be capturing.
     """
     settle(q, kv_c)

@@ -183,7 +183,9 @@ def flash_mla_with_kvcache(
         raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
     if not (descale_q is descale_k is None):
         name = "descale_k" if descale_q is None else "descale_q"
-        raise UnsupportedError(f"flash_mla: {name} is of dense attention, with indices it must be None")
+        raise UnsupportedError(
+            f"flash_mla: {name} is of dense attention, with indices it must be None"
+        )
     require_rank("indices", indices, "[batch, queries, topk]")
     _mla.flash_mla_sparse(
         stream, q, k_cache, indices, softmax_scale, out, lse,
