@@ -126,7 +126,8 @@ TEST_F(Quantize, Mxfp4ByHand) {
   const auto run = [&](std::initializer_list<float> first) {
     std::fill(x.begin(), x.end(), 0.0f);
     std::copy(first.begin(), first.end(), x.begin());
-    ops::run(stream_, ops::QuantizeArgs{View<const float, Token, HeadValue>(x.data(), {1, 64}), memory.view()});
+    ops::run(stream_,
+             ops::QuantizeArgs{.x = View<const float, Token, HeadValue>(x.data(), {1, 64}), .y = memory.view()});
   };
   auto byte = [&](int64_t i) { return static_cast<int>(memory.codes[i]); };
   auto scale = [&](int64_t group) { return static_cast<int>(memory.scales[group]); };
