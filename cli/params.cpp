@@ -101,7 +101,8 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   flag("--full", full_, "attend_expanded: not causal");
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
-  text("--output", output_, "quantize: fp8 fp8_128 fp8_64 nvfp4, with _ue8m0, _column, _tma, _packed after a group");
+  text("--output", output_,
+       "quantize: fp8 fp8_128 fp8_64 nvfp4 mxfp4, with _ue8m0, _column, _tma, _packed after a group");
   topk_ = number("--topk", p_.topk, "Positions a query row selects");
   number("--sources", p_.sources, "attend_sparse: caches");
   flag("--sinks", p_.sinks, "attend_sparse: a sink a head");

@@ -24,7 +24,8 @@ namespace {
 struct Flags {
   std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
               output = "none", form = "block", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
-              up = "plain", products = "plain", activations = "plain", prefill = "compute", batch, json;
+              up = "plain", products = "plain", activations = "plain", activation_dtype = "native", prefill = "compute",
+              batch, json;
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0, interleave = 1;
   int threads = 1, capability = 90, tp = 1, dcp = 1;
   std::string link;
@@ -168,6 +169,7 @@ void run(const CLI::App& command, Flags& f) {
   options.absorbed = f.absorbed;
   options.up = parse_choice("--up-weights", f.up, parse_weight_format);
   options.activations = parse_choice("--activations", f.activations, parse_activations);
+  options.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   options.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
   options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
@@ -231,6 +233,9 @@ void add_plan(CLI::App& app, int&) {
       ->capture_default_str();
   c->add_option("--product-weights", f->products, "how the other maps are held: plain or fp8")->capture_default_str();
   c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
+      ->capture_default_str();
+  c->add_option("--activation-dtype", f->activation_dtype,
+                "of hidden states, or queries and new rows of form attention: native, f32, bf16 or f16")
       ->capture_default_str();
   c->add_option("--prefill", f->prefill,
                 "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "

@@ -30,8 +30,8 @@ constexpr int64_t kMost = int64_t{1} << 31, kMostSamples = 1'000'000;
 struct Flags {
   std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
               weights = "bf16", kv_scales = "1", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
-              absorption = "runtime", up = "plain", products = "plain", activations = "plain", prefill = "compute",
-              json, report, chrome_trace;
+              absorption = "runtime", up = "plain", products = "plain", activations = "plain",
+              activation_dtype = "native", prefill = "compute", json, report, chrome_trace;
   ReadOptions read;
   int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
   int64_t reorder_threshold = 1, heads = 0, topk = 0;
@@ -161,6 +161,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.up = parse_choice("--up-weights", f.up, parse_weight_format);
   o.products = parse_choice("--product-weights", f.products, parse_weight_format);
   o.plan.activations = parse_choice("--activations", f.activations, parse_activations);
+  o.plan.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   o.plan.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
   refuse_unread(command, f);
   o.format = parse_choice("--cache", f.cache, parse_cache_format);
@@ -344,6 +345,9 @@ void add_run(CLI::App& app, int& status) {
                 "the other maps: plain, or fp8 by blocks, an fp8 checkpoint's codes and scales as they are")
       ->capture_default_str();
   c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
+      ->capture_default_str();
+  c->add_option("--activation-dtype", f->activation_dtype,
+                "of hidden states in and out: native (f32 on a CPU, --compute on a GPU), f32, bf16 or f16")
       ->capture_default_str();
   c->add_option("--prefill", f->prefill,
                 "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "

@@ -107,6 +107,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"up_weights", to_string(o.up)},
               {"product_weights", to_string(o.products)},
               {"activations", to_string(o.plan.activations)},
+              {"activation_dtype", to_string(o.plan.activation_dtype)},
               {"prefill", to_string(o.plan.prefill)},
               {"weight_bytes", r.weight_bytes}}},
             {"machine",

@@ -210,6 +210,7 @@ void print_summary(const RunReport& report) {
                 counted(report.trace.block_tokens, "token").c_str(), n(r.page_size));
   std::string held = o.products == WeightFormat::plain ? "" : ", product weights " + name(o.products);
   if (o.plan.activations != Activations::plain) held += ", activations " + name(o.plan.activations);
+  if (o.plan.activation_dtype != ActivationDtype::native) held += ", hidden states in " + name(o.plan.activation_dtype);
   if (o.plan.prefill != PrefillOperands::compute) held += ", prefill " + name(o.plan.prefill);
   if (o.plan.tensor_parallel > 1)
     held += (o.interleave > 0 ? ", heads and cached tokens over " : ", heads over ") +

@@ -176,7 +176,7 @@ Row = tuple[str, float]
 
 def dense_case(
     kind: str, dtype: str, heads: int, page: int, queries: int, causal: bool, lengths: list[int],
-    head_dim: int = 576,
+    head_dim: int = 576, q_scale: float | None = None, k_scale: float | None = None,
 ) -> Row:
     columns = max(1, max(-(-n // page) for n in lengths) + 1)
     blocks = sum(-(-n // page) for n in lengths) + 2
@@ -188,11 +188,17 @@ def dense_case(
     out, lse = flash_mla_with_kvcache(
         q, cache, table, int32(lengths), 512, schedule, splits, None, causal,
         is_fp8_kvcache=cache.dtype.itemsize == 1,
+        descale_q=None if q_scale is None else torch.tensor([q_scale], device=DEVICE),
+        descale_k=None if k_scale is None else torch.tensor([k_scale], device=DEVICE),
     )
-    wanted = dense_wanted(q, rows, table, lengths, page, 512, head_dim**-0.5, causal)
+    wanted = dense_wanted(
+        q.to(F64) * (q_scale or 1), rows * (k_scale or 1), table, lengths, page, 512,
+        head_dim**-0.5, causal,
+    )
     bound = ROUNDING[dtype]
     worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[1], bound))
     name = f"dense {kind} q {dtype} d{head_dim} h{heads} page{page} s{queries}"
+    name += "" if q_scale is k_scale is None else f" descales {q_scale} {k_scale}"
     return name + (" causal" if causal else "") + f" b{len(lengths)} <={max(lengths)}", worst
 
 
@@ -282,6 +288,10 @@ def flash_mla() -> Iterator[Row]:
         ["bf16", "f16", "fp8_ds_v4"], ["f32", "bf16"], [16, 64, 3]
     ):
         yield dense_case(kind, dtype, 7, page, 3, True, [33, 1, 200], head_dim=512)
+    for dtype, heads, queries in itertools.product(["fp8", "bf16", "f32", "f16"], [7, 128], [1, 2]):
+        for q_scale, k_scale in [(0.37, 1.9), (None, 0.21)] if dtype == "fp8" else [(None, 1.9)]:
+            yield dense_case("fp8", dtype, heads, 64, queries, True, [70, 900, 1],
+                             q_scale=q_scale, k_scale=k_scale)
     yield dense_case("bf16", "bf16", 128, 64, 1, False, [20000] + [10] * 30)
     yield dense_case("fp8_ds_mla", "bf16", 128, 64, 2, True, [9000, 8000] + [700] * 126)
 
@@ -335,6 +345,24 @@ def graph() -> Iterator[Row]:
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
         yield f"dense {kind} h{heads} s{queries}", worst
+    cache, q = cache_of("fp8", 40, 64, 576), queries_of("fp8", 2, 1, 16, 576)
+    lengths, table = int32([900, 70]), table_of([900, 70], 64, 40, 20)
+    q_scale, k_scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
+    replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
+        q, cache, table, lengths, causal=True, is_fp8_kvcache=True, descale_q=q_scale,
+        descale_k=k_scale,
+    ))
+    worst = 0.0
+    for now in ((0.4, 1.7), (1.3, 0.2)):
+        q_scale.fill_(now[0])
+        k_scale.fill_(now[1])
+        replay.replay()
+        wanted = dense_wanted(
+            q.to(F64) * now[0], rows_of(cache, 576) * now[1], table, [900, 70], 64, 512,
+            576**-0.5, True,
+        )
+        worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
+    yield "dense fp8, descales that change", worst
     for kind, heads, topk in itertools.product(["bf16", "fp8_ds_mla"], [16, 128], [64, 2048]):
         cache, q = cache_of(kind, 50, 64, 576), queries_of("bf16", 3, 2, heads, 576)
         indices, counts = slots_of(3, 2, topk, 3200), int32([topk] * 3)
@@ -417,14 +445,21 @@ def layer() -> Iterator[Row]:
     """The planned layer on the GPU beside the CPU's, and captured on the stream it has run on."""
     import ml_dtypes
 
+    for name, kind in (("f32", torch.float32), ("bf16", torch.bfloat16), ("f16", torch.float16)):
+        q, kv_c = (torch.randn(s, device=DEVICE).to(kind) for s in ((700, 16, 192), (700, 512)))
+        found = mla.calc_kv_scales(q, kv_c)
+        wanted = mla.calc_kv_scales(q.float().cpu().numpy(), kv_c.float().cpu().numpy())
+        yield f"calc_kv_scales of {name} tensors", 0.0 if found == wanted else float("inf")
+
     model = mla.preset("deepseek-v2-lite")
     tensors = mla.random_layer(model)
     lengths, new = [300, 41], [100, 1]
     slots = [*range(200, 300), 320 + 40]
     batch = mla.Batch([0, 100, 101], lengths, np.arange(10, dtype=np.int32).reshape(2, 5), slots)
     hidden = torch.randn(sum(new), model.hidden) / 4
-    for compute in ("f32", "bf16"):
+    for compute, rows_in in (("f32", "f32"), ("bf16", "bf16"), ("f32", "f16"), ("bf16", "f16")):
         results = []
+        what = compute if rows_in == compute else f"{compute}, {rows_in} rows"
         for device in ("cpu", DEVICE):
             weights = mla.prepare(model, tensors, dtype=compute, device=device)
             rotary = mla.RotaryTable(model, 1024, device=device)
@@ -437,8 +472,10 @@ def layer() -> Iterator[Row]:
             rows[:, 528:] = rope.view(np.uint8).reshape(640, 128)
             memory = torch.from_numpy(rows.reshape(10, -1).copy()).to(device)
             cache = mla.Cache(spec, memory=memory)
-            x = hidden.to(device, DTYPES[compute])
-            options = mla.PlanOptions(compute=compute)
+            x = hidden.to(device, DTYPES[rows_in])
+            options = mla.PlanOptions(
+                compute=compute, activation_dtype="native" if rows_in == compute else rows_in
+            )
             stream = torch.cuda.Stream() if device != "cpu" else None
             with torch.cuda.stream(stream):
                 if stream is None:
@@ -456,13 +493,13 @@ def layer() -> Iterator[Row]:
                         mla.forward(step, weights, rotary, cache, x, kept)
                     again.replay()
                     torch.cuda.synchronize()
-                    yield f"forward {compute} captured", (
+                    yield f"forward {what} captured", (
                         0.0 if torch.equal(kept, out) else float("inf")
                     )
             results.append(out.float().cpu())
         scale = float(results[0].abs().max())
-        bound = {"f32": 1e-3, "bf16": 2e-2}[compute] * scale
-        yield f"forward {compute}", float((results[1] - results[0]).abs().max()) / bound
+        bound = {"f32": 1e-3 if rows_in == "f32" else 2e-3, "bf16": 2e-2}[compute] * scale
+        yield f"forward {what}", float((results[1] - results[0]).abs().max()) / bound
 
 
 def attach() -> Iterator[Row]:

@@ -14,13 +14,13 @@
 #include <vector>
 
 #include "backend/cuda/core/queue.hpp"
+#include "backend/run.hpp"
 #include "cache/format.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "mla/device.hpp"
 #include "mla/rotary.hpp"
 #include "ops/quantize/codec.hpp"
-#include "backend/run.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -516,7 +516,7 @@ void measure_all(bench::Report& report) {
   jobs.emplace_back("merge_splits", [&] { return merge_splits_job(stream, 1, 128, 512, 32); });
   jobs.emplace_back("merge_splits", [&] { return merge_splits_job(stream, 1, 16, 512, 128); });
   for (const char* output :
-       {"fp8", "fp8_128", "fp8_64_tma", "fp8_128_column", "fp8_128_ue8m0", "fp8_128_packed", "nvfp4"}) {
+       {"fp8", "fp8_128", "fp8_64_tma", "fp8_128_column", "fp8_128_ue8m0", "fp8_128_packed", "nvfp4", "mxfp4"}) {
     jobs.emplace_back("quantize", [=, &stream] { return quantize_job<float>(stream, output, 4096, 16384); });
     jobs.emplace_back("quantize", [=, &stream] { return quantize_job<bf16>(stream, output, 8192, 16384); });
   }

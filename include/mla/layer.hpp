@@ -101,9 +101,9 @@ struct LayerContext {
 };
 
 /// Block form: out = W_O attention(rmsnorm, projections, rope of hidden). hidden [Token >= plan.tokens, Hidden], f32 or
-/// bf16; out f32 or bf16. Rows past plan.tokens are neither read nor written. Appends the step's rows to the cache.
-/// UnsupportedError when the plan was made for the attention form alone or a quantised output: this one is hidden
-/// states.
+/// bf16, or what PlanOptions::activation_dtype says; out f32 or bf16, with f16 activations f16 too. Rows past
+/// plan.tokens are neither read nor written. Appends the step's rows to the cache. UnsupportedError when the plan was
+/// made for the attention form alone or a quantised output: this one is hidden states.
 void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden> hidden,
              AnyMutableView<Token, Hidden> out);
 
@@ -113,10 +113,10 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 /// its own token does not: what is chosen is attended. ShapeError when topk is not the plan's or memory is too small.
 void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions);
 
-/// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.activations();
+/// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.inputs();
 /// q and kv_c are taken as they are: what a model multiplies them by (ModelConfig::query_scale, latent_scale,
 /// query_growth) is the caller's to have done, scores take ModelConfig::softmax_scale alone.
-/// out [Token, Head, Value], f32, or on a GPU bf16 too. Appends [kv_c | k_pe] first, with CacheUse::append; with read,
+/// out [Token, Head, Value], f32, bf16 or f16. Appends [kv_c | k_pe] first, with CacheUse::append; with read,
 /// both are looked at where the plan has requests on the expanded path alone, whose new tokens attend to one another
 /// through them. Sparse rows attend to what context.selection holds: see select().
 void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,

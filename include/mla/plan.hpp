@@ -54,6 +54,14 @@ enum class PrefillOperands : uint8_t {
   fp8_raw,  ///< the same, faster on Hopper: sums are what its tensor cores add, some 14 bits of them; their error grows
             ///< with the keys (docs/numerics.md). Elsewhere as fp8
 };
+/// Dtype of the rows that calls take and give. Rows between ops and operands of products are what they are with native:
+/// rows of another dtype are cast on the way in, and results are rounded once, from f32, on the way out.
+enum class ActivationDtype : uint8_t {
+  native,  ///< hidden states of f32 or bf16, as each call has them; the attention form's inputs of Plan::activations()
+  f32,     ///< all are
+  bf16,
+  f16,
+};
 /// Which calls a plan serves.
 enum class LayerForm : uint8_t {
   block,      ///< forward(), and attend() too, unless its output is quantised
@@ -70,12 +78,14 @@ std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
 std::string_view to_string(SparsePolicy p);
 std::string_view to_string(PrefillOperands p);
+std::string_view to_string(ActivationDtype t);
 std::string_view to_string(LayerForm f);
 std::string_view to_string(CacheUse u);
 PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
 PrefillOperands parse_prefill_operands(std::string_view name);
+ActivationDtype parse_activation_dtype(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 CacheUse parse_cache_use(std::string_view name);
 
@@ -159,6 +169,8 @@ struct PlanOptions {
   /// inputs lose up to 1/16 of each number, and on Hopper both sides are multiplied as they are. A layer without such
   /// weights refuses it with an UnsupportedError.
   Activations activations = Activations::plain;
+  /// Of the calls' rows. Results may be f32, too.
+  ActivationDtype activation_dtype = ActivationDtype::native;
   SplitPolicy split = SplitPolicy::fast;
   /// Operands of attention's products: f32, or bf16 (queries, expanded keys and values rounded; sums f32).
   Dtype compute = Dtype::f32;
@@ -307,6 +319,15 @@ struct Plan {
 
   /// Of rows between ops: f32 on the CPU, the compute dtype on a GPU.
   Dtype activations() const { return device.device.kind == DeviceKind::cpu ? Dtype::f32 : options.compute; }
+  /// Of the attention form's inputs.
+  Dtype inputs() const {
+    return options.activation_dtype == ActivationDtype::native
+               ? activations()
+               : static_cast<Dtype>(static_cast<int>(options.activation_dtype) - 1);
+  }
+  /// Whether attend() casts its inputs, and forward() its hidden states: products take f32 and bf16 as they are.
+  bool casts_inputs() const { return !options.dummy && inputs() != activations(); }
+  bool casts_hidden() const { return serves_block() && !options.dummy && inputs() == Dtype::f16; }
   /// Of finished heads in the workspace: f32 also where they are quantised, or context is merged into them in parts;
   /// where bits must not follow from neighbours, whatever this batch's need.
   Dtype head_dtype() const {

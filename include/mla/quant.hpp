@@ -5,12 +5,15 @@
 //   fp8           code = e4m3(x / scale)
 //   fp8_groups    s = max(amax, 1e-10) / 448, as a power of two 2^ceil(log2 s) if asked; code = e4m3(x / s)
 //   nvfp4         s = e4m3(global_scale * amax / 6), code = e2m1(x * global_scale / s) with s as decoded
+//   mxfp4         s = 2^(floor(log2 amax) - 2), at least ue8m0's least, 2^-127; code = e2m1(x / s)
 // amax is a group's largest magnitude: NaN does not count, infinity counts as the largest finite number. e4m3 saturates
 // at 448 and keeps NaN; e2m1 saturates at 6 and, as it has no NaN, stores +6 for one, as GPUs do. An nvfp4 group whose
-// scale rounds to 0 has codes 0. A row's last group may be short.
+// scale rounds to 0 has codes 0. An mxfp4 group that holds NaN or infinity is NaN: scale 0xff, codes 0. One of zeros
+// has scale 2^-127, stored as 0. A row's last group may be short.
 //
-// Sources: OCP 8-bit Floating Point (e4m3) and Microscaling Formats (e2m1, ue8m0 as its e8m0) specifications; the scale
-// layouts are those that block-scaled matrix products take: DeepGEMM's for fp8, cuBLAS's and CUTLASS's for NVFP4.
+// Sources: OCP 8-bit Floating Point (e4m3) and Microscaling Formats 1.0 (e2m1, ue8m0 as its e8m0, mxfp4; what a group
+// with NaN or infinity becomes is left open there, but for ue8m0's NaN standing for the whole group); the scale layouts
+// are those that block-scaled matrix products take: DeepGEMM's for fp8, cuBLAS's and CUTLASS's for NVFP4 and MXFP4.
 #pragma once
 
 #include <bit>
@@ -27,6 +30,7 @@ enum class OutputKind : uint8_t {
   fp8,         ///< e4m3 with one static scale
   fp8_groups,  ///< e4m3 with a scale for each group of 128 or 64
   nvfp4,       ///< e2m1, two a byte, low nibble first, with an e4m3 scale for each group of 16
+  mxfp4,       ///< e2m1 likewise, with a ue8m0 scale for each group of 32
 };
 /// Of fp8_groups' scales.
 enum class ScaleForm : uint8_t {
@@ -49,6 +53,8 @@ struct OutputSpec {
   float scale = 1.0f;         ///< fp8
   float global_scale = 1.0f;  ///< nvfp4: 448 * 6 / amax of the whole tensor
 
+  /// e2m1 codes, whose scales lie in tiles of 128 rows by 4 groups.
+  bool is_e2m1() const { return kind == OutputKind::nvfp4 || kind == OutputKind::mxfp4; }
   /// Elements that share a scale; 0 where there is none to store.
   int64_t group_size() const;
   int64_t groups(int64_t width) const;
@@ -57,8 +63,8 @@ struct OutputSpec {
   int64_t data_bytes(int64_t tokens, int64_t width) const { return tokens * row_bytes(width); }
   /// Bytes of the scales with their padding; 0 for fp8.
   int64_t scale_bytes(int64_t tokens, int64_t width) const;
-  /// Where a group's scale lies, in bytes. nvfp4: tiles of 128 rows by 4 groups,
-  /// ((row / 128) * ceil(width / 64) + group / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4.
+  /// Where a group's scale lies, in bytes. nvfp4, mxfp4: tiles of 128 rows by 4 groups,
+  /// ((row / 128) * ceil(groups / 4) + group / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + group % 4.
   int64_t scale_offset(int64_t tokens, int64_t width, int64_t row, int64_t group) const;
   /// A head's groups are its own: then heads can be quantised where they are made.
   bool groups_within(int64_t value) const { return group_size() == 0 || value % group_size() == 0; }
@@ -68,8 +74,8 @@ struct OutputSpec {
   void validate() const;
 };
 
-/// "none", "fp8", "nvfp4", and "fp8_128" or "fp8_64", followed for scales other than f32 row-major by "_ue8m0" (powers
-/// of two) and "_column" or "_tma", or by "_packed".
+/// "none", "fp8", "nvfp4", "mxfp4", and "fp8_128" or "fp8_64", followed for scales other than f32 row-major by "_ue8m0"
+/// (powers of two) and "_column" or "_tma", or by "_packed".
 std::string to_string(const OutputSpec& spec);
 /// Every format there is, none first; scales 1.
 std::span<const OutputSpec> output_specs();

@@ -3,6 +3,7 @@
 
 #include <optional>
 
+#include "mla/device.hpp"
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
 
@@ -23,6 +24,11 @@ struct KvScales {
 /// count; where nothing but zeros (or NaN, or nothing) was seen the scale is 1; a scale is at least FLT_MIN. InputError
 /// naming the element for infinity, and the constant for one that is not finite and above 0.
 KvScales calc_kv_scales(View<const float, Token, Head, QueryKey> q, View<const float, Token, Latent> kv_c,
+                        const KvScaleConstants& constants = {});
+
+/// The same of arrays on the stream's device, each f32, bf16 or f16, of any strides. A GPU reads them where they lie,
+/// and is waited for: not while a stream is captured. InputError then names the array that holds an infinity.
+KvScales calc_kv_scales(Stream& stream, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
                         const KvScaleConstants& constants = {});
 
 /// CacheSpec::k_scale of an fp8 latent cache by the scales that come with a checkpoint's layer: that of keys, as vLLM's

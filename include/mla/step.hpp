@@ -22,9 +22,12 @@ enum class Memory : uint8_t {
   // Of the call, a row a token, strided as the caller's are.
   hidden,
   hidden_out,
-  q,  ///< attend()'s, as are the next two; forward() makes them in the workspace
+  q,  ///< attend()'s, as are the next two; forward() makes them in the workspace, as do casts
   kv_c,
   k_pe,
+  given_q,  ///< attend()'s inputs of another dtype than rows have, which become the three above
+  given_kv_c,
+  given_k_pe,
   heads,      ///< where finished heads go: attend()'s output, or the workspace
   heads_out,  ///< attend()'s output of another dtype than heads are made in
   positions,  ///< select()'s; 32-bit integers

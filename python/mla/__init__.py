@@ -12,7 +12,7 @@ among them; none is copied. Bad input raises a subclass of `mla.Error` that name
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from . import _mla
 from ._arrays import empty, finish, require_array, settle, stream_for
@@ -126,8 +126,9 @@ def forward(
 ) -> Any:
     """The layer from hidden states to hidden states.
 
-    hidden: [tokens or more, hidden], f32 or bf16. out: the same, f32 or bf16, written and returned;
-    without it a new array like `hidden`. Rows past the plan's tokens are neither read nor written.
+    hidden: [tokens or more, hidden], f32 or bf16, or what PlanOptions.activation_dtype says. out:
+    the same, f32, bf16 or that dtype, written and returned; without it a new array like `hidden`.
+    Rows past the plan's tokens are neither read nor written.
     Appends the step's rows to the cache. A model with an indexer needs index_cache and
     index_rotary in layers that have one. stream: by default that of hidden's device.
 
@@ -168,9 +169,9 @@ def attend(
     """The attention alone, between the projections.
 
     q: [tokens, heads, nope + rope], rotated; kv_c: [tokens, latent], normed; k_pe: [tokens, rope],
-    rotated; all f32 (on a GPU the plan's compute dtype). out: [tokens, heads, value] f32, written
-    and returned; without it a new array. Appends [kv_c | k_pe] first. Sparse rows attend to what
-    `select` chose.
+    rotated; all f32 (on a GPU the plan's compute dtype), or what PlanOptions.activation_dtype says.
+    out: [tokens, heads, value], f32, bf16 or f16, written and returned; without it a new f32 array.
+    Appends [kv_c | k_pe] first. Sparse rows attend to what `select` chose.
 
     With PlanOptions.cache_use "read" the rows are in the cache already: kv_c and k_pe may be None,
     unless the plan has requests on the expanded path.
@@ -188,6 +189,36 @@ def attend(
     )
     finish(q)
     return out
+
+
+class KvScales(NamedTuple):
+    """Static scales: of PlanOptions, of cache_spec, and of values that are held apart from keys."""
+
+    q_scale: float
+    k_scale: float
+    v_scale: float
+
+
+def calc_kv_scales(
+    q: Any,
+    kv_c: Any,
+    *,
+    q_divisor: float = 200.0,
+    k_divisor: float = 200.0,
+    v_divisor: float = 100.0,
+    stream: Stream | None = None,
+) -> KvScales:
+    """Scales of fp8 queries and caches from observed activations: largest magnitudes over divisors.
+
+    q: [tokens, heads, nope + rope], or None, whose scale is then 1; kv_c: [tokens, latent]; each
+    f32, bf16 or f16. k_scale and v_scale are of kv_c. NaN does not count; where nothing but zeros
+    was seen the scale is 1. InputError for an infinity. A GPU reads its arrays itself, on their
+    framework's current stream, and is waited for; it must not be capturing.
+    """
+    settle(q, kv_c)
+    return KvScales(*_mla.calc_kv_scales(
+        stream or stream_for(kv_c), q, kv_c, q_divisor, k_divisor, v_divisor
+    ))
 
 
 def select(
@@ -215,10 +246,11 @@ def select(
 
 __all__ = [
     "Batch", "BatchError", "Cache", "CacheSharding", "CacheSpec", "Checkpoint", "CheckpointError",
-    "Communicator", "DeviceError", "Error", "IndexCache", "IndexerConfig", "InputError",
+    "Communicator", "DeviceError", "Error", "IndexCache", "IndexerConfig", "InputError", "KvScales",
     "LayerTensors", "LayerWeights", "ModelConfig", "OutOfPages", "PageAllocator", "Plan",
     "PlanOptions", "Profile", "RankError", "RopeConfig", "RotaryTable", "ShapeError", "Stream",
     "UnsupportedError", "__version__", "attend", "bench", "cache_formats", "cache_spec",
+    "calc_kv_scales",
     "chain_hash", "command_path", "forward", "gpu_count", "head_share", "parse_config", "part_of",
     "plan", "prepare", "preset", "preset_names", "random_layer", "read_config", "select",
     "step_memory", "stream_for", "thread_communicators",

@@ -102,6 +102,8 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: Any = None,
     topk_length: Any = None,
     extra_topk_length: Any = None,
+    descale_q: Any = None,
+    descale_k: Any = None,
 ) -> tuple[Any, Any]:
     """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
 
@@ -113,6 +115,10 @@ def flash_mla_with_kvcache(
     sequence's last. Sparse: indices [batch, queries, topk] int32, slots page * page_size + offset,
     those below 0 or past the cache unused; the first topk_length[batch] of them count; attn_sink
     [heads]; a second cache with indices and lengths of its own joins the same softmax.
+
+    descale_q, descale_k: f32 arrays of one element on q's device, for dense attention: what an fp8
+    e4m3 q and an fp8 e4m3 k_cache are multiplied by, as FlashMLA's fp8 call has it; by default 1. A
+    GPU reads them itself, so that a captured call serves other scales.
 
     softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
     lse f32 [batch, heads, queries].
@@ -134,17 +140,19 @@ def flash_mla_with_kvcache(
         _require_format("extra_k_cache", extra_k_cache, head_dim, is_fp8_kvcache)
     stream, allocate, half = place(q)
     if half:
+        if descale_q is not None:
+            raise UnsupportedError("descale_q: q is f16, fp8 e4m3 queries have one")
         q = cast(q, "float32")
         out, lse = flash_mla_with_kvcache(
             q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal,
             is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache,
-            topk_length, extra_topk_length,
+            topk_length, extra_topk_length, descale_q, descale_k,
         )
         return cast(out, "float16"), lse
     if "jax" in sys.modules:
         settle(
             q, k_cache, block_table, cache_seqlens, indices, attn_sink, extra_k_cache,
-            extra_indices_in_kvcache, topk_length, extra_topk_length,
+            extra_indices_in_kvcache, topk_length, extra_topk_length, descale_q, descale_k,
         )
     out = _empty_out(q, (batch, queries, heads, head_dim_v))
     lse = empty(q, (batch, heads, queries), "float32")
@@ -167,12 +175,17 @@ def flash_mla_with_kvcache(
             raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
         _mla.flash_mla_dense(
             stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse,
-            allocate=allocate,
+            descale_q=descale_q, descale_k=descale_k, allocate=allocate,
         )
         finish(q)
         return out, lse
     if causal:
         raise UnsupportedError("flash_mla: causal is True, with indices it must be False")
+    if not (descale_q is descale_k is None):
+        name = "descale_k" if descale_q is None else "descale_q"
+        raise UnsupportedError(
+            f"flash_mla: {name} is of dense attention, with indices it must be None"
+        )
     require_rank("indices", indices, "[batch, queries, topk]")
     _mla.flash_mla_sparse(
         stream, q, k_cache, indices, softmax_scale, out, lse,

@@ -38,12 +38,14 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) of mla.flash_mla.flash_mla_with_kvcache."""
     return flash_mla.flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, None, None, softmax_scale, causal,
         is_fp8_kvcache, indices, attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length,
-        extra_topk_length,
+        extra_topk_length, descale_q, descale_k,
     )
 
 

@@ -251,9 +251,24 @@ View<float, Request, Head, Token> one_query(const Tensor& t, int64_t rows, int64
   return {v.data(), {rows, heads, 1}, {v.stride<Request>(), v.stride<Head>(), 1}};
 }
 
+// FlashMLA's descale_q and descale_k: one f32 number, on q's device.
+const float* descale_of(std::optional<Tensor>& t, const Optional& array, std::string_view name, Device device) {
+  if (!array) return nullptr;
+  t.emplace(*array, name, Access::read);
+  t->require_device(device);
+  int64_t numbers = 1;
+  for (size_t i = 0; i < t->rank(); ++i) numbers *= t->extent(i);
+  if (t->element() != Element::f32 || numbers != 1)
+    throw ShapeError(t->name() + " is " + t->element_text() + " " + t->shape_text() + ", one f32 number is needed");
+  const auto* at = reinterpret_cast<const float*>(t->data());
+  if (device.kind == DeviceKind::cpu && !(std::isnormal(*at) && *at > 0))
+    throw InputError(t->name() + ": is " + std::to_string(*at) + ", a positive number is needed");
+  return at;
+}
+
 void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
            nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array,
-           nb::handle allocate) {
+           const Optional& descale_q, const Optional& descale_k, nb::handle allocate) {
   const Tensor q(q_array, "q", Access::read), cache_t(cache_array, "k_cache", Access::read),
       table_t(table_array, "block_table", Access::read), lengths_t(lengths_array, "cache_seqlens", Access::read),
       out(out_array, "out", Access::write), lse_t(lse_array, "lse", Access::write);
@@ -263,7 +278,15 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   for (const Tensor* t : {&cache_t, &table_t, &lengths_t, &lse_t}) t->require_device(q.device());
   const int64_t requests = q.extent(0), queries = q.extent(1);
   const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
-  const CacheView cache = cache_of(cache_t, h.entry, h.value);
+  CacheView cache = cache_of(cache_t, h.entry, h.value);
+  std::optional<Tensor> q_scale_t, k_scale_t;
+  const float *q_scale = descale_of(q_scale_t, descale_q, "descale_q", q.device()),
+              *k_scale = descale_of(k_scale_t, descale_k, "descale_k", q.device());
+  if (q_scale && q.element() != Element::fp8_e4m3)
+    throw UnsupportedError("descale_q: q is " + q.element_text() + ", fp8 e4m3 queries have one");
+  if (k_scale && cache.spec.format != CacheFormat::fp8)
+    throw UnsupportedError("descale_k: k_cache is " + std::string(to_string(cache.spec.format)) +
+                           ", caches of fp8 e4m3 rows of q's head dim have one");
   const auto table = table_t.int32_view<Request, Page>();
   ops::require_equal(kOp, "block_table's batch", table.extent<Request>(), "q's", requests);
   const auto given = lengths_t.int32_view<Request>();
@@ -281,10 +304,13 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
                                          .lengths = given,
                                          .causal = causal,
                                          .scale = scale,
+                                         .q_scale = q_scale,
+                                         .k_scale = k_scale,
                                          .out = h.out,
                                          .lse = lse},
                      q.device());
   }
+  if (k_scale) cache.spec.k_scale = *k_scale;
 
   PyStream& stream = place.cpu(q);
   std::vector<LatentRows> rows;
@@ -300,6 +326,7 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   const LatentWork work = plan_latent(rows, SplitPolicy::fast);
   const Memory m = memory_for(stream, h, work.partial_rows);
   ops::run(stream.stream, ops::AttendLatentArgs{.q = h.q,
+                                                .q_scale = q_scale ? *q_scale : 1.0f,
                                                 .cache = cache,
                                                 .block_table = table,
                                                 .items = work.items,
@@ -456,8 +483,9 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
 void bind_flash_mla(nb::module_& m) {
   m.def("flash_mla_dense", &dense, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("block_table"),
         nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"), nb::kw_only(),
-        nb::arg("allocate") = nb::none(),
+        nb::arg("descale_q") = nb::none(), nb::arg("descale_k") = nb::none(), nb::arg("allocate") = nb::none(),
         "out [batch, queries, heads, value] and lse [batch, heads, queries], both written.\n"
+        "descale_q, descale_k: one f32 number each, what fp8 queries and an fp8 cache are multiplied by.\n"
         "stream: a Stream of the CPU, or on a GPU a cudaStream_t, with allocate(bytes) for the call's memory there.");
   m.def("flash_mla_sparse", &sparse, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("indices"),
         nb::arg("scale"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("max_logits") = nb::none(),

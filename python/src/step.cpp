@@ -4,10 +4,12 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "cache.hpp"
 #include "mla/layer.hpp"
+#include "mla/quant_scales.hpp"
 #include "ranks.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
@@ -151,8 +153,8 @@ void bind_plan(nb::module_& m) {
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
              std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
-             std::string_view prefill, int tensor_parallel, const CacheSharding* sharding, int rank,
-             std::vector<int64_t> rank_heads) {
+             std::string_view prefill, std::string_view activation_dtype, int tensor_parallel,
+             const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads) {
             if (!sharding && (rank != 0 || !rank_heads.empty()))
               throw InputError("PlanOptions: rank and rank_heads are read with sharding, which is None");
             new (self) PlanOptions{.form = parse_layer_form(form),
@@ -167,6 +169,7 @@ void bind_plan(nb::module_& m) {
                                    .absorbed = absorbed,
                                    .up = parse_weight_format(up),
                                    .activations = parse_activations(activations),
+                                   .activation_dtype = parse_activation_dtype(activation_dtype),
                                    .split = parse_split_policy(split),
                                    .compute = parse_dtype(compute),
                                    .prefill = parse_prefill_operands(prefill),
@@ -186,8 +189,9 @@ void bind_plan(nb::module_& m) {
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
           nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
-          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("tensor_parallel") = 1,
-          nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
+          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("activation_dtype") = "native",
+          nb::arg("tensor_parallel") = 1, nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0,
+          nb::arg("rank_heads") = std::vector<int64_t>(),
           "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
@@ -198,6 +202,8 @@ void bind_plan(nb::module_& m) {
           "index_arithmetic, of scores of an fp8 index cache: exact products, or fp8, which Hopper GPUs are up to "
           "twice\n"
           "as fast with. prefill, what the expanded path multiplies: compute, or e4m3 codes as fp8 or fp8_raw.\n"
+          "activation_dtype: of hidden states, or of attend's q, kv_c and k_pe: f32, bf16 or f16, or native: hidden\n"
+          "states of f32 or bf16, as each call has them, the others f32 (on a GPU of compute's dtype).\n"
           "tensor_parallel: ranks that split the heads, each with a plan of its own; forward() then sums their hidden\n"
           "rows over its argument ranks. sharding: how as many ranks split every sequence's cached tokens, too: the\n"
           "batch has this rank's pages and slots. rank: this one, rank_heads: of each rank; of sharding.")
@@ -207,6 +213,7 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("form", [](const PlanOptions& o) { return std::string(to_string(o.form)); })
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
+      .def_prop_ro("activation_dtype", [](const PlanOptions& o) { return std::string(to_string(o.activation_dtype)); })
       .def_prop_ro("prefill", [](const PlanOptions& o) { return std::string(to_string(o.prefill)); })
       .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })
       .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); })
@@ -278,6 +285,25 @@ void bind_plan(nb::module_& m) {
 using ProfileRow = nb::typed<nb::dict, nb::str, nb::object>;
 
 void bind_layer(nb::module_& m) {
+  m.def(
+      "calc_kv_scales",
+      [](PyStream& stream, nb::handle q, nb::handle kv_c, float q_divisor, float k_divisor, float v_divisor) {
+        std::optional<Tensor> q_t;
+        AnyView<Token, Head, QueryKey> q_view;
+        if (!q.is_none()) {
+          q_view = q_t.emplace(q, "q", Access::read).view<Token, Head, QueryKey>();
+          q_t->require_device(stream.device());
+        }
+        const Tensor kv_t(kv_c, "kv_c", Access::read);
+        kv_t.require_device(stream.device());
+        const auto kv_view = kv_t.view<Token, Latent>();
+        const Turn turn(stream);
+        const KvScales s =
+            calc_kv_scales(stream.stream, q_view, kv_view, {.q = q_divisor, .k = k_divisor, .v = v_divisor});
+        return std::tuple(s.q_scale, s.k_scale, s.v_scale);
+      },
+      nb::arg("stream"), nb::arg("q").none(), nb::arg("kv_c"), nb::arg("q_divisor"), nb::arg("k_divisor"),
+      nb::arg("v_divisor"));
   nb::class_<Profile>(m, "Profile", "Time and counted work by op, summed over the calls it is given to.")
       .def(nb::init<>())
       .def_prop_ro("rows",

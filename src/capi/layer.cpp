@@ -82,7 +82,7 @@ struct Inputs {
 };
 
 Inputs read_inputs(const Call& call, const DLTensor* q, const DLTensor* kv_c, const DLTensor* k_pe) {
-  const Dtype dtype = call.plan().activations();
+  const Dtype dtype = call.plan().inputs();
   const auto dense = [](const char* name, int64_t extent, int64_t stride) {
     if (extent > 1 && stride != 1)
       throw ShapeError(std::string(name) + " has stride " + std::to_string(stride) + ", 1 is needed");
@@ -179,8 +179,9 @@ mla_status mla_forward(mla_stream* stream, const mla_layer_args* args, const DLT
   return guarded("mla_forward", [&] {
     const Call call(stream, args);
     AnyView<Token, Hidden> h;
-    if (!call.plan().options.dummy) h = call.tensors().read<Token, Hidden>("hidden", hidden, {Dtype::f32, Dtype::bf16});
-    const auto o = call.tensors().write<Token, Hidden>("out", out, {Dtype::f32, Dtype::bf16});
+    if (!call.plan().options.dummy)
+      h = call.tensors().read<Token, Hidden>("hidden", hidden, {Dtype::f32, Dtype::bf16, Dtype::f16});
+    const auto o = call.tensors().write<Token, Hidden>("out", out, {Dtype::f32, Dtype::bf16, Dtype::f16});
     forward(call.stream(), call.context(), h, o);
   });
 }
@@ -198,9 +199,7 @@ mla_status mla_attend(mla_stream* stream, const mla_layer_args* args, const DLTe
   return guarded("mla_attend", [&] {
     const Call call(stream, args);
     const Inputs in = read_inputs(call, q, kv_c, k_pe);
-    const bool cpu = call.device().kind == DeviceKind::cpu;
-    const auto o = cpu ? call.tensors().write<Token, Head, Value>("out", out, {Dtype::f32})
-                       : call.tensors().write<Token, Head, Value>("out", out, {Dtype::f32, Dtype::bf16});
+    const auto o = call.tensors().write<Token, Head, Value>("out", out, {Dtype::f32, Dtype::bf16, Dtype::f16});
     attend(call.stream(), call.context(), in.q, in.kv_c, in.k_pe, o);
   });
 }

@@ -17,6 +17,10 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
 static_assert(static_cast<int>(PrefillOperands::fp8) == MLA_PREFILL_FP8 &&
               static_cast<int>(PrefillOperands::fp8_raw) == MLA_PREFILL_FP8_RAW);
+static_assert(static_cast<int>(ActivationDtype::native) == MLA_ACTIVATION_DTYPE_NATIVE &&
+              static_cast<int>(ActivationDtype::f32) == MLA_ACTIVATION_DTYPE_F32 &&
+              static_cast<int>(ActivationDtype::bf16) == MLA_ACTIVATION_DTYPE_BF16 &&
+              static_cast<int>(ActivationDtype::f16) == MLA_ACTIVATION_DTYPE_F16);
 static_assert(static_cast<int>(LayerForm::attention) == MLA_FORM_ATTENTION);
 static_assert(static_cast<int>(CacheUse::read) == MLA_CACHE_USE_READ &&
               static_cast<int>(CacheUse::none) == MLA_CACHE_USE_NONE);
@@ -90,6 +94,7 @@ PlanOptions read_options(const mla_plan_options* options) {
     p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + sharding.ranks);
   }
   if (o.maxima) p.maxima = read_maxima("options maxima", o.maxima);
+  p.activation_dtype = read_enum("options activation_dtype", o.activation_dtype, ActivationDtype::f16);
   return p;
 }
 
@@ -210,7 +215,7 @@ mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
     i.context_rows = p.context_rows;
     i.topk = p.topk;
     i.fused_output = p.fused_output;
-    i.activations = static_cast<int32_t>(p.activations());
+    i.activations = static_cast<int32_t>(p.inputs());
     i.batch_tokens = p.batch_tokens;
     write_struct("info", info, i);
   });

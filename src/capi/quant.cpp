@@ -4,7 +4,8 @@
 using namespace mla;
 using namespace mla::capi;
 
-static_assert(static_cast<int>(OutputKind::nvfp4) == MLA_OUTPUT_NVFP4 &&
+static_assert(static_cast<int>(OutputKind::mxfp4) == MLA_OUTPUT_MXFP4 &&
+              static_cast<int>(OutputKind::nvfp4) == MLA_OUTPUT_NVFP4 &&
               static_cast<int>(OutputKind::fp8) == MLA_OUTPUT_FP8 &&
               static_cast<int>(OutputKind::fp8_groups) == MLA_OUTPUT_FP8_GROUPS);
 static_assert(static_cast<int>(ScaleForm::packed_ue8m0) == MLA_SCALES_PACKED_UE8M0 &&
@@ -27,7 +28,7 @@ OutputSpec quantised_spec(const mla_output_spec* spec) {
 OutputSpec mla::capi::read_output_spec(const char* name, const mla_output_spec* spec) {
   const mla_output_spec s = read_struct(name, spec, mla_output_spec_default());
   const auto field = [&](const char* f) { return std::string(name) + " " + f; };
-  const OutputSpec out{.kind = read_enum(field("kind").c_str(), s.kind, OutputKind::nvfp4),
+  const OutputSpec out{.kind = read_enum(field("kind").c_str(), s.kind, OutputKind::mxfp4),
                        .group = s.group,
                        .form = read_enum(field("form").c_str(), s.form, ScaleForm::packed_ue8m0),
                        .layout = read_enum(field("layout").c_str(), s.layout, ScaleLayout::tma_aligned),

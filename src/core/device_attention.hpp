@@ -30,6 +30,8 @@ struct PagedAttention {
   View<const int32_t, Request> lengths;            ///< positions that are cached
   bool causal = false;                             ///< queries are their request's last positions
   float scale = 1.0f;
+  const float* q_scale = nullptr;          ///< device; of fp8 queries, which are multiplied by it; null: 1
+  const float* k_scale = nullptr;          ///< device; in place of an fp8 cache's; null: the cache's own
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16, dense
   View<float, Request, Head, Token> lse;   ///< nats; +inf where nothing is seen
 };

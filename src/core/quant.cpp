@@ -18,7 +18,14 @@ int64_t column_rows(ScaleLayout layout, int64_t tokens) {
 }  // namespace
 
 int64_t OutputSpec::group_size() const {
-  return kind == OutputKind::fp8_groups ? group : kind == OutputKind::nvfp4 ? 16 : 0;
+  switch (kind) {
+    case OutputKind::none:
+    case OutputKind::fp8: break;
+    case OutputKind::fp8_groups: return group;
+    case OutputKind::nvfp4: return 16;
+    case OutputKind::mxfp4: return 32;
+  }
+  return 0;
 }
 
 int64_t OutputSpec::groups(int64_t width) const { return group_size() == 0 ? 0 : ceil_div(width, group_size()); }
@@ -26,7 +33,8 @@ int64_t OutputSpec::groups(int64_t width) const { return group_size() == 0 ? 0 :
 int64_t OutputSpec::row_bytes(int64_t width) const {
   switch (kind) {
     case OutputKind::none: return width * 4;
-    case OutputKind::nvfp4: return ceil_div(width, 2);
+    case OutputKind::nvfp4:
+    case OutputKind::mxfp4: return ceil_div(width, 2);
     case OutputKind::fp8:
     case OutputKind::fp8_groups: break;
   }
@@ -34,14 +42,14 @@ int64_t OutputSpec::row_bytes(int64_t width) const {
 }
 
 int64_t OutputSpec::scale_bytes(int64_t tokens, int64_t width) const {
-  if (kind == OutputKind::nvfp4) return ceil_div(tokens, 128) * ceil_div(groups(width), 4) * 512;
+  if (is_e2m1()) return ceil_div(tokens, 128) * ceil_div(groups(width), 4) * 512;
   if (kind != OutputKind::fp8_groups) return 0;
   const int64_t columns = form == ScaleForm::packed_ue8m0 ? ceil_div(groups(width), 4) : groups(width);
   return column_rows(layout, tokens) * columns * 4;
 }
 
 int64_t OutputSpec::scale_offset(int64_t tokens, int64_t width, int64_t row, int64_t at) const {
-  if (kind == OutputKind::nvfp4)
+  if (is_e2m1())
     return ((row / 128) * ceil_div(groups(width), 4) + at / 4) * 512 + row % 32 * 16 + row % 128 / 32 * 4 + at % 4;
   if (form == ScaleForm::packed_ue8m0) return (at / 4 * column_rows(layout, tokens) + row) * 4 + at % 4;
   if (layout == ScaleLayout::row_major) return (row * groups(width) + at) * 4;
@@ -74,6 +82,7 @@ std::string to_string(const OutputSpec& spec) {
     case OutputKind::none: return "none";
     case OutputKind::fp8: return "fp8";
     case OutputKind::nvfp4: return "nvfp4";
+    case OutputKind::mxfp4: return "mxfp4";
     case OutputKind::fp8_groups: break;
   }
   std::string name = "fp8_" + std::to_string(spec.group);
@@ -97,6 +106,7 @@ std::span<const OutputSpec> output_specs() {
                        .layout = ScaleLayout::tma_aligned});
     }
     specs.push_back({.kind = OutputKind::nvfp4});
+    specs.push_back({.kind = OutputKind::mxfp4});
     return specs;
   }();
   return all;

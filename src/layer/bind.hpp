@@ -127,7 +127,7 @@ class Binder {
 
   const LayerContext& c_;
   const Plan& plan_;
-  std::array<Rows, 11> rows_{};
+  std::array<Rows, 14> rows_{};
   QuantizedView quantized_;
   ops::Scratch scratch_;
   bool batch_invariant_;

@@ -47,6 +47,20 @@ void require_input(const LayerContext& c, const char* name, const V& view) {
   ops::require_rows("layer", name, view.template extent<Token>(), c.plan.tokens);
 }
 
+// Hidden states of the plan's dtype; results of it, or of f32 or bf16, which products write anyway.
+void require_hidden(const LayerContext& c, Dtype hidden, Dtype out) {
+  const ActivationDtype planned = c.plan.options.activation_dtype;
+  const auto fail = [&](const char* name, Dtype found) {
+    throw ShapeError("layer: " + std::string(name) + " is " + std::string(to_string(found)) +
+                     ", plan was made for activations of " +
+                     (planned == ActivationDtype::native ? "f32 or bf16" : std::string(to_string(planned))) +
+                     " (PlanOptions::activation_dtype)");
+  };
+  const auto plain = [](Dtype t) { return t == Dtype::f32 || t == Dtype::bf16; };
+  if (planned == ActivationDtype::native ? !plain(hidden) : hidden != c.plan.inputs()) fail("hidden", hidden);
+  if (!plain(out) && !(out == Dtype::f16 && c.plan.casts_hidden())) fail("out", out);
+}
+
 void require_format(const LayerContext& c, const OutputSpec& found) {
   auto name = [](const OutputSpec& s) { return s.kind == OutputKind::none ? "plain f32" : to_string(s); };
   if (!found.same_format(c.plan.options.output))
@@ -63,13 +77,13 @@ void require_inputs(const LayerContext& c, const AnyView<Token, Head, QueryKey>&
   if (c.plan.options.dummy) return;
   ops::require_equal("layer", "q Head", q.extent<Head>(), "model heads", m.heads);
   ops::require_equal("layer", "q QueryKey", q.extent<QueryKey>(), "model nope + rope", m.query_key());
-  ops::require_dtype("layer", "q", q.dtype(), {c.plan.activations()});
+  ops::require_dtype("layer", "q", q.dtype(), {c.plan.inputs()});
   require_input(c, "q", q);
   if (!c.plan.reads_new_rows()) return;
   ops::require_equal("layer", "kv_c Latent", kv_c.extent<Latent>(), "model latent", m.latent);
   ops::require_equal("layer", "k_pe Rope", k_pe.extent<Rope>(), "model rope", m.rope);
-  ops::require_dtype("layer", "kv_c", kv_c.dtype(), {c.plan.activations()});
-  ops::require_dtype("layer", "k_pe", k_pe.dtype(), {c.plan.activations()});
+  ops::require_dtype("layer", "kv_c", kv_c.dtype(), {c.plan.inputs()});
+  ops::require_dtype("layer", "k_pe", k_pe.dtype(), {c.plan.inputs()});
   require_input(c, "kv_c", kv_c);
   require_input(c, "k_pe", k_pe);
 }
@@ -154,6 +168,7 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
   if (!c.plan.serves_block())
     throw UnsupportedError("layer: plan was made for the attention form alone (PlanOptions::form)");
   const bool dummy = c.plan.options.dummy;
+  if (!dummy) require_hidden(c, hidden.dtype(), out.dtype());
   if (!dummy) require_input(c, "hidden", hidden);
   require_input(c, "out", out);
   if (!dummy)
@@ -188,6 +203,7 @@ void check_attention(const LayerContext& c, const AnyView<Token, Head, QueryKey>
   require_inputs(c, q, kv_c, k_pe);
   ops::require_equal("layer", "out Head", out.extent<Head>(), "model heads", c.plan.model.heads);
   ops::require_equal("layer", "out Value", out.extent<Value>(), "model value", c.plan.model.value);
+  ops::require_dtype("layer", "out", out.dtype(), {Dtype::f32, Dtype::bf16, Dtype::f16});
   require_input(c, "out", out);
 }
 

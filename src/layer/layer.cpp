@@ -47,17 +47,11 @@ class Walk {
     check_block(c_, hidden, out);
     if (stream_) check_tables(c_, stream_->device()), check_ranks(c_, true);
     if (stream_ && !c_.weights.indexer) require_chosen(*stream_, c_);
-    const ModelConfig& m = plan_.model;
-    const int64_t t = plan_.tokens;
     bind_.read(Memory::hidden, hidden);
     bind_.write(Memory::hidden_out, out);
     // Fully absorbed weights have no heads.
     if (!plan_.options.absorbed) {
-      const AnyMutableView<Token, Entry> kv(act_, bind_.region("kv"), {t, m.entry()});
-      bind_.write(Memory::q,
-                  AnyMutableView<Token, Head, QueryKey>(act_, bind_.region("query"), {t, m.heads, m.query_key()}));
-      bind_.write(Memory::kv_c, AnyMutableView<Token, Latent>(act_, kv.data(), {t, m.latent}, kv.strides()));
-      bind_.write(Memory::k_pe, AnyMutableView<Token, Rope>(act_, kv.at(0, m.latent), {t, m.rope}, kv.strides()));
+      bind_rows();
       bind_.write(Memory::heads, heads());
     }
     run(c_.weights.indexer ? kForward | kIndexer : kForward);
@@ -94,11 +88,23 @@ class Walk {
   }
 
  private:
+  // Queries and the step's latent rows in the workspace.
+  void bind_rows() {
+    const ModelConfig& m = plan_.model;
+    const int64_t t = plan_.tokens;
+    const AnyMutableView<Token, Entry> kv(act_, bind_.region("kv"), {t, m.entry()});
+    bind_.write(Memory::q,
+                AnyMutableView<Token, Head, QueryKey>(act_, bind_.region("query"), {t, m.heads, m.query_key()}));
+    bind_.write(Memory::kv_c, AnyMutableView<Token, Latent>(act_, kv.data(), {t, m.latent}, kv.strides()));
+    bind_.write(Memory::k_pe, AnyMutableView<Token, Rope>(act_, kv.at(0, m.latent), {t, m.rope}, kv.strides()));
+  }
   void bind_inputs(const AnyView<Token, Head, QueryKey>& q, const AnyView<Token, Latent>& kv_c,
                    const AnyView<Token, Rope>& k_pe) {
-    bind_.read(Memory::q, q);
-    bind_.read(Memory::kv_c, kv_c);
-    bind_.read(Memory::k_pe, k_pe);
+    const bool cast = plan_.casts_inputs();
+    bind_.read(cast ? Memory::given_q : Memory::q, q);
+    bind_.read(cast ? Memory::given_kv_c : Memory::kv_c, kv_c);
+    bind_.read(cast ? Memory::given_k_pe : Memory::k_pe, k_pe);
+    if (cast) bind_rows();
   }
   AnyMutableView<Token, Head, Value> heads() const {
     return {plan_.head_dtype(), bind_.region("heads"), {plan_.head_rows, plan_.model.heads, plan_.model.value}};
@@ -206,11 +212,11 @@ void survey(Survey& survey, const LayerContext& context, std::byte* rows) {
   const ModelConfig& m = p.model;
   const int64_t t = p.tokens;
   Walk walk(survey, context);
-  if (p.serves_block())
-    return walk.forward({p.activations(), rows, {t, m.hidden}}, {p.activations(), rows, {t, m.hidden}});
-  const AnyView<Token, Head, QueryKey> q(p.activations(), rows, {t, m.heads, m.query_key()});
-  const AnyView<Token, Latent> kv_c(p.activations(), rows, {t, m.latent});
-  const AnyView<Token, Rope> k_pe(p.activations(), rows, {t, m.rope});
+  const Dtype dtype = p.inputs();
+  if (p.serves_block()) return walk.forward({dtype, rows, {t, m.hidden}}, {dtype, rows, {t, m.hidden}});
+  const AnyView<Token, Head, QueryKey> q(dtype, rows, {t, m.heads, m.query_key()});
+  const AnyView<Token, Latent> kv_c(dtype, rows, {t, m.latent});
+  const AnyView<Token, Rope> k_pe(dtype, rows, {t, m.rope});
   if (p.options.output.kind == OutputKind::none)
     return walk.attend(q, kv_c, k_pe, AnyMutableView<Token, Head, Value>(p.head_dtype(), rows, {t, m.heads, m.value}));
   const int64_t width = m.heads * m.value;

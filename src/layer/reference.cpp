@@ -98,6 +98,7 @@ class Sequence {
     take(heads, w_.fp8_products);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(heads.data(), w_.output.data() + o * m_.heads * m_.value, m_.heads * m_.value));
+    round_outputs(y);
   }
 
   /// Scores of positions 0..position; keys as index_keys() gives them.
@@ -142,6 +143,16 @@ class Sequence {
   }
 
  private:
+  // A sum's error goes with what is summed, not with what is left: small results are moved by as much as usual ones,
+  // and all by four times as much as a usual error, which the largest of thousands comes to.
+  void round_outputs(std::span<double> y) const {
+    if (r_.outputs == Dtype::f32) return;
+    double squares = 0;
+    for (double e : y) squares += e * e;
+    const double usual = std::sqrt(squares / static_cast<double>(y.size()));
+    for (double& e : y) e += std::copysign(std::max(std::abs(e), usual), e) * 4 * r_.moved;
+    round_to<double>(r_.outputs, y);
+  }
   void round(Dtype t, std::span<T> x) const { round_to<T>(t, x, r_.moved); }
   float moved(T x) const { return static_cast<float>(x + x * r_.moved); }
 
@@ -322,6 +333,7 @@ class Sequence {
     take(latents, w_.fp8_absorbed);
     for (int64_t o = 0; o < m_.hidden; ++o)
       y[o] = static_cast<double>(dot<T>(latents.data(), w_.absorbed_output.data() + o * latent, latent));
+    round_outputs(y);
   }
 
   void latent_head(int64_t h, std::span<const int32_t> keys, std::span<const T> q, std::span<T> out) const {
@@ -454,6 +466,8 @@ std::vector<std::vector<double>> scores_of(const ModelConfig& config, const Weig
 }
 
 }  // namespace
+
+void round_rows(Dtype dtype, std::span<float> rows) { round_to(dtype, rows); }
 
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
   auto plain = [&](const HostTensor& t, bool rounds) {

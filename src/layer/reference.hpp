@@ -33,12 +33,16 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
 /// What prepare() makes of the tensors under these options, by plain loops.
 Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, const PrepareOptions& options);
 
+/// Rows as this dtype holds them.
+void round_rows(Dtype dtype, std::span<float> rows);
+
 /// What a plain computation rounds.
 struct Rounding {
   Dtype weights = Dtype::f32;               ///< bf16: activations round before each product with weights
   Dtype compute = Dtype::f32;               ///< bf16: the operands of attention's products round, its probabilities too
   Activations inputs = Activations::plain;  ///< of products with fp8 weights
   Dtype activations = Dtype::f32;           ///< bf16: rows round whenever an op stores them
+  Dtype outputs = Dtype::f32;               ///< hidden states that come out round once more
   std::optional<CacheSpec> cache;           ///< keys go through this format's codec
   Path path = Path::latent;
   float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale

@@ -44,15 +44,18 @@ std::string Plan::describe() const {
       options.up == WeightFormat::plain ? "" : ", W_UK and W_UV in " + std::string(to_string(options.up));
   const std::string activations =
       options.activations == Activations::plain ? "" : ", activations " + std::string(to_string(options.activations));
+  const std::string calls = options.activation_dtype == ActivationDtype::native
+                                ? ""
+                                : ", rows of calls in " + std::string(to_string(options.activation_dtype));
   const CacheSharding& sharding = options.context_parallel.sharding;
   const std::string held = sharding.ranks() == 1 ? ""
                                                  : ", rank " + std::to_string(options.context_parallel.rank) + " of " +
                                                        std::to_string(sharding.ranks()) + " that hold " +
                                                        counted(sharding.interleave(), "token") + " in turn";
-  line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s; split %s",
+  line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
        held.c_str(), std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
-       options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(),
+       options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(), calls.c_str(),
        options.form == LayerForm::attention ? ", attention form" : "",
        options.cache_use == CacheUse::append ? ""
        : options.cache_use == CacheUse::read ? ", the step's rows are in the cache"

@@ -54,6 +54,10 @@ std::string_view to_string(SparsePolicy p) {
   return "?";
 }
 
+std::string_view to_string(ActivationDtype t) {
+  return t == ActivationDtype::native ? "native" : to_string(static_cast<Dtype>(static_cast<int>(t) - 1));
+}
+
 std::string_view to_string(PrefillOperands p) {
   switch (p) {
     case PrefillOperands::compute: return "compute";
@@ -92,6 +96,11 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
 PrefillOperands parse_prefill_operands(std::string_view name) {
   return parse("prefill operands", name,
                std::array{PrefillOperands::compute, PrefillOperands::fp8, PrefillOperands::fp8_raw});
+}
+
+ActivationDtype parse_activation_dtype(std::string_view name) {
+  return parse("activation dtype", name,
+               std::array{ActivationDtype::native, ActivationDtype::f32, ActivationDtype::bf16, ActivationDtype::f16});
 }
 
 LayerForm parse_layer_form(std::string_view name) {

@@ -84,10 +84,13 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   // The block form's own. Fully absorbed weights give latent queries: of a head's query only the rotated part is its
   // own.
   const size_t block = plan.serves_block() && !o.dummy ? t : 0;
-  add("query", block * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * act);
+  // The attention form's inputs lie there, too, where they have to be cast.
+  const size_t inputs = plan.casts_inputs() && !o.absorbed ? t : block;
+  add("hidden_rows", plan.casts_hidden() ? block * static_cast<size_t>(m.hidden) * act : 0);
+  add("query", inputs * n * static_cast<size_t>(o.absorbed ? m.rope : m.query_key()) * act);
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
-  add("kv", block * entry * act);
-  add("hidden_part", o.tensor_parallel > 1 ? block * static_cast<size_t>(m.hidden) * f : 0);
+  add("kv", inputs * entry * act);
+  add("hidden_part", o.tensor_parallel > 1 || plan.casts_hidden() ? block * static_cast<size_t>(m.hidden) * f : 0);
   add("latent_query", latent_rows * n * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
   add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
   add("latent_out", latent_rows * n * width * act);

@@ -87,7 +87,7 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
       index_rotary_(model_.indexer ? RotaryTable(model_.index_rotary(), model_.rope, positions, o.device)
                                    : RotaryTable()),
       device_(device_info(stream_, model_)),
-      io_(o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute),
+      io_(hidden_dtype(o)),
       workspace_(0, o.device),
       selection_(0, o.device),
       hidden_(0, o.device),
@@ -365,9 +365,9 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
   if (hidden_.size() < room) hidden_ = grown("hidden states of a step", hidden_, room);
   if (out_.size() < room) out_ = grown("outputs of a step", out_, room);
   const void* from = hidden.data();
-  if (io_ == Dtype::bf16) {
+  if (io_ != Dtype::f32) {
     narrow_.resize(count);
-    std::transform(hidden.begin(), hidden.begin() + static_cast<int64_t>(count), narrow_.begin(), to_bf16);
+    for (size_t i = 0; i < count; ++i) store_float(io_, narrow_.data(), static_cast<int64_t>(i), hidden[i]);
     from = narrow_.data();
   }
   copy(stream_, captured ? captured->hidden.data() : hidden_.data(), from, bytes);

@@ -106,7 +106,7 @@ class Engine {
   DeviceInfo device_;
   Dtype io_;  // of hidden states and outputs
   Buffer workspace_, selection_, hidden_, out_;
-  std::vector<bf16> narrow_;
+  std::vector<uint16_t> narrow_;
   std::vector<int32_t> slots_;
   StagedStep staged_;
   using Size = std::array<int64_t, 3>;                       // most requests, tokens, and tokens of a request

@@ -49,6 +49,7 @@ PlanDigest digest_of(const Trace& t, const Options& o) {
   h.add(uint64_t{o.limits.prefix_reuse}), h.add(o.seed), h.add(uint64_t{o.plan.index_hadamard});
   h.add(o.weights), h.add(o.absorption), h.add(o.up), h.add(o.products), h.add(o.format);
   h.add(o.plan.path), h.add(o.plan.split), h.add(o.plan.compute), h.add(o.plan.activations), h.add(o.plan.sparse);
+  h.add(o.plan.activation_dtype);
   h.add(o.plan.index_format), h.add(o.plan.index_arithmetic);
   h.add(uint64_t{o.checkpoint.has_value()});
   for (const float scale : o.k_scales) h.add(double{scale});

@@ -161,6 +161,12 @@ inline PrepareOptions prepare_options(const Options& o) {
   return {.dtype = o.weights, .absorption = o.absorption, .up = o.up, .products = o.products};
 }
 
+/// Of the hidden states that layers take and give.
+inline Dtype hidden_dtype(const Options& o) {
+  if (o.plan.activation_dtype != ActivationDtype::native)
+    return static_cast<Dtype>(static_cast<int>(o.plan.activation_dtype) - 1);
+  return o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute;
+}
 /// What a layer's cache is under options whose k_scales are complete.
 CacheSpec cache_of(const Options& options, int64_t layer);
 

@@ -89,6 +89,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       for (int64_t p = 0; p <= furthest.position; ++p)
         hidden_row(o.seed, token_key(trace, furthest.request, p), p,
                    {hidden.data() + p * o.model.hidden, static_cast<size_t>(o.model.hidden)});
+      // A layer is judged by the hidden states that it was given.
+      if (o.plan.activation_dtype != ActivationDtype::native) reference::round_rows(hidden_dtype(o), hidden);
       std::vector<int64_t> rows, contexts;
       std::vector<std::vector<int32_t>> selections;
       for (size_t i = first; i < last; ++i) {
@@ -102,6 +104,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .compute = o.plan.compute,
           .inputs = o.plan.activations,
           .activations = o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute,
+          .outputs = o.plan.activation_dtype == ActivationDtype::native ? Dtype::f32 : hidden_dtype(o),
           .cache = cache_of(o, layer),
           .path = furthest.path,
           .q_scale = o.plan.fp8_query && furthest.path != Path::expanded ? o.plan.q_scale : 0.0f,

@@ -4,9 +4,16 @@
 #include <filesystem>
 #include <fstream>
 
+#include "mla/dtype.hpp"
 #include "step.hpp"
 
 namespace capi {
+
+template <>
+struct Type<mla::f16> {
+  static constexpr DLDataType value{kDLFloat, 16, 1};
+};
+
 namespace {
 
 std::vector<float> forward(Step& s, uint32_t seed) {
@@ -355,6 +362,35 @@ TEST(CLayer, PrefillsOfCodes) {
   mla_plan* none = nullptr;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
                "options prefill is 3, allowed 0 to 2");
+}
+
+TEST(CLayer, F16Activations) {
+  Step s(40, 0);
+  Tensor<float> hidden({40, 96}), plain({40, 96}, -7.0f);
+  hidden.random(4);
+  Tensor<mla::f16> narrow({40, 96}), out({40, 96});
+  for (size_t i = 0; i < hidden.data.size(); ++i) {
+    narrow[i] = mla::to_f16(hidden[i]);
+    hidden[i] = mla::to_float(narrow[i]);
+  }
+  const auto forward = [&](int32_t dtype, const DLTensor* in, const DLTensor* to) {
+    s.options.activation_dtype = dtype;
+    Plan plan;
+    EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
+    EXPECT_EQ(describe(plan).activations, dtype == MLA_ACTIVATION_DTYPE_F16 ? MLA_F16 : MLA_F32);
+    Bytes workspace(describe(plan).workspace_bytes);
+    mla_layer_args a = s.args(plan, workspace);
+    return mla_forward(s.stream, &a, in, to);
+  };
+  EXPECT_OK(forward(MLA_ACTIVATION_DTYPE_NATIVE, hidden, plain));
+  EXPECT_OK(forward(MLA_ACTIVATION_DTYPE_F16, narrow, out));
+  for (size_t i = 0; i < out.data.size(); ++i) EXPECT_EQ(out[i].bits, mla::to_f16(plain[i]).bits);
+  EXPECT_FAILS(MLA_ERROR_SHAPE, forward(MLA_ACTIVATION_DTYPE_NATIVE, narrow, plain),
+               "hidden is f16, plan was made for activations of f32 or bf16");
+  s.options.activation_dtype = 4;
+  mla_plan* none = nullptr;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "options activation_dtype is 4, allowed 0 to 3");
 }
 
 // Inputs and output of the attention form over 40 tokens, called with a plan of its own.

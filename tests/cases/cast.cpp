@@ -11,13 +11,16 @@ class CastCase final : public Case {
     const int64_t stored = rows_ + 3;  // x holds more rows than are asked for, and a wider last dimension
     x_.resize(stored * heads_ * (n_ + 5));
     random.fill_normal(x_, 30.0f);  // reaches past 448 at times
+    const Dtype from = p.seed % 5 == 0 ? Dtype::f16 : p.seed % 5 == 1 ? Dtype::bf16 : Dtype::f32;
+    stored_x_.resize(x_.size() * size_of(from));
+    for (size_t i = 0; i < x_.size(); ++i) store_float(from, stored_x_.data(), static_cast<int64_t>(i), x_[i]);
     for (int64_t i = 0; i < rows_; ++i) list_.push_back(static_cast<int32_t>(random.integer(0, stored - 1)));
     // Rows innermost in every second case, with room behind each column.
     const bool turned = p.seed % 2 == 0;
     const int64_t step = (rows_ + 3) / 4 * 4 + 4;
     y_.assign(heads_ * std::max(rows_ * (n_ + 2), n_ * step) * size_of(p.dtype), std::byte{0x5a});
     for (int64_t h = 0; h < heads_; ++h) scales_.push_back(p.dtype == Dtype::fp8_e4m3 ? 0.05f + 0.03f * h : 1.0f);
-    args_ = {.x = {Dtype::f32, x_.data(), {stored, heads_, n_}, {heads_ * (n_ + 5), n_ + 5, 1}},
+    args_ = {.x = {from, stored_x_.data(), {stored, heads_, n_}, {heads_ * (n_ + 5), n_ + 5, 1}},
              .x_rows = list_,
              .y = {p.dtype, y_.data(), {rows_, heads_, n_}, {heads_ * (n_ + 2), n_ + 2, 1}},
              .scale = p.dtype == Dtype::fp8_e4m3 ? 0.0625f : 1.0f};
@@ -59,7 +62,7 @@ class CastCase final : public Case {
   int64_t rows_, heads_, n_;
   std::vector<float> x_, scales_, before_;
   std::vector<int32_t> list_, to_;
-  std::vector<std::byte> y_;
+  std::vector<std::byte> stored_x_, y_;
   ops::CastArgs args_;
 };
 
@@ -67,7 +70,7 @@ std::vector<Params> sweep(uint64_t seed) {
   std::vector<Params> cases;
   for (Dtype t : {Dtype::f32, Dtype::bf16, Dtype::f16, Dtype::fp8_e4m3})
     for (int64_t rows : {0, 1, 37})
-      for (int64_t in : {1, 8, 64})
+      for (int64_t in : {1, 8, 64, 576, 40})
         cases.push_back({.requests = rows, .heads = 3, .in = in, .dtype = t, .seed = ++seed});
   return cases;
 }

@@ -175,7 +175,7 @@ TEST_F(Command, UnknownNamesListTheKnownOnes) {
     expect_bad(std::string("run ") + flag, {"needs a model with an indexer", "deepseek-v2-lite"});
   expect_bad("plan --sparse direct", {"--sparse", "needs a model with an indexer", "deepseek-v2-lite"});
   expect_bad("plan --decode-length -5", {"--decode-length is -5", "0 to"});
-  expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4"});
+  expect_bad("plan --output fp8_32", {"unknown output 'fp8_32'", "fp8_128_tma", "nvfp4", "mxfp4"});
   expect_bad("check quantize --output none", {"output none is not a quantised one"});
   expect_bad("bench frobnicate", {"'frobnicate'", "norm", "plan", "layer"});
   expect_bad("check gather --format q8", {"'q8'", "bf16", "fp8_ds_mla"});
@@ -242,6 +242,23 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
   expect_bad("run --tp 2 --comm nccl", {"--comm nccl is read with --device cuda"});
   expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
+}
+
+// What comes in and goes out is of a dtype of its own, and judged so.
+TEST_F(Command, HiddenStatesOfF16) {
+  const fs::path file = folder_ / "f16.json";
+  const std::string run =
+      "run --layers 1 --heads 5 --requests 4 --input-len 40 --output-len 4 --weights f32 --verify 12 --json " +
+      file.string() + " --activation-dtype ";
+  for (const char* rest : {"f16", "bf16", "f16 --tp 2 --threads 2", "f16 --absorption full"}) {
+    const Outcome o = mla(run + rest);
+    EXPECT_EQ(o.status, 0) << rest << o.out << o.err;
+    EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << rest << o.out;
+    EXPECT_NE(o.out.find("hidden states in "), std::string::npos) << rest << o.out;
+  }
+  EXPECT_EQ(json::parse(contents(file))["model"]["activation_dtype"], "f16");
+  EXPECT_NE(mla("plan --activation-dtype f16").out.find("rows of calls in f16"), std::string::npos);
+  expect_bad("run --activation-dtype f64", {"--activation-dtype", "'f64'", "known: native f32 bf16 f16"});
 }
 
 // A program by itself is a job of one process, where it was built with MPI.

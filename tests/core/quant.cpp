@@ -81,8 +81,9 @@ TEST(OutputSpec, NamesParseAndDiffer) {
     EXPECT_TRUE(names.insert(to_string(spec)).second) << to_string(spec);
     EXPECT_TRUE(parse_output_spec(to_string(spec)).same_format(spec));
   }
-  EXPECT_EQ(names.size(), 17u);
-  for (const char* name : {"none", "fp8", "fp8_128", "fp8_64_column", "fp8_128_ue8m0_tma", "fp8_64_packed", "nvfp4"})
+  EXPECT_EQ(names.size(), 18u);
+  for (const char* name :
+       {"none", "fp8", "fp8_128", "fp8_64_column", "fp8_128_ue8m0_tma", "fp8_64_packed", "nvfp4", "mxfp4"})
     EXPECT_EQ(to_string(parse_output_spec(name)), name);
   EXPECT_THROW(parse_output_spec("fp8_32"), InputError);
   EXPECT_THROW(parse_output_spec(""), InputError);
@@ -125,6 +126,9 @@ TEST(OutputSpec, SizesByHand) {
   EXPECT_EQ(spec("nvfp4").data_bytes(5, 301), 5 * 151);
   EXPECT_EQ(spec("nvfp4").scale_bytes(129, 300), 2 * 5 * 512);
   EXPECT_EQ(spec("nvfp4").scale_bytes(0, 300), 0);
+  EXPECT_EQ(spec("mxfp4").data_bytes(5, 301), 5 * 151);
+  EXPECT_EQ(spec("mxfp4").scale_bytes(129, 300), 2 * 3 * 512);  // ten groups of 32: three tiles
+  EXPECT_EQ(spec("mxfp4").scale_bytes(0, 300), 0);
   EXPECT_EQ(spec("none").data_bytes(5, 300), 6000);
 }
 
@@ -143,6 +147,8 @@ TEST(OutputSpec, ScalePlacesByHand) {
   EXPECT_EQ(place("nvfp4", 127, 3), 31 * 16 + 12 + 3);
   EXPECT_EQ(place("nvfp4", 0, 4), 512);
   EXPECT_EQ(place("nvfp4", 129, 9), (20 + 2) * 512 + 16 + 1);  // 1280 / 64 = 20 tiles a row of them
+  EXPECT_EQ(place("mxfp4", 33, 2), 16 + 4 + 2);
+  EXPECT_EQ(place("mxfp4", 129, 9), (10 + 2) * 512 + 16 + 1);  // 1280 / 128 = 10
 }
 
 }  // namespace

@@ -204,8 +204,11 @@ void execute(const Prepared& m, const CacheSpec& spec, const DamagedStep& s, con
     if (m.model.indexer) std::memset(index.view().page(page), used.count(page) ? 0 : 0xff, p.index_cache.page_bytes());
   }
   const Exact workspace(p.workspace_bytes, 0xff), selection(p.selection_bytes, 0xff);
-  std::vector<float> hidden(static_cast<size_t>((p.tokens + 1) * m.model.hidden)), out(hidden.size(), -123.5f);
-  for (size_t i = 0; i < hidden.size(); ++i) hidden[i] = static_cast<float>((i * 37) % 19) / 8 - 1;
+  std::vector<float> out(static_cast<size_t>((p.tokens + 1) * m.model.hidden), -123.5f);
+  std::vector<std::byte> given(out.size() * sizeof(float));
+  const Dtype dtype = p.inputs();
+  for (size_t i = 0; i < out.size(); ++i)
+    store_float(dtype, given.data(), static_cast<int64_t>(i), static_cast<float>((i * 37) % 19) / 8 - 1);
   const Batch batch = s.batch();
   const bool no = fuzz::refused([&] {
     forward(stream,
@@ -218,7 +221,7 @@ void execute(const Prepared& m, const CacheSpec& spec, const DamagedStep& s, con
              .index_cache = index.view(),
              .index_rotary = &m.index_rotary,
              .selection = {selection.data(), selection.size}},
-            View<const float, Token, Hidden>(hidden.data(), {p.tokens + 1, m.model.hidden}),
+            AnyView<Token, Hidden>(dtype, given.data(), {p.tokens + 1, m.model.hidden}),
             View<float, Token, Hidden>(out.data(), {p.tokens + 1, m.model.hidden}));
   });
   if (no) return;
@@ -238,10 +241,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   const Prepared& m = prepared(static_cast<int>(in.within(0, 2)));
   const CacheFormat format = cache_formats()[in.byte() % cache_formats().size()];
   const bool run = in.byte() < 64;
-  const PlanOptions options = options_of(in);
+  PlanOptions options = options_of(in);
   DamagedStep s(in);
   CacheSpec spec = cache_spec(m.model, format, s.page_size);
   if (in.byte() < 16) spec.k_scale = in.raw<float>();
+  if (in.byte() > 200) options.activation_dtype = static_cast<ActivationDtype>(in.within(1, 3));
   fuzz::refused([&] {
     const DeviceInfo device = device_info(stream, m.model);
     const Plan p = plan(m.model, spec, s.pages, s.batch(), device, options);

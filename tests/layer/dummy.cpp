@@ -104,7 +104,7 @@ TEST(Dummy, TheAttentionFormWritesZerosIntoRowsOfAnyStrides) {
 
 TEST(Dummy, QuantisedOutputsHoldQuantisedZeros) {
   const Kind k = kinds()[0];
-  for (const char* name : {"fp8", "fp8_128", "fp8_64_tma", "fp8_128_packed", "nvfp4"}) {
+  for (const char* name : {"fp8", "fp8_128", "fp8_64_tma", "fp8_128_packed", "nvfp4", "mxfp4"}) {
     const OutputSpec spec = parse_output_spec(name);
     const Step s(k, {.output = spec});
     const ModelConfig& m = s.l.model;

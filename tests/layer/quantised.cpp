@@ -178,7 +178,7 @@ TEST_P(QuantisedOutput, HasTheBitsOfQuantisingThePlainOne) {
 
 TEST_P(QuantisedOutput, ThreadsAndNeighboursDoNotChangeBits) {
   for (PathPolicy path : {PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length})
-    for (const char* name : {"fp8", "fp8_128_tma", "fp8_64_packed", "nvfp4"}) {
+    for (const char* name : {"fp8", "fp8_128_tma", "fp8_64_packed", "nvfp4", "mxfp4"}) {
       const OutputSpec spec = with_scales(parse_output_spec(name));
       PlanOptions o = options(path, SplitPolicy::batch_invariant, Dtype::f32);
       o.output = spec;

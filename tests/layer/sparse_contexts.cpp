@@ -244,7 +244,7 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
     for (int64_t k = 0; k < block.topk; ++k)
       choice[block.latent_tokens[block.sparse_begin + row] * block.topk + k] = selected(row, k);
 
-  for (const char* name : {"none", "fp8_128_tma", "nvfp4"}) {
+  for (const char* name : {"none", "fp8_128_tma", "nvfp4", "mxfp4"}) {
     const OutputSpec spec = parse_output_spec(name);
     const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec});
     const Batch b = s.batch();

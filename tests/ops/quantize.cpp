@@ -120,6 +120,49 @@ TEST_F(Quantize, EdgesByHand) {
   EXPECT_EQ(code(8), 0xfe);
 }
 
+TEST_F(Quantize, Mxfp4ByHand) {
+  std::vector<float> x(64);
+  QuantisedMemory memory({.kind = OutputKind::mxfp4}, 1, 64);
+  const auto run = [&](std::initializer_list<float> first) {
+    std::fill(x.begin(), x.end(), 0.0f);
+    std::copy(first.begin(), first.end(), x.begin());
+    ops::run(stream_,
+             ops::QuantizeArgs{.x = View<const float, Token, HeadValue>(x.data(), {1, 64}), .y = memory.view()});
+  };
+  auto byte = [&](int64_t i) { return static_cast<int>(memory.codes[i]); };
+  auto scale = [&](int64_t group) { return static_cast<int>(memory.scales[group]); };
+  run({1.0f, -0.5f, 7.99f, 3.0f, 0.25f, -0.25f, 5.0f, 2.5f});  // 4 <= amax < 8: scale 1
+  EXPECT_EQ(scale(0), 127);
+  EXPECT_EQ(byte(0), 0x92);  // the first element in the low nibble: 1, -0.5
+  EXPECT_EQ(byte(1), 0x57);  // 7.99 saturates at 6; 3
+  EXPECT_EQ(byte(2), 0x80);  // ties go to the even code: 0.25 to 0, -0.25 to -0
+  EXPECT_EQ(byte(3), 0x46);  // 5 to 4, 2.5 to 2
+  EXPECT_EQ(scale(1), 0);    // zeros: 2^-127
+  EXPECT_EQ(byte(16), 0);
+  EXPECT_EQ(scale(2), 0);  // padding
+  run({8.0f, 12.0f, -15.0f});
+  EXPECT_EQ(scale(0), 128);
+  EXPECT_EQ(byte(0), 0x76);
+  EXPECT_EQ(byte(1), 0x0f);
+  run({FLT_MAX, 0x1p127f});
+  EXPECT_EQ(scale(0), 252);  // 2^125
+  EXPECT_EQ(byte(0), 0x67);
+  run({0x1p-125f, 0x1p-126f, -0x1p-127f, 0x1p-128f, 0x1p-129f});  // 4, 2, 1, 0.5 and 0.25 of the least scale
+  EXPECT_EQ(scale(0), 0);
+  EXPECT_EQ(byte(0), 0x46);
+  EXPECT_EQ(byte(1), 0x1a);
+  EXPECT_EQ(byte(2), 0);
+  run({0x1p-124f});
+  EXPECT_EQ(scale(0), 1);
+  for (float odd : {NAN, -INFINITY}) {
+    run({1.0f, odd, 3.0f});
+    EXPECT_EQ(scale(0), 255) << odd;
+    EXPECT_EQ(byte(0), 0) << odd;
+    EXPECT_EQ(byte(1), 0) << odd;
+    EXPECT_EQ(scale(1), 0) << odd;
+  }
+}
+
 TEST_F(Quantize, Bf16RowsAndFarApart) {
   for (const OutputSpec& named : output_specs()) {
     if (named.kind == OutputKind::none) continue;

@@ -254,6 +254,8 @@ TEST(Plan, OutputsSayWhereTheyAreQuantised) {
   EXPECT_TRUE(planned("fp8_64_packed").fused_output);
   m.value = 20;
   EXPECT_FALSE(planned("nvfp4").fused_output);
+  EXPECT_NE(planned("mxfp4").describe().find("output: mxfp4, not fused: groups of 32 span heads of 20;"),
+            std::string::npos);
   EXPECT_TRUE(planned("fp8").fused_output);
 
   // On a GPU for a reason of its own, whatever the groups.

@@ -72,6 +72,34 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   EXPECT_NE(names(p, kForward).find("attend_sparse"), std::string::npos);
 }
 
+TEST(Steps, RowsOfAnotherDtypeAreCastOnTheWayInAndOut) {
+  const auto of = [](PlanOptions o, Device device = {}) {
+    return make(test::small_deepseek(), Made({2}, {9}, 16), o, CacheFormat::bf16, device);
+  };
+  PlanOptions o{.path = PathPolicy::latent, .activation_dtype = ActivationDtype::f16};
+  const Plan block = of(o);
+  EXPECT_EQ(block.inputs(), Dtype::f16);
+  EXPECT_EQ(names(block, kForward),
+            "cast query_down norm query kv_down norm_rope_append absorb query_rope attend_latent value_up output cast");
+  EXPECT_EQ(names(block, kAttend), "cast cast cast append absorb query_rope attend_latent value_up");
+  EXPECT_NE(block.describe().find("rows of calls in f16"), std::string::npos);
+  o.form = LayerForm::attention;
+  const Plan attention = of(o);
+  EXPECT_EQ(names(attention, kAttend), names(block, kAttend));
+  EXPECT_EQ(names(attention, kForward), "");
+  o.cache_use = CacheUse::read;  // a latent request's new rows are not looked at
+  EXPECT_EQ(names(of(o), kAttend), "cast absorb query_rope attend_latent value_up");
+  // Products take f32 and bf16 as they are; attention's inputs are of one dtype.
+  o = {.path = PathPolicy::latent, .activation_dtype = ActivationDtype::bf16};
+  EXPECT_EQ(names(of(o), kForward).find("cast"), std::string::npos);
+  EXPECT_TRUE(names(of(o), kAttend).starts_with("cast cast cast append"));
+  o.compute = Dtype::bf16;
+  EXPECT_TRUE(names(of(o, {DeviceKind::cuda, 0}), kAttend).starts_with("append"));
+  o.dummy = true;
+  o.activation_dtype = ActivationDtype::f16;
+  EXPECT_EQ(names(of(o), kForward), "zero");
+}
+
 TEST(Steps, AnAttentionFormsPlanHasNothingElse) {
   PlanOptions o{.form = LayerForm::attention, .path = PathPolicy::latent};
   EXPECT_EQ(names(make(test::small_deepseek(), Made({2}, {9}, 16), o), kForward), "");
@@ -164,8 +192,9 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.index_arithmetic = coin() ? IndexArithmetic::exact : IndexArithmetic::fp8;
     o.absorbed =
         o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
-    if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : "nvfp4");
+    if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : coin() ? "nvfp4" : "mxfp4");
     o.fp8_query = coin();
+    o.activation_dtype = static_cast<ActivationDtype>(random.integer(0, 3));
     if (!o.absorbed && coin()) o.prefill = coin() ? PrefillOperands::fp8 : PrefillOperands::fp8_raw;
     const Device device{coin() ? DeviceKind::cpu : DeviceKind::cuda};
     const Plan p = make(sparse ? test::small_sparse() : test::small_deepseek(), b, o,

@@ -55,7 +55,10 @@ def dense_reference(q, rows, table, lengths, page, value, scale, causal):
     return out, lse
 
 
-def check_dense(rng, lengths, queries, heads, page, kind, dtype, causal, head_dim=576, scale=None):
+def check_dense(
+    rng, lengths, queries, heads, page, kind, dtype, causal, head_dim=576, scale=None,
+    q_scale=None, k_scale=None,
+):
     blocks = sum(-(-n // page) for n in lengths) + 2
     table = scattered_table(rng, lengths, page, blocks)
     used = {
@@ -68,9 +71,12 @@ def check_dense(rng, lengths, queries, heads, page, kind, dtype, causal, head_di
     out, lse = flash_mla_with_kvcache(
         q, cache, table, np.array(lengths, np.int32), 512, meta, splits, scale, causal,
         is_fp8_kvcache=kind.startswith("fp8"),
+        descale_q=None if q_scale is None else np.array([q_scale], np.float32),
+        descale_k=None if k_scale is None else np.array([k_scale], np.float32),
     )
     wanted = dense_reference(
-        q, rows, table, lengths, page, 512, scale or head_dim**-0.5, causal
+        q.astype(np.float64) * (q_scale or 1), rows * (k_scale or 1), table, lengths, page, 512,
+        scale or head_dim**-0.5, causal,
     )
     assert out.dtype == (dtype if dtype in ("float32", "float16") else ml_dtypes.bfloat16)
     assert lse.dtype == np.float32
@@ -83,6 +89,72 @@ def check_dense(rng, lengths, queries, heads, page, kind, dtype, causal, head_di
 @pytest.mark.parametrize("kind", KINDS_576)
 def test_dense_formats(rng, kind, dtype, causal):
     check_dense(rng, [70, 0, 129], 2, 5, 64, kind, dtype, causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("q_scale,k_scale", [(0.37, 1.9), (2.5, None), (None, 0.21), (1.0, 1.0)])
+def test_dense_descales_of_fp8(rng, q_scale, k_scale, causal):
+    check_dense(
+        rng, [70, 0, 129], 2, 5, 64, "float8_e4m3fn", "float8_e4m3fn", causal, q_scale=q_scale,
+        k_scale=k_scale,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_an_fp8_cache_has_a_descale_whatever_the_queries(rng, dtype):
+    check_dense(rng, [33, 100], 1, 16, 16, "float8_e4m3fn", dtype, True, k_scale=1.7)
+
+
+@pytest.mark.parametrize("descale", [
+    np.array([0.3], np.float32), np.array(0.3, np.float32), np.full((1, 1), 0.3, np.float32),
+])
+def test_a_descale_has_one_element_of_any_shape(rng, descale):
+    fp8 = ml_dtypes.float8_e4m3fn
+    q, cache = (rng.standard_normal(s).astype(fp8) for s in ((1, 1, 2, 576), (2, 4, 1, 576)))
+    arguments = dense_arguments(rng, q=q, k_cache=cache)
+    out, lse = flash_mla_with_kvcache(**arguments, descale_q=descale)
+    wanted = flash_mla_with_kvcache(**arguments, descale_q=np.array([0.3], np.float32))
+    np.testing.assert_array_equal(out, wanted[0])
+    np.testing.assert_array_equal(lse, wanted[1])
+    assert not np.array_equal(lse, flash_mla_with_kvcache(**arguments)[1])
+
+
+@pytest.mark.parametrize(
+    "changes,error,words",
+    [
+        (dict(descale_q=np.ones(2, np.float32)), mla.ShapeError, ["descale_q", "[2]", "one f32"]),
+        (dict(descale_k=np.ones(1)), mla.ShapeError, ["descale_k", "float64", "one f32"]),
+        (dict(descale_k=1.0), mla.ShapeError, ["descale_k"]),
+        (dict(descale_q=np.array([-1], np.float32)), mla.InputError, ["descale_q", "-1"]),
+        (dict(descale_k=np.array([np.nan], np.float32)), mla.InputError, ["descale_k", "nan"]),
+        (
+            dict(q=np.zeros((1, 1, 2, 576), np.float32), descale_q=np.ones(1, np.float32)),
+            mla.UnsupportedError, ["descale_q", "q is f32", "fp8"],
+        ),
+        (
+            dict(q=np.zeros((1, 1, 2, 576), np.float16), descale_q=np.ones(1, np.float32)),
+            mla.UnsupportedError, ["descale_q", "q is f16", "fp8"],
+        ),
+        (
+            dict(k_cache=np.zeros((2, 4, 1, 656), np.uint8), is_fp8_kvcache=True,
+                 descale_k=np.ones(1, np.float32)),
+            mla.UnsupportedError, ["descale_k", "fp8_ds_mla"],
+        ),
+        (
+            dict(indices=np.zeros((1, 1, 4), np.int32), descale_k=np.ones(1, np.float32)),
+            mla.UnsupportedError, ["descale_k", "dense"],
+        ),
+    ],
+)
+def test_bad_descales(rng, changes, error, words):
+    fp8 = ml_dtypes.float8_e4m3fn
+    arguments = dense_arguments(
+        rng, q=np.zeros((1, 1, 2, 576), fp8), k_cache=np.zeros((2, 4, 1, 576), fp8)
+    )
+    with pytest.raises(error) as raised:
+        flash_mla_with_kvcache(**arguments | changes)
+    for word in words:
+        assert word in str(raised.value), str(raised.value)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -143,6 +143,30 @@ def test_forward(small_model, stream, form, path):
         assert error < TOLERANCE[form], error
 
 
+@pytest.mark.parametrize("dtype", ["f16", "bf16", "f32"])
+def test_rows_of_a_dtype_of_their_own(small_model, stream, dtype):
+    kind = {"f16": np.float16, "bf16": ml_dtypes.bfloat16, "f32": np.float32}[dtype]
+    world = World(small_model, "f32")
+    options = mla.PlanOptions(activation_dtype=dtype)
+    assert options.activation_dtype == dtype and mla.PlanOptions().activation_dtype == "native"
+    for parts in STEPS:
+        batch = world.batch(parts)
+        hidden = world.rows(parts).astype(kind)
+        plain = mla.plan(world.model, world.cache, batch, stream=stream)
+        wanted = mla.forward(
+            plain, world.weights, world.rotary, world.cache, hidden.astype(np.float32), stream=stream
+        )
+        step = mla.plan(world.model, world.cache, batch, stream=stream, options=options)
+        out = mla.forward(step, world.weights, world.rotary, world.cache, hidden, stream=stream)
+        assert out.dtype == kind
+        np.testing.assert_array_equal(out, wanted.astype(kind))
+    if dtype == "f16":
+        with pytest.raises(mla.ShapeError, match="hidden is f16, plan was made for activations of f32"):
+            mla.forward(plain, world.weights, world.rotary, world.cache, hidden, stream=stream)
+    with pytest.raises(mla.InputError, match="unknown activation dtype 'f64'"):
+        mla.PlanOptions(activation_dtype="f64")
+
+
 @pytest.mark.parametrize("scales", [{}, {"q": [0.01], "k": [0.02], "v": [0.02]}, {"k": "heads"}])
 @pytest.mark.parametrize("prefill", ["fp8", "fp8_raw"])
 def test_prefill_of_codes(small_model, stream, prefill, scales):
@@ -174,6 +198,29 @@ def test_prefill_scales_are_checked(small_model):
         mla.prepare(small_model, tensors, dtype="f32")
     with pytest.raises(mla.InputError, match="unknown prefill operands 'e5m2'"):
         mla.PlanOptions(prefill="e5m2")
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_calc_kv_scales(rng, kind):
+    q = rng.standard_normal((5, 3, 24)).astype(kind)
+    rows = rng.standard_normal((5, 40)).astype(kind)
+    q[4, 2, 23], rows[0, 0] = -50, np.nan
+    kv_c = rows[:, 4:36]  # the NaN does not lie there
+    rows[:, 36:] = np.inf
+    largest = float(np.abs(kv_c.astype(np.float32)).max())
+    scales = mla.calc_kv_scales(q, kv_c)
+    np.testing.assert_allclose(scales, (0.25, largest / 200, largest / 100), rtol=1e-6)
+    assert scales == mla.calc_kv_scales(q, kv_c, k_divisor=200, stream=mla.Stream(1))
+    assert mla.calc_kv_scales(None, kv_c, k_divisor=2).q_scale == 1
+    assert mla.calc_kv_scales(None, kv_c, k_divisor=2).k_scale == pytest.approx(largest / 2)
+    with pytest.raises(mla.InputError, match=r"kv_c \[0, 36\] is infinite"):
+        mla.calc_kv_scales(q, rows)
+    with pytest.raises(mla.InputError, match="constant v is 0"):
+        mla.calc_kv_scales(q, kv_c, v_divisor=0)
+    with pytest.raises(mla.ShapeError, match="q: has shape|q has|rank|dimensions"):
+        mla.calc_kv_scales(q[0], kv_c)
+    with pytest.raises(mla.ShapeError, match="kv_c is fp8_e4m3, allowed: f32 bf16 f16"):
+        mla.calc_kv_scales(None, np.zeros((2, 8), ml_dtypes.float8_e4m3fn))
 
 
 def test_attend(small_model, stream):

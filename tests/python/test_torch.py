@@ -49,6 +49,35 @@ def test_tensors_give_what_arrays_give(dtype):
     np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=bound, rtol=bound)
 
 
+def test_descales_are_tensors_of_one_element():
+    q, cache, table, lengths = (t.clone() for t in dense_arguments())
+    q, cache = q.to(torch.float8_e4m3fn), cache.to(torch.float8_e4m3fn)
+    scales = dict(descale_q=torch.tensor([0.4]), descale_k=torch.tensor([1.5]))
+    out, lse = OPS.flash_mla_with_kvcache(q, cache, table, lengths, causal=True, **scales)
+    wanted, wanted_lse = flash_mla_with_kvcache(
+        q.float().numpy() * np.float32(0.4), cache.float().numpy() * np.float32(1.5),
+        table.numpy(), lengths.numpy(), causal=True,
+    )
+    assert out.dtype is torch.bfloat16
+    np.testing.assert_allclose(out.float().numpy(), wanted, atol=2e-2, rtol=2e-2)
+    np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=1e-3, rtol=1e-3)
+
+
+def test_a_layer_of_f16_tensors():
+    model = mla.preset("deepseek-v2-lite")
+    weights = mla.prepare(model, mla.random_layer(model, dtype="f32"), dtype="f32")
+    rotary, cache = mla.RotaryTable(model, positions=64), mla.Cache(mla.cache_spec(model, "f16", 16), 2)
+    batch = mla.Batch([0, 5], [5], torch.zeros(1, 1, dtype=torch.int32), list(range(5)))
+    hidden = torch.randn(5, model.hidden, generator=torch.Generator().manual_seed(3)).half()
+    wanted = mla.forward(mla.plan(model, cache, batch), weights, rotary, cache, hidden.float())
+    options = mla.PlanOptions(activation_dtype="f16")
+    step = mla.plan(model, cache, batch, options=options)
+    out = mla.forward(step, weights, rotary, cache, hidden)
+    assert out.dtype is torch.float16 and torch.equal(out, wanted.half())
+    with pytest.raises(mla.ShapeError, match="hidden is bf16, plan was made for activations of f16"):
+        mla.forward(step, weights, rotary, cache, hidden.bfloat16())
+
+
 def test_bad_tensors_are_refused_in_words():
     q, cache, table, lengths = dense_arguments()
     with pytest.raises(mla.ShapeError, match="block_table: is int64, int32 is needed"):

@@ -60,19 +60,25 @@ inline uint8_t plain_e2m1(float x) {
   return static_cast<uint8_t>((std::signbit(x) ? 8 : 0) | nearest(kMagnitudes, std::fabs(x)));
 }
 
+/// Of a power of two, or of 0: the padding's.
+inline uint8_t plain_ue8m0(float s) {
+  return s == 0 ? 0 : std::isnan(s) ? 255 : static_cast<uint8_t>(127 + std::ilogb(s));
+}
+
 /// f32 rows, `width` apart, to codes and scales in rows [0, rows) of `to`, and its scales' padding.
 inline void two_step(std::span<const float> x, int64_t rows, const QuantizedView& to) {
   const OutputSpec& spec = to.spec;
   const int64_t width = to.width, tokens = to.tokens, aligned = (tokens + 3) / 4 * 4;
   auto* scales = reinterpret_cast<uint8_t*>(to.scales);
   auto put = [&](int64_t at, float s) { std::memcpy(scales + at * 4, &s, 4); };
-  const int64_t size = spec.kind == OutputKind::nvfp4 ? 16 : spec.group, n = (width + size - 1) / size;
+  const bool mx = spec.kind == OutputKind::mxfp4, fp4 = mx || spec.kind == OutputKind::nvfp4;
+  const int64_t size = mx ? 32 : fp4 ? 16 : spec.group, n = (width + size - 1) / size;
   auto store = [&](int64_t m, int64_t k, float s) {
-    if (spec.kind == OutputKind::nvfp4) {
-      const int64_t tile = (m / 128) * ((width + 63) / 64) + k / 4;
-      scales[tile * 512 + (m % 32) * 16 + ((m % 128) / 32) * 4 + k % 4] = plain_e4m3(s);
+    if (fp4) {
+      const int64_t columns = size * 4, tile = (m / 128) * ((width + columns - 1) / columns) + k / 4;
+      scales[tile * 512 + (m % 32) * 16 + ((m % 128) / 32) * 4 + k % 4] = mx ? plain_ue8m0(s) : plain_e4m3(s);
     } else if (spec.form == ScaleForm::packed_ue8m0) {
-      scales[((k / 4) * aligned + m) * 4 + k % 4] = s == 0 ? 0 : static_cast<uint8_t>(127 + std::ilogb(s));
+      scales[((k / 4) * aligned + m) * 4 + k % 4] = plain_ue8m0(s);
     } else if (spec.layout == ScaleLayout::row_major) {
       put(m * n + k, s);
     } else {
@@ -86,13 +92,21 @@ inline void two_step(std::span<const float> x, int64_t rows, const QuantizedView
       for (int64_t i = 0; i < width; ++i) codes[i] = plain_e4m3(row[i] / spec.scale);
       continue;
     }
-    if (spec.kind == OutputKind::nvfp4) std::fill_n(codes, (width + 1) / 2, uint8_t{0});
+    if (fp4) std::fill_n(codes, (width + 1) / 2, uint8_t{0});
     for (int64_t k = 0; k < n; ++k) {
       const int64_t first = k * size, last = std::min(width, first + size);
       float amax = 0;
       for (int64_t i = first; i < last; ++i)
         if (!std::isnan(row[i])) amax = std::max(amax, std::min(std::fabs(row[i]), 3.40282347e38f));
-      if (spec.kind == OutputKind::nvfp4) {
+      if (mx) {
+        const bool finite = std::all_of(row + first, row + last, [](float v) { return std::isfinite(v); });
+        // The largest power of two of amax over that of e2m1, which is 4.
+        double s = std::exp2(-127);
+        while (s * 8 <= amax) s *= 2;
+        store(m, k, finite ? static_cast<float>(s) : NAN);
+        for (int64_t i = first; i < last && finite; ++i)
+          codes[i / 2] |= static_cast<uint8_t>(plain_e2m1(static_cast<float>(row[i] / s)) << (i % 2 * 4));
+      } else if (spec.kind == OutputKind::nvfp4) {
         const float wanted = spec.global_scale * amax / 6.0f, s = to_float(fp8_e4m3{plain_e4m3(wanted)});
         store(m, k, wanted);
         for (int64_t i = first; i < last && s > 0; ++i)
@@ -110,9 +124,9 @@ inline void two_step(std::span<const float> x, int64_t rows, const QuantizedView
     }
   }
   if (spec.kind == OutputKind::fp8) return;
-  const bool words = spec.kind == OutputKind::nvfp4 || spec.form == ScaleForm::packed_ue8m0;
+  const bool words = fp4 || spec.form == ScaleForm::packed_ue8m0;
   const int64_t all = words ? (n + 3) / 4 * 4 : n;
-  const int64_t rows_stored = spec.kind == OutputKind::nvfp4            ? (tokens + 127) / 128 * 128
+  const int64_t rows_stored = fp4                                       ? (tokens + 127) / 128 * 128
                               : spec.layout == ScaleLayout::tma_aligned ? aligned
                                                                         : tokens;
   for (int64_t k = 0; k < all; ++k)

@@ -65,9 +65,10 @@ typedef struct mla_layer_args {
   double rank_seconds;      ///< that a sum waits for the others, at most; 0: 60
 } mla_layer_args;
 
-/// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16, at least the
-/// plan's tokens; rows past those are neither read nor written. Appends the step's rows to the cache.
-/// MLA_ERROR_UNSUPPORTED when the plan was made for the attention form alone or a quantised output.
+/// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16 or what
+/// the plan's activation_dtype says, at least the plan's tokens; rows past those are neither read nor written. Appends
+/// the step's rows to the cache. MLA_ERROR_UNSUPPORTED when the plan was made for the attention form alone or a
+/// quantised output.
 MLA_API mla_status mla_forward(mla_stream* stream, const mla_layer_args* args, const DLTensor* hidden,
                                const DLTensor* out);
 
@@ -76,7 +77,7 @@ MLA_API mla_status mla_forward(mla_stream* stream, const mla_layer_args* args, c
 MLA_API mla_status mla_select(mla_stream* stream, const mla_layer_args* args, const DLTensor* positions);
 
 /// q [Token, Head, QueryKey] = [nope | rope] rotated, kv_c [Token, Latent] normed, k_pe [Token, Rope] rotated, all of
-/// the plan's activations dtype; out [Token, Head, Value], f32, on a GPU bf16 too. The last dimensions are dense.
+/// the plan's activations dtype; out [Token, Head, Value], f32, bf16 or f16. The last dimensions are dense.
 /// Appends [kv_c | k_pe] first, with MLA_CACHE_USE_APPEND; with MLA_CACHE_USE_READ both are looked at where the plan
 /// has requests on the expanded path alone, and may otherwise be NULL. Of a dummy step all three may be.
 MLA_API mla_status mla_attend(mla_stream* stream, const mla_layer_args* args, const DLTensor* q, const DLTensor* kv_c,

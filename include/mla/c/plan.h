@@ -25,6 +25,15 @@ enum {
 /// Queries, keys and values of the expanded path: in the plan's compute dtype, or as e4m3 codes by the scales that the
 /// layer was made with; raw sums are faster on Hopper GPUs and less exact.
 enum { MLA_PREFILL_COMPUTE = 0, MLA_PREFILL_FP8 = 1, MLA_PREFILL_FP8_RAW = 2 };
+/// Dtype of the rows that calls take and give: hidden states, or the attention form's q, kv_c and k_pe. NATIVE: hidden
+/// states of f32 or bf16, as each call has them, and the others of mla_plan_info.activations. Others: all are of that
+/// dtype, cast on the way in; results are rounded from f32 on the way out, and may also be f32 or bf16.
+enum {
+  MLA_ACTIVATION_DTYPE_NATIVE = 0,
+  MLA_ACTIVATION_DTYPE_F32 = 1,
+  MLA_ACTIVATION_DTYPE_BF16 = 2,
+  MLA_ACTIVATION_DTYPE_F16 = 3
+};
 /// MLA_FORM_BLOCK: mla_forward, and mla_attend too unless the output is quantised. MLA_FORM_ATTENTION: mla_attend and
 /// mla_select alone, nothing is reserved for projections and the indexer.
 enum { MLA_FORM_BLOCK = 0, MLA_FORM_ATTENTION = 1 };
@@ -105,6 +114,8 @@ typedef struct mla_plan_options {
                                   ///< have one shape, calls take inputs and outputs of mla_plan_info.tokens rows and
                                   ///< leave those of the outputs past the batch's alone; NULL: of the batch alone.
                                   ///< MLA_ERROR_UNSUPPORTED with paths expanded, no cache, dummy, and an output format
+  int32_t activation_dtype;       ///< MLA_ACTIVATION_DTYPE_... of the calls' rows; default native
+  int32_t reserved;               ///< 0
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
@@ -133,7 +144,7 @@ typedef struct mla_plan_info {
   int64_t context_rows;    ///< of the workspace for them
   int64_t topk;            ///< positions selected for a sparse row
   int32_t fused_output;    ///< 1: heads are quantised where they are finished
-  int32_t activations;     ///< MLA_F32 or MLA_BF16: dtype of the attention form's inputs
+  int32_t activations;     ///< MLA_F32, MLA_BF16 or MLA_F16: dtype of the attention form's inputs
   int64_t batch_tokens;    ///< rows that are the batch's: `tokens`, unless the options have maxima
 } mla_plan_info;
 

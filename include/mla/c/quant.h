@@ -13,6 +13,7 @@ enum {
   MLA_OUTPUT_FP8 = 1,         ///< e4m3 with one static scale
   MLA_OUTPUT_FP8_GROUPS = 2,  ///< e4m3 with a scale for each group of 128 or 64
   MLA_OUTPUT_NVFP4 = 3,       ///< e2m1, two a byte, low nibble first, with an e4m3 scale for each group of 16
+  MLA_OUTPUT_MXFP4 = 4,       ///< e2m1 likewise, with a ue8m0 scale for each group of 32
 };
 /// Of fp8_groups' scales.
 enum { MLA_SCALES_F32 = 0, MLA_SCALES_POWER_OF_TWO = 1, MLA_SCALES_PACKED_UE8M0 = 2 };

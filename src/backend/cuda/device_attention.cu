@@ -174,11 +174,12 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                                    .out = a.out,
                                    .lse = m.lse,
                                    .scratch = {m.scratch, kScratch}};
-  if (cuda::sm90::serves(cuda::model_of(queue), args)) {
+  // Hopper's kernels take neither fp8 queries nor a scale that the host does not know.
+  if (!a.q_scale && !a.k_scale && cuda::sm90::serves(cuda::model_of(queue), args)) {
     const cuda::sm90::CallerArrays arrays{.lse = a.lse};
     return cuda::sm90::attend_latent(queue, args, &arrays);
   }
-  cuda::generic::attend_positions(queue, args);
+  cuda::generic::attend_positions(queue, args, {.q = a.q_scale, .k = a.k_scale});
   form(queue, m.lse, a.lse);
 }
 

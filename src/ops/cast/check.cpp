@@ -8,7 +8,7 @@ void check(const CastArgs& a) {
   require_view("cast", "y", a.y);
   require_same<Head>("cast", "x", a.x, "y", a.y);
   require_same<In>("cast", "x", a.x, "y", a.y);
-  require_dtype("cast", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16});
+  require_dtype("cast", "x", a.x.dtype(), {Dtype::f32, Dtype::bf16, Dtype::f16});
   require_dense<In>("cast", "x", a.x);
   if (a.y.stride<Token>() != 1) require_dense<In>("cast", "y", a.y);
   if (a.scales) {

@@ -11,7 +11,7 @@
 namespace mla::ops {
 
 struct CastArgs {
-  AnyView<Token, Head, In> x;         ///< f32 or bf16, In dense
+  AnyView<Token, Head, In> x;         ///< f32, bf16 or f16, In dense
   std::span<const int32_t> x_rows;    ///< row of x for each row; empty: 0, 1, ...
   AnyMutableView<Token, Head, In> y;  ///< In or Token dense
   float scale = 1.0f;                 ///< above 0

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cache/codec.hpp"
+#include "core/quantised_weights.hpp"
 #include "mla/quant.hpp"
 
 namespace mla::ops {
@@ -14,6 +15,7 @@ struct GroupScale {
   uint32_t stored = 0;
 };
 
+/// Of fp8_groups or nvfp4.
 inline GroupScale group_scale(const OutputSpec& spec, float amax) {
   if (spec.kind == OutputKind::nvfp4) {
     const fp8_e4m3 s = to_fp8_e4m3(spec.global_scale * amax / 6.0f);
@@ -27,6 +29,13 @@ inline GroupScale group_scale(const OutputSpec& spec, float amax) {
   return {power, std::bit_cast<uint32_t>(power)};
 }
 
+/// Of mxfp4's group: ue8m0, NaN if an element is no finite number.
+inline GroupScale mx_group_scale(const float* x, int64_t n) {
+  const bool finite = std::all_of(x, x + n, [](float v) { return std::isfinite(v); });
+  const uint8_t code = finite ? mx_scale(cache::largest_magnitude(x, n)) : 255;
+  return {e8m0_value(code), code};
+}
+
 /// fp8_groups' scales are f32 unless packed; all others take a byte.
 inline bool scale_is_f32(const OutputSpec& spec) {
   return spec.kind == OutputKind::fp8_groups && spec.form != ScaleForm::packed_ue8m0;
@@ -37,7 +46,7 @@ inline void store_scale(const OutputSpec& spec, const GroupScale& s, std::byte* 
   else cache::put(to, 0, static_cast<uint8_t>(s.stored));
 }
 
-/// n e2m1 codes of x * g / s, two a byte; the last byte's high nibble is 0 when n is odd.
+/// n e2m1 codes of x * g / s, two a byte, 0 where s is 0 or NaN; the last byte's high nibble is 0 when n is odd.
 inline void encode_e2m1(const float* x, std::byte* codes, int64_t n, float g, float s) {
   auto code = [&](int64_t i) { return i < n && s > 0 ? to_e2m1(x[i] * g / s) : uint8_t{0}; };
   for (int64_t i = 0; i < n; i += 2) cache::put(codes, i / 2, static_cast<uint8_t>(code(i) | code(i + 1) << 4));
@@ -45,9 +54,10 @@ inline void encode_e2m1(const float* x, std::byte* codes, int64_t n, float g, fl
 
 /// n <= group_size() elements: codes and scale.
 inline void encode_group(const OutputSpec& spec, const float* x, int64_t n, std::byte* codes, std::byte* scale) {
-  const GroupScale s = group_scale(spec, cache::largest_magnitude(x, n));
+  const bool mx = spec.kind == OutputKind::mxfp4;
+  const GroupScale s = mx ? mx_group_scale(x, n) : group_scale(spec, cache::largest_magnitude(x, n));
   store_scale(spec, s, scale);
-  if (spec.kind == OutputKind::nvfp4) encode_e2m1(x, codes, n, spec.global_scale, s.value);
+  if (spec.is_e2m1()) encode_e2m1(x, codes, n, mx ? 1.0f : spec.global_scale, s.value);
   else cache::encode_e4m3(x, codes, n, s.value);
 }
 
@@ -59,7 +69,7 @@ inline int64_t padded_groups(const QuantizedView& y) {
 
 /// Rows of a scale tensor.
 inline int64_t padded_tokens(const QuantizedView& y) {
-  const int64_t to = y.spec.kind == OutputKind::nvfp4 ? 128 : y.spec.layout == ScaleLayout::tma_aligned ? 4 : 1;
+  const int64_t to = y.spec.is_e2m1() ? 128 : y.spec.layout == ScaleLayout::tma_aligned ? 4 : 1;
   return (y.tokens + to - 1) / to * to;
 }
 

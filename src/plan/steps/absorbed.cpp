@@ -6,7 +6,7 @@ namespace mla::planning {
 void absorbed_steps(Steps& s) {
   const ModelConfig& m = s.m;
   const int64_t t = s.tokens, n = m.heads, rows = static_cast<int64_t>(s.plan.latent_tokens.size());
-  const auto hidden = s.input<Token, Head, In>(Memory::hidden, s.act, {t, 1, m.hidden});
+  const auto hidden = hidden_rows(s);
   const auto source = query_source(s, hidden);
   const auto q_pe = s.region<Token, Head, Rope>("query", s.act, {t, n, m.rope});
   if (m.rope > 0)

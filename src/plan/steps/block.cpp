@@ -3,6 +3,15 @@
 
 namespace mla::planning {
 
+Operand<Token, Head, In> hidden_rows(Steps& s) {
+  const int64_t t = s.tokens, width = s.m.hidden;
+  const auto given = s.input<Token, Head, In>(Memory::hidden, s.act, {t, 1, width});
+  if (!s.plan.casts_hidden()) return given;
+  const auto rows = s.region<Token, Head, In>("hidden_rows", s.act, {t, 1, width});
+  s.add("cast", kForward, steps::Cast{.x = given, .x_rows = {}, .y = rows});
+  return rows;
+}
+
 Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden) {
   const int64_t width = s.m.query_latent;
   if (width == 0) return hidden;
@@ -38,14 +47,15 @@ void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, 
                     const RowList& y_rows, int64_t rows) {
   const int64_t t = s.tokens, width = s.m.hidden;
   const RowList written = s.written();
-  if (s.plan.options.tensor_parallel == 1)
+  const bool sums = s.plan.options.tensor_parallel > 1;
+  if (!sums && !s.plan.casts_hidden())
     return s.project(name, kForward, x, {}, weights,
                      s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, width}),
                      s.plan.options.maxima ? written : y_rows, rows);
-  // f32 until all are added.
+  // f32 until all are added, and where products give no such rows.
   s.project(name, kForward, x, {}, weights, s.region<Token, Head, Out>("hidden_part", Dtype::f32, {t, 1, width}),
             y_rows, rows);
-  s.add("all_reduce", kForward, steps::AllReduce{s.region<Token, In>("hidden_part", Dtype::f32, {t, width})});
+  if (sums) s.add("all_reduce", kForward, steps::AllReduce{s.region<Token, In>("hidden_part", Dtype::f32, {t, width})});
   s.add("cast", kForward,
         steps::Cast{.x = s.region<Token, Head, In>("hidden_part", Dtype::f32, {t, 1, width}),
                     .x_rows = {},
@@ -56,7 +66,7 @@ void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, 
 void block_steps(Steps& s) {
   const ModelConfig& m = s.m;
   const int64_t t = s.tokens, n = m.heads;
-  const auto hidden = s.input<Token, Head, In>(Memory::hidden, s.act, {t, 1, m.hidden});
+  const auto hidden = hidden_rows(s);
   const auto q = s.region<Token, Head, QueryKey>("query", s.act, {t, n, m.query_key()});
   const auto source = query_source(s, hidden);
   s.project("query", kForward, source, {}, Weight::query,

@@ -94,6 +94,8 @@ void finish_heads(Steps& s);
 void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
                     const RowList& y_rows, int64_t rows);
 
+/// The call's hidden states as products take them.
+Operand<Token, Head, In> hidden_rows(Steps& s);
 /// Normed query latents, where the model has them: what queries are projected from.
 Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden);
 /// The new tokens' cache rows, rotated and appended; q_pe is rotated with them.

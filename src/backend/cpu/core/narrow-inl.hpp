@@ -83,6 +83,17 @@ HWY_INLINE float LargestMagnitude(const float* x, int64_t n) {
   return std::min(std::bit_cast<float>(bits), FLT_MAX);
 }
 
+// Bits of the largest magnitude, NaN's above infinity's; n a multiple of 16.
+HWY_INLINE uint32_t LargestBits(const float* x, int64_t n) {
+  const hn::CappedTag<int32_t, 16> di;
+  const hn::RebindToFloat<decltype(di)> df;
+  const auto magnitude = hn::Set(di, 0x7fffffff);
+  auto largest = hn::Zero(di);
+  for (int64_t i = 0; i < n; i += static_cast<int64_t>(hn::Lanes(di)))
+    largest = hn::Max(largest, hn::And(hn::BitCast(di, hn::LoadU(df, x + i)), magnitude));
+  return static_cast<uint32_t>(hn::GetLane(hn::MaxOfLanes(di, largest)));
+}
+
 }  // namespace mla::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();
 #endif

@@ -35,6 +35,9 @@ void EncodeFp8(const OutputSpec& spec, const GroupBatch& b) {
 void EncodeNvfp4(const OutputSpec& spec, const GroupBatch& b) {
   for (int64_t k = 0; k < b.count; ++k) ops::encode_group(spec, b.x[k], 16, b.codes[k], b.scales[k]);
 }
+void EncodeMxfp4(const OutputSpec& spec, const GroupBatch& b) {
+  for (int64_t k = 0; k < b.count; ++k) ops::encode_group(spec, b.x[k], 32, b.codes[k], b.scales[k]);
+}
 #else
 
 void EncodeFp8(const OutputSpec& spec, const GroupBatch& b) {
@@ -73,12 +76,19 @@ void EncodeFp8(const OutputSpec& spec, const GroupBatch& b) {
   }
 }
 
+// Codes in the low bits of each lane, two a byte.
+template <class DU, class U>
+HWY_INLINE void StorePairs(DU du, U code, uint8_t* to) {
+  const hn::RepartitionToWide<DU> d64;
+  const hn::Rebind<uint8_t, decltype(d64)> d8;
+  const auto pair = hn::BitCast(d64, code);  // the lower code in the lower half
+  hn::StoreU(hn::TruncateTo(d8, hn::Or(pair, hn::ShiftRight<28>(pair))), d8, to);
+}
+
 void EncodeNvfp4(const OutputSpec& spec, const GroupBatch& b) {
   constexpr int64_t kSize = 16;
   const hn::CappedTag<float, kSize> df;
   const hn::RebindToUnsigned<decltype(df)> du;
-  const hn::RepartitionToWide<decltype(du)> d64;
-  const hn::Rebind<uint8_t, decltype(d64)> d8;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   const auto g = hn::Set(df, spec.global_scale);
   alignas(64) float scales[GroupBatch::kMost] = {};
@@ -98,8 +108,29 @@ void EncodeNvfp4(const OutputSpec& spec, const GroupBatch& b) {
     for (int64_t j = 0; j < kSize; j += lanes) {
       auto code = NarrowE2m1(df, hn::Div(hn::Mul(hn::LoadU(df, b.x[k] + j), g), scale));
       if (zero) code = hn::Zero(du);
-      const auto pair = hn::BitCast(d64, code);  // the lower code in the lower half
-      hn::StoreU(hn::TruncateTo(d8, hn::Or(pair, hn::ShiftRight<28>(pair))), d8, to + j / 2);
+      StorePairs(du, code, to + j / 2);
+    }
+  }
+}
+
+// A scale is its group's largest exponent less 2: no arithmetic on floats, and so nothing to do for all groups at once.
+void EncodeMxfp4(const OutputSpec&, const GroupBatch& b) {
+  constexpr int64_t kSize = 32;
+  const hn::CappedTag<float, 16> df;
+  const hn::RebindToUnsigned<decltype(df)> du;
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
+  for (int64_t k = 0; k < b.count; ++k) {
+    const uint32_t exponent = LargestBits(b.x[k], kSize) >> 23;
+    const bool finite = exponent < 255;
+    const uint32_t scale = finite ? std::max(exponent, 2u) - 2 : 255;
+    cache::put(b.scales[k], 0, static_cast<uint8_t>(scale));
+    // The inverse of a power of two is exact, and so is the product with it, above what rounds to 0.
+    const auto inverse = hn::BitCast(df, hn::Set(du, finite ? (254 - scale) << 23 : 0));
+    uint8_t* to = reinterpret_cast<uint8_t*>(b.codes[k]);
+    for (int64_t j = 0; j < kSize; j += lanes) {
+      auto code = NarrowE2m1(df, hn::Mul(hn::LoadU(df, b.x[k] + j), inverse));
+      if (!finite) code = hn::Zero(du);
+      StorePairs(du, code, to + j / 2);
     }
   }
 }
@@ -112,9 +143,9 @@ HWY_AFTER_NAMESPACE();
 namespace mla::cpu {
 HWY_EXPORT(EncodeFp8);
 HWY_EXPORT(EncodeNvfp4);
+HWY_EXPORT(EncodeMxfp4);
 
-QuantizedWriter::QuantizedWriter(const QuantizedView& y)
-    : y_(y), nvfp4_(y.spec.kind == OutputKind::nvfp4), size_(y.spec.group_size()) {
+QuantizedWriter::QuantizedWriter(const QuantizedView& y) : y_(y), e2m1_(y.spec.is_e2m1()), size_(y.spec.group_size()) {
   if (size_ == 0) return;
   auto place = [&](int64_t row, int64_t group) { return y.spec.scale_offset(y.tokens, y.width, row, group); };
   row_ = place(1, 0);
@@ -128,7 +159,8 @@ void QuantizedWriter::write(int64_t first, const int32_t* list, int64_t rows, in
   GroupBatch batch;
   const int64_t most = size_ == 0 ? 0 : std::min(GroupBatch::kMost, GroupBatch::kElements / size_);
   auto flush = [&] {
-    if (nvfp4_) HWY_DYNAMIC_DISPATCH(EncodeNvfp4)(y_.spec, batch);
+    if (y_.spec.kind == OutputKind::mxfp4) HWY_DYNAMIC_DISPATCH(EncodeMxfp4)(y_.spec, batch);
+    else if (e2m1_) HWY_DYNAMIC_DISPATCH(EncodeNvfp4)(y_.spec, batch);
     else HWY_DYNAMIC_DISPATCH(EncodeFp8)(y_.spec, batch);
     batch.count = 0;
   };
@@ -143,7 +175,7 @@ void QuantizedWriter::write(int64_t first, const int32_t* list, int64_t rows, in
     std::byte* scales = scales_of(row);
     int64_t group = column / size_;
     for (int64_t i = 0; i < n; i += size_, ++group) {
-      std::byte* to = codes + (nvfp4_ ? i / 2 : i);
+      std::byte* to = codes + (e2m1_ ? i / 2 : i);
       if (n - i < size_) {
         ops::encode_group(y_.spec, x + i, n - i, to, scale_in(scales, group));
         break;

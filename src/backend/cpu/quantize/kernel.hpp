@@ -22,16 +22,16 @@ class QuantizedWriter {
 
  private:
   std::byte* scales_of(int64_t row) const {
-    return y_.scales + (nvfp4_ ? (row >> 7) * tiles_ + (row & 31) * 16 + (row >> 5 & 3) * 4 : row * row_);
+    return y_.scales + (e2m1_ ? (row >> 7) * tiles_ + (row & 31) * 16 + (row >> 5 & 3) * 4 : row * row_);
   }
   // In every layout four groups have one step from each to the next, and so have fours.
   std::byte* scale_in(std::byte* row, int64_t group) const { return row + (group >> 2) * four_ + (group & 3) * step_; }
 
   QuantizedView y_;
-  bool nvfp4_ = false;
+  bool e2m1_ = false;
   int64_t size_ = 0;                       // of a group
   int64_t row_ = 0, step_ = 0, four_ = 0;  // bytes from a scale to the next row's, the next group's, the fourth next's
-  int64_t tiles_ = 0;                      // nvfp4: bytes from 128 rows to the next
+  int64_t tiles_ = 0;                      // e2m1: bytes from 128 rows to the next
 };
 
 }  // namespace mla::cpu

@@ -13,7 +13,7 @@ namespace mla::cuda {
 struct ScalePlaces {
   uint32_t* data = nullptr;
   int64_t row = 0, word = 0;  // from one to the next
-  int32_t tiles = 0;          // nvfp4: words of a row, otherwise 0
+  int32_t tiles = 0;          // e2m1: words of a row, otherwise 0
   __device__ uint32_t* at(int64_t r, int64_t w) const {
     if (tiles == 0) return data + r * row + w * word;
     return data + ((r >> 7) * tiles + w) * 128 + (r & 31) * 4 + (r >> 5 & 3);
@@ -30,7 +30,7 @@ inline ScalePlaces scale_places(const QuantizedView& y) {
   s.data = reinterpret_cast<uint32_t*>(y.scales);
   s.row = at(1, 0);
   s.word = at(0, bytes ? 4 : 1);
-  if (y.spec.kind == OutputKind::nvfp4) s.tiles = static_cast<int32_t>(ops::padded_groups(y) / 4);
+  if (y.spec.is_e2m1()) s.tiles = static_cast<int32_t>(ops::padded_groups(y) / 4);
   return s;
 }
 

@@ -23,6 +23,7 @@ struct CacheAttention {
   Destination out, partial, scratch;
   const float* sinks = nullptr;
   float scale = 1.0f;
+  const float* q_scale = nullptr;  // beside scale
   int32_t heads = 0, width = 0;
   const LatentItem* positions = nullptr;  // one of the two
   const SparseItem* lists = nullptr;
@@ -134,7 +135,8 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
   if (blocks > 0) load_queries<Core>(a.q, a.layout, tile, shared);
   Core core;
   CacheKeys<Core> keys(a.sources, a.count, a.lists != nullptr, a.copies, a.layout, shared, key_row, begin, end);
-  const RowEnd row = attend(core, a.layout, tile, keys, blocks, a.scale, first_column, columns, shared);
+  const RowEnd row = attend(core, a.layout, tile, keys, blocks, a.q_scale ? a.scale * *a.q_scale : a.scale,
+                            first_column, columns, shared);
   if (row.mine && row.row < rows) {
     const int to = tile.to[row.row], head = tile.head[row.row];
     const float lse = row.sum == 0.0f ? -INFINITY : row.max + logf(row.sum);
@@ -346,13 +348,14 @@ void join(const Queue& queue, const CacheAttention& a, int64_t tokens, std::stri
 
 }  // namespace
 
-void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
+void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, const DeviceScales& scales) {
   constexpr std::string_view op = "attend_latent";
   CacheAttention a;
   a.q = queries(args.q);
   a.heads = static_cast<int32_t>(args.q.extent<Head>());
   a.width = static_cast<int32_t>(args.out.extent<Value>());
   a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
+  a.q_scale = scales.q;
   a.out = destination<Token>(args.out, args.lse, {});
   a.partial = destination<Partial>(args.partial_out, args.partial_lse, {});
   int64_t all_tokens = 0, most = 0;
@@ -365,6 +368,7 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args) {
   if (all_tokens == 0 || a.heads == 0 || a.width == 0) return;
   const LatentItem* const items = queue.staged(args.items, op, "items");
   a.sources[0] = source(op, args.cache);
+  a.sources[0].given_scale = scales.k;
   const auto table = queue.staged(args.block_table, op, "block_table");
   if (table.template extent<Page>() > 1 && table.template stride<Page>() != 1)
     throw UnsupportedError("attend_latent: block_table's Page stride is " +

@@ -7,8 +7,13 @@
 
 namespace mla::cuda::generic {
 
+/// Scales that the device alone knows: of fp8 queries beside the call's own, and of an fp8 cache in place of its own.
+struct DeviceScales {
+  const float *q = nullptr, *k = nullptr;
+};
+
 /// Splits of unsplit items are chosen from the host's items alone, and joined in a second launch.
-void attend_positions(const Queue& queue, const ops::AttendLatentArgs& a);
+void attend_positions(const Queue& queue, const ops::AttendLatentArgs& a, const DeviceScales& scales = {});
 /// Whole items without part_keys are cut from the host's items alone. One launch, or with parts within items a pair for
 /// as many rows as scratch holds parts of.
 void attend_lists(const Queue& queue, const ops::AttendSparseArgs& a);

@@ -18,7 +18,8 @@ enum class Copies : uint8_t {
 
 struct CacheSource {
   CacheMemory memory;
-  const int32_t* table = nullptr;  // block table [requests][pages], or slots [rows][topk]
+  const float* given_scale = nullptr;  // fp8: in place of memory's
+  const int32_t* table = nullptr;      // block table [requests][pages], or slots [rows][topk]
   int64_t table_stride = 0;
   const int32_t* lengths = nullptr;  // of slot lists; null: all count
   int64_t slots = 0;                 // the cache has
@@ -26,6 +27,7 @@ struct CacheSource {
   int32_t row_bytes = 0;
   int32_t unit = 0;   // bytes of a staged copy: 4, 8, 16
   bool wide = false;  // eight elements may be read at once (in the stage, where there is one)
+  __device__ float k_scale() const { return given_scale ? *given_scale : memory.k_scale; }
 };
 
 template <class Core>
@@ -218,7 +220,7 @@ class CacheKeys {
   __device__ void read_group(const std::byte* row, int group, int source, Group<codes>& x) const {
     x.load(row + group * (codes ? 16 : 32));
     if constexpr (f == CacheFormat::fp8) {
-      x.scale = sources_[source].memory.k_scale;
+      x.scale = sources_[source].k_scale();
     } else if constexpr (f == CacheFormat::fp8_ds_mla) {
       using namespace cache::fp8_ds_mla;
       x.scale = reinterpret_cast<const float*>(row + kScalesAt)[static_cast<unsigned>(group) / (kGroup / 16)];
@@ -270,7 +272,7 @@ class CacheKeys {
     for (int n = warp; n < N; n += kWarps) {
       const int at = block % 2 * N + n, whose = sources()[at];
       if (whose != source && (whose >= 0 || source > 0)) continue;
-      const CacheRow<f> row(sources_[source].memory.k_scale, rows()[at], scales()[at]);
+      const CacheRow<f> row(sources_[source].k_scale(), rows()[at], scales()[at]);
       for (int base = lane * 8; base < depth; base += kPieces * 256) {
         Read x[kPieces][8];
 #pragma unroll

@@ -194,6 +194,7 @@ void to_any(const Queue& queue, const CopyRows& c, std::string_view op) {
 void copy_rows(const Queue& queue, const CopyRows& c, std::string_view op) {
   if (copy_codes(queue, c, op)) return;
   if (c.x.dtype() == Dtype::f32) to_any<float>(queue, c, op);
+  else if (c.x.dtype() == Dtype::f16) to_any<f16>(queue, c, op);
   else to_any<bf16>(queue, c, op);
 }
 

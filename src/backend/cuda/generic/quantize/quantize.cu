@@ -20,7 +20,7 @@ namespace {
 
 constexpr int kThreads = 256, kN = 16, kColumns = 32 * kN;
 
-enum class Form : uint8_t { fp8, groups_f32, groups_power, groups_packed, nvfp4 };
+enum class Form : uint8_t { fp8, groups_f32, groups_power, groups_packed, nvfp4, mxfp4 };
 
 // Zeros: all words of rows [first_row, first_row + rows), and the byte places past the last group of used rows.
 struct Padding {
@@ -108,6 +108,18 @@ __device__ inline bool encode_e2m1(const uint32_t (&x)[kN / 2], float g, fp8_e4m
   return true;
 }
 
+// A lane's codes from column i on, the first `here` of them.
+template <bool wide>
+__device__ inline void store_pairs(const uint32_t (&words)[2], uint8_t* codes, int i, int here) {
+  if constexpr (wide) {
+    if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kN; e += 2)
+      if (e < here) codes[(i + e) / 2] = static_cast<uint8_t>(words[e / 8] >> (e % 8 * 4));
+  }
+}
+
 template <class T, Form form, int group, bool wide>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsigned row_blocks) {
   if (blockIdx.x >= row_blocks) {
@@ -141,7 +153,31 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   }
   uint8_t* const codes = a.codes + row * a.codes_row;
 
-  if constexpr (form == Form::nvfp4) {
+  if constexpr (form == Form::mxfp4) {
+    uint32_t most = 0;  // bits of the group's largest magnitude, NaN's above infinity's
+#pragma unroll
+    for (int e = 0; e < kN; ++e) most = max(most, __float_as_uint(x[e]) & 0x7fffffffu);
+    const uint32_t exponent = max(most, __shfl_xor_sync(0xffffffffu, most, 1)) >> 23;
+    const bool finite = exponent < 255;
+    const uint32_t scale = finite ? max(exponent, 2u) - 2 : 255;
+    const float inverse = __uint_as_float(finite ? (254 - scale) << 23 : 0);  // exact, and so is a product with it
+    uint32_t words[2];
+#pragma unroll
+    for (int w = 0; w < 2; ++w) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int e = 7; e >= 0; --e) {
+        const float q = __fmul_rn(x[8 * w + e], inverse);
+        word = word << 4 | (e2m1_bits<true>(q) & 7u) | (__float_as_uint(q) >> 28 & ~7u);
+      }
+      words[w] = finite ? word : 0;
+    }
+    store_pairs<wide>(words, codes, i, here);
+    uint32_t word = here > 0 && lane % 2 == 0 ? scale << (lane / 2 % 4 * 8) : 0;
+    word |= __shfl_xor_sync(0xffffffffu, word, 2);
+    word |= __shfl_xor_sync(0xffffffffu, word, 4);
+    if (lane % 8 == 0 && here > 0) *a.scales.at(row, i / (4 * group)) = word;
+  } else if constexpr (form == Form::nvfp4) {
     fp8_e4m3 scale;
     uint32_t words[2];
     const auto scale_of = [&](float amax) { return nvfp4_scale(a.number, amax); };
@@ -161,13 +197,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
       scale = scale_of(own);
       encode_e2m1(x, a.number, scale, own, words);
     }
-    if constexpr (wide) {
-      if (here > 0) *reinterpret_cast<uint2*>(codes + i / 2) = make_uint2(words[0], words[1]);
-    } else {
-#pragma unroll
-      for (int e = 0; e < kN; e += 2)
-        if (e < here) codes[(i + e) / 2] = static_cast<uint8_t>(words[e / 8] >> (e % 8 * 4));
-    }
+    store_pairs<wide>(words, codes, i, here);
     // Four lanes' scales are a word; those past the row's end hold zeros.
     uint32_t word = here > 0 ? static_cast<uint32_t>(scale.bits) << (lane % 4 * 8) : 0;
     word |= __shfl_xor_sync(0xffffffffu, word, 1);
@@ -240,7 +270,7 @@ void run(const Queue& queue, const QuantizeRows& a, const ops::QuantizeArgs& arg
     return reinterpret_cast<uintptr_t>(p) % static_cast<uintptr_t>(n) == 0 && stride % n == 0;
   };
   const bool wide = a.width % kN == 0 && multiple_of(a.x, a.x_row * static_cast<int64_t>(sizeof(T)), 16) &&
-                    multiple_of(a.codes, a.codes_row, form == Form::nvfp4 ? 8 : 16);
+                    multiple_of(a.codes, a.codes_row, form == Form::nvfp4 || form == Form::mxfp4 ? 8 : 16);
   const int64_t warps = kThreads / 32, row_blocks = (a.rows * a.chunks + warps - 1) / warps,
                 blocks = row_blocks + blocks_of(a.padding.count());
   if (blocks == 0) return;
@@ -271,6 +301,7 @@ void run(const Queue& queue, const ops::QuantizeArgs& args) {
   a.padding = padding_of(args.y, args.rows.empty() ? 0 : args.x.extent<Token>());
   if (spec.kind == OutputKind::fp8) return run<T, Form::fp8, 0>(queue, a, args);
   if (spec.kind == OutputKind::nvfp4) return run<T, Form::nvfp4, 16>(queue, a, args);
+  if (spec.kind == OutputKind::mxfp4) return run<T, Form::mxfp4, 32>(queue, a, args);
   const auto by_group = [&](auto group) {
     constexpr int g = decltype(group)::value;
     switch (spec.form) {
