@@ -143,7 +143,7 @@ typedef struct mla_plan_info {
   int64_t context_chunks;  ///< gathers of cached context for the expanded path
   int64_t context_rows;    ///< of the workspace for them
   int64_t topk;            ///< positions selected for a sparse row
-  int32_t fused_output;    ///< 1: heads are quantised where they are finished
+  int32_t fused_output;    ///< 1: heads are quantised where they are finished, on a GPU those of the expanded path
   int32_t activations;     ///< MLA_F32, MLA_BF16 or MLA_F16: dtype of the attention form's inputs
   int64_t batch_tokens;    ///< rows that are the batch's: `tokens`, unless the options have maxima
 } mla_plan_info;

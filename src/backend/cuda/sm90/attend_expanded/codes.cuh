@@ -12,6 +12,7 @@
 #include "backend/cuda/core/output_codes.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+#include "backend/cuda/sm90/attend_expanded/rows.cuh"
 #include "mla/error.hpp"
 #include "mla/quant.hpp"
 #include "ops/quantize/op.hpp"
@@ -55,21 +56,6 @@ inline OutputCodes output_codes(const QuantizedView& y) {
   return c;
 }
 
-// A thread has columns 8 j + 2 quad + {0, 1} of its row, j = 0, 1, ...: an octet of columns is four threads'.
-
-/// Four words of each of a row's four threads: afterwards thread t has word t of threads 0 to 3.
-__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int quad) {
-#pragma unroll
-  for (int bit = 1; bit < 4; bit *= 2) {
-    const bool upper = quad & bit;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (i & bit) continue;
-      const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i | bit], bit);
-      (upper ? w[i] : w[i | bit]) = got;
-    }
-  }
-}
 /// x / s rounded once, wherever e4m3 looks, for many x: x high + x low with 1 / s = (high + low)(1 + 2^-43). It could
 /// only be seen where x / s lies that close to the border between an f32 number in the middle of two codes and its
 /// neighbour. Middles have 5 bits, and so, with s = S 2^n and S of 24 bits, x is at least S mod 2^20, or its

@@ -61,6 +61,22 @@ __device__ __forceinline__ void raise_references(RowState& state, const bool (&a
 }
 __device__ __forceinline__ float offset_of(float reference) { return reference == -INFINITY ? 0.0f : reference; }
 
+// A thread has columns 8 j + 2 quad + {0, 1} of its row, j = 0, 1, ...: an octet of columns is four threads'.
+
+/// Four words of each of a row's four threads: afterwards thread t has word t of threads 0 to 3.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int quad) {
+#pragma unroll
+  for (int bit = 1; bit < 4; bit *= 2) {
+    const bool upper = quad & bit;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i | bit], bit);
+      (upper ? w[i] : w[i | bit]) = got;
+    }
+  }
+}
+
 /// One row's outputs: the four threads of a row exchange columns, so that each stores 16 bytes of eight neighbouring
 /// ones.
 template <class Element, int n>
@@ -72,17 +88,7 @@ __device__ __forceinline__ void store_row(Element* row, const float (&o)[n], int
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       w[i] = packed<Element>(o[4 * (j + i) + 2 * h] * factor, o[4 * (j + i) + 2 * h + 1] * factor);
-      // Transpose of the 4 x 4 words (thread, i): first the words that differ in bit 0 of both, then in bit 1.
-#pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-      const bool upper = quad & bit;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i & bit) continue;
-        const uint32_t got = __shfl_xor_sync(~0u, upper ? w[i] : w[i | bit], bit);
-        (upper ? w[i] : w[i | bit]) = got;
-      }
-    }
+    transpose_quad(w, quad);
     if (valid) *reinterpret_cast<uint4*>(row + 8 * (j + quad)) = uint4{w[0], w[1], w[2], w[3]};
   }
 }
