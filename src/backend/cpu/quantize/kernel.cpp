@@ -78,7 +78,7 @@ void EncodeFp8(const OutputSpec& spec, const GroupBatch& b) {
 
 // Codes in the low bits of each lane, two a byte.
 template <class DU, class U>
-HWY_INLINE void StorePairs(DU du, U code, uint8_t* to) {
+HWY_INLINE void StorePairs(DU, U code, uint8_t* to) {
   const hn::RepartitionToWide<DU> d64;
   const hn::Rebind<uint8_t, decltype(d64)> d8;
   const auto pair = hn::BitCast(d64, code);  // the lower code in the lower half
