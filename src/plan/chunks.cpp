@@ -4,7 +4,7 @@
 #include <string>
 
 #include "mla/error.hpp"
-#include "mla/plan.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 
@@ -29,7 +29,7 @@ std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_
   auto place = [&](int64_t request, int64_t start, int64_t count) {
     chunks.back().push_back({static_cast<int32_t>(request), static_cast<int32_t>(start), static_cast<int32_t>(count),
                              static_cast<int32_t>(used)});
-    used = std::min(rows, (used + count + grain - 1) / grain * grain);
+    used = std::min(rows, planning::round_up(used + count, grain));
   };
   for (int64_t r = 0; r < static_cast<int64_t>(contexts.size()); ++r) {
     const int64_t context = contexts[r];

@@ -15,8 +15,6 @@ constexpr int64_t kMostRows = 64;
 // Positions a tile are a multiple of what one task of index_score takes.
 constexpr int64_t kGrain = 1024;
 
-int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
 }  // namespace
 
 IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_bytes) {
@@ -35,7 +33,7 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
   t.rows = std::clamp<int64_t>(static_cast<int64_t>(most_bytes / 2 / least), 1, std::min(rows, most_rows));
   t.state_bytes = static_cast<size_t>(t.rows) * state;
   const int64_t room = static_cast<int64_t>((most_bytes - t.state_bytes) / sizeof(float)) / t.rows;
-  t.keys = std::min(room / kGrain * kGrain, round_up(longest, kGrain));
+  t.keys = std::min(room / kGrain * kGrain, planning::round_up(longest, kGrain));
   t.score_bytes = static_cast<size_t>(t.rows * t.keys) * sizeof(float);
   return t;
 }
@@ -43,7 +41,7 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
 int64_t IndexTile::rounds(int64_t keys) const {
   int64_t end = 0;
   for (const IndexItem& row : rows) end = std::max<int64_t>(end, row.kv_end);
-  return (end + keys - 1) / keys;
+  return planning::ceil_div(end, keys);
 }
 
 namespace {

@@ -8,6 +8,9 @@ namespace mla::planning {
 /// Model, cache, options and device, checked, with what follows from them alone.
 Plan begin_plan(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& options);
 
+constexpr int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
+constexpr int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
+
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
@@ -16,9 +19,11 @@ inline Dtype query_codes(const Plan& plan) {
   return plan.device.device.kind == DeviceKind::cpu ? Dtype::fp8_e4m3 : Dtype::bf16;
 }
 
-/// Where e4m3 keys of the expanded path begin: at multiples of these rows, for their values lie with rows innermost and
-/// GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
-constexpr size_t kCodeRows = 16;
+/// Of e4m3 keys of the expanded path: they begin at multiples of these rows, for their values lie with rows innermost
+/// and GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
+constexpr int64_t kCodeRows = 16;
+/// Where keys of the expanded path begin: at multiples of these rows.
+inline int64_t key_grain(const Plan& plan) { return plan.prefills_codes() ? kCodeRows : 1; }
 
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells, `least` of them where there are few.

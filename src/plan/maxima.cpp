@@ -67,8 +67,6 @@ IndexTiles most_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_b
   return most;
 }
 
-int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
 // As many entries as any batch needs, those that this one does not have as `empty`.
 template <class T>
 void pad(std::vector<T>& list, int64_t count, const T& empty, const char* name) {
@@ -115,7 +113,7 @@ void pad_sparse(Plan& p, const StepMaxima& m) {
   IndexSchedule& s = p.index_schedule;
   s.tiles = index_tiles(m.tokens, m.seq_len, p.topk, index_tile_bytes(p));
   pad(s.all, m.requests, {}, "index rows");
-  s.selected.resize(static_cast<size_t>(divide_up(m.tokens, s.tiles.rows)));
+  s.selected.resize(static_cast<size_t>(ceil_div(m.tokens, s.tiles.rows)));
   for (IndexTile& tile : s.selected) pad_tile(tile.rows, items_of_tile(s, m));
 }
 
@@ -232,11 +230,10 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                   .heads = o.absorbed ? 0 : m.tokens,
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
                   .shares_context = can.latent && o.context_parallel.sharding.ranks() > 1};
-  // Where keys are codes requests begin at multiples of kCodeRows.
-  const int64_t grain = p.prefills_codes() ? int64_t{kCodeRows} : 1;
+  const int64_t grain = key_grain(p);
   if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
   if (can.context)
-    w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * divide_up(m.seq_len - 1, grain) * grain);
+    w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * round_up(m.seq_len - 1, grain));
   if (p.fused_output && !can.context) w.heads = 0;
   if (can.sparse) {
     w.sparse = m.tokens;

@@ -210,9 +210,8 @@ void chunk_context(Plan& plan) {
   const int64_t rows = chunk_rows(plan, longest, requests);
   if (rows == 0) return;  // nothing is expanded
   plan.context_rows = rows;
-  for (std::vector<GatherPiece>& pieces :
-       pack_context_chunks(contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0,
-                           plan.prefills_codes() ? kCodeRows : 1)) {
+  for (std::vector<GatherPiece>& pieces : pack_context_chunks(
+           contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0, key_grain(plan))) {
     ContextChunk chunk{.pieces = std::move(pieces), .items = {}};
     chunk.items.reserve(chunk.pieces.size());
     for (const GatherPiece& piece : chunk.pieces) {
@@ -276,10 +275,9 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
                              " new tokens takes the expanded path by policy " + std::string(to_string(options.path)) +
                              ", fully absorbed weights serve the latent path alone");
-    if (expanded && request.query_len > 0 && p.prefills_codes() && !p.expanded_tokens.empty()) {
-      const size_t begin =
-          (p.expanded_tokens.size() + planning::kCodeRows - 1) / planning::kCodeRows * planning::kCodeRows;
-      p.expanded_tokens.resize(begin, p.expanded_tokens.back());
+    if (expanded && request.query_len > 0 && !p.expanded_tokens.empty()) {
+      const int64_t begin = planning::round_up(std::ssize(p.expanded_tokens), planning::key_grain(p));
+      p.expanded_tokens.resize(static_cast<size_t>(begin), p.expanded_tokens.back());
     }
     if (expanded && request.query_len > 0)
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),

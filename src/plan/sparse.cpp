@@ -14,8 +14,8 @@ constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
 // Heads that share a gathered block in a task; a row of more heads is several units of work.
 constexpr int64_t kHeadsOfUnit = 64;
 
-int64_t ceil_div(int64_t x, int64_t by) { return (x + by - 1) / by; }
-int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to; }
+using planning::ceil_div;
+using planning::round_up;
 
 void require(const char* what, int64_t found, int64_t least) {
   if (found < least || found > kMost)

@@ -26,8 +26,6 @@ constexpr int64_t kShortest = 1024, kFewKeys = 8 * 512;
 // (docs/numerics.md).
 constexpr int64_t kLongest = 1 << 18;
 
-int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
 // So that no thread starts a long range last; equally long ones stay in their order. Keys are sorted, then items moved
 // once: items are several words.
 void sort_longest_first(std::vector<LatentItem>& items) {
@@ -70,7 +68,7 @@ int64_t split_keys(const Plan& plan) {
 int64_t range_length(int64_t total, int64_t units, int64_t least) {
   int64_t shortest = kShortest;
   while (shortest > least && total / shortest < kFewKeys / least) shortest /= 2;
-  return std::max(shortest, round_up((total + units - 1) / units, kGrain));
+  return std::max(shortest, round_up(ceil_div(total, units), kGrain));
 }
 
 // Why these hold, under fast: ranges have at least total / kUnits positions, so that tiles longer than one, at most
@@ -79,7 +77,7 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
 MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   const bool shares = plan.options.context_parallel.sharding.ranks() > 1;
-  const auto ranges_of = [&](int64_t length) { return (m.seq_len + length - 1) / length; };
+  const auto ranges_of = [&](int64_t length) { return ceil_div(m.seq_len, length); };
   MostLatent most;
   if (m.tokens == 0) return most;
   if (plan.device.device.kind == DeviceKind::cuda) {
@@ -88,8 +86,7 @@ MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
   }
   // Runs of one owner's tokens are tiles of their own.
   const int64_t tile = std::min(kTileTokens, m.query_len),
-                tiles = shares ? m.tokens
-                               : std::min(m.tokens, m.requests * ((m.query_len + kTileTokens - 1) / kTileTokens));
+                tiles = shares ? m.tokens : std::min(m.tokens, m.requests * ceil_div(m.query_len, kTileTokens));
   if (invariant) {
     const int64_t ranges = ranges_of(kInvariantKeys);
     most.items = tiles * ranges;
@@ -157,7 +154,7 @@ LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int6
   each_tile([&](const LatentRows& r, int32_t q, int32_t count) {
     const int64_t length = end_of(r, q, count);
     total += length;
-    parts += count * ((length + kInvariantKeys - 1) / kInvariantKeys);
+    parts += count * ceil_div(length, kInvariantKeys);
     ++tiles;
   });
   // fast splits at most kUnits tiles into at most kUnits ranges each.
@@ -170,8 +167,8 @@ LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int6
   work.items.reserve(static_cast<size_t>(tiles + (invariant ? total / kInvariantKeys + 1 : kUnits)));
   int32_t partial = 0;
   each_tile([&](const LatentRows& r, int32_t q, int32_t count) {
-    const int64_t length = end_of(r, q, count), splits = std::max<int64_t>(1, (length + longest - 1) / longest);
-    const int64_t step = invariant ? longest : round_up((length + splits - 1) / splits, kGrain);
+    const int64_t length = end_of(r, q, count), splits = std::max<int64_t>(1, ceil_div(length, longest));
+    const int64_t step = invariant ? longest : round_up(ceil_div(length, splits), kGrain);
     LatentItem item{.request = r.request,
                     .q_begin = r.q_begin + q,
                     .q_count = count,

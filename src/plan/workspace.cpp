@@ -131,7 +131,8 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   if (plan.prefills_codes()) {
     add("query_codes", key_rows > 0 ? t * n * static_cast<size_t>(m.query_key()) : 0);
     add("key_codes", key_rows * n * static_cast<size_t>(m.nope));
-    add("value_codes", (key_rows + kCodeRows - 1) / kCodeRows * kCodeRows * n * static_cast<size_t>(m.value));
+    const auto turned_rows = static_cast<size_t>(round_up(static_cast<int64_t>(key_rows), kCodeRows));
+    add("value_codes", turned_rows * n * static_cast<size_t>(m.value));
   }
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));

@@ -39,7 +39,7 @@ Expanded expand(Steps& s, Calls calls, const Operand<Token, Head, In>& kv_c, con
          s.region<Token, Head, In>("key_codes", e4m3, {rows, n, m.nope}), Scales::key);
   // On a GPU a head's values lie with their rows innermost, as tensor cores take e4m3.
   const bool turned = s.plan.device.device.kind == DeviceKind::cuda;
-  const int64_t pitch = (rows + int64_t{kCodeRows} - 1) / int64_t{kCodeRows} * int64_t{kCodeRows};
+  const int64_t pitch = round_up(rows, kCodeRows);
   const auto values =
       turned ? s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch})
              : s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value});

@@ -1,6 +1,7 @@
 // The sparse path: the indexer scores and selects, the selection is mapped to rows once, attention reads those rows.
 #include <cmath>
 
+#include "plan/internal.hpp"
 #include "plan/steps/steps.hpp"
 
 namespace mla::planning {
@@ -32,7 +33,7 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
     const IndexTile& tile = schedule.selected[i];
     const auto items = s.list(ListKind::index_tile, tile.rows, i);
     const std::optional<StepMaxima>& maxima = s.plan.options.maxima;
-    const int64_t rounds = maxima ? (maxima->seq_len + keys - 1) / keys : tile.rounds(keys);
+    const int64_t rounds = maxima ? ceil_div(maxima->seq_len, keys) : tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
       s.add("index_score", kIndexer,
             steps::IndexScore{q, weights, scale, items, r * keys, scores, s.plan.options.index_arithmetic});
