@@ -9,8 +9,8 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/core/output_codes.cuh"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/scale_places.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "ops/quantize/codec.hpp"
 
@@ -51,16 +51,38 @@ struct QuantizeRows {
   Padding padding;
 };
 
-// Sixteen e2m1 codes of x * g / s in two words, s above 0.
+// e2m1 of |q|: least of the roundings to multiples of 1/2, 1 and 2, each counted in codes from where it begins. The sum
+// with 1.5 * 2^23 rounds to a whole number, ties to even, in its low bits. Past 6.5 it must be told to saturate.
+template <bool saturate>
+__device__ inline uint32_t e2m1_bits(float q) {
+  constexpr float kMagic = 12582912.0f;
+  const float a = fabsf(q), high = __fmaf_rn(a, 0.5f, kMagic + 4);
+  return __float_as_uint(
+      fminf(fminf(__fmaf_rn(a, 2.0f, kMagic), __fadd_rn(a, kMagic + 2)), saturate ? fminf(high, kMagic + 7) : high));
+}
+
+// p / 6 by 1 / 6 in two parts. It may be off by a unit in the last place, but is not where e4m3 would see it: tried
+// with every mantissa.
+__device__ inline float over_six(float p) { return __fmaf_rn(p, 0x1.555554p-3f, __fmul_rn(p, 0x1.555556p-27f)); }
+
+// Sixteen e2m1 codes of x * g / s in two words, s above 0. plain: no NaN among them, and no quotient above 6.5.
 template <bool plain>
 __device__ inline void encode_e2m1(const float (&x)[kN], float g, float s, uint32_t (&codes)[2]) {
   const float inverse = __frcp_rn(s);
 #pragma unroll
   for (int w = 0; w < 2; ++w) {
-    float half[8];
+    uint32_t word = 0;
 #pragma unroll
-    for (int e = 0; e < 8; ++e) half[e] = x[8 * w + e];
-    codes[w] = cuda::encode_e2m1<plain>(half, g, s, inverse);
+    for (int e = 7; e >= 0; --e) {
+      // NaN becomes the largest; past 6 * 448 all is 6. One step of the remainder puts a quotient on the right side of
+      // every boundary: those times s have few bits, and no number lies closer to one than its own last place.
+      float p = __fmul_rn(x[8 * w + e], g);
+      if constexpr (!plain) p = fmaxf(fminf(p, 4096.0f), -4096.0f);
+      float q = __fmul_rn(p, inverse);
+      q = __fmaf_rn(__fmaf_rn(-q, s, p), inverse, q);
+      word = word << 4 | (e2m1_bits<!plain>(q) & 7u) | (__float_as_uint(p) >> 28 & ~7u);
+    }
+    codes[w] = word;
   }
 }
 // amax: the largest magnitude, infinity too. A normal scale that did not saturate lies within 1/16 of g * amax / 6.
@@ -180,7 +202,7 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   } else if constexpr (form == Form::nvfp4) {
     fp8_e4m3 scale;
     uint32_t words[2];
-    const auto scale_of = [&](float amax) { return nvfp4_scale(a.number, amax); };
+    const auto scale_of = [&](float amax) { return narrow<fp8_e4m3>(over_six(a.number * fminf(amax, FLT_MAX))); };
     bool done = false;
     if constexpr (packed) {
       const float most = __uint_as_float(largest_bf16<true>(pairs) & 0xffff0000u);

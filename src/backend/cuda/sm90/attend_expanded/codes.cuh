@@ -9,7 +9,8 @@
 #include <string>
 #include <string_view>
 
-#include "backend/cuda/core/output_codes.cuh"
+#include "backend/cuda/core/convert.cuh"
+#include "backend/cuda/core/scale_places.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "backend/cuda/sm90/attend_expanded/rows.cuh"
