@@ -25,6 +25,10 @@ struct Shape {
   PrefillOperands prefill = PrefillOperands::compute;
   const char* output = nullptr;  ///< the attention form's, by its name
 };
+/// The attention form over a bf16 cache, with an output by its name.
+constexpr Shape attention(const char* name, int64_t requests, int64_t query, int64_t context, const char* output) {
+  return {name, requests, query, context, CacheFormat::bf16, false, PrefillOperands::compute, output};
+}
 constexpr Shape kShapes[] = {
     {"decode b1 8K", 1, 1, 8191, CacheFormat::bf16},
     {"decode b16 8K", 16, 1, 8191, CacheFormat::bf16},
@@ -42,15 +46,14 @@ constexpr Shape kShapes[] = {
     {"context 4K over 60K fp8", 1, 4096, 61440, CacheFormat::fp8},
     {"context 4K over 60K fp8, e4m3", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8},
     {"context 4K over 60K fp8, e4m3 raw", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8_raw},
-    {"attention 4 x 1024", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
-    {"attention 4 x 1024, fp8 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "fp8"},
-    {"attention 4 x 1024, fp8_128 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "fp8_128"},
-    {"attention 4 x 1024, nvfp4 output", 4, 1024, 0, CacheFormat::bf16, false, PrefillOperands::compute, "nvfp4"},
-    {"attention 4K over 60K", 1, 4096, 61440, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
-    {"attention 4K over 60K, fp8_128 output", 1, 4096, 61440, CacheFormat::bf16, false, PrefillOperands::compute,
-     "fp8_128"},
-    {"attention b64 8K", 64, 1, 8191, CacheFormat::bf16, false, PrefillOperands::compute, "none"},
-    {"attention b64 8K, fp8_128 output", 64, 1, 8191, CacheFormat::bf16, false, PrefillOperands::compute, "fp8_128"},
+    attention("attention 4 x 1024", 4, 1024, 0, "none"),
+    attention("attention 4 x 1024, fp8 output", 4, 1024, 0, "fp8"),
+    attention("attention 4 x 1024, fp8_128 output", 4, 1024, 0, "fp8_128"),
+    attention("attention 4 x 1024, nvfp4 output", 4, 1024, 0, "nvfp4"),
+    attention("attention 4K over 60K", 1, 4096, 61440, "none"),
+    attention("attention 4K over 60K, fp8_128 output", 1, 4096, 61440, "fp8_128"),
+    attention("attention b64 8K", 64, 1, 8191, "none"),
+    attention("attention b64 8K, fp8_128 output", 64, 1, 8191, "fp8_128"),
 };
 
 struct OpRow {
@@ -194,8 +197,7 @@ class Layer {
     std::vector<uint8_t> x(static_cast<size_t>(codes.spec.data_bytes(codes.tokens, codes.width)));
     copy(stream_, x.data(), out.data(), x.size());
     stream_.synchronize();
-    const bool e2m1 = codes.spec.kind == OutputKind::nvfp4;
-    const auto nan = [&](uint8_t c) { return !e2m1 && (c & 0x7f) == 0x7f; };
+    const auto nan = [&](uint8_t c) { return !codes.spec.is_e2m1() && (c & 0x7f) == 0x7f; };
     if (std::any_of(x.begin(), x.end(), nan) || std::all_of(x.begin(), x.end(), [](uint8_t c) { return c == 0; }))
       throw Error("layer: codes of output " + to_string(codes.spec) + " are NaN, or all 0");
   }
