@@ -18,6 +18,7 @@ namespace {
 
 using test::compare_codes;
 using test::DeviceArray;
+using test::for_codes;
 using test::have_hopper;
 
 using sm90::AttendExpandedArgs;
@@ -472,19 +473,11 @@ TEST_F(AttendExpanded, NoKeysAtAll) {
 /// Codes and scales of every format, of ragged items, with and without what their rows already hold.
 TEST_F(AttendExpanded, LastPartsBecomeCodes) {
   std::mt19937 random(41);
-  for (Batch b : kinds())
+  for (const Batch& b : kinds())
     for (const bool accumulate : {false, true}) {
       if (b.dtype != Dtype::bf16 || b.tile == sm90::ExpandedTile::rows_192) continue;
-      b.out = Dtype::f32;
-      b.accumulate = accumulate;
-      b.padded = true;
-      b.heads = 3;
-      b.before = 2;
-      b.after = 5;
-      b.queries = {70, 0, 1, 133};
-      b.keys = {90, 40, 0, 333};
-      Problem p(b, static_cast<uint32_t>(random()));
-      ASSERT_EQ(compare_codes(p, static_cast<uint32_t>(random())), "") << name(b);
+      Problem p(for_codes(b, accumulate), static_cast<uint32_t>(random()));
+      ASSERT_EQ(compare_codes(p, static_cast<uint32_t>(random())), "") << name(p.batch);
     }
 }
 

@@ -19,6 +19,21 @@ namespace mla::cuda::test {
 using mla::test::QuantisedMemory;
 using mla::test::two_step;
 
+/// A kind of batch with what codes are compared for: ragged items, one without queries and one without keys, rows of no
+/// item around them.
+template <class Batch>
+Batch for_codes(Batch b, bool accumulate) {
+  b.out = Dtype::f32;
+  b.accumulate = accumulate;
+  b.padded = true;
+  b.heads = 3;
+  b.before = 2;
+  b.after = 5;
+  b.queries = {70, 0, 1, 133};
+  b.keys = {90, 40, 0, 333};
+  return b;
+}
+
 /// Every format of e4m3; of the items, some are the rows' last part. What differs, or nothing. Outputs are f32.
 template <class Problem>
 std::string compare_codes(Problem& p, uint32_t seed) {
