@@ -203,7 +203,8 @@ void attend(const ListAttention& a, const CallerStream& at) {
                                    .max_logits = a.max_logits,
                                    .scratch = {m.scratch, kScratch}};
   if (cuda::sm90::serves(cuda::model_of(queue), args)) {
-    const cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = a.sources[0].lengths};
+    cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = {}};
+    for (size_t i = 0; i < a.sources.size(); ++i) arrays.lengths[i] = a.sources[i].lengths;
     return cuda::sm90::attend_sparse(queue, args, &arrays);
   }
 
