@@ -198,7 +198,8 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
                 blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
-  c.min_blocks = is_fp8(format) && !c.converts ? 2 : c.tile_rows <= 32 || is_fp8(format) ? 1 : 2;
+  // Without conversion e4m3's warpgroups take blocks in turn; converted, more than 32 pieces gain less than they cost.
+  c.min_blocks = c.converts ? (blocks > 32 ? 2 : 1) : c.tile_rows <= 32 && !is_fp8(format) ? 1 : 2;
   if (l.batch_invariant)
     c.split_blocks =
         std::max(invariant_blocks, static_cast<int>((blocks + latent::most_pieces - 1) / latent::most_pieces));
