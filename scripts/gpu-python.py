@@ -151,8 +151,23 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> floa
     return float((error / allowed).max()) if error.numel() else 0.0
 
 
-def queries_of(dtype: str, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(DTYPES[dtype])
+def inside(array: torch.Tensor, gaps: tuple[int, ...], fill: float) -> torch.Tensor:
+    """The array as a view of a larger one: dimension i has gaps[i] more elements, all `fill`."""
+    shape = [n + g for n, g in zip(array.shape, gaps, strict=True)]
+    whole = torch.full(shape, fill, dtype=torch.float32, device=DEVICE).to(array.dtype)
+    view = whole[tuple(slice(0, n) for n in array.shape)]
+    view.copy_(array)
+    return view
+
+
+def unlike(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
+    """0 where bits are equal, as they are of one kernel's calls on the same numbers."""
+    return 0.0 if all(map(torch.equal, found, wanted)) else float("inf")
+
+
+def queries_of(dtype: str, *shape: int, gaps: tuple[int, ...] = ()) -> torch.Tensor:
+    q = torch.randn(*shape, device=DEVICE).to(DTYPES[dtype])
+    return inside(q, gaps, torch.nan) if gaps else q
 
 
 def int32(values: Any) -> torch.Tensor:
@@ -174,16 +189,20 @@ def table_of(lengths: list[int], page: int, blocks: int, columns: int) -> torch.
 Row = tuple[str, float]
 
 
+GAPS = [(0, 0, 0, 64), (0, 0, 3, 0), (0, 1, 0, 0), (1, 1, 1, 128), (0, 2, 0, 8), (1, 0, 1, 3)]
+
+
 def dense_case(
     kind: str, dtype: str, heads: int, page: int, queries: int, causal: bool, lengths: list[int],
     head_dim: int = 576, q_scale: float | None = None, k_scale: float | None = None,
+    gaps: tuple[int, ...] = (),
 ) -> Row:
     columns = max(1, max(-(-n // page) for n in lengths) + 1)
     blocks = sum(-(-n // page) for n in lengths) + 2
     cache = cache_of(kind, blocks, page, head_dim)
     rows = rows_of(cache, head_dim)
     table = table_of(lengths, page, blocks, columns)
-    q = queries_of(dtype, len(lengths), queries, heads, head_dim)
+    q = queries_of(dtype, len(lengths), queries, heads, head_dim, gaps=gaps)
     schedule, splits = get_mla_metadata(int32(lengths), queries * heads, 1)
     out, lse = flash_mla_with_kvcache(
         q, cache, table, int32(lengths), 512, schedule, splits, None, causal,
@@ -197,8 +216,14 @@ def dense_case(
     )
     bound = ROUNDING[dtype]
     worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[1], bound))
+    if gaps:
+        worst = max(worst, unlike((out, lse), flash_mla_with_kvcache(
+            q.contiguous(), cache, table, int32(lengths), 512, causal=causal,
+            is_fp8_kvcache=cache.dtype.itemsize == 1,
+        )))
     name = f"dense {kind} q {dtype} d{head_dim} h{heads} page{page} s{queries}"
     name += "" if q_scale is k_scale is None else f" descales {q_scale} {k_scale}"
+    name += f" gaps {gaps}" if gaps else ""
     return name + (" causal" if causal else "") + f" b{len(lengths)} <={max(lengths)}", worst
 
 
@@ -210,17 +235,57 @@ def slots_of(batch: int, queries: int, topk: int, slots: int) -> torch.Tensor:
     return chosen.to(DEVICE)
 
 
+def slots_inside(slots: torch.Tensor, gaps: tuple[int, ...]) -> torch.Tensor:
+    """The slots as a view of a larger array, whose other entries name slot 0."""
+    whole = torch.zeros(
+        [n + g for n, g in zip(slots.shape, gaps, strict=True)], dtype=torch.int32, device=DEVICE
+    )
+    view = whole[tuple(slice(0, n) for n in slots.shape)]
+    view.copy_(slots)
+    return view
+
+
+def several_kv_heads_case(
+    kind: str, dtype: str, heads: int, kv_heads: int, page: int, queries: int, causal: bool,
+    lengths: list[int], gaps: tuple[int, ...] = (),
+) -> Row:
+    blocks = sum(-(-n // page) for n in lengths) + 2
+    encoded = cache_of(kind, blocks, page * kv_heads, 576)
+    rows = rows_of(encoded, 576).reshape(blocks * page, kv_heads, 576)
+    table = table_of(lengths, page, blocks, max(1, max(-(-n // page) for n in lengths)))
+    q = queries_of(dtype, len(lengths), queries, heads, 576, gaps=gaps)
+    out, lse = flash_mla_with_kvcache(
+        q, encoded.reshape(blocks, page, kv_heads, -1), table, int32(lengths), 512, None, None,
+        None, causal, is_fp8_kvcache=encoded.dtype.itemsize == 1,
+    )
+    group, worst, bound = heads // kv_heads, 0.0, ROUNDING[dtype]
+    for j in range(kv_heads):
+        part = slice(j * group, (j + 1) * group)
+        wanted = dense_wanted(
+            q[:, :, part], rows[:, j], table, lengths, page, 512, 576**-0.5, causal
+        )
+        worst = max(worst, error_of(out[:, :, part], wanted[0], bound))
+        worst = max(worst, error_of(lse[:, part], wanted[1], bound))
+    name = f"dense {kind} q {dtype} h{heads} over {kv_heads} KV heads page{page} s{queries}"
+    return name + " causal" * causal + (f" gaps {gaps}" if gaps else ""), worst
+
+
 def sparse_case(
     kind: str, dtype: str, heads: int, page: int, batch: int, queries: int, topk: int,
     lengths: list[int] | None, sink: bool, extra: int, head_dim: int = 576,
+    gaps: tuple[int, ...] = (),
 ) -> Row:
-    q = queries_of(dtype, batch, queries, heads, head_dim)
+    q = queries_of(dtype, batch, queries, heads, head_dim, gaps=gaps)
     caches = [cache_of(kind, 40, page, head_dim)]
     lists = [slots_of(batch, queries, topk, 40 * page)]
+    if gaps:
+        lists[0] = slots_inside(lists[0], (*gaps[:2], 9))
     options: dict[str, Any] = {}
     if extra:
         caches.append(cache_of(kind, 9, page + 1, head_dim))
         lists.append(slots_of(batch, queries, extra, 9 * (page + 1)))
+        if gaps:
+            lists[1] = slots_inside(lists[1], (*gaps[:2], 1))
         options = dict(extra_k_cache=caches[1], extra_indices_in_kvcache=lists[1])
     counts: list[list[int] | None] = [lengths, None]
     if lengths is not None:
@@ -239,19 +304,27 @@ def sparse_case(
     parts = [
         (rows_of(c, head_dim), s, n) for c, s, n in zip(caches, lists, counts, strict=False)
     ]
+    worst = 0.0
+    if gaps:
+        if extra:
+            options["extra_indices_in_kvcache"] = lists[1].contiguous()
+        worst = unlike((out, lse), flash_mla_with_kvcache(
+            q.contiguous(), caches[0], None, None, 512, schedule, splits, None, False,
+            caches[0].dtype.itemsize == 1, lists[0].contiguous(), sinks, **options,
+        ))
     wanted = sparse_wanted(q, parts, 512, head_dim**-0.5, sinks)
     bound = ROUNDING[dtype]
-    worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[2], bound))
+    worst = max(worst, error_of(out, wanted[0], bound), error_of(lse, wanted[2], bound))
     name = f"sparse {kind} q {dtype} d{head_dim} h{heads} page{page} b{batch} s{queries} k{topk}"
     marks = [" lengths"] * (lengths is not None) + [" sinks"] * sink + [f" +{extra}"] * bool(extra)
-    return name + "".join(marks), worst
+    return name + "".join(marks) + (f" gaps {gaps}" if gaps else ""), worst
 
 
 def prefill_case(
     dtype: str, kind: str, heads: int, rows: int, keys: int, topk: int, lengths: bool, sink: bool,
-    head_dim: int = 576,
+    head_dim: int = 576, gaps: tuple[int, ...] = (),
 ) -> Row:
-    q = queries_of(dtype, rows, heads, head_dim)
+    q = queries_of(dtype, rows, heads, head_dim, gaps=gaps)
     kv = torch.randn(keys, 1, head_dim, device=DEVICE).to(DTYPES[kind])
     slots = slots_of(rows, 1, topk, keys)
     count = [max(0, topk - 3 * i) for i in range(rows)] if lengths else None
@@ -267,8 +340,13 @@ def prefill_case(
         error_of(out, wanted[0][:, 0], bound), error_of(largest, wanted[1][..., 0], bound),
         error_of(lse, wanted[2][..., 0], bound),
     )
+    if gaps:
+        worst = max(worst, unlike((out, largest, lse), flash_mla_sparse_fwd(
+            q.contiguous(), kv, slots, 0.05, 512, sinks, None if count is None else int32(count)
+        )))
     name = f"prefill {kind} q {dtype} d{head_dim} h{heads} rows{rows} of {keys} k{topk}"
-    return name + " lengths" * lengths + " sinks" * sink, worst
+    name += " lengths" * lengths + " sinks" * sink
+    return name + (f" gaps {gaps}" if gaps else ""), worst
 
 
 def flash_mla() -> Iterator[Row]:
@@ -292,6 +370,29 @@ def flash_mla() -> Iterator[Row]:
         for q_scale, k_scale in [(0.37, 1.9), (None, 0.21)] if dtype == "fp8" else [(None, 1.9)]:
             yield dense_case("fp8", dtype, heads, 64, queries, True, [70, 900, 1],
                              q_scale=q_scale, k_scale=k_scale)
+    # Queries and lists that are views of larger arrays, on the kernels that need dense rows and on
+    # those that do not.
+    for gaps, (kind, dtype), heads, queries in itertools.product(
+        GAPS,
+        [("bf16", "bf16"), ("fp8_ds_mla", "bf16"), ("f16", "f16"), ("fp8", "fp8"), ("f32", "f32")],
+        [5, 16, 128], [1, 3],
+    ):
+        yield dense_case(kind, dtype, heads, 64, queries, True, [70, 0, 900], gaps=gaps)
+        if kind != "f16":
+            extra = 24 if heads == 5 else 0
+            yield sparse_case(
+                kind, dtype, heads, 64, 3, queries, 130, [130, 17, 0], True, extra, gaps=gaps
+            )
+    for gaps, heads in itertools.product([(0, 0, 64), (0, 2, 0), (1, 1, 8), (1, 0, 3)], [16, 128]):
+        yield prefill_case("bf16", "bf16", heads, 40, 4000, 64, True, True, gaps=gaps)
+    for (kind, dtype), (heads, kv_heads), queries, causal in itertools.product(
+        [("bf16", "bf16"), ("f16", "f16"), ("fp8", "bf16"), ("fp8_ds_mla", "bf16"), ("f32", "f32")],
+        [(6, 2), (128, 2), (16, 8), (3, 3)], [1, 3], [False, True],
+    ):
+        yield several_kv_heads_case(
+            kind, dtype, heads, kv_heads, 64, queries, causal, [70, 0, 900],
+            gaps=(1, 1, 1, 8) if causal else (),
+        )
     yield dense_case("bf16", "bf16", 128, 64, 1, False, [20000] + [10] * 30)
     yield dense_case("fp8_ds_mla", "bf16", 128, 64, 2, True, [9000, 8000] + [700] * 126)
 
@@ -329,7 +430,8 @@ def graph() -> Iterator[Row]:
     ):
         page, blocks, columns = 64, 120, 40
         cache = cache_of(kind, blocks, page, 576)
-        q = queries_of("bf16", 4, queries, heads, 576)
+        gaps = (0, 1, 0, 64) if queries == 3 else ()  # copied by the graph
+        q = queries_of("bf16", 4, queries, heads, 576, gaps=gaps)
         lengths, table = int32([1] * 4), table_of([1] * 4, page, blocks, columns)
         replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
             q, cache, table, lengths, causal=True, is_fp8_kvcache=cache.dtype.itemsize == 1
@@ -366,6 +468,8 @@ def graph() -> Iterator[Row]:
     for kind, heads, topk in itertools.product(["bf16", "fp8_ds_mla"], [16, 128], [64, 2048]):
         cache, q = cache_of(kind, 50, 64, 576), queries_of("bf16", 3, 2, heads, 576)
         indices, counts = slots_of(3, 2, topk, 3200), int32([topk] * 3)
+        if heads == 128:
+            q, indices = inside(q, (0, 1, 0, 8), torch.nan), slots_inside(indices, (0, 1, 3))
         sinks = torch.randn(heads, device=DEVICE)
         replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
             q, cache, None, None, is_fp8_kvcache=cache.dtype.itemsize == 1, indices=indices,
@@ -382,6 +486,23 @@ def graph() -> Iterator[Row]:
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[2], 2e-2))
         yield f"sparse {kind} h{heads} k{topk}", worst
+    encoded = cache_of("bf16", 40, 128, 576)  # of two heads
+    q = queries_of("bf16", 2, 3, 32, 576)
+    lengths, table = int32([1, 1]), table_of([1, 1], 64, 40, 20)
+    replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
+        q, encoded.reshape(40, 64, 2, 576), table, lengths, causal=True
+    ))
+    worst = 0.0
+    for now in ([900, 70], [3, 0]):
+        lengths.copy_(int32(now))
+        table.copy_(table_of(now, 64, 40, 20))
+        replay.replay()
+        for j in range(2):
+            rows, part = rows_of(encoded, 576)[j::2], slice(16 * j, 16 * j + 16)
+            wanted = dense_wanted(q[:, :, part], rows, table, now, 64, 512, 576**-0.5, True)
+            worst = max(worst, error_of(out[:, :, part], wanted[0], 2e-2))
+            worst = max(worst, error_of(lse[:, part], wanted[1], 2e-2))
+    yield "dense bf16, two KV heads", worst
     kv, q = torch.randn(500, 1, 576, device=DEVICE).bfloat16(), queries_of("bf16", 30, 128, 576)
     indices = slots_of(30, 1, 256, 500)
     replay, (out, largest, lse) = captured(lambda: flash_mla_sparse_fwd(q, kv, indices, 0.05))

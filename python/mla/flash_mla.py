@@ -107,14 +107,17 @@ def flash_mla_with_kvcache(
 ) -> tuple[Any, Any]:
     """Attention of latent queries over a paged cache: all of each sequence, or the slots chosen.
 
-    q: [batch, queries, heads, head dim], f32, bf16, f16 or fp8 e4m3. k_cache: [blocks, page, 1,
-    row]: rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim 576
-    (fp8_ds_mla), 584 for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache.
+    q: [batch, queries, heads, head dim], f32, bf16, f16 or fp8 e4m3. k_cache: [blocks, page, KV
+    heads, row]: rows of head dim elements (f32, bf16, f16, fp8 e4m3), or bytes: 656 for head dim
+    576 (fp8_ds_mla), 584 for head dim 512 (fp8_ds_v4); these need is_fp8_kvcache. q and indices may
+    be views of larger arrays whose last dimension is dense; a page's rows lie dense.
 
     Dense: block_table [batch, columns] and cache_seqlens [batch], int32; causal: queries are the
-    sequence's last. Sparse: indices [batch, queries, topk] int32, slots page * page_size + offset,
-    those below 0 or past the cache unused; the first topk_length[batch] of them count; attn_sink
-    [heads]; a second cache with indices and lengths of its own joins the same softmax.
+    sequence's last. KV heads, one or as many as divide heads: head h attends to the rows of KV head
+    h // (heads // KV heads); fp8_ds_v4 has one. Sparse, with one KV head: indices [batch, queries,
+    topk] int32, slots page * page_size + offset, those below 0 or past the cache unused; the first
+    topk_length[batch] of them count; attn_sink [heads]; a second cache with indices and lengths of
+    its own joins the same softmax.
 
     descale_q, descale_k: f32 arrays of one element on q's device, for dense attention: what an fp8
     e4m3 q and an fp8 e4m3 k_cache are multiplied by, as FlashMLA's fp8 call has it; by default 1. A
@@ -126,7 +129,7 @@ def flash_mla_with_kvcache(
     if getattr(q, "ndim", None) != 4 or not hasattr(q, "dtype"):
         require_array("q", q, "[batch, queries, heads, head dim]")
     if getattr(k_cache, "ndim", None) != 4 or not hasattr(k_cache, "dtype"):
-        require_array("k_cache", k_cache, "[blocks, page, 1, row]")
+        require_array("k_cache", k_cache, "[blocks, page, KV heads, row]")
     batch, queries, heads, head_dim = q.shape
     _require_width("head_dim_v", head_dim_v, head_dim)
     if softmax_scale is None:
@@ -209,8 +212,9 @@ def flash_mla_sparse_fwd(
     """Attention of each query row over the rows of kv that it chose.
 
     q: [rows, heads, head dim]; kv: [kv rows, 1, head dim]; indices: [rows, 1, topk] int32, those
-    below 0 or past kv unused; topk_length: [rows] int32; attn_sink: [heads] f32. Returns out
-    [rows, heads, d_v], max_logits and lse, f32 [rows, heads].
+    below 0 or past kv unused; q and indices may be views of larger arrays whose last dimension is
+    dense. topk_length: [rows] int32; attn_sink: [heads] f32. Returns out [rows, heads, d_v],
+    max_logits and lse, f32 [rows, heads].
     """
     require_array("q", q, "[rows, heads, head dim]")
     require_rank("kv", kv, "[kv rows, 1, head dim]")

@@ -7,13 +7,12 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/attend_expanded/attend_expanded.hpp"
 #include "backend/cuda/generic/attention/flat_keys.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
-namespace mla::cuda {
-namespace generic {
+namespace mla::cuda::generic {
 namespace {
 
 struct FlatAttention {
@@ -156,13 +155,10 @@ bool wide(const V& view) {
 }
 
 }  // namespace
-}  // namespace generic
 
-void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
-  using namespace generic;
+void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a) {
   constexpr std::string_view op = "attend_expanded";
   if (a.quantized) throw UnsupportedError("attend_expanded: cuda writes f32 or bf16 rows, not quantised ones");
-  const Queue& queue = stream.queue();
   FlatAttention call;
   call.q = {.data = a.q.data(),
             .row = a.q.stride<Token>(),
@@ -223,4 +219,6 @@ void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) 
          queue.stream(), op, "attention over flat keys", shape, call);
 }
 
-}  // namespace mla::cuda
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) { attend_flat(stream.queue(), a); }
+
+}  // namespace mla::cuda::generic
