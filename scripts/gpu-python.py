@@ -3,10 +3,10 @@
 
     scripts/gpu-python.py [--json bench/results/<card>/python.json] [section ...]
 
-Sections: flash_mla (its whole argument space against float64), graph (calls captured, launched
-again with other lengths, tables and lists), custom_op, layer (forward against the CPU's, and
-captured), attach (greedy tokens of small random models), overhead and frameworks (CuPy's and JAX's
-arrays). Exit code 1 when one fails.
+Sections: flash_mla (its whole argument space against float64), flash_attn (sequences without a
+cache, the same), graph (calls captured, launched again with other lengths, tables and lists),
+custom_op, layer (forward against the CPU's, and captured), attach (greedy tokens of small random
+models), overhead and frameworks (CuPy's and JAX's arrays). Exit code 1 when one fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from torch import library
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
 
 import mla
-from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from mla.flash_mla import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
 
 DEVICE = "cuda:0"
 F64 = torch.float64
@@ -415,6 +422,99 @@ def flash_mla() -> Iterator[Row]:
         yield prefill_case("bf16", "bf16", heads, 40, 4000, topk, False, True)
 
 
+def varlen_wanted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_begins: list[int], k_begins: list[int],
+    scale: float, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = torch.zeros(rows, heads, v.shape[2], dtype=F64, device=q.device)
+    lse = torch.full((rows, heads), -torch.inf, dtype=F64, device=q.device)
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(q_begins), itertools.pairwise(k_begins), strict=True
+    ):
+        x = q[q0:q1].to(F64).transpose(0, 1)
+        keys = k[k0:k1].to(F64).transpose(0, 1).repeat_interleave(group, 0)
+        values = v[k0:k1].to(F64).transpose(0, 1).repeat_interleave(group, 0)
+        logits = x @ keys.transpose(1, 2) * scale
+        if causal:
+            unseen = torch.ones_like(logits[0], dtype=torch.bool).triu(k1 - k0 - (q1 - q0) + 1)
+            logits.masked_fill_(unseen, -torch.inf)
+        lse[q0:q1] = torch.logsumexp(logits, 2).T
+        # A row that sees nothing is NaN here.
+        out[q0:q1] = torch.nan_to_num(torch.softmax(logits, 2) @ values, nan=0.0).transpose(0, 1)
+    return out, lse
+
+
+def begins_of(lengths: list[int], first: int = 0) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=first))
+
+
+def varlen_case(
+    dtype: str, heads: int, kv_heads: int, head_dim: int, value_dim: int, causal: bool,
+    q_lengths: list[int], k_lengths: list[int], gaps: tuple[int, ...] = (), first: int = 0,
+) -> Row:
+    """first: rows and keys before the first sequence's, and as many behind the last one's."""
+    q_begins, k_begins = begins_of(q_lengths, first), begins_of(k_lengths, first)
+    q = queries_of(dtype, q_begins[-1] + first, heads, head_dim, gaps=gaps)
+    k = queries_of(dtype, k_begins[-1] + first, kv_heads, head_dim, gaps=gaps)
+    v = queries_of(dtype, k_begins[-1] + first, kv_heads, value_dim, gaps=gaps)
+    for x, begins in ((q, q_begins), (k, k_begins), (v, k_begins)):
+        x[: begins[0]] = x[begins[-1] :] = torch.nan
+    out, lse = flash_attn_varlen_func(
+        q, k, v, int32(q_begins), int32(k_begins), max(q_lengths), max(k_lengths), causal=causal
+    )
+    wanted = varlen_wanted(q, k, v, q_begins, k_begins, head_dim**-0.5, causal)
+    part = slice(q_begins[0], q_begins[-1])
+    bound = ROUNDING[dtype]
+    worst = max(error_of(out[part], wanted[0][part], bound),
+                error_of(lse[part], wanted[1][part], bound))
+    if lse.stride() != (1, lse.shape[0]) or out.dtype is not q.dtype:
+        worst = float("inf")
+    name = f"varlen {dtype} h{heads}/{kv_heads} d{head_dim}/{value_dim} b{len(q_lengths)}"
+    name += f" <={max(q_lengths)} over <={max(k_lengths)}" + " causal" * causal
+    return name + (f" gaps {gaps}" if gaps else "") + (f" from {first}" if first else ""), worst
+
+
+def flash_attn() -> Iterator[Row]:
+    ragged = [17, 0, 300, 1, 64], [30, 5, 300, 0, 129]
+    for dtype, (head_dim, value_dim), causal in itertools.product(
+        ["f32", "bf16", "f16"], [(192, 128), (128, 128), (256, 256), (72, 40), (33, 5)],
+        [False, True],
+    ):
+        yield varlen_case(dtype, 4, 4, head_dim, value_dim, causal, *ragged)
+    for (heads, kv_heads), dtype, causal in itertools.product(
+        [(6, 1), (6, 2), (6, 3), (32, 4), (128, 128)], ["bf16", "f32"], [False, True]
+    ):
+        yield varlen_case(dtype, heads, kv_heads, 192, 128, causal, [9, 133], [70, 133])
+    for gaps, dtype, kv_heads in itertools.product(
+        [(0, 0, 64), (0, 2, 0), (2, 1, 3), (1, 0, 8)], ["bf16", "f32"], [1, 4]
+    ):
+        yield varlen_case(dtype, 4, kv_heads, 192, 128, True, *ragged, gaps=gaps, first=7)
+    # Causal rows before the first key; many sequences, short beside one that is long.
+    yield varlen_case("bf16", 16, 16, 192, 128, True, [200, 70, 3], [65, 1, 4])
+    yield varlen_case("bf16", 2, 2, 192, 128, True, [1] * 300 + [2000], [5] * 300 + [2500])
+    q, k, v = (queries_of("bf16", 60, 4, n) for n in (192, 192, 128))
+    same = int32([0, 20, 20, 60])
+    plain = flash_attn_varlen_func(q, k, v, same, same, 40, 40, causal=True)
+    packed = flash_attn_varlen_qkvpacked_func(torch.cat([q, k, v], 2), same, 40, 192, causal=True)
+    yield "varlen qkvpacked", unlike(plain, packed)
+    packed = flash_attn_varlen_kvpacked_func(
+        q, torch.cat([k, v], 2), same, same, 40, 40, 192, causal=True
+    )
+    yield "varlen kvpacked", unlike(plain, packed)
+    equal = int32([0, 20, 40, 60])
+    plain = flash_attn_varlen_func(q, k, v, equal, equal, 20, 20, causal=True)
+    absurd = int32([7, -3, 2**31 - 1, 0])
+    yield "varlen of equal lengths", unlike(plain, flash_attn_varlen_func(
+        q, k, v, absurd, absurd, 20, 20, causal=True, is_varlen=False
+    ))
+    # What lies past the arrays is cut off: nothing to compare, but no address outside them.
+    flash_attn_varlen_func(q, k, v, absurd, absurd, 60, 60)
+    torch.cuda.synchronize()
+    yield "varlen of absurd cu_seqlens", 0.0
+
+
 def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[torch.Tensor, ...]]:
     call()  # loads kernels
     torch.cuda.synchronize()
@@ -486,6 +586,19 @@ def graph() -> Iterator[Row]:
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[2], 2e-2))
         yield f"sparse {kind} h{heads} k{topk}", worst
+    q, k, v = (queries_of("bf16", 300, h, n) for h, n in ((16, 192), (4, 192), (4, 128)))
+    q_begins, k_begins = int32([0, 300, 300, 300]), int32([0, 300, 300, 300])
+    replay, (out, lse) = captured(lambda: flash_attn_varlen_func(
+        q, k, v, q_begins, k_begins, 300, 300, causal=True
+    ))
+    worst = 0.0
+    for now in ([0, 100, 101, 300], [0, 0, 290, 300], [0, 1, 2, 300]):
+        q_begins.copy_(int32(now))
+        k_begins.copy_(int32([0, 120, 130, 300]))
+        replay.replay()
+        wanted = varlen_wanted(q, k, v, now, [0, 120, 130, 300], 192**-0.5, True)
+        worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
+    yield "varlen, other sequences", worst
     encoded = cache_of("bf16", 40, 128, 576)  # of two heads
     q = queries_of("bf16", 2, 3, 32, 576)
     lengths, table = int32([1, 1]), table_of([1, 1], 64, 40, 20)
@@ -525,6 +638,10 @@ def custom_op() -> Iterator[Row]:
     dense, sparse = (q, cache, table, lengths), (q[:, 0], kv, indices, 0.05)
     library.opcheck(ops.flash_mla_with_kvcache, dense)
     library.opcheck(ops.flash_mla_sparse_fwd, sparse)
+    x = queries_of("bf16", 30, 4, 192)
+    library.opcheck(
+        ops.flash_attn_varlen_func, (x, x, x, int32([0, 9, 30]), int32([0, 9, 30]), 21, 21)
+    )
     yield "opcheck", 0.0
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -691,7 +808,7 @@ def overhead() -> Iterator[Row]:
 
 SECTIONS = {
     f.__name__: f
-    for f in (flash_mla, graph, custom_op, layer, attach, overhead, frameworks)
+    for f in (flash_mla, flash_attn, graph, custom_op, layer, attach, overhead, frameworks)
 }
 
 
