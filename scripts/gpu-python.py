@@ -45,8 +45,9 @@ DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-# Absolute and relative error allowed, by the queries' dtype: f32 sums; bf16 rounds the softmax's
-# weights and out to 8 bits. An f16 cache is multiplied in bf16 by some kernels.
+# Absolute and relative error allowed, by the queries' dtype: f32 sums; bf16 and f16 round the
+# softmax's weights and out to 8 and 11 bits. An f16 cache under bf16 queries is multiplied in bf16
+# by some kernels.
 ROUNDING = {"f32": 2e-4, "f16": 2e-3, "bf16": 1e-2, "fp8": 1e-2}
 
 
@@ -356,6 +357,28 @@ def prefill_case(
     return name + (f" gaps {gaps}" if gaps else ""), worst
 
 
+def nan_queries() -> Iterator[Row]:
+    """A row whose query or key is no number is NaN, and no other row's bits change."""
+    for dtype, heads in itertools.product(["f16", "bf16", "f32"], [8, 64]):
+        cache, q = cache_of(dtype, 4, 64, 576), queries_of(dtype, 2, 2, heads, 576)
+        table, lengths = int32([[0, 1], [2, 3]]), int32([100, 70])
+        clean = flash_mla_with_kvcache(q, cache, table, lengths)
+        q[0, 1, heads - 1, 5] = torch.nan
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths)
+        right = bool(out[0, 1, -1].isnan().all()) and bool(lse[0, -1, 1].isnan())
+        for found, wanted, row in ((out, clean[0], (0, 1, -1)), (lse, clean[1], (0, -1, 1))):
+            found[row] = wanted[row]
+            right = right and torch.equal(found, wanted)
+        q[0, 1, heads - 1, 5] = 1
+        cache[2, 7, 0, 9] = torch.inf  # of the second request alone
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths)
+        clean = flash_mla_with_kvcache(q, cache_of(dtype, 4, 64, 576).copy_(cache).nan_to_num_(
+            posinf=0.0), table, lengths)
+        right = right and torch.equal(out[0], clean[0][0]) and torch.equal(lse[0], clean[1][0])
+        seen = lse[1].isnan()
+        yield f"NaN of {dtype} q h{heads}", 0.0 if right and bool(seen.any()) else float("inf")
+
+
 def flash_mla() -> Iterator[Row]:
     kinds = ["f32", "bf16", "f16", "fp8", "fp8_ds_mla"]
     for kind, dtype, causal in itertools.product(kinds, ["f32", "f16", "bf16", "fp8"], [0, 1]):
@@ -364,6 +387,14 @@ def flash_mla() -> Iterator[Row]:
         ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 16, 33, 64, 128, 130], [1, 16, 64, 100]
     ):
         yield dense_case(kind, "bf16", heads, page, 1, False, [37, 1500, 1, 640])
+    # f16 queries over f16 rows are multiplied as they are.
+    for heads, page, queries, head_dim in itertools.product(
+        [1, 16, 33, 128], [1, 64, 100], [1, 4], [576, 512]
+    ):
+        yield dense_case("f16", "f16", heads, page, queries, True, [37, 1500, 1], head_dim)
+    for heads, topk, sink, extra in itertools.product([6, 16, 128], [64, 2048], [0, 1], [0, 24]):
+        yield sparse_case("f16", "f16", heads, 64, 2, 2, topk, [topk, 17], bool(sink), extra)
+    yield from nan_queries()
     for kind, queries, causal in itertools.product(
         ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 2, 4, 70], [False, True]
     ):
@@ -525,20 +556,22 @@ def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[t
 
 
 def graph() -> Iterator[Row]:
-    for kind, heads, queries in itertools.product(
-        ["bf16", "f16", "fp8_ds_mla", "f32"], [16, 128], [1, 3]
+    for (kind, dtype), heads, queries in itertools.product(
+        [("bf16", "bf16"), ("f16", "bf16"), ("f16", "f16"), ("fp8_ds_mla", "bf16"),
+         ("f32", "bf16")],
+        [16, 128], [1, 3],
     ):
         page, blocks, columns = 64, 120, 40
         cache = cache_of(kind, blocks, page, 576)
         gaps = (0, 1, 0, 64) if queries == 3 else ()  # copied by the graph
-        q = queries_of("bf16", 4, queries, heads, 576, gaps=gaps)
+        q = queries_of(dtype, 4, queries, heads, 576, gaps=gaps)
         lengths, table = int32([1] * 4), table_of([1] * 4, page, blocks, columns)
         replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
             q, cache, table, lengths, causal=True, is_fp8_kvcache=cache.dtype.itemsize == 1
         ))
         worst = 0.0
         for now in ([2500, 3, 0, 700], [5, 2000, 64, 1], [1, 1, 1, 1]):
-            q.copy_(queries_of("bf16", *q.shape))
+            q.copy_(queries_of(dtype, *q.shape))
             lengths.copy_(int32(now))
             table.copy_(table_of(now, page, blocks, columns))
             replay.replay()
@@ -546,7 +579,7 @@ def graph() -> Iterator[Row]:
                 q, rows_of(cache, 576), table, now, page, 512, 576**-0.5, True
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
-        yield f"dense {kind} h{heads} s{queries}", worst
+        yield f"dense {kind} q {dtype} h{heads} s{queries}", worst
     cache, q = cache_of("fp8", 40, 64, 576), queries_of("fp8", 2, 1, 16, 576)
     lengths, table = int32([900, 70]), table_of([900, 70], 64, 40, 20)
     q_scale, k_scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)

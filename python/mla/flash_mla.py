@@ -5,8 +5,9 @@
 
 Log-sum-exps are natural logarithms. A row that sees nothing has out 0 and lse +inf, and max_logits
 -inf; in the flash_attn calls its lse is -inf, as it is in FlashMLA's. Attention sinks change out,
-never lse. out is bf16 for bf16 and fp8 queries, f32 for f32 ones; f16 queries are attended as f32,
-exactly but slower than bf16, and out is f16.
+never lse. out has q's dtype, and is bf16 for fp8 queries. f16 queries: on a CPU they are attended
+as f32. A GPU multiplies them as they are with f16 rows of a cache or f16 keys, by kernels that are
+not Hopper's own and slower, and as f32, slower still, with rows of other dtypes.
 
 Arrays lie in CPU memory (NumPy, torch, JAX) or on a GPU (torch, CuPy; JAX's calls wait there). On a
 GPU a call is queued on the framework's current stream; lengths, tables and indices are read by the
@@ -156,7 +157,7 @@ def flash_mla_with_kvcache(
         require_array("extra_k_cache", extra_k_cache, "[blocks, page, 1, row]")
         _require_format("extra_k_cache", extra_k_cache, head_dim, is_fp8_kvcache)
     stream, allocate, half = place(q)
-    if half:
+    if half and allocate is None:
         if descale_q is not None:
             raise UnsupportedError("descale_q: q is f16, fp8 e4m3 queries have one")
         q = cast(q, "float32")
@@ -235,7 +236,7 @@ def flash_mla_sparse_fwd(
     require_rank("indices", indices, "[rows, 1, topk]")
     _require_scale("sm_scale", sm_scale)
     stream, allocate, half = place(q)
-    if half:
+    if half and allocate is None:
         out, max_logits, lse = flash_mla_sparse_fwd(
             cast(q, "float32"), kv, indices, sm_scale, d_v, attn_sink, topk_length
         )
@@ -304,7 +305,7 @@ def attend_sequences(
     if sequences < 0:
         raise ShapeError("cu_seqlens_qo: has no element, it begins with a 0")
     stream, allocate, half = place(q)
-    if half:
+    if half and allocate is None:
         out, lse = attend_sequences(
             cast(q, "float32"), cast(k, "float32"), cast(v, "float32"), cu_seqlens_qo,
             cu_seqlens_kv, *longest, softmax_scale, causal, is_varlen,
@@ -338,7 +339,7 @@ def flash_attn_varlen_func(
     """Attention of sequences that lie one after another, each over keys and values of its own.
 
     q: [rows, heads, head dim]; k: [keys, KV heads, head dim]; v: [keys, KV heads, value dim]; all
-    f32, bf16 or f16 (attended as f32), of any head dims, last dimension dense. KV heads divide
+    of one dtype, f32, bf16 or f16, and of any head dims, last dimension dense. KV heads divide
     heads: head h attends to KV head h // (heads // KV heads). Rows cu_seqlens_qo[i] to
     cu_seqlens_qo[i + 1] are a sequence's queries, and cu_seqlens_kv has its keys: int32 [sequences
     + 1] on q's device. A sequence may have no queries, or no keys. is_varlen=False: sequences are

@@ -78,8 +78,12 @@ void varlen(nb::handle stream_object, nb::handle q_array, nb::handle k_array, nb
   const AnyView<Key, Head, Value> v = dense_rows<Key, Value>(v_t, "[keys, KV heads, value dim]");
   const auto out = dense_rows<Token, Value>(out_t, "[rows, heads, value dim]");
   const View<float, Token, Head> lse = lse_t.mutable_view<Token, Head>().as<float>();
-  ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16});
-  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  if (device.kind == DeviceKind::cpu) {
+    ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16});
+    ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  }
+  for (const auto& [name, dtype] : {std::pair("q", q.dtype()), std::pair("out", out.dtype())})
+    ops::require_dtype(kOp, name, dtype, {Dtype::f32, Dtype::bf16, Dtype::f16});
   for (const auto& [name, dtype] : {std::pair("k", k.dtype()), std::pair("v", v.dtype())})
     if (dtype != q.dtype())
       throw ShapeError(std::string(kOp) + ": " + name + " is " + std::string(to_string(dtype)) + ", q is " +

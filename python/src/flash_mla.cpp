@@ -114,8 +114,11 @@ struct Heads {
 Heads heads_of(const Tensor& q, const Tensor& out, int64_t kv_heads) {
   out.require_device(q.device());
   const FourDims from(q), to(out);
-  ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
-  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  if (q.device().kind == DeviceKind::cpu) {
+    ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
+    ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  }
+  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16, Dtype::f16});
   Heads h{.q = {q.dtype(), q.data(), from.extents, from.strides},
           .out = {out.dtype(), out.data(), to.extents, to.strides},
           .requests = from.extents[0],

@@ -23,7 +23,7 @@ struct CallerStream {
 
 /// Queries of each request over its cached positions.
 struct PagedAttention {
-  AnyView<Request, Token, Head, Entry> q;  ///< f32, bf16 or fp8_e4m3, Entry dense, the others strided at will
+  AnyView<Request, Token, Head, Entry> q;  ///< of any dtype, Entry dense, the others strided at will
   /// Its pages count rows: a position is kv_heads of them, one after another.
   CacheView cache;
   int64_t kv_heads = 1;                            ///< divides q's heads, and each serves so many of them in turn
@@ -33,7 +33,7 @@ struct PagedAttention {
   float scale = 1.0f;
   const float* q_scale = nullptr;                   ///< device; of fp8 queries, which are multiplied by it; null: 1
   const float* k_scale = nullptr;                   ///< device; in place of an fp8 cache's; null: the cache's own
-  AnyMutableView<Request, Token, Head, Value> out;  ///< f32 or bf16, dense
+  AnyMutableView<Request, Token, Head, Value> out;  ///< f32, bf16 or f16, dense
   View<float, Request, Head, Token> lse;            ///< nats; +inf where nothing is seen
 };
 
@@ -58,8 +58,8 @@ struct ListAttention {
 /// Sequences one after another in q and in k and v, each over its own keys. Row i of n sees keys j <= i + keys - n
 /// where causal. A row that sees nothing: out 0, lse -inf.
 struct SequenceAttention {
-  AnyView<Token, Head, QueryKey> q;  ///< f32 or bf16, QueryKey dense
-  AnyView<Key, Head, QueryKey> k;    ///< f32 or bf16; its heads divide q's, and each serves so many of them in turn
+  AnyView<Token, Head, QueryKey> q;  ///< f32, bf16 or f16, QueryKey dense
+  AnyView<Key, Head, QueryKey> k;    ///< dtype of q; its heads divide q's, and each serves so many of them in turn
   AnyView<Key, Head, Value> v;       ///< heads and dtype of k, Value dense
   int64_t sequences = 0;
   /// Where each begins, and a last entry for where the last one ends; clamped to the arrays. Without data: all are
@@ -67,7 +67,7 @@ struct SequenceAttention {
   View<const int32_t, Request> q_begins, k_begins;
   bool causal = false;
   float scale = 1.0f;
-  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16, Value dense; rows of no sequence are left alone
+  AnyMutableView<Token, Head, Value> out;  ///< f32, bf16 or f16, Value dense; rows of no sequence are left alone
   View<float, Token, Head> lse;            ///< nats
 };
 

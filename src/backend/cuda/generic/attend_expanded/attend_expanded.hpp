@@ -6,8 +6,8 @@
 
 namespace mla::cuda::generic {
 
-/// One launch. Its blocks are counted from the host's items alone: of the staged ones, no tile of rows past that many
-/// is attended.
+/// Beside what the op's contract names, operands of f16, all of them, and outputs of f16. One launch. Its blocks are
+/// counted from the host's items alone: of the staged ones, no tile of rows past that many is attended.
 void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a);
 
 }  // namespace mla::cuda::generic
