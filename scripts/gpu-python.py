@@ -692,7 +692,12 @@ def frameworks() -> Iterator[Row]:
     table, lengths = table_of([300, 5], 64, 20, 6), int32([300, 5])
     kv, indices = cache_of("f32", 90, 1, 576)[:, 0], slots_of(2, 1, 64, 90)
     dense, sparse = (q, cache, table, lengths), (q[:, 0].contiguous(), kv, indices)
-    wanted = (*flash_mla_with_kvcache(*dense), *flash_mla_sparse_fwd(*sparse, 0.05))
+    x, begins = queries_of("f32", 30, 4, 192), int32([0, 9, 30])
+    varlen = x, x, x, begins, begins
+    wanted = (
+        *flash_mla_with_kvcache(*dense), *flash_mla_sparse_fwd(*sparse, 0.05),
+        *flash_attn_varlen_func(*varlen, 21, 21, causal=True),
+    )
     for name in ("cupy", "jax"):
         try:
             framework = importlib.import_module(name)
@@ -704,9 +709,10 @@ def frameworks() -> Iterator[Row]:
         found = (
             *flash_mla_with_kvcache(*map(take, dense)),
             *flash_mla_sparse_fwd(*map(take, sparse), 0.05),
+            *flash_attn_varlen_func(*map(take, varlen), 21, 21, causal=True),
         )
         same = all(
-            type(f) is type(take(w)) and torch.equal(torch.from_dlpack(f), w)
+            type(f) is type(take(w.contiguous())) and torch.equal(torch.from_dlpack(f), w)
             for f, w in zip(found, wanted, strict=True)
         )
         yield name, 0.0 if same else float("inf")
