@@ -406,7 +406,7 @@ TEST(AttendLatentFp8Bits, RefusesBadShapes) {
   EXPECT_NE(message([](AttendLatent& a) { a.format = CacheFormat::fp8_ds_v4; }).find("fp8_ds_mla is needed"),
             std::string::npos);
   const SlotLists lists;
-  EXPECT_NE(message([&](AttendLatent& a) { a.lists = &lists; }).find("lists are read by the converting kernels"),
+  EXPECT_NE(message([&](AttendLatent& a) { a.lists = &lists; }).find("lists are read by the kernels of fp8_ds_mla"),
             std::string::npos);
 }
 

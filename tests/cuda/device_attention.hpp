@@ -192,10 +192,15 @@ struct Row {
     std::vector<double> s;
     std::vector<float> plain_s;
     float plain_max = -INFINITY, plain_total = 0;
+    double largest = 1;  // of the scores' partial sums, at most
     for (const SeenKey& key : keys) {
-      double exact = 0;
+      double exact = 0, q_square = 0, k_square = 0;
       float sum = 0;
-      for (size_t i = 0; i < depth; ++i) exact += static_cast<double>(q[i]) * key.k[i], sum += q[i] * key.k[i];
+      for (size_t i = 0; i < depth; ++i) {
+        exact += static_cast<double>(q[i]) * key.k[i], sum += q[i] * key.k[i];
+        q_square += static_cast<double>(q[i]) * q[i], k_square += static_cast<double>(key.k[i]) * key.k[i];
+      }
+      largest = std::max(largest, std::sqrt(q_square * k_square) * scale);
       s.push_back(exact * scale), plain_s.push_back(sum * scale);
       max = std::max(max, s.back()), plain_max = std::max(plain_max, plain_s.back());
     }
@@ -213,7 +218,7 @@ struct Row {
       plain[i] = cases::stored(dtype, plain[i] / plain_total * static_cast<float>(kept));
     }
     const auto unit_of = [&](Dtype d) {
-      return d == Dtype::bf16 ? 0x1p-9 : d == Dtype::f16 ? 0x1p-12 : 0x1p-24 * std::max(1.0, std::abs(lse));
+      return d == Dtype::bf16 ? 0x1p-9 : d == Dtype::f16 ? 0x1p-12 : 0x1p-24 * std::max(largest, std::abs(lse));
     };
     unit = keys.empty() ? 0 : std::max(unit_of(operands), unit_of(dtype));
   }

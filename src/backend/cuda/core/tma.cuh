@@ -112,6 +112,13 @@ __device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, ui
       : "memory");
 }
 
+/// The same of what others read, too.
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+               "l"(src), "r"(bytes), "r"(bar)
+               : "memory");
+}
+
 /// bytes contiguous bytes from this CTA's shared memory to another's of its cluster, completing on a barrier there:
 /// `to` and `bar` are mapped addresses (map_to_cta).
 __device__ __forceinline__ void bulk_copy_to_cta(uint32_t to, uint32_t from, uint32_t bytes, uint32_t bar) {

@@ -59,8 +59,9 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   require(static_cast<int64_t>(l.tokens) * l.heads < int64_t{1} << 31,
           "tokens " + std::to_string(l.tokens) + " x heads " + std::to_string(l.heads) + " is not below 2^31");
   if (a.lists)
-    require(c.converts && a.format != CacheFormat::fp8 && a.lists->item_count <= 1 && l.query_tokens == 1,
-            "lists are read by the converting kernels of fp8_ds_mla and fp8_ds_v4, one item of single rows");
+    require((a.format == CacheFormat::fp8_ds_mla || a.format == CacheFormat::fp8_ds_v4) && a.lists->item_count <= 1 &&
+                l.query_tokens == 1,
+            "lists are read by the kernels of fp8_ds_mla and fp8_ds_v4, one item of single rows");
   else if (a.format == CacheFormat::fp8_ds_v4)
     throw UnsupportedError(
         "attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90, fp8_ds_v4 is read by lists alone");
@@ -250,7 +251,8 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const CUtensorMap q_map =
       tensor_map("attend_latent", "q", MapType::bf16, a.q, q_extents, {&row_bytes, 1}, q_box, Swizzle::b128);
   if (c.converts) return latent::launch_converted(a.format, a.lists != nullptr, c, p, q_map, shape, stream);
-  if (is_fp8(a.format)) return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
+  if (is_fp8(a.format))
+    return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, a.lists != nullptr, c, p, q_map, shape, stream);
   const uint64_t extents[2] = {latent::entry, a.page_units ? 1 : static_cast<uint64_t>(a.pages) * a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
   const MapType type = a.format == CacheFormat::bf16 ? MapType::bf16 : MapType::f16;

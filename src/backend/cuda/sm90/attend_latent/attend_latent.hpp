@@ -45,7 +45,7 @@ struct AttendLatent {
   /// may begin, page_size 1, page_stride 0.
   bool page_units = false;
   /// In place of items, block_table and what is said of pages: each query row has a list of its own, and is a request
-  /// of limits.requests. At most one item, of k_begin 0. fp8_ds_mla where the choice converts, and fp8_ds_v4.
+  /// of limits.requests. At most one item, of k_begin 0. fp8_ds_mla and fp8_ds_v4.
   const SlotLists* lists = nullptr;
   /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
   /// two with the same query rows; q_count 0: nothing to do.

@@ -27,7 +27,7 @@ struct Fp8NarrowLayout {
   static constexpr int slots = fit > 5 ? 5 : fit;
 };
 
-template <class Rows, class Tile>
+template <class Rows, class Tile, bool listed = false>
 struct Fp8NarrowShared {
   using Layout = Fp8NarrowLayout<Rows, Tile>;
   static constexpr int rows = Tile::rows;
@@ -48,7 +48,9 @@ struct Fp8NarrowShared {
   // change of them makes of outputs.
   float room[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4], ratio[Rows::scaled ? 2 : 1][Rows::scaled ? rows : 1][4];
   float growth[2][rows];
-  int beyond[2][2];  // by warpgroup: of barrier_any
+  int beyond[2][2];                                   // by warpgroup: of barrier_any
+  uint32_t there[listed ? Layout::slots : 1][units];  // bit r: has the list a row r of the unit?
+  bool any;                                           // has the item any?
   alignas(16) Item item[2];
   Splits splits;
   Split split;
@@ -57,10 +59,10 @@ struct Fp8NarrowShared {
   alignas(8) uint64_t full[2 * Layout::slots], empty[Layout::slots], q_full, q_empty;
 };
 
-template <class Rows, class Tile, bool invariant>
+template <class Rows, class Tile, bool invariant, bool listed = false>
 __global__ void __launch_bounds__(threads, 1)
     fp8_narrow_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap q_map) {
-  using Shared = Fp8NarrowShared<Rows, Tile>;
+  using Shared = Fp8NarrowShared<Rows, Tile, listed>;
   using Layout = typename Shared::Layout;
   constexpr int n = Tile::rows, slots = Layout::slots, unit_bytes = Rows::unit_bytes;
   constexpr bool many_registers = n > 16 || Rows::scaled;
@@ -82,10 +84,10 @@ __global__ void __launch_bounds__(threads, 1)
     s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     tma_prefetch_map(q_map);
   }
-  UnitLoader<Order, Rows> loader;
+  UnitLoader<Order, Rows, listed> loader;
   if (warpgroup == 2) {
     loader = {p, q_map, s};
-  } else if (warp == 1 && !p.starts) {
+  } else if (!listed && warp == 1 && !p.starts) {
     prefetch_table(p);
   }
   __syncthreads();
@@ -93,10 +95,12 @@ __global__ void __launch_bounds__(threads, 1)
   if (warpgroup == 2) {  // ---- load: a warp for each unit; the first also brings queries
     if constexpr (many_registers) give_registers<load_registers>();
     int slot = 0, parity = 1;
-    loader.run(p, q_map, s, 2, merge_bytes, part_of, [&](const Item& it, UnitRows<Rows>& rows, int i, int unit) {
+    loader.run(p, q_map, s, 2, merge_bytes, part_of, [&](const Item& it, auto& rows, int i, int unit) {
       mbarrier_wait(smem_address(&s.empty[slot]), parity);
-      load_unit(p, it, rows, i, unit, s.ring[slot] + unit * unit_bytes,
-                smem_address(&s.full[parity ? slot : slots + slot]));
+      char* const to = s.ring[slot] + unit * unit_bytes;
+      const uint32_t full = smem_address(&s.full[parity ? slot : slots + slot]);
+      if constexpr (listed) load_listed_unit(p, rows, i, to, s.there[slot][unit], full);
+      else load_unit(p, it, rows, i, unit, to, full);
       if (++slot == slots) slot = 0, parity ^= 1;
     });
     return;
@@ -143,6 +147,7 @@ __global__ void __launch_bounds__(threads, 1)
     }
     if constexpr (Rows::scaled)
       for (int at = threadIdx.x; at < 2 * n * 4; at += math_threads) (&s.room[0][0][0])[at] = 0x1p126f;
+    if (listed && threadIdx.x == 0) s.any = false;
     fence_async_proxy();
     barrier_sync(math_barrier, math_threads);
 
@@ -265,7 +270,15 @@ __global__ void __launch_bounds__(threads, 1)
       for (int k = 0; k < n / 2; ++k) {
         const int row = k / 4 * 8 + 2 * c + k % 2;
         d[k] *= s.factor[row];
-        if (masked && base + (k % 4 / 2 ^ swapped) >= s.limit[row]) d[k] = -INFINITY;
+        if (!listed && masked && base + (k % 4 / 2 ^ swapped) >= s.limit[row]) d[k] = -INFINITY;
+      }
+      if constexpr (listed) {         // the thread's two
+        static_assert(Rows::scaled);  // whose positions are not swapped
+        const uint32_t two = s.there[slot][Rows::unit(g)] >> 2 * chunk & 3u;
+        if (two) s.any = true;
+#pragma unroll
+        for (int k = 0; k < n / 2; ++k)
+          if (!(two >> k % 4 / 2 & 1)) d[k] = -INFINITY;
       }
       float v[n / 2];
       const auto probabilities = [&] {
@@ -301,7 +314,7 @@ __global__ void __launch_bounds__(threads, 1)
         return top;
       };
       constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
-      if (masked) {
+      if (!listed && masked) {
         const int at = (block0 + j) * block_tokens + p0;
         if (limit_all < positions) {  // the bytes that this thread has multiplied
           if (at + swapped >= limit_all) zero_nan_codes(s.ring[slot] + first_at);
@@ -444,7 +457,9 @@ __global__ void __launch_bounds__(threads, 1)
       const float weight0 = exp2_approx(shift0 - best), weight1 = exp2_approx(shift1 - best);
       const float weight = h ? weight1 : weight0;
       float all = total(0) * weight0 + total(1) * weight1;
-      if (all == 0 && row < rows && s.limit[row] > block0 * block_tokens && lost_to_query(p, out_row + row)) all = NAN;
+      if (all == 0 && row < rows && (listed ? s.any : s.limit[row] > block0 * block_tokens) &&
+          lost_to_query(p, out_row + row))
+        all = NAN;
       const float lse2 = all == 0 ? -INFINITY : best + __log2f(all),
                   factor = all == 0 ? 0.0f
                                     : weight * p.value_scale / all *
@@ -488,7 +503,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- merge
-  merge_split_tiles<Order, n>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, part_of);
+  merge_split_tiles<Order, n, listed>(p, s.splits, s.split, blockIdx.x, s.ring[0], merge_bytes, part_of);
 }
 
 }  // namespace mla::cuda::latent

@@ -5,6 +5,8 @@
 // f32 scores of their group, and the probabilities that their group's values are given.
 #pragma once
 
+#include <type_traits>
+
 #include "backend/cuda/sm90/attend_latent/load.cuh"
 #include "backend/cuda/sm90/attend_latent/math.cuh"
 #include "backend/cuda/sm90/attend_latent/merge.cuh"
@@ -204,15 +206,89 @@ __device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows,
   __syncwarp();
 }
 
-/// A loading warp: its unit of every block; the first one also brings the items and their queries.
-template <class Order, class Rows>
+/// Where an item's rows of one unit lie that a list names: lanes look up the slots of two blocks at a time, one such
+/// window ahead.
+template <class Rows>
+class ListedUnits {
+ public:
+  ListedUnits() = default;
+  __device__ ListedUnits(const Params& p, const Item& it, int unit)
+      : row_(it.request),
+        end_(min(it.positions, (it.block + it.blocks) * block_tokens)),
+        first_(it.block * block_tokens + unit * unit_rows),
+        second_from_(p.lists.sources > 1 ? ListedRow::first_keys(p.lists, it.request) : 0x7fffffff) {
+    at_ = place_of(p, 0, look_up(p, 0)), next_ = look_up(p, 1);
+  }
+
+  /// Moves to the item's block i, not before the last one; all lanes of the warp.
+  __device__ void seek(const Params& p, int i) {
+    offset_ = i % 2 * unit_rows;
+    if (i / 2 != window_) window_ = i / 2, at_ = place_of(p, window_, next_), next_ = look_up(p, window_ + 1);
+  }
+  /// Row lane % 16 of the unit.
+  __device__ const char* row() const {
+    const auto at = reinterpret_cast<unsigned long long>(at_);
+    return reinterpret_cast<const char*>(
+        __shfl_sync(0xffffffffu, at, offset_ + static_cast<int>(threadIdx.x % unit_rows)));
+  }
+  /// Bit r: is there a row r?
+  __device__ uint32_t there() const { return __ballot_sync(0xffffffffu, at_ != nullptr) >> offset_ & 0xffffu; }
+
+ private:
+  __device__ int position(int window) const {
+    const int lane = threadIdx.x % 32;
+    return first_ + (2 * window + lane / unit_rows) * block_tokens + lane % unit_rows;
+  }
+  __device__ int look_up(const Params& p, int window) const {
+    const int at = position(window), second = at >= second_from_;
+    if (at >= end_) return -1;
+    const SlotSource& from = p.lists.source[second];
+    return __ldg(from.slots + row_ * from.slot_stride + (second ? at - second_from_ : at));
+  }
+  __device__ const char* place_of(const Params& p, int window, int slot) const {
+    const int second = position(window) >= second_from_;
+    const SlotSource& from = p.lists.source[second];
+    if (slot < 0 || slot >= from.held) return nullptr;
+    return reinterpret_cast<const char*>(from.cache) + unit_of(from, p.by_slot_page[second], slot) * int64_t{16};
+  }
+
+  const char* at_ = nullptr;
+  int row_ = 0, end_ = 0, first_ = 0, second_from_ = 0, next_ = -1, window_ = 0, offset_ = 0;
+};
+
+/// load_unit of a list's; rows that do not exist become zero, and `there` says which do.
+template <class Rows>
+__device__ void load_listed_unit(const Params& p, ListedUnits<Rows>& rows, int i, char* to, uint32_t& there,
+                                 uint32_t full) {
+  const int lane = threadIdx.x % 32;
+  rows.seek(p, i);
+  const uint32_t is = rows.there();
+  const char* const from = rows.row();
+  if (is != 0xffffu) {
+#pragma unroll 1
+    for (int at = lane * 16; at < unit_rows * Rows::bytes; at += 512)
+      if (!(is >> at / Rows::bytes & 1)) *reinterpret_cast<uint4*>(to + at) = {0, 0, 0, 0};
+    fence_async_proxy();  // before a later copy to the same place
+    __syncwarp();
+  }
+  if (lane == 0) there = is, mbarrier_arrive_expect(full, __popc(is) * Rows::bytes);
+  __syncwarp();
+  if (lane < unit_rows && is >> lane & 1) bulk_load(smem_address(to) + lane * Rows::bytes, from, Rows::bytes, full);
+  __syncwarp();
+}
+
+/// A loading warp: its unit of every block; the first one also brings the items and their queries. listed: are rows
+/// listed?
+template <class Order, class Rows, bool listed = false>
 class UnitLoader {
+  using Units = std::conditional_t<listed, ListedUnits<Rows>, UnitRows<Rows>>;
+
  public:
   UnitLoader() = default;
   /// Finds the first item, beside the barriers' birth and the previous kernel's end, and tells all of it.
   template <class Shared>
   __device__ UnitLoader(const Params& p, const CUtensorMap& q_map, Shared& s) {
-    const Split mine = begin_work<Order::rows, Order::invariant>(p, blockIdx.x, warp_unit(), it_, rows_);
+    const Split mine = begin_work<Order::rows, Order::invariant, listed>(p, blockIdx.x, warp_unit(), it_, rows_);
     if (more_ = it_.blocks >= 0; more_) prefetch_queries(q_map, it_);
     if (threadIdx.x == math_threads) s.split = mine, s.item[0] = it_;
   }
@@ -224,17 +300,17 @@ class UnitLoader {
                       Load load) {
     const int unit = warp_unit();
     int count = 0;
-    Walk<Order::rows, Order::invariant> walk;  // again, once copies are under way: few registers are left
+    Walk<Order::rows, Order::invariant, listed> walk;  // again, once copies are under way: few registers are left
     if (!p.settled) wait_for_previous_grids();
     while (more_) {
       Item following;
-      UnitRows<Rows> following_rows;
+      Units following_rows;
       bool another = false, looked = false;
       const auto look_ahead = [&] {  // its lengths and page numbers are asked for while this item is copied
         looked = true;
         if (count == 0) walk = {p, s.split, static_cast<int>(blockIdx.x)}, walk.next(p, s.split, following);
         another = walk.next(p, s.split, following);
-        if (another) following_rows = UnitRows<Rows>(p, following, unit), prefetch_queries(q_map, following);
+        if (another) following_rows = Units(p, following, unit), prefetch_queries(q_map, following);
       };
       const int blocks = warp_uniform(it_.blocks), queries_at = unit || count == 0 ? -1 : min(blocks, ahead);
 #pragma unroll 1
@@ -261,7 +337,7 @@ class UnitLoader {
   }
 
   Item it_;
-  UnitRows<Rows> rows_;
+  Units rows_;
   bool more_ = false;
 };
 

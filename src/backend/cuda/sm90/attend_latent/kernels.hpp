@@ -17,8 +17,8 @@ template <class T>
 void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                    const CUtensorMap& cache_map, std::string_view shape, cudaStream_t stream);
 
-/// fp8 or fp8_ds_mla.
-void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+/// fp8 or fp8_ds_mla. listed: fp8_ds_mla by Params::lists.
+void launch_fp8(bool ds_mla, bool listed, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                 std::string_view shape, cudaStream_t stream);
 
 /// Any cache of e4m3 by the wide kernel, rows converted to bf16 (AttendLatentChoice::converts). listed: by

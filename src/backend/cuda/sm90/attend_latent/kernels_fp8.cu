@@ -9,7 +9,7 @@ namespace mla::cuda::latent {
 
 namespace {
 
-template <class Rows, bool invariant>
+template <class Rows, bool invariant, bool listed = false>
 void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map, std::string_view shape,
                  cudaStream_t stream) {
   const auto go = [&]<class Shared>(auto kernel, std::type_identity<Shared>, std::string_view name) {
@@ -21,8 +21,8 @@ void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtens
     launch(kernel, config, stream, "attend_latent", name, shape, p, q_map);
   };
   if constexpr (Rows::scaled) {  // more rows are converted
-    go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
-       "fp8_ds_mla kernel, 16 rows");
+    go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant, listed>,
+       std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16, listed>>(), "fp8_ds_mla kernel, 16 rows");
   } else {
     if (choice.tile_rows == 16)
       return go(fp8_narrow_kernel<Rows, Fp8Tile16, invariant>, std::type_identity<Fp8NarrowShared<Rows, Fp8Tile16>>(),
@@ -36,11 +36,12 @@ void launch_rows(const AttendLatentChoice& choice, const Params& p, const CUtens
 
 }  // namespace
 
-void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
+void launch_fp8(bool ds_mla, bool listed, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                 std::string_view shape, cudaStream_t stream) {
   const bool invariant = choice.split_blocks > 0;
-  const auto go = ds_mla      ? invariant ? launch_rows<Fp8DsMlaRows, true> : launch_rows<Fp8DsMlaRows, false>
-                       : invariant ? launch_rows<Fp8Rows, true>
+  const auto go = listed   ? invariant ? launch_rows<Fp8DsMlaRows, true, true> : launch_rows<Fp8DsMlaRows, false, true>
+                    : ds_mla ? invariant ? launch_rows<Fp8DsMlaRows, true> : launch_rows<Fp8DsMlaRows, false>
+                  : invariant ? launch_rows<Fp8Rows, true>
                               : launch_rows<Fp8Rows, false>;
   go(choice, p, q_map, shape, stream);
 }

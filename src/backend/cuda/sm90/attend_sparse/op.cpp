@@ -23,9 +23,9 @@ Extent extent_of(std::span<const SparseItem> items) {
 }
 
 // Does attention read the lists itself? It takes a launch an item then.
-bool reads_lists(const ops::AttendSparseArgs& a, const AttendLatentChoice& choice) {
+bool reads_lists(const ops::AttendSparseArgs& a) {
   const CacheFormat format = a.sources[0].cache.spec.format;
-  return choice.converts && format != CacheFormat::fp8 && (a.items.size() == 1 || format == CacheFormat::fp8_ds_v4) &&
+  return ((format == CacheFormat::fp8_ds_mla && a.items.size() == 1) || format == CacheFormat::fp8_ds_v4) &&
          std::all_of(a.items.begin(), a.items.end(), [](const SparseItem& i) { return i.k_begin == 0; });
 }
 
@@ -50,7 +50,7 @@ Run run_of(const ops::AttendSparseArgs& a, int32_t rows, int32_t keys, int multi
                      .positions = int64_t{count} * keys,
                      .batch_invariant = a.part_keys > 0}};
     r.choice = attend_latent_choice(r.limits, 1, multiprocessors, a.sources[0].cache.spec.format);
-    r.lists = reads_lists(a, r.choice);
+    r.lists = reads_lists(a);
     const auto begin = reinterpret_cast<uintptr_t>(a.scratch.data), end = begin + a.scratch.per_worker;
     uintptr_t at = up(begin, 256);
     const auto take = [&](int64_t bytes) {
@@ -123,7 +123,7 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a) {
   const CacheFormat format = a.sources[0].cache.spec.format;
   const AttendLatentChoice choice =
       attend_latent_choice({.heads = static_cast<int>(heads)}, 1, gpu.multiprocessors, format);
-  if (!reads_lists(a, choice) && (format == CacheFormat::fp8_ds_v4 || span_of(a).units > kMost)) return false;
+  if (!reads_lists(a) && (format == CacheFormat::fp8_ds_v4 || span_of(a).units > kMost)) return false;
   return !a.max_logits || attend_latent_gives_max_logits(choice, format);
 }
 
