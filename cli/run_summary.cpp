@@ -213,8 +213,11 @@ void print_summary(const RunReport& report) {
   if (o.plan.activation_dtype != ActivationDtype::native) held += ", hidden states in " + name(o.plan.activation_dtype);
   if (o.plan.prefill != PrefillOperands::compute) held += ", prefill " + name(o.plan.prefill);
   if (o.plan.tensor_parallel > 1)
-    held += (o.interleave > 0 ? ", heads and cached tokens over " : ", heads over ") +
+    held += (o.context_parallel == o.plan.tensor_parallel ? ", heads and cached tokens over " : ", heads over ") +
             counted(o.plan.tensor_parallel, "rank") +
+            (o.context_parallel > 1 && o.context_parallel < o.plan.tensor_parallel
+                 ? ", cached tokens over groups of " + std::to_string(o.context_parallel)
+                 : "") +
             (o.group                             ? ", processes of an MPI job"
              : o.device.kind == DeviceKind::cuda ? " by " + std::string(to_string(o.link))
                                                  : "");

@@ -112,18 +112,28 @@ double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostMod
 double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, bool upconvert,
                    int64_t new_tokens, int64_t context);
 
-/// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). The batch's
-/// lengths and query starts are the sequences'; its block table has the rank's own pages, its slots are those of the
-/// tokens that the rank holds, below 0 for the others (CacheSharding::slot).
+/// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). Ranks 0 ..
+/// tensor_parallel - 1 make groups of sharding.ranks() that follow one another, each with one whole cache: rank r is
+/// member r % sharding.ranks() of its group. The batch's lengths and query starts are the sequences'; its block table
+/// has the rank's own pages, its slots are those of the tokens that the member holds, below 0 for the others
+/// (CacheSharding::slot).
 ///
 /// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
 /// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
 /// UnsupportedError for PathPolicy::expanded with context, requests that select their keys, fp8 queries, full
 /// absorption, and another CacheUse than append.
 struct ContextParallel {
-  CacheSharding sharding;      ///< one rank: the cache is whole
-  int rank = 0;                ///< this plan's
-  std::vector<int64_t> heads;  ///< of each rank; the model's own at [rank]
+  CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
+  int rank = 0;                ///< this plan's, of tensor_parallel
+  std::vector<int64_t> heads;  ///< of each rank of tensor_parallel; the model's own at [rank]
+
+  bool shared() const { return sharding.ranks() > 1; }
+  int member() const { return static_cast<int>(rank % sharding.ranks()); }
+  int first() const { return rank - member(); }  ///< rank of the group's member 0
+  /// Heads of each member of this rank's group.
+  std::span<const int64_t> group_heads() const {
+    return std::span(heads).subspan(static_cast<size_t>(first()), static_cast<size_t>(sharding.ranks()));
+  }
 };
 
 /// What a rank's messages take, for expected times alone: a call's own time, and bytes a second that a rank sends.
@@ -153,7 +163,7 @@ struct PlanOptions {
   /// Ranks that split a layer's heads (mla/parallel.hpp), each with a plan of its own: forward() then sums their hidden
   /// rows over LayerContext::ranks. The attention form needs no sum.
   int tensor_parallel = 1;
-  /// Of as many ranks as tensor_parallel says, in forward() and attend() alike; by default none.
+  /// Of tensor_parallel's ranks, in forward() and attend() alike; by default none.
   ContextParallel context_parallel;
   LinkRates link;  ///< between the ranks
   PathPolicy path = PathPolicy::automatic;
@@ -344,7 +354,7 @@ struct Plan {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
   }
   /// Whether calls exchange what ranks that share a cache found.
-  bool shares_context() const { return options.context_parallel.sharding.ranks() > 1 && !latent_tokens.empty(); }
+  bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
   /// Whether calls look at the cache and the batch's block table.
   bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }

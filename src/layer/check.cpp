@@ -183,7 +183,7 @@ void check_ranks(const LayerContext& c, bool forward) {
   if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context())) return;
   if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
   ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
-  if (c.plan.options.context_parallel.sharding.ranks() > 1)
+  if (c.plan.options.context_parallel.shared())
     ops::require_equal("layer", "ranks' own", c.ranks->rank(), "plan context_parallel rank",
                        c.plan.options.context_parallel.rank);
 }

@@ -39,7 +39,7 @@ struct Possible {
 Possible possible_paths(const Plan& p, const StepMaxima& m) {
   const PlanOptions& o = p.options;
   if (o.dummy || m.tokens == 0) return {};
-  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.sharding.ranks() > 1;
+  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.shared();
   Possible can{.sparse = cached && p.topk > 0 && m.seq_len > p.topk};
   switch (o.path) {
     case PathPolicy::latent: can.latent = true; break;
@@ -120,9 +120,8 @@ void pad_sparse(Plan& p, const StepMaxima& m) {
 // A captured launch is as large as the lists that the host has then: these are of requests as long as any, one behind
 // another, or over one another where all together would be more than the tokens.
 void fill_launches(Plan& p, const StepMaxima& m) {
-  const CacheSharding& sharding = p.options.context_parallel.sharding;
-  const auto length = static_cast<int32_t>(
-      sharding.ranks() > 1 ? sharding.length(p.options.context_parallel.rank, m.seq_len) : m.seq_len);
+  const ContextParallel& c = p.options.context_parallel;
+  const auto length = static_cast<int32_t>(c.sharding.length(c.member(), m.seq_len));
   const auto most = static_cast<int32_t>(std::min(m.query_len, m.tokens));
   for (size_t i = 0; i < p.latent_items.size(); ++i)
     p.latent_items[i] = {.request = static_cast<int32_t>(static_cast<int64_t>(i) % m.requests),
@@ -204,7 +203,7 @@ StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const
   const StepMaxima m = planning::checked(*options.maxima);
   cache.validate();
   const ContextParallel& c = options.context_parallel;
-  const int64_t pages = c.sharding.pages(c.rank, m.seq_len, cache.page_size);
+  const int64_t pages = c.sharding.pages(c.member(), m.seq_len, cache.page_size);
   StepOfMaxima s;
   s.starts = {0};
   s.table.assign(static_cast<size_t>(m.requests * pages), 0);
@@ -229,7 +228,7 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                   .partial = can.latent ? most_latent(p, m).partial_rows : 0,
                   .heads = o.absorbed ? 0 : m.tokens,
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
-                  .shares_context = can.latent && o.context_parallel.sharding.ranks() > 1};
+                  .shares_context = can.latent && o.context_parallel.shared()};
   const int64_t grain = key_grain(p);
   if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
   if (can.context)

@@ -18,15 +18,15 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
   const int64_t ranks = c.sharding.ranks();
   if (ranks == 1) return;
   const std::string what = "plan: a cache split over " + std::to_string(ranks) + " ranks ";
-  if (o.tensor_parallel != ranks)
-    throw UnsupportedError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
-                           ", they have to be the same ranks");
-  if (c.rank < 0 || c.rank >= ranks)
+  if (o.tensor_parallel % ranks != 0)
+    throw ShapeError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
+                     ", which must be groups of as many");
+  if (c.rank < 0 || c.rank >= o.tensor_parallel)
     throw ShapeError("plan: context_parallel rank is " + std::to_string(c.rank) + ", allowed 0 to " +
-                     std::to_string(ranks - 1));
-  if (std::ssize(c.heads) != ranks)
-    throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) + " entries, the cache has " +
-                     std::to_string(ranks) + " ranks");
+                     std::to_string(o.tensor_parallel - 1));
+  if (std::ssize(c.heads) != o.tensor_parallel)
+    throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) +
+                     " entries, tensor_parallel is " + std::to_string(o.tensor_parallel));
   for (size_t r = 0; r < c.heads.size(); ++r)
     if (c.heads[r] < 1 || c.heads[r] > std::numeric_limits<int32_t>::max())
       throw ShapeError("plan: context_parallel heads[" + std::to_string(r) + "] is " + std::to_string(c.heads[r]) +
@@ -137,7 +137,7 @@ PlanDigest digest_of(const Plan& p) {
     hash ^= hash >> 29;
   };
   const CacheSharding& sharding = o.context_parallel.sharding;
-  const bool shared = sharding.ranks() > 1;
+  const bool shared = o.context_parallel.shared();
   for (const int64_t x : {p.model.hidden, p.model.latent, p.model.rope, sharding.ranks(), sharding.interleave()})
     add(x);
   for (const int64_t heads : o.context_parallel.heads) add(heads);
@@ -157,7 +157,7 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
   // All ranks must choose alike, however many heads each has: not by their costs.
-  if (p.options.context_parallel.sharding.ranks() > 1) {
+  if (p.options.context_parallel.shared()) {
     if (context > 0) return Path::latent;
     if (p.options.path == PathPolicy::automatic) return Path::expanded;
   }
@@ -247,7 +247,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   Plan p = planning::begin_plan(model, cache, device, options);
   if (options.dummy) planning::validate_lengths(batch);
   else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
-  else if (options.context_parallel.sharding.ranks() > 1)
+  else if (options.context_parallel.shared())
     planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
   else validate(batch, pages, cache.page_size);
 
@@ -266,7 +266,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
                              " tokens attends to the " + std::to_string(p.topk) +
                              " that are selected for each, in a cache; cache_use is none");
-    if (options.context_parallel.sharding.ranks() > 1 && options.path == PathPolicy::expanded && request.context > 0 &&
+    if (options.context_parallel.shared() && options.path == PathPolicy::expanded && request.context > 0 &&
         request.query_len > 0)
       throw UnsupportedError("plan: request " + std::to_string(r) + " has " + std::to_string(request.context) +
                              " tokens of context, which several ranks hold: path policy expanded needs them all");

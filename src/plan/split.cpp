@@ -46,10 +46,10 @@ void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan&
                    std::vector<LatentRows>& rows) {
   for (int64_t i = 0; i < q.query_len;) {
     const int64_t position = q.context + i;
-    const bool held = c.sharding.owner(position) == c.rank;
+    const bool held = c.sharding.owner(position) == c.member();
     int64_t count = 1;
-    while (i + count < q.query_len && (c.sharding.owner(position + count) == c.rank) == held) ++count;
-    const int64_t sees = c.sharding.length(c.rank, position + 1);
+    while (i + count < q.query_len && (c.sharding.owner(position + count) == c.member()) == held) ++count;
+    const int64_t sees = c.sharding.length(c.member(), position + 1);
     rows.push_back({.request = request,
                     .q_begin = row + static_cast<int32_t>(i),
                     .q_count = static_cast<int32_t>(count),
@@ -76,7 +76,7 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
 // kLongest.
 MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
-  const bool shares = plan.options.context_parallel.sharding.ranks() > 1;
+  const bool shares = plan.options.context_parallel.shared();
   const auto ranges_of = [&](int64_t length) { return ceil_div(m.seq_len, length); };
   MostLatent most;
   if (m.tokens == 0) return most;
@@ -113,7 +113,7 @@ void split_kv(Plan& plan) {
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
     if (q.path != Path::latent) continue;
-    if (const ContextParallel& c = plan.options.context_parallel; c.sharding.ranks() > 1)
+    if (const ContextParallel& c = plan.options.context_parallel; c.shared())
       add_held_rows(c, static_cast<int32_t>(r), q, row, rows);
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;

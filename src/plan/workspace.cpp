@@ -97,7 +97,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("latent_lse", latent_rows * n * f);
   // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's.
   const bool shares = w.shares_context;
-  const std::vector<int64_t>& sharing = o.context_parallel.heads;
+  const std::span<const int64_t> sharing = shares ? o.context_parallel.group_heads() : std::span<const int64_t>();
   const size_t sharing_rows = shares ? latent_rows : 0,
                all_heads =
                    shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;

@@ -118,8 +118,16 @@ TEST(CRanks, ASplitCacheGivesTheLayersRows) {
   whole.options.sharding = &three;
   whole.options.tensor_parallel = 2;
   Plan plan;
-  EXPECT_EQ(mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
-            MLA_ERROR_INPUT);
+  EXPECT_FAILS(MLA_ERROR_INPUT,
+               mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
+               "options sharding ranks is 3, tensor_parallel is 2, which must be groups of as many");
+  three.ranks = 2;
+  whole.options.sharding = &three;
+  whole.options.tensor_parallel = 4;
+  whole.options.rank = 4;
+  EXPECT_FAILS(MLA_ERROR_INPUT,
+               mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
+               "options rank is 4, allowed 0 to 3");
 }
 
 // Messages by (from, to), of a group of two.

@@ -1,5 +1,5 @@
-// Golden files by ranks that split heads and cached tokens: from 1 to one for each head, every interleave, held to one
-// rank's bounds.
+// Golden files by ranks that split heads, and cached tokens over groups of them: from 1 to one for each head, every
+// size of group, every interleave, held to one rank's bounds.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -28,7 +28,7 @@ struct Rank {
   std::vector<int32_t> table;
   Cache cache;
 
-  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)
+  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)  // of: a group
       : model(part_of(g.config, heads)),
         sharding(s),
         rank(of),
@@ -74,7 +74,8 @@ struct Rank {
 };
 
 // A prefill, a chunk behind it and single tokens, by all ranks: what each has of the output.
-std::vector<std::vector<float>> by_ranks(const Golden& g, int ranks, int64_t interleave, CacheFormat format) {
+std::vector<std::vector<float>> by_ranks(const Golden& g, int ranks, int members, int64_t interleave,
+                                         CacheFormat format) {
   const std::vector<HeadRange> heads = shares(g.config.heads, ranks);
   std::vector<Communicator> group = thread_communicators(ranks);
   std::vector<std::vector<float>> out(heads.size());
@@ -83,9 +84,9 @@ std::vector<std::vector<float>> by_ranks(const Golden& g, int ranks, int64_t int
     threads.emplace_back([&, r] {
       const auto at = static_cast<size_t>(r);
       PlanOptions o{.tensor_parallel = ranks};
-      o.context_parallel = {.sharding = CacheSharding(ranks, interleave), .rank = r, .heads = {}};
+      o.context_parallel = {.sharding = CacheSharding(members, interleave), .rank = r, .heads = {}};
       for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      Rank rank(g, o.context_parallel.sharding, r, heads[at], format);
+      Rank rank(g, o.context_parallel.sharding, o.context_parallel.member(), heads[at], format);
       out[at].assign(static_cast<size_t>(g.length * g.config.hidden), -7.0f);
       const int64_t last = g.length - 3;
       std::vector<int64_t> ends{g.length / 2, last};
@@ -123,15 +124,18 @@ TEST_P(GoldenRanks, ReproduceTheFile) {
     }
     const double bound = 2 * plain + kFloor;
     for (int ranks = 1; ranks <= std::min<int64_t>(8, g.config.heads); ++ranks)
-      for (const int64_t interleave : {1, 2, 4, 16, 64}) {
-        if (format != CacheFormat::f32 && interleave != 2 && interleave != 16) continue;
-        const std::string how = g.name + " by " + std::to_string(ranks) + " ranks, " + std::to_string(interleave) +
-                                " in turn, " + std::string(to_string(format));
-        const auto out = by_ranks(g, ranks, interleave, format);
-        EXPECT_LE(reference::relative_error(out[0], exact), bound) << how << " against float64";
-        EXPECT_LE(reference::relative_error(out[0], file), bound + kFileError) << how << " against the file";
-        for (const auto& other : out) EXPECT_TRUE(other == out[0]) << how;
-      }
+      for (int members = 1; members <= ranks; ++members)
+        for (const int64_t interleave : {1, 2, 4, 16, 64}) {
+          if (ranks % members != 0) continue;
+          if ((format != CacheFormat::f32 || members < ranks) && interleave != 2 && interleave != 16) continue;
+          const std::string how = g.name + " by " + std::to_string(ranks) + " ranks in groups of " +
+                                  std::to_string(members) + ", " + std::to_string(interleave) + " in turn, " +
+                                  std::string(to_string(format));
+          const auto out = by_ranks(g, ranks, members, interleave, format);
+          EXPECT_LE(reference::relative_error(out[0], exact), bound) << how << " against float64";
+          EXPECT_LE(reference::relative_error(out[0], file), bound + kFileError) << how << " against the file";
+          for (const auto& other : out) EXPECT_TRUE(other == out[0]) << how;
+        }
   }
 }
 

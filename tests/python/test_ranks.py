@@ -101,20 +101,24 @@ def batch_of(tables, parts, sharding=None, rank=0):
     return mla.Batch(starts.tolist(), [end for _, end in parts], tables, slots)
 
 
-def steps(model, hidden, comm=None, interleave=0, stream=None, **options):
-    """Prefills of most of each request, then the rest: what forward() gives for both."""
+def steps(model, hidden, comm=None, interleave=0, stream=None, members=0, **options):
+    """Prefills of most of each request, then the rest: what forward() gives for both.
+
+    members: of a group that shares a cache; 0: all ranks.
+    """
     ranks, rank = (comm.ranks, comm.rank) if comm else (1, 0)
     heads = [mla.head_share(model.heads, r, ranks) for r in range(ranks)]
     part = mla.part_of(model, heads[rank])
     tensors = mla.part_of(model, mla.random_layer(model, 0, 3, "f32"), heads[rank])
     weights = mla.prepare(part, tensors, dtype="f32")
     rotary = mla.RotaryTable(part, 128)
-    sharding = mla.CacheSharding(ranks, interleave) if interleave else mla.CacheSharding(1)
+    members = members or ranks
+    sharding = mla.CacheSharding(members, interleave) if interleave else mla.CacheSharding(1)
     if interleave:
         options |= {
             "sharding": sharding, "rank": rank, "rank_heads": [count for _, count in heads]
         }
-    holder = rank if interleave else 0
+    holder = rank % members if interleave else 0
     pages = [sharding.pages(holder, n, PAGE) for n in LENGTHS]
     order = np.random.default_rng(rank).permutation(sum(pages)).tolist()
     tables = [order[: pages[0]], order[pages[0] :]]
@@ -160,6 +164,20 @@ def test_ranks_give_the_layers_rows(model, hidden, right, kind, ranks, interleav
         assert all(np.array_equal(a, b) for a, b in zip(found[rank], found[0], strict=True))
     other = GROUPS["threads" if kind == "functions" else "functions"](ranks)
     again = results_of(other, lambda c: steps(model, hidden, c, interleave))
+    assert all(np.array_equal(a, b) for a, b in zip(again[0], found[0], strict=True))
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave):
+    def work(comm):
+        return steps(model, hidden, comm, interleave, members=2)
+
+    found = results_of(mla.thread_communicators(4), work)
+    for rank in range(4):
+        for got, want in zip(found[rank], right, strict=True):
+            assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+        assert all(np.array_equal(a, b) for a, b in zip(found[rank], found[0], strict=True))
+    again = results_of(Queues.group(4), work)
     assert all(np.array_equal(a, b) for a, b in zip(again[0], found[0], strict=True))
 
 
@@ -373,7 +391,7 @@ def test_what_cannot_be(model, hidden):
         mla.part_of(model, (3, 3))
     with pytest.raises(mla.InputError, match="read with sharding"):
         mla.PlanOptions(rank=1)
-    with pytest.raises(mla.UnsupportedError, match="split over 2 ranks with tensor_parallel 1"):
+    with pytest.raises(mla.ShapeError, match="split over 2 ranks with tensor_parallel 1"):
         steps(model, hidden, sharding=mla.CacheSharding(2), rank_heads=[5, 5])
     one, two = mla.thread_communicators(2)
     assert (two.rank, two.ranks) == (1, 2) and repr(two) == "mla.Communicator(rank=1, ranks=2)"

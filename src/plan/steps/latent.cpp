@@ -57,7 +57,7 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
 void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                    const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
-  const std::vector<int64_t>& heads = p.options.context_parallel.heads;
+  const std::span<const int64_t> heads = p.options.context_parallel.group_heads();
   const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads),
                 all = std::accumulate(heads.begin(), heads.end(), int64_t{0});
   const auto queries = s.region<Token, Head, Entry>("rank_queries", q.dtype, {rows, all, s.m.entry()});
