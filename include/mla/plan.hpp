@@ -118,10 +118,13 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// has the rank's own pages, its slots are those of the tokens that the member holds, below 0 for the others
 /// (CacheSharding::slot).
 ///
-/// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
-/// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
-/// UnsupportedError for PathPolicy::expanded with context, requests that select their keys, fp8 queries, full
-/// absorption, and another CacheUse than append.
+/// On the latent path each rank attends to the tokens that it holds with the queries of all its group's heads, and gets
+/// back what the others found for its own. On the expanded path it gets the cached rows of all members, chunk by chunk,
+/// and goes on as a rank with the whole cache. PathPolicy::automatic: requests without context take the expanded path,
+/// single tokens behind one the latent path, the rest the cheaper one, by the largest rank's heads, PlanOptions::link
+/// and PlanOptions::rates; where these are empty by default_cost_model, for what is measured may differ from rank to
+/// rank. UnsupportedError for requests that select their keys, fp8 queries, full absorption, and another CacheUse than
+/// append.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel
@@ -244,6 +247,12 @@ struct ContextChunk {
   std::vector<GatherPiece> pieces;
   std::vector<ExpandedItem> items;  ///< not causal; accumulated into the tokens' rows
   int64_t rows = 0;
+  // Of a split cache. Members send what they hold of the pieces, one behind another; all of it, member 0's first, is
+  // read as a request whose position p lies at sources[p].
+  std::vector<GatherPiece> held;    ///< start counts the rank's own tokens of the request
+  std::vector<int64_t> held_rows;   ///< of each member
+  std::vector<int32_t> sources;     ///< [rows]
+  std::vector<GatherPiece> placed;  ///< every row of the chunk to its place
 };
 
 /// Sparse attention of a step: the arguments of attend_sparse and merge_sparse that are decided before it runs.
@@ -297,6 +306,9 @@ struct Plan {
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
   int64_t context_rows = 0;  ///< rows of the context workspace
+  /// Of a split cache: cached rows as members send them, pages of one. As they are stored, for no form has fewer bytes;
+  /// in f32 where a stored row is no whole number of 4 bytes. What is read of either is the same.
+  CacheSpec sent_rows;
 
   /// A quantised output: heads are quantised where they are finished, on a GPU those of the expanded path. False when
   /// groups span heads, or nobody takes that path there: all heads are then written to the workspace in f32 and
@@ -318,7 +330,8 @@ struct Plan {
   /// made, and is looked at before the choice is used.
   uint64_t selection_stamp = 0;
   /// Of what the messages between ranks follow from: query and sequence lengths, how heads and cache are split, the
-  /// paths of a split cache, dtypes, SplitPolicy. The same on all ranks of a step; all 0 with one rank.
+  /// paths, chunks and format of a split cache, dtypes, SplitPolicy. The same on all ranks of a step; all 0 with one
+  /// rank.
   PlanDigest digest;
 
   std::vector<Region> regions;
@@ -355,6 +368,8 @@ struct Plan {
   }
   /// Whether calls exchange what ranks that share a cache found.
   bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
+  /// Whether calls get cached rows that other ranks hold.
+  bool gathers_context() const { return options.context_parallel.shared() && !chunks.empty(); }
   /// Whether calls look at the cache and the batch's block table.
   bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }

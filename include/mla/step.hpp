@@ -98,6 +98,9 @@ enum class ListKind : uint8_t {
   suffix_items,
   context_pieces,  ///< of a chunk, as are the next
   context_items,
+  context_held,
+  context_sources,
+  context_placed,
   sparse_requests,
   sparse_positions,
   gathered_starts,
@@ -183,6 +186,20 @@ struct Gather {
   ListOf<GatherPiece> pieces;
   Operand<Key, Latent> kv_c;
   Operand<Key, Rope> k_pe;
+  // Of rows that ranks have sent, as bytes, where they are read instead of the cache; the block table of their one
+  // request.
+  Operand<Key, Entry> sent = {};
+  RowList sources = {};
+};
+/// Cached rows as they are sent, one behind another.
+struct PackRows {
+  ListOf<GatherPiece> pieces;
+  Operand<Key, Entry> rows;  ///< bytes
+};
+/// Each member's rows of a chunk on every one: this rank's lie in their place.
+struct GatherRows {
+  Operand<Key, Entry> rows;  ///< bytes; member 0's first
+  int32_t chunk = 0;
 };
 struct AttendLatent {
   Operand<Token, Head, Entry> q;
@@ -313,10 +330,11 @@ struct QuantizePadding {
 struct BeginChoice {};
 struct EndChoice {};
 
-using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
-                          AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
-                          IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                          QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
+using Work =
+    std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
+                 AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
+                 IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
+                 QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

@@ -44,6 +44,7 @@ class Binder {
   ops::AppendArgs operator()(const steps::Append& s) const;
   ops::NormRopeAppendArgs operator()(const steps::NormRopeAppend& s) const;
   ops::GatherArgs operator()(const steps::Gather& s) const;
+  ops::GatherArgs operator()(const steps::PackRows& s) const;
   ops::AttendLatentArgs operator()(const steps::AttendLatent& s) const;
   ops::MergeSplitsArgs operator()(const steps::MergeSplits& s) const;
   ops::AttendExpandedArgs operator()(const steps::AttendExpanded& s) const;

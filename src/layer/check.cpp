@@ -180,7 +180,7 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
 
 void check_ranks(const LayerContext& c, bool forward) {
   const int ranks = c.plan.options.tensor_parallel;
-  if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context())) return;
+  if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context() || c.plan.gathers_context())) return;
   if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
   ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
   if (c.plan.options.context_parallel.shared())

@@ -202,6 +202,21 @@ class Walk {
     const int64_t width = s.found.extent<Value>(), head = part(s.found, s.got, width) + part(s.found_lse, s.got_lse, 1);
     exchange(name, static_cast<double>(rows * (all - own) * head), rows * p.most * width * int64_t{sizeof(float)}, m);
   }
+  void run(std::string_view name, const steps::GatherRows& s) {
+    const std::vector<int64_t>& held = plan_.chunks[static_cast<size_t>(s.chunk)].held_rows;
+    const auto member = static_cast<size_t>(plan_.options.context_parallel.member());
+    const int64_t row = s.rows.extent<Entry>();
+    GroupMessages m(plan_.options);
+    m.add_part();
+    std::byte* at = bind_.in_workspace(s.rows);
+    for (size_t r = 0; r < held.size(); at += held[r++] * row) {
+      m.from(r) = {at, 1, held[r] * row, 0};
+      if (r != member) continue;
+      for (size_t other = 0; other < held.size(); ++other) m.to(other) = {at, 1, held[r] * row, 0};
+    }
+    exchange(name, static_cast<double>(held[member] * row * (std::ssize(held) - 1)),
+             *std::max_element(held.begin(), held.end()) * row, m);
+  }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));
   }

@@ -27,6 +27,9 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::suffix_items: return of("suffix_items", p.suffix_items);
     case ListKind::context_pieces: return of("context pieces", p.chunks[part].pieces);
     case ListKind::context_items: return of("context items", p.chunks[part].items);
+    case ListKind::context_held: return of("held context", p.chunks[part].held);
+    case ListKind::context_sources: return of("sources of context", p.chunks[part].sources);
+    case ListKind::context_placed: return of("placed context", p.chunks[part].placed);
     case ListKind::sparse_requests: return of("sparse_requests", p.sparse_requests);
     case ListKind::sparse_positions: return of("sparse_positions", p.sparse_positions);
     case ListKind::gathered_starts: return of("gathered_starts", p.gathered_starts);

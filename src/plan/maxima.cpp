@@ -54,8 +54,7 @@ Possible possible_paths(const Plan& p, const StepMaxima& m) {
       break;
   }
   if (!cached) can = {.expanded = true};
-  if (shared) can.latent = true;  // requests with context
-  can.context = can.expanded && cached && !shared;
+  can.context = can.expanded && cached;
   return can;
 }
 

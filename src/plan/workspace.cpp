@@ -134,6 +134,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     const auto turned_rows = static_cast<size_t>(round_up(static_cast<int64_t>(key_rows), kCodeRows));
     add("value_codes", turned_rows * n * static_cast<size_t>(m.value));
   }
+  add("rank_rows", o.context_parallel.shared() ? context_rows * plan.sent_rows.page_bytes() : 0);
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);

@@ -225,8 +225,6 @@ TEST(ContextParallel, WhatDoesNotFitIsNamed) {
               p.context_parallel.heads = {2, 3};
             }),
             "plan: context_parallel heads[0] is 2, this rank's model has 3");
-  EXPECT_EQ(with([](PlanOptions& p) { p.path = PathPolicy::expanded; }),
-            "plan: request 0 has 130 tokens of context, which several ranks hold: path policy expanded needs them all");
   const auto with_slot = [&](const Held& of, size_t token, int32_t slot) {
     Step other(of, ragged());
     other.slots[token] = slot;

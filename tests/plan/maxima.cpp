@@ -96,6 +96,13 @@ std::vector<Setting> settings() {
   PlanOptions shared{.tensor_parallel = 2};
   shared.context_parallel = {.sharding = CacheSharding(2, 4), .rank = 1, .heads = {2, 3}};
   add("a rank of a split cache", test::small_deepseek(), shared);
+  shared.path = PathPolicy::expanded;
+  add("a rank of a split cache, expanded", test::small_deepseek(), shared);
+  shared.context_rows = 100;
+  add("a rank of a split cache, expanded in few rows", test::small_deepseek(), shared);
+  shared = {.tensor_parallel = 4, .path = PathPolicy::by_length, .reorder_batch_threshold = 2};
+  shared.context_parallel = {.sharding = CacheSharding(2, 1), .rank = 2, .heads = {2, 3, 3, 1}};
+  add("a rank of groups", test::small_deepseek(), shared);
   return all;
 }
 
