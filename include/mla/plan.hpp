@@ -123,8 +123,9 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// and goes on as a rank with the whole cache. PathPolicy::automatic: requests without context take the expanded path,
 /// single tokens behind one the latent path, the rest the cheaper one, by the largest rank's heads, PlanOptions::link
 /// and PlanOptions::rates; where these are empty by default_cost_model, for what is measured may differ from rank to
-/// rank. UnsupportedError for requests that select their keys, fp8 queries, full absorption, and another CacheUse than
-/// append.
+/// rank. On the sparse path a rank scores the keys that it holds, all members select the best of what each selected,
+/// and attention goes as on the latent path over what was selected; under SparsePolicy::automatic rows are read in
+/// place. UnsupportedError for fp8 queries, full absorption, and another CacheUse than append.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel
@@ -137,6 +138,8 @@ struct ContextParallel {
   std::span<const int64_t> group_heads() const {
     return std::span(heads).subspan(static_cast<size_t>(first()), static_cast<size_t>(sharding.ranks()));
   }
+  /// The most of `tokens` that a rank holds.
+  int64_t longest(int64_t tokens) const { return sharding.length(0, tokens); }
 };
 
 /// What a rank's messages take, for expected times alone: a call's own time, and bytes a second that a rank sends.
@@ -297,7 +300,7 @@ struct Plan {
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
   std::vector<LatentItem> latent_items;  ///< q_begin counts compact rows
   std::vector<SplitRows> splits;         ///< row counts compact rows
-  std::vector<SplitRows> rank_splits;    ///< what ranks found of each compact row, rank 0's first; of a split cache
+  std::vector<SplitRows> rank_splits;    ///< what members found of each compact row, member 0's first; of a split cache
   int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
   // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows. With e4m3

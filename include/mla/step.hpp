@@ -109,7 +109,8 @@ enum class ListKind : uint8_t {
   sparse_splits,
   sparse_pieces,
   index_rows,
-  index_tile,    ///< of a tile
+  index_tile,  ///< of a tile, as is the next
+  index_joined,
   written_rows,  ///< of a plan with maxima
 };
 struct ListKey {
@@ -274,11 +275,19 @@ struct SelectTopk {
   ListOf<IndexItem> items;
   int64_t first = 0;
   Operand<Token, Topk> state;
+  Operand<Token, Key> positions = {};  ///< of the scores; none: those of the items
 };
 struct FinishTopk {
   Operand<Token, Topk> state;
   ListOf<IndexItem> items;
   Operand<Token, Topk> indices;
+  Operand<Token, Topk> scores = {};  ///< none: not wanted
+  bool held = false;                 ///< what is selected from are tokens of this rank
+};
+/// What each member selected of its own tokens, on every one; member 0's columns first.
+struct GatherCandidates {
+  Operand<Token, Topk> positions, scores;
+  Operand<Token, Key> all_positions, all_scores;
 };
 struct FillTopk {
   ListOf<IndexItem> items;
@@ -333,8 +342,8 @@ struct EndChoice {};
 using Work =
     std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
                  AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
-                 IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                 QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
+                 IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots, MapToWorkspace,
+                 Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

@@ -253,14 +253,18 @@ ops::SelectTopkArgs Binder::operator()(const steps::SelectTopk& s) const {
   return {.scores = values<float>(s.scores),
           .items = list(s.items),
           .first = s.first,
-          .positions = {},
+          .positions = columns(s.positions),
           .begin = s.first == 0,
           .state = state(s.state),
           .scratch = scratch_};
 }
 
 ops::FinishTopkArgs Binder::operator()(const steps::FinishTopk& s) const {
-  return {.state = state(s.state), .items = list(s.items), .indices = positions(s.indices), .scores = {}};
+  return {.state = state(s.state),
+          .items = list(s.items),
+          .indices = positions(s.indices),
+          .scores = values<float>(s.scores),
+          .held = s.held ? held() : ops::HeldTokens{}};
 }
 
 ops::FillTopkArgs Binder::operator()(const steps::FillTopk& s) const { return {list(s.items), positions(s.indices)}; }
@@ -276,7 +280,8 @@ ops::MapToSlotsArgs Binder::operator()(const steps::MapToSlots& s) const {
           .page_size = c_.cache.spec.page_size,
           .pages = c_.cache.pages,
           .lengths = list(s.lengths),
-          .slots = positions(s.slots)};
+          .slots = positions(s.slots),
+          .held = held()};
 }
 
 ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const {
@@ -284,7 +289,8 @@ ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const
           .requests = list(s.requests),
           .starts = list(s.starts),
           .counts = list(s.counts),
-          .rows = positions(s.rows)};
+          .rows = positions(s.rows),
+          .held = held()};
 }
 
 ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {

@@ -116,6 +116,15 @@ class Binder {
     const auto f = find(o);
     return {reinterpret_cast<const int32_t*>(f.data), o.extents(), f.strides};
   }
+  View<const int32_t, Token, Key> columns(const Operand<Token, Key>& o) const {
+    if (!o) return {};
+    const auto f = find(o);
+    return {reinterpret_cast<const int32_t*>(f.data), o.extents(), f.strides};
+  }
+  ops::HeldTokens held() const {
+    const ContextParallel& c = plan_.options.context_parallel;
+    return {c.sharding, c.member()};
+  }
   ops::TopkState state(const Operand<Token, Topk>& o) const {
     return {find(o).writable, o.extent<Token>(), o.extent<Topk>()};
   }

@@ -217,6 +217,23 @@ class Walk {
     exchange(name, static_cast<double>(held[member] * row * (std::ssize(held) - 1)),
              *std::max_element(held.begin(), held.end()) * row, m);
   }
+  void run(std::string_view name, const steps::GatherCandidates& s) {
+    const int64_t members = plan_.options.context_parallel.sharding.ranks(), rows = s.positions.extent<Token>(),
+                  element = static_cast<int64_t>(size_of(s.scores.dtype)),
+                  row = s.all_positions.extent<Key>() * element, sent = row / members,
+                  own = s.positions.extent<Topk>() * element;
+    GroupMessages m(plan_.options);
+    const auto part = [&](const auto& from, const auto& to) {
+      m.add_part();
+      for (int64_t r = 0; r < members; ++r) {
+        m.to(static_cast<size_t>(r)) = {bind_.in_workspace(from), rows, sent, own};
+        m.from(static_cast<size_t>(r)) = {bind_.in_workspace(to) + r * sent, rows, sent, row};
+      }
+    };
+    part(s.positions, s.all_positions);
+    part(s.scores, s.all_scores);
+    exchange(name, static_cast<double>(2 * rows * sent * (members - 1)), rows * sent, m);
+  }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));
   }

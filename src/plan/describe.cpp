@@ -140,6 +140,9 @@ std::string Plan::describe() const {
            counted(index_schedule.tiles.keys, "position").c_str(),
            readable_bytes(index_schedule.tiles.score_bytes).c_str(),
            readable_bytes(index_schedule.tiles.state_bytes).c_str());
+    if (sparse_rows() > 0 && serves_block() && shared.shared())
+      line(out, "    of the rank's own keys; the best of %s of each of %lld ranks are selected",
+           counted(index_schedule.candidates, "candidate").c_str(), static_cast<long long>(members));
     for (const SparseGroup& g : sparse_groups)
       line(out, "    launch: %s %s; %s, %s", counted(g.count, "row").c_str(),
            g.rows == 0

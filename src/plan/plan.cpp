@@ -41,7 +41,6 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
   refuse(o.fp8_query, "fp8 queries");
   refuse(o.absorbed, "fully absorbed weights");
   refuse(o.cache_use != CacheUse::append, "another cache_use than append");
-  refuse(model.indexer && o.sparse != SparsePolicy::dense, "requests that select their keys (sparse is not dense)");
 }
 
 void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
@@ -141,6 +140,12 @@ PlanDigest digest_of(const Plan& p) {
   if (shared) {
     add(static_cast<int64_t>(p.cache.format));
     for (const ContextChunk& c : p.chunks) add(c.rows);
+    // What is selected, and in which order rows stand.
+    for (const int64_t x :
+         {p.topk, p.index_schedule.tiles.rows, p.index_schedule.candidates, static_cast<int64_t>(o.index_format),
+          static_cast<int64_t>(o.index_arithmetic), static_cast<int64_t>(o.index_hadamard)})
+      add(x);
+    for (const int32_t request : p.sparse_requests) add(request);
   }
   for (const int64_t x : {p.model.hidden, p.model.latent, p.model.rope, sharding.ranks(), sharding.interleave()})
     add(x);
@@ -346,6 +351,11 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   }
   p.selection_stamp = stamp_of(p, batch);
   if (p.options.maxima) planning::pad_to_maxima(p, batch);
+  if (p.shares_context())
+    p.rank_splits = {{.row = 0,
+                      .rows = static_cast<int32_t>(p.latent_tokens.size()),
+                      .partial = 0,
+                      .splits = static_cast<int32_t>(options.context_parallel.sharding.ranks())}};
   planning::chunk_context(p);
   p.digest = digest_of(p);
   planning::place_output(p);

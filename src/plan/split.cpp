@@ -40,23 +40,15 @@ void sort_longest_first(std::vector<LatentItem>& items) {
   items = std::move(sorted);
 }
 
-// Of a cache that is split over ranks, what a request's new tokens see of the rank's own: runs of tokens that the rank
-// holds see one more each, runs of others' tokens all the same.
 void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan& q, int32_t row,
                    std::vector<LatentRows>& rows) {
-  for (int64_t i = 0; i < q.query_len;) {
-    const int64_t position = q.context + i;
-    const bool held = c.sharding.owner(position) == c.member();
-    int64_t count = 1;
-    while (i + count < q.query_len && (c.sharding.owner(position + count) == c.member()) == held) ++count;
-    const int64_t sees = c.sharding.length(c.member(), position + 1);
+  each_held_run(c, q.context, q.query_len, [&](int64_t i, int64_t count, int64_t sees, bool held) {
     rows.push_back({.request = request,
                     .q_begin = row + static_cast<int32_t>(i),
                     .q_count = static_cast<int32_t>(count),
                     .visible = sees - 1,
                     .length = held ? sees + count - 1 : sees});
-    i += count;
-  }
+  });
 }
 
 }  // namespace
@@ -118,8 +110,6 @@ void split_kv(Plan& plan) {
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
   }
-  if (const auto ranks = static_cast<int32_t>(plan.options.context_parallel.sharding.ranks()); ranks > 1 && row > 0)
-    plan.rank_splits = {{.row = 0, .rows = row, .partial = 0, .splits = ranks}};
   // A GPU's kernels cut requests themselves, by the lengths they find when they run.
   if (plan.device.device.kind == DeviceKind::cuda) {
     for (const LatentRows& r : rows)

@@ -56,6 +56,7 @@ WorkspaceRows workspace_rows(const Plan& p) {
                   .sparse = p.sparse_rows(),
                   .indexed = p.serves_block() ? p.sparse_rows() : 0,
                   .tiles = p.index_schedule.tiles,
+                  .candidates = p.index_schedule.candidates,
                   .head_dtype = p.head_dtype(),
                   .shares_context = p.shares_context()};
   for (const ContextChunk& c : p.chunks) w.context = std::max(w.context, c.rows);
@@ -68,7 +69,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   const ModelConfig& m = plan.model;
   const PlanOptions& o = plan.options;
   size_t end = 0;
-  plan.regions.reserve(24);
+  plan.regions.reserve(40);
   auto add = [&](std::string_view name, size_t bytes) {
     plan.regions.push_back({name, end, bytes});
     end += (bytes + kAlign - 1) / kAlign * kAlign;
@@ -122,6 +123,12 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     add("index_weights", indexed * heads * f);
     add("index_scores", w.tiles.score_bytes);
     add("index_topk", w.tiles.state_bytes);
+    // Of a split cache: positions and scores that the rank selected of its own, and that all members did.
+    const size_t tile_rows = o.context_parallel.shared() ? static_cast<size_t>(w.tiles.rows) : 0,
+                 columns = static_cast<size_t>(o.context_parallel.sharding.ranks() * w.candidates);
+    for (const std::string_view name : {"index_own", "index_own_scores"})
+      add(name, tile_rows * static_cast<size_t>(plan.topk) * f);
+    for (const std::string_view name : {"index_all", "index_all_scores"}) add(name, tile_rows * columns * f);
     add("sparse_context", static_cast<size_t>(w.gathered) * entry * compute);
     const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;

@@ -247,7 +247,20 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
   expect_bad("run --tp 2 --comm nccl", {"--comm nccl is read with --device cuda"});
-  expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
+}
+
+// Requests that select their keys, over ranks that split the indexer's cache, too.
+TEST_F(Command, RanksSelectKeysOfASplitCache) {
+  for (const char* ranks :
+       {"--tp 2 --dcp 2", "--tp 4 --dcp 2 --dcp-interleave 4 --cache fp8", "--tp 3 --dcp 3 --sparse upconvert"}) {
+    const Outcome o =
+        mla("run --layers 2 --requests 6 --input-len 60 --output-len 6 --token-budget 24 --page-size 8 "
+            "--threads 2 --verify 12 --model " +
+            sparse_config() + " " + ranks);
+    EXPECT_EQ(o.status, 0) << ranks << o.out << o.err;
+    EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << ranks << o.out;
+    EXPECT_NE(o.out.find("gather_candidates"), std::string::npos) << ranks << o.out;
+  }
 }
 
 // What comes in and goes out is of a dtype of its own, and judged so.
