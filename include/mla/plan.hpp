@@ -125,7 +125,7 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// and PlanOptions::rates; where these are empty by default_cost_model, for what is measured may differ from rank to
 /// rank. On the sparse path a rank scores the keys that it holds, all members select the best of what each selected,
 /// and attention goes as on the latent path over what was selected; under SparsePolicy::automatic rows are read in
-/// place. UnsupportedError for fp8 queries, full absorption, and another CacheUse than append.
+/// place. UnsupportedError for CacheUse::none.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel

@@ -35,12 +35,7 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
     throw ShapeError("plan: context_parallel heads[" + std::to_string(c.rank) + "] is " +
                      std::to_string(c.heads[static_cast<size_t>(c.rank)]) + ", this rank's model has " +
                      std::to_string(model.heads));
-  const auto refuse = [&](bool is, const char* option) {
-    if (is) throw UnsupportedError(what + "with " + option);
-  };
-  refuse(o.fp8_query, "fp8 queries");
-  refuse(o.absorbed, "fully absorbed weights");
-  refuse(o.cache_use != CacheUse::append, "another cache_use than append");
+  if (o.cache_use == CacheUse::none) throw UnsupportedError(what + "with cache_use none: there is no cache to split");
 }
 
 void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
@@ -139,6 +134,8 @@ PlanDigest digest_of(const Plan& p) {
   const bool shared = o.context_parallel.shared();
   if (shared) {
     add(static_cast<int64_t>(p.cache.format));
+    add(o.fp8_query ? std::bit_cast<int32_t>(o.q_scale) : 0);
+    add(o.absorbed);
     for (const ContextChunk& c : p.chunks) add(c.rows);
     // What is selected, and in which order rows stand.
     for (const int64_t x :
@@ -185,7 +182,7 @@ Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t n
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
   const bool shared = p.options.context_parallel.shared();
-  if (shared && context == 0 && p.options.path == PathPolicy::automatic) return Path::expanded;
+  if (shared && context == 0 && p.options.path == PathPolicy::automatic && !p.options.absorbed) return Path::expanded;
   switch (p.options.path) {
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;

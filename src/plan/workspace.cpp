@@ -102,7 +102,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   const size_t sharing_rows = shares ? latent_rows : 0,
                all_heads =
                    shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;
-  add("rank_queries", sharing_rows * all_heads * entry * compute);
+  add("rank_queries", sharing_rows * all_heads * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
   add("rank_found", sharing_rows * all_heads * width * f);
   add("rank_found_lse", sharing_rows * all_heads * f);
   add("rank_got", sharing_rows * sharing.size() * n * width * f);

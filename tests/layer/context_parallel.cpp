@@ -7,6 +7,7 @@
 #include "layer/ranks.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
+#include "support/quantised.hpp"
 
 namespace mla::test::ranks {
 namespace {
@@ -98,6 +99,99 @@ TEST(ContextParallel, TheAttentionForm) {
                     right[static_cast<size_t>((i / own * m.heads + rank.heads.begin) * m.value + i % own)], 1e-5f)
             << g.name() << ", rank " << r << " element " << i;
     });
+}
+
+// Codes of a row's queries are the same wherever they are made; sums over the positions differ.
+TEST(ContextParallel, Fp8Queries) {
+  ModelConfig m = model_of();
+  PlanOptions o = latent();
+  o.fp8_query = true;
+  o.q_scale = 0.125f;
+  const Formats fp8{.cache = CacheFormat::fp8};
+  const Ran right = by_one(m, ragged(), fp8, o), plain = by_one(m, ragged(), fp8, latent());
+  EXPECT_NE(right.out, plain.out);
+  for (const Grid& g : {grid_of(m, 2, 2, 4), grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)})
+    expect_same(by_ranks(m, g, ragged(), fp8, o), right, 1e-5f, g.name());
+  m = small_sparse();
+  m.heads = 5;
+  o.path = PathPolicy::automatic;
+  expect_same(by_ranks(m, grid_of(m, 4, 2, 4), ragged(), fp8, o), by_one(m, ragged(), fp8, o), 1e-5f, "sparse");
+  // They are sent as the codes that they are.
+  Rank rank(part_of(m, {0, 3}), {0, 3}, CacheFormat::fp8, IndexCacheFormat::f32);
+  const Lengths l{{2}, {20}};
+  const Held held({.sharding = CacheSharding(2, 4), .rank = 0, .heads = {3, 2}}, l);
+  o.path = PathPolicy::latent;
+  o.tensor_parallel = 2;
+  o.context_parallel = held.context;
+  o.index_format = IndexCacheFormat::f32;
+  const Step step(held, l);
+  for (const layer::KernelUse& u : layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32}))
+    EXPECT_TRUE(u.op != "gather_queries" || u.bytes == 2 * 3 * 576) << u.bytes;
+}
+
+// A quantised output is made of the merged rows: the codes and scales of what the plain form gives.
+TEST(ContextParallel, QuantisedOutputs) {
+  const ModelConfig m = model_of();
+  const Lengths& l = ragged();
+  for (const OutputSpec& spec : output_specs())
+    for (const PathPolicy path : {PathPolicy::latent, PathPolicy::by_length}) {
+      if (spec.kind == OutputKind::none) continue;
+      PlanOptions o{.path = path, .reorder_batch_threshold = 2, .output = spec};
+      o.output.scale = 0.01f, o.output.global_scale = 30.0f;
+      const Grid g = grid_of(m, 4, 2, 4);
+      on_ranks(m, g, {}, l, {}, [&](Rank& rank, const Held& held, PlanOptions prompts, int r) {
+        rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), prompts, 3);
+        PlanOptions own = o;
+        own.tensor_parallel = prompts.tensor_parallel;
+        own.context_parallel = prompts.context_parallel;
+        PlanOptions plain = own;
+        plain.output = {};
+        const Step s(held, l);
+        const std::vector<float> rows = rank.attended(s, plain, m.heads, 5);
+        const int64_t tokens = s.batch.tokens(), width = rank.heads.count * m.value;
+        QuantisedMemory found(o.output, tokens, width), right(o.output, tokens, width);
+        rank.attended(s, own, m.heads, 5, found.view());
+        two_step(rows, tokens, right.view());
+        EXPECT_TRUE(found.codes == right.codes) << to_string(spec) << ", rank " << r;
+        EXPECT_TRUE(found.scales == right.scales) << to_string(spec) << ", rank " << r;
+      });
+    }
+}
+
+// Rows that somebody else has written: here the same call before.
+TEST(ContextParallel, RowsThatAreThere) {
+  const ModelConfig m = model_of();
+  for (const PathPolicy path : {PathPolicy::latent, PathPolicy::expanded})
+    on_ranks(m, grid_of(m, 4, 2, 4), {}, ragged(), {.path = path},
+             [&](Rank& rank, const Held& held, PlanOptions o, int r) {
+               rank.run(Step(held, {ragged().contexts, {0, 0, 0, 0, 0}}), o, 3);
+               const Step s(held, ragged());
+               const std::vector<float> right = rank.attended(s, o, m.heads, 5);
+               o.cache_use = CacheUse::read;
+               EXPECT_TRUE(rank.attended(s, o, m.heads, 5) == right) << "rank " << r;
+             });
+}
+
+// W_Q W_UK^T and W_UV W_O around the same exchanges.
+TEST(ContextParallel, FullAbsorption) {
+  const ModelConfig m = model_of();
+  const auto absorbed = [&](Rank& rank) {
+    rank.weights = prepare(rank.model, part_of(m, random_layer(m, 0, 1, Dtype::f32), rank.heads),
+                           {.dtype = Dtype::f32, .absorption = Absorption::full});
+  };
+  PlanOptions o = latent();
+  o.absorbed = true;
+  Rank one(m, {0, m.heads}, CacheFormat::f32, {});
+  absorbed(one);
+  const Ran right = two_steps(one, Held({}, ragged()), ragged(), o, o);
+  for (const Grid& g : {grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)}) {
+    std::vector<Ran> ran(g.heads.size());
+    on_ranks(m, g, {}, ragged(), o, [&](Rank& rank, const Held& held, const PlanOptions& own, int r) {
+      absorbed(rank);
+      ran[static_cast<size_t>(r)] = two_steps(rank, held, ragged(), own, own);
+    });
+    expect_same(ran, right, 1e-5f, g.name());
+  }
 }
 
 Held held_by(const std::vector<int64_t>& heads, int rank, const Lengths& l, int64_t members = 0) {
@@ -217,6 +311,8 @@ TEST(ContextParallel, WhatDoesNotFitIsNamed) {
               p.tensor_parallel = 4, p.context_parallel.rank = 4, p.context_parallel.heads = {3, 2, 3, 2};
             }),
             "plan: context_parallel rank is 4, allowed 0 to 3");
+  EXPECT_EQ(with([](PlanOptions& p) { p.form = LayerForm::attention, p.cache_use = CacheUse::none; }),
+            "plan: a cache split over 2 ranks with cache_use none: there is no cache to split");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.rank = 2; }),
             "plan: context_parallel rank is 2, allowed 0 to 1");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.heads = {3}; }),

@@ -143,8 +143,10 @@ struct Rank {
     take_choice(p);
     return out;
   }
-  /// attend() of its heads, with queries and new rows that are the same for every division of the heads.
-  std::vector<float> attended(const Step& s, PlanOptions o, int64_t all_heads, uint64_t seed) {
+  /// attend() of its heads, with queries and new rows that are the same for every division of the heads; into
+  /// `quantised` where there is one.
+  std::vector<float> attended(const Step& s, PlanOptions o, int64_t all_heads, uint64_t seed,
+                              const QuantizedView& quantised = {}) {
     o.form = LayerForm::attention;
     const Plan p = plan_of(s, o);
     const int64_t t = p.tokens, qk = model.query_key();
@@ -152,12 +154,14 @@ struct Rank {
                kv_c = cases::random_values(t * model.latent, seed + 1),
                k_pe = cases::random_values(t * model.rope, seed + 2);
     std::vector<float> out(static_cast<size_t>(t * heads.count * model.value), -7.0f);
-    attend(stream, context(p, s),
-           View<const float, Token, Head, QueryKey>(q.data() + heads.begin * qk, {t, heads.count, qk},
-                                                    {all_heads * qk, qk, 1}),
-           View<const float, Token, Latent>(kv_c.data(), {t, model.latent}),
-           View<const float, Token, Rope>(k_pe.data(), {t, model.rope}),
-           View<float, Token, Head, Value>(out.data(), {t, heads.count, model.value}));
+    const View<const float, Token, Head, QueryKey> own(q.data() + heads.begin * qk, {t, heads.count, qk},
+                                                       {all_heads * qk, qk, 1});
+    const View<const float, Token, Latent> latents(kv_c.data(), {t, model.latent});
+    const View<const float, Token, Rope> ropes(k_pe.data(), {t, model.rope});
+    if (quantised.data) attend(stream, context(p, s), own, latents, ropes, quantised);
+    else
+      attend(stream, context(p, s), own, latents, ropes,
+             View<float, Token, Head, Value>(out.data(), {t, heads.count, model.value}));
     return out;
   }
 

@@ -197,7 +197,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.activation_dtype = static_cast<ActivationDtype>(random.integer(0, 3));
     if (!o.absorbed && coin()) o.prefill = coin() ? PrefillOperands::fp8 : PrefillOperands::fp8_raw;
     const Device device{coin() ? DeviceKind::cpu : DeviceKind::cuda};
-    if (!o.absorbed && !o.fp8_query && coin()) {
+    if (coin()) {
       const int64_t members = coin() ? 2 : 4;
       o.tensor_parallel = 4;
       o.context_parallel = {.sharding = CacheSharding(members, random.integer(1, 20)),
