@@ -167,6 +167,61 @@ def test_ranks_give_the_layers_rows(model, hidden, right, kind, ranks, interleav
     assert all(np.array_equal(a, b) for a, b in zip(again[0], found[0], strict=True))
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_context_on_the_expanded_path(model, hidden, ranks):
+    want = steps(model, hidden, path="expanded")
+    found = results_of(
+        mla.thread_communicators(ranks), lambda c: steps(model, hidden, c, 4, path="expanded")
+    )
+    for rows in found:
+        for got, right in zip(rows, want, strict=True):
+            assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+
+
+def test_ranks_that_select(model, hidden):
+    """The indexer's cache is split, too: the second step's rows are those that one rank selects and gives."""
+    sparse = mla.preset("deepseek-v3.2")
+    sparse.hidden, sparse.heads, sparse.query_latent = model.hidden, model.heads, 64
+    indexer = sparse.indexer
+    indexer.heads, indexer.topk = 4, 24
+    sparse.indexer = indexer
+
+    def work(comm=None):
+        ranks, rank = (comm.ranks, comm.rank) if comm else (1, 0)
+        heads = [mla.head_share(sparse.heads, r, ranks) for r in range(ranks)]
+        part = mla.part_of(sparse, heads[rank])
+        tensors = mla.part_of(sparse, mla.random_layer(sparse, 0, 3, "f32"), heads[rank])
+        weights = mla.prepare(part, tensors, dtype="f32")
+        sharding = mla.CacheSharding(2, 4) if comm else mla.CacheSharding(1)
+        holder = rank % 2 if comm else 0
+        tables = [list(range(p)) for p in [sharding.pages(holder, LENGTHS[1], PAGE)]]
+        cache = mla.Cache(mla.cache_spec(part, "f32", PAGE), len(tables[0]))
+        index = mla.IndexCache(part, cache)
+        options = {}
+        if comm:
+            options |= {
+                "tensor_parallel": ranks, "sharding": sharding, "rank": rank,
+                "rank_heads": [count for _, count in heads],
+            }
+        out = []
+        for first, last in ((0, 80), (80, 90)):
+            batch = batch_of(tables, [(first, last)], sharding, holder)
+            plan = mla.plan(part, cache, batch, options=mla.PlanOptions(**options))
+            out.append(
+                mla.forward(
+                    plan, weights, mla.RotaryTable(part, 128), cache, hidden[1][first:last],
+                    index_cache=index, index_rotary=mla.RotaryTable(part, 128, indexer=True),
+                    ranks=comm,
+                )
+            )
+        return out
+
+    want = work()
+    for rows in results_of(mla.thread_communicators(4), work):
+        for got, right in zip(rows, want, strict=True):
+            assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+
+
 @pytest.mark.parametrize("interleave", [1, 16])
 def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave):
     def work(comm):
