@@ -215,7 +215,7 @@ void run(const CLI::App& command, Flags& f) {
         "  rank 0 of %d: %s of %lld, %s of cache a token and layer\n", f.tp, counted(own.heads, "head").c_str(),
         static_cast<long long>(model.heads),
         readable_bytes(spec.page_bytes() / static_cast<size_t>(spec.page_size) / static_cast<size_t>(f.dcp)).c_str());
-    if (options.link.bytes > 0 && !model.indexer) print_divisions(step, lengths, f.tp);
+    if (options.link.bytes > 0) print_divisions(step, lengths, f.tp);
   }
   files.finish();
 }
