@@ -93,6 +93,9 @@ void require_cache(const LayerContext& c) {
   if (c.cache.spec.format != c.plan.cache.format)
     throw ShapeError("layer: cache format is " + std::string(to_string(c.cache.spec.format)) + ", plan was made for " +
                      std::string(to_string(c.plan.cache.format)));
+  if (c.plan.gathers_context() && c.cache.page_stride % sizeof(float) != 0)
+    throw ShapeError("layer: cache page_stride is " + std::to_string(c.cache.page_stride) +
+                     ", must be a multiple of 4: ranks send each other rows as they are stored");
   ops::require_pages("layer", "cache", c.cache);
   if (const uintptr_t past = reinterpret_cast<uintptr_t>(c.cache.data) % 16; past != 0)
     throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");

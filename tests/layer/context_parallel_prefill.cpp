@@ -175,6 +175,25 @@ TEST(ContextParallelPrefill, TheChunksAreSteps) {
             "layer: ranks is missing, plan was made for tensor_parallel 2");
 }
 
+TEST(ContextParallelPrefill, PagesThatLieOddlyAreRefused) {
+  Rank rank(model_of(), {0, 3}, CacheFormat::fp8, {});
+  const Lengths l{{30}, {600}};
+  const Held held({.sharding = CacheSharding(2, 64), .rank = 1, .heads = {2, 3}}, l);
+  PlanOptions o = expanded(192);
+  o.tensor_parallel = 2;
+  o.context_parallel = held.context;
+  const Step step(held, l);
+  const Plan p = rank.plan_of(step, o);
+  LayerContext c = rank.context(p, step);
+  c.cache.page_stride += 2;
+  std::vector<float> hidden(static_cast<size_t>(30 * rank.model.hidden));
+  EXPECT_EQ(message_of([&] {
+              forward(rank.stream, c, View<const float, Token, Hidden>(hidden.data(), {30, rank.model.hidden}),
+                      View<float, Token, Hidden>(hidden.data(), {30, rank.model.hidden}));
+            }),
+            "layer: cache page_stride is 9218, must be a multiple of 4: ranks send each other rows as they are stored");
+}
+
 // A rank that cuts its context into other chunks.
 TEST(ContextParallelPrefill, ARankWithOtherChunksIsNamed) {
   const ModelConfig m = model_of();
