@@ -290,6 +290,22 @@ TEST(ContextParallel, ARankOfAnotherGridIsNamed) {
   });
 }
 
+// Ranks of the other groups learn of it at the same call, though nothing was to come from it.
+TEST(ContextParallel, ARankThatLeavesEndsAllGroups) {
+  const ModelConfig m = model_of();
+  const Lengths l{{2}, {30}};
+  on_ranks(m, grid_of(m, 4, 2, 4), {}, l, latent(), [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
+    if (r == 3) return rank.group->abort("no memory");
+    try {
+      rank.run(Step(held, l), o, 3);
+      ADD_FAILURE() << "rank " << r;
+    } catch (const RankError& e) {
+      EXPECT_EQ(e.rank(), 3) << e.what();
+      EXPECT_NE(std::string(e.what()).find("rank 3 aborted: no memory"), std::string::npos) << e.what();
+    }
+  });
+}
+
 TEST(ContextParallel, WhatDoesNotFitIsNamed) {
   Rank rank(model_of(), {0, 3}, CacheFormat::f32, {});
   const Held held = held_by({3, 2}, 0, ragged());
