@@ -130,6 +130,7 @@ start_sanitizers() {
   done
   sanitize memcheck.test_cuda_layer memcheck test_cuda_layer 'Files/GoldenFile.*/tiny'
   sanitize memcheck.test_cuda_step memcheck test_cuda_step 'CapturedStep.*'
+  sanitize racecheck.test_cuda_sparse racecheck test_cuda_sparse '*.TwoCaches/fp8_ds*' MLA_TEST_MAX_FLOPS=3e8
   sanitize racecheck.test_cuda_attend_latent.narrow racecheck test_cuda_attend_latent "$narrow"
   sanitize racecheck.test_cuda_attend_latent.wide racecheck test_cuda_attend_latent "$wide"
   for tool in memcheck racecheck initcheck synccheck; do
@@ -195,7 +196,7 @@ for test in "${tests[@]}"; do
   done
 done
 for tool in "${tools[@]}"; do
-  if [[ $tool =~ ^racecheck.test_cuda_attend_latent(.wide|_fp8)$ && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
+  if [[ $tool =~ ^racecheck.test_cuda_(attend_latent(.wide|_fp8)|sparse)$ && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
     judge_known "$tool" wide_kernel 4
   elif [[ $tool == racecheck.test_cuda_attend_expanded_fp8 && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
     judge_known "$tool" attend_expanded_fp8_kernel 3

@@ -3,10 +3,10 @@
 
     scripts/gpu-python.py [--json bench/results/<card>/python.json] [section ...]
 
-Sections: flash_mla (its whole argument space against float64), graph (calls captured, launched
-again with other lengths, tables and lists), custom_op, layer (forward against the CPU's, and
-captured), attach (greedy tokens of small random models), overhead and frameworks (CuPy's and JAX's
-arrays). Exit code 1 when one fails.
+Sections: flash_mla (its whole argument space against float64), flash_attn (sequences without a
+cache, the same), graph (calls captured, launched again with other lengths, tables and lists),
+custom_op, layer (forward against the CPU's, and captured), attach (greedy tokens of small random
+models), overhead and frameworks (CuPy's and JAX's arrays). Exit code 1 when one fails.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ from torch import library
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests/python"))
 
 import mla
-from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from mla.flash_mla import (
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+)
 
 DEVICE = "cuda:0"
 F64 = torch.float64
@@ -38,8 +45,9 @@ DTYPES = {
     "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }
-# Absolute and relative error allowed, by the queries' dtype: f32 sums; bf16 rounds the softmax's
-# weights and out to 8 bits. An f16 cache is multiplied in bf16 by some kernels.
+# Absolute and relative error allowed, by the queries' dtype: f32 sums; bf16 and f16 round the
+# softmax's weights and out to 8 and 11 bits. An f16 cache under bf16 queries is multiplied in bf16
+# by some kernels.
 ROUNDING = {"f32": 2e-4, "f16": 2e-3, "bf16": 1e-2, "fp8": 1e-2}
 
 
@@ -151,8 +159,23 @@ def error_of(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> floa
     return float((error / allowed).max()) if error.numel() else 0.0
 
 
-def queries_of(dtype: str, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device=DEVICE).to(DTYPES[dtype])
+def inside(array: torch.Tensor, gaps: tuple[int, ...], fill: float) -> torch.Tensor:
+    """The array as a view of a larger one: dimension i has gaps[i] more elements, all `fill`."""
+    shape = [n + g for n, g in zip(array.shape, gaps, strict=True)]
+    whole = torch.full(shape, fill, dtype=torch.float32, device=DEVICE).to(array.dtype)
+    view = whole[tuple(slice(0, n) for n in array.shape)]
+    view.copy_(array)
+    return view
+
+
+def unlike(found: tuple[torch.Tensor, ...], wanted: tuple[torch.Tensor, ...]) -> float:
+    """0 where bits are equal, as they are of one kernel's calls on the same numbers."""
+    return 0.0 if all(map(torch.equal, found, wanted)) else float("inf")
+
+
+def queries_of(dtype: str, *shape: int, gaps: tuple[int, ...] = ()) -> torch.Tensor:
+    q = torch.randn(*shape, device=DEVICE).to(DTYPES[dtype])
+    return inside(q, gaps, torch.nan) if gaps else q
 
 
 def int32(values: Any) -> torch.Tensor:
@@ -174,16 +197,20 @@ def table_of(lengths: list[int], page: int, blocks: int, columns: int) -> torch.
 Row = tuple[str, float]
 
 
+GAPS = [(0, 0, 0, 64), (0, 0, 3, 0), (0, 1, 0, 0), (1, 1, 1, 128), (0, 2, 0, 8), (1, 0, 1, 3)]
+
+
 def dense_case(
     kind: str, dtype: str, heads: int, page: int, queries: int, causal: bool, lengths: list[int],
     head_dim: int = 576, q_scale: float | None = None, k_scale: float | None = None,
+    gaps: tuple[int, ...] = (),
 ) -> Row:
     columns = max(1, max(-(-n // page) for n in lengths) + 1)
     blocks = sum(-(-n // page) for n in lengths) + 2
     cache = cache_of(kind, blocks, page, head_dim)
     rows = rows_of(cache, head_dim)
     table = table_of(lengths, page, blocks, columns)
-    q = queries_of(dtype, len(lengths), queries, heads, head_dim)
+    q = queries_of(dtype, len(lengths), queries, heads, head_dim, gaps=gaps)
     schedule, splits = get_mla_metadata(int32(lengths), queries * heads, 1)
     out, lse = flash_mla_with_kvcache(
         q, cache, table, int32(lengths), 512, schedule, splits, None, causal,
@@ -197,8 +224,14 @@ def dense_case(
     )
     bound = ROUNDING[dtype]
     worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[1], bound))
+    if gaps:
+        worst = max(worst, unlike((out, lse), flash_mla_with_kvcache(
+            q.contiguous(), cache, table, int32(lengths), 512, causal=causal,
+            is_fp8_kvcache=cache.dtype.itemsize == 1,
+        )))
     name = f"dense {kind} q {dtype} d{head_dim} h{heads} page{page} s{queries}"
     name += "" if q_scale is k_scale is None else f" descales {q_scale} {k_scale}"
+    name += f" gaps {gaps}" if gaps else ""
     return name + (" causal" if causal else "") + f" b{len(lengths)} <={max(lengths)}", worst
 
 
@@ -210,17 +243,57 @@ def slots_of(batch: int, queries: int, topk: int, slots: int) -> torch.Tensor:
     return chosen.to(DEVICE)
 
 
+def slots_inside(slots: torch.Tensor, gaps: tuple[int, ...]) -> torch.Tensor:
+    """The slots as a view of a larger array, whose other entries name slot 0."""
+    whole = torch.zeros(
+        [n + g for n, g in zip(slots.shape, gaps, strict=True)], dtype=torch.int32, device=DEVICE
+    )
+    view = whole[tuple(slice(0, n) for n in slots.shape)]
+    view.copy_(slots)
+    return view
+
+
+def several_kv_heads_case(
+    kind: str, dtype: str, heads: int, kv_heads: int, page: int, queries: int, causal: bool,
+    lengths: list[int], gaps: tuple[int, ...] = (),
+) -> Row:
+    blocks = sum(-(-n // page) for n in lengths) + 2
+    encoded = cache_of(kind, blocks, page * kv_heads, 576)
+    rows = rows_of(encoded, 576).reshape(blocks * page, kv_heads, 576)
+    table = table_of(lengths, page, blocks, max(1, max(-(-n // page) for n in lengths)))
+    q = queries_of(dtype, len(lengths), queries, heads, 576, gaps=gaps)
+    out, lse = flash_mla_with_kvcache(
+        q, encoded.reshape(blocks, page, kv_heads, -1), table, int32(lengths), 512, None, None,
+        None, causal, is_fp8_kvcache=encoded.dtype.itemsize == 1,
+    )
+    group, worst, bound = heads // kv_heads, 0.0, ROUNDING[dtype]
+    for j in range(kv_heads):
+        part = slice(j * group, (j + 1) * group)
+        wanted = dense_wanted(
+            q[:, :, part], rows[:, j], table, lengths, page, 512, 576**-0.5, causal
+        )
+        worst = max(worst, error_of(out[:, :, part], wanted[0], bound))
+        worst = max(worst, error_of(lse[:, part], wanted[1], bound))
+    name = f"dense {kind} q {dtype} h{heads} over {kv_heads} KV heads page{page} s{queries}"
+    return name + " causal" * causal + (f" gaps {gaps}" if gaps else ""), worst
+
+
 def sparse_case(
     kind: str, dtype: str, heads: int, page: int, batch: int, queries: int, topk: int,
     lengths: list[int] | None, sink: bool, extra: int, head_dim: int = 576,
+    gaps: tuple[int, ...] = (),
 ) -> Row:
-    q = queries_of(dtype, batch, queries, heads, head_dim)
+    q = queries_of(dtype, batch, queries, heads, head_dim, gaps=gaps)
     caches = [cache_of(kind, 40, page, head_dim)]
     lists = [slots_of(batch, queries, topk, 40 * page)]
+    if gaps:
+        lists[0] = slots_inside(lists[0], (*gaps[:2], 9))
     options: dict[str, Any] = {}
     if extra:
         caches.append(cache_of(kind, 9, page + 1, head_dim))
         lists.append(slots_of(batch, queries, extra, 9 * (page + 1)))
+        if gaps:
+            lists[1] = slots_inside(lists[1], (*gaps[:2], 1))
         options = dict(extra_k_cache=caches[1], extra_indices_in_kvcache=lists[1])
     counts: list[list[int] | None] = [lengths, None]
     if lengths is not None:
@@ -239,19 +312,27 @@ def sparse_case(
     parts = [
         (rows_of(c, head_dim), s, n) for c, s, n in zip(caches, lists, counts, strict=False)
     ]
+    worst = 0.0
+    if gaps:
+        if extra:
+            options["extra_indices_in_kvcache"] = lists[1].contiguous()
+        worst = unlike((out, lse), flash_mla_with_kvcache(
+            q.contiguous(), caches[0], None, None, 512, schedule, splits, None, False,
+            caches[0].dtype.itemsize == 1, lists[0].contiguous(), sinks, **options,
+        ))
     wanted = sparse_wanted(q, parts, 512, head_dim**-0.5, sinks)
     bound = ROUNDING[dtype]
-    worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[2], bound))
+    worst = max(worst, error_of(out, wanted[0], bound), error_of(lse, wanted[2], bound))
     name = f"sparse {kind} q {dtype} d{head_dim} h{heads} page{page} b{batch} s{queries} k{topk}"
     marks = [" lengths"] * (lengths is not None) + [" sinks"] * sink + [f" +{extra}"] * bool(extra)
-    return name + "".join(marks), worst
+    return name + "".join(marks) + (f" gaps {gaps}" if gaps else ""), worst
 
 
 def prefill_case(
     dtype: str, kind: str, heads: int, rows: int, keys: int, topk: int, lengths: bool, sink: bool,
-    head_dim: int = 576,
+    head_dim: int = 576, gaps: tuple[int, ...] = (),
 ) -> Row:
-    q = queries_of(dtype, rows, heads, head_dim)
+    q = queries_of(dtype, rows, heads, head_dim, gaps=gaps)
     kv = torch.randn(keys, 1, head_dim, device=DEVICE).to(DTYPES[kind])
     slots = slots_of(rows, 1, topk, keys)
     count = [max(0, topk - 3 * i) for i in range(rows)] if lengths else None
@@ -267,8 +348,35 @@ def prefill_case(
         error_of(out, wanted[0][:, 0], bound), error_of(largest, wanted[1][..., 0], bound),
         error_of(lse, wanted[2][..., 0], bound),
     )
+    if gaps:
+        worst = max(worst, unlike((out, largest, lse), flash_mla_sparse_fwd(
+            q.contiguous(), kv, slots, 0.05, 512, sinks, None if count is None else int32(count)
+        )))
     name = f"prefill {kind} q {dtype} d{head_dim} h{heads} rows{rows} of {keys} k{topk}"
-    return name + " lengths" * lengths + " sinks" * sink, worst
+    name += " lengths" * lengths + " sinks" * sink
+    return name + (f" gaps {gaps}" if gaps else ""), worst
+
+
+def nan_queries() -> Iterator[Row]:
+    """A row whose query or key is no number is NaN, and no other row's bits change."""
+    for dtype, heads in itertools.product(["f16", "bf16", "f32"], [8, 64]):
+        cache, q = cache_of(dtype, 4, 64, 576), queries_of(dtype, 2, 2, heads, 576)
+        table, lengths = int32([[0, 1], [2, 3]]), int32([100, 70])
+        clean = flash_mla_with_kvcache(q, cache, table, lengths)
+        q[0, 1, heads - 1, 5] = torch.nan
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths)
+        right = bool(out[0, 1, -1].isnan().all()) and bool(lse[0, -1, 1].isnan())
+        for found, wanted, row in ((out, clean[0], (0, 1, -1)), (lse, clean[1], (0, -1, 1))):
+            found[row] = wanted[row]
+            right = right and torch.equal(found, wanted)
+        q[0, 1, heads - 1, 5] = 1
+        cache[2, 7, 0, 9] = torch.inf  # of the second request alone
+        out, lse = flash_mla_with_kvcache(q, cache, table, lengths)
+        clean = flash_mla_with_kvcache(q, cache_of(dtype, 4, 64, 576).copy_(cache).nan_to_num_(
+            posinf=0.0), table, lengths)
+        right = right and torch.equal(out[0], clean[0][0]) and torch.equal(lse[0], clean[1][0])
+        seen = lse[1].isnan()
+        yield f"NaN of {dtype} q h{heads}", 0.0 if right and bool(seen.any()) else float("inf")
 
 
 def flash_mla() -> Iterator[Row]:
@@ -279,6 +387,14 @@ def flash_mla() -> Iterator[Row]:
         ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 16, 33, 64, 128, 130], [1, 16, 64, 100]
     ):
         yield dense_case(kind, "bf16", heads, page, 1, False, [37, 1500, 1, 640])
+    # f16 queries over f16 rows are multiplied as they are.
+    for heads, page, queries, head_dim in itertools.product(
+        [1, 16, 33, 128], [1, 64, 100], [1, 4], [576, 512]
+    ):
+        yield dense_case("f16", "f16", heads, page, queries, True, [37, 1500, 1], head_dim)
+    for heads, topk, sink, extra in itertools.product([6, 16, 128], [64, 2048], [0, 1], [0, 24]):
+        yield sparse_case("f16", "f16", heads, 64, 2, 2, topk, [topk, 17], bool(sink), extra)
+    yield from nan_queries()
     for kind, queries, causal in itertools.product(
         ["bf16", "f16", "fp8", "fp8_ds_mla"], [1, 2, 4, 70], [False, True]
     ):
@@ -292,6 +408,29 @@ def flash_mla() -> Iterator[Row]:
         for q_scale, k_scale in [(0.37, 1.9), (None, 0.21)] if dtype == "fp8" else [(None, 1.9)]:
             yield dense_case("fp8", dtype, heads, 64, queries, True, [70, 900, 1],
                              q_scale=q_scale, k_scale=k_scale)
+    # Queries and lists that are views of larger arrays, on the kernels that need dense rows and on
+    # those that do not.
+    for gaps, (kind, dtype), heads, queries in itertools.product(
+        GAPS,
+        [("bf16", "bf16"), ("fp8_ds_mla", "bf16"), ("f16", "f16"), ("fp8", "fp8"), ("f32", "f32")],
+        [5, 16, 128], [1, 3],
+    ):
+        yield dense_case(kind, dtype, heads, 64, queries, True, [70, 0, 900], gaps=gaps)
+        if kind != "f16":
+            extra = 24 if heads == 5 else 0
+            yield sparse_case(
+                kind, dtype, heads, 64, 3, queries, 130, [130, 17, 0], True, extra, gaps=gaps
+            )
+    for gaps, heads in itertools.product([(0, 0, 64), (0, 2, 0), (1, 1, 8), (1, 0, 3)], [16, 128]):
+        yield prefill_case("bf16", "bf16", heads, 40, 4000, 64, True, True, gaps=gaps)
+    for (kind, dtype), (heads, kv_heads), queries, causal in itertools.product(
+        [("bf16", "bf16"), ("f16", "f16"), ("fp8", "bf16"), ("fp8_ds_mla", "bf16"), ("f32", "f32")],
+        [(6, 2), (128, 2), (16, 8), (3, 3)], [1, 3], [False, True],
+    ):
+        yield several_kv_heads_case(
+            kind, dtype, heads, kv_heads, 64, queries, causal, [70, 0, 900],
+            gaps=(1, 1, 1, 8) if causal else (),
+        )
     yield dense_case("bf16", "bf16", 128, 64, 1, False, [20000] + [10] * 30)
     yield dense_case("fp8_ds_mla", "bf16", 128, 64, 2, True, [9000, 8000] + [700] * 126)
 
@@ -314,6 +453,99 @@ def flash_mla() -> Iterator[Row]:
         yield prefill_case("bf16", "bf16", heads, 40, 4000, topk, False, True)
 
 
+def varlen_wanted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, q_begins: list[int], k_begins: list[int],
+    scale: float, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = torch.zeros(rows, heads, v.shape[2], dtype=F64, device=q.device)
+    lse = torch.full((rows, heads), -torch.inf, dtype=F64, device=q.device)
+    for (q0, q1), (k0, k1) in zip(
+        itertools.pairwise(q_begins), itertools.pairwise(k_begins), strict=True
+    ):
+        x = q[q0:q1].to(F64).transpose(0, 1)
+        keys = k[k0:k1].to(F64).transpose(0, 1).repeat_interleave(group, 0)
+        values = v[k0:k1].to(F64).transpose(0, 1).repeat_interleave(group, 0)
+        logits = x @ keys.transpose(1, 2) * scale
+        if causal:
+            unseen = torch.ones_like(logits[0], dtype=torch.bool).triu(k1 - k0 - (q1 - q0) + 1)
+            logits.masked_fill_(unseen, -torch.inf)
+        lse[q0:q1] = torch.logsumexp(logits, 2).T
+        # A row that sees nothing is NaN here.
+        out[q0:q1] = torch.nan_to_num(torch.softmax(logits, 2) @ values, nan=0.0).transpose(0, 1)
+    return out, lse
+
+
+def begins_of(lengths: list[int], first: int = 0) -> list[int]:
+    return list(itertools.accumulate(lengths, initial=first))
+
+
+def varlen_case(
+    dtype: str, heads: int, kv_heads: int, head_dim: int, value_dim: int, causal: bool,
+    q_lengths: list[int], k_lengths: list[int], gaps: tuple[int, ...] = (), first: int = 0,
+) -> Row:
+    """first: rows and keys before the first sequence's, and as many behind the last one's."""
+    q_begins, k_begins = begins_of(q_lengths, first), begins_of(k_lengths, first)
+    q = queries_of(dtype, q_begins[-1] + first, heads, head_dim, gaps=gaps)
+    k = queries_of(dtype, k_begins[-1] + first, kv_heads, head_dim, gaps=gaps)
+    v = queries_of(dtype, k_begins[-1] + first, kv_heads, value_dim, gaps=gaps)
+    for x, begins in ((q, q_begins), (k, k_begins), (v, k_begins)):
+        x[: begins[0]] = x[begins[-1] :] = torch.nan
+    out, lse = flash_attn_varlen_func(
+        q, k, v, int32(q_begins), int32(k_begins), max(q_lengths), max(k_lengths), causal=causal
+    )
+    wanted = varlen_wanted(q, k, v, q_begins, k_begins, head_dim**-0.5, causal)
+    part = slice(q_begins[0], q_begins[-1])
+    bound = ROUNDING[dtype]
+    worst = max(error_of(out[part], wanted[0][part], bound),
+                error_of(lse[part], wanted[1][part], bound))
+    if lse.stride() != (1, lse.shape[0]) or out.dtype is not q.dtype:
+        worst = float("inf")
+    name = f"varlen {dtype} h{heads}/{kv_heads} d{head_dim}/{value_dim} b{len(q_lengths)}"
+    name += f" <={max(q_lengths)} over <={max(k_lengths)}" + " causal" * causal
+    return name + (f" gaps {gaps}" if gaps else "") + (f" from {first}" if first else ""), worst
+
+
+def flash_attn() -> Iterator[Row]:
+    ragged = [17, 0, 300, 1, 64], [30, 5, 300, 0, 129]
+    for dtype, (head_dim, value_dim), causal in itertools.product(
+        ["f32", "bf16", "f16"], [(192, 128), (128, 128), (256, 256), (72, 40), (33, 5)],
+        [False, True],
+    ):
+        yield varlen_case(dtype, 4, 4, head_dim, value_dim, causal, *ragged)
+    for (heads, kv_heads), dtype, causal in itertools.product(
+        [(6, 1), (6, 2), (6, 3), (32, 4), (128, 128)], ["bf16", "f32"], [False, True]
+    ):
+        yield varlen_case(dtype, heads, kv_heads, 192, 128, causal, [9, 133], [70, 133])
+    for gaps, dtype, kv_heads in itertools.product(
+        [(0, 0, 64), (0, 2, 0), (2, 1, 3), (1, 0, 8)], ["bf16", "f32"], [1, 4]
+    ):
+        yield varlen_case(dtype, 4, kv_heads, 192, 128, True, *ragged, gaps=gaps, first=7)
+    # Causal rows before the first key; many sequences, short beside one that is long.
+    yield varlen_case("bf16", 16, 16, 192, 128, True, [200, 70, 3], [65, 1, 4])
+    yield varlen_case("bf16", 2, 2, 192, 128, True, [1] * 300 + [2000], [5] * 300 + [2500])
+    q, k, v = (queries_of("bf16", 60, 4, n) for n in (192, 192, 128))
+    same = int32([0, 20, 20, 60])
+    plain = flash_attn_varlen_func(q, k, v, same, same, 40, 40, causal=True)
+    packed = flash_attn_varlen_qkvpacked_func(torch.cat([q, k, v], 2), same, 40, 192, causal=True)
+    yield "varlen qkvpacked", unlike(plain, packed)
+    packed = flash_attn_varlen_kvpacked_func(
+        q, torch.cat([k, v], 2), same, same, 40, 40, 192, causal=True
+    )
+    yield "varlen kvpacked", unlike(plain, packed)
+    equal = int32([0, 20, 40, 60])
+    plain = flash_attn_varlen_func(q, k, v, equal, equal, 20, 20, causal=True)
+    absurd = int32([7, -3, 2**31 - 1, 0])
+    yield "varlen of equal lengths", unlike(plain, flash_attn_varlen_func(
+        q, k, v, absurd, absurd, 20, 20, causal=True, is_varlen=False
+    ))
+    # What lies past the arrays is cut off: nothing to compare, but no address outside them.
+    flash_attn_varlen_func(q, k, v, absurd, absurd, 60, 60)
+    torch.cuda.synchronize()
+    yield "varlen of absurd cu_seqlens", 0.0
+
+
 def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[torch.Tensor, ...]]:
     call()  # loads kernels
     torch.cuda.synchronize()
@@ -324,19 +556,22 @@ def captured(call: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[Any, tuple[t
 
 
 def graph() -> Iterator[Row]:
-    for kind, heads, queries in itertools.product(
-        ["bf16", "f16", "fp8_ds_mla", "f32"], [16, 128], [1, 3]
+    for (kind, dtype), heads, queries in itertools.product(
+        [("bf16", "bf16"), ("f16", "bf16"), ("f16", "f16"), ("fp8_ds_mla", "bf16"),
+         ("f32", "bf16")],
+        [16, 128], [1, 3],
     ):
         page, blocks, columns = 64, 120, 40
         cache = cache_of(kind, blocks, page, 576)
-        q = queries_of("bf16", 4, queries, heads, 576)
+        gaps = (0, 1, 0, 64) if queries == 3 else ()  # copied by the graph
+        q = queries_of(dtype, 4, queries, heads, 576, gaps=gaps)
         lengths, table = int32([1] * 4), table_of([1] * 4, page, blocks, columns)
         replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
             q, cache, table, lengths, causal=True, is_fp8_kvcache=cache.dtype.itemsize == 1
         ))
         worst = 0.0
         for now in ([2500, 3, 0, 700], [5, 2000, 64, 1], [1, 1, 1, 1]):
-            q.copy_(queries_of("bf16", *q.shape))
+            q.copy_(queries_of(dtype, *q.shape))
             lengths.copy_(int32(now))
             table.copy_(table_of(now, page, blocks, columns))
             replay.replay()
@@ -344,7 +579,7 @@ def graph() -> Iterator[Row]:
                 q, rows_of(cache, 576), table, now, page, 512, 576**-0.5, True
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
-        yield f"dense {kind} h{heads} s{queries}", worst
+        yield f"dense {kind} q {dtype} h{heads} s{queries}", worst
     cache, q = cache_of("fp8", 40, 64, 576), queries_of("fp8", 2, 1, 16, 576)
     lengths, table = int32([900, 70]), table_of([900, 70], 64, 40, 20)
     q_scale, k_scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)
@@ -366,6 +601,8 @@ def graph() -> Iterator[Row]:
     for kind, heads, topk in itertools.product(["bf16", "fp8_ds_mla"], [16, 128], [64, 2048]):
         cache, q = cache_of(kind, 50, 64, 576), queries_of("bf16", 3, 2, heads, 576)
         indices, counts = slots_of(3, 2, topk, 3200), int32([topk] * 3)
+        if heads == 128:
+            q, indices = inside(q, (0, 1, 0, 8), torch.nan), slots_inside(indices, (0, 1, 3))
         sinks = torch.randn(heads, device=DEVICE)
         replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
             q, cache, None, None, is_fp8_kvcache=cache.dtype.itemsize == 1, indices=indices,
@@ -382,6 +619,36 @@ def graph() -> Iterator[Row]:
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[2], 2e-2))
         yield f"sparse {kind} h{heads} k{topk}", worst
+    q, k, v = (queries_of("bf16", 300, h, n) for h, n in ((16, 192), (4, 192), (4, 128)))
+    q_begins, k_begins = int32([0, 300, 300, 300]), int32([0, 300, 300, 300])
+    replay, (out, lse) = captured(lambda: flash_attn_varlen_func(
+        q, k, v, q_begins, k_begins, 300, 300, causal=True
+    ))
+    worst = 0.0
+    for now in ([0, 100, 101, 300], [0, 0, 290, 300], [0, 1, 2, 300]):
+        q_begins.copy_(int32(now))
+        k_begins.copy_(int32([0, 120, 130, 300]))
+        replay.replay()
+        wanted = varlen_wanted(q, k, v, now, [0, 120, 130, 300], 192**-0.5, True)
+        worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
+    yield "varlen, other sequences", worst
+    encoded = cache_of("bf16", 40, 128, 576)  # of two heads
+    q = queries_of("bf16", 2, 3, 32, 576)
+    lengths, table = int32([1, 1]), table_of([1, 1], 64, 40, 20)
+    replay, (out, lse) = captured(lambda: flash_mla_with_kvcache(
+        q, encoded.reshape(40, 64, 2, 576), table, lengths, causal=True
+    ))
+    worst = 0.0
+    for now in ([900, 70], [3, 0]):
+        lengths.copy_(int32(now))
+        table.copy_(table_of(now, 64, 40, 20))
+        replay.replay()
+        for j in range(2):
+            rows, part = rows_of(encoded, 576)[j::2], slice(16 * j, 16 * j + 16)
+            wanted = dense_wanted(q[:, :, part], rows, table, now, 64, 512, 576**-0.5, True)
+            worst = max(worst, error_of(out[:, :, part], wanted[0], 2e-2))
+            worst = max(worst, error_of(lse[:, part], wanted[1], 2e-2))
+    yield "dense bf16, two KV heads", worst
     kv, q = torch.randn(500, 1, 576, device=DEVICE).bfloat16(), queries_of("bf16", 30, 128, 576)
     indices = slots_of(30, 1, 256, 500)
     replay, (out, largest, lse) = captured(lambda: flash_mla_sparse_fwd(q, kv, indices, 0.05))
@@ -404,6 +671,10 @@ def custom_op() -> Iterator[Row]:
     dense, sparse = (q, cache, table, lengths), (q[:, 0], kv, indices, 0.05)
     library.opcheck(ops.flash_mla_with_kvcache, dense)
     library.opcheck(ops.flash_mla_sparse_fwd, sparse)
+    x = queries_of("bf16", 30, 4, 192)
+    library.opcheck(
+        ops.flash_attn_varlen_func, (x, x, x, int32([0, 9, 30]), int32([0, 9, 30]), 21, 21)
+    )
     yield "opcheck", 0.0
 
     @torch.compile(fullgraph=True, backend="aot_eager")
@@ -421,7 +692,12 @@ def frameworks() -> Iterator[Row]:
     table, lengths = table_of([300, 5], 64, 20, 6), int32([300, 5])
     kv, indices = cache_of("f32", 90, 1, 576)[:, 0], slots_of(2, 1, 64, 90)
     dense, sparse = (q, cache, table, lengths), (q[:, 0].contiguous(), kv, indices)
-    wanted = (*flash_mla_with_kvcache(*dense), *flash_mla_sparse_fwd(*sparse, 0.05))
+    x, begins = queries_of("f32", 30, 4, 192), int32([0, 9, 30])
+    varlen = x, x, x, begins, begins
+    wanted = (
+        *flash_mla_with_kvcache(*dense), *flash_mla_sparse_fwd(*sparse, 0.05),
+        *flash_attn_varlen_func(*varlen, 21, 21, causal=True),
+    )
     for name in ("cupy", "jax"):
         try:
             framework = importlib.import_module(name)
@@ -433,9 +709,10 @@ def frameworks() -> Iterator[Row]:
         found = (
             *flash_mla_with_kvcache(*map(take, dense)),
             *flash_mla_sparse_fwd(*map(take, sparse), 0.05),
+            *flash_attn_varlen_func(*map(take, varlen), 21, 21, causal=True),
         )
         same = all(
-            type(f) is type(take(w)) and torch.equal(torch.from_dlpack(f), w)
+            type(f) is type(take(w.contiguous())) and torch.equal(torch.from_dlpack(f), w)
             for f, w in zip(found, wanted, strict=True)
         )
         yield name, 0.0 if same else float("inf")
@@ -570,7 +847,7 @@ def overhead() -> Iterator[Row]:
 
 SECTIONS = {
     f.__name__: f
-    for f in (flash_mla, graph, custom_op, layer, attach, overhead, frameworks)
+    for f in (flash_mla, flash_attn, graph, custom_op, layer, attach, overhead, frameworks)
 }
 
 

@@ -22,9 +22,10 @@ struct Shape {
   const char* name;
   int requests, query_tokens, heads, context, topk;
   CacheFormat format;
+  int extra_topk = 0;  // of a second cache of as many slots; 0: none
 };
 
-constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16;
+constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16, kV4 = CacheFormat::fp8_ds_v4;
 const Shape shapes[] = {
     {"decode b1 h64 fp8_ds_mla", 1, 1, 64, 32768, 2048, kFp8},
     {"decode b1 h128 fp8_ds_mla", 1, 1, 128, 32768, 2048, kFp8},
@@ -37,6 +38,10 @@ const Shape shapes[] = {
     {"decode b128 h128 fp8_ds_mla", 128, 1, 128, 8192, 2048, kFp8},
     {"decode b64 s2 h128 fp8_ds_mla", 64, 2, 128, 8192, 2048, kFp8},
     {"decode b128 s2 h128 fp8_ds_mla", 128, 2, 128, 8192, 2048, kFp8},
+    {"decode b2 s2 h128 fp8_ds_v4 two caches", 2, 2, 128, 32768, 128, kV4, 1024},
+    {"decode b64 h64 fp8_ds_v4 two caches", 64, 1, 64, 8192, 128, kV4, 1024},
+    {"decode b128 s2 h128 fp8_ds_v4 two caches", 128, 2, 128, 8192, 128, kV4, 1024},
+    {"decode b64 h128 fp8_ds_v4", 64, 1, 128, 8192, 2048, kV4},
     {"decode b1 h64 bf16", 1, 1, 64, 32768, 2048, kBf16},
     {"decode b1 h128 bf16", 1, 1, 128, 32768, 2048, kBf16},
     {"decode b8 h128 bf16", 8, 1, 128, 32768, 2048, kBf16},
@@ -49,7 +54,8 @@ const Shape shapes[] = {
     {"prefill 4096 h128 bf16", 1, 4096, 128, 65536, 2048, kBf16},
     {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 65536, 2048, kFp8},
 };
-constexpr int kEntry = 576, kWidth = 512, kPage = 64;
+constexpr int kWidth = 512, kPage = 64;
+int entry_of(CacheFormat format) { return format == kV4 ? 512 : 576; }
 
 __device__ __host__ inline uint64_t mixed(uint64_t x) {
   x = x * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
@@ -81,6 +87,21 @@ __global__ void fill_fp8(std::byte* to, size_t rows) {
       reinterpret_cast<__nv_bfloat16*>(at + 528)[i] = __float2bfloat16(normal(row * 576 + 512 + i));
   }
 }
+/// A block a page: 64 rows of 448 codes and 64 rope numbers, then 8 exponents for each row.
+__global__ void fill_v4(std::byte* to, size_t pages) {
+  for (size_t page = blockIdx.x; page < pages; page += gridDim.x) {
+    std::byte* const at = to + page * kPage * 584;
+    for (int i = threadIdx.x; i < kPage * 512; i += blockDim.x) {
+      const int row = i / 512, column = i % 512;
+      const float x = normal(page * kPage * 512 + i);
+      if (column < 448)
+        at[row * 576 + column] = static_cast<std::byte>(__nv_cvt_float_to_fp8(64 * x, __NV_SATFINITE, __NV_E4M3));
+      else reinterpret_cast<__nv_bfloat16*>(at + row * 576 + 448)[column - 448] = __float2bfloat16(x);
+    }
+    for (int i = threadIdx.x; i < kPage * 8; i += blockDim.x)
+      at[kPage * 576 + i] = static_cast<std::byte>(i % 8 == 7 ? 0 : 121 - (mixed(page * kPage * 8 + i) & 1));
+  }
+}
 /// Distinct slots of each row's own request, in random order: `topk` steps of an odd stride over its context.
 __global__ void fill_slots(int32_t* to, size_t rows, int topk, int context, int query_tokens, int64_t seed) {
   for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < rows * topk;
@@ -91,20 +112,30 @@ __global__ void fill_slots(int32_t* to, size_t rows, int topk, int context, int 
   }
 }
 
-std::vector<float> decoded(const std::vector<std::byte>& row, CacheFormat format) {
-  std::vector<float> x(kEntry);
+// Row `slot` of a cache.
+std::vector<float> decoded(const DeviceArray<std::byte>& cache, int64_t slot, CacheFormat format) {
+  std::vector<float> x(entry_of(format));
+  const int64_t row_bytes = format == kBf16  ? 1152
+                            : format == kFp8 ? 656
+                                             : 576,
+                page = slot / kPage, offset = slot % kPage;
+  const auto row = cache.download(format == kV4 ? page * kPage * 584 + offset * 576 : slot * row_bytes, row_bytes);
+  const auto scales = format == kV4 ? cache.download(page * kPage * 584 + kPage * 576 + offset * 8, 8) : row;
   const auto bf = [&](size_t at, int i) {
     bf16 b;
     std::memcpy(&b, row.data() + at + 2 * i, 2);
     return to_float(b);
   };
-  for (int i = 0; i < kEntry; ++i) {
+  const auto code = [&](int i) { return to_float(fp8_e4m3{static_cast<uint8_t>(row[i])}); };
+  for (int i = 0; i < static_cast<int>(x.size()); ++i) {
     if (format == kBf16) {
       x[i] = bf(0, i);
+    } else if (format == kV4) {
+      x[i] = i < 448 ? code(i) * std::ldexp(1.0f, static_cast<int>(scales[i / 64]) - 127) : bf(448, i - 448);
     } else if (i < 512) {
       float scale;
       std::memcpy(&scale, row.data() + 512 + i / 128 * 4, 4);
-      x[i] = to_float(fp8_e4m3{static_cast<uint8_t>(row[i])}) * scale;
+      x[i] = code(i) * scale;
     } else {
       x[i] = bf(528, i - 512);
     }
@@ -120,45 +151,57 @@ struct Result {
 Result measure(const Shape& s, int replays) {
   Stream stream(Device{DeviceKind::cuda, 0});
   const auto native = static_cast<cudaStream_t>(stream.native());
-  const int rows = s.requests * s.query_tokens;
-  const CacheSpec spec{.format = s.format, .latent = 512, .rope = 64, .page_size = kPage};
+  const int rows = s.requests * s.query_tokens, entry = entry_of(s.format);
+  const CacheSpec spec{.format = s.format, .latent = entry == 512 ? 448 : 512, .rope = 64, .page_size = kPage};
+  const int topks[] = {s.topk, s.extra_topk}, sources = s.extra_topk ? 2 : 1, all = s.topk + s.extra_topk;
   const int64_t positions = static_cast<int64_t>(s.requests) * s.context, row_bytes = spec.page_bytes() / kPage;
-  const int64_t read = std::min<int64_t>(positions, static_cast<int64_t>(rows) * s.topk);
-  const double bytes = static_cast<double>(read) * row_bytes +
-                       rows * (s.heads * (2.0 * kEntry + 2.0 * kWidth + 4.0) + s.topk * 4.0),
-               flops = static_cast<double>(rows) * s.topk * s.heads * 2.0 * (kEntry + kWidth);
+  double bytes = rows * (s.heads * (2.0 * entry + 2.0 * kWidth + 4.0) + all * 4.0);
+  for (const int topk : topks)
+    bytes += static_cast<double>(std::min<int64_t>(positions, static_cast<int64_t>(rows) * topk)) * row_bytes;
+  const double flops = static_cast<double>(rows) * all * s.heads * 2.0 * (entry + kWidth);
   const int sets = std::max(2, static_cast<int>(std::ceil(320e6 / bytes))),
             calls = flops > 5e11 ? 2 : bench::calls_for(sets);
 
-  // Every set has its own cache, or its own slots of one that is larger than the last-level cache.
-  const int caches = positions * row_bytes > 400e6 ? 1 : static_cast<int>(std::ceil(400e6 / (positions * row_bytes)));
+  // Every set has its own cache, or its own slots of one that is larger than the last-level cache. The second source's
+  // are those of the next set.
+  const int caches = positions * row_bytes > 400e6
+                         ? sources
+                         : std::max(sources, static_cast<int>(std::ceil(400e6 / (positions * row_bytes))));
   DeviceArray<std::byte> cache(static_cast<size_t>(caches * positions * row_bytes));
   if (s.format == kBf16) fill_bf16<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(cache.data()), cache.size() / 2, 1);
+  else if (s.format == kV4) fill_v4<<<4096, 128>>>(cache.data(), cache.size() / (kPage * 584));
   else fill_fp8<<<4096, 128>>>(cache.data(), cache.size() / 656);
-  const size_t q_elements = static_cast<size_t>(rows) * s.heads * kEntry,
-               slot_count = static_cast<size_t>(rows) * s.topk;
+  const size_t q_elements = static_cast<size_t>(rows) * s.heads * entry, slot_count = static_cast<size_t>(rows) * all;
   const int q_sets = std::min<int>(sets, static_cast<int>(1e9 / (q_elements * 2)) + 1);
   DeviceArray<__nv_bfloat16> q(q_elements * q_sets), out(static_cast<size_t>(rows) * s.heads * kWidth);
   DeviceArray<int32_t> slots(slot_count * sets);
   DeviceArray<float> lse(static_cast<size_t>(rows) * s.heads);
   fill_bf16<<<1024, 256>>>(q.data(), q.size(), 2);
+  const auto first_slot = [&](int set, int source) {
+    return set * slot_count + (source ? static_cast<size_t>(rows) * s.topk : 0);
+  };
   for (int set = 0; set < sets; ++set)
-    fill_slots<<<1024, 256>>>(slots.data() + set * slot_count, rows, s.topk, s.context, s.query_tokens, set);
+    for (int source = 0; source < sources; ++source)
+      fill_slots<<<1024, 256>>>(slots.data() + first_slot(set, source), rows, topks[source], s.context, s.query_tokens,
+                                2 * set + source);
   DeviceArray<std::byte> scratch(kScratch);
   check(cudaDeviceSynchronize(), "bench", "fill");
 
   // Staged, as a layer's items are.
-  const SparseItem item{.q_begin = 0, .q_count = rows, .k_begin = 0, .k_end = s.topk};
+  const SparseItem item{.q_begin = 0, .q_count = rows, .k_begin = 0, .k_end = all};
   const DeviceArray<SparseItem> items(std::vector<SparseItem>{item});
   stream.queue().publish({&stream, reinterpret_cast<const std::byte*>(&item), sizeof item,
                           reinterpret_cast<const std::byte*>(items.data())});
-  const float scale = 1.0f / std::sqrt(static_cast<float>(kEntry));
+  const float scale = 1.0f / std::sqrt(static_cast<float>(entry));
+  const auto first_position = [&](int set, int source) { return (set + source) % caches * positions; };
   const auto call = [&](int set) {
-    const ops::SparseSource source{.cache = {spec, cache.data() + set % caches * positions * row_bytes,
-                                             positions / kPage, static_cast<size_t>(kPage * row_bytes)},
-                                   .slots = {slots.data() + set * slot_count, {rows, s.topk}}};
-    const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, kEntry}},
-                                     .sources = {&source, 1},
+    ops::SparseSource of[2];
+    for (int i = 0; i < sources; ++i)
+      of[i] = {.cache = {spec, cache.data() + first_position(set, i) * row_bytes, positions / kPage,
+                         static_cast<size_t>(kPage * row_bytes)},
+               .slots = {slots.data() + first_slot(set, i), {rows, topks[i]}}};
+    const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, entry}},
+                                     .sources = {of, static_cast<size_t>(sources)},
                                      .items = {&item, 1},
                                      .scale = scale,
                                      .out = {Dtype::bf16, out.data(), {rows, s.heads, kWidth}},
@@ -176,16 +219,17 @@ Result measure(const Shape& s, int replays) {
   for (int sample = 0; sample < 3; ++sample) {
     const int row = sample == 0 ? rows - 1 : static_cast<int>(random() % rows),
               head = static_cast<int>(random() % s.heads);
-    const auto list_of = slots.download(slot_count + static_cast<size_t>(row) * s.topk, s.topk);
     std::vector<std::vector<float>> keys;
-    for (const int32_t slot : list_of)
-      keys.push_back(decoded(cache.download((1 % caches * positions + slot) * row_bytes, row_bytes), s.format));
+    for (int i = 0; i < sources; ++i)
+      for (const int32_t slot : slots.download(first_slot(1, i) + static_cast<size_t>(row) * topks[i], topks[i]))
+        keys.push_back(decoded(cache, first_position(1, i) + slot, s.format));
     const size_t at = static_cast<size_t>(row) * s.heads + head;
-    const auto q_bits = q.download(1 % q_sets * q_elements + at * kEntry, kEntry),
+    const auto q_bits = q.download(1 % q_sets * q_elements + at * entry, entry),
                got = out.download(at * kWidth, kWidth);
-    float query[kEntry];
-    for (int i = 0; i < kEntry; ++i) query[i] = __bfloat162float(q_bits[i]);
-    const LatentRow want = attend_row(query, s.topk, scale, Dtype::bf16, [&](int j) { return keys[j].data(); });
+    std::vector<float> query(576, 0.0f);
+    for (int i = 0; i < entry; ++i) query[i] = __bfloat162float(q_bits[i]);
+    for (std::vector<float>& key : keys) key.resize(576, 0.0f);  // no rope: zeros
+    const LatentRow want = attend_row(query.data(), all, scale, Dtype::bf16, [&](int j) { return keys[j].data(); });
     for (int i = 0; i < kWidth; ++i) {
       const double x = __bfloat162float(got[i]);
       worst = std::max(worst, std::abs(x - want.out[i]));
@@ -214,6 +258,7 @@ void measure_all(bench::Report& report) {
                 {"heads", s.heads},
                 {"context", s.context},
                 {"topk", s.topk},
+                {"extra_topk", s.extra_topk},
                 {"floor_us", bench::rounded(r.floor, 2)},
                 {"of_floor", bench::rounded(r.floor / r.times.median, 3)},
                 {"tflop_per_s", bench::rounded(r.flops / r.times.median * 1e-6, 1)},

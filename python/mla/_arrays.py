@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ._mla import Communicator, ShapeError, Stream
+from ._mla import Communicator, ShapeError, Stream, UnsupportedError
 
 _CPU = ("cpu", 0)
 _streams: dict[tuple[str, int], Stream] = {}
@@ -77,6 +79,34 @@ def cast(array: Any, dtype: str) -> Any:
     if _torch_tensor(array):
         return array.to(getattr(sys.modules["torch"], dtype))
     return array.astype(np.dtype(dtype))
+
+
+@functools.cache
+def _no_gradient() -> Any:
+    """torch's function for a call whose backward raises."""
+
+    class NoGradient(sys.modules["torch"].autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, name: str, call: Callable[..., Any], *arrays: Any) -> Any:
+            ctx.name = name
+            return call(*(array.detach() for array in arrays))
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            raise UnsupportedError(f"{ctx.name}: has no gradient")
+
+    return NoGradient
+
+
+def without_gradient(name: str, call: Callable[..., Any], *arrays: Any) -> Any:
+    """call(*arrays). Results of torch tensors that ask for a gradient ask for one, too, and refuse
+    it in words, where they would otherwise be constants to a backward pass."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.is_grad_enabled() and any(
+        _torch_tensor(array) and array.requires_grad for array in arrays
+    ):
+        return _no_gradient().apply(name, call, *arrays)
+    return call(*arrays)
 
 
 def cuda_stream(array: Any) -> tuple[int, int] | None:

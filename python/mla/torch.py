@@ -2,10 +2,11 @@
 
     import mla.torch
 
-registers torch.ops.mla.flash_mla_with_kvcache and torch.ops.mla.flash_mla_sparse_fwd, for CPU and
-CUDA tensors, with fake implementations: torch.compile and torch.export see their shapes without
-running them. Arguments and conventions are those of mla.flash_mla, less the schedule's. The functions
-here call the operators, which have no gradient and say so.
+registers torch.ops.mla.flash_mla_with_kvcache, torch.ops.mla.flash_mla_sparse_fwd and
+torch.ops.mla.flash_attn_varlen_func, for CPU and CUDA tensors, with fake implementations:
+torch.compile and torch.export see their shapes without running them. Arguments and conventions are
+those of mla.flash_mla, less the schedule's, dropout_p and deterministic. The functions here call
+the operators, which have no gradient and say so.
 """
 
 from __future__ import annotations
@@ -62,6 +63,25 @@ def flash_mla_sparse_fwd(
     return flash_mla.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
 
 
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_qo: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_qo: int,
+    max_seqlen_kv: int,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_varlen: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out, lse) of mla.flash_mla.flash_attn_varlen_func."""
+    return flash_mla.attend_sequences(
+        q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, softmax_scale, causal,
+        is_varlen,
+    )
+
+
 def _out_dtype(q: torch.Tensor) -> torch.dtype:
     return torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
 
@@ -101,6 +121,18 @@ def _fake_sparse_fwd(
     )
 
 
+def _fake_varlen(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object, **__: object
+) -> tuple[torch.Tensor, torch.Tensor]:
+    require_rank("q", q, "[rows, heads, head dim]")
+    require_rank("v", v, "[keys, KV heads, value dim]")
+    rows, heads, _dim = q.shape
+    return (
+        q.new_empty((rows, heads, v.shape[2])),
+        q.new_empty((heads, rows), dtype=torch.float32).T,
+    )
+
+
 def _no_backward(name: str) -> Callable[..., None]:
     def backward(*_: object) -> None:
         raise flash_mla.UnsupportedError(f"torch.ops.mla.{name}: has no gradient")
@@ -130,5 +162,6 @@ def _operator(function: Callable[..., Any], fake: Callable[..., Any]) -> Callabl
 
 flash_mla_with_kvcache = _operator(flash_mla_with_kvcache, _fake_with_kvcache)
 flash_mla_sparse_fwd = _operator(flash_mla_sparse_fwd, _fake_sparse_fwd)
+flash_attn_varlen_func = _operator(flash_attn_varlen_func, _fake_varlen)
 
-__all__ = ["flash_mla_sparse_fwd", "flash_mla_with_kvcache"]
+__all__ = ["flash_attn_varlen_func", "flash_mla_sparse_fwd", "flash_mla_with_kvcache"]

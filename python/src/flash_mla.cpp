@@ -4,19 +4,20 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <memory>
-#include <numeric>
 #include <optional>
 #include <vector>
 
 #include "backend/backend.hpp"
 #include "backend/run.hpp"
-#include "core/device_attention.hpp"
+#include "core/even_stride.hpp"
+#include "core/row_pages.hpp"
 #include "mla/plan.hpp"
-#include "stream.hpp"
-#include "tensor.hpp"
+#include "place.hpp"
 
 namespace mla::python {
 namespace {
@@ -57,20 +58,26 @@ CacheSpec spec_of(const Tensor& t, int64_t row, int64_t page_size, int64_t entry
   return spec;
 }
 
-// [blocks, page, 1, row], or a page of one row a block as [rows, 1, row].
+// [blocks, page, KV heads, row], or a page of one row a block as [rows, 1, row]. The view's pages count rows, those of
+// the KV heads of a position one after another.
 CacheView cache_of(const Tensor& t, int64_t entry, int64_t value) {
   const bool paged = t.rank() != 3;
-  if (paged) t.require_rank(4, "[blocks, page, 1, row]");
+  if (paged) t.require_rank(4, "[blocks, page, KV heads, row]");
   const size_t last = t.rank() - 1;
-  const int64_t page_size = paged ? t.extent(1) : 1, row = t.extent(last);
-  ops::require_equal(kOp, t.name() + "'s KV heads", t.extent(last - 1), "needed", 1);
-  ops::require_range(kOp, t.name() + "'s page size", page_size, 1, int64_t{1} << 31);
+  const int64_t heads = t.extent(last - 1), row = t.extent(last);
+  ops::require_range(kOp, t.name() + "'s KV heads", heads, 1, int64_t{1} << 31);
+  const int64_t positions = paged ? t.extent(1) : 1;
+  ops::require_range(kOp, t.name() + "'s page size", positions, 1, (int64_t{1} << 31) / heads);
+  const int64_t page_size = positions * heads;
   const CacheSpec spec = spec_of(t, row, page_size, entry, value);
-  if (row > 1 && t.stride(last) != 1)
-    throw ShapeError(t.name() + ": a row's elements have stride " + std::to_string(t.stride(last)) + ", 1 is needed");
-  if (paged && page_size > 1 && t.stride(1) != row)
-    throw ShapeError(t.name() + ": rows of a page have stride " + std::to_string(t.stride(1)) + ", " +
-                     std::to_string(row) + " is needed");
+  const auto require_stride = [&](std::string_view what, int64_t found, int64_t needed) {
+    if (found != needed)
+      throw ShapeError(t.name() + ": " + std::string(what) + " have stride " + std::to_string(found) + ", " +
+                       std::to_string(needed) + " is needed");
+  };
+  if (row > 1) require_stride("a row's elements", t.stride(last), 1);
+  if (heads > 1) require_stride("KV heads", t.stride(last - 1), row);
+  if (positions > 1) require_stride("rows of a page", t.stride(1), heads * row);
   const int64_t stride = t.extent(0) > 1 ? t.stride(0) : page_size * row;
   if (stride < page_size * row)
     throw ShapeError(t.name() + ": pages have stride " + std::to_string(stride) + ", at least " +
@@ -79,38 +86,86 @@ CacheView cache_of(const Tensor& t, int64_t entry, int64_t value) {
   return {spec, t.data(), t.extent(0), static_cast<size_t>(stride * t.element_bytes())};
 }
 
-// A part of a call's memory, cut off the front: the first pass, without memory, counts.
-class Cut {
- public:
-  explicit Cut(std::byte* memory) : memory_(memory) {}
-  template <class T>
-  T* take(int64_t count) {
-    T* at = memory_ ? reinterpret_cast<T*>(memory_ + used_) : nullptr;
-    used_ += (static_cast<size_t>(count) * sizeof(T) + 63) / 64 * 64;
-    return at;
+// [batch, queries, heads, width] of an array, or [rows, heads, width] as rows of one query each.
+struct FourDims {
+  explicit FourDims(const Tensor& t) {
+    if (t.rank() != 3) t.require_rank(4, "[batch, queries, heads, head dim]");
+    for (size_t i = 0; i < 4; ++i) {
+      const size_t from = t.rank() == 4 || i == 0 ? i : i - 1;
+      const bool single = t.rank() == 3 && i == 1;
+      extents[i] = single ? 1 : t.extent(from), strides[i] = single ? 0 : t.stride(from);
+    }
   }
-  size_t used() const { return used_; }
-
- private:
-  std::byte* memory_;
-  size_t used_ = 0;
+  std::array<int64_t, 4> extents, strides;
 };
 
 // What both forms share: queries, outputs and where they are computed. Ops of the CPU write f32; bf16 follows from it.
+// Ops number queries [request, KV head, query] through as tokens, of the heads that a KV head serves.
 struct Heads {
-  AnyView<Token, Head, Entry> q;
-  AnyMutableView<Token, Head, Value> out;
-  int64_t tokens = 0, heads = 0, value = 0, entry = 0;
+  AnyView<Request, Token, Head, Entry> q;
+  AnyMutableView<Request, Token, Head, Value> out;
+  int64_t requests = 0, kv_heads = 1, queries = 0, heads = 0, value = 0, entry = 0;
 
-  bool direct() const { return out.dtype() == Dtype::f32; }
+  int64_t tokens() const { return requests * kv_heads * queries; }
+  /// Does the op write the caller's out?
+  bool direct() const { return out.dtype() == Dtype::f32 && (kv_heads == 1 || queries == 1); }
 };
+
+Heads heads_of(const Tensor& q, const Tensor& out, int64_t kv_heads) {
+  out.require_device(q.device());
+  const FourDims from(q), to(out);
+  if (q.device().kind == DeviceKind::cpu) {
+    ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
+    ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
+  }
+  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16, Dtype::f16});
+  Heads h{.q = {q.dtype(), q.data(), from.extents, from.strides},
+          .out = {out.dtype(), out.data(), to.extents, to.strides},
+          .requests = from.extents[0],
+          .kv_heads = kv_heads,
+          .queries = from.extents[1],
+          .value = to.extents[3],
+          .entry = from.extents[3]};
+  if (h.entry > 1 && from.strides[3] != 1)
+    throw ShapeError("q: head dim has stride " + std::to_string(from.strides[3]) + ", 1 is needed");
+  ops::require_equal(kOp, "out's batch", to.extents[0], "q's", from.extents[0]);
+  ops::require_equal(kOp, "out's queries", to.extents[1], "q's", from.extents[1]);
+  ops::require_equal(kOp, "out's heads", to.extents[2], "q's", from.extents[2]);
+  h.out = {out.dtype(), out.data(), to.extents};
+  // What the dimension of a single query strides by is nobody's.
+  for (size_t i = 0; i < 4 && h.out.size() > 0; ++i)
+    if (to.extents[i] > 1 && to.strides[i] != h.out.strides()[i]) throw ShapeError("out: must lie dense");
+  if (from.extents[2] % kv_heads != 0)
+    throw ShapeError("flash_mla: q has " + std::to_string(from.extents[2]) + " heads, k_cache's " +
+                     std::to_string(kv_heads) + " KV heads must divide them");
+  h.heads = from.extents[2] / kv_heads;
+  ops::require_range(kOp, "q's rows", h.tokens(), 0, int64_t{1} << 31);
+  return h;
+}
+
+// The queries as ops of the CPU number them: where they lie, if that is evenly, or copied.
+AnyView<Token, Head, Entry> numbered(const Heads& h, std::vector<std::byte>& copy) {
+  const std::array<int64_t, 4> extents{h.requests, h.kv_heads, h.queries, h.heads};
+  const int64_t head = h.q.stride<Head>();
+  const std::array<int64_t, 4> strides{h.q.stride<Request>(), h.heads * head, h.q.stride<Token>(), head};
+  const auto even = even_stride(extents, strides, 2, h.heads * h.entry);
+  if (even) return {h.q.dtype(), h.q.data(), {h.tokens(), h.heads, h.entry}, {*even, head, 1}};
+  const size_t bytes = static_cast<size_t>(h.entry) * size_of(h.q.dtype());
+  copy.resize(static_cast<size_t>(h.tokens() * h.heads) * bytes);
+  std::byte* to = copy.data();
+  for (int64_t r = 0; r < h.requests; ++r)
+    for (int64_t kv = 0; kv < h.kv_heads; ++kv)
+      for (int64_t i = 0; i < h.queries; ++i)
+        for (int64_t j = 0; j < h.heads; ++j, to += bytes) std::memcpy(to, h.q.at(r, i, kv * h.heads + j, 0), bytes);
+  return {h.q.dtype(), copy.data(), {h.tokens(), h.heads, h.entry}};
+}
 
 struct Memory {
   Memory(std::byte* at, const Heads& h, int64_t partial_rows, size_t scratch_per_worker, int workers) : cut(at) {
-    out = {h.direct() ? static_cast<float*>(h.out.data()) : cut.take<float>(h.tokens * h.heads * h.value),
-           {h.tokens, h.heads, h.value}};
-    lse = {cut.take<float>(h.tokens * h.heads), {h.tokens, h.heads}};
-    max_logits = {cut.take<float>(h.tokens * h.heads), {h.tokens, h.heads}};
+    out = {h.direct() ? static_cast<float*>(h.out.data()) : cut.take<float>(h.tokens() * h.heads * h.value),
+           {h.tokens(), h.heads, h.value}};
+    lse = {cut.take<float>(h.tokens() * h.heads), {h.tokens(), h.heads}};
+    max_logits = {cut.take<float>(h.tokens() * h.heads), {h.tokens(), h.heads}};
     partial_out = {cut.take<float>(partial_rows * h.heads * h.value), {partial_rows, h.heads, h.value}};
     partial_lse = {cut.take<float>(partial_rows * h.heads), {partial_rows, h.heads}};
     partial_max = {cut.take<float>(partial_rows * h.heads), {partial_rows, h.heads}};
@@ -132,106 +187,25 @@ Memory memory_for(PyStream& stream, const Heads& h, int64_t partial_rows) {
   return Memory(stream.memory(bytes).data(), h, partial_rows, scratch, stream.threads());
 }
 
-// A dimension before the last ones, evenly spaced over several of the array's.
-struct Rows {
-  int64_t count = 1, stride = 0;
-};
-
-// [.., last dimensions] as rows of the last `inner` dimensions: the leading ones must follow one another evenly.
-Rows rows_of(const Tensor& t, size_t inner) {
-  Rows rows;
-  int64_t dense = 1;
-  for (size_t i = t.rank() - inner; i < t.rank(); ++i) dense *= t.extent(i);
-  rows.stride = dense;
-  bool found = false;
-  for (size_t i = t.rank() - inner; i-- > 0;) {
-    if (t.extent(i) != 1) {
-      if (found && t.stride(i) != rows.stride * rows.count)
-        throw ShapeError(t.name() + ": dimension " + std::to_string(i) + " has stride " + std::to_string(t.stride(i)) +
-                         ", " + std::to_string(rows.stride * rows.count) + " is needed for evenly spaced rows");
-      if (!found) rows.stride = t.stride(i);
-      found = true;
-    }
-    rows.count *= t.extent(i);
-  }
-  return rows;
-}
-
-AnyView<Token, Head, Entry> heads_view(const Tensor& q) {
-  const size_t head = q.rank() - 2;
-  const Rows rows = rows_of(q, 2);
-  return {q.dtype(),
-          q.data(),
-          {rows.count, q.extent(head), q.extent(head + 1)},
-          {rows.stride, q.stride(head), q.stride(head + 1)}};
-}
-
-Heads heads_of(const Tensor& q, const Tensor& out) {
-  out.require_device(q.device());
-  Heads h;
-  h.q = heads_view(q);
-  const AnyView<Token, Head, Entry> rows = heads_view(out);
-  ops::require_dtype(kOp, "q", q.dtype(), {Dtype::f32, Dtype::bf16, Dtype::fp8_e4m3});
-  ops::require_dtype(kOp, "out", out.dtype(), {Dtype::f32, Dtype::bf16});
-  h.tokens = h.q.extent<Token>();
-  h.heads = h.q.extent<Head>();
-  h.entry = h.q.extent<Entry>();
-  h.value = rows.extent<Entry>();
-  if (h.entry > 1 && h.q.stride<Entry>() != 1)
-    throw ShapeError("q: head dim has stride " + std::to_string(h.q.stride<Entry>()) + ", 1 is needed");
-  if (!rows.dense()) throw ShapeError("out: must lie dense");
-  ops::require_equal(kOp, "out's rows", rows.extent<Token>(), "q's", h.tokens);
-  ops::require_equal(kOp, "out's heads", rows.extent<Head>(), "q's", h.heads);
-  ops::require_range(kOp, "q's rows", h.tokens, 0, int64_t{1} << 31);
-  h.out = {out.dtype(), out.data(), {h.tokens, h.heads, h.value}};
-  return h;
-}
-
-// Where a call runs: a Stream of the CPU, or on a GPU a cudaStream_t, with memory that `allocate(bytes)` gives for the
-// call.
-struct Place {
-  nb::handle stream;
-  nb::handle allocate;
-
-  PyStream& cpu(const Tensor& q) const {
-    if (!nb::isinstance<PyStream>(stream))
-      throw ShapeError("q lies on " + to_string(q.device()) + ", a mla.Stream is needed as its stream");
-    PyStream& found = nb::cast<PyStream&>(stream);
-    q.require_device(found.device());
-    return found;
-  }
-
-  template <class Attention>
-  void run(const Attention& a, Device device) const {
-    uintptr_t native = 0;
-    if (!nb::try_cast(stream, native) || allocate.is_none())
-      throw ShapeError("q lies on " + to_string(device) + ", a cudaStream_t and an allocator are needed");
-    constexpr size_t kAlignment = 256;
-    const size_t bytes = gpu::workspace_bytes(a) + kAlignment;
-    const Tensor workspace(allocate(bytes), "workspace", Access::write);
-    workspace.require_device(device);
-    ops::require_range(kOp, "workspace bytes", workspace.extent(0) * workspace.element_bytes(),
-                       static_cast<int64_t>(bytes), std::numeric_limits<int64_t>::max());
-    std::byte* const at = workspace.data() + (-reinterpret_cast<uintptr_t>(workspace.data()) & (kAlignment - 1));
-    const nb::gil_scoped_release released;
-    gpu::attend(a, {device.index, reinterpret_cast<void*>(native), at});
-  }
-};
-
-// A row's results in the caller's form: bf16, lse +inf for a row that sees nothing, and lse's own strides.
+// A row's results in the caller's form: bf16, lse +inf for a row that sees nothing, and their own strides.
 void finish(PyStream& stream, const Heads& h, const Memory& m, View<float, Request, Head, Token> lse,
             View<float, Token, Head> max_logits) {
-  const int64_t queries = std::max<int64_t>(1, lse.extent<Token>());
-  stream.stream.pool().run(h.tokens, [&](int64_t token, int) {
+  stream.stream.pool().run(h.tokens(), [&](int64_t token, int) {
+    const int64_t request = token / h.queries / h.kv_heads, query = token % h.queries,
+                  first = token / h.queries % h.kv_heads * h.heads;
     for (int64_t head = 0; head < h.heads; ++head) {
       const float l = m.lse(token, head);
-      lse(token / queries, head, token % queries) = l == -kInfinity ? kInfinity : l;
+      lse(request, first + head, query) = l == -kInfinity ? kInfinity : l;
       if (max_logits) max_logits(token, head) = m.max_logits(token, head);
     }
     if (h.direct()) return;
     const float* x = &m.out(token, 0, 0);
-    bf16* y = static_cast<bf16*>(h.out.data()) + token * h.heads * h.value;
-    for (int64_t i = 0; i < h.heads * h.value; ++i) y[i] = to_bf16(x[i]);
+    void* const to = h.out.at(request, query, first, 0);
+    if (h.out.dtype() == Dtype::f32) {
+      std::copy_n(x, h.heads * h.value, static_cast<float*>(to));
+    } else {
+      for (int64_t i = 0; i < h.heads * h.value; ++i) static_cast<bf16*>(to)[i] = to_bf16(x[i]);
+    }
   });
 }
 
@@ -266,6 +240,26 @@ const float* descale_of(std::optional<Tensor>& t, const Optional& array, std::st
   return at;
 }
 
+// Where rows_as_pages() has the rows of each head of a position: a table of [request, KV head] by position.
+View<const int32_t, Request, Page> by_kv_head(std::vector<int32_t>& memory, const CacheView& cache,
+                                              const View<const int32_t, Request, Page>& table,
+                                              const View<const int32_t, Request>& lengths, int64_t kv_heads) {
+  const int64_t requests = lengths.extent<Request>(), positions = cache.spec.page_size / kv_heads;
+  const auto page_rows = static_cast<int64_t>(cache.page_stride / rows_as_pages(kOp, cache).page_stride);
+  int64_t longest = 0;
+  for (int64_t r = 0; r < requests; ++r) longest = std::max<int64_t>(longest, lengths(r));
+  memory.resize(static_cast<size_t>(requests * kv_heads * longest));
+  for (int64_t r = 0; r < requests; ++r)
+    for (int64_t p = 0; p < lengths(r); ++p) {
+      const int64_t page = table(r, p / positions);
+      ops::require_range(kOp, "page id", page, 0, cache.pages);
+      for (int64_t kv = 0; kv < kv_heads; ++kv)
+        memory[static_cast<size_t>((r * kv_heads + kv) * longest + p)] =
+            static_cast<int32_t>(page * page_rows + p % positions * kv_heads + kv);
+    }
+  return {memory.data(), {requests * kv_heads, longest}};
+}
+
 void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
            nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array,
            const Optional& descale_q, const Optional& descale_k, nb::handle allocate) {
@@ -274,11 +268,13 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
       out(out_array, "out", Access::write), lse_t(lse_array, "lse", Access::write);
   q.require_rank(4, "[batch, queries, heads, head dim]");
   out.require_rank(4, "[batch, queries, heads, value]");
-  const Heads h = heads_of(q, out);
+  CacheView cache = cache_of(cache_t, q.extent(3), out.extent(3));
+  const int64_t positions = cache_t.rank() == 3 ? 1 : cache_t.extent(1);  // of a page
+  const Heads h = heads_of(q, out, cache.spec.page_size / positions);
   for (const Tensor* t : {&cache_t, &table_t, &lengths_t, &lse_t}) t->require_device(q.device());
-  const int64_t requests = q.extent(0), queries = q.extent(1);
-  const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, h.heads, queries);
-  CacheView cache = cache_of(cache_t, h.entry, h.value);
+  const int64_t requests = h.requests;
+  const View<float, Request, Head, Token> lse = lse_view(lse_t, requests, q.extent(2), h.queries);
+  if (h.kv_heads > 1) rows_as_pages(kOp, cache);
   std::optional<Tensor> q_scale_t, k_scale_t;
   const float *q_scale = descale_of(q_scale_t, descale_q, "descale_q", q.device()),
               *k_scale = descale_of(k_scale_t, descale_k, "descale_k", q.device());
@@ -291,15 +287,15 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   ops::require_equal(kOp, "block_table's batch", table.extent<Request>(), "q's", requests);
   const auto given = lengths_t.int32_view<Request>();
   ops::require_equal(kOp, "cache_seqlens length", given.extent<Request>(), "q's batch", requests);
-  const Place place{stream_object, allocate};
-  if (h.tokens == 0 || h.heads == 0) return;
+  const Place place{kOp, stream_object, allocate};
+  if (h.tokens() == 0 || h.heads == 0) return;
 
   if (q.device().kind == DeviceKind::cuda) {
     ops::require_dense<Page>(kOp, "block_table", table);
     const int64_t columns = table.extent<Page>(), stride = requests > 1 ? table.stride<Request>() : columns;
     return place.run(gpu::PagedAttention{.q = h.q,
-                                         .queries = queries,
                                          .cache = cache,
+                                         .kv_heads = h.kv_heads,
                                          .block_table = {table.data(), {requests, columns}, {stride, 1}},
                                          .lengths = given,
                                          .causal = causal,
@@ -313,22 +309,26 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   if (k_scale) cache.spec.k_scale = *k_scale;
 
   PyStream& stream = place.cpu(q);
+  const int64_t most = std::min<int64_t>(table.extent<Page>() * positions, (int64_t{1} << 31) - 1);
+  for (int64_t r = 0; r < requests; ++r) ops::require_range(kOp, "cache_seqlens entry", given(r), 0, most + 1);
+  std::vector<int32_t> kv_table;
+  View<const int32_t, Request, Page> rows_table = table;
+  if (h.kv_heads > 1) rows_table = by_kv_head(kv_table, cache, table, given, h.kv_heads);
   std::vector<LatentRows> rows;
-  const int64_t most = std::min<int64_t>(table.extent<Page>() * cache.spec.page_size, (int64_t{1} << 31) - 1);
-  for (int64_t r = 0; r < requests; ++r) {
-    ops::require_range(kOp, "cache_seqlens entry", given(r), 0, most + 1);
+  for (int64_t r = 0; r < requests * h.kv_heads; ++r) {
     // Causal queries are a sequence's last.
-    const int64_t length = given(r);
-    rows.push_back({static_cast<int32_t>(r), static_cast<int32_t>(r * queries), static_cast<int32_t>(queries),
-                    causal ? length - queries : length - 1, length});
+    const int64_t length = given(r / h.kv_heads);
+    rows.push_back({static_cast<int32_t>(r), static_cast<int32_t>(r * h.queries), static_cast<int32_t>(h.queries),
+                    causal ? length - h.queries : length - 1, length});
   }
+  std::vector<std::byte> copy;
   const Turn turn(stream);
   const LatentWork work = plan_latent(rows, SplitPolicy::fast);
   const Memory m = memory_for(stream, h, work.partial_rows);
-  ops::run(stream.stream, ops::AttendLatentArgs{.q = h.q,
+  ops::run(stream.stream, ops::AttendLatentArgs{.q = numbered(h, copy),
                                                 .q_scale = q_scale ? *q_scale : 1.0f,
-                                                .cache = cache,
-                                                .block_table = table,
+                                                .cache = h.kv_heads > 1 ? rows_as_pages(kOp, cache) : cache,
+                                                .block_table = rows_table,
                                                 .items = work.items,
                                                 .scale = scale,
                                                 .out = m.out,
@@ -347,18 +347,17 @@ struct Source {
          std::string_view prefix, const Heads& h, int64_t requests, Device device)
       : cache_t(cache_array, cache_name, Access::read),
         slots_t(slots_array, std::string(prefix) + "indices", Access::read) {
-    slots_t.require_int32();
-    if (slots_t.rank() < 2) slots_t.require_rank(3, "[batch, queries, topk]");
+    slots_t.require_rank(3, "[batch, queries, topk]");
     for (const Tensor* t : {&cache_t, &slots_t}) t->require_device(device);
     cache = cache_of(cache_t, h.entry, h.value);
-    const Rows rows = rows_of(slots_t, 1);
-    ops::require_equal(kOp, slots_t.name() + "'s rows", rows.count, "q's", h.tokens);
-    const size_t last = slots_t.rank() - 1;
-    slots = {reinterpret_cast<const int32_t*>(slots_t.data()),
-             {rows.count, slots_t.extent(last)},
-             {rows.stride, slots_t.stride(last)}};
-    if (slots_t.extent(last) > 1 && slots_t.stride(last) != 1)
-      throw ShapeError(slots_t.name() + ": topk has stride " + std::to_string(slots_t.stride(last)) + ", 1 is needed");
+    if (const int64_t kv = cache_t.extent(cache_t.rank() - 2); kv != 1)
+      throw ShapeError(cache_t.name() + "'s KV heads is " + std::to_string(kv) +
+                       ", 1 is needed with indices, which name a row for all heads");
+    slots = slots_t.int32_view<Request, Token, Topk>();
+    ops::require_equal(kOp, slots_t.name() + "' batch", slots.extent<Request>(), "q's", requests);
+    ops::require_equal(kOp, slots_t.name() + "' queries", slots.extent<Token>(), "q's", h.queries);
+    if (slots.extent<Topk>() > 1 && slots.stride<Topk>() != 1)
+      throw ShapeError(slots_t.name() + ": topk has stride " + std::to_string(slots.stride<Topk>()) + ", 1 is needed");
     if (!lengths_array) return;
     lengths_t.emplace(*lengths_array, std::string(prefix) + "topk_length", Access::read);
     lengths_t->require_device(device);
@@ -367,23 +366,28 @@ struct Source {
   }
   Source(const Source&) = delete;
 
-  /// With the lengths of every row, in host memory.
-  ops::SparseSource planned(int64_t queries) {
+  /// With the rows' slots evenly apart, and the lengths of every row, in host memory.
+  ops::SparseSource planned() {
+    const int64_t requests = slots.extent<Request>(), queries = slots.extent<Token>(), topk = slots.extent<Topk>();
     if (lengths)
-      for (int64_t row = 0; row < slots.extent<Token>(); ++row) {
+      for (int64_t row = 0; row < requests * queries; ++row) {
         const int32_t n = lengths(row / queries);
-        ops::require_range(kOp, lengths_t->name() + " entry", n, 0, slots.extent<Topk>() + 1);
+        ops::require_range(kOp, lengths_t->name() + " entry", n, 0, topk + 1);
         row_lengths.push_back(n);
       }
-    return {cache, slots, row_lengths};
+    const auto even = even_stride<2>({requests, queries}, {slots.stride<Request>(), slots.stride<Token>()}, 1, topk);
+    if (even) return {cache, {slots.data(), {requests * queries, topk}, {*even, 1}}, row_lengths};
+    for (int64_t r = 0; r < requests; ++r)
+      for (int64_t i = 0; i < queries; ++i) row_slots.insert(row_slots.end(), &slots(r, i, 0), &slots(r, i, 0) + topk);
+    return {cache, {row_slots.data(), {requests * queries, topk}}, row_lengths};
   }
 
   Tensor cache_t, slots_t;
   std::optional<Tensor> lengths_t;
   CacheView cache;
-  View<const int32_t, Token, Topk> slots;
+  View<const int32_t, Request, Token, Topk> slots;
   View<const int32_t, Request> lengths;
-  std::vector<int32_t> row_lengths;
+  std::vector<int32_t> row_lengths, row_slots;
 };
 
 void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle slots_array, float scale,
@@ -394,12 +398,12 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
       lse_t(lse_array, "lse", Access::write);
   if (q.rank() != 3) q.require_rank(4, "[batch, queries, heads, head dim]");
   out.require_rank(q.rank(), "as many dimensions as q");
-  const Heads h = heads_of(q, out);
+  const Heads h = heads_of(q, out, 1);
   const Device device = q.device();
   lse_t.require_device(device);
-  const int64_t requests = q.extent(0), queries = q.rank() == 4 ? q.extent(1) : 1;
+  const int64_t requests = h.requests;
   const View<float, Request, Head, Token> lse =
-      lse_t.rank() == 2 ? one_query(lse_t, requests, h.heads) : lse_view(lse_t, requests, h.heads, queries);
+      lse_t.rank() == 2 ? one_query(lse_t, requests, h.heads) : lse_view(lse_t, requests, h.heads, h.queries);
   if (extra_cache.has_value() != extra_slots.has_value())
     throw ShapeError("flash_mla: extra_k_cache and extra_indices_in_kvcache go together, one is missing");
   if (extra_lengths && !extra_cache) throw ShapeError("flash_mla: extra_topk_length without extra_k_cache");
@@ -422,38 +426,33 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
     max_t.emplace(*max_array, "max_logits", Access::write);
     max_t->require_device(device);
     max_logits = max_t->mutable_view<Token, Head>().as<float>();
-    ops::require_equal(kOp, "max_logits' rows", max_logits.extent<Token>(), "q's", h.tokens);
+    ops::require_equal(kOp, "max_logits' rows", max_logits.extent<Token>(), "q's", h.tokens());
     ops::require_equal(kOp, "max_logits' heads", max_logits.extent<Head>(), "q's", h.heads);
   }
   int64_t keys = 0;
   for (const auto& s : sources) keys += s->slots.extent<Topk>();
   ops::require_range(kOp, "slots of all caches", keys, 0, int64_t{1} << 31);
-  const Place place{stream_object, allocate};
-  if (h.tokens == 0 || h.heads == 0) return;
+  const Place place{kOp, stream_object, allocate};
+  if (h.tokens() == 0 || h.heads == 0) return;
 
   if (device.kind == DeviceKind::cuda) {
     ops::require_dense<Head>(kOp, "attn_sink", sinks);
-    gpu::ListAttention a{.q = h.q,
-                         .queries = queries,
-                         .sources = {},
-                         .sinks = sinks,
-                         .scale = scale,
-                         .out = h.out,
-                         .lse = lse,
-                         .max_logits = max_logits};
+    gpu::ListAttention a{
+        .q = h.q, .sources = {}, .sinks = sinks, .scale = scale, .out = h.out, .lse = lse, .max_logits = max_logits};
     for (const auto& s : sources) a.sources.push_back({s->cache, s->slots, s->lengths});
     return place.run(a, device);
   }
 
   PyStream& stream = place.cpu(q);
   std::vector<ops::SparseSource> planned;
-  for (const auto& s : sources) planned.push_back(s->planned(queries));
+  for (const auto& s : sources) planned.push_back(s->planned());
   std::vector<float> sink_values;
   for (int64_t i = 0; sinks && i < h.heads; ++i) sink_values.push_back(sinks(i));
+  std::vector<std::byte> copy;
   const Turn turn(stream);
-  const SparseWork work = plan_sparse(h.tokens, keys, h.heads, SplitPolicy::fast);
+  const SparseWork work = plan_sparse(h.tokens(), keys, h.heads, SplitPolicy::fast);
   const Memory m = memory_for(stream, h, work.partial_rows);
-  ops::run(stream.stream, ops::AttendSparseArgs{.q = h.q,
+  ops::run(stream.stream, ops::AttendSparseArgs{.q = numbered(h, copy),
                                                 .sources = planned,
                                                 .items = work.items,
                                                 .part_keys = work.part_keys,

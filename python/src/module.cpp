@@ -33,4 +33,5 @@ NB_MODULE(_mla, m) {
   mla::python::bind_ranks(m);
   mla::python::bind_step(m);
   mla::python::bind_flash_mla(m);
+  mla::python::bind_flash_attn(m);
 }

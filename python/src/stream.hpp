@@ -57,6 +57,7 @@ void bind_model(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_step(nb::module_& m);
 void bind_flash_mla(nb::module_& m);
+void bind_flash_attn(nb::module_& m);
 
 /// Something on a device, as the C++ interface does not say of it.
 template <class T>

@@ -23,42 +23,60 @@ struct CallerStream {
 
 /// Queries of each request over its cached positions.
 struct PagedAttention {
-  AnyView<Token, Head, Entry> q;  ///< f32, bf16 or fp8_e4m3, Entry dense; `queries` rows a request
-  int64_t queries = 1;
+  AnyView<Request, Token, Head, Entry> q;  ///< of any dtype, Entry dense, the others strided at will
+  /// Its pages count rows: a position is kv_heads of them, one after another.
   CacheView cache;
+  int64_t kv_heads = 1;                            ///< divides q's heads, and each serves so many of them in turn
   View<const int32_t, Request, Page> block_table;  ///< Page dense; entries past a length may hold anything
   View<const int32_t, Request> lengths;            ///< positions that are cached
   bool causal = false;                             ///< queries are their request's last positions
   float scale = 1.0f;
-  const float* q_scale = nullptr;          ///< device; of fp8 queries, which are multiplied by it; null: 1
-  const float* k_scale = nullptr;          ///< device; in place of an fp8 cache's; null: the cache's own
-  AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16, dense
-  View<float, Request, Head, Token> lse;   ///< nats; +inf where nothing is seen
+  const float* q_scale = nullptr;                   ///< device; of fp8 queries, which are multiplied by it; null: 1
+  const float* k_scale = nullptr;                   ///< device; in place of an fp8 cache's; null: the cache's own
+  AnyMutableView<Request, Token, Head, Value> out;  ///< f32, bf16 or f16, dense
+  View<float, Request, Head, Token> lse;            ///< nats; +inf where nothing is seen
 };
 
 /// A cache and the slots that each row has chosen from it.
 struct SlotLists {
   CacheView cache;
-  View<const int32_t, Token, Topk> slots;  ///< Topk dense; those below 0 or past the cache are skipped
-  View<const int32_t, Request> lengths;    ///< slots of a request's rows that count; without data: all
+  View<const int32_t, Request, Token, Topk> slots;  ///< Topk dense; those below 0 or past the cache are skipped
+  View<const int32_t, Request> lengths;             ///< slots of a request's rows that count; without data: all
 };
 
 /// Queries of each request over the slots chosen, of all sources in one softmax.
 struct ListAttention {
-  AnyView<Token, Head, Entry> q;
-  int64_t queries = 1;
+  AnyView<Request, Token, Head, Entry> q;  ///< as above
   std::vector<SlotLists> sources;
   View<const float, Head> sinks;  ///< dense; without data: none
   float scale = 1.0f;
-  AnyMutableView<Token, Head, Value> out;
+  AnyMutableView<Request, Token, Head, Value> out;
   View<float, Request, Head, Token> lse;
-  View<float, Token, Head> max_logits;  ///< without data: not wanted
+  View<float, Token, Head> max_logits;  ///< of all requests' rows; without data: not wanted
+};
+
+/// Sequences one after another in q and in k and v, each over its own keys. Row i of n sees keys j <= i + keys - n
+/// where causal. A row that sees nothing: out 0, lse -inf.
+struct SequenceAttention {
+  AnyView<Token, Head, QueryKey> q;  ///< f32, bf16 or f16, QueryKey dense
+  AnyView<Key, Head, QueryKey> k;    ///< dtype of q; its heads divide q's, and each serves so many of them in turn
+  AnyView<Key, Head, Value> v;       ///< heads and dtype of k, Value dense
+  int64_t sequences = 0;
+  /// Where each begins, and a last entry for where the last one ends; clamped to the arrays. Without data: all are
+  /// equally long.
+  View<const int32_t, Request> q_begins, k_begins;
+  bool causal = false;
+  float scale = 1.0f;
+  AnyMutableView<Token, Head, Value> out;  ///< f32, bf16 or f16, Value dense; rows of no sequence are left alone
+  View<float, Token, Head> lse;            ///< nats
 };
 
 size_t workspace_bytes(const PagedAttention& a);
 size_t workspace_bytes(const ListAttention& a);
+size_t workspace_bytes(const SequenceAttention& a);
 /// DeviceError, ShapeError or UnsupportedError before anything is launched.
 void attend(const PagedAttention& a, const CallerStream& at);
 void attend(const ListAttention& a, const CallerStream& at);
+void attend(const SequenceAttention& a, const CallerStream& at);
 
 }  // namespace mla::gpu

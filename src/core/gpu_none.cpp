@@ -50,8 +50,10 @@ void withdraw(cuda::Queue&, const void*) noexcept {}
 void changed(cuda::Queue&) noexcept {}
 size_t workspace_bytes(const PagedAttention&) { return 0; }
 size_t workspace_bytes(const ListAttention&) { return 0; }
+size_t workspace_bytes(const SequenceAttention&) { return 0; }
 void attend(const PagedAttention&, const CallerStream& at) { none(at.device); }
 void attend(const ListAttention&, const CallerStream& at) { none(at.device); }
+void attend(const SequenceAttention&, const CallerStream& at) { none(at.device); }
 void raise_to_largest(cuda::Queue&, const AnyView<Token, Head, In>&, float*) { none(0); }
 
 }  // namespace mla::gpu

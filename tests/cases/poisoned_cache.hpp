@@ -20,9 +20,10 @@ namespace mla::cases {
 template <class Spec, class View>
 class Poisoned {
  public:
-  /// aligned: pages whose bytes are a multiple of 16 lie at those.
+  /// aligned: pages lie at multiples of 16 bytes.
   Poisoned(const Spec& spec, int64_t pages, Random& random, bool aligned = false)
       : spec_(spec), order_(pages), gap_(random.integer(0, 1) == 0 && !aligned ? 24 : 32) {
+    if (aligned) gap_ += (16 - spec.page_bytes() % 16) % 16;
     spec.validate();
     const size_t size = static_cast<size_t>(pages) * stride();
     bytes_.reserve(size);
@@ -56,7 +57,7 @@ class Poisoned {
 
   Spec spec_;
   std::vector<int32_t> order_;
-  size_t gap_;  // between pages: with 32, pages of multiples of 16 bytes lie at those
+  size_t gap_;  // between pages
   std::vector<std::byte> bytes_;
 };
 

@@ -405,6 +405,9 @@ TEST(AttendLatentFp8Bits, RefusesBadShapes) {
             "attend_latent: k_scale is 0.000000, a positive number is needed");
   EXPECT_NE(message([](AttendLatent& a) { a.format = CacheFormat::fp8_ds_v4; }).find("fp8_ds_mla is needed"),
             std::string::npos);
+  const SlotLists lists;
+  EXPECT_NE(message([&](AttendLatent& a) { a.lists = &lists; }).find("lists are read by the converting kernels"),
+            std::string::npos);
 }
 
 }  // namespace

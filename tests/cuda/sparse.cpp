@@ -1,4 +1,5 @@
-// attend_sparse at the sizes that Hopper's kernels serve: dense rows of 512 + 64 in bf16 over one cache, whole lists.
+// attend_sparse at the sizes that Hopper's kernels serve: dense rows of 512 values in bf16 over one or two caches,
+// whole lists.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -13,7 +14,8 @@ namespace mla::cases {
 namespace {
 
 constexpr Device kGpu{DeviceKind::cuda, 0};
-constexpr CacheFormat kFormats[] = {CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla};
+constexpr CacheFormat kFormats[] = {CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla,
+                                    CacheFormat::fp8_ds_v4};
 
 class SparseOnGpu : public testing::TestWithParam<CacheFormat> {
  protected:
@@ -27,7 +29,7 @@ class SparseOnGpu : public testing::TestWithParam<CacheFormat> {
   void expect_right(Params p) {
     p.device = kGpu;
     p.format = GetParam();
-    p.latent = 512, p.rope = 64;
+    p.latent = p.format == CacheFormat::fp8_ds_v4 ? 448 : 512, p.rope = 64;
     p.dtype = Dtype::bf16;
     p.dense = true;
     const int without = p.format == CacheFormat::fp8 ? 64 : p.format == CacheFormat::fp8_ds_mla ? 16 : 0;
@@ -81,17 +83,36 @@ TEST_P(SparseOnGpu, Pieces) {
 TEST_P(SparseOnGpu, BatchInvariant) {
   for (const int64_t heads : {16, 40, 128})
     for (const int64_t requests : {1, 5})
-      expect_right({.requests = requests,
-                    .query_len = 2,
-                    .context = 2500,
-                    .ragged = requests > 1,
-                    .heads = heads,
-                    .page_size = 64,
-                    .activations = Dtype::bf16,
-                    .batch_invariant = true,
-                    .splits = 2,
-                    .topk = 2048,
-                    .sinks = true});
+      for (const int64_t sources : {1, 2})
+        expect_right({.requests = requests,
+                      .query_len = 2,
+                      .context = 2500,
+                      .ragged = requests > 1,
+                      .heads = heads,
+                      .page_size = 64,
+                      .activations = Dtype::bf16,
+                      .batch_invariant = true,
+                      .splits = 2,
+                      .topk = sources == 1 ? 2048 : 1365,  // and 683 of the second
+                      .sources = sources,
+                      .sinks = true});
+}
+
+// Lists that go on in a second cache, at any place of a block.
+TEST_P(SparseOnGpu, TwoCaches) {
+  for (const int64_t heads : {16, 64, 128})
+    for (const int64_t topk : {1, 60, 64, 130})
+      for (const bool ragged : {false, true})
+        expect_right({.requests = topk == 130 ? 90 : 3,
+                      .query_len = 2,
+                      .context = 300,
+                      .ragged = ragged,
+                      .heads = heads,
+                      .page_size = topk == 60 ? 7 : 64,
+                      .activations = Dtype::bf16,
+                      .topk = topk,
+                      .sources = 2,
+                      .sinks = true});
 }
 
 TEST_P(SparseOnGpu, RandomBatches) {
@@ -105,6 +126,7 @@ TEST_P(SparseOnGpu, RandomBatches) {
                   .page_size = random.integer(1, 70),
                   .activations = random.integer(0, 1) ? Dtype::bf16 : Dtype::f32,
                   .topk = random.integer(1, 400),
+                  .sources = random.integer(1, 2),
                   .sinks = random.integer(0, 1) == 0,
                   .nonfinite = i % 3 == 2});
 }

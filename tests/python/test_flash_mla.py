@@ -284,6 +284,138 @@ def test_strided_inputs_are_read_in_place(rng):
     assert_near(lse, wanted[1], "lse", 3e-5)
 
 
+def inside(array, gaps, fill):
+    """The array as a view of a larger one: dimension i has gaps[i] more elements, all `fill`."""
+    whole = np.full([n + g for n, g in zip(array.shape, gaps, strict=True)], fill, array.dtype)
+    view = whole[tuple(slice(0, n) for n in array.shape)]
+    view[...] = array
+    return view
+
+
+GAPS = [(0, 0, 0, 64), (0, 0, 3, 0), (0, 1, 0, 0), (1, 1, 1, 128), (0, 2, 0, 8), (1, 0, 1, 3)]
+
+
+def poison_of(dtype):
+    return 0x7F if dtype == np.uint8 else np.nan
+
+
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("dtype", list(ROUNDING))
+@pytest.mark.parametrize("queries", [1, 3])
+def test_dense_queries_are_views_of_larger_arrays(rng, queries, dtype, gaps):
+    cache, _ = make_cache(rng, 6, 8, 576, "bfloat16")
+    table = scattered_table(rng, [20, 0, 9], 8, 6)
+    q = rng.standard_normal((3, queries, 5, 576)).astype(np.dtype(dtype))
+    rest = cache, table, np.array([20, 0, 9], np.int32), 512, None, None, None, True
+    found = flash_mla_with_kvcache(inside(q, gaps, poison_of(dtype)), *rest)
+    for a, b in zip(found, flash_mla_with_kvcache(q, *rest), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("axes", [(1, 0, 2, 3), (0, 2, 1, 3), (2, 1, 0, 3)])
+def test_dense_queries_may_be_transposed_and_reversed(rng, axes):
+    cache, _ = make_cache(rng, 6, 8, 576, "float32")
+    table = scattered_table(rng, [20, 3, 9], 8, 6)
+    shape = (3, 2, 5, 576)
+    q = rng.standard_normal([shape[a] for a in axes]).astype(np.float32).transpose(axes)
+    rest = cache, table, np.array([20, 3, 9], np.int32)
+    assert q.shape == shape
+    for view in (q, q[::-1], q[:, ::-1], q[:, :, ::-1], np.broadcast_to(q[:1], shape)):
+        found = flash_mla_with_kvcache(view, *rest)
+        for a, b in zip(found, flash_mla_with_kvcache(view.copy(), *rest), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("gaps", GAPS)
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sparse_queries_and_indices_are_views_of_larger_arrays(rng, dtype, queries, gaps):
+    cache, rows = make_cache(rng, 6, 8, 576, "bfloat16")
+    extra, extra_rows = make_cache(rng, 3, 8, 576, "bfloat16")
+    q = rng.standard_normal((3, queries, 5, 576)).astype(np.dtype(dtype))
+    slots = random_slots(rng, (3, queries, 20), len(rows))
+    extra_slots = random_slots(rng, (3, queries, 7), len(extra_rows))
+    # A slot of the gaps that exists would change the answer.
+    found = flash_mla_with_kvcache(
+        inside(q, gaps, np.nan), cache, None, None, indices=inside(slots, gaps[:2] + (9,), 0),
+        extra_k_cache=extra, extra_indices_in_kvcache=inside(extra_slots, gaps[:2] + (1,), 0),
+    )
+    wanted = sparse_reference(
+        q, [(rows, slots, None), (extra_rows, extra_slots, None)], 512, 576**-0.5, None
+    )
+    assert_near(found[0], wanted[0], "out", ROUNDING[dtype])
+    assert_near(found[1], wanted[2], "lse", ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("gaps", [(0, 0, 64), (0, 2, 0), (1, 1, 8), (1, 0, 3)])
+def test_sparse_fwd_takes_views_of_larger_arrays(rng, gaps):
+    q = rng.standard_normal((4, 5, 576)).astype(np.float32)
+    kv = rng.standard_normal((50, 1, 576)).astype(np.float32)
+    slots = random_slots(rng, (4, 1, 20), 50)
+    found = flash_mla_sparse_fwd(
+        inside(q, gaps, np.nan), kv, inside(slots, gaps, 0), 0.05, attn_sink=np.zeros(5, np.float32)
+    )
+    wanted = flash_mla_sparse_fwd(q, kv, slots, 0.05, attn_sink=np.zeros(5, np.float32))
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("kv_heads,heads", [(1, 6), (2, 6), (3, 3), (8, 16)])
+@pytest.mark.parametrize(
+    "kind,dtype",
+    [("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"),
+     ("float8_e4m3fn", "float8_e4m3fn"), ("fp8_ds_mla", "float32")],
+)
+def test_caches_of_several_heads(rng, kind, dtype, kv_heads, heads, queries, causal):
+    """Query head h meets head h // (heads // kv_heads) of the cache."""
+    lengths, page, blocks = [37, 0, 20], 16, 8
+    table = scattered_table(rng, lengths, page, blocks)
+    encoded = encode_rows(rng.standard_normal((blocks * page * kv_heads, 576)), page, kind)
+    cache = encoded.reshape(blocks, page, kv_heads, -1)
+    rows = decode_rows(encoded, 576).reshape(blocks * page, kv_heads, 576)
+    used = [table[b, t // page] * page + t % page for b, n in enumerate(lengths) for t in range(n)]
+    slots = cache.reshape(blocks * page, kv_heads, -1)
+    slots[np.setdiff1d(np.arange(blocks * page), used)] = poison_of(slots.dtype)
+    q = inside(
+        rng.standard_normal((3, queries, heads, 576)).astype(np.dtype(dtype)), (0, 1, 1, 8),
+        poison_of(dtype),
+    )
+    whole = np.zeros((blocks, page + 1, kv_heads, cache.shape[3]), cache.dtype)
+    whole[:, :page] = cache
+    for view in (cache, whole[:, :page]):
+        out, lse = flash_mla_with_kvcache(
+            q, view, table, np.array(lengths, np.int32), 512, causal=causal,
+            is_fp8_kvcache=kind == "fp8_ds_mla",
+        )
+        group = heads // kv_heads
+        for j in range(kv_heads):
+            part = slice(j * group, (j + 1) * group)
+            wanted = dense_reference(
+                q[:, :, part].astype(np.float64), rows[:, j], table, lengths, page, 512, 576**-0.5,
+                causal,
+            )
+            assert_near(out[:, :, part], wanted[0], "out", ROUNDING[dtype])
+            assert_near(lse[:, part], wanted[1], "lse", ROUNDING[dtype])
+
+
+@pytest.mark.parametrize("lengths", [[3000, 700]])
+def test_long_contexts_of_several_heads_are_split(rng, lengths):
+    cache, rows = make_cache(rng, 128, 64, 576, "float32")
+    cache = cache.reshape(64, 64, 2, 576)
+    table = scattered_table(rng, lengths, 64, 64)
+    q = rng.standard_normal((2, 2, 4, 576)).astype(np.float32)
+    out, lse = flash_mla_with_kvcache(q, cache, table, np.array(lengths, np.int32), causal=True)
+    for j in range(2):
+        part = slice(2 * j, 2 * j + 2)
+        wanted = dense_reference(
+            q[:, :, part], rows.reshape(-1, 2, 576)[:, j], table, lengths, 64, 512, 576**-0.5, True
+        )
+        assert_near(out[:, :, part], wanted[0], "out", 3e-5)
+        assert_near(lse[:, part], wanted[1], "lse", 3e-5)
+
+
 def dense_arguments(rng, **changes):
     arguments = dict(
         q=rng.standard_normal((1, 1, 2, 576)).astype(np.float32),
@@ -302,7 +434,29 @@ def dense_arguments(rng, **changes):
         (dict(q=np.zeros((1, 1, 2, 576))), mla.ShapeError, ["q: is float64", "f32 bf16"]),
         (dict(q=np.zeros((1, 1, 2, 512), np.float32)), mla.ShapeError, ["k_cache", "576", "512"]),
         (dict(q=np.zeros((1, 1, 2, 1152), np.float32)[..., ::2]), mla.ShapeError, ["stride", "2"]),
-        (dict(k_cache=np.zeros((2, 4, 2, 576), np.float32)), mla.ShapeError, ["KV heads", "2"]),
+        (
+            dict(k_cache=np.zeros((2, 4, 3, 576), np.float32)), mla.ShapeError,
+            ["q has 2 heads", "3 KV heads"],
+        ),
+        (dict(k_cache=np.zeros((2, 4, 0, 576), np.float32)), mla.ShapeError, ["KV heads", "0"]),
+        (
+            dict(k_cache=np.zeros((2, 4, 4, 576), np.float32)[:, :, ::2]), mla.ShapeError,
+            ["k_cache", "KV heads have stride 1152", "576"],
+        ),
+        (
+            dict(k_cache=np.zeros((2, 8, 2, 576), np.float32)[:, ::2]), mla.ShapeError,
+            ["k_cache", "rows of a page have stride 2304", "1152"],
+        ),
+        (
+            dict(k_cache=np.zeros((4, 4, 1, 656), np.uint8).reshape(2, 4, 2, 656)[:, :3],
+                 is_fp8_kvcache=True, block_table=np.array([[0, 2]], np.int32)),
+            mla.ShapeError, ["page id", "2"],
+        ),
+        (
+            dict(q=np.zeros((1, 1, 2, 512), np.float32),
+                 k_cache=np.zeros((2, 4, 2, 584), np.uint8), is_fp8_kvcache=True),
+            mla.UnsupportedError, ["KV heads", "fp8_ds_v4"],
+        ),
         (dict(k_cache=np.zeros((2, 0, 1, 576), np.float32)), mla.ShapeError, ["page size", "0"]),
         (
             dict(k_cache=np.zeros((2, 4, 1, 656), np.uint8)), mla.ShapeError,
@@ -359,6 +513,14 @@ def test_bad_dense_input(rng, changes, error, words):
         (dict(causal=True), mla.UnsupportedError, ["causal"]),
         (dict(indices=np.zeros((1, 1, 4), np.int64)), mla.ShapeError, ["indices", "int64"]),
         (dict(indices=np.zeros((1, 4), np.int32)), mla.ShapeError, ["indices", "[1, 4]"]),
+        (
+            dict(indices=np.zeros((1, 2, 4), np.int32)), mla.ShapeError,
+            ["indices' queries", "2", "1"],
+        ),
+        (
+            dict(k_cache=np.zeros((2, 4, 2, 576), np.float32)), mla.ShapeError,
+            ["k_cache's KV heads is 2, 1 is needed with indices"],
+        ),
         (dict(indices=np.zeros((2, 1, 4), np.int32)), mla.ShapeError, ["indices", "2", "1"]),
         (dict(indices=np.zeros((1, 1, 8), np.int32)[..., ::2]), mla.ShapeError, ["stride", "2"]),
         (dict(topk_length=np.array([5], np.int32)), mla.ShapeError, ["topk_length", "5", "4"]),

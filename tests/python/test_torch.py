@@ -15,7 +15,13 @@ from torch import library  # noqa: E402
 
 import mla  # noqa: E402
 import mla.torch  # noqa: E402
-from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache  # noqa: E402
+from mla.flash_mla import (  # noqa: E402
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+)
 
 OPS = torch.ops.mla
 
@@ -34,6 +40,68 @@ def sparse_arguments(dtype=torch.bfloat16):
     kv = torch.randn(30, 1, 576, generator=generator).bfloat16()
     indices = torch.randint(-1, 30, (4, 1, 12), generator=generator, dtype=torch.int32)
     return q, kv, indices, 0.05
+
+
+def varlen_arguments(dtype=torch.bfloat16):
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((9, 4, 192), (14, 2, 192), (14, 2, 128))
+    )
+    begins = (torch.tensor(b, dtype=torch.int32) for b in ([0, 2, 9], [0, 7, 14]))
+    return q, k, v, *begins, 7, 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_sequences_of_tensors_give_what_arrays_give(dtype):
+    arguments = varlen_arguments(dtype)
+    out, lse = flash_attn_varlen_func(*arguments, causal=True)
+    assert out.dtype is dtype and lse.dtype is torch.float32
+    assert out.is_contiguous() and lse.stride() == (1, 9)
+    wanted, wanted_lse = flash_attn_varlen_func(
+        *(a.float().numpy() for a in arguments[:3]), *(a.numpy() for a in arguments[3:5]), 7, 7,
+        causal=True,
+    )
+    bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 2e-2}[dtype]
+    np.testing.assert_allclose(out.float().numpy(), wanted, atol=bound, rtol=bound)
+    np.testing.assert_allclose(lse.numpy(), wanted_lse, atol=bound, rtol=bound)
+    for found, same in zip(
+        OPS.flash_attn_varlen_func(*arguments, causal=True), (out, lse), strict=True
+    ):
+        assert torch.equal(found, same)
+
+
+def test_a_gradient_of_sequences_is_refused():
+    q, k, v, q_begins, k_begins, *most = varlen_arguments(torch.float32)
+    rest = q_begins, k_begins, *most
+    plain, _ = flash_attn_varlen_func(q, k, v, *rest)
+    kv, qkv = torch.cat([k, v], 2), torch.cat([k, k, v], 2)
+    calls = {
+        "flash_attn_varlen_func": lambda: flash_attn_varlen_func(q, k, v, *rest),
+        "flash_attn_varlen_kvpacked_func":
+            lambda: flash_attn_varlen_kvpacked_func(q, kv, *rest, 192),
+        "flash_attn_varlen_qkvpacked_func":
+            lambda: flash_attn_varlen_qkvpacked_func(qkv, k_begins, 7, 192),
+    }
+    asked = {
+        "flash_attn_varlen_func": (q, k, v), "flash_attn_varlen_kvpacked_func": (q, kv),
+        "flash_attn_varlen_qkvpacked_func": (qkv,),
+    }
+    for name, call in calls.items():
+        assert not call()[0].requires_grad
+        for tensor in asked[name]:
+            tensor.requires_grad_()
+            for result in call():
+                with pytest.raises(mla.UnsupportedError, match=f"^{name}: has no gradient"):
+                    result.sum().backward()
+            tensor.requires_grad_(False)
+    q.requires_grad_()
+    assert torch.equal(flash_attn_varlen_func(q, k, v, *rest)[0], plain)
+    with torch.no_grad():
+        assert not flash_attn_varlen_func(q, k, v, *rest)[0].requires_grad
+    out, _ = OPS.flash_attn_varlen_func(q, k, v, *rest)
+    with pytest.raises(mla.UnsupportedError, match="flash_attn_varlen_func: has no gradient"):
+        out.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -90,6 +158,7 @@ def test_bad_tensors_are_refused_in_words():
 def test_custom_operators(dtype):
     dense, sparse = dense_arguments(dtype), sparse_arguments(dtype)
     library.opcheck(OPS.flash_mla_with_kvcache, dense)
+    library.opcheck(OPS.flash_attn_varlen_func, varlen_arguments(dtype))
     library.opcheck(OPS.flash_mla_sparse_fwd, sparse)
     for found, wanted in zip(
         OPS.flash_mla_sparse_fwd(*sparse), flash_mla_sparse_fwd(*sparse), strict=True
@@ -141,12 +210,25 @@ def test_fake_tensors_have_the_shapes_of_real_ones():
     for op, arguments in (
         (OPS.flash_mla_with_kvcache, dense_arguments()),
         (OPS.flash_mla_sparse_fwd, sparse_arguments()),
+        (OPS.flash_attn_varlen_func, varlen_arguments()),
     ):
         real = op(*arguments)
         fake = op(*(a.to("meta") if isinstance(a, torch.Tensor) else a for a in arguments))
         for r, f in zip(real, fake, strict=True):
             assert f.is_meta and f.shape == r.shape and f.dtype == r.dtype
             assert f.stride() == r.stride()
+
+
+def test_slices_of_larger_tensors_are_taken():
+    q, cache, table, lengths = dense_arguments()
+    whole = torch.full((3, 4, 6, 704), torch.nan, dtype=q.dtype)
+    view = whole[:2, :3, :5, :576].copy_(q)
+    for op in (flash_mla_with_kvcache, OPS.flash_mla_with_kvcache):
+        for found, wanted in zip(
+            op(view, cache, table, lengths, causal=True),
+            op(q, cache, table, lengths, causal=True), strict=True,
+        ):
+            assert torch.equal(found, wanted)
 
 
 def test_compiled_without_a_graph_break():

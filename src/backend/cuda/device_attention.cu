@@ -1,23 +1,35 @@
-// A kernel before attention turns the caller's lengths into work items; where Hopper's kernels do not serve a call, one
-// after it brings lse into the interface's form. Attention itself is the ops' own kernels.
+// A kernel before attention turns the caller's lengths into work items; rows that lie otherwise than attention takes
+// them are copied by another; where Hopper's kernels do not serve a call, one after it brings lse into the interface's
+// form. Attention itself is the ops' own kernels.
 #include <algorithm>
+#include <array>
 #include <cmath>
+#include <limits>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/attend_expanded/attend_expanded.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
 #include "backend/cuda/gpu_model.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 #include "core/device_attention.hpp"
+#include "core/even_stride.hpp"
 #include "core/gpu.hpp"
+#include "core/row_pages.hpp"
+#include "ops/attend_expanded/grouped.hpp"
 
 namespace mla::gpu {
 namespace {
 
+using cuda::allow_next_grid;
 using cuda::kScratch;
 using cuda::Queue;
+using cuda::wait_for_previous_grids;
 
 constexpr int kThreads = 256;
 constexpr int64_t kCounters = Queue::kCounters;
@@ -35,34 +47,164 @@ struct Cut {
   }
 };
 
+// Rows of bytes, in four dimensions of two arrays that lie as they like.
+struct RowCopy {
+  const std::byte* from = nullptr;
+  std::byte* to = nullptr;
+  std::array<int64_t, 4> extents{1, 1, 1, 1}, from_strides{}, to_strides{};  // strides in bytes
+  int64_t row_bytes = 0;
+
+  int64_t rows() const { return extents[0] * extents[1] * extents[2] * extents[3]; }
+};
+
+// Queries or outputs by request, head of the cache, query, and head among those that the cache's head serves: the ops
+// number the first three through as tokens.
+struct Rows {
+  template <class V>
+  Rows(const V& v, int64_t kv_heads)
+      : element(static_cast<int64_t>(size_of(v.dtype()))),
+        width(v.extents()[3]),
+        extents{v.template extent<Request>(), kv_heads, v.template extent<Token>(),
+                v.template extent<Head>() / kv_heads},
+        strides{v.template stride<Request>(), v.template stride<Head>() * extents[3], v.template stride<Token>(),
+                v.template stride<Head>()} {
+    if (extents[3] == 1) strides[3] = width;
+  }
+  int64_t tokens() const { return extents[0] * extents[1] * extents[2]; }
+  int64_t bytes() const { return tokens() * extents[3] * width * element; }
+  std::optional<int64_t> token_stride() const { return even_stride(extents, strides, 2, extents[3] * strides[3]); }
+  std::array<int64_t, 4> byte_strides() const {
+    return {strides[0] * element, strides[1] * element, strides[2] * element, strides[3] * element};
+  }
+  std::array<int64_t, 4> dense_byte_strides() const {
+    const int64_t head = width * element, token = extents[3] * head;
+    return {extents[1] * extents[2] * token, extents[2] * token, token, head};
+  }
+  // The view of an op, where the rows lie.
+  template <class To, class Data>
+  To view(Dtype dtype, Data* data, int64_t token_stride) const {
+    return {dtype, data, {tokens(), extents[3], width}, {token_stride, strides[3], 1}};
+  }
+  template <class To, class Data>
+  To dense(Dtype dtype, Data* data) const {
+    return {dtype, data, {tokens(), extents[3], width}};
+  }
+
+  int64_t element, width;
+  std::array<int64_t, 4> extents, strides;  // in elements
+};
+
+// Queries as they lie, and room for them as Hopper's kernels take them: dense, from addresses of 16 bytes.
+struct PlacedQueries {
+  PlacedQueries() = default;
+  PlacedQueries(const AnyView<Request, Token, Head, Entry>& q, int64_t kv_heads, Cut& cut) {
+    using Q = AnyView<Token, Head, Entry>;
+    const Rows rows(q, kv_heads);
+    if (const auto stride = rows.token_stride()) there = rows.view<Q>(q.dtype(), q.data(), *stride);
+    if (there && there->dense() && reinterpret_cast<uintptr_t>(q.data()) % 16 == 0) return;
+    auto* const room = cut.take<std::byte>(rows.bytes());
+    copy = rows.dense<Q>(q.dtype(), room);
+    how = {.from = static_cast<const std::byte*>(q.data()),
+           .to = room,
+           .extents = rows.extents,
+           .from_strides = rows.byte_strides(),
+           .to_strides = rows.dense_byte_strides(),
+           .row_bytes = rows.width * rows.element};
+  }
+  std::optional<AnyView<Token, Head, Entry>> there, copy;
+  RowCopy how;
+};
+
+// lse by requests of one head of the cache each.
+View<float, Request, Head, Token> lse_by_kv_head(const View<float, Request, Head, Token>& lse, int64_t kv_heads) {
+  const int64_t requests = lse.extent<Request>(), heads = lse.extent<Head>() / kv_heads;
+  const auto stride = even_stride<2>({requests, kv_heads}, {lse.stride<Request>(), heads * lse.stride<Head>()}, 1, 0);
+  if (!stride)
+    throw UnsupportedError("device_attention: lse's requests have stride " + std::to_string(lse.stride<Request>()) +
+                           ", with " + std::to_string(kv_heads) + " KV heads " +
+                           std::to_string(lse.extent<Head>() * lse.stride<Head>()) + " is needed");
+  return {lse.data(),
+          {requests * kv_heads, heads, lse.extent<Token>()},
+          {*stride, lse.stride<Head>(), lse.stride<Token>()}};
+}
+
 // lse by rows, for kernels that know no requests: the caller's own where its strides allow it.
-View<float, Token, Head> lse_rows(const View<float, Request, Head, Token>& lse, int64_t queries, Cut& cut) {
-  const int64_t rows = lse.extent<Request>() * queries, heads = lse.extent<Head>();
-  if (queries == 1) return {lse.data(), {rows, heads}, {lse.stride<Request>(), lse.stride<Head>()}};
+View<float, Token, Head> lse_rows(const View<float, Request, Head, Token>& lse, Cut& cut) {
+  const int64_t rows = lse.extent<Request>() * lse.extent<Token>(), heads = lse.extent<Head>();
+  if (lse.extent<Token>() == 1) return {lse.data(), {rows, heads}, {lse.stride<Request>(), lse.stride<Head>()}};
   return {cut.take<float>(rows * heads), {rows, heads}};
 }
 
+// What a call's table reaches, in positions.
+int32_t most_positions(const PagedAttention& a) {
+  return static_cast<int32_t>(std::min<int64_t>(a.block_table.extent<Page>() * (a.cache.spec.page_size / a.kv_heads),
+                                                std::numeric_limits<int32_t>::max()));
+}
+
 struct Paged {
-  explicit Paged(const PagedAttention& a, std::byte* at) : cut{at} {
-    items = cut.take<LatentItem>(a.lengths.extent<Request>());
+  explicit Paged(const PagedAttention& a, std::byte* at) : cut{at}, lse(lse_by_kv_head(a.lse, a.kv_heads)) {
+    const int64_t requests = lse.extent<Request>();
+    items = cut.take<LatentItem>(requests);
     counters = cut.take<unsigned>(kCounters);
-    lse = lse_rows(a.lse, a.queries, cut);
+    rows_lse = lse_rows(lse, cut);
     scratch = cut.take<std::byte>(kScratch);
+    q = PlacedQueries(a.q, a.kv_heads, cut);
+    if (a.kv_heads > 1) table = cut.take<int32_t>(requests * most_positions(a));
+    const Rows rows(a.out, a.kv_heads);
+    using Out = AnyMutableView<Token, Head, Value>;
+    if (const auto stride = rows.token_stride()) {
+      out = rows.view<Out>(a.out.dtype(), a.out.data(), *stride);
+    } else {
+      auto* const room = cut.take<std::byte>(rows.bytes());
+      out = rows.dense<Out>(a.out.dtype(), room);
+      back = {.from = room,
+              .to = static_cast<std::byte*>(a.out.data()),
+              .extents = rows.extents,
+              .from_strides = rows.dense_byte_strides(),
+              .to_strides = rows.byte_strides(),
+              .row_bytes = rows.width * rows.element};
+    }
   }
   Cut cut;
+  View<float, Request, Head, Token> lse;
   LatentItem* items;
   unsigned* counters;
-  View<float, Token, Head> lse;
+  View<float, Token, Head> rows_lse;
   std::byte* scratch;
+  PlacedQueries q;
+  int32_t* table = nullptr;  // several KV heads: [request, KV head, position]
+  AnyMutableView<Token, Head, Value> out;
+  RowCopy back;  // of out where it is not the caller's
 };
 
 struct Lists {
   explicit Lists(const ListAttention& a, std::byte* at) : cut{at} {
     item = cut.take<SparseItem>(1);
     counters = cut.take<unsigned>(kCounters);
-    lengths = cut.take<int32_t>(static_cast<int64_t>(a.sources.size()) * a.q.extent<Token>());
-    lse = lse_rows(a.lse, a.queries, cut);
+    lengths = cut.take<int32_t>(static_cast<int64_t>(a.sources.size()) * a.lse.extent<Request>() * a.q.extent<Token>());
+    lse = lse_rows(a.lse, cut);
     scratch = cut.take<std::byte>(kScratch);
+    q = PlacedQueries(a.q, 1, cut);
+    for (const SlotLists& s : a.sources) {
+      const int64_t requests = s.slots.extent<Request>(), queries = s.slots.extent<Token>(),
+                    topk = s.slots.extent<Topk>();
+      const auto stride =
+          even_stride<2>({requests, queries}, {s.slots.stride<Request>(), s.slots.stride<Token>()}, 1, topk);
+      if (stride) {
+        slots.push_back({s.slots.data(), {requests * queries, topk}, {*stride, 1}});
+        continue;
+      }
+      int32_t* const room = cut.take<int32_t>(requests * queries * topk);
+      slots.push_back({room, {requests * queries, topk}});
+      constexpr int64_t kBytes = sizeof(int32_t);
+      slot_copies.push_back(
+          {.from = reinterpret_cast<const std::byte*>(s.slots.data()),
+           .to = reinterpret_cast<std::byte*>(room),
+           .extents = {1, 1, requests, queries},
+           .from_strides = {0, 0, s.slots.stride<Request>() * kBytes, s.slots.stride<Token>() * kBytes},
+           .to_strides = {0, 0, queries * topk * kBytes, topk * kBytes},
+           .row_bytes = topk * kBytes});
+    }
   }
   Cut cut;
   SparseItem* item;
@@ -70,15 +212,51 @@ struct Lists {
   int32_t* lengths;  // [sources][rows]
   View<float, Token, Head> lse;
   std::byte* scratch;
+  PlacedQueries q;
+  std::vector<View<const int32_t, Token, Topk>> slots;
+  std::vector<RowCopy> slot_copies;
 };
 
+struct Sequences {
+  explicit Sequences(const SequenceAttention& a, std::byte* at) : cut{at} {
+    items = cut.take<ExpandedItem>(a.sequences);
+  }
+  Cut cut;
+  ExpandedItem* items;
+};
+
+// A warp a row.
+template <class Unit>
+__global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ RowCopy a, int64_t rows) {
+  wait_for_previous_grids();
+  allow_next_grid();
+  constexpr int kWarps = kThreads / 32;
+  const int64_t units = a.row_bytes / static_cast<int64_t>(sizeof(Unit));
+  for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < rows;
+       row += static_cast<int64_t>(gridDim.x) * kWarps) {
+    const std::byte* from_row = a.from;
+    std::byte* to_row = a.to;
+    int64_t rest = row;
+#pragma unroll
+    for (int d = 3; d >= 0; --d) {
+      const int64_t i = rest % a.extents.data()[d];
+      rest /= a.extents.data()[d];
+      from_row += i * a.from_strides.data()[d], to_row += i * a.to_strides.data()[d];
+    }
+    const Unit* const __restrict__ from = reinterpret_cast<const Unit*>(from_row);
+    Unit* const __restrict__ to = reinterpret_cast<Unit*>(to_row);
+#pragma unroll 4
+    for (int64_t i = threadIdx.x % 32; i < units; i += 32) to[i] = from[i];
+  }
+}
+
 __global__ void __launch_bounds__(kThreads)
-    list_requests(LatentItem* items, int32_t requests, const int32_t* lengths, int64_t stride, int32_t queries,
-                  int32_t most, bool causal, unsigned* counters) {
+    list_requests(LatentItem* items, int32_t requests, const int32_t* lengths, int64_t stride, int32_t kv_heads,
+                  int32_t queries, int32_t most, bool causal, unsigned* counters) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < kCounters) counters[i] = 0;
   if (i >= requests) return;
-  const int32_t length = min(max(lengths[i * stride], 0), most);
+  const int32_t length = min(max(lengths[i / kv_heads * stride], 0), most);
   items[i] = {.request = static_cast<int32_t>(i),
               .q_begin = static_cast<int32_t>(i) * queries,
               .q_count = queries,
@@ -86,6 +264,59 @@ __global__ void __launch_bounds__(kThreads)
               .kv_end = length,
               .visible = causal ? length - queries : length - 1,
               .partial = -1};
+}
+
+struct PositionTable {
+  int32_t* to;  // [request, KV head, most]
+  const int32_t* table;
+  int64_t table_stride;
+  const int32_t* lengths;
+  int64_t length_stride;
+  int64_t count;  // of to
+  int32_t most, page_size, kv_heads, page_rows;
+};
+
+// Which row of the cache, counted through its pages, a head of a position is.
+__global__ void __launch_bounds__(kThreads) list_positions(const PositionTable a) {
+  wait_for_previous_grids();
+  allow_next_grid();
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= a.count) return;
+  const int32_t position = static_cast<int32_t>(i % a.most);
+  const int64_t request = i / a.most / a.kv_heads;
+  if (position >= a.lengths[request * a.length_stride]) return;
+  const int32_t page = a.table[request * a.table_stride + position / a.page_size],
+                head = static_cast<int32_t>(i / a.most % a.kv_heads);
+  a.to[i] = page * a.page_rows + position % a.page_size * a.kv_heads + head;
+}
+
+struct SequenceList {
+  ExpandedItem* items;
+  int32_t count;
+  const int32_t *q, *k;  // where each begins; null: all are equally long
+  int64_t q_stride, k_stride;
+  int32_t q_rows, k_rows;
+  bool causal;
+};
+
+// Rows [begin, end) of sequence i.
+__device__ int2 sequence_rows(const int32_t* begins, int64_t stride, int32_t rows, int32_t i, int32_t count) {
+  if (!begins) return make_int2(rows / count * i, rows / count * (i + 1));
+  const int32_t begin = min(max(begins[i * stride], 0), rows);
+  return make_int2(begin, min(max(begins[(i + 1) * stride], begin), rows));
+}
+
+__global__ void __launch_bounds__(kThreads) list_sequences(const SequenceList a) {
+  const int32_t i = static_cast<int32_t>(blockIdx.x * kThreads + threadIdx.x);
+  if (i >= a.count) return;
+  const int2 q = sequence_rows(a.q, a.q_stride, a.q_rows, i, a.count),
+             k = sequence_rows(a.k, a.k_stride, a.k_rows, i, a.count);
+  a.items[i] = {.q_begin = q.x,
+                .q_count = q.y - q.x,
+                .k_begin = k.x,
+                .k_count = k.y - k.x,
+                .visible = a.causal ? (k.y - k.x) - (q.y - q.x) : ExpandedItem::everything(),
+                .last = true};
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -132,6 +363,34 @@ void form(const Queue& queue, const View<float, Token, Head>& from, const View<f
   cuda::launch(form_lse, grid_of(a.count), queue.stream(), kOp, "lse", "rows " + std::to_string(a.count), a);
 }
 
+void copy(const Queue& queue, const RowCopy& a) {
+  const int64_t rows = a.rows();
+  if (rows == 0 || a.row_bytes == 0) return;
+  // The largest unit that addresses, rows and the strides of dimensions that have any are multiples of.
+  uint64_t bits =
+      reinterpret_cast<uintptr_t>(a.from) | reinterpret_cast<uintptr_t>(a.to) | static_cast<uint64_t>(a.row_bytes);
+  for (size_t d = 0; d < a.extents.size(); ++d)
+    if (a.extents[d] > 1) bits |= static_cast<uint64_t>(a.from_strides[d]) | static_cast<uint64_t>(a.to_strides[d]);
+  const auto kernel = bits % 16 == 0  ? copy_rows<uint4>
+                      : bits % 4 == 0 ? copy_rows<uint32_t>
+                      : bits % 2 == 0 ? copy_rows<uint16_t>
+                                      : copy_rows<uint8_t>;
+  cuda::LaunchConfig config = cuda::strided(rows * 32, kThreads, int64_t{16} * queue.multiprocessors());
+  config.overlap = true;
+  cuda::launch(kernel, config, queue.stream(), kOp, "rows", "rows " + std::to_string(rows), a, rows);
+}
+
+// Gives a call its queries and says whether Hopper's kernels serve it: they need dense ones, which the others do not.
+template <class Args>
+bool place(const Queue& queue, const PlacedQueries& q, Args& args, bool hopper_may) {
+  args.q = q.copy ? *q.copy : *q.there;
+  const bool hopper = hopper_may && cuda::sm90::serves(cuda::model_of(queue), args);
+  if (!q.copy) return hopper;
+  if (hopper || !q.there) copy(queue, q.how);
+  else args.q = *q.there;
+  return hopper;
+}
+
 // An array that is on the device already: ops take the address for the host's and find it again.
 template <class T>
 std::span<const T> known(Queue& queue, const T* data, int64_t count) {
@@ -144,66 +403,87 @@ std::span<const T> known(Queue& queue, const T* data, int64_t count) {
 
 size_t workspace_bytes(const PagedAttention& a) { return Paged(a, nullptr).cut.used; }
 size_t workspace_bytes(const ListAttention& a) { return Lists(a, nullptr).cut.used; }
+size_t workspace_bytes(const SequenceAttention& a) { return Sequences(a, nullptr).cut.used; }
 
 void attend(const PagedAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Paged m(a, at.workspace);
   Queue queue(at.device, at.native, m.counters);
-  const int64_t requests = a.lengths.extent<Request>(), columns = a.block_table.extent<Page>();
-  const int32_t most =
-      static_cast<int32_t>(std::min<int64_t>(columns * a.cache.spec.page_size, std::numeric_limits<int32_t>::max()));
+  const int64_t requests = m.lse.extent<Request>(), columns = a.block_table.extent<Page>();
+  const int32_t most = most_positions(a), queries = static_cast<int32_t>(a.q.extent<Token>());
   cuda::launch(list_requests, grid_of(std::max(requests, kCounters)), queue.stream(), kOp, "items",
                "requests " + std::to_string(requests), m.items, static_cast<int32_t>(requests), a.lengths.data(),
-               a.lengths.stride<Request>(), static_cast<int32_t>(a.queries), most, a.causal, m.counters);
+               a.lengths.stride<Request>(), static_cast<int32_t>(a.kv_heads), queries, most, a.causal, m.counters);
   // What launches are sized by: every request as long as its table is.
   std::vector<LatentItem> bounds(static_cast<size_t>(requests));
   for (int32_t r = 0; r < static_cast<int32_t>(requests); ++r)
-    bounds[static_cast<size_t>(r)] = {.request = r,
-                                      .q_begin = r * static_cast<int32_t>(a.queries),
-                                      .q_count = static_cast<int32_t>(a.queries),
-                                      .kv_end = most,
-                                      .visible = most};
+    bounds[static_cast<size_t>(r)] = {
+        .request = r, .q_begin = r * queries, .q_count = queries, .kv_end = most, .visible = most};
   queue.publish({&queue, reinterpret_cast<const std::byte*>(bounds.data()), bounds.size() * sizeof(LatentItem),
                  reinterpret_cast<const std::byte*>(m.items)});
-  if (columns > 0) known(queue, a.block_table.data(), (requests - 1) * a.block_table.stride<Request>() + columns);
-  const ops::AttendLatentArgs args{.q = a.q,
-                                   .cache = a.cache,
-                                   .block_table = a.block_table,
-                                   .items = bounds,
-                                   .scale = a.scale,
-                                   .out = a.out,
-                                   .lse = m.lse,
-                                   .scratch = {m.scratch, kScratch}};
-  // Hopper's kernels take neither fp8 queries nor a scale that the host does not know.
-  if (!a.q_scale && !a.k_scale && cuda::sm90::serves(cuda::model_of(queue), args)) {
-    const cuda::sm90::CallerArrays arrays{.lse = a.lse};
-    return cuda::sm90::attend_latent(queue, args, &arrays);
+  CacheView cache = a.cache;
+  View<const int32_t, Request, Page> table = a.block_table;
+  if (a.kv_heads > 1) {
+    cache = rows_as_pages(kOp, a.cache);
+    table = {m.table, {requests, most}};
+    if (table.size() > 0) {
+      cuda::LaunchConfig config = grid_of(table.size());
+      config.overlap = true;
+      cuda::launch(list_positions, config, queue.stream(), kOp, "positions", "requests " + std::to_string(requests),
+                   PositionTable{.to = m.table,
+                                 .table = a.block_table.data(),
+                                 .table_stride = a.block_table.stride<Request>(),
+                                 .lengths = a.lengths.data(),
+                                 .length_stride = a.lengths.stride<Request>(),
+                                 .count = table.size(),
+                                 .most = most,
+                                 .page_size = static_cast<int32_t>(a.cache.spec.page_size / a.kv_heads),
+                                 .kv_heads = static_cast<int32_t>(a.kv_heads),
+                                 .page_rows = static_cast<int32_t>(a.cache.page_stride / cache.page_stride)});
+    }
   }
-  cuda::generic::attend_positions(queue, args, {.q = a.q_scale, .k = a.k_scale});
-  form(queue, m.lse, a.lse);
+  if (columns > 0) known(queue, table.data(), (requests - 1) * table.stride<Request>() + table.extent<Page>());
+  ops::AttendLatentArgs args{.cache = cache,
+                             .block_table = table,
+                             .items = bounds,
+                             .scale = a.scale,
+                             .out = m.out,
+                             .lse = m.rows_lse,
+                             .scratch = {m.scratch, kScratch}};
+  // Hopper's kernels take neither fp8 queries nor a scale that the host does not know.
+  if (place(queue, m.q, args, !a.q_scale && !a.k_scale)) {
+    const cuda::sm90::CallerArrays arrays{.lse = m.lse};
+    cuda::sm90::attend_latent(queue, args, &arrays);
+  } else {
+    cuda::generic::attend_positions(queue, args, {.q = a.q_scale, .k = a.k_scale});
+    form(queue, m.rows_lse, m.lse);
+  }
+  copy(queue, m.back);
 }
 
 void attend(const ListAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Lists m(a, at.workspace);
   Queue queue(at.device, at.native, m.counters);
-  const int64_t rows = a.q.extent<Token>(), heads = a.q.extent<Head>();
+  const int64_t queries = a.q.extent<Token>(), rows = a.q.extent<Request>() * queries, heads = a.q.extent<Head>();
+  for (const RowCopy& c : m.slot_copies) copy(queue, c);
   std::vector<ops::SparseSource> sources;
   int64_t keys = 0;
-  for (const SlotLists& s : a.sources) sources.push_back({s.cache, s.slots, {}}), keys += s.slots.extent<Topk>();
+  for (size_t i = 0; i < a.sources.size(); ++i)
+    sources.push_back({a.sources[i].cache, m.slots[i], {}}), keys += m.slots[i].extent<Topk>();
   const SparseItem item{
       .q_begin = 0, .q_count = static_cast<int32_t>(rows), .k_begin = 0, .k_end = static_cast<int32_t>(keys)};
-  const ops::AttendSparseArgs args{.q = a.q,
-                                   .sources = sources,
-                                   .items = {&item, 1},
-                                   .scale = a.scale,
-                                   .sinks = a.sinks ? known(queue, a.sinks.data(), heads) : std::span<const float>{},
-                                   .out = a.out,
-                                   .lse = m.lse,
-                                   .max_logits = a.max_logits,
-                                   .scratch = {m.scratch, kScratch}};
-  if (cuda::sm90::serves(cuda::model_of(queue), args)) {
-    const cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = a.sources[0].lengths};
+  ops::AttendSparseArgs args{.sources = sources,
+                             .items = {&item, 1},
+                             .scale = a.scale,
+                             .sinks = a.sinks ? known(queue, a.sinks.data(), heads) : std::span<const float>{},
+                             .out = {a.out.dtype(), a.out.data(), {rows, heads, a.out.extent<Value>()}},
+                             .lse = m.lse,
+                             .max_logits = a.max_logits,
+                             .scratch = {m.scratch, kScratch}};
+  if (place(queue, m.q, args, true)) {
+    cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = {}};
+    for (size_t i = 0; i < a.sources.size(); ++i) arrays.lengths[i] = a.sources[i].lengths;
     return cuda::sm90::attend_sparse(queue, args, &arrays);
   }
 
@@ -214,12 +494,44 @@ void attend(const ListAttention& a, const CallerStream& at) {
     int32_t* const lengths = m.lengths + static_cast<int64_t>(i) * rows;
     if (i == 0 || s.lengths)
       cuda::launch(list_rows, grid_of(rows), queue.stream(), kOp, "items", "rows " + std::to_string(rows), m.item, item,
-                   lengths, s.lengths.data(), s.lengths.stride<Request>(), static_cast<int32_t>(a.queries),
+                   lengths, s.lengths.data(), s.lengths.stride<Request>(), static_cast<int32_t>(queries),
                    static_cast<int32_t>(rows), static_cast<int32_t>(s.slots.extent<Topk>()));
     if (s.lengths) sources[i].lengths = known(queue, static_cast<const int32_t*>(lengths), rows);
   }
   cuda::generic::attend_lists(queue, args);
   form(queue, m.lse, a.lse);
+}
+
+void attend(const SequenceAttention& a, const CallerStream& at) {
+  const OnDevice on({DeviceKind::cuda, at.device});
+  const Sequences m(a, at.workspace);
+  Queue queue(at.device, at.native, nullptr);
+  const int64_t rows = a.q.extent<Token>(), keys = a.k.extent<Key>();
+  cuda::launch(list_sequences, grid_of(a.sequences), queue.stream(), kOp, "items",
+               "sequences " + std::to_string(a.sequences),
+               SequenceList{.items = m.items,
+                            .count = static_cast<int32_t>(a.sequences),
+                            .q = a.q_begins.data(),
+                            .k = a.k_begins.data(),
+                            .q_stride = a.q_begins.stride<Request>(),
+                            .k_stride = a.k_begins.stride<Request>(),
+                            .q_rows = static_cast<int32_t>(rows),
+                            .k_rows = static_cast<int32_t>(keys),
+                            .causal = a.causal});
+  // What launches are sized by: however so many rows are cut into sequences, these have as many tiles or more.
+  std::vector<ExpandedItem> bounds(static_cast<size_t>(a.sequences), ExpandedItem{.q_count = 1});
+  bounds[0].q_count = static_cast<int32_t>(rows);
+  queue.publish({&queue, reinterpret_cast<const std::byte*>(bounds.data()), bounds.size() * sizeof(ExpandedItem),
+                 reinterpret_cast<const std::byte*>(m.items)});
+  const ops::AttendExpandedArgs args{.q = a.q,
+                                     .k_nope = {a.k.dtype(), a.k.data(), a.k.extents(), a.k.strides()},
+                                     .k_pe = {a.k.dtype(), a.k.data(), {keys, 0}},
+                                     .v = a.v,
+                                     .items = bounds,
+                                     .scale = a.scale,
+                                     .out = a.out,
+                                     .lse = a.lse};
+  ops::for_each_group(args, [&](const ops::AttendExpandedArgs& part) { cuda::generic::attend_flat(queue, part); });
 }
 
 }  // namespace mla::gpu

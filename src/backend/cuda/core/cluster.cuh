@@ -42,4 +42,11 @@ __device__ __forceinline__ void store_remote_async(uint32_t address, int32_t a, 
       : "memory");
 }
 
+/// The same of one word, 4 bytes.
+__device__ __forceinline__ void store_remote_async(uint32_t address, uint32_t word, uint32_t bar) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(word), "r"(bar)
+               : "memory");
+}
+
 }  // namespace mla::cuda

@@ -2,6 +2,8 @@
 // kernel that then runs.
 #pragma once
 
+#include <array>
+
 #include "backend/backend.hpp"
 
 namespace mla::cuda {
@@ -14,8 +16,8 @@ namespace mla::cuda::sm90 {
 struct CallerArrays {
   /// In place of the op's: queries of one request after another, +inf where nothing is seen.
   View<float, Request, Head, Token> lse;
-  /// attend_sparse's lengths, of all queries of a request alike; without data: every slot counts.
-  View<const int32_t, Request> lengths;
+  /// attend_sparse's lengths, of each source and all queries of a request alike; without data: every slot counts.
+  std::array<View<const int32_t, Request>, 2> lengths;
 };
 
 /// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, at most 128 heads.
@@ -24,8 +26,8 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a)
 /// caller: the stream's previous kernel writes the items.
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller = nullptr);
 
-/// bf16 queries of 512 + 64 over lists of slots of one such cache, each row's softmax whole or batch-invariant; largest
-/// logits of 16-bit caches or above 64 heads.
+/// bf16 queries over lists of slots of one or two such caches of one format, or of fp8_ds_v4, each row's softmax whole
+/// or batch-invariant; largest logits of 16-bit caches and where rows are converted.
 bool serves(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a);
 /// caller: a.items is one item in host memory, the queue's counters need not be 0.

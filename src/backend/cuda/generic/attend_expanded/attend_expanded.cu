@@ -7,13 +7,12 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/generic/attend_expanded/attend_expanded.hpp"
 #include "backend/cuda/generic/attention/flat_keys.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
-namespace mla::cuda {
-namespace generic {
+namespace mla::cuda::generic {
 namespace {
 
 struct FlatAttention {
@@ -117,8 +116,8 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
 }
 
 // Values of up to 128 leave room for two CTAs an SM.
-template <int kColumnTiles, int warps>
-struct Mma : MmaCore<64, 64, kColumnTiles, warps> {
+template <class T, int kColumnTiles, int warps>
+struct Mma : MmaCore<64, 64, kColumnTiles, warps, T> {
   static constexpr int kBlocks = warps > 8 ? 1 : 2;
 };
 struct Fma : FmaCore<1> {
@@ -136,14 +135,20 @@ Variant variant(const FlatAttention& a) {
           layout<Core>(a.q.depth, a.value_width, 0, 0)};
 }
 
-template <class Stored>
+template <class T, class Stored = T>
 Variant choose_mma(const FlatAttention& a) {
-  if (a.value_width <= Mma<2, 8>::kColumns) return variant<Mma<2, 8>, Stored>(a);
-  return a.value_width <= Mma<2, 16>::kColumns ? variant<Mma<2, 16>, Stored>(a) : variant<Mma<4, 16>, Stored>(a);
+  if (a.value_width <= Mma<T, 2, 8>::kColumns) return variant<Mma<T, 2, 8>, Stored>(a);
+  return a.value_width <= Mma<T, 2, 16>::kColumns ? variant<Mma<T, 2, 16>, Stored>(a)
+                                                  : variant<Mma<T, 4, 16>, Stored>(a);
 }
 Variant choose(const FlatAttention& a, Dtype keys) {
-  if (keys == Dtype::f32) return variant<Fma>(a);
-  return keys == Dtype::bf16 ? choose_mma<bf16>(a) : choose_mma<fp8_e4m3>(a);
+  switch (keys) {
+    case Dtype::f32: return variant<Fma>(a);
+    case Dtype::bf16: return choose_mma<bf16>(a);
+    case Dtype::f16: return choose_mma<f16>(a);
+    case Dtype::fp8_e4m3: break;
+  }
+  return choose_mma<bf16, fp8_e4m3>(a);
 }
 
 template <class V>
@@ -156,13 +161,10 @@ bool wide(const V& view) {
 }
 
 }  // namespace
-}  // namespace generic
 
-void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
-  using namespace generic;
+void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a) {
   constexpr std::string_view op = "attend_expanded";
   if (a.quantized) throw UnsupportedError("attend_expanded: cuda writes f32 or bf16 rows, not quantised ones");
-  const Queue& queue = stream.queue();
   FlatAttention call;
   call.q = {.data = a.q.data(),
             .row = a.q.stride<Token>(),
@@ -223,4 +225,6 @@ void generic::attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) 
          queue.stream(), op, "attention over flat keys", shape, call);
 }
 
-}  // namespace mla::cuda
+void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) { attend_flat(stream.queue(), a); }
+
+}  // namespace mla::cuda::generic

@@ -13,6 +13,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/mma.cuh"
@@ -31,7 +32,7 @@ struct Queries {
   bool wide = false;  // eight elements may be read at once
 };
 
-/// Where rows go. out: f32 or bf16; max may be null.
+/// Where rows go. out: f32, bf16 or f16; max may be null.
 struct Destination {
   void* out = nullptr;
   int64_t out_row = 0, out_head = 0;
@@ -61,10 +62,11 @@ struct Tile {
   uint32_t bad[2];                  // keys of the block whose values were not all numbers
 };
 
-// bf16 operands, f32 sums, by mma.sync. Warps of `scores`: kWarpsM x kWarpsN over the tile, kParts over the depth.
-template <int kM, int kN, int kColumnTiles, int warps>
+// Operands of 16 bits, f32 sums, by mma.sync. Warps of `scores`: kWarpsM x kWarpsN over the tile, kParts over the
+// depth.
+template <int kM, int kN, int kColumnTiles, int warps, class Element = bf16>
 struct MmaCore {
-  using T = bf16;
+  using T = Element;
   static constexpr int kWarps = warps, kThreads = 32 * kWarps;
   static constexpr int M = kM, N = kN, kPairs = kColumnTiles / 2, kColumns = kWarps * kColumnTiles * 8;
   static constexpr int kWarpsM = M < 32 ? 1 : kWarps / 4, kWarpsN = M < 32 ? N / 16 : 2,
@@ -80,6 +82,11 @@ struct MmaCore {
   static constexpr int kWeights = M * kWeightRow;
 
   float o[M / 16][kColumnTiles][4];
+
+  static __device__ __forceinline__ void multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    if constexpr (std::is_same_v<T, f16>) multiply_add_f16(c, a, b0, b1);
+    else multiply_add(c, a, b0, b1);
+  }
 
   __device__ void clear() {
 #pragma unroll
@@ -112,8 +119,8 @@ struct MmaCore {
       for (int m = 0; m < kTilesM; ++m)
 #pragma unroll
         for (int n = 0; n < kPairsN; ++n) {
-          multiply_add(c[m][2 * n], a[from][m], b[from][n][0], b[from][n][1]);
-          multiply_add(c[m][2 * n + 1], a[from][m], b[from][n][2], b[from][n][3]);
+          multiply(c[m][2 * n], a[from][m], b[from][n][0], b[from][n][1]);
+          multiply(c[m][2 * n + 1], a[from][m], b[from][n][2], b[from][n][3]);
         }
     };
     if constexpr (kWarps > 8) {  // other warps multiply meanwhile
@@ -174,8 +181,8 @@ struct MmaCore {
         load_matrices_transposed(b, v_at + (step * 16 * ld + n * kWarps * 16) * 2);
 #pragma unroll
         for (int m = 0; m < M / 16; ++m) {
-          multiply_add(o[m][2 * n], a[m], b[0], b[1]);
-          multiply_add(o[m][2 * n + 1], a[m], b[2], b[3]);
+          multiply(o[m][2 * n], a[m], b[0], b[1]);
+          multiply(o[m][2 * n + 1], a[m], b[2], b[3]);
         }
       }
     }
@@ -332,6 +339,12 @@ __device__ inline void pack8(const float (&x)[8], bf16* to) {
   }
   *reinterpret_cast<Pack<bf16, 8>*>(to) = y;
 }
+__device__ inline void pack8(const float (&x)[8], f16* to) {
+  Pack<f16, 8> y;
+#pragma unroll
+  for (int e = 0; e < 8; ++e) y.at[e] = narrow<f16>(x[e]);
+  *reinterpret_cast<Pack<f16, 8>*>(to) = y;
+}
 __device__ inline void pack8(const float (&x)[8], float* to) {
   reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
   reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
@@ -375,6 +388,9 @@ __device__ void load_queries(const Queries& queries, const Layout& l, Tile<Core:
     case Dtype::f32:
       return load_query_rows<T, float, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable, Core::M,
                                                      l.depth, l.ld_q, q);
+    case Dtype::f16:
+      return load_query_rows<T, f16, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable, Core::M,
+                                                   l.depth, l.ld_q, q);
     case Dtype::fp8_e4m3:
       return load_query_rows<T, fp8_e4m3, Core::kWarps>(queries, tile.from, tile.head, tile.limit, tile.unusable,
                                                         Core::M, l.depth, l.ld_q, q);
@@ -463,7 +479,9 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
         const int key = (i * kRowThreads + part) * 2;
         const float a = exp2f((x[i][0] - base) * kLog2e), b = exp2f((x[i][1] - base) * kLog2e);
         added += a + b;
-        if constexpr (sizeof(T) == 2) {
+        if constexpr (std::is_same_v<T, f16>) {
+          *reinterpret_cast<__half2*>(p + Core::weight_at(row, key)) = __floats2half2_rn(a, b);
+        } else if constexpr (std::is_same_v<T, bf16>) {
           *reinterpret_cast<__nv_bfloat162*>(p + Core::weight_at(row, key)) = __floats2bfloat162_rn(a, b);
         } else {
           p[Core::weight_at(row, key)] = a;
@@ -500,6 +518,22 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
   return {sum == sum ? max : NAN, sum, part == 0, row};
 }
 
+/// A row's element a, and with `two` the next, b, rounded; both at once where they may be.
+template <class E>
+__device__ void store_pair(E* to, float a, float b, float keep, bool two, bool wide) {
+  if (keep != 0.0f) {
+    a += keep * widen(to[0]);
+    if (two) b += keep * widen(to[1]);
+  }
+  if (wide && two) {
+    if constexpr (std::is_same_v<E, f16>) *reinterpret_cast<__half2*>(to) = __floats2half2_rn(a, b);
+    else *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
+  } else {
+    to[0] = narrow<E>(a);
+    if (two) to[1] = narrow<E>(b);
+  }
+}
+
 /// Columns [first, first + columns) of a tile's rows: O * alpha, and with `merge` + keep * what `out` holds.
 template <class Core>
 __device__ void store_rows(const Core& core, const Tile<Core::M>& tile, int rows, const Destination& d, int first,
@@ -523,18 +557,10 @@ __device__ void store_rows(const Core& core, const Tile<Core::M>& tile, int rows
         to[0] = keep != 0.0f ? a + keep * to[0] : a;
         if (two) to[1] = keep != 0.0f ? b + keep * to[1] : b;
       }
+    } else if (d.dtype == Dtype::f16) {
+      store_pair(static_cast<f16*>(d.out) + at, a, b, keep, two, d.wide);
     } else {
-      bf16* const to = static_cast<bf16*>(d.out) + at;
-      if (keep != 0.0f) {
-        a += keep * widen(to[0]);
-        if (two) b += keep * widen(to[1]);
-      }
-      if (d.wide && two) {
-        *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(a, b);
-      } else {
-        to[0] = narrow<bf16>(a);
-        if (two) to[1] = narrow<bf16>(b);
-      }
+      store_pair(static_cast<bf16*>(d.out) + at, a, b, keep, two, d.wide);
     }
   });
 }

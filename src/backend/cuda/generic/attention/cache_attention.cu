@@ -185,8 +185,8 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const __grid_constan
 }
 
 // Sixteen warps where sums take half of the registers and one CTA fits an SM; eight where two do.
-template <int M, int N>
-struct Mma : MmaCore<M, N, M == 64 ? 4 : 8, M == 64 ? 16 : 8> {
+template <class T, int M, int N>
+struct Mma : MmaCore<M, N, M == 64 ? 4 : 8, M == 64 ? 16 : 8, T> {
   static constexpr int kBlocks = M == 64 ? 1 : 2;
 };
 struct Fma : FmaCore<1> {
@@ -216,32 +216,51 @@ Variant variant(const CacheAttention& a, Copies copies) {
           copies};
 }
 
+// What is multiplied: f32 where a query or a row is; f16 queries with f16 rows as they are, with others as f32, which
+// holds either.
+enum class Operands : uint8_t { f32, bf16, f16 };
+Operands operands_of(const CacheAttention& a) {
+  bool f32 = a.q.dtype == Dtype::f32, halves = true;
+  for (int i = 0; i < a.count; ++i) {
+    f32 = f32 || a.sources[i].memory.format == CacheFormat::f32;
+    halves = halves && a.sources[i].memory.format == CacheFormat::f16;
+  }
+  if (f32) return Operands::f32;
+  if (a.q.dtype != Dtype::f16) return Operands::bf16;
+  return halves ? Operands::f16 : Operands::f32;
+}
+
 /// The best way that the sources allow.
-Copies copies_of(const CacheAttention& a) {
+Copies copies_of(const CacheAttention& a, Operands operands) {
+  const CacheFormat own = operands == Operands::f16 ? CacheFormat::f16 : CacheFormat::bf16;
   bool direct = true;
   for (int i = 0; i < a.count; ++i) {
     const CacheSource& s = a.sources[i];
     if (s.unit == 0 || s.memory.latent % 16 != 0 || s.memory.rope % 16 != 0) return Copies::none;
-    direct = direct && s.memory.format == CacheFormat::bf16;
+    direct = direct && s.memory.format == own;
   }
   return direct ? Copies::direct : Copies::staged;
 }
 
 /// The kernel for tiles of up to `rows` rows.
-Variant choose(const CacheAttention& a, bool f32, int64_t rows, std::string_view op, int* blocks) {
+Variant choose(const CacheAttention& a, int64_t rows, std::string_view op, int* blocks) {
   int device = 0, most = 0, all = 0;
   check(cudaGetDevice(&device), op, "current device");
   check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), op, "shared memory");
   check(cudaDeviceGetAttribute(&all, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device), op, "shared memory");
   std::vector<Variant> variants;
-  if (f32) {
-    variants = {variant<Fma>(a, Copies::none)};
-  } else {
-    for (const Copies copies : {copies_of(a), Copies::none}) {
+  const Operands operands = operands_of(a);
+  const auto add = [&]<class T>(T) {
+    for (const Copies copies : {copies_of(a, operands), Copies::none}) {
       if (rows > 16)
-        variants.push_back(variant<Mma<64, 64>>(a, copies)), variants.push_back(variant<Mma<64, 32>>(a, copies));
-      variants.push_back(variant<Mma<16, 32>>(a, copies));  // two fit an SM
+        variants.push_back(variant<Mma<T, 64, 64>>(a, copies)), variants.push_back(variant<Mma<T, 64, 32>>(a, copies));
+      variants.push_back(variant<Mma<T, 16, 32>>(a, copies));  // two fit an SM
     }
+  };
+  switch (operands) {
+    case Operands::f32: variants = {variant<Fma>(a, Copies::none)}; break;
+    case Operands::bf16: add(bf16{}); break;
+    case Operands::f16: add(f16{}); break;
   }
   for (const Variant& v : variants) {
     if (v.layout.total > most) continue;
@@ -376,11 +395,10 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, con
   a.sources[0].table = table.data();
   a.sources[0].table_stride = table.template stride<Request>();
   a.count = 1;
-  const bool f32 = args.q.dtype() == Dtype::f32 || args.cache.spec.format == CacheFormat::f32;
   // Tiles of other rows sum in another order: they too must not follow from the longest query.
   const bool invariant = args.batch_invariant && !explicit_partials;
   int blocks = 1;
-  const Variant v = choose(a, f32, invariant ? a.heads : most * a.heads, op, &blocks);
+  const Variant v = choose(a, invariant ? a.heads : most * a.heads, op, &blocks);
   a.layout = v.layout, a.copies = v.copies;
   const int64_t room = static_cast<int64_t>(kScratch / (static_cast<size_t>(a.heads) * (a.width + 2) * 4));
   if (invariant) a.part_tokens = std::max<int64_t>(1, room);
@@ -443,7 +461,6 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
   if (tokens == 0 || a.heads == 0 || a.width == 0) return;
   a.lists = queue.staged(args.items, op, "items");
   a.count = static_cast<int32_t>(args.sources.size());
-  bool f32 = args.q.dtype() == Dtype::f32;
   int32_t first = 0;
   for (int i = 0; i < a.count; ++i) {
     const ops::SparseSource& s = args.sources[static_cast<size_t>(i)];
@@ -455,10 +472,9 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
     to.first = first;
     to.topk = static_cast<int32_t>(s.slots.extent<Topk>());
     first += to.topk;
-    f32 = f32 || s.cache.spec.format == CacheFormat::f32;
   }
   int blocks = 1;
-  const Variant v = choose(a, f32, a.heads, op, &blocks);
+  const Variant v = choose(a, a.heads, op, &blocks);
   a.layout = v.layout, a.copies = v.copies;
   const int64_t groups = divide_up(a.heads, v.rows);
   // Where nobody says how keys are cut: until every multiprocessor has a part, none shorter than four blocks.

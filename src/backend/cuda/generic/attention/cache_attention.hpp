@@ -12,10 +12,11 @@ struct DeviceScales {
   const float *q = nullptr, *k = nullptr;
 };
 
-/// Splits of unsplit items are chosen from the host's items alone, and joined in a second launch.
+/// Beside what the ops' contracts name, queries and outputs of f16. Splits of unsplit items are chosen from the host's
+/// items alone, and joined in a second launch.
 void attend_positions(const Queue& queue, const ops::AttendLatentArgs& a, const DeviceScales& scales = {});
-/// Whole items without part_keys are cut from the host's items alone. One launch, or with parts within items a pair for
-/// as many rows as scratch holds parts of.
+/// Queries and outputs as above. Whole items without part_keys are cut from the host's items alone. One launch, or with
+/// parts within items a pair for as many rows as scratch holds parts of.
 void attend_lists(const Queue& queue, const ops::AttendSparseArgs& a);
 
 }  // namespace mla::cuda::generic

@@ -13,7 +13,7 @@ namespace mla::cuda::generic {
 enum class Copies : uint8_t {
   none,    ///< read and dequantised when needed: any alignment and dimensions
   staged,  ///< copied as they are a block ahead, dequantised from there
-  direct,  ///< bf16 to where products read them, a block ahead: two buffers
+  direct,  ///< rows of the products' own elements to where these read them, a block ahead: two buffers
 };
 
 struct CacheSource {
@@ -92,6 +92,10 @@ class CacheKeys {
   __device__ void land(int block) {
     if (copies_ == Copies::direct) return;
     for (int i = 0; i < count_; ++i) {
+      if constexpr (std::is_same_v<T, f16>) {  // products of f16 are of such rows alone
+        land_as<CacheFormat::f16>(block, i);
+        continue;
+      }
       switch (sources_[i].memory.format) {
         case CacheFormat::f32: land_as<CacheFormat::f32>(block, i); break;
         case CacheFormat::bf16: land_as<CacheFormat::bf16>(block, i); break;

@@ -24,8 +24,9 @@ __device__ inline float usable(float lse) { return lse == INFINITY ? -INFINITY :
 __device__ inline float usable_part(float lse, const Destination& d, int64_t row, int head) {
   if (lse == lse) return usable(lse);
   const int64_t at = row * d.out_row + head * d.out_head;
-  const float first =
-      d.dtype == Dtype::f32 ? static_cast<const float*>(d.out)[at] : widen(static_cast<const bf16*>(d.out)[at]);
+  const float first = d.dtype == Dtype::f32   ? static_cast<const float*>(d.out)[at]
+                      : d.dtype == Dtype::f16 ? widen(static_cast<const f16*>(d.out)[at])
+                                              : widen(static_cast<const bf16*>(d.out)[at]);
   return first == first ? -INFINITY : lse;
 }
 /// What a row's exponents are taken relative to: its largest lse, or 0 of a row that sees nothing or is NaN.
@@ -60,6 +61,7 @@ __device__ inline void join_row(const Parts& parts, int64_t first, int64_t step,
     }
     const int64_t at = to * d.out_row + head * d.out_head + c;
     if (d.dtype == Dtype::f32) static_cast<float*>(d.out)[at] = x;
+    else if (d.dtype == Dtype::f16) static_cast<f16*>(d.out)[at] = narrow<f16>(x);
     else static_cast<bf16*>(d.out)[at] = narrow<bf16>(x);
   }
   if (threadIdx.x == 0) {

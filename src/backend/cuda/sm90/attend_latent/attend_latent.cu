@@ -19,7 +19,10 @@ constexpr int invariant_blocks = kInvariantKeys / 64;
 
 int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-bool is_fp8(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
+bool is_fp8(CacheFormat f) {
+  return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla || f == CacheFormat::fp8_ds_v4;
+}
+int q_width(CacheFormat f) { return f == CacheFormat::fp8_ds_v4 ? latent::width : latent::entry; }
 
 int64_t dense_page_stride(const AttendLatent& a) {
   return int64_t{a.page_size} * (a.format == CacheFormat::fp8          ? latent::entry
@@ -55,13 +58,19 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               ", query tokens " + std::to_string(l.query_tokens) + ", seq_len " + std::to_string(l.seq_len));
   require(static_cast<int64_t>(l.tokens) * l.heads < int64_t{1} << 31,
           "tokens " + std::to_string(l.tokens) + " x heads " + std::to_string(l.heads) + " is not below 2^31");
+  if (a.lists)
+    require(c.converts && a.format != CacheFormat::fp8 && a.lists->item_count <= 1 && l.query_tokens == 1,
+            "lists are read by the converting kernels of fp8_ds_mla and fp8_ds_v4, one item of single rows");
+  else if (a.format == CacheFormat::fp8_ds_v4)
+    throw UnsupportedError(
+        "attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90, fp8_ds_v4 is read by lists alone");
   require(a.page_size >= 1, "page size is " + std::to_string(a.page_size) + ", at least 1 is needed");
-  require(a.pages >= 1 && a.pages * a.page_size < int64_t{1} << 31, "cache has " + std::to_string(a.pages) +
-                                                                        " pages of " + std::to_string(a.page_size) +
-                                                                        ", 1 to 2^31 - 1 slots are allowed");
+  require(a.lists || (a.pages >= 1 && a.pages * a.page_size < int64_t{1} << 31),
+          "cache has " + std::to_string(a.pages) + " pages of " + std::to_string(a.page_size) +
+              ", 1 to 2^31 - 1 slots are allowed");
   const int64_t needed = (static_cast<int64_t>(l.seq_len) + a.page_size - 1) / a.page_size;
-  require(a.table_stride >= needed, "block_table Page is " + std::to_string(a.table_stride) + ", seq_len " +
-                                        std::to_string(l.seq_len) + " needs " + std::to_string(needed));
+  require(a.lists || a.table_stride >= needed, "block_table Page is " + std::to_string(a.table_stride) + ", seq_len " +
+                                                   std::to_string(l.seq_len) + " needs " + std::to_string(needed));
   require(a.scale > 0 && std::isfinite(a.scale),
           "scale is " + std::to_string(a.scale) + ", a positive number is needed");
   const bool fp8 = is_fp8(a.format);
@@ -90,7 +99,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
   require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
   // Without requests a table has no address, and nobody to read it.
-  require(aligned(a.items, 4) && (l.seq_len == 0 || aligned(a.block_table, 4)), "items and block_table are needed");
+  require(a.lists || (aligned(a.items, 4) && (l.seq_len == 0 || aligned(a.block_table, 4))),
+          "items and block_table are needed");
   require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
                                                                 std::to_string(c.box_rows) + ", page size is " +
                                                                 std::to_string(a.page_size));
@@ -161,6 +171,11 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
   p.line_overhead = c.line_overhead;
   p.settled = c.settled;
+  p.q_width = q_width(a.format);
+  if (a.lists) {
+    p.lists = *a.lists;
+    for (int i = 0; i < 2; ++i) p.by_slot_page[i] = Divisor(static_cast<uint32_t>(a.lists->source[i].page_size));
+  }
   return p;
 }
 
@@ -177,12 +192,14 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
   if (is_fp8(format)) {
     c.box_rows = std::gcd(page_size, 16);
     if (c.tile_rows == 32 && format == CacheFormat::fp8_ds_mla) c.tile_rows = 64;
-    c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format == CacheFormat::fp8_ds_mla);
+    if (format == CacheFormat::fp8_ds_v4) c.tile_rows = std::max(c.tile_rows, 64);
+    c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format != CacheFormat::fp8);
     if (!c.converts) c.line_overhead = 6;
   }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
                 blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
-  c.min_blocks = c.tile_rows <= 32 && !is_fp8(format) ? 1 : 2;  // e4m3's warpgroups take blocks in turn
+  // Without conversion e4m3's warpgroups take blocks in turn; converted, more than 32 pieces gain less than they cost.
+  c.min_blocks = c.converts ? (blocks > 32 ? 2 : 1) : c.tile_rows <= 32 && !is_fp8(format) ? 1 : 2;
   if (l.batch_invariant)
     c.split_blocks =
         std::max(invariant_blocks, static_cast<int>((blocks + latent::most_pieces - 1) / latent::most_pieces));
@@ -227,12 +244,12 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const std::string shape = shape_of(a);
   const latent::Params p = params_of(a, c);
 
-  constexpr uint64_t row_bytes = latent::entry * 2;
-  const uint64_t q_extents[2] = {latent::entry, static_cast<uint64_t>(l.tokens) * l.heads};
+  const uint64_t row_bytes = static_cast<uint64_t>(q_width(a.format)) * 2;
+  const uint64_t q_extents[2] = {row_bytes / 2, static_cast<uint64_t>(l.tokens) * l.heads};
   const uint32_t q_box[2] = {64, static_cast<uint32_t>(std::min(c.tile_rows, 64))};
   const CUtensorMap q_map =
       tensor_map("attend_latent", "q", MapType::bf16, a.q, q_extents, {&row_bytes, 1}, q_box, Swizzle::b128);
-  if (c.converts) return latent::launch_converted(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
+  if (c.converts) return latent::launch_converted(a.format, a.lists != nullptr, c, p, q_map, shape, stream);
   if (is_fp8(a.format)) return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, c, p, q_map, shape, stream);
   const uint64_t extents[2] = {latent::entry, a.page_units ? 1 : static_cast<uint64_t>(a.pages) * a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};

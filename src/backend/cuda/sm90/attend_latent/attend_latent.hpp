@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "backend/cuda/sm90/attend_latent/slots.hpp"
 #include "mla/cache.hpp"
 #include "mla/dtype.hpp"
 #include "mla/view.hpp"
@@ -29,11 +30,12 @@ struct AttendLatentLimits {
 
 struct AttendLatent {
   AttendLatentLimits limits;
-  const void* q = nullptr;  ///< [tokens, heads, 576] bf16: 512 latent, 64 rope; 16-byte aligned, dense
+  /// [tokens, heads, 576] bf16: 512 latent, 64 rope; fp8_ds_v4: 512 in all. 16-byte aligned, dense.
+  const void* q = nullptr;
   /// [pages, page_size, row] as the format lays it out, 16-byte aligned. What unused slots hold never reaches an
   /// output.
   const void* cache = nullptr;
-  /// bf16, f16 (queries are then rounded to f16, saturating), fp8 or fp8_ds_mla (scales below 2^96).
+  /// bf16, f16 (queries are then rounded to f16, saturating), fp8, fp8_ds_mla (scales below 2^96); lists: fp8_ds_v4.
   CacheFormat format = CacheFormat::bf16;
   float k_scale = 1.0f;     ///< of fp8, positive
   int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense, as bf16 and f16 must be
@@ -42,6 +44,9 @@ struct AttendLatent {
   /// Pages are numbered in units of 16 bytes from the cache's start, and hold one row each: `pages` is where the last
   /// may begin, page_size 1, page_stride 0.
   bool page_units = false;
+  /// In place of items, block_table and what is said of pages: each query row has a list of its own, and is a request
+  /// of limits.requests. At most one item, of k_begin 0. fp8_ds_mla where the choice converts, and fp8_ds_v4.
+  const SlotLists* lists = nullptr;
   /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
   /// two with the same query rows; q_count 0: nothing to do.
   const LatentItem* items = nullptr;

@@ -18,14 +18,16 @@ constexpr int units = 4, unit_rows = 16;
 /// of S that each 8 threads load together are an odd number of 64 bytes apart.
 struct Fp8Rows {
   static constexpr int bytes = 576, unit_bytes = 16 * bytes + 16, groups = 1;
-  static constexpr bool scaled = false;  // rows carry scales
+  static constexpr bool scaled = false;        // do rows carry scales?
+  static constexpr bool scales_apart = false;  // elsewhere in their page?
+  static constexpr bool has_rope = true;       // do they have a rope beside their 512 values?
   static __device__ int unit(int g) { return g / 2; }
   static __device__ int odd_pair(int g) { return g % 2; }
   static __device__ bool swapped(int g) { return g % 2; }
 };
 struct Fp8DsMlaRows {
   static constexpr int bytes = 656, unit_bytes = 16 * bytes + 32, groups = 4;
-  static constexpr bool scaled = true;
+  static constexpr bool scaled = true, has_rope = true, scales_apart = false;
   static constexpr int scales_at = 512, rope_at = 528;
   static __device__ int unit(int g) { return g % 2 * 2 + g / 2 % 2; }
   static __device__ int odd_pair(int g) { return g / 4; }

@@ -21,9 +21,10 @@ void launch_kernel(const AttendLatentChoice& choice, const Params& p, const CUte
 void launch_fp8(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
                 std::string_view shape, cudaStream_t stream);
 
-/// The same by the wide kernel, rows converted to bf16 (AttendLatentChoice::converts).
-void launch_converted(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
-                      std::string_view shape, cudaStream_t stream);
+/// Any cache of e4m3 by the wide kernel, rows converted to bf16 (AttendLatentChoice::converts). listed: by
+/// Params::lists, as fp8_ds_v4 always is and fp8 never.
+void launch_converted(CacheFormat format, bool listed, const AttendLatentChoice& choice, const Params& p,
+                      const CUtensorMap& q_map, std::string_view shape, cudaStream_t stream);
 
 /// What each worker begins with, to starts[workers].
 void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, Start* starts, std::string_view shape,

@@ -23,17 +23,21 @@ void launch_tile(const AttendLatentChoice& choice, const Params& p, const CUtens
 
 }  // namespace
 
-void launch_converted(bool ds_mla, const AttendLatentChoice& choice, const Params& p, const CUtensorMap& q_map,
-                      std::string_view shape, cudaStream_t stream) {
+void launch_converted(CacheFormat format, bool listed, const AttendLatentChoice& choice, const Params& p,
+                      const CUtensorMap& q_map, std::string_view shape, cudaStream_t stream) {
   const auto of_tile = [&]<class Tile>(std::type_identity<Tile>) {
     (choice.split_blocks ? launch_tile<Tile, true> : launch_tile<Tile, false>)(choice, p, q_map, shape, stream);
   };
-  const auto of_format = [&]<class Format>(std::type_identity<Format>) {
-    if (choice.ctas() == 1) of_tile(std::type_identity<WideConverted<Format, 1>>());
-    else of_tile(std::type_identity<WideConverted<Format, 2>>());
+  const auto of_format = [&]<class Format, bool lists>(std::type_identity<Format>, std::bool_constant<lists>) {
+    if (choice.ctas() == 1) of_tile(std::type_identity<WideConverted<Format, 1, lists>>());
+    else of_tile(std::type_identity<WideConverted<Format, 2, lists>>());
   };
-  if (ds_mla) of_format(std::type_identity<Fp8DsMlaRows>());
-  else of_format(std::type_identity<Fp8Rows>());
+  using Lists = std::true_type;
+  using Pages = std::false_type;
+  if (format == CacheFormat::fp8_ds_v4) of_format(std::type_identity<Fp8DsV4Rows>(), Lists());
+  else if (format == CacheFormat::fp8) of_format(std::type_identity<Fp8Rows>(), Pages());
+  else if (listed) of_format(std::type_identity<Fp8DsMlaRows>(), Lists());
+  else of_format(std::type_identity<Fp8DsMlaRows>(), Pages());
 }
 
 }  // namespace mla::cuda::latent

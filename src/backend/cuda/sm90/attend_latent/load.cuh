@@ -87,17 +87,20 @@ struct Begin {
 };
 
 /// By a loading warp: its worker's split and first item (blocks -1: none), and that item's rows.
-template <int tile_rows, bool invariant, class Rows>
+template <int tile_rows, bool invariant, bool listed = false, class Rows>
 __device__ Split begin_work(const Params& p, int worker, int part, Item& it, Rows& rows) {
   if (p.late) wait_for_previous_grids();
   if (p.starts) {
-    const Begin<Rows> begin(p.starts[worker], part);
-    if (it = begin.item; it.blocks > 0) rows = Rows(p, begin, part);
-    return begin.split;
+    if constexpr (!listed) {
+      const Begin<Rows> begin(p.starts[worker], part);
+      if (it = begin.item; it.blocks > 0) rows = Rows(p, begin, part);
+      return begin.split;
+    }
   }
   Split split;
-  Walk<tile_rows, invariant> walk(p, worker, split);
+  Walk<tile_rows, invariant, listed> walk(p, worker, split);
   if (!walk.next(p, split, it)) it.blocks = -1;
+  if (listed) wait_for_previous_grids();  // they make the lists
   if (it.blocks > 0) rows = Rows(p, it, part);
   return split;
 }

@@ -104,10 +104,10 @@ __device__ inline void zero_nan_codes(char* at) {
 /// Is a (token, head) row NaN though all its logits are -inf? A +inf in its query makes it so, whatever its keys'
 /// signs.
 __device__ inline bool lost_to_query(const Params& p, int64_t row) {
-  const auto* q = static_cast<const __nv_bfloat16*>(p.q) + row * entry;
+  const auto* q = static_cast<const __nv_bfloat16*>(p.q) + row * p.q_width;
   bool found = false;
 #pragma unroll 1
-  for (int i = 0; i < entry; ++i) found |= !(__bfloat162float(q[i]) < INFINITY);
+  for (int i = 0; i < p.q_width; ++i) found |= !(__bfloat162float(q[i]) < INFINITY);
   return found;
 }
 

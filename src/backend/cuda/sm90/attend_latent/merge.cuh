@@ -597,13 +597,13 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
 
 /// All tiles that the worker published pieces of, after all its own work, when nobody reads `space` any more.
 /// part_of(item): the CTA's part. By all math threads.
-template <class Order, int tile_rows, class PartOf>
+template <class Order, int tile_rows, bool listed = false, class PartOf>
 __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split, int worker, char* space, int bytes,
                                   PartOf part_of) {
   if (s.count == 0) return;
   if constexpr (Order::invariant) {
     Share& share = s.share[0];
-    Walk<tile_rows, true> walk(p, split, worker);
+    Walk<tile_rows, true, listed> walk(p, split, worker);
     Item it;
 #pragma unroll 1
     while (walk.next(p, split, it)) {

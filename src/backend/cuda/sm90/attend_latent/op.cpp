@@ -92,7 +92,7 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   const CacheSpec& spec = a.cache.spec;
   const bool whole =
       std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
-  return gpu.hopper && whole && !a.items.empty() && serves_rows(a, a.cache) &&
+  return gpu.hopper && whole && !a.items.empty() && spec.format != CacheFormat::fp8_ds_v4 && serves_rows(a, a.cache) &&
          a.cache.page_stride == spec.page_bytes() && a.block_table.stride<Page>() == 1 &&
          // Rows of e4m3 are found by 32-bit numbers of 16 bytes.
          (!is_e4m3(spec.format) || a.cache.pages * spec.page_bytes() / 16 <= std::numeric_limits<uint32_t>::max());

@@ -16,16 +16,17 @@ inline bool is_e4m3(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheF
 /// Queries and outputs of either op over such a cache; how its pages lie is each op's own to ask.
 template <class Args>
 bool serves_rows(const Args& a, const CacheView& cache) {
-  constexpr int64_t kLatent = 512, kRope = 64, kMostHeads = 128;
+  constexpr int64_t kValues = 512, kRope = 64, kMostHeads = 128;
   const auto dense = [](const auto& v, int64_t width) {
     return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
   };
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const CacheSpec& spec = cache.spec;
   const int64_t heads = a.q.template extent<Head>();
-  return a.q.dtype() == Dtype::bf16 && (is_16_bit(spec.format) || is_e4m3(spec.format)) && spec.latent == kLatent &&
-         spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0) && heads <= kMostHeads &&
-         dense(a.q, kLatent + kRope) && dense(a.out, kLatent) &&
+  return a.q.dtype() == Dtype::bf16 &&
+         (is_16_bit(spec.format) || is_e4m3(spec.format) || spec.format == CacheFormat::fp8_ds_v4) &&
+         spec.value_width() == kValues && spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0) &&
+         heads <= kMostHeads && dense(a.q, spec.latent + kRope) && dense(a.out, kValues) &&
          a.q.template extent<Token>() * heads < std::numeric_limits<int32_t>::max() && aligned(a.q.data()) &&
          aligned(a.out.data()) && aligned(cache.data) && a.scale > 0;
 }

@@ -19,6 +19,7 @@
 
 #include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
+#include "backend/cuda/sm90/attend_latent/slots.cuh"
 #include "mla/work.hpp"
 
 namespace mla::cuda::latent {
@@ -37,7 +38,7 @@ struct Params {
   const Start* starts;  // of all workers, made ahead; null: each finds its own
   // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
-  int requests;  // items
+  int requests;  // items, or rows of lists
   int heads;
   Divisor by_heads, by_workers;
   int workers;
@@ -79,6 +80,10 @@ struct Params {
   int64_t lse_query_stride;
   int64_t max_token_stride, max_head_stride;
   float* partial_max;
+  int q_width;  // elements of a query row
+  // Of kernels whose rows are listed, each request of which is one query row:
+  SlotLists lists;
+  Divisor by_slot_page[2];
 };
 
 /// By a constant.
@@ -93,7 +98,27 @@ __device__ inline int small_quotient(uint32_t a, uint32_t b) {
   return q + (rest >= static_cast<int>(b)) - (rest < 0);
 }
 
-template <int tile_rows>
+/// A query row of lists: number `i` of those of a call.
+struct ListedRow {
+  int row = 0, count = 0;  // count: of this query row, 0 or 1
+  int keys = 0;
+
+  __device__ ListedRow(const SlotLists& lists, int i) {
+    const SparseItem item = lists.items ? *lists.items : lists.item;
+    i += lists.first_row;
+    if (i >= item.q_count) return;
+    row = item.q_begin + i, count = 1;
+    keys = slots_that_count(lists, lists.source[0], row, item.k_end, 0);
+    if (lists.sources > 1) keys += slots_that_count(lists, lists.source[1], row, item.k_end, lists.source[0].topk);
+  }
+  /// Slots that count of the first source.
+  __device__ static int first_keys(const SlotLists& lists, int row) {
+    return slots_that_count(lists, lists.source[0], row, lists.items ? lists.items->k_end : lists.item.k_end, 0);
+  }
+};
+
+/// listed: are requests query rows with lists of their own?
+template <int tile_rows, bool listed = false>
 struct Tiles {  // of one request
   int rows = 0, count = 0;
   int start = 0, visible = 0, kv_end = 0, request = 0;  // of its item
@@ -101,6 +126,12 @@ struct Tiles {  // of one request
   Tiles() = default;
   __device__ Tiles(const Params& p, int i) {
     if (i >= p.requests) return;
+    if constexpr (listed) {
+      const ListedRow row(p.lists, i);
+      *this = Tiles(p, row.count, row.keys, row.keys);
+      start = request = row.row;
+      return;
+    }
     const LatentItem* item = p.items + i;
     *this = Tiles(p, __ldg(&item->q_count), __ldg(&item->visible), __ldg(&item->kv_end));
     start = __ldg(&item->q_begin), request = __ldg(&item->request);
@@ -144,10 +175,10 @@ struct Split {
 
 /// By one warp, which then has the first tile's request in `tiles`. What runs at a kernel's start takes four or five
 /// cycles an instruction: requests up to the 32nd are read once, and most divisions are by numbers that the host knows.
-template <int tile_rows, bool invariant>
-__device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles) {
+template <int tile_rows, bool invariant, bool listed>
+__device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed>& tiles) {
   const int lane = threadIdx.x % 32;
-  const Tiles<tile_rows> mine(p, lane);
+  const Tiles<tile_rows, listed> mine(p, lane);
   const int first = mine.length(p, 0);
   Split split;
   // Of the lane's tiles behind `first`: those of its request, then of the requests from the 33rd on.
@@ -158,7 +189,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
   const auto others = [&](auto each) {
 #pragma unroll 1
     for (int r = 32 + lane; r < p.requests; r += 32) {
-      const Tiles<tile_rows> t(p, r);
+      const Tiles<tile_rows, listed> t(p, r);
 #pragma unroll 1
       for (int i = 0; i < t.count; ++i) each(t.length(p, i));
     }
@@ -226,9 +257,9 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows>& tiles
   int before = 0;
 #pragma unroll 1
   for (int r0 = 0;; r0 += 32) {
-    Tiles<tile_rows> t = mine;
+    Tiles<tile_rows, listed> t = mine;
     if (r0) {
-      t = Tiles<tile_rows>(p, r0 + lane), own = 0;
+      t = Tiles<tile_rows, listed>(p, r0 + lane), own = 0;
 #pragma unroll 1
       for (int i = 0; i < t.count; ++i) own += split.length(p, t.length(p, i));
     }
@@ -298,13 +329,13 @@ __device__ inline bool shared_by_two(const Of& tile) {
 }
 
 /// Walks the items of one worker; the same values in all lanes of a warp. invariant: are pieces batch-invariant?
-template <int tile_rows, bool invariant>
+template <int tile_rows, bool invariant, bool listed = false>
 class Walk {
  public:
   Walk() = default;
   /// Makes the split, too.
   __device__ Walk(const Params& p, int worker, Split& split) : worker_(worker) {
-    split = make_split<tile_rows, invariant>(p, worker, tiles_);
+    split = make_split<tile_rows, invariant, listed>(p, worker, tiles_);
     at_ = split.begin, request_ = split.request, start_ = split.start;
   }
   /// From the start again.
@@ -316,7 +347,7 @@ class Walk {
     while (at_ < end) {
       while (tile_ >= tiles_.count) {
         if (++request_ >= p.requests) return false;
-        tiles_ = Tiles<tile_rows>(p, request_);
+        tiles_ = Tiles<tile_rows, listed>(p, request_);
         tile_ = 0;
       }
       const int blocks = tiles_.blocks(p, tile_), length = split.length(p, max(blocks, 1)), begin = at_ - start_;
@@ -362,7 +393,7 @@ class Walk {
   }
 
  private:
-  Tiles<tile_rows> tiles_;
+  Tiles<tile_rows, listed> tiles_;
   int worker_, at_, request_, start_, tile_ = 0, splits_ = 0;
 };
 

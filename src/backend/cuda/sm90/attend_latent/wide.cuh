@@ -17,6 +17,8 @@ namespace mla::cuda::latent {
 // Tile: a struct of constants, one a kernel.
 struct WideTile {
   static constexpr bool converts = false;  // are rows of the cache e4m3, which loading warps make bf16 of?
+  static constexpr bool listed = false;    // are they listed, row by row?
+  static constexpr bool has_rope = true;
   static constexpr int buffers = 3;
   static constexpr int query_steps = 27;  // of 36 times 16 columns of queries: as many as registers have room for
   static constexpr int query_boxes = 7;   // that they come from
@@ -35,17 +37,18 @@ struct Wide128 : WideTile {
   static constexpr bool in_boxes = boxes, fenced_by_readers = !boxes;
 };
 /// Of two CTAs each makes half of a block's rows, for both.
-template <class RowFormat, int ctas_>
+template <class RowFormat, int ctas_, bool listed_ = false>
 struct WideConverted {
   using Format = RowFormat;
   static constexpr int ctas = ctas_;
+  static constexpr bool listed = listed_, has_rope = Format::has_rope;
   static constexpr int groups = 2 / ctas;  // of eight rows that a warp makes of a block
   static constexpr bool in_boxes = false, converts = true;
   // A fence waits for loads under way. It is the readers' where nobody copies from what was written.
   static constexpr bool fenced_by_readers = ctas == 1;
   static constexpr int buffers = 2, query_steps = 0, query_boxes = 0;
   static constexpr int score_registers = 64, load_registers = 128;
-  using Rows = PartRows<Format, groups>;
+  using Rows = std::conditional_t<listed, ListedRows<Format, groups>, PartRows<Format, groups>>;
 };
 
 constexpr int wide_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: copies
@@ -69,7 +72,10 @@ struct WideShared {
   alignas(16) Item item[2];
   Splits splits;
   Split split;
-  Walk<64 * Tile::ctas, invariant> walk;  // where rows are converted, whose warps have no registers for it
+  Walk<64 * Tile::ctas, invariant, Tile::listed>
+      walk;  // where rows are converted, whose warps have no registers for it
+  alignas(
+      16) uint32_t there[Tile::listed ? buffers : 1][8];  // bit r of word g: has the list a row 8 g + r of the block?
   // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half
   // of them, or a quarter of the rows; made: a block's probabilities are there.
   alignas(8) uint64_t full[buffers], empty[buffers][Tile::converts ? 4 : 2], rope_full[2], rope_empty[2], made[2];
@@ -126,12 +132,12 @@ __global__ void __launch_bounds__(wide_threads, 1)
   if (warpgroup == 3) {
     Item it;
     const int part = Tile::converts ? rank * 4 + warp - 12 : 0;
-    const Split split = begin_work<tile_rows, invariant>(p, worker, part, it, rows);
+    const Split split = begin_work<tile_rows, invariant, Tile::listed>(p, worker, part, it, rows);
     if (warp == 15 && lane == 0) {
       s.item[0] = it, s.split = split;
       s.splits.count = s.splits.merges[0] = s.splits.merges[1] = 0;
     }
-  } else if (warp == 1 && !p.starts) {
+  } else if (!Tile::listed && warp == 1 && !p.starts) {
     prefetch_table(p);
   }
   cluster_wait();  // the barriers exist, the peer's too
@@ -178,7 +184,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
       mbarrier_wait(smem_address(&s.rope_empty[turn & 1]), (turn >> 1) ^ 1);
     };
     // Items, by warp 15: hands over number `count`, and returns its blocks.
-    const auto announce = [&](Walk<tile_rows, invariant>& walk, int count) {
+    using Walk = Walk<tile_rows, invariant, Tile::listed>;
+    const auto announce = [&](Walk& walk, int count) {
       Item it;
       if (!walk.next(p, s.split, it)) it.blocks = -1;
       if (count) mbarrier_wait(smem_address(&s.item_empty[count & 1]), (count >> 1 & 1) ^ 1);
@@ -193,20 +200,20 @@ __global__ void __launch_bounds__(wide_threads, 1)
     };
     if constexpr (Tile::converts) {  // each warp its rows of a block; warp 12 also queries, warp 15 items
       const int part = rank * 4 + warp - 12;
-      constexpr int groups = Tile::groups, group_rows = block_tokens / groups;
+      constexpr int groups = Tile::groups, group_rows = block_tokens / groups, boxes = Tile::has_rope ? 9 : 8;
       const char* const cache = static_cast<const char*>(p.cache);
       EightRows<typename Tile::Format> ahead;
       if (warp == 15) {
         __syncwarp();  // lane 0 stored the item and the split behind its arrival at the cluster's barrier
         if (lane == 0) mbarrier_arrive(smem_address(&s.item_full[0]));
-        const Walk<tile_rows, invariant> walk(p, s.split, worker);
+        const Walk walk(p, s.split, worker);
         if (lane == 0) s.walk = walk;
       }
       if (!p.settled) wait_for_previous_grids();
       for (int count = 0;; ++count) {
         if (warp == 15) {
           __syncwarp();
-          Walk<tile_rows, invariant> walk = s.walk;
+          Walk walk = s.walk;
           announce(walk, count);
           __syncwarp();
           if (lane == 0) s.walk = walk;
@@ -219,23 +226,26 @@ __global__ void __launch_bounds__(wide_threads, 1)
           mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
           wait_for_previous_grids();
           if (lane == 0) {
-            if (blocks) mbarrier_arrive_expect(smem_address(&s.q_full), 9 * box_bytes);
+            if (blocks) mbarrier_arrive_expect(smem_address(&s.q_full), boxes * box_bytes);
             else mbarrier_arrive(smem_address(&s.q_full));
           }
           __syncwarp();
-          if (blocks && lane < 9)
+          if (blocks && lane < boxes)
             tma_load(smem_address(s.q[lane]), q_map, smem_address(&s.q_full), lane * 64, it.row0 + rank * 64);
           __syncwarp();
         }
         const auto load = [&](int i) {
           rows.seek(p, it, part, i);
-          ahead.load(cache, rows, i, it.positions - it.block * block_tokens - part * 8 - i * group_rows);
+          if constexpr (Tile::listed) ahead.load(p.lists, rows, i);
+          else ahead.load(cache, rows, i, it.positions - it.block * block_tokens - part * 8 - i * group_rows);
           rows.look_ahead(p, it, part, i);
         };
         if (blocks) load(0);
 #pragma unroll 1
         for (int i = 0; i < blocks * groups; ++i) {
           const int eights = part + i % groups * (group_rows / 8), at = eights * 1024;  // at: of its rows in a box
+          uint32_t is = 0;                                                              // before the rows move on
+          if constexpr (Tile::listed) is = rows.there(i);
           const EightRows<typename Tile::Format> now = ahead;
           if (i + 1 < blocks * groups) load(i + 1);
           mbarrier_wait(smem_address(&s.empty[buffer][eights / 2]), parity);
@@ -244,17 +254,20 @@ __global__ void __launch_bounds__(wide_threads, 1)
           now.put(values, rope);
           if constexpr (Tile::ctas > 1) fence_async_proxy();
           __syncwarp();
+          uint32_t* const listed = &s.there[Tile::listed ? buffer : 0][eights];
+          if (Tile::listed && lane == 0) *listed = is;
           if constexpr (Tile::ctas == 1) {
             if (lane == 0) mbarrier_arrive(full);
-          } else {
-            if (lane == 0) mbarrier_arrive_expect(full, 9 * 1024);  // as many as the other CTA's warp sends
+          } else {  // as many bytes as the other CTA's warp sends
+            if (lane == 0) mbarrier_arrive_expect(full, boxes * 1024 + (Tile::listed ? 4 : 0));
             if (elect_one()) {
               const uint32_t there = map_to_cta(full, rank ^ 1), away = there - full;
 #pragma unroll
-              for (int box = 0; box < 9; ++box) {
+              for (int box = 0; box < boxes; ++box) {
                 const uint32_t from = box < 8 ? values + box * box_bytes : rope;
                 bulk_copy_to_cta(from + away, from, 1024, there);
               }
+              if constexpr (Tile::listed) store_remote_async(smem_address(listed) + away, is, there);
             }
           }
           if (i % groups == groups - 1) advance();
@@ -283,7 +296,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
         __syncwarp();
       }
-      Walk<tile_rows, invariant> walk(p, s.split, worker);  // again: few registers are left
+      Walk walk(p, s.split, worker);  // again: few registers are left
       for (int count = 0; announce(walk, count) >= 0; ++count) {
       }
     } else if constexpr (!Tile::in_boxes) {
@@ -495,7 +508,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
         }
 
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
-        volatile float peak[2];  // not in registers: there are none left
+        bool any = !Tile::listed;  // is there any row of a list until now?
+        volatile float peak[2];    // not in registers: there are none left
         if (p.peaks) peak[0] = -INFINITY, peak[1] = -INFINITY;
         float d[32];
 #pragma unroll 1
@@ -521,17 +535,30 @@ __global__ void __launch_bounds__(wide_threads, 1)
           }
           if (!Tile::converts) mbarrier_wait(smem_address(&s.rope_full[turn & 1]), turn >> 1);
           if (!Tile::in_boxes && !Tile::converts) fence_async_proxy();
-          const uint64_t rope = warp_operand_128b(smem_address(s.rope[turn & 1]));
-          static_for<4>([&](auto k) {
-            Product::template ss_at<(8 - query_boxes) * box_bytes + k * 32, k * 32>(d, queries, rope, 1);
-          });
+          if constexpr (Tile::has_rope) {
+            const uint64_t rope = warp_operand_128b(smem_address(s.rope[turn & 1]));
+            static_for<4>([&](auto k) {
+              Product::template ss_at<(8 - query_boxes) * box_bytes + k * 32, k * 32>(d, queries, rope, 1);
+            });
+          }
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_pin(d);
           const bool last = i + 1 == blocks;
           if (last && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
 
-          if (i >= seen_by_all) {
+          if constexpr (Tile::listed) {
+            const uint32_t there = s.there[buffer][lane % 8];
+            any |= __any_sync(0xffffffffu, there);
+            if (!__all_sync(0xffffffffu, there == 0xffu)) {
+#pragma unroll
+              for (int k = 0; k < 32; k += 4) {
+                const uint32_t two = __shfl_sync(0xffffffffu, there, k / 4) >> lane % 4 * 2;
+                if (!(two & 1)) d[k] = d[k + 2] = -INFINITY;
+                if (!(two & 2)) d[k + 1] = d[k + 3] = -INFINITY;
+              }
+            }
+          } else if (i >= seen_by_all) {
             const int base = i * block_tokens + thread_index() % 4 * 2, row = my_row();
             const int limit0 = limit(row), limit1 = limit(row + 8);
 #pragma unroll
@@ -602,7 +629,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
             if (lane % 4 == 0) {
               const int first = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
               const auto lost = [&](int at) {
-                return first + at < it.rows && limit(at) > 0 && lost_to_query(p, it.row0 + first + at);
+                return any && first + at < it.rows && limit(at) > 0 && lost_to_query(p, it.row0 + first + at);
               };
               if (sum0 == 0 && lost(row)) sum0 = NAN;
               if (sum1 == 0 && lost(row + 8)) sum1 = NAN;
@@ -668,7 +695,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           }
         }
         const int end = (it.block + i + 1) * block_tokens, hidden = hidden_from(p, it);
-        if (end > hidden && hidden < it.positions) {
+        if (!Tile::listed && end > hidden && hidden < it.positions) {  // a list hides nothing
           zero_nonfinite<T>(s.kv[buffer][4 * h], max(hidden - end + block_tokens, 0), block_tokens);
           barrier_sync(half_barrier + h, 128);
         }
@@ -817,7 +844,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
 
     barrier_sync(merge_barrier, 128 + math_threads);  // their room is the merge's now
-    merge_split_tiles<Order, tile_rows>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, part_of);
+    merge_split_tiles<Order, tile_rows, Tile::listed>(p, s.splits, s.split, worker, s.kv[0][0], merge_bytes, part_of);
   }
 }
 

@@ -5,35 +5,26 @@
 
 #include <cstdint>
 
+#include "backend/cuda/sm90/attend_latent/slots.hpp"
 #include "mla/work.hpp"
 
 namespace mla::cuda {
 
-struct SlotLists {
-  const SparseItem* items = nullptr;  ///< [item_count], on device; rows are numbered through them. Null: `item` alone
-  int32_t item_count = 0;
-  SparseItem item;
-  int32_t first_row = 0, rows = 0;  ///< numbers of the rows that are wanted
-  const int32_t* slots = nullptr;   ///< [query rows, topk] by slot_stride, on device
-  int64_t slot_stride = 0;
-  /// [query rows / queries] by length_stride, on device: slots that count in each of so many rows; null: all.
-  const int32_t* lengths = nullptr;
-  int64_t length_stride = 1;
-  int32_t queries = 1;
-  int32_t topk = 0;
-  int64_t held = 0;  ///< slots of the cache; others are skipped
-  int32_t page_size = 1;
-  int32_t page_units = 0, row_units = 0;  ///< from page to page and from row to row, in units of 16 bytes
-  /// [rows, table_stride]: where the slots lie that exist among keys [k_begin, k_end) of each row's list, in its order;
-  /// units of 16 bytes from the cache's start.
+struct ListTable {
+  int32_t rows = 0;  ///< that are wanted, from SlotLists::first_row on
+  /// [rows, stride]: where the slots lie that exist among keys [k_begin, k_end) of each row's list, in its order; units
+  /// of 16 bytes from `cache` on.
   int32_t* table = nullptr;
-  int64_t table_stride = 0;
+  int64_t stride = 0;
+  const std::byte* cache = nullptr;
   LatentItem* requests = nullptr;  ///< [rows]: how many, for which query row; rows past the items': no query rows
   unsigned* counters = nullptr;    ///< [counter_count], made 0; null: not wanted
   int32_t counter_count = 0;
 };
 
 /// One launch, which may begin while the stream's previous kernel ends.
-void list_rows(const SlotLists& lists, cudaStream_t stream);
+void list_rows(const SlotLists& lists, const ListTable& to, cudaStream_t stream);
+/// The same for counters alone, where lists are read as they are.
+void clear_counters(unsigned* counters, int32_t count, cudaStream_t stream);
 
 }  // namespace mla::cuda
