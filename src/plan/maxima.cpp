@@ -245,9 +245,10 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
       w.tiles = most_tiles(m.tokens, o.context_parallel.longest(m.seq_len), p.topk, index_tile_bytes(p));
       w.candidates = index_candidates(p, m.seq_len);
     }
-    if (may_upconvert(p, m.query_len))
-      w.gathered =
-          std::min(std::max(context_workspace_rows(p, m.seq_len, m.requests), m.seq_len), m.requests * m.seq_len);
+    if (may_upconvert(p, m.query_len)) {
+      const int64_t longest = o.context_parallel.longest(m.seq_len);
+      w.gathered = std::min(std::max(context_workspace_rows(p, longest, m.requests), longest), m.requests * longest);
+    }
   }
   lay_out_workspace(p, w);
   return {p.workspace_bytes, p.selection_bytes};

@@ -91,8 +91,8 @@ int64_t attended_heads(const Plan& plan) {
 bool may_upconvert(const Plan& plan, int64_t query_len) {
   if (query_len <= plan.options.reorder_batch_threshold) return false;
   if (plan.options.sparse == SparsePolicy::upconvert) return true;
-  // In place costs nothing where loads are not counted.
-  return plan.options.sparse == SparsePolicy::automatic &&
+  // In place costs nothing where loads are not counted; a split cache's are never weighed (upconverts()).
+  return plan.options.sparse == SparsePolicy::automatic && !plan.options.context_parallel.shared() &&
          (plan.options.rates->plain_elements > 0 || plan.options.rates->fp8_elements > 0);
 }
 
