@@ -205,9 +205,8 @@ void add_target(CLI::App& command, std::string& target) {
 }
 
 void require_dcp(int dcp, int tp) {
-  if (dcp != 1 && dcp != tp)
-    throw InputError("--dcp is " + std::to_string(dcp) + ", the cache is split over all ranks of --tp, " +
-                     std::to_string(tp) + ", or over none: 1");
+  if (tp % dcp != 0)
+    throw InputError("--dcp is " + std::to_string(dcp) + ", it must divide --tp, " + std::to_string(tp));
 }
 
 }  // namespace mla::cli

@@ -94,19 +94,30 @@ struct RankStep {
   std::vector<layer::KernelUse> uses;
 };
 
-// A layer's step of one rank, by the context of its requests: heads over the ranks, and the cache, too.
+// A layer's step of one rank, by the context of its requests: heads over the ranks, and the cache over groups of them.
 void print_divisions(const std::function<RankStep(const BatchLengths&, int dcp)>& step, const BatchLengths& lengths,
                      int ranks) {
   std::printf("  a layer's step over %d ranks, by the context of every request, expected:\n", ranks);
-  std::printf("    %10s %14s %22s\n", "context", "heads alone", "heads and the cache");
+  std::vector<int> groups;
+  for (int dcp = 1; dcp <= ranks; ++dcp)
+    if (ranks % dcp == 0) groups.push_back(dcp);
+  std::printf("    %10s", "context");
+  for (const int dcp : groups) std::printf(" %14s", ("--dcp " + std::to_string(dcp)).c_str());
   int64_t even = 0;
   for (int64_t context = 1024; context <= int64_t{1} << 20; context *= 4) {
     const BatchLengths of{lengths.queries, std::vector<int64_t>(lengths.queries.size(), context)};
-    const double heads = seconds_of(step(of, 1).uses), both = seconds_of(step(of, ranks).uses);
-    if (both >= heads) even = 0;  // only what holds for all longer ones is said
+    std::printf("\n    %10lld", static_cast<long long>(context));
+    double whole = 0, best = 0;
+    for (const int dcp : groups) {
+      const double seconds = seconds_of(step(of, dcp).uses);
+      if (dcp == 1) whole = seconds;
+      else if (best == 0 || seconds < best) best = seconds;
+      std::printf(" %11.1f us", seconds * 1e6);
+    }
+    if (best >= whole) even = 0;  // only what holds for all longer ones is said
     else if (even == 0) even = context;
-    std::printf("    %10lld %11.1f us %19.1f us\n", static_cast<long long>(context), heads * 1e6, both * 1e6);
   }
+  std::printf("\n");
   if (even > 0) std::printf("    a split cache is faster from %lld tokens on or below\n", static_cast<long long>(even));
   else std::printf("    a split cache is not faster up to %d tokens\n", 1 << 20);
 }
@@ -184,7 +195,7 @@ void run(const CLI::App& command, Flags& f) {
   const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
   const auto step = [&](const BatchLengths& of, int dcp) {
     PlanOptions o = options;
-    o.context_parallel = serve::context_share(model.heads, 0, dcp, dcp > 1 ? f.interleave : 0);
+    o.context_parallel = serve::context_share(model.heads, 0, f.tp, dcp, f.interleave);
     const BatchOfLengths made(of, f.page_size);
     RankStep s{plan(own, spec, made.pages(), made.batch(), device_info(device, gpu ? 1 : f.threads, own), o), {}};
     s.uses = layer::kernels(s.plan, made.batch(), prepared, {.hopper = f.capability / 10 == 9});
@@ -204,7 +215,7 @@ void run(const CLI::App& command, Flags& f) {
         "  rank 0 of %d: %s of %lld, %s of cache a token and layer\n", f.tp, counted(own.heads, "head").c_str(),
         static_cast<long long>(model.heads),
         readable_bytes(spec.page_bytes() / static_cast<size_t>(spec.page_size) / static_cast<size_t>(f.dcp)).c_str());
-    if (options.link.bytes > 0 && !model.indexer) print_divisions(step, lengths, f.tp);
+    if (options.link.bytes > 0) print_divisions(step, lengths, f.tp);
   }
   files.finish();
 }
@@ -258,7 +269,7 @@ void add_plan(CLI::App& app, int&) {
   f->device = std::make_unique<DeviceFlag>(*c);
   add_number(*c, "--compute-capability", f->capability, "of the GPU that kernels are named for, times ten", 80, 129);
   add_number(*c, "--tp", f->tp, "ranks that split the heads; the plan is rank 0's", 1, 1024);
-  add_number(*c, "--dcp", f->dcp, "ranks that split every sequence's cached tokens: --tp's, or 1", 1, 1024);
+  add_number(*c, "--dcp", f->dcp, "ranks of a group that splits every sequence's cached tokens; divides --tp", 1, 1024);
   add_number<int64_t>(*c, "--dcp-interleave", f->interleave, "tokens in turn on a rank", 1, kMostTokens);
   c->add_option("--link", f->link,
                 "GB/s that a rank sends and microseconds of a call, as in 200,7: for expected times of what ranks "

@@ -186,7 +186,8 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   if (!job) o.link = parse_choice("--comm", f.comm, parse_gpu_link);
   o.group = group;
   o.patience = std::chrono::nanoseconds(static_cast<int64_t>(f.patience * 1e9));
-  o.interleave = f.dcp > 1 ? f.interleave : 0;
+  o.context_parallel = f.dcp;
+  o.interleave = f.interleave;
   o.seed = f.seed;
   o.verify = f.verify;
   read_scales(f, o);
@@ -390,8 +391,8 @@ void add_run(CLI::App& app, int& status) {
   add_threads(*c, f->threads);
   number("--tp", f->tp, "ranks that split the heads among them, and the threads; on GPUs, one each from --device on", 1,
          1024);
-  number("--dcp", f->dcp, "ranks that split every sequence's cached tokens: --tp's, or 1. --page-size is a rank's", 1,
-         1024);
+  number("--dcp", f->dcp,
+         "ranks of a group that splits every sequence's cached tokens; divides --tp. --page-size is a rank's", 1, 1024);
   number("--dcp-interleave", f->interleave, "tokens in turn on a rank; divides --page-size", 1, 1 << 24);
   c->add_option("--comm", f->comm,
                 "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2); mpi: ranks on the CPU are the "
@@ -405,7 +406,7 @@ void add_run(CLI::App& app, int& status) {
       "  mla run --model deepseek-v3 --layers 1 --cache fp8_ds_mla --requests 8 --json run.json\n"
       "  mla run --requests 200 --rate 4 --report run.html --chrome-trace run.trace.json\n"
       "  mla run --model deepseek-v3 --device cuda --cache-gib 32 --token-budget 8192\n"
-      "  mla run --tp 2 --dcp 2 --threads 2 --verify 20\n"
+      "  mla run --tp 4 --dcp 2 --threads 2 --verify 20\n"
       "  mpirun -n 4 mla run --comm mpi --tp 4 --dcp 4 --verify 20\n"
       "  mla run --cache fp8 --kv-scales auto --verify 20\n"
       "Ctrl-C, SIGTERM, SIGHUP or a closed pipe end the run after the step in progress, and its verification: what "

@@ -96,8 +96,8 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"all_layers", o.model.layers},
               {"heads", o.model.heads},
               {"tensor_parallel", o.plan.tensor_parallel},
-              {"context_parallel", o.interleave > 0 ? o.plan.tensor_parallel : 1},
-              {"context_parallel_interleave", o.interleave},
+              {"context_parallel", o.context_parallel},
+              {"context_parallel_interleave", o.context_parallel > 1 ? o.interleave : 0},
               {"link", o.plan.tensor_parallel == 1        ? "none"
                        : o.group                          ? "mpi"
                        : o.device.kind == DeviceKind::cpu ? "threads"

@@ -213,11 +213,14 @@ void print_summary(const RunReport& report) {
   if (o.plan.activation_dtype != ActivationDtype::native) held += ", hidden states in " + name(o.plan.activation_dtype);
   if (o.plan.prefill != PrefillOperands::compute) held += ", prefill " + name(o.plan.prefill);
   if (o.plan.tensor_parallel > 1)
-    held += (o.interleave > 0 ? ", heads and cached tokens over " : ", heads over ") +
+    held += (o.context_parallel == o.plan.tensor_parallel ? ", heads and cached tokens over " : ", heads over ") +
             counted(o.plan.tensor_parallel, "rank") +
             (o.group                             ? ", processes of an MPI job"
              : o.device.kind == DeviceKind::cuda ? " by " + std::string(to_string(o.link))
-                                                 : "");
+                                                 : "") +
+            (o.context_parallel > 1 && o.context_parallel < o.plan.tensor_parallel
+                 ? ", cached tokens over groups of " + std::to_string(o.context_parallel)
+                 : "");
   std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s%s, at most %s a step\n",
               name(o.plan.path).c_str(), name(o.plan.split).c_str(), name(o.plan.compute).c_str(),
               name(o.absorption).c_str(), name(o.up).c_str(), held.c_str(),

@@ -44,7 +44,8 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
 /// One tile of query rows: score and select each round in turn, then finish. Round r is the ops' window of positions
 /// [r * keys, (r + 1) * keys): the items are the same in all of them.
 struct IndexTile {
-  std::vector<IndexItem> rows;  ///< every row of the tile with all of its positions
+  std::vector<IndexItem> rows;    ///< every row of the tile with all of its positions, of a split cache the rank's own
+  std::vector<IndexItem> joined;  ///< of a split cache: every row over the candidates of all members
   /// Rounds of `keys` positions that cover what the rows see.
   int64_t rounds(int64_t keys) const;
 };
@@ -52,6 +53,7 @@ struct IndexSchedule {
   IndexTiles tiles;
   std::vector<IndexItem> all;  ///< rows whose positions fit topk: fill_topk, no scoring
   std::vector<IndexTile> selected;
+  int64_t candidates = 0;  ///< of a split cache: positions that a member gives for a row
 };
 /// q_begin of the items counts rows as the requests do.
 IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, size_t most_bytes = kIndexTileBytes);

@@ -81,7 +81,7 @@ struct LayerContext {
   const LayerWeights& weights;
   const RotaryTable& rotary;  ///< of forward(): made of ModelConfig::rotary, for all of the step's positions
   /// Not looked at where plan.uses_cache() is false. data 16-byte aligned; page_stride at least page_bytes() and a
-  /// multiple of 4 bytes (f32, fp8_ds_mla), 1 (fp8) or 2 (all others).
+  /// multiple of 4 bytes (f32, fp8_ds_mla, and where Plan::gathers_context()), 1 (fp8) or 2 (all others).
   CacheView cache;
   std::span<std::byte> workspace;  ///< at least plan.workspace_bytes, 64-byte aligned; contents may be anything
   /// On a stream that is held (HeldStream), what a sparse step's rows attend to is counted when rows() is asked for: do

@@ -112,18 +112,34 @@ double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostMod
 double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, bool upconvert,
                    int64_t new_tokens, int64_t context);
 
-/// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). The batch's
-/// lengths and query starts are the sequences'; its block table has the rank's own pages, its slots are those of the
-/// tokens that the rank holds, below 0 for the others (CacheSharding::slot).
+/// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). Ranks 0 ..
+/// tensor_parallel - 1 make groups of sharding.ranks() that follow one another, each with one whole cache: rank r is
+/// member r % sharding.ranks() of its group. The batch's lengths and query starts are the sequences'; its block table
+/// has the rank's own pages, its slots are those of the tokens that the member holds, below 0 for the others
+/// (CacheSharding::slot).
 ///
-/// Requests with context take the latent path: each rank attends to the tokens that it holds with the queries of all
-/// heads, and gets back what the others found for its own. Others take the expanded path under PathPolicy::automatic.
-/// UnsupportedError for PathPolicy::expanded with context, requests that select their keys, fp8 queries, full
-/// absorption, and another CacheUse than append.
+/// On the latent path each rank attends to the tokens that it holds with the queries of all its group's heads, and gets
+/// back what the others found for its own. On the expanded path it gets the cached rows of all members, chunk by chunk,
+/// and goes on as a rank with the whole cache. PathPolicy::automatic: requests without context take the expanded path,
+/// single tokens behind one the latent path, the rest the cheaper one, by the largest rank's heads, PlanOptions::link
+/// and PlanOptions::rates; where these are empty by default_cost_model, for what is measured may differ from rank to
+/// rank. On the sparse path a rank scores the keys that it holds, all members select the best of what each selected,
+/// and attention goes as on the latent path over what was selected; under SparsePolicy::automatic rows are read in
+/// place. UnsupportedError for CacheUse::none.
 struct ContextParallel {
-  CacheSharding sharding;      ///< one rank: the cache is whole
-  int rank = 0;                ///< this plan's
-  std::vector<int64_t> heads;  ///< of each rank; the model's own at [rank]
+  CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
+  int rank = 0;                ///< this plan's, of tensor_parallel
+  std::vector<int64_t> heads;  ///< of each rank of tensor_parallel; the model's own at [rank]
+
+  bool shared() const { return sharding.ranks() > 1; }
+  int member() const { return static_cast<int>(rank % sharding.ranks()); }
+  int first() const { return rank - member(); }  ///< rank of the group's member 0
+  /// Heads of each member of this rank's group.
+  std::span<const int64_t> group_heads() const {
+    return std::span(heads).subspan(static_cast<size_t>(first()), static_cast<size_t>(sharding.ranks()));
+  }
+  /// The most of `tokens` that a rank holds.
+  int64_t longest(int64_t tokens) const { return sharding.length(0, tokens); }
 };
 
 /// What a rank's messages take, for expected times alone: a call's own time, and bytes a second that a rank sends.
@@ -153,7 +169,7 @@ struct PlanOptions {
   /// Ranks that split a layer's heads (mla/parallel.hpp), each with a plan of its own: forward() then sums their hidden
   /// rows over LayerContext::ranks. The attention form needs no sum.
   int tensor_parallel = 1;
-  /// Of as many ranks as tensor_parallel says, in forward() and attend() alike; by default none.
+  /// Of tensor_parallel's ranks, in forward() and attend() alike; by default none.
   ContextParallel context_parallel;
   LinkRates link;  ///< between the ranks
   PathPolicy path = PathPolicy::automatic;
@@ -234,6 +250,12 @@ struct ContextChunk {
   std::vector<GatherPiece> pieces;
   std::vector<ExpandedItem> items;  ///< not causal; accumulated into the tokens' rows
   int64_t rows = 0;
+  // Of a split cache. Members send what they hold of the pieces, one behind another; all of it, member 0's first, is
+  // read as a request whose position p lies at sources[p].
+  std::vector<GatherPiece> held;    ///< start counts the rank's own tokens of the request
+  std::vector<int64_t> held_rows;   ///< of each member
+  std::vector<int32_t> sources;     ///< [rows]
+  std::vector<GatherPiece> placed;  ///< every row of the chunk to its place
 };
 
 /// Sparse attention of a step: the arguments of attend_sparse and merge_sparse that are decided before it runs.
@@ -278,7 +300,7 @@ struct Plan {
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
   std::vector<LatentItem> latent_items;  ///< q_begin counts compact rows
   std::vector<SplitRows> splits;         ///< row counts compact rows
-  std::vector<SplitRows> rank_splits;    ///< what ranks found of each compact row, rank 0's first; of a split cache
+  std::vector<SplitRows> rank_splits;    ///< what members found of each compact row, member 0's first; of a split cache
   int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
   // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows. With e4m3
@@ -287,6 +309,9 @@ struct Plan {
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
   int64_t context_rows = 0;  ///< rows of the context workspace
+  /// Of a split cache: cached rows as members send them, pages of one. As they are stored, for no form has fewer bytes;
+  /// in f32 where a stored row is no whole number of 4 bytes. What is read of either is the same.
+  CacheSpec sent_rows;
 
   /// A quantised output: heads are quantised where they are finished, on a GPU those of the expanded path. False when
   /// groups span heads, or nobody takes that path there: all heads are then written to the workspace in f32 and
@@ -308,7 +333,8 @@ struct Plan {
   /// made, and is looked at before the choice is used.
   uint64_t selection_stamp = 0;
   /// Of what the messages between ranks follow from: query and sequence lengths, how heads and cache are split, the
-  /// paths of a split cache, dtypes, SplitPolicy. The same on all ranks of a step; all 0 with one rank.
+  /// paths, chunks and format of a split cache, dtypes, SplitPolicy. The same on all ranks of a step; all 0 with one
+  /// rank.
   PlanDigest digest;
 
   std::vector<Region> regions;
@@ -344,7 +370,9 @@ struct Plan {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
   }
   /// Whether calls exchange what ranks that share a cache found.
-  bool shares_context() const { return options.context_parallel.sharding.ranks() > 1 && !latent_tokens.empty(); }
+  bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
+  /// Whether calls get cached rows that other ranks hold.
+  bool gathers_context() const { return options.context_parallel.shared() && !chunks.empty(); }
   /// Whether calls look at the cache and the batch's block table.
   bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }

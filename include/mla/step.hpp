@@ -98,6 +98,9 @@ enum class ListKind : uint8_t {
   suffix_items,
   context_pieces,  ///< of a chunk, as are the next
   context_items,
+  context_held,
+  context_sources,
+  context_placed,
   sparse_requests,
   sparse_positions,
   gathered_starts,
@@ -106,7 +109,8 @@ enum class ListKind : uint8_t {
   sparse_splits,
   sparse_pieces,
   index_rows,
-  index_tile,    ///< of a tile
+  index_tile,  ///< of a tile, as is the next
+  index_joined,
   written_rows,  ///< of a plan with maxima
 };
 struct ListKey {
@@ -183,6 +187,20 @@ struct Gather {
   ListOf<GatherPiece> pieces;
   Operand<Key, Latent> kv_c;
   Operand<Key, Rope> k_pe;
+  // Of rows that ranks have sent, as bytes, where they are read instead of the cache; the block table of their one
+  // request.
+  Operand<Key, Entry> sent = {};
+  RowList sources = {};
+};
+/// Cached rows as they are sent, one behind another.
+struct PackRows {
+  ListOf<GatherPiece> pieces;
+  Operand<Key, Entry> rows;  ///< bytes
+};
+/// Each member's rows of a chunk on every one: this rank's lie in their place.
+struct GatherRows {
+  Operand<Key, Entry> rows;  ///< bytes; member 0's first
+  int32_t chunk = 0;
 };
 struct AttendLatent {
   Operand<Token, Head, Entry> q;
@@ -257,11 +275,19 @@ struct SelectTopk {
   ListOf<IndexItem> items;
   int64_t first = 0;
   Operand<Token, Topk> state;
+  Operand<Token, Key> positions = {};  ///< of the scores; none: those of the items
 };
 struct FinishTopk {
   Operand<Token, Topk> state;
   ListOf<IndexItem> items;
   Operand<Token, Topk> indices;
+  Operand<Token, Topk> scores = {};  ///< none: not wanted
+  bool held = false;                 ///< what is selected from are tokens of this rank
+};
+/// What each member selected of its own tokens, on every one; member 0's columns first.
+struct GatherCandidates {
+  Operand<Token, Topk> positions, scores;
+  Operand<Token, Key> all_positions, all_scores;
 };
 struct FillTopk {
   ListOf<IndexItem> items;
@@ -313,10 +339,11 @@ struct QuantizePadding {
 struct BeginChoice {};
 struct EndChoice {};
 
-using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather,
-                          AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
-                          IndexScore, SelectTopk, FinishTopk, FillTopk, PickRows, MapToSlots, MapToWorkspace, Quantize,
-                          QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
+using Work =
+    std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
+                 AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
+                 IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots, MapToWorkspace,
+                 Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

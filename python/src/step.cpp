@@ -205,8 +205,10 @@ void bind_plan(nb::module_& m) {
           "activation_dtype: of hidden states, or of attend's q, kv_c and k_pe: f32, bf16 or f16, or native: hidden\n"
           "states of f32 or bf16, as each call has them, the others f32 (on a GPU of compute's dtype).\n"
           "tensor_parallel: ranks that split the heads, each with a plan of its own; forward() then sums their hidden\n"
-          "rows over its argument ranks. sharding: how as many ranks split every sequence's cached tokens, too: the\n"
-          "batch has this rank's pages and slots. rank: this one, rank_heads: of each rank; of sharding.")
+          "rows over its argument ranks. sharding: how groups of as many ranks, which divide\n"
+          "tensor_parallel, split every sequence's cached tokens, too: the batch has the pages and slots of this "
+          "rank,\n"
+          "member rank % sharding.ranks of its group. rank: this one, rank_heads: of each rank of tensor_parallel.")
       .def_ro("tensor_parallel", &PlanOptions::tensor_parallel)
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)

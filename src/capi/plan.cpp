@@ -85,13 +85,13 @@ PlanOptions read_options(const mla_plan_options* options) {
   if (o.rates) p.rates = read_rates(o.rates);
   if (o.sharding) {
     const mla_sharding sharding = read_struct("options sharding", o.sharding);
-    if (sharding.ranks != p.tensor_parallel)
-      throw InputError("options sharding ranks is " + std::to_string(sharding.ranks) + ", tensor_parallel is " +
-                       std::to_string(p.tensor_parallel));
     p.context_parallel.sharding = CacheSharding(sharding.ranks, sharding.interleave);
-    p.context_parallel.rank = static_cast<int>(read_range("options rank", o.rank, 0, sharding.ranks - 1));
+    if (p.tensor_parallel % sharding.ranks != 0)
+      throw InputError("options sharding ranks is " + std::to_string(sharding.ranks) + ", tensor_parallel is " +
+                       std::to_string(p.tensor_parallel) + ", which must be groups of as many");
+    p.context_parallel.rank = static_cast<int>(read_range("options rank", o.rank, 0, p.tensor_parallel - 1));
     required("options rank_heads", o.rank_heads);
-    p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + sharding.ranks);
+    p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + p.tensor_parallel);
   }
   if (o.maxima) p.maxima = read_maxima("options maxima", o.maxima);
   p.activation_dtype = read_enum("options activation_dtype", o.activation_dtype, ActivationDtype::f16);

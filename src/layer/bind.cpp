@@ -117,11 +117,34 @@ ops::NormRopeAppendArgs Binder::operator()(const steps::NormRopeAppend& s) const
 }
 
 ops::GatherArgs Binder::operator()(const steps::Gather& s) const {
-  return {.cache = c_.cache,
-          .block_table = c_.batch.block_table,
-          .pieces = list(s.pieces),
-          .kv_c = out(s.kv_c),
-          .k_pe = out(s.k_pe)};
+  ops::GatherArgs a{.cache = c_.cache,
+                    .block_table = c_.batch.block_table,
+                    .pieces = list(s.pieces),
+                    .kv_c = out(s.kv_c),
+                    .k_pe = out(s.k_pe)};
+  if (s.sent) {
+    CacheSpec spec = plan_.sent_rows;
+    spec.k_scale = c_.cache.spec.k_scale;
+    a.cache = {spec, find(s.sent).writable, s.sent.extent<Key>(), spec.page_bytes()};
+    const std::span<const int32_t> sources = list(s.sources);
+    a.block_table = {sources.data(), {1, std::ssize(sources)}};
+  }
+  return a;
+}
+
+ops::GatherArgs Binder::operator()(const steps::PackRows& s) const {
+  constexpr int64_t kElement = sizeof(float);
+  const int64_t rows = s.rows.extent<Key>(), width = s.rows.extent<Entry>() / kElement;
+  std::byte* const to = find(s.rows).writable;
+  ops::GatherArgs a{
+      .cache = c_.cache, .block_table = c_.batch.block_table, .pieces = list(s.pieces), .kv_c = {}, .k_pe = {}};
+  // Stored rows of any format are copied, bit for bit, as a cache of so many f32.
+  if (plan_.sent_rows.format == a.cache.spec.format)
+    a.cache.spec = {.format = CacheFormat::f32, .latent = width, .rope = 0, .page_size = a.cache.spec.page_size};
+  const int64_t latent = a.cache.spec.latent;
+  a.kv_c = {Dtype::f32, to, {rows, latent}, {width, 1}};
+  a.k_pe = {Dtype::f32, to + latent * kElement, {rows, width - latent}, {width, 1}};
+  return a;
 }
 
 ops::AttendLatentArgs Binder::operator()(const steps::AttendLatent& s) const {
@@ -230,14 +253,18 @@ ops::SelectTopkArgs Binder::operator()(const steps::SelectTopk& s) const {
   return {.scores = values<float>(s.scores),
           .items = list(s.items),
           .first = s.first,
-          .positions = {},
+          .positions = columns(s.positions),
           .begin = s.first == 0,
           .state = state(s.state),
           .scratch = scratch_};
 }
 
 ops::FinishTopkArgs Binder::operator()(const steps::FinishTopk& s) const {
-  return {.state = state(s.state), .items = list(s.items), .indices = positions(s.indices), .scores = {}};
+  return {.state = state(s.state),
+          .items = list(s.items),
+          .indices = positions(s.indices),
+          .scores = values<float>(s.scores),
+          .held = s.held ? held() : ops::HeldTokens{}};
 }
 
 ops::FillTopkArgs Binder::operator()(const steps::FillTopk& s) const { return {list(s.items), positions(s.indices)}; }
@@ -253,7 +280,8 @@ ops::MapToSlotsArgs Binder::operator()(const steps::MapToSlots& s) const {
           .page_size = c_.cache.spec.page_size,
           .pages = c_.cache.pages,
           .lengths = list(s.lengths),
-          .slots = positions(s.slots)};
+          .slots = positions(s.slots),
+          .held = held()};
 }
 
 ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const {
@@ -261,7 +289,8 @@ ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const
           .requests = list(s.requests),
           .starts = list(s.starts),
           .counts = list(s.counts),
-          .rows = positions(s.rows)};
+          .rows = positions(s.rows),
+          .held = held()};
 }
 
 ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {

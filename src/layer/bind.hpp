@@ -44,6 +44,7 @@ class Binder {
   ops::AppendArgs operator()(const steps::Append& s) const;
   ops::NormRopeAppendArgs operator()(const steps::NormRopeAppend& s) const;
   ops::GatherArgs operator()(const steps::Gather& s) const;
+  ops::GatherArgs operator()(const steps::PackRows& s) const;
   ops::AttendLatentArgs operator()(const steps::AttendLatent& s) const;
   ops::MergeSplitsArgs operator()(const steps::MergeSplits& s) const;
   ops::AttendExpandedArgs operator()(const steps::AttendExpanded& s) const;
@@ -114,6 +115,15 @@ class Binder {
   View<const int32_t, Token, Topk> chosen(const Operand<Token, Topk>& o) const {
     const auto f = find(o);
     return {reinterpret_cast<const int32_t*>(f.data), o.extents(), f.strides};
+  }
+  View<const int32_t, Token, Key> columns(const Operand<Token, Key>& o) const {
+    if (!o) return {};
+    const auto f = find(o);
+    return {reinterpret_cast<const int32_t*>(f.data), o.extents(), f.strides};
+  }
+  ops::HeldTokens held() const {
+    const ContextParallel& c = plan_.options.context_parallel;
+    return {c.sharding, c.member()};
   }
   ops::TopkState state(const Operand<Token, Topk>& o) const {
     return {find(o).writable, o.extent<Token>(), o.extent<Topk>()};

@@ -93,6 +93,9 @@ void require_cache(const LayerContext& c) {
   if (c.cache.spec.format != c.plan.cache.format)
     throw ShapeError("layer: cache format is " + std::string(to_string(c.cache.spec.format)) + ", plan was made for " +
                      std::string(to_string(c.plan.cache.format)));
+  if (c.plan.gathers_context() && c.cache.page_stride % sizeof(float) != 0)
+    throw ShapeError("layer: cache page_stride is " + std::to_string(c.cache.page_stride) +
+                     ", must be a multiple of 4: ranks send each other rows as they are stored");
   ops::require_pages("layer", "cache", c.cache);
   if (const uintptr_t past = reinterpret_cast<uintptr_t>(c.cache.data) % 16; past != 0)
     throw ShapeError("layer: cache is at an address that is " + std::to_string(past) + " past a multiple of 16");
@@ -180,10 +183,10 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
 
 void check_ranks(const LayerContext& c, bool forward) {
   const int ranks = c.plan.options.tensor_parallel;
-  if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context())) return;
+  if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context() || c.plan.gathers_context())) return;
   if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
   ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
-  if (c.plan.options.context_parallel.sharding.ranks() > 1)
+  if (c.plan.options.context_parallel.shared())
     ops::require_equal("layer", "ranks' own", c.ranks->rank(), "plan context_parallel rank",
                        c.plan.options.context_parallel.rank);
 }

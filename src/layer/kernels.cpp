@@ -41,7 +41,7 @@ std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const Prepa
   const ContextParallel& held = plan.options.context_parallel;
   int64_t pages = 1;
   for (int64_t r = 0; plan.uses_cache() && r < batch.requests(); ++r) {
-    const int64_t listed = held.sharding.pages(held.rank, batch.seq_lens[r], plan.cache.page_size);
+    const int64_t listed = held.sharding.pages(held.member(), batch.seq_lens[r], plan.cache.page_size);
     for (int64_t p = 0; p < listed; ++p) pages = std::max<int64_t>(pages, int64_t{batch.block_table(r, p)} + 1);
   }
   const size_t page_bytes = plan.cache.page_bytes(), index_bytes = plan.index_cache.page_bytes();

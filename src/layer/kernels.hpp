@@ -43,9 +43,11 @@ class Survey {
   std::vector<KernelUse> uses;
 
  private:
+  // Of a split cache, a rank holds its share of what is selected.
   template <class Args>
-  static ops::Cost cost_of(const Args& args) {
-    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>) return ops::cost_of_full_lists(args);
+  ops::Cost cost_of(const Args& args) const {
+    if constexpr (std::is_same_v<Args, ops::AttendSparseArgs>)
+      return ops::cost_of_full_lists(args, 1.0 / static_cast<double>(plan_.options.context_parallel.sharding.ranks()));
     else return ops::cost(args);
   }
   template <class Args>

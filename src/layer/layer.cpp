@@ -121,66 +121,118 @@ class Walk {
   }
   // One of the ranks' calls, of which this rank sends so much.
   template <class Call>
-  void collective(std::string_view name, const ops::Cost& cost, Call&& call) {
-    if (survey_) return survey_->note_collective(name, plan_.options.tensor_parallel, cost);
+  void collective(std::string_view name, int ranks, const ops::Cost& cost, Call&& call) {
+    if (survey_) return survey_->note_collective(name, ranks, cost);
     timed(*stream_, c_.profile, name, cost,
           [&] { call(Collective{.step = name, .deadline = c_.deadline, .plan = plan_.digest}); });
   }
   void run(std::string_view name, const steps::AllReduce& sum) {
     const AnyMutableView<Token, In> x = bind_(sum);
     const double elements = static_cast<double>(x.size());
+    const int ranks = plan_.options.tensor_parallel;
     collective(
-        name, {elements * static_cast<double>(size_of(x.dtype())), elements * (plan_.options.tensor_parallel - 1)},
+        name, ranks, {elements * static_cast<double>(size_of(x.dtype())), elements * (ranks - 1)},
         [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
   }
-  // Each rank's heads of a row, and what is sent: bytes to the others, the most to one.
+  // Heads of a row by member of the group that shares a cache. The most of any rank's, for all groups must know alike
+  // how large messages get.
   struct HeadParts {
-    std::vector<int64_t> begin, count;
+    std::vector<int64_t> begin;
+    std::span<const int64_t> count;
     int64_t most = 0;
   };
   HeadParts head_parts() const {
-    HeadParts p{{}, plan_.options.context_parallel.heads};
+    const ContextParallel& c = plan_.options.context_parallel;
+    HeadParts p{{}, c.group_heads(), *std::max_element(c.heads.begin(), c.heads.end())};
     int64_t at = 0;
-    for (const int64_t n : p.count) p.begin.push_back(std::exchange(at, at + n)), p.most = std::max(p.most, n);
+    for (const int64_t n : p.count) p.begin.push_back(std::exchange(at, at + n));
     return p;
+  }
+  // A round of all ranks in which groups exchange each by itself: to the ranks of other groups nothing is sent. So a
+  // fault ends them all at once and names its rank, and every transport and link serves it.
+  class GroupMessages {
+   public:
+    explicit GroupMessages(const PlanOptions& o)
+        : ranks_(static_cast<size_t>(o.tensor_parallel)), first_(static_cast<size_t>(o.context_parallel.first())) {}
+    /// A part's places for each member; its messages are [0, members).
+    void add_part() {
+      send.resize(send.size() + ranks_);
+      receive.resize(receive.size() + ranks_);
+    }
+    SendRows& to(size_t member) { return send[send.size() - ranks_ + first_ + member]; }
+    ReceiveRows& from(size_t member) { return receive[receive.size() - ranks_ + first_ + member]; }
+    std::vector<SendRows> send;
+    std::vector<ReceiveRows> receive;
+
+   private:
+    size_t ranks_, first_;
+  };
+  void exchange(std::string_view name, double sent, int64_t most, const GroupMessages& m) {
+    collective(name, static_cast<int>(plan_.options.context_parallel.sharding.ranks()), {sent, 0},
+               [&](Collective call) {
+                 call.most_bytes = most;
+                 c_.ranks->exchange(*stream_, call, m.send, m.receive);
+               });
   }
   void run(std::string_view name, const steps::GatherQueries& s) {
     const HeadParts p = head_parts();
     const int64_t rows = s.x.extent<Token>(), all = s.y.extent<Head>(), own = s.x.extent<Head>(),
                   head = s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype));
-    std::vector<SendRows> send;
-    std::vector<ReceiveRows> receive;
+    GroupMessages m(plan_.options);
+    m.add_part();
     for (size_t r = 0; r < p.count.size(); ++r) {
-      send.push_back({bind_.in_workspace(s.x), 1, rows * own * head, 0});
-      receive.push_back({bind_.in_workspace(s.y) + p.begin[r] * head, rows, p.count[r] * head, all * head});
+      m.to(r) = {bind_.in_workspace(s.x), 1, rows * own * head, 0};
+      m.from(r) = {bind_.in_workspace(s.y) + p.begin[r] * head, rows, p.count[r] * head, all * head};
     }
-    const auto sent = static_cast<double>(rows * own * head * (std::ssize(p.count) - 1));
-    collective(name, {sent, 0}, [&](Collective call) {
-      call.most_bytes = rows * p.most * head;
-      c_.ranks->exchange(*stream_, call, send, receive);
-    });
+    exchange(name, static_cast<double>(rows * own * head * (std::ssize(p.count) - 1)), rows * p.most * head, m);
   }
   void run(std::string_view name, const steps::ExchangeFound& s) {
     const HeadParts p = head_parts();
-    const int64_t rows = s.found.extent<Token>(), all = s.found.extent<Head>(), own = s.got.extent<Head>(),
-                  rank = plan_.options.context_parallel.rank;
-    std::vector<SendRows> send;
-    std::vector<ReceiveRows> receive;
+    const int64_t rows = s.found.extent<Token>(), all = s.found.extent<Head>(), own = s.got.extent<Head>();
+    GroupMessages m(plan_.options);
     const auto part = [&](const auto& found, const auto& got, int64_t width) {
       const int64_t head = width * int64_t{sizeof(float)};
+      m.add_part();
       for (size_t r = 0; r < p.count.size(); ++r) {
-        send.push_back({bind_.in_workspace(found) + p.begin[r] * head, rows, p.count[r] * head, all * head});
-        receive.push_back(
-            {bind_.in_workspace(got) + static_cast<int64_t>(r) * rows * own * head, 1, rows * own * head, 0});
+        m.to(r) = {bind_.in_workspace(found) + p.begin[r] * head, rows, p.count[r] * head, all * head};
+        m.from(r) = {bind_.in_workspace(got) + static_cast<int64_t>(r) * rows * own * head, 1, rows * own * head, 0};
       }
       return head;
     };
     const int64_t width = s.found.extent<Value>(), head = part(s.found, s.got, width) + part(s.found_lse, s.got_lse, 1);
-    const auto sent = static_cast<double>(rows * (all - p.count[static_cast<size_t>(rank)]) * head);
-    collective(name, {sent, 0}, [&](Collective call) {
-      call.most_bytes = rows * p.most * width * int64_t{sizeof(float)};
-      c_.ranks->exchange(*stream_, call, send, receive);
-    });
+    exchange(name, static_cast<double>(rows * (all - own) * head), rows * p.most * width * int64_t{sizeof(float)}, m);
+  }
+  void run(std::string_view name, const steps::GatherRows& s) {
+    const std::vector<int64_t>& held = plan_.chunks[static_cast<size_t>(s.chunk)].held_rows;
+    const auto member = static_cast<size_t>(plan_.options.context_parallel.member());
+    const int64_t row = s.rows.extent<Entry>();
+    GroupMessages m(plan_.options);
+    m.add_part();
+    std::byte* at = bind_.in_workspace(s.rows);
+    for (size_t r = 0; r < held.size(); at += held[r++] * row) {
+      m.from(r) = {at, 1, held[r] * row, 0};
+      if (r != member) continue;
+      for (size_t other = 0; other < held.size(); ++other) m.to(other) = {at, 1, held[r] * row, 0};
+    }
+    exchange(name, static_cast<double>(held[member] * row * (std::ssize(held) - 1)),
+             *std::max_element(held.begin(), held.end()) * row, m);
+  }
+  void run(std::string_view name, const steps::GatherCandidates& s) {
+    const int64_t members = plan_.options.context_parallel.sharding.ranks(), rows = s.positions.extent<Token>(),
+                  element = static_cast<int64_t>(size_of(s.scores.dtype)),
+                  row = s.all_positions.extent<Key>() * element, sent = row / members,
+                  own = s.positions.extent<Topk>() * element;
+    GroupMessages m(plan_.options);
+    const auto part = [&](const auto& from, const auto& to) {
+      m.add_part();
+      for (int64_t r = 0; r < members; ++r) {
+        m.to(static_cast<size_t>(r)) = {bind_.in_workspace(from), rows, sent, own};
+        m.from(static_cast<size_t>(r)) = {bind_.in_workspace(to) + r * sent, rows, sent, row};
+      }
+    };
+    part(s.positions, s.all_positions);
+    part(s.scores, s.all_scores);
+    exchange(name, static_cast<double>(2 * rows * sent * (members - 1)), rows * sent, m);
   }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));

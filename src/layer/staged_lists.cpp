@@ -55,7 +55,8 @@ StagedLists::Fitted StagedLists::own() const {
   Fitted step{arrays_, 0};
   for (Array& a : step.arrays) {
     const bool items = a.key.kind == ListKind::latent_items || a.key.kind == ListKind::sparse_items ||
-                       a.key.kind == ListKind::index_rows || a.key.kind == ListKind::index_tile;
+                       a.key.kind == ListKind::index_rows || a.key.kind == ListKind::index_tile ||
+                       a.key.kind == ListKind::index_joined;
     if (idle_ && items) a.count = 0;
   }
   return step;

@@ -161,7 +161,8 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
 }
 
 void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, const ContextParallel& c) {
-  validate_pages(b, pages, page_size, [&](int64_t r) { return c.sharding.pages(c.rank, b.seq_lens[r], page_size); });
+  validate_pages(b, pages, page_size,
+                 [&](int64_t r) { return c.sharding.pages(c.member(), b.seq_lens[r], page_size); });
   std::vector<int32_t> written;
   for (int64_t r = 0; r < b.requests(); ++r) {
     const int64_t first = b.context_len(r) - b.query_start_loc[r];  // position - token
@@ -169,8 +170,8 @@ void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, c
       const int64_t slot = b.slot_mapping[t], position = first + t;
       if (slot < 0) continue;
       const std::string found = "slot_mapping[" + n(t) + "] is " + n(slot) + ", its token's position " + n(position);
-      if (const int64_t owner = c.sharding.owner(position); owner != c.rank)
-        fail_at(r, found + " is rank " + n(owner) + "'s, this is rank " + n(c.rank));
+      if (const int64_t owner = c.sharding.owner(position); owner != c.member())
+        fail_at(r, found + " is rank " + n(c.first() + owner) + "'s, this is rank " + n(c.rank));
       const int64_t at = c.sharding.index(position), page = at / page_size, id = b.block_table(r, page);
       if (slot != id * page_size + at % page_size)
         fail_at(r, found + " is slot " + n(id * page_size + at % page_size) + " of this rank (block_table[" + n(page) +

@@ -47,11 +47,13 @@ std::string Plan::describe() const {
   const std::string calls = options.activation_dtype == ActivationDtype::native
                                 ? ""
                                 : ", rows of calls in " + std::string(to_string(options.activation_dtype));
-  const CacheSharding& sharding = options.context_parallel.sharding;
-  const std::string held = sharding.ranks() == 1 ? ""
-                                                 : ", rank " + std::to_string(options.context_parallel.rank) + " of " +
-                                                       std::to_string(sharding.ranks()) + " that hold " +
-                                                       counted(sharding.interleave(), "token") + " in turn";
+  const ContextParallel& shared = options.context_parallel;
+  const int64_t members = shared.sharding.ranks();
+  const std::string held =
+      !shared.shared() ? ""
+                       : ", rank " + std::to_string(shared.rank) + " of " + std::to_string(options.tensor_parallel) +
+                             (members < options.tensor_parallel ? " in groups of " + std::to_string(members) : "") +
+                             " that hold " + counted(shared.sharding.interleave(), "token") + " in turn";
   line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
        held.c_str(), std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
@@ -138,6 +140,9 @@ std::string Plan::describe() const {
            counted(index_schedule.tiles.keys, "position").c_str(),
            readable_bytes(index_schedule.tiles.score_bytes).c_str(),
            readable_bytes(index_schedule.tiles.state_bytes).c_str());
+    if (sparse_rows() > 0 && serves_block() && shared.shared())
+      line(out, "    of the rank's own keys; the best of %s of each of %lld ranks are selected",
+           counted(index_schedule.candidates, "candidate").c_str(), static_cast<long long>(members));
     for (const SparseGroup& g : sparse_groups)
       line(out, "    launch: %s %s; %s, %s", counted(g.count, "row").c_str(),
            g.rows == 0

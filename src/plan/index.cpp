@@ -41,7 +41,8 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
 int64_t IndexTile::rounds(int64_t keys) const {
   int64_t end = 0;
   for (const IndexItem& row : rows) end = std::max<int64_t>(end, row.kv_end);
-  return planning::ceil_div(end, keys);
+  // Where a rank holds nothing, selections begin all the same.
+  return std::max<int64_t>(joined.empty() ? 0 : 1, planning::ceil_div(end, keys));
 }
 
 namespace {
@@ -72,16 +73,31 @@ Scored scored_of(std::span<const RequestPlan> requests, int64_t topk, std::vecto
   return scored;
 }
 
+// The same rows over the keys that a rank of a split cache holds.
+void hold(const ContextParallel& c, std::vector<IndexItem>& items) {
+  std::vector<IndexItem> held;
+  for (const IndexItem& whole : items)
+    planning::each_held_run(c, whole.visible, whole.q_count, [&](int64_t i, int64_t count, int64_t sees, bool own) {
+      IndexItem item = whole;
+      item.q_begin += static_cast<int32_t>(i);
+      item.q_count = static_cast<int32_t>(count);
+      item.visible = static_cast<int32_t>(sees - 1);
+      item.kv_end = static_cast<int32_t>(own ? sees + count - 1 : sees);
+      held.push_back(item);
+    });
+  items = std::move(held);
+}
+
 void fill_tiles(IndexSchedule& s, const std::vector<IndexItem>& scored) {
   int64_t used = s.tiles.rows;  // no tile is open
   for (IndexItem item : scored)
-    for (int32_t left = item.q_count; left > 0;) {
+    for (int32_t left = item.q_count, end = item.kv_end; left > 0;) {
       if (used == s.tiles.rows) {
         s.selected.emplace_back();
         used = 0;
       }
       item.q_count = static_cast<int32_t>(std::min<int64_t>(left, s.tiles.rows - used));
-      item.kv_end = item.visible + item.q_count;
+      item.kv_end = std::min(end, item.visible + item.q_count);
       item.row = static_cast<int32_t>(used);
       s.selected.back().rows.push_back(item);
       used += item.q_count;
@@ -101,10 +117,35 @@ IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk
   return s;
 }
 
-IndexSchedule planning::schedule_index(std::span<const RequestPlan> requests, int64_t topk, const IndexTiles& tiles) {
-  IndexSchedule s{.tiles = tiles, .all = {}, .selected = {}};
-  fill_tiles(s, scored_of(requests, topk, s.all).items);
+IndexTiles planning::index_tiles_of(const Plan& plan, int64_t rows, int64_t longest) {
+  return index_tiles(rows, plan.options.context_parallel.longest(longest), plan.topk, index_tile_bytes(plan));
+}
+
+int64_t planning::index_candidates(const Plan& plan, int64_t longest) {
+  const ContextParallel& c = plan.options.context_parallel;
+  return c.shared() ? std::min(plan.topk, c.longest(longest)) : 0;
+}
+
+IndexSchedule planning::schedule_index(const Plan& plan, std::span<const RequestPlan> requests) {
+  const ContextParallel& c = plan.options.context_parallel;
+  IndexSchedule s;
+  Scored scored = scored_of(requests, plan.topk, s.all);
+  const auto& m = plan.options.maxima;
+  const int64_t rows = m ? m->tokens : scored.rows, longest = m ? m->seq_len : scored.longest;
+  s.tiles = index_tiles_of(plan, rows, longest);
+  if (c.shared()) hold(c, scored.items);
+  fill_tiles(s, scored.items);
+  s.candidates = index_candidates(plan, longest);
+  for (IndexTile& tile : s.selected) join_tile(plan, s.candidates, tile);
   return s;
+}
+
+void planning::join_tile(const Plan& plan, int64_t candidates, IndexTile& tile) {
+  const ContextParallel& c = plan.options.context_parallel;
+  if (!c.shared()) return;
+  const auto columns = static_cast<int32_t>(c.sharding.ranks() * candidates);
+  const int32_t rows = tile.rows.empty() ? 0 : tile.rows.back().row + tile.rows.back().q_count;
+  tile.joined = {{.q_count = rows, .kv_end = columns, .visible = columns - 1}};
 }
 
 }  // namespace mla

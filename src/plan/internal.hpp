@@ -38,8 +38,28 @@ void require_within(const StepMaxima& maxima, const Batch& batch);
 bool selects(const Plan& plan);
 /// The batch's lists and the plan's as long as the maxima's, sparse group and tiles as many.
 void pad_to_maxima(Plan& plan, const Batch& batch);
-/// A schedule of tiles of a given size.
-IndexSchedule schedule_index(std::span<const RequestPlan> requests, int64_t topk, const IndexTiles& tiles);
+/// The rows' schedule, of a split cache over the rank's own keys; in tiles of maxima where there are any.
+IndexSchedule schedule_index(const Plan& plan, std::span<const RequestPlan> requests);
+/// Of so many rows over sequences up to so long: tiles, and candidates of a member.
+IndexTiles index_tiles_of(const Plan& plan, int64_t rows, int64_t longest);
+int64_t index_candidates(const Plan& plan, int64_t longest);
+/// Of a split cache: the tile's rows over so many candidates of each member.
+void join_tile(const Plan& plan, int64_t candidates, IndexTile& tile);
+/// Heads that attention over a cache has: of a split one, those of all members.
+int64_t attended_heads(const Plan& plan);
+
+/// Of a split cache, what a request's tokens [first, first + count) see of the rank's own: f(begin, count, sees, held)
+/// for runs of them, the first of which sees `sees` tokens; those that the rank holds itself see one more each.
+template <class F>
+void each_held_run(const ContextParallel& c, int64_t first, int64_t count, F&& f) {
+  for (int64_t i = 0; i < count;) {
+    const bool held = c.sharding.owner(first + i) == c.member();
+    int64_t run = 1;
+    while (i + run < count && (c.sharding.owner(first + i + run) == c.member()) == held) ++run;
+    f(i, run, c.sharding.length(c.member(), first + i + 1), held);
+    i += run;
+  }
+}
 /// What attention over the cache is at most cut into, of any batch within the maxima.
 struct MostLatent {
   int64_t items = 0, splits = 0, partial_rows = 0;
@@ -88,6 +108,7 @@ struct WorkspaceRows {
   int64_t heads = 0;                              ///< finished heads
   int64_t sparse = 0, indexed = 0, gathered = 0;  ///< selecting; of them those scored here; the largest group's
   IndexTiles tiles;
+  int64_t candidates = 0;
   Dtype head_dtype = Dtype::f32;
   bool shares_context = false;
 };

@@ -27,6 +27,9 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::suffix_items: return of("suffix_items", p.suffix_items);
     case ListKind::context_pieces: return of("context pieces", p.chunks[part].pieces);
     case ListKind::context_items: return of("context items", p.chunks[part].items);
+    case ListKind::context_held: return of("held context", p.chunks[part].held);
+    case ListKind::context_sources: return of("sources of context", p.chunks[part].sources);
+    case ListKind::context_placed: return of("placed context", p.chunks[part].placed);
     case ListKind::sparse_requests: return of("sparse_requests", p.sparse_requests);
     case ListKind::sparse_positions: return of("sparse_positions", p.sparse_positions);
     case ListKind::gathered_starts: return of("gathered_starts", p.gathered_starts);
@@ -36,6 +39,7 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::sparse_pieces: return of("sparse pieces", p.sparse_groups[part].pieces);
     case ListKind::index_rows: return of("index rows", p.index_schedule.all);
     case ListKind::written_rows: return rows("written_rows", p.written_rows);
+    case ListKind::index_joined: return of("index candidates", p.index_schedule.selected[part].joined);
     case ListKind::index_tile: return of("index tile", p.index_schedule.selected[part].rows);
   }
   return {};

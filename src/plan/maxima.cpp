@@ -39,7 +39,7 @@ struct Possible {
 Possible possible_paths(const Plan& p, const StepMaxima& m) {
   const PlanOptions& o = p.options;
   if (o.dummy || m.tokens == 0) return {};
-  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.sharding.ranks() > 1;
+  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.shared();
   Possible can{.sparse = cached && p.topk > 0 && m.seq_len > p.topk};
   switch (o.path) {
     case PathPolicy::latent: can.latent = true; break;
@@ -54,8 +54,7 @@ Possible possible_paths(const Plan& p, const StepMaxima& m) {
       break;
   }
   if (!cached) can = {.expanded = true};
-  if (shared) can.latent = true;  // requests with context
-  can.context = can.expanded && cached && !shared;
+  can.context = can.expanded && cached;
   return can;
 }
 
@@ -82,7 +81,11 @@ void pad_tile(std::vector<IndexItem>& rows, int64_t count) {
   pad(rows, count, IndexItem{.row = end}, "index tile");
 }
 
-int64_t items_of_tile(const IndexSchedule& s, const StepMaxima& m) { return std::min(s.tiles.rows, m.requests); }
+// Runs of one owner's tokens are items of their own.
+int64_t items_of_tile(const Plan& p, const StepMaxima& m) {
+  const int64_t rows = p.index_schedule.tiles.rows;
+  return p.options.context_parallel.shared() ? rows : std::min(rows, m.requests);
+}
 
 void pad_latent(Plan& p, const StepMaxima& m) {
   const MostLatent most = most_latent(p, m);
@@ -90,12 +93,6 @@ void pad_latent(Plan& p, const StepMaxima& m) {
   pad(p.splits, most.splits, {.splits = 1}, "splits");
   p.partial_rows = most.partial_rows;
   p.sparse_begin = m.tokens;  // behind all rows
-  // What ranks exchange has a place for every row.
-  if (const CacheSharding& sharding = p.options.context_parallel.sharding; sharding.ranks() > 1)
-    p.rank_splits = {{.row = 0,
-                      .rows = static_cast<int32_t>(m.tokens),
-                      .partial = 0,
-                      .splits = static_cast<int32_t>(sharding.ranks())}};
 }
 
 void pad_sparse(Plan& p, const StepMaxima& m) {
@@ -111,18 +108,21 @@ void pad_sparse(Plan& p, const StepMaxima& m) {
   p.partial_rows = g.work.partial_rows = most.partial_rows;
   if (!p.serves_block()) return;
   IndexSchedule& s = p.index_schedule;
-  s.tiles = index_tiles(m.tokens, m.seq_len, p.topk, index_tile_bytes(p));
+  s.tiles = index_tiles_of(p, m.tokens, m.seq_len);
+  s.candidates = index_candidates(p, m.seq_len);
   pad(s.all, m.requests, {}, "index rows");
   s.selected.resize(static_cast<size_t>(ceil_div(m.tokens, s.tiles.rows)));
-  for (IndexTile& tile : s.selected) pad_tile(tile.rows, items_of_tile(s, m));
+  for (IndexTile& tile : s.selected) {
+    if (tile.joined.empty()) join_tile(p, s.candidates, tile);
+    pad_tile(tile.rows, items_of_tile(p, m));
+  }
 }
 
 // A captured launch is as large as the lists that the host has then: these are of requests as long as any, one behind
 // another, or over one another where all together would be more than the tokens.
 void fill_launches(Plan& p, const StepMaxima& m) {
-  const CacheSharding& sharding = p.options.context_parallel.sharding;
-  const auto length = static_cast<int32_t>(
-      sharding.ranks() > 1 ? sharding.length(p.options.context_parallel.rank, m.seq_len) : m.seq_len);
+  const ContextParallel& c = p.options.context_parallel;
+  const auto length = static_cast<int32_t>(c.sharding.length(c.member(), m.seq_len));
   const auto most = static_cast<int32_t>(std::min(m.query_len, m.tokens));
   for (size_t i = 0; i < p.latent_items.size(); ++i)
     p.latent_items[i] = {.request = static_cast<int32_t>(static_cast<int64_t>(i) % m.requests),
@@ -139,7 +139,7 @@ void fill_launches(Plan& p, const StepMaxima& m) {
     int32_t row = 0;
     for (size_t i = 0; i < items.size(); ++i) {
       const auto count = static_cast<int32_t>(std::min<int64_t>(most, rows - row));
-      const auto end = scored ? length : static_cast<int32_t>(std::min<int64_t>(length, p.topk));
+      const auto end = scored ? length : static_cast<int32_t>(std::min<int64_t>(m.seq_len, p.topk));
       items[i] = {.request = static_cast<int32_t>(i),
                   .q_begin = static_cast<int32_t>(first + row),
                   .q_count = count,
@@ -154,7 +154,9 @@ void fill_launches(Plan& p, const StepMaxima& m) {
   cover(s.all, m.tokens, 0, false);
   for (size_t t = 0; t < s.selected.size(); ++t) {
     const int64_t first = static_cast<int64_t>(t) * s.tiles.rows;
-    cover(s.selected[t].rows, std::min(s.tiles.rows, m.tokens - first), first, true);
+    const int64_t rows = std::min(s.tiles.rows, m.tokens - first);
+    cover(s.selected[t].rows, rows, first, true);
+    for (IndexItem& joined : s.selected[t].joined) joined.q_count = static_cast<int32_t>(rows);
   }
 }
 
@@ -204,7 +206,7 @@ StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const
   const StepMaxima m = planning::checked(*options.maxima);
   cache.validate();
   const ContextParallel& c = options.context_parallel;
-  const int64_t pages = c.sharding.pages(c.rank, m.seq_len, cache.page_size);
+  const int64_t pages = c.sharding.pages(c.member(), m.seq_len, cache.page_size);
   StepOfMaxima s;
   s.starts = {0};
   s.table.assign(static_cast<size_t>(m.requests * pages), 0);
@@ -229,7 +231,7 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                   .partial = can.latent ? most_latent(p, m).partial_rows : 0,
                   .heads = o.absorbed ? 0 : m.tokens,
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
-                  .shares_context = can.latent && o.context_parallel.sharding.ranks() > 1};
+                  .shares_context = (can.latent || can.sparse) && o.context_parallel.shared()};
   const int64_t grain = key_grain(p);
   if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
   if (can.context)
@@ -239,10 +241,14 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
     w.sparse = m.tokens;
     w.indexed = p.serves_block() ? m.tokens : 0;
     w.partial = std::max(w.partial, most_sparse(p, m.tokens, p.topk).partial_rows);
-    if (p.serves_block()) w.tiles = most_tiles(m.tokens, m.seq_len, p.topk, index_tile_bytes(p));
-    if (may_upconvert(p, m.query_len))
-      w.gathered =
-          std::min(std::max(context_workspace_rows(p, m.seq_len, m.requests), m.seq_len), m.requests * m.seq_len);
+    if (p.serves_block()) {
+      w.tiles = most_tiles(m.tokens, o.context_parallel.longest(m.seq_len), p.topk, index_tile_bytes(p));
+      w.candidates = index_candidates(p, m.seq_len);
+    }
+    if (may_upconvert(p, m.query_len)) {
+      const int64_t longest = o.context_parallel.longest(m.seq_len);
+      w.gathered = std::min(std::max(context_workspace_rows(p, longest, m.requests), longest), m.requests * longest);
+    }
   }
   lay_out_workspace(p, w);
   return {p.workspace_bytes, p.selection_bytes};

@@ -18,15 +18,15 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
   const int64_t ranks = c.sharding.ranks();
   if (ranks == 1) return;
   const std::string what = "plan: a cache split over " + std::to_string(ranks) + " ranks ";
-  if (o.tensor_parallel != ranks)
-    throw UnsupportedError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
-                           ", they have to be the same ranks");
-  if (c.rank < 0 || c.rank >= ranks)
+  if (o.tensor_parallel % ranks != 0)
+    throw ShapeError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
+                     ", which must be groups of as many");
+  if (c.rank < 0 || c.rank >= o.tensor_parallel)
     throw ShapeError("plan: context_parallel rank is " + std::to_string(c.rank) + ", allowed 0 to " +
-                     std::to_string(ranks - 1));
-  if (std::ssize(c.heads) != ranks)
-    throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) + " entries, the cache has " +
-                     std::to_string(ranks) + " ranks");
+                     std::to_string(o.tensor_parallel - 1));
+  if (std::ssize(c.heads) != o.tensor_parallel)
+    throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) +
+                     " entries, tensor_parallel is " + std::to_string(o.tensor_parallel));
   for (size_t r = 0; r < c.heads.size(); ++r)
     if (c.heads[r] < 1 || c.heads[r] > std::numeric_limits<int32_t>::max())
       throw ShapeError("plan: context_parallel heads[" + std::to_string(r) + "] is " + std::to_string(c.heads[r]) +
@@ -35,13 +35,7 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
     throw ShapeError("plan: context_parallel heads[" + std::to_string(c.rank) + "] is " +
                      std::to_string(c.heads[static_cast<size_t>(c.rank)]) + ", this rank's model has " +
                      std::to_string(model.heads));
-  const auto refuse = [&](bool is, const char* option) {
-    if (is) throw UnsupportedError(what + "with " + option);
-  };
-  refuse(o.fp8_query, "fp8 queries");
-  refuse(o.absorbed, "fully absorbed weights");
-  refuse(o.cache_use != CacheUse::append, "another cache_use than append");
-  refuse(model.indexer && o.sparse != SparsePolicy::dense, "requests that select their keys (sparse is not dense)");
+  if (o.cache_use == CacheUse::none) throw UnsupportedError(what + "with cache_use none: there is no cache to split");
 }
 
 void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
@@ -137,7 +131,19 @@ PlanDigest digest_of(const Plan& p) {
     hash ^= hash >> 29;
   };
   const CacheSharding& sharding = o.context_parallel.sharding;
-  const bool shared = sharding.ranks() > 1;
+  const bool shared = o.context_parallel.shared();
+  if (shared) {
+    add(static_cast<int64_t>(p.cache.format));
+    add(o.fp8_query ? std::bit_cast<int32_t>(o.q_scale) : 0);
+    add(o.absorbed);
+    for (const ContextChunk& c : p.chunks) add(c.rows);
+    // What is selected, and in which order rows stand.
+    for (const int64_t x :
+         {p.topk, p.index_schedule.tiles.rows, p.index_schedule.candidates, static_cast<int64_t>(o.index_format),
+          static_cast<int64_t>(o.index_arithmetic), static_cast<int64_t>(o.index_hadamard)})
+      add(x);
+    for (const int32_t request : p.sparse_requests) add(request);
+  }
   for (const int64_t x : {p.model.hidden, p.model.latent, p.model.rope, sharding.ranks(), sharding.interleave()})
     add(x);
   for (const int64_t heads : o.context_parallel.heads) add(heads);
@@ -151,16 +157,32 @@ PlanDigest digest_of(const Plan& p) {
   return {hash | 1, static_cast<int32_t>(p.tokens), static_cast<int32_t>(p.requests.size())};
 }
 
-Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
+// Of a split cache. All ranks must choose alike, however many heads each has and whatever each measures.
+double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new_tokens, int64_t context) {
+  const ContextParallel& c = p.options.context_parallel;
+  const LinkRates& link = p.options.link;
+  ModelConfig model = p.model;
+  model.heads = *std::max_element(c.heads.begin(), c.heads.end());
+  // A member attends to its part of the positions with as many times its heads: the work of all positions with its own.
+  const double work = path_cost(model, p.cache, rates, path, new_tokens, context);
+  if (!(link.bytes > 0)) return work;
+  const auto others = static_cast<double>(c.sharding.ranks() - 1), rows = static_cast<double>(new_tokens * model.heads);
+  const double query = static_cast<double>(model.entry()) * rates.row_element,
+               found = static_cast<double>(p.cache.value_width() + 1) * sizeof(float),
+               row = static_cast<double>(p.sent_rows.page_bytes());
+  return path == Path::latent
+             ? work + 2 * link.seconds + others * rows * (query + found) / link.bytes
+             : work + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
+}
+
+// given: the rates of the options before those of the device took their place.
+Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context) {
   if (p.options.maxima) return planning::selects(p) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
   if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
-  // All ranks must choose alike, however many heads each has: not by their costs.
-  if (p.options.context_parallel.sharding.ranks() > 1) {
-    if (context > 0) return Path::latent;
-    if (p.options.path == PathPolicy::automatic) return Path::expanded;
-  }
+  const bool shared = p.options.context_parallel.shared();
+  if (shared && context == 0 && p.options.path == PathPolicy::automatic && !p.options.absorbed) return Path::expanded;
   switch (p.options.path) {
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;
@@ -169,7 +191,10 @@ Path choose_path(const Plan& p, int64_t new_tokens, int64_t context) {
   }
   // One token joins the batch's other decodes, whose launches there are: alone it would cost more on the other path.
   if (p.options.absorbed || new_tokens <= 1) return Path::latent;
-  auto cost = [&](Path path) { return path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context); };
+  auto cost = [&](Path path) {
+    return shared ? shared_cost(p, given ? *given : default_cost_model(p.device.device), path, new_tokens, context)
+                  : path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context);
+  };
   return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
 }
 
@@ -180,6 +205,30 @@ namespace {
 
 // batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
 constexpr int64_t kFixedRows = 4096;
+
+// Who holds which rows of a chunk. A run of positions is a run of each member's tokens, for members keep them in order.
+void split_chunk(const ContextParallel& c, ContextChunk& chunk) {
+  const CacheSharding& sharding = c.sharding;
+  chunk.sources.assign(static_cast<size_t>(chunk.rows), 0);  // of rows between pieces: any
+  int32_t sent = 0;
+  for (int64_t member = 0; member < sharding.ranks(); ++member) {
+    const int32_t first = sent;
+    for (const GatherPiece& piece : chunk.pieces) {
+      const int64_t begin = sharding.length(member, piece.start),
+                    end = sharding.length(member, int64_t{piece.start} + piece.count);
+      if (begin == end) continue;
+      if (member == c.member())
+        chunk.held.push_back({.request = piece.request,
+                              .start = static_cast<int32_t>(begin),
+                              .count = static_cast<int32_t>(end - begin),
+                              .row = sent - first});
+      for (int64_t i = begin; i < end; ++i)
+        chunk.sources[static_cast<size_t>(piece.row + sharding.position(member, i) - piece.start)] = sent++;
+    }
+    chunk.held_rows.push_back(sent - first);
+  }
+  chunk.placed = {{.request = 0, .start = 0, .count = static_cast<int32_t>(chunk.rows), .row = 0}};
+}
 
 }  // namespace
 
@@ -220,6 +269,7 @@ void chunk_context(Plan& plan) {
                              /*last=*/piece.start + piece.count == r.context});
       chunk.rows = std::max<int64_t>(chunk.rows, static_cast<int64_t>(piece.row) + piece.count);
     }
+    if (plan.options.context_parallel.shared()) split_chunk(plan.options.context_parallel, chunk);
     plan.chunks.push_back(std::move(chunk));
   }
 }
@@ -235,6 +285,11 @@ Plan planning::begin_plan(const ModelConfig& model, const CacheSpec& cache, cons
   if (options.maxima) p.options.maxima = checked(*options.maxima);
   if (!p.options.rates) p.options.rates = options.compute == Dtype::bf16 ? device.bf16_rates : device.f32_rates;
   if (!p.options.rates) p.options.rates = default_cost_model(device.device);
+  if (options.context_parallel.shared()) {
+    p.sent_rows = cache;
+    p.sent_rows.page_size = 1;
+    if (p.sent_rows.page_bytes() % sizeof(float) != 0) p.sent_rows.format = CacheFormat::f32;
+  }
   if (model.indexer) {
     p.index_cache = index_cache_spec(model, cache, options.index_format);
     if (options.sparse != SparsePolicy::dense) p.topk = model.indexer->topk;
@@ -247,7 +302,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   Plan p = planning::begin_plan(model, cache, device, options);
   if (options.dummy) planning::validate_lengths(batch);
   else if (options.cache_use == CacheUse::none) planning::validate_new(batch);
-  else if (options.context_parallel.sharding.ranks() > 1)
+  else if (options.context_parallel.shared())
     planning::validate_held(batch, pages, cache.page_size, options.context_parallel);
   else validate(batch, pages, cache.page_size);
 
@@ -257,7 +312,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
-    const RequestPlan request{.path = choose_path(p, batch.query_len(r), batch.context_len(r)),
+    const RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r)),
                               .q_begin = batch.query_start_loc[r],
                               .query_len = static_cast<int32_t>(batch.query_len(r)),
                               .context = static_cast<int32_t>(batch.context_len(r))};
@@ -266,10 +321,6 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
                              " tokens attends to the " + std::to_string(p.topk) +
                              " that are selected for each, in a cache; cache_use is none");
-    if (options.context_parallel.sharding.ranks() > 1 && options.path == PathPolicy::expanded && request.context > 0 &&
-        request.query_len > 0)
-      throw UnsupportedError("plan: request " + std::to_string(r) + " has " + std::to_string(request.context) +
-                             " tokens of context, which several ranks hold: path policy expanded needs them all");
     const bool expanded = request.path == Path::expanded;
     if (expanded && options.absorbed)
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
@@ -296,9 +347,14 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     planning::plan_selection(p);
   }
   p.selection_stamp = stamp_of(p, batch);
-  p.digest = digest_of(p);
   if (p.options.maxima) planning::pad_to_maxima(p, batch);
+  if (p.shares_context())
+    p.rank_splits = {{.row = 0,
+                      .rows = static_cast<int32_t>(p.latent_tokens.size()),
+                      .partial = 0,
+                      .splits = static_cast<int32_t>(options.context_parallel.sharding.ranks())}};
   planning::chunk_context(p);
+  p.digest = digest_of(p);
   planning::place_output(p);
   planning::lay_out_workspace(p, planning::workspace_rows(p));
   planning::append_steps(p);

@@ -1,5 +1,6 @@
 // The sparse path: which rows are selected for, in which tiles they are scored, and in which launches they attend.
 #include <algorithm>
+#include <numeric>
 
 #include "plan/internal.hpp"
 
@@ -12,6 +13,8 @@ bool is_decode(const Plan& plan, const RequestPlan& r) { return r.query_len <= p
 // the request alone, never from its neighbours.
 bool upconverts(const Plan& plan, const RequestPlan& r) {
   if (plan.options.maxima) return false;
+  // Ranks of a split cache must choose alike, whatever each measured.
+  if (plan.options.context_parallel.shared() && plan.options.sparse == SparsePolicy::automatic) return false;
   switch (plan.options.sparse) {
     case SparsePolicy::upconvert: return !is_decode(plan, r);
     case SparsePolicy::automatic:
@@ -34,7 +37,7 @@ SparseGroup& add_group(Plan& plan, const std::vector<int32_t>& requests) {
     }
     group.count += r.query_len;
   }
-  group.work = plan_sparse(group.count, plan.topk, plan.model.heads, plan.options.split, sparse_units(plan),
+  group.work = plan_sparse(group.count, plan.topk, attended_heads(plan), plan.options.split, sparse_units(plan),
                            planning::split_keys(plan));
   plan.partial_rows = std::max(plan.partial_rows, group.work.partial_rows);
   plan.sparse_groups.push_back(std::move(group));
@@ -47,7 +50,7 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
   int64_t longest = 0;
   for (const int32_t index : requests) {
     const RequestPlan& r = plan.requests[static_cast<size_t>(index)];
-    lengths.push_back(r.context + r.query_len);
+    lengths.push_back(static_cast<int32_t>(plan.options.context_parallel.longest(r.context + r.query_len)));
     longest = std::max<int64_t>(longest, lengths.back());
   }
   const int64_t rows = std::max(context_workspace_rows(plan, longest, std::ssize(requests)),
@@ -58,7 +61,9 @@ void add_upconverted(Plan& plan, const std::vector<int32_t>& requests) {
     SparseGroup& group = add_group(plan, {requests.begin() + range.begin, requests.begin() + range.end});
     for (int32_t i = range.begin; i < range.end; ++i) {
       const size_t index = static_cast<size_t>(requests[static_cast<size_t>(i)]);
-      const int32_t length = lengths[static_cast<size_t>(i)];
+      const RequestPlan& r = plan.requests[index];
+      const ContextParallel& c = plan.options.context_parallel;
+      const auto length = static_cast<int32_t>(c.sharding.length(c.member(), r.context + r.query_len));
       group.pieces.push_back({.request = static_cast<int32_t>(index),
                               .start = 0,
                               .count = length,
@@ -76,11 +81,18 @@ size_t index_tile_bytes(const Plan& plan) {
   return plan.device.device.kind == DeviceKind::cuda ? kIndexTileBytesGpu : kIndexTileBytes;
 }
 
+int64_t attended_heads(const Plan& plan) {
+  const ContextParallel& c = plan.options.context_parallel;
+  if (!c.shared()) return plan.model.heads;
+  const std::span<const int64_t> heads = c.group_heads();
+  return std::accumulate(heads.begin(), heads.end(), int64_t{0});
+}
+
 bool may_upconvert(const Plan& plan, int64_t query_len) {
   if (query_len <= plan.options.reorder_batch_threshold) return false;
   if (plan.options.sparse == SparsePolicy::upconvert) return true;
-  // In place costs nothing where loads are not counted.
-  return plan.options.sparse == SparsePolicy::automatic &&
+  // In place costs nothing where loads are not counted; a split cache's are never weighed (upconverts()).
+  return plan.options.sparse == SparsePolicy::automatic && !plan.options.context_parallel.shared() &&
          (plan.options.rates->plain_elements > 0 || plan.options.rates->fp8_elements > 0);
 }
 
@@ -108,10 +120,7 @@ void plan_selection(Plan& plan) {
     r.q_begin = static_cast<int32_t>(i);
     ++r.query_len;
   }
-  if (const auto& m = plan.options.maxima)
-    plan.index_schedule =
-        schedule_index(rows, plan.topk, index_tiles(m->tokens, m->seq_len, plan.topk, index_tile_bytes(plan)));
-  else plan.index_schedule = mla::schedule_index(rows, plan.topk, index_tile_bytes(plan));
+  plan.index_schedule = schedule_index(plan, rows);
 }
 
 }  // namespace mla::planning

@@ -69,7 +69,7 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
 
 planning::MostSparse planning::most_sparse(const Plan& plan, int64_t rows, int64_t keys) {
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
-  const int64_t units = sparse_units(plan), heads = plan.model.heads;
+  const int64_t units = sparse_units(plan), heads = attended_heads(plan);
   MostSparse most;
   if (rows == 0 || keys == 0 || heads == 0) return most;
   most.items = 1;

@@ -40,23 +40,15 @@ void sort_longest_first(std::vector<LatentItem>& items) {
   items = std::move(sorted);
 }
 
-// Of a cache that is split over ranks, what a request's new tokens see of the rank's own: runs of tokens that the rank
-// holds see one more each, runs of others' tokens all the same.
 void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan& q, int32_t row,
                    std::vector<LatentRows>& rows) {
-  for (int64_t i = 0; i < q.query_len;) {
-    const int64_t position = q.context + i;
-    const bool held = c.sharding.owner(position) == c.rank;
-    int64_t count = 1;
-    while (i + count < q.query_len && (c.sharding.owner(position + count) == c.rank) == held) ++count;
-    const int64_t sees = c.sharding.length(c.rank, position + 1);
+  each_held_run(c, q.context, q.query_len, [&](int64_t i, int64_t count, int64_t sees, bool held) {
     rows.push_back({.request = request,
                     .q_begin = row + static_cast<int32_t>(i),
                     .q_count = static_cast<int32_t>(count),
                     .visible = sees - 1,
                     .length = held ? sees + count - 1 : sees});
-    i += count;
-  }
+  });
 }
 
 }  // namespace
@@ -76,7 +68,7 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
 // kLongest.
 MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
   const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
-  const bool shares = plan.options.context_parallel.sharding.ranks() > 1;
+  const bool shares = plan.options.context_parallel.shared();
   const auto ranges_of = [&](int64_t length) { return ceil_div(m.seq_len, length); };
   MostLatent most;
   if (m.tokens == 0) return most;
@@ -113,13 +105,11 @@ void split_kv(Plan& plan) {
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
     if (q.path != Path::latent) continue;
-    if (const ContextParallel& c = plan.options.context_parallel; c.sharding.ranks() > 1)
+    if (const ContextParallel& c = plan.options.context_parallel; c.shared())
       add_held_rows(c, static_cast<int32_t>(r), q, row, rows);
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
   }
-  if (const auto ranks = static_cast<int32_t>(plan.options.context_parallel.sharding.ranks()); ranks > 1 && row > 0)
-    plan.rank_splits = {{.row = 0, .rows = row, .partial = 0, .splits = ranks}};
   // A GPU's kernels cut requests themselves, by the lengths they find when they run.
   if (plan.device.device.kind == DeviceKind::cuda) {
     for (const LatentRows& r : rows)

@@ -56,6 +56,7 @@ WorkspaceRows workspace_rows(const Plan& p) {
                   .sparse = p.sparse_rows(),
                   .indexed = p.serves_block() ? p.sparse_rows() : 0,
                   .tiles = p.index_schedule.tiles,
+                  .candidates = p.index_schedule.candidates,
                   .head_dtype = p.head_dtype(),
                   .shares_context = p.shares_context()};
   for (const ContextChunk& c : p.chunks) w.context = std::max(w.context, c.rows);
@@ -68,7 +69,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   const ModelConfig& m = plan.model;
   const PlanOptions& o = plan.options;
   size_t end = 0;
-  plan.regions.reserve(24);
+  plan.regions.reserve(40);
   auto add = [&](std::string_view name, size_t bytes) {
     plan.regions.push_back({name, end, bytes});
     end += (bytes + kAlign - 1) / kAlign * kAlign;
@@ -97,11 +98,11 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("latent_lse", latent_rows * n * f);
   // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's.
   const bool shares = w.shares_context;
-  const std::vector<int64_t>& sharing = o.context_parallel.heads;
+  const std::span<const int64_t> sharing = shares ? o.context_parallel.group_heads() : std::span<const int64_t>();
   const size_t sharing_rows = shares ? latent_rows : 0,
                all_heads =
                    shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;
-  add("rank_queries", sharing_rows * all_heads * entry * compute);
+  add("rank_queries", sharing_rows * all_heads * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
   add("rank_found", sharing_rows * all_heads * width * f);
   add("rank_found_lse", sharing_rows * all_heads * f);
   add("rank_got", sharing_rows * sharing.size() * n * width * f);
@@ -122,6 +123,12 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     add("index_weights", indexed * heads * f);
     add("index_scores", w.tiles.score_bytes);
     add("index_topk", w.tiles.state_bytes);
+    // Of a split cache: positions and scores that the rank selected of its own, and that all members did.
+    const size_t tile_rows = o.context_parallel.shared() ? static_cast<size_t>(w.tiles.rows) : 0,
+                 columns = static_cast<size_t>(o.context_parallel.sharding.ranks() * w.candidates);
+    for (const std::string_view name : {"index_own", "index_own_scores"})
+      add(name, tile_rows * static_cast<size_t>(plan.topk) * f);
+    for (const std::string_view name : {"index_all", "index_all_scores"}) add(name, tile_rows * columns * f);
     add("sparse_context", static_cast<size_t>(w.gathered) * entry * compute);
     const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
@@ -134,6 +141,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     const auto turned_rows = static_cast<size_t>(round_up(static_cast<int64_t>(key_rows), kCodeRows));
     add("value_codes", turned_rows * n * static_cast<size_t>(m.value));
   }
+  add("rank_rows", o.context_parallel.shared() ? context_rows * plan.sent_rows.page_bytes() : 0);
   add("context", context_rows * entry * act);
   add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);

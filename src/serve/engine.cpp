@@ -334,7 +334,7 @@ std::unique_ptr<Engine::CapturedSteps> Engine::capture(const StepMaxima& maxima)
 // Every page of the step's table is a page of each rank, which has its share of the page's tokens there.
 std::span<const int32_t> Engine::own_slots(const Batch& batch) {
   const ContextParallel& c = plan_.context_parallel;
-  if (c.sharding.ranks() == 1) return batch.slot_mapping;
+  if (!c.shared()) return batch.slot_mapping;
   slots_.clear();
   for (int64_t r = 0; r < batch.requests(); ++r) {
     const auto at = static_cast<size_t>(r);
@@ -342,7 +342,7 @@ std::span<const int32_t> Engine::own_slots(const Batch& batch) {
     const std::span<const int32_t> pages(batch.block_table.data() + r * batch.block_table.stride<Request>(),
                                          static_cast<size_t>(batch.block_table.extent<Page>()));
     for (int32_t p = batch.seq_lens[at] - count; p < batch.seq_lens[at]; ++p)
-      slots_.push_back(static_cast<int32_t>(c.sharding.slot(c.rank, p, pages, spec_.page_size)));
+      slots_.push_back(static_cast<int32_t>(c.sharding.slot(c.member(), p, pages, spec_.page_size)));
   }
   return slots_;
 }

@@ -41,8 +41,8 @@ PlanDigest digest_of(const Trace& t, const Options& o) {
   const ModelConfig& m = o.model;
   h.add(std::string_view(m.name));
   for (const int64_t x : {m.hidden, m.heads, m.query_latent, m.latent, m.nope, m.rope, m.value, o.layers, o.interleave,
-                          o.limits.pages, o.limits.page_size, o.limits.token_budget, o.plan.context_rows,
-                          o.plan.reorder_batch_threshold, int64_t{o.plan.tensor_parallel}})
+                          int64_t{o.context_parallel}, o.limits.pages, o.limits.page_size, o.limits.token_budget,
+                          o.plan.context_rows, o.plan.reorder_batch_threshold, int64_t{o.plan.tensor_parallel}})
     h.add(x);
   h.add(m.rotary.theta);
   h.add(uint64_t{m.indexer ? static_cast<uint64_t>(m.indexer->topk) : 0});

@@ -151,14 +151,18 @@ Options resolved(const Trace& trace, Options o) {
   if (o.layers < 1 || o.layers > o.model.layers)
     throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
                      std::to_string(o.model.layers));
-  const int64_t ranks = o.plan.tensor_parallel, sharing = o.interleave > 0 ? ranks : 1;
+  const int64_t ranks = o.plan.tensor_parallel, sharing = o.context_parallel;
+  if (sharing < 1 || ranks % sharing != 0)
+    throw InputError("context_parallel is " + std::to_string(sharing) + ", it must divide tensor_parallel, " +
+                     std::to_string(ranks));
+  if (o.interleave < 1) throw InputError("interleave is " + std::to_string(o.interleave) + ", must be at least 1");
   if (o.group && o.group->ranks() != ranks)
     throw InputError("tensor_parallel is " + std::to_string(ranks) + ", the group has " +
                      counted(o.group->ranks(), "rank"));
   if (o.group && o.device.kind != DeviceKind::cpu)
     throw UnsupportedError("ranks that are processes run on the CPU, the device is " + to_string(o.device));
-  if (o.interleave > 0 && o.limits.page_size % (ranks * o.interleave) != 0)
-    throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(ranks) +
+  if (sharing > 1 && o.limits.page_size % (sharing * o.interleave) != 0)
+    throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(sharing) +
                      " ranks, " + std::to_string(o.interleave) +
                      " in turn: a rank's share of a page must be whole turns");
   const CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
@@ -178,8 +182,9 @@ Options resolved(const Trace& trace, Options o) {
   PlanOptions options = o.plan;
   if (sharing > 1) {  // as rank 0 has it
     model = part_of(o.model, head_share(o.model.heads, 0, static_cast<int>(ranks)));
-    own.page_size /= ranks;
-    options.context_parallel = context_share(o.model.heads, 0, static_cast<int>(ranks), o.interleave);
+    own.page_size /= sharing;
+    options.context_parallel =
+        context_share(o.model.heads, 0, static_cast<int>(ranks), o.context_parallel, o.interleave);
   }
   const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
   const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};

@@ -36,9 +36,10 @@ struct Options {
   Communicator* group = nullptr;
   /// That a rank waits for the others, at most: then RankError.
   std::chrono::nanoseconds patience = std::chrono::minutes(10);
-  /// Tokens that lie together on a rank where the ranks split the cache, too; 0: each has all of it. Divides
-  /// limits.page_size, of which each rank has its share.
-  int64_t interleave = 0;
+  /// Ranks of a group that splits the cache, too, `interleave` tokens in turn; 1: each rank has all of it. Divides
+  /// plan.tensor_parallel. Each rank has its share of limits.page_size, whole turns.
+  int context_parallel = 1;
+  int64_t interleave = 1;
   /// fp8 cache: its scale in each layer, 0: as calc_kv_scales() finds it on the trace's first tokens. Empty: 1.
   std::vector<float> k_scales;
   PlanOptions plan;

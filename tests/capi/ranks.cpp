@@ -18,8 +18,11 @@ std::vector<float> forward(Step& s, mla_communicator* ranks, int32_t tensor_para
   s.options.tensor_parallel = tensor_parallel;
   Plan plan;
   EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
-  Bytes workspace(describe(plan).workspace_bytes);
+  const mla_plan_info info = describe(plan);
+  Bytes workspace(info.workspace_bytes), selection(info.selection_bytes);
   mla_layer_args a = s.args(plan, workspace);
+  a.selection = selection.data;
+  a.selection_bytes = selection.size;
   a.ranks = ranks;
   a.rank_seconds = 20;
   Tensor<float> hidden({s.batch.tokens, 96}), out({s.batch.tokens, 96});
@@ -113,13 +116,61 @@ TEST(CRanks, ASplitCacheGivesTheLayersRows) {
   EXPECT_EQ(mla_communicator_connect(ranks[0], kCpu, 7, 0, 0), MLA_ERROR_INPUT);
   for (mla_communicator* c : ranks) EXPECT_OK(mla_communicator_destroy(c));
 
+  // Four ranks, a head each, in two groups that split the indexer's keys, too: rows of the second step select 16 of 24.
+  Step selects(kTokens);
+  const auto grid = [&](Step& s, mla_communicator* own, int64_t rank) {
+    s.options.sparse = MLA_SPARSE_AUTOMATIC;
+    mla_sharding sharding = mla_sharding_default();
+    sharding.ranks = own ? 2 : 1;
+    sharding.interleave = 4;
+    const int64_t heads[] = {1, 1, 1, 1};
+    if (own) s.options.sharding = &sharding, s.options.rank = rank, s.options.rank_heads = heads;
+    std::vector<float> rows;
+    for (const int32_t context : {0, kTokens}) {
+      s.set(kTokens, context);
+      for (size_t i = 0; i < s.slots.size(); ++i) {
+        int64_t slot = 0;
+        EXPECT_OK(mla_sharding_slot(&sharding, rank % 2, context + static_cast<int64_t>(i), s.table.data(), 7,
+                                    kPageSize, &slot));
+        s.slots[i] = static_cast<int32_t>(slot);
+      }
+      rows = forward(s, own, own ? 4 : 1);
+    }
+    s.options.sharding = nullptr, s.options.rank_heads = nullptr;
+    return rows;
+  };
+  const std::vector<float> chosen = grid(selects, nullptr, 0);
+  mla_communicator* four[4];
+  ASSERT_OK(mla_communicator_create_threads(4, four));
+  std::vector<float> found[4];
+  std::vector<std::thread> others;
+  for (int r = 0; r < 4; ++r)
+    others.emplace_back([&, r] {
+      Part part(r, 1);
+      found[r] = grid(part, four[r], r);
+    });
+  for (std::thread& t : others) t.join();
+  for (int r = 0; r < 4; ++r) {
+    expect_close(found[r], chosen);
+    EXPECT_EQ(found[r], found[0]);
+    EXPECT_OK(mla_communicator_destroy(four[r]));
+  }
+
   mla_sharding three = mla_sharding_default();
   three.ranks = 3;
   whole.options.sharding = &three;
   whole.options.tensor_parallel = 2;
   Plan plan;
-  EXPECT_EQ(mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
-            MLA_ERROR_INPUT);
+  EXPECT_FAILS(MLA_ERROR_INPUT,
+               mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
+               "options sharding ranks is 3, tensor_parallel is 2, which must be groups of as many");
+  three.ranks = 2;
+  whole.options.sharding = &three;
+  whole.options.tensor_parallel = 4;
+  whole.options.rank = 4;
+  EXPECT_FAILS(MLA_ERROR_INPUT,
+               mla_plan_create(whole.stream, whole.model, &whole.spec, kPages, &whole.batch, &whole.options, &plan),
+               "options rank is 4, allowed 0 to 3");
 }
 
 // Messages by (from, to), of a group of two.

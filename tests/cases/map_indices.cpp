@@ -11,7 +11,7 @@ constexpr int32_t kSmallest = std::numeric_limits<int32_t>::min(), kLargest = st
 // Positions of requests * query_len rows, to slots of permuted pages. Ragged: rows of any request or none in any order,
 // positions that are unused, past the request, past the table or absurd, pages that do not exist, rows of the table and
 // of both arrays apart; and then the same positions to a workspace of requests one after another,
-// and some of their rows in any order.
+// and some of their rows in any order. Every third ragged seed's memory holds the tokens of one rank of several.
 class MapIndicesCase final : public Case {
  public:
   explicit MapIndicesCase(const Params& p)
@@ -59,8 +59,14 @@ class MapIndicesCase final : public Case {
                  .pages = pages,
                  .slots = view(slots_)};
     if (p.ragged && p.seed % 2) to_slots_.lengths = lengths_;
-    to_workspace_ = {
-        .positions = positions, .requests = requests_, .starts = starts_, .counts = counts_, .rows = view(workspace_)};
+    if (p.ragged && p.seed % 3 == 0)
+      to_slots_.held = {CacheSharding(random.integer(2, 5), random.integer(1, 9)), random.integer(0, 1)};
+    to_workspace_ = {.positions = positions,
+                     .requests = requests_,
+                     .starts = starts_,
+                     .counts = counts_,
+                     .rows = view(workspace_),
+                     .held = to_slots_.held};
     pick_ = {.positions = positions, .rows = rows_picked_, .picked = view(picked_)};
   }
 

@@ -225,8 +225,9 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
       "run --layers 1 --heads 5 --requests 6 --input-len 60 --output-len 6 --token-budget 24 "
       "--page-size 8 --threads 2 --verify 12 --json " +
       file.string();
-  for (const char* ranks : {"--tp 2", "--tp 2 --dcp 2", "--tp 3 --dcp 3 --dcp-interleave 8 --cache fp8_ds_mla",
-                            "--tp 2 --dcp 2 --dcp-interleave 2 --split batch_invariant --path latent"}) {
+  for (const char* ranks :
+       {"--tp 2", "--tp 2 --dcp 2", "--tp 4 --dcp 2", "--tp 3 --dcp 3 --dcp-interleave 8 --cache fp8_ds_mla",
+        "--tp 2 --dcp 2 --dcp-interleave 2 --split batch_invariant --path latent"}) {
     const Outcome o = mla(run + " " + ranks);
     EXPECT_EQ(o.status, 0) << ranks << o.out << o.err;
     EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << ranks << o.out;
@@ -237,11 +238,29 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   EXPECT_EQ(j["model"]["context_parallel_interleave"], 2);
   EXPECT_EQ(j["model"]["link"], "threads");
   EXPECT_EQ(j["cache"]["page_size"], 16);
-  expect_bad("run --dcp 2", {"--dcp is 2", "1"});
+  expect_bad("run --dcp 2", {"--dcp is 2", "must divide --tp, 1"});
+  expect_bad("run --tp 4 --dcp 3", {"--dcp is 3", "must divide --tp, 4"});
+  const Outcome grid = mla("plan --model deepseek-v3 --tp 8 --dcp 4 --contexts 8192 --link 200,7");
+  EXPECT_EQ(grid.status, 0) << grid.err;
+  for (const char* said : {"rank 0 of 8 in groups of 4 that hold 1 token in turn", "--dcp 2", "--dcp 8"})
+    EXPECT_NE(grid.out.find(said), std::string::npos) << said << grid.out;
   expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
   expect_bad("run --tp 2 --comm nccl", {"--comm nccl is read with --device cuda"});
-  expect_bad("run --tp 2 --dcp 2 --model " + sparse_config(), {"a cache split over 2 ranks", "select their keys"});
+}
+
+// Requests that select their keys, over ranks that split the indexer's cache, too.
+TEST_F(Command, RanksSelectKeysOfASplitCache) {
+  for (const char* ranks :
+       {"--tp 2 --dcp 2", "--tp 4 --dcp 2 --dcp-interleave 4 --cache fp8", "--tp 3 --dcp 3 --sparse upconvert"}) {
+    const Outcome o =
+        mla("run --layers 2 --requests 6 --input-len 60 --output-len 6 --token-budget 24 --page-size 8 "
+            "--threads 2 --verify 12 --model " +
+            sparse_config() + " " + ranks);
+    EXPECT_EQ(o.status, 0) << ranks << o.out << o.err;
+    EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << ranks << o.out;
+    EXPECT_NE(o.out.find("gather_candidates"), std::string::npos) << ranks << o.out;
+  }
 }
 
 // What comes in and goes out is of a dtype of its own, and judged so.

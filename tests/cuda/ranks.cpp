@@ -321,23 +321,25 @@ struct Lengths {
 };
 constexpr int64_t kPageSize = 16, kPages = 400;
 
-ModelConfig model_of() {
-  ModelConfig m = small_deepseek();
+ModelConfig model_of(bool selects) {
+  ModelConfig m = selects ? small_sparse() : small_deepseek();
   m.heads = 8;
   return m;
 }
 
 struct Split {
   int ranks;
-  bool cache;  // too
+  int members;  // of a group that shares a cache
   CacheFormat format = CacheFormat::bf16;
   SplitPolicy policy = SplitPolicy::fast;
+  PathPolicy path = PathPolicy::automatic;
+  bool selects = false;
 };
 
 // Prefills, then a step behind them; what this rank's second step gives. Captured: as a graph, launched twice.
 std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, Communicator* comm, const Lengths& l,
                            bool captured) {
-  const ModelConfig whole = model_of();
+  const ModelConfig whole = model_of(split.selects);
   const HeadRange heads = head_share(whole.heads, rank, split.ranks);
   const ModelConfig m = part_of(whole, heads);
   const Device device = stream.device();
@@ -351,8 +353,14 @@ std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, Communi
     copy(stream, cache.view().data, nan.data(), nan.size());
     stream.synchronize();
   }
-  const CacheSharding sharding = split.cache ? CacheSharding(split.ranks, 4) : CacheSharding();
-  const int holder = split.cache ? rank : 0;
+  RotaryTable index_rotary;
+  IndexCache index;
+  if (m.indexer) {
+    index_rotary = RotaryTable(m.index_rotary(), m.rope, 4096, device);
+    index = IndexCache(index_cache_spec(m, spec, IndexCacheFormat::fp8), kPages, device);
+  }
+  const CacheSharding sharding = split.members > 1 ? CacheSharding(split.members, 4) : CacheSharding();
+  const int holder = rank % split.members;
   std::vector<bf16> out;
   StagedStep staged(stream);
   const auto step = [&](const Lengths& s, uint64_t seed) {
@@ -374,12 +382,13 @@ std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, Communi
     PlanOptions o{.tensor_parallel = split.ranks};
     o.compute = Dtype::bf16;
     o.split = split.policy;
-    if (split.cache) {
+    o.path = s.contexts == l.contexts ? split.path : PathPolicy::automatic;
+    if (split.members > 1) {
       o.context_parallel = {.sharding = sharding, .rank = rank, .heads = {}};
       for (const HeadRange& h : shares(whole.heads, split.ranks)) o.context_parallel.heads.push_back(h.count);
     }
     const Plan p = plan(m, spec, kPages, batch, device_info(stream, m), o);
-    const Buffer workspace(p.workspace_bytes, device);
+    const Buffer workspace(p.workspace_bytes, device), selection(p.selection_bytes, device);
     const auto values = cases::random_values(p.tokens * m.hidden, seed);
     std::vector<bf16> hidden;
     for (const float x : values) hidden.push_back(to_bf16(x));
@@ -394,6 +403,9 @@ std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, Communi
                .rotary = rotary,
                .cache = cache.view(),
                .workspace = {workspace.data(), workspace.size()},
+               .index_cache = index.view(),
+               .index_rotary = &index_rotary,
+               .selection = {selection.data(), selection.size()},
                .ranks = comm,
                .deadline = 30s},
               AnyView<Token, Hidden>(Dtype::bf16, in.data(), {p.tokens, m.hidden}),
@@ -423,38 +435,74 @@ INSTANTIATE_TEST_SUITE_P(Links, GpuRankLayers,
                            return std::string(to_string(p.param.link)) + std::to_string(p.param.ranks);
                          });
 
+// One rank's rows by every division, on all ranks the same bits, captured or not.
+void expect_rows(const Group& group, const Lengths& l, const Split& split) {
+  Split whole = split;
+  whole.ranks = whole.members = 1;
+  Stream alone({DeviceKind::cuda, 0});
+  const std::vector<bf16> right = steps_of(whole, 0, alone, nullptr, l, false);
+  float largest = 0;
+  for (const bf16 x : right) largest = std::max(largest, std::abs(to_float(x)));
+  ASSERT_GT(largest, 0);
+  std::vector<bf16> first;
+  for (const bool captured : {false, true}) {
+    std::vector<std::vector<bf16>> found(static_cast<size_t>(split.ranks));
+    expect_none(on_gpus(
+        group.link, group.ranks,
+        [&](Self s) { found[static_cast<size_t>(s.rank)] = steps_of(split, s.rank, s.stream, &s.comm, l, captured); },
+        size_t{1} << 20));
+    const std::string what = std::string(to_string(split.format)) + ", " + std::string(to_string(split.path)) +
+                             ", groups of " + std::to_string(split.members) + (captured ? ", captured" : "");
+    for (const auto& one : found) {
+      ASSERT_EQ(one.size(), right.size()) << what;
+      // Orders of sums, and roundings of 8 bits behind them.
+      for (size_t i = 0; i < right.size(); ++i)
+        ASSERT_NEAR(to_float(one[i]), to_float(right[i]), 0.02f * largest) << what << ", element " << i;
+      ASSERT_EQ(std::memcmp(one.data(), found[0].data(), one.size() * sizeof(bf16)), 0) << what;
+    }
+    if (first.empty()) first = found[0];
+    ASSERT_EQ(std::memcmp(first.data(), found[0].data(), first.size() * sizeof(bf16)), 0) << what;
+  }
+}
+
 TEST_P(GpuRankLayers, RanksGiveTheLayersRows) {
   const int ranks = GetParam().ranks;
   const Lengths ragged{{1, 3, 1, 2, 7}, {130, 40, 1, 0, 65}}, decodes{{1, 1, 1, 1}, {900, 3, 260, 64}};
   for (const Lengths& l : {ragged, decodes})
     for (const SplitPolicy policy : {SplitPolicy::fast, SplitPolicy::batch_invariant})
       for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
-        for (const bool cache : {false, true}) {
-          Stream alone({DeviceKind::cuda, 0});
-          const std::vector<bf16> right = steps_of({1, false, format, policy}, 0, alone, nullptr, l, false);
-          float largest = 0;
-          for (const bf16 x : right) largest = std::max(largest, std::abs(to_float(x)));
-          ASSERT_GT(largest, 0);
-          std::vector<bf16> first;
-          for (const bool captured : {false, true}) {
-            std::vector<std::vector<bf16>> found(static_cast<size_t>(ranks));
-            expect_none(run([&](Self s) {
-              found[static_cast<size_t>(s.rank)] =
-                  steps_of({ranks, cache, format, policy}, s.rank, s.stream, &s.comm, l, captured);
-            }));
-            const std::string what =
-                std::string(to_string(format)) + (cache ? ", cache split" : "") + (captured ? ", captured" : "");
-            for (const auto& one : found) {
-              ASSERT_EQ(one.size(), right.size()) << what;
-              // Orders of sums, and roundings of 8 bits behind them.
-              for (size_t i = 0; i < right.size(); ++i)
-                ASSERT_NEAR(to_float(one[i]), to_float(right[i]), 0.02f * largest) << what << ", element " << i;
-              ASSERT_EQ(std::memcmp(one.data(), found[0].data(), one.size() * sizeof(bf16)), 0) << what;
-            }
-            if (first.empty()) first = found[0];
-            ASSERT_EQ(std::memcmp(first.data(), found[0].data(), first.size() * sizeof(bf16)), 0) << what;
-          }
-        }
+        for (const int members : {1, ranks})
+          expect_rows(GetParam(), l, {ranks, members, format, policy, PathPolicy::latent});
+}
+
+// Context on the expanded path: rows of other ranks, in every format.
+TEST_P(GpuRankLayers, PrefillsOverASplitCache) {
+  const int ranks = GetParam().ranks;
+  const Lengths l{{30, 3, 1, 20}, {600, 40, 1, 0}};
+  for (const SplitPolicy policy : {SplitPolicy::fast, SplitPolicy::batch_invariant})
+    for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
+      expect_rows(GetParam(), l, {ranks, ranks, format, policy, PathPolicy::expanded});
+}
+
+// The indexer's keys are split, too: some requests fit what is selected, some outgrow it.
+TEST_P(GpuRankLayers, RanksSelectWhatOneSelects) {
+  const int ranks = GetParam().ranks;
+  const Lengths l{{1, 3, 30, 2}, {330, 40, 3, 0}};
+  for (const SplitPolicy policy : {SplitPolicy::fast, SplitPolicy::batch_invariant})
+    for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
+      expect_rows(GetParam(), l, {ranks, ranks, format, policy, PathPolicy::automatic, true});
+}
+
+class GpuRankGroups : public GpuRanks {};
+INSTANTIATE_TEST_SUITE_P(Links, GpuRankGroups, testing::Values(Group{GpuLink::peer, 4}, Group{GpuLink::nccl, 4}),
+                         [](const auto& p) {
+                           return std::string(to_string(p.param.link)) + std::to_string(p.param.ranks);
+                         });
+TEST_P(GpuRankGroups, ShareCachesOfTheirOwn) {
+  const Lengths l{{1, 3, 1, 2, 7}, {130, 40, 1, 0, 65}};
+  for (const PathPolicy path : {PathPolicy::latent, PathPolicy::expanded})
+    expect_rows(GetParam(), l, {4, 2, CacheFormat::bf16, SplitPolicy::fast, path});
+  expect_rows(GetParam(), l, {4, 2, CacheFormat::bf16, SplitPolicy::fast, PathPolicy::automatic, true});
 }
 
 // The same bits over every link.
@@ -464,7 +512,7 @@ TEST(GpuRankLinks, GiveTheSameBits) {
   std::vector<std::vector<bf16>> by_link;
   for (const GpuLink link : {GpuLink::peer, GpuLink::nccl})
     expect_none(on_gpus(link, 2, [&](Self s) {
-      std::vector<bf16> out = steps_of({2, true}, s.rank, s.stream, &s.comm, l, false);
+      std::vector<bf16> out = steps_of({2, 2}, s.rank, s.stream, &s.comm, l, false);
       if (s.rank == 0) by_link.push_back(std::move(out));
     }));
   ASSERT_EQ(by_link.size(), 2u);

@@ -1,27 +1,16 @@
 // A cache split over ranks: steps of every rank against one rank with the whole cache.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
-#include <cmath>
-#include <cstring>
-#include <numeric>
-#include <thread>
 
-#include "cases/compare.hpp"
 #include "layer/kernels.hpp"
-#include "layer/shares.hpp"
-#include "mla/mla.hpp"
+#include "layer/ranks.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
+#include "support/quantised.hpp"
 
-namespace mla::test {
+namespace mla::test::ranks {
 namespace {
-
-struct Lengths {
-  std::vector<int32_t> queries, contexts;
-};
-constexpr int64_t kPageSize = 16, kPages = 96;
 
 ModelConfig model_of() {
   ModelConfig m = small_deepseek();
@@ -29,135 +18,7 @@ ModelConfig model_of() {
   return m;
 }
 
-// One rank's requests: pages of the tokens that it holds, scattered.
-struct Held {
-  CacheSharding sharding;
-  int rank;
-  std::vector<std::vector<int32_t>> tables;
-
-  Held(const CacheSharding& s, int of, const Lengths& most) : sharding(s), rank(of) {
-    int32_t next = 5 + of;
-    for (size_t r = 0; r < most.queries.size(); ++r) {
-      std::vector<int32_t>& table = tables.emplace_back();
-      for (int64_t p = 0; p < s.pages(of, most.queries[r] + most.contexts[r], kPageSize); ++p)
-        table.push_back(next = static_cast<int32_t>((next * 5 + 7) % kPages));
-    }
-    // No page twice.
-    std::vector<int32_t> order(kPages);
-    std::iota(order.begin(), order.end(), 0);
-    std::rotate(order.begin(), order.begin() + 11 + of, order.end());
-    size_t at = 0;
-    for (auto& table : tables)
-      for (int32_t& page : table) page = order[at++];
-  }
-};
-
-struct Step {
-  std::vector<int32_t> starts{0}, lengths, table, slots;
-  int64_t width = 1;
-  Batch batch;
-
-  Step(const Held& h, const Lengths& l) {
-    for (const auto& t : h.tables) width = std::max<int64_t>(width, std::ssize(t));
-    table.assign(static_cast<size_t>(width) * h.tables.size(), 0x7fffffff);  // entries past a rank's pages are not read
-    for (size_t r = 0; r < h.tables.size(); ++r) {
-      std::copy(h.tables[r].begin(), h.tables[r].end(), table.begin() + static_cast<int64_t>(r) * width);
-      starts.push_back(starts.back() + l.queries[r]);
-      lengths.push_back(l.queries[r] + l.contexts[r]);
-      for (int64_t p = l.contexts[r]; p < lengths.back(); ++p)
-        slots.push_back(static_cast<int32_t>(h.sharding.slot(h.rank, p, h.tables[r], kPageSize)));
-    }
-    batch = {starts, lengths, {table.data(), {std::ssize(lengths), width}}, slots};
-  }
-};
-
-struct Rank {
-  ModelConfig model;
-  LayerWeights weights;
-  RotaryTable rotary;
-  ThreadPool pool{1};
-  Stream stream{pool};
-  CacheSpec spec;
-  Cache cache;
-
-  Rank(const ModelConfig& whole, HeadRange heads, CacheFormat format)
-      : model(part_of(whole, heads)),
-        weights(prepare(model, part_of(whole, random_layer(whole, 0, 1, Dtype::f32), heads), Dtype::f32)),
-        rotary(model.rotary, model.rope, 4096),
-        spec(cache_spec(model, format, kPageSize)),
-        cache(spec, kPages) {
-    std::memset(cache.view().data, 0xff, spec.page_bytes() * kPages);  // NaN, of what is not written
-  }
-  Plan plan_of(const Step& s, const PlanOptions& o) {
-    return plan(model, spec, kPages, s.batch, device_info(stream, model), o);
-  }
-  std::vector<float> run(const Step& s, const PlanOptions& o, Communicator* ranks, uint64_t seed) {
-    const Plan p = plan_of(s, o);
-    Buffer workspace(p.workspace_bytes);
-    std::memset(workspace.data(), 0xff, workspace.size());
-    const auto hidden = cases::random_values(p.tokens * model.hidden, seed);
-    std::vector<float> out(hidden.size(), -7.0f);
-    forward(stream,
-            {.plan = p,
-             .batch = s.batch,
-             .weights = weights,
-             .rotary = rotary,
-             .cache = cache.view(),
-             .workspace = {workspace.data(), workspace.size()},
-             .ranks = ranks,
-             .deadline = std::chrono::seconds(30)},
-            View<const float, Token, Hidden>(hidden.data(), {p.tokens, model.hidden}),
-            View<float, Token, Hidden>(out.data(), {p.tokens, model.hidden}));
-    return out;
-  }
-};
-
-// Prefills, then a step of these queries behind them, by all ranks.
-std::vector<std::vector<float>> by_ranks(const ModelConfig& m, const std::vector<HeadRange>& heads, int64_t interleave,
-                                         const Lengths& l, CacheFormat format, SplitPolicy split,
-                                         PathPolicy path = PathPolicy::automatic) {
-  const int ranks = static_cast<int>(heads.size());
-  std::vector<Communicator> group = thread_communicators(ranks);
-  std::vector<std::vector<float>> out(heads.size());
-  std::vector<std::jthread> threads;
-  for (int r = 0; r < ranks; ++r)
-    threads.emplace_back([&, r] {
-      Rank rank(m, heads[static_cast<size_t>(r)], format);
-      const Held held(CacheSharding(ranks, interleave), r, l);
-      PlanOptions o{.tensor_parallel = ranks, .split = split};
-      o.context_parallel = {.sharding = held.sharding, .rank = r, .heads = {}};
-      for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      Communicator* const own = &group[static_cast<size_t>(r)];
-      rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), o, own, 3);
-      o.path = path;
-      out[static_cast<size_t>(r)] = rank.run(Step(held, l), o, own, 4);
-    });
-  threads.clear();
-  return out;
-}
-
-std::vector<float> by_one(const ModelConfig& m, const Lengths& l, CacheFormat format, SplitPolicy split) {
-  Rank rank(m, {0, m.heads}, format);
-  const Held held(CacheSharding(), 0, l);
-  const PlanOptions o{.path = PathPolicy::automatic, .split = split};
-  rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), o, nullptr, 3);
-  PlanOptions latent = o;
-  latent.path = PathPolicy::latent;
-  return rank.run(Step(held, l), latent, nullptr, 4);
-}
-
-void expect_same(const std::vector<std::vector<float>>& found, const std::vector<float>& right, float allowed,
-                 const std::string& what) {
-  float largest = 0;
-  for (const float x : right) largest = std::max(largest, std::abs(x));
-  for (const auto& one : found) {
-    ASSERT_EQ(one.size(), right.size()) << what;
-    for (size_t i = 0; i < right.size(); ++i) {
-      ASSERT_NEAR(one[i], right[i], allowed * largest) << what << ", element " << i;
-      ASSERT_EQ(one[i], found[0][i]) << what << ", element " << i;
-    }
-  }
-}
+PlanOptions latent(SplitPolicy split = SplitPolicy::fast) { return {.path = PathPolicy::latent, .split = split}; }
 
 // Ragged contexts, some shorter than a block of the sharding, none, and several query tokens.
 const Lengths& ragged() {
@@ -168,23 +29,35 @@ const Lengths& ragged() {
 TEST(ContextParallel, RanksGiveTheLayersRows) {
   const ModelConfig m = model_of();
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
-    const std::vector<float> right = by_one(m, ragged(), CacheFormat::f32, split);
+    const Ran right = by_one(m, ragged(), {}, latent(split));
     for (const int ranks : {2, 3, 4})
       for (const int64_t interleave : {1, 2, 4, 16, 64}) {
-        const auto out = by_ranks(m, shares(m.heads, ranks), interleave, ragged(), CacheFormat::f32, split);
-        expect_same(out, right, 1e-5f, std::to_string(ranks) + " ranks, " + std::to_string(interleave) + " together");
+        const Grid g = grid_of(m, ranks, ranks, interleave);
+        expect_same(by_ranks(m, g, ragged(), {}, {.split = split}), right, 1e-5f, g.name());
       }
   }
 }
 
+// Groups of ranks that follow one another hold a cache each, and have other heads, and other numbers of them.
+TEST(ContextParallel, GroupsWithinTheRanks) {
+  ModelConfig m = model_of();
+  m.heads = 9;
+  const Ran right = by_one(m, ragged(), {}, latent());
+  for (const auto& [ranks, members] : {std::pair{4, 2}, {6, 3}, {6, 2}, {8, 4}, {8, 2}})
+    for (const int64_t interleave : {1, 4, 64}) {
+      const Grid g = grid_of(m, ranks, members, interleave);
+      expect_same(by_ranks(m, g, ragged(), {}, latent()), right, 1e-5f, g.name());
+    }
+}
+
 TEST(ContextParallel, HeadsMayBeUneven) {
   const ModelConfig m = model_of();
-  const std::vector<float> right = by_one(m, ragged(), CacheFormat::f32, SplitPolicy::fast);
-  for (const std::vector<HeadRange>& heads :
-       {std::vector<HeadRange>{{4, 1}, {0, 4}}, std::vector<HeadRange>{{0, 1}, {1, 3}, {4, 1}}}) {
-    const auto out = by_ranks(m, heads, 4, ragged(), CacheFormat::f32, SplitPolicy::fast);
-    expect_same(out, right, 1e-5f, "uneven");
-    EXPECT_EQ(by_ranks(m, heads, 4, ragged(), CacheFormat::f32, SplitPolicy::fast), out) << "again";
+  const Ran right = by_one(m, ragged(), {}, latent());
+  for (const Grid& g : {Grid{{{4, 1}, {0, 4}}, 2, 4}, Grid{{{0, 1}, {1, 3}, {4, 1}}, 3, 4},
+                        Grid{{{4, 1}, {0, 2}, {3, 1}, {2, 1}}, 2, 4}}) {
+    const auto ran = by_ranks(m, g, ragged());
+    expect_same(ran, right, 1e-5f, "uneven");
+    EXPECT_EQ(by_ranks(m, g, ragged())[0].out, ran[0].out) << "again";
   }
 }
 
@@ -192,8 +65,8 @@ TEST(ContextParallel, HeadsMayBeUneven) {
 TEST(ContextParallel, EveryFormatOfTheCache) {
   const ModelConfig m = model_of();
   for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
-    expect_same(by_ranks(m, shares(m.heads, 2), 2, ragged(), format, SplitPolicy::fast, PathPolicy::latent),
-                by_one(m, ragged(), format, SplitPolicy::fast), 1e-5f, std::string(to_string(format)));
+    expect_same(by_ranks(m, grid_of(m, 2, 2, 2), ragged(), {.cache = format}, latent()),
+                by_one(m, ragged(), {.cache = format}, latent()), 1e-5f, std::string(to_string(format)));
 }
 
 // Contexts long enough that a rank cuts what it holds into ranges, and one of which a rank holds nothing.
@@ -202,70 +75,139 @@ TEST(ContextParallel, LongAndShortContexts) {
   const Lengths l{{1, 1}, {1300, 3}};
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
     for (const int64_t interleave : {1, 64})
-      expect_same(by_ranks(m, shares(m.heads, 2), interleave, l, CacheFormat::f32, split),
-                  by_one(m, l, CacheFormat::f32, split), 1e-5f, "long");
+      expect_same(by_ranks(m, grid_of(m, 2, 2, interleave), l, {}, {.split = split}), by_one(m, l, {}, latent(split)),
+                  1e-5f, "long");
 }
 
 // attend() exchanges the same, for a rank's own heads.
 TEST(ContextParallel, TheAttentionForm) {
   const ModelConfig m = model_of();
   const Lengths& l = ragged();
-  const int64_t t = std::accumulate(l.queries.begin(), l.queries.end(), int64_t{0}), qk = m.query_key();
-  const auto q = cases::random_values(t * m.heads * qk, 5), kv_c = cases::random_values(t * m.latent, 6),
-             k_pe = cases::random_values(t * m.rope, 7);
   // Contexts come from block steps.
-  const auto attended = [&](Rank& rank, const Held& held, HeadRange heads, PlanOptions o, Communicator* ranks) {
-    rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), o, ranks, 3);
-    o.form = LayerForm::attention;
-    o.path = PathPolicy::latent;
-    const Step s(held, l);
-    const Plan p = rank.plan_of(s, o);
-    Buffer workspace(p.workspace_bytes);
-    std::vector<float> out(static_cast<size_t>(t * heads.count * m.value));
-    attend(rank.stream,
-           {.plan = p,
-            .batch = s.batch,
-            .weights = rank.weights,
-            .rotary = rank.rotary,
-            .cache = rank.cache.view(),
-            .workspace = {workspace.data(), workspace.size()},
-            .ranks = ranks,
-            .deadline = std::chrono::seconds(30)},
-           View<const float, Token, Head, QueryKey>(q.data() + heads.begin * qk, {t, heads.count, qk},
-                                                    {m.heads * qk, qk, 1}),
-           View<const float, Token, Latent>(kv_c.data(), {t, m.latent}),
-           View<const float, Token, Rope>(k_pe.data(), {t, m.rope}),
-           View<float, Token, Head, Value>(out.data(), {t, heads.count, m.value}));
-    return out;
+  const auto attended = [&](Rank& rank, const Held& held, const PlanOptions& o) {
+    rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), o, 3);
+    return rank.attended(Step(held, l), o, m.heads, 5);
   };
-  Rank one(m, {0, m.heads}, CacheFormat::f32);
-  const std::vector<float> right = attended(one, Held(CacheSharding(), 0, l), {0, m.heads}, {}, nullptr);
-  const std::vector<HeadRange> heads = shares(m.heads, 3);
-  std::vector<Communicator> group = thread_communicators(3);
-  std::vector<std::jthread> threads;
-  for (int r = 0; r < 3; ++r)
-    threads.emplace_back([&, r] {
-      const HeadRange own = heads[static_cast<size_t>(r)];
-      Rank rank(m, own, CacheFormat::f32);
-      const Held held(CacheSharding(3, 2), r, l);
-      PlanOptions o{.tensor_parallel = 3};
-      o.context_parallel = {.sharding = held.sharding, .rank = r, .heads = {}};
-      for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      const std::vector<float> out = attended(rank, held, own, o, &group[static_cast<size_t>(r)]);
-      for (int64_t i = 0; i < t; ++i)
-        for (int64_t e = 0; e < own.count * m.value; ++e)
-          ASSERT_NEAR(out[static_cast<size_t>(i * own.count * m.value + e)],
-                      right[static_cast<size_t>((i * m.heads + own.begin) * m.value + e)], 1e-5f)
-              << "rank " << r << " token " << i;
+  Rank one(m, {0, m.heads}, CacheFormat::f32, {});
+  const std::vector<float> right = attended(one, Held({}, l), latent());
+  for (const Grid& g : {grid_of(m, 3, 3, 2), grid_of(m, 4, 2, 4)})
+    on_ranks(m, g, {}, l, latent(), [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
+      const std::vector<float> out = attended(rank, held, o);
+      const int64_t own = rank.heads.count * m.value;
+      for (int64_t i = 0; i < std::ssize(out); ++i)
+        ASSERT_NEAR(out[static_cast<size_t>(i)],
+                    right[static_cast<size_t>((i / own * m.heads + rank.heads.begin) * m.value + i % own)], 1e-5f)
+            << g.name() << ", rank " << r << " element " << i;
     });
 }
 
-TEST(ContextParallel, TheExchangeIsSteps) {
+// Codes of a row's queries are the same wherever they are made; sums over the positions differ.
+TEST(ContextParallel, Fp8Queries) {
+  ModelConfig m = model_of();
+  PlanOptions o = latent();
+  o.fp8_query = true;
+  o.q_scale = 0.125f;
+  const Formats fp8{.cache = CacheFormat::fp8};
+  const Ran right = by_one(m, ragged(), fp8, o), plain = by_one(m, ragged(), fp8, latent());
+  EXPECT_NE(right.out, plain.out);
+  for (const Grid& g : {grid_of(m, 2, 2, 4), grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)})
+    expect_same(by_ranks(m, g, ragged(), fp8, o), right, 1e-5f, g.name());
+  m = small_sparse();
+  m.heads = 5;
+  o.path = PathPolicy::automatic;
+  expect_same(by_ranks(m, grid_of(m, 4, 2, 4), ragged(), fp8, o), by_one(m, ragged(), fp8, o), 1e-5f, "sparse");
+  // They are sent as the codes that they are.
+  Rank rank(part_of(m, {0, 3}), {0, 3}, CacheFormat::fp8, IndexCacheFormat::f32);
+  const Lengths l{{2}, {20}};
+  const Held held({.sharding = CacheSharding(2, 4), .rank = 0, .heads = {3, 2}}, l);
+  o.path = PathPolicy::latent;
+  o.tensor_parallel = 2;
+  o.context_parallel = held.context;
+  o.index_format = IndexCacheFormat::f32;
+  const Step step(held, l);
+  for (const layer::KernelUse& u : layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32}))
+    EXPECT_TRUE(u.op != "gather_queries" || u.bytes == 2 * 3 * 576) << u.bytes;
+}
+
+// A quantised output is made of the merged rows: the codes and scales of what the plain form gives.
+TEST(ContextParallel, QuantisedOutputs) {
   const ModelConfig m = model_of();
-  Rank rank(m, {0, 3}, CacheFormat::f32);
-  const Held held(CacheSharding(2, 4), 0, ragged());
-  PlanOptions o{.tensor_parallel = 2};
-  o.context_parallel = {.sharding = held.sharding, .rank = 0, .heads = {3, 2}};
+  const Lengths& l = ragged();
+  for (const OutputSpec& spec : output_specs())
+    for (const PathPolicy path : {PathPolicy::latent, PathPolicy::by_length}) {
+      if (spec.kind == OutputKind::none) continue;
+      PlanOptions o{.path = path, .reorder_batch_threshold = 2, .output = spec};
+      o.output.scale = 0.01f, o.output.global_scale = 30.0f;
+      const Grid g = grid_of(m, 4, 2, 4);
+      on_ranks(m, g, {}, l, {}, [&](Rank& rank, const Held& held, PlanOptions prompts, int r) {
+        rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), prompts, 3);
+        PlanOptions own = o;
+        own.tensor_parallel = prompts.tensor_parallel;
+        own.context_parallel = prompts.context_parallel;
+        PlanOptions plain = own;
+        plain.output = {};
+        const Step s(held, l);
+        const std::vector<float> rows = rank.attended(s, plain, m.heads, 5);
+        const int64_t tokens = s.batch.tokens(), width = rank.heads.count * m.value;
+        QuantisedMemory found(o.output, tokens, width), right(o.output, tokens, width);
+        rank.attended(s, own, m.heads, 5, found.view());
+        two_step(rows, tokens, right.view());
+        EXPECT_TRUE(found.codes == right.codes) << to_string(spec) << ", rank " << r;
+        EXPECT_TRUE(found.scales == right.scales) << to_string(spec) << ", rank " << r;
+      });
+    }
+}
+
+// Rows that somebody else has written: here the same call before.
+TEST(ContextParallel, RowsThatAreThere) {
+  const ModelConfig m = model_of();
+  for (const PathPolicy path : {PathPolicy::latent, PathPolicy::expanded})
+    on_ranks(m, grid_of(m, 4, 2, 4), {}, ragged(), {.path = path},
+             [&](Rank& rank, const Held& held, PlanOptions o, int r) {
+               rank.run(Step(held, {ragged().contexts, {0, 0, 0, 0, 0}}), o, 3);
+               const Step s(held, ragged());
+               const std::vector<float> right = rank.attended(s, o, m.heads, 5);
+               o.cache_use = CacheUse::read;
+               EXPECT_TRUE(rank.attended(s, o, m.heads, 5) == right) << "rank " << r;
+             });
+}
+
+// W_Q W_UK^T and W_UV W_O around the same exchanges.
+TEST(ContextParallel, FullAbsorption) {
+  const ModelConfig m = model_of();
+  const auto absorbed = [&](Rank& rank) {
+    rank.weights = prepare(rank.model, part_of(m, random_layer(m, 0, 1, Dtype::f32), rank.heads),
+                           {.dtype = Dtype::f32, .absorption = Absorption::full});
+  };
+  PlanOptions o = latent();
+  o.absorbed = true;
+  Rank one(m, {0, m.heads}, CacheFormat::f32, {});
+  absorbed(one);
+  const Ran right = two_steps(one, Held({}, ragged()), ragged(), o, o);
+  for (const Grid& g : {grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)}) {
+    std::vector<Ran> ran(g.heads.size());
+    on_ranks(m, g, {}, ragged(), o, [&](Rank& rank, const Held& held, const PlanOptions& own, int r) {
+      absorbed(rank);
+      ran[static_cast<size_t>(r)] = two_steps(rank, held, ragged(), own, own);
+    });
+    expect_same(ran, right, 1e-5f, g.name());
+  }
+}
+
+Held held_by(const std::vector<int64_t>& heads, int rank, const Lengths& l, int64_t members = 0) {
+  return Held({.sharding = CacheSharding(members > 0 ? members : std::ssize(heads), 4), .rank = rank, .heads = heads},
+              l);
+}
+PlanOptions options_of(const Held& held) {
+  PlanOptions o{.tensor_parallel = static_cast<int>(held.context.heads.size())};
+  o.context_parallel = held.context;
+  return o;
+}
+
+TEST(ContextParallel, TheExchangeIsSteps) {
+  Rank rank(model_of(), {0, 3}, CacheFormat::f32, {});
+  const Held held = held_by({3, 2}, 0, ragged());
+  const PlanOptions o = options_of(held);
   const Step step(held, ragged());
   const Plan p = rank.plan_of(step, o);
   std::vector<std::string_view> names;
@@ -278,63 +220,99 @@ TEST(ContextParallel, TheExchangeIsSteps) {
   EXPECT_LT(at("value_up"), at("all_reduce"));
   EXPECT_LT(at("all_reduce"), std::ssize(names));
   EXPECT_NE(p.describe().find("rank 0 of 2 that hold 4 tokens in turn"), std::string::npos) << p.describe();
+  const Held of_group = held_by({3, 2, 1, 3}, 3, ragged(), 2);
+  EXPECT_NE(rank.plan_of(Step(of_group, ragged()), options_of(of_group))
+                .describe()
+                .find("rank 3 of 4 in groups of 2 that hold 4 tokens in turn"),
+            std::string::npos);
   // Of prompts without context nothing is exchanged.
   const Lengths fresh{{5, 9}, {0, 0}};
-  const Held none(CacheSharding(2, 4), 0, fresh);
+  const Held none = held_by({3, 2}, 0, fresh);
   const Step prompts(none, fresh);
   EXPECT_FALSE(rank.plan_of(prompts, o).shares_context());
 }
 
 // Of a rank's table only its own pages are read: the whole of the last, longest request would not be in it.
 TEST(ContextParallel, KernelsOfARanksStep) {
-  Rank rank(model_of(), {0, 3}, CacheFormat::f32);
+  Rank rank(model_of(), {0, 3}, CacheFormat::f32, {});
   const Lengths l{{1, 1}, {3, 1300}};
-  const Held held(CacheSharding(2, 4), 1, l);
-  PlanOptions o{.tensor_parallel = 2};
-  o.context_parallel = {.sharding = held.sharding, .rank = 1, .heads = {2, 3}};
+  const Held held = held_by({2, 3, 4, 3}, 3, l, 2);
+  PlanOptions o = options_of(held);
+  o.link = {.seconds = 1e-6, .bytes = 1e9};
   const Step step(held, l);
-  std::vector<std::string_view> names;
-  for (const layer::KernelUse& u : layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32}))
-    names.push_back(u.op);
+  const auto uses = layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32});
+  const auto of = [&](std::string_view name) {
+    const auto at = std::find_if(uses.begin(), uses.end(), [&](const layer::KernelUse& u) { return u.op == name; });
+    return at == uses.end() ? layer::KernelUse{} : *at;
+  };
   for (const std::string_view name : {"gather_queries", "attend_latent", "exchange_found"})
-    EXPECT_EQ(std::count(names.begin(), names.end(), name), 1) << name;
+    EXPECT_EQ(of(name).calls, 1) << name;
+  // Two rows' queries of three heads to one other member.
+  EXPECT_EQ(of("gather_queries").kernel, "of 2 ranks");
+  EXPECT_EQ(of("gather_queries").bytes, 2 * 3 * 576 * 4);
+  EXPECT_DOUBLE_EQ(of("gather_queries").seconds, 1e-6 + of("gather_queries").bytes / 1e9);
+  EXPECT_EQ(of("exchange_found").bytes, 2 * 4 * 513 * 4);  // of the other's four heads
+  EXPECT_EQ(of("all_reduce").kernel, "of 4 ranks");
+}
+
+// What a rank throws when its own call or another's goes wrong: all name the same one.
+template <class Change>
+void expect_named(const Grid& g, int wrong, const std::string& step, Change&& change) {
+  const ModelConfig m = model_of();
+  const Lengths l{{1, 4}, {20, 0}};
+  on_ranks(m, g, {}, l, {}, [&](Rank& rank, const Held& held, PlanOptions o, int r) {
+    Held own = held;
+    if (r == wrong) change(own, o);
+    try {
+      rank.run(Step(own, l), o, 3);
+      ADD_FAILURE() << "rank " << r;
+    } catch (const RankError& e) {
+      EXPECT_EQ(e.rank(), wrong) << e.what();
+      EXPECT_EQ(e.step(), step);
+      EXPECT_NE(std::string(e.what()).find("their plans differ"), std::string::npos) << e.what();
+    }
+  });
 }
 
 // Paths decide what ranks of a split cache send: here one takes another path for a request without context.
 TEST(ContextParallel, ARankWithOtherOptionsIsNamed) {
   const ModelConfig m = model_of();
-  const Lengths l{{1, 4}, {20, 0}};
-  std::vector<Communicator> group = thread_communicators(3);
-  std::vector<std::jthread> threads;
-  for (int r = 0; r < 3; ++r)
-    threads.emplace_back([&, r] {
-      const std::vector<HeadRange> heads = shares(m.heads, 3);
-      Rank rank(m, heads[static_cast<size_t>(r)], CacheFormat::f32);
-      const Held held(CacheSharding(3, 4), r, l);
-      PlanOptions o{.tensor_parallel = 3, .path = r == 2 ? PathPolicy::latent : PathPolicy::automatic};
-      o.context_parallel = {.sharding = held.sharding, .rank = r, .heads = {}};
-      for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      try {
-        rank.run(Step(held, l), o, &group[static_cast<size_t>(r)], 3);
-        ADD_FAILURE() << "rank " << r;
-      } catch (const RankError& e) {
-        EXPECT_EQ(e.rank(), 2) << e.what();
-        EXPECT_EQ(e.step(), "gather_queries");
-        EXPECT_NE(std::string(e.what()).find("their plans differ"), std::string::npos) << e.what();
-      }
-    });
+  for (const Grid& g : {grid_of(m, 3, 3, 4), grid_of(m, 4, 2, 4)})
+    expect_named(g, g.ranks() - 1, "gather_queries", [](Held&, PlanOptions& o) { o.path = PathPolicy::latent; });
+}
+
+// A rank that splits the cache over other groups than the others: known by its global number.
+TEST(ContextParallel, ARankOfAnotherGridIsNamed) {
+  const ModelConfig m = model_of();
+  expect_named(grid_of(m, 4, 2, 4), 2, "gather_queries", [](Held& held, PlanOptions& o) {
+    o.context_parallel.sharding = CacheSharding(4, 4);
+    held = Held(o.context_parallel, {{1, 4}, {20, 0}});
+  });
+}
+
+// Ranks of the other groups learn of it at the same call, though nothing was to come from it.
+TEST(ContextParallel, ARankThatLeavesEndsAllGroups) {
+  const ModelConfig m = model_of();
+  const Lengths l{{2}, {30}};
+  on_ranks(m, grid_of(m, 4, 2, 4), {}, l, latent(), [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
+    if (r == 3) return rank.group->abort("no memory");
+    try {
+      rank.run(Step(held, l), o, 3);
+      ADD_FAILURE() << "rank " << r;
+    } catch (const RankError& e) {
+      EXPECT_EQ(e.rank(), 3) << e.what();
+      EXPECT_NE(std::string(e.what()).find("rank 3 aborted: no memory"), std::string::npos) << e.what();
+    }
+  });
 }
 
 TEST(ContextParallel, WhatDoesNotFitIsNamed) {
-  const ModelConfig m = model_of();
-  Rank rank(m, {0, 3}, CacheFormat::f32);
-  const CacheSharding sharding(2, 4);
-  const Held held(sharding, 0, ragged());
+  Rank rank(model_of(), {0, 3}, CacheFormat::f32, {});
+  const Held held = held_by({3, 2}, 0, ragged());
   const Step step(held, ragged());
-  PlanOptions o{.tensor_parallel = 2};
-  o.context_parallel = {.sharding = sharding, .rank = 0, .heads = {3, 2}};
+  const PlanOptions o = options_of(held);
   EXPECT_EQ(message_of([&] { (void)rank.plan_of(step, o); }), "no error");
-  EXPECT_EQ(message_of([&] { (void)rank.run(step, o, nullptr, 1); }),
+  EXPECT_EQ(message_of([&] { (void)rank.run(step, o, 1); }),
             "layer: ranks is missing, plan was made for tensor_parallel 2");
   const auto with = [&](auto change) {
     PlanOptions other = o;
@@ -342,27 +320,36 @@ TEST(ContextParallel, WhatDoesNotFitIsNamed) {
     return message_of([&] { (void)rank.plan_of(step, other); });
   };
   EXPECT_EQ(with([](PlanOptions& p) { p.tensor_parallel = 1; }),
-            "plan: a cache split over 2 ranks with tensor_parallel 1, they have to be the same ranks");
+            "plan: a cache split over 2 ranks with tensor_parallel 1, which must be groups of as many");
+  EXPECT_EQ(with([](PlanOptions& p) { p.tensor_parallel = 3; }),
+            "plan: a cache split over 2 ranks with tensor_parallel 3, which must be groups of as many");
+  EXPECT_EQ(with([](PlanOptions& p) {
+              p.tensor_parallel = 4, p.context_parallel.rank = 4, p.context_parallel.heads = {3, 2, 3, 2};
+            }),
+            "plan: context_parallel rank is 4, allowed 0 to 3");
+  EXPECT_EQ(with([](PlanOptions& p) { p.form = LayerForm::attention, p.cache_use = CacheUse::none; }),
+            "plan: a cache split over 2 ranks with cache_use none: there is no cache to split");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.rank = 2; }),
             "plan: context_parallel rank is 2, allowed 0 to 1");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.heads = {3}; }),
-            "plan: context_parallel heads has 1 entries, the cache has 2 ranks");
+            "plan: context_parallel heads has 1 entries, tensor_parallel is 2");
   EXPECT_EQ(with([](PlanOptions& p) {
               p.context_parallel.heads = {2, 3};
             }),
             "plan: context_parallel heads[0] is 2, this rank's model has 3");
-  EXPECT_EQ(with([](PlanOptions& p) { p.path = PathPolicy::expanded; }),
-            "plan: request 0 has 130 tokens of context, which several ranks hold: path policy expanded needs them all");
-  const auto with_slot = [&](size_t token, int32_t slot) {
-    Step other(held, ragged());
+  const auto with_slot = [&](const Held& of, size_t token, int32_t slot) {
+    Step other(of, ragged());
     other.slots[token] = slot;
-    return message_of([&] { (void)rank.plan_of(other, o); });
+    return message_of([&] { (void)rank.plan_of(other, options_of(of)); });
   };
-  EXPECT_EQ(with_slot(10, 5),
+  EXPECT_EQ(with_slot(held, 10, 5),
             "batch: request 4: slot_mapping[10] is 5, its token's position 68 is rank 1's, this is rank 0");
-  EXPECT_EQ(with_slot(0, 5).substr(0, 89), "batch: request 0: slot_mapping[0] is 5, its token's position 130 is slot " +
-                                               std::to_string(step.slots[0]) + " of this rank");
+  EXPECT_EQ(with_slot(held_by({1, 1, 3, 2}, 2, ragged(), 2), 10, 5),
+            "batch: request 4: slot_mapping[10] is 5, its token's position 68 is rank 3's, this is rank 2");
+  EXPECT_EQ(with_slot(held, 0, 5).substr(0, 89),
+            "batch: request 0: slot_mapping[0] is 5, its token's position 130 is slot " +
+                std::to_string(step.slots[0]) + " of this rank");
 }
 
 }  // namespace
-}  // namespace mla::test
+}  // namespace mla::test::ranks

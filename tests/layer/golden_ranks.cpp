@@ -1,5 +1,5 @@
-// Golden files by ranks that split heads and cached tokens: from 1 to one for each head, every interleave, held to one
-// rank's bounds.
+// Golden files by ranks that split heads, and cached tokens over groups of them: from 1 to one for each head, every
+// size of group, every interleave, held to one rank's bounds.
 #include <gtest/gtest.h>
 
 #include <thread>
@@ -15,20 +15,26 @@ namespace {
 constexpr double kFileError = 5e-6, kFloor = 2e-6;  // as one rank's, see golden.cpp
 constexpr int64_t kPageSize = 16;
 
+struct Ran {
+  std::vector<float> out;
+  std::vector<std::vector<int32_t>> selected;  // of each row; none: it attended to everything
+};
+
 // One request with the pages of the tokens that the rank holds, in an order of its own.
 struct Rank {
   ModelConfig model;
   CacheSharding sharding;
   int rank;
   LayerWeights weights;
-  RotaryTable rotary;
+  RotaryTable rotary, index_rotary;
   ThreadPool pool{1};
   Stream stream{pool};
   CacheSpec spec;
   std::vector<int32_t> table;
   Cache cache;
+  IndexCache index;
 
-  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)
+  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)  // of: a group
       : model(part_of(g.config, heads)),
         sharding(s),
         rank(of),
@@ -38,6 +44,10 @@ struct Rank {
         table(pages_of(s.pages(of, g.length, kPageSize))),
         cache(spec, std::ssize(table) + 1) {
     std::memset(cache.view().data, 0xff, spec.page_bytes() * static_cast<size_t>(cache.view().pages));
+    if (!model.indexer) return;
+    index_rotary = RotaryTable(model.index_rotary(), model.rope, g.length);
+    index = IndexCache(index_cache_spec(model, spec, IndexCacheFormat::f32), cache.pages());
+    std::memset(index.view().data, 0xff, index.spec().page_bytes() * static_cast<size_t>(index.pages()));
   }
   // Page 0 is nobody's; a rank without tokens has none.
   static std::vector<int32_t> pages_of(int64_t count) {
@@ -46,9 +56,8 @@ struct Rank {
     return pages;
   }
 
-  // Rows [begin, end) of the request, appended to what is cached.
-  void step(const Golden& g, int64_t begin, int64_t end, Communicator* group, const PlanOptions& o,
-            std::vector<float>& out) {
+  // Rows [begin, end) of the request, appended to what is cached; what each attended to, of those that select.
+  void step(const Golden& g, int64_t begin, int64_t end, Communicator* group, const PlanOptions& o, Ran& ran) {
     const std::vector<int32_t> starts{0, static_cast<int32_t>(end - begin)}, lengths{static_cast<int32_t>(end)};
     std::vector<int32_t> slots, pages(table);
     for (int64_t p = begin; p < end; ++p)
@@ -59,34 +68,44 @@ struct Rank {
     Buffer workspace(p.workspace_bytes);
     std::memset(workspace.data(), 0xff, workspace.size());
     const int64_t width = model.hidden;
-    forward(stream,
-            {.plan = p,
-             .batch = batch,
-             .weights = weights,
-             .rotary = rotary,
-             .cache = cache.view(),
-             .workspace = {workspace.data(), workspace.size()},
-             .ranks = group,
-             .deadline = std::chrono::seconds(60)},
-            View<const float, Token, Hidden>(g.hidden.data() + begin * width, {end - begin, width}),
-            View<float, Token, Hidden>(out.data() + begin * width, {end - begin, width}));
+    const Buffer selection(p.selection_bytes);
+    const LayerContext context{.plan = p,
+                               .batch = batch,
+                               .weights = weights,
+                               .rotary = rotary,
+                               .cache = cache.view(),
+                               .workspace = {workspace.data(), workspace.size()},
+                               .index_cache = index.view(),
+                               .index_rotary = &index_rotary,
+                               .selection = {selection.data(), selection.size()},
+                               .ranks = group,
+                               .deadline = std::chrono::seconds(60)};
+    if (p.sparse_rows() > 0 && !weights.indexer)
+      select(stream, context, View<const int32_t, Token, Topk>(g.topk.data() + begin * p.topk, {end - begin, p.topk}));
+    forward(stream, context, View<const float, Token, Hidden>(g.hidden.data() + begin * width, {end - begin, width}),
+            View<float, Token, Hidden>(ran.out.data() + begin * width, {end - begin, width}));
+    for (int64_t i = 0; i < p.sparse_rows(); ++i)
+      for (int64_t k = 0; k < p.topk; ++k)
+        if (const int32_t at = p.selected(context.selection)(i, k); at >= 0)
+          ran.selected[static_cast<size_t>(begin + i)].push_back(at);
   }
 };
 
 // A prefill, a chunk behind it and single tokens, by all ranks: what each has of the output.
-std::vector<std::vector<float>> by_ranks(const Golden& g, int ranks, int64_t interleave, CacheFormat format) {
+std::vector<Ran> by_ranks(const Golden& g, int ranks, int members, int64_t interleave, CacheFormat format) {
   const std::vector<HeadRange> heads = shares(g.config.heads, ranks);
   std::vector<Communicator> group = thread_communicators(ranks);
-  std::vector<std::vector<float>> out(heads.size());
+  std::vector<Ran> out(heads.size());
   std::vector<std::jthread> threads;
   for (int r = 0; r < ranks; ++r)
     threads.emplace_back([&, r] {
       const auto at = static_cast<size_t>(r);
-      PlanOptions o{.tensor_parallel = ranks};
-      o.context_parallel = {.sharding = CacheSharding(ranks, interleave), .rank = r, .heads = {}};
+      PlanOptions o{.tensor_parallel = ranks, .index_format = IndexCacheFormat::f32};
+      o.context_parallel = {.sharding = CacheSharding(members, interleave), .rank = r, .heads = {}};
       for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      Rank rank(g, o.context_parallel.sharding, r, heads[at], format);
-      out[at].assign(static_cast<size_t>(g.length * g.config.hidden), -7.0f);
+      Rank rank(g, o.context_parallel.sharding, o.context_parallel.member(), heads[at], format);
+      out[at].out.assign(static_cast<size_t>(g.length * g.config.hidden), -7.0f);
+      out[at].selected.resize(static_cast<size_t>(g.length));
       const int64_t last = g.length - 3;
       std::vector<int64_t> ends{g.length / 2, last};
       for (int64_t p = last + 1; p <= g.length; ++p) ends.push_back(p);
@@ -104,7 +123,6 @@ class GoldenRanks : public testing::TestWithParam<GoldenCase> {};
 
 TEST_P(GoldenRanks, ReproduceTheFile) {
   const Golden g = read_golden(GetParam());
-  if (g.config.indexer) GTEST_SKIP() << "ranks of a split cache select no keys";
   std::vector<int64_t> rows(static_cast<size_t>(g.length));
   for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
   const auto weights = reference::plain_weights(g.tensors, Dtype::f32);
@@ -123,18 +141,75 @@ TEST_P(GoldenRanks, ReproduceTheFile) {
     }
     const double bound = 2 * plain + kFloor;
     for (int ranks = 1; ranks <= std::min<int64_t>(8, g.config.heads); ++ranks)
-      for (const int64_t interleave : {1, 2, 4, 16, 64}) {
-        if (format != CacheFormat::f32 && interleave != 2 && interleave != 16) continue;
-        const std::string how = g.name + " by " + std::to_string(ranks) + " ranks, " + std::to_string(interleave) +
-                                " in turn, " + std::string(to_string(format));
-        const auto out = by_ranks(g, ranks, interleave, format);
-        EXPECT_LE(reference::relative_error(out[0], exact), bound) << how << " against float64";
-        EXPECT_LE(reference::relative_error(out[0], file), bound + kFileError) << how << " against the file";
-        for (const auto& other : out) EXPECT_TRUE(other == out[0]) << how;
-      }
+      for (int members = 1; members <= ranks; ++members)
+        for (const int64_t interleave : {1, 2, 4, 16, 64}) {
+          if (ranks % members != 0) continue;
+          if ((format != CacheFormat::f32 || members < ranks) && interleave != 2 && interleave != 16) continue;
+          const std::string how = g.name + " by " + std::to_string(ranks) + " ranks in groups of " +
+                                  std::to_string(members) + ", " + std::to_string(interleave) + " in turn, " +
+                                  std::string(to_string(format));
+          const auto out = by_ranks(g, ranks, members, interleave, format);
+          EXPECT_LE(reference::relative_error(out[0].out, exact), bound) << how << " against float64";
+          EXPECT_LE(reference::relative_error(out[0].out, file), bound + kFileError) << how << " against the file";
+          for (const auto& other : out) EXPECT_TRUE(other.out == out[0].out) << how;
+        }
   }
 }
 
+std::vector<GoldenCase> with_indexer() {
+  std::vector<GoldenCase> cases;
+  for (const GoldenCase& c : golden_cases())
+    if (read_golden(c).config.indexer) cases.push_back(c);
+  return cases;
+}
+
+class GoldenRanksThatSelect : public testing::TestWithParam<GoldenCase> {};
+
+// Whole files, far past what is selected: by the file's own choice its outputs, by the ranks' what float64 makes of it.
+TEST_P(GoldenRanksThatSelect, ReproduceTheFile) {
+  Golden g = read_golden(GetParam(), true);
+  std::vector<int64_t> rows(static_cast<size_t>(g.length));
+  for (size_t i = 0; i < rows.size(); ++i) rows[i] = static_cast<int64_t>(i);
+  const auto weights = reference::plain_weights(g.tensors, Dtype::f32);
+  const std::vector<double> file(g.output.begin(), g.output.end());
+  const auto each_grid = [&](auto&& expect) {
+    for (int ranks = 2; ranks <= std::min<int64_t>(8, g.config.heads); ++ranks)
+      for (int members = 2; members <= ranks; ++members)
+        for (const int64_t interleave : {1, 2, 4, 16, 64}) {
+          if (ranks % members != 0 || (members < ranks && interleave != 2)) continue;
+          const std::string how = g.name + " by " + std::to_string(ranks) + " ranks in groups of " +
+                                  std::to_string(members) + ", " + std::to_string(interleave) + " in turn";
+          const std::vector<Ran> ran = by_ranks(g, ranks, members, interleave, CacheFormat::f32);
+          for (const Ran& other : ran) EXPECT_TRUE(other.out == ran[0].out && other.selected == ran[0].selected) << how;
+          expect(ran[0], how);
+        }
+  };
+  if (g.tensors.indexer) {
+    const Ran one = by_ranks(g, 1, 1, 1, CacheFormat::f32)[0];
+    reference::Rounding rounding{.weights = Dtype::f32,
+                                 .compute = Dtype::f32,
+                                 .activations = Dtype::f32,
+                                 .cache = cache_spec(g.config, CacheFormat::f32),
+                                 .path = Path::latent};
+    const auto exact = reference::output_rows(g.config, weights, g.hidden, rows, nullptr, one.selected),
+               plain = reference::output_rows(g.config, weights, g.hidden, rows, &rounding, one.selected);
+    const double bound = 2 * reference::relative_error(std::vector<float>(plain.begin(), plain.end()), exact) + kFloor;
+    each_grid([&](const Ran& ran, const std::string& how) {
+      EXPECT_EQ(ran.selected, one.selected) << how;
+      EXPECT_LE(reference::relative_error(ran.out, exact), bound) << how;
+    });
+  }
+  g.tensors.indexer.reset();
+  for (int64_t row = 0; row < g.length; ++row)  // what a row does not see is not chosen
+    for (int64_t k = 0; k < g.config.indexer->topk; ++k)
+      if (int32_t& at = g.topk[static_cast<size_t>(row * g.config.indexer->topk + k)]; at > row) at = -1;
+  each_grid([&](const Ran& ran, const std::string& how) {
+    EXPECT_LE(reference::relative_error(ran.out, file), kFileError) << how << " by the file's choice";
+  });
+}
+
+INSTANTIATE_TEST_SUITE_P(Files, GoldenRanksThatSelect, testing::ValuesIn(with_indexer()),
+                         [](const auto& i) { return i.param.name(); });
 INSTANTIATE_TEST_SUITE_P(Files, GoldenRanks, testing::ValuesIn(golden_cases()),
                          [](const auto& i) { return i.param.name(); });
 

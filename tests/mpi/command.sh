@@ -25,7 +25,8 @@ few=(--requests 6 --output-len 6)
 run=(run --comm mpi --tp "$ranks" "${model[@]}")
 
 # Heads alone, then the cache, too: verified, one of each line, files of rank 0.
-for dcp in 1 "$ranks"; do
+for dcp in $(printf "%s\n" 1 2 "$ranks" | sort -un); do
+  ((ranks % dcp == 0)) || continue
   job "${run[@]}" "${few[@]}" --dcp "$dcp" --verify 12 --json run.json --report run.html --chrome-trace trace.json
   [[ $code == 0 ]] || fail "exit code $code"
   [[ $(grep -c '^trace  ' out) == 1 ]] || fail "not one summary"

@@ -109,6 +109,12 @@ TEST_F(MapIndices, RefusesWhatDoesNotFit) {
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.page_size = 0; }), "map_indices: page_size is 0, allowed 1 to 2147483647");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.pages = int64_t{1} << 30; }),
             "map_indices: pages is 1073741824, allowed 0 to 536870912");
+  EXPECT_EQ(refusal<A>(slots_,
+                       [](A& a) {
+                         a.held = {CacheSharding(3, 2), 3};
+                       }),
+            "map_indices: held rank is 3, allowed 0 to 2");
+  EXPECT_EQ(refusal<W>(workspace_, [](W& a) { a.held.rank = -1; }), "map_indices: held rank is -1, allowed 0 to 0");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.requests = far; }), "map_indices: request is 2, allowed 0 to 1");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.requests = three; }), "map_indices: requests length is 3, allowed 0 to 2");
   EXPECT_EQ(refusal<A>(slots_, [](A& a) { a.lengths = std::span(three).first(1); }),

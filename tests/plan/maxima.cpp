@@ -96,6 +96,21 @@ std::vector<Setting> settings() {
   PlanOptions shared{.tensor_parallel = 2};
   shared.context_parallel = {.sharding = CacheSharding(2, 4), .rank = 1, .heads = {2, 3}};
   add("a rank of a split cache", test::small_deepseek(), shared);
+  shared.path = PathPolicy::expanded;
+  add("a rank of a split cache, expanded", test::small_deepseek(), shared);
+  shared.context_rows = 100;
+  add("a rank of a split cache, expanded in few rows", test::small_deepseek(), shared);
+  shared = {.tensor_parallel = 4, .path = PathPolicy::by_length, .reorder_batch_threshold = 2};
+  shared.context_parallel = {.sharding = CacheSharding(2, 1), .rank = 2, .heads = {2, 3, 3, 1}};
+  add("a rank of groups", test::small_deepseek(), shared);
+  for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
+    for (const SparsePolicy sparse : {SparsePolicy::automatic, SparsePolicy::upconvert}) {
+      PlanOptions selects{.tensor_parallel = 4, .split = split, .sparse = sparse};
+      selects.context_parallel = {
+          .sharding = CacheSharding(2, sparse == SparsePolicy::automatic ? 1 : 16), .rank = 2, .heads = {2, 3, 3, 1}};
+      add("a rank of groups that select, " + std::string(to_string(sparse)) + ", " + std::string(to_string(split)),
+          test::small_sparse(), selects);
+    }
   return all;
 }
 

@@ -197,6 +197,13 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.activation_dtype = static_cast<ActivationDtype>(random.integer(0, 3));
     if (!o.absorbed && coin()) o.prefill = coin() ? PrefillOperands::fp8 : PrefillOperands::fp8_raw;
     const Device device{coin() ? DeviceKind::cpu : DeviceKind::cuda};
+    if (coin()) {
+      const int64_t members = coin() ? 2 : 4;
+      o.tensor_parallel = 4;
+      o.context_parallel = {.sharding = CacheSharding(members, random.integer(1, 20)),
+                            .rank = static_cast<int>(random.integer(0, 3)),
+                            .heads = {3, 3, 3, 3}};
+    }
     const Plan p = make(sparse ? test::small_sparse() : test::small_deepseek(), b, o,
                         o.fp8_query ? CacheFormat::fp8 : CacheFormat::bf16, device);
     SCOPED_TRACE(p.describe());

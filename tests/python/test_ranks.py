@@ -101,20 +101,24 @@ def batch_of(tables, parts, sharding=None, rank=0):
     return mla.Batch(starts.tolist(), [end for _, end in parts], tables, slots)
 
 
-def steps(model, hidden, comm=None, interleave=0, stream=None, **options):
-    """Prefills of most of each request, then the rest: what forward() gives for both."""
+def steps(model, hidden, comm=None, interleave=0, stream=None, members=0, **options):
+    """Prefills of most of each request, then the rest: what forward() gives for both.
+
+    members: of a group that shares a cache; 0: all ranks.
+    """
     ranks, rank = (comm.ranks, comm.rank) if comm else (1, 0)
     heads = [mla.head_share(model.heads, r, ranks) for r in range(ranks)]
     part = mla.part_of(model, heads[rank])
     tensors = mla.part_of(model, mla.random_layer(model, 0, 3, "f32"), heads[rank])
     weights = mla.prepare(part, tensors, dtype="f32")
     rotary = mla.RotaryTable(part, 128)
-    sharding = mla.CacheSharding(ranks, interleave) if interleave else mla.CacheSharding(1)
+    members = members or ranks
+    sharding = mla.CacheSharding(members, interleave) if interleave else mla.CacheSharding(1)
     if interleave:
         options |= {
             "sharding": sharding, "rank": rank, "rank_heads": [count for _, count in heads]
         }
-    holder = rank if interleave else 0
+    holder = rank % members if interleave else 0
     pages = [sharding.pages(holder, n, PAGE) for n in LENGTHS]
     order = np.random.default_rng(rank).permutation(sum(pages)).tolist()
     tables = [order[: pages[0]], order[pages[0] :]]
@@ -160,6 +164,75 @@ def test_ranks_give_the_layers_rows(model, hidden, right, kind, ranks, interleav
         assert all(np.array_equal(a, b) for a, b in zip(found[rank], found[0], strict=True))
     other = GROUPS["threads" if kind == "functions" else "functions"](ranks)
     again = results_of(other, lambda c: steps(model, hidden, c, interleave))
+    assert all(np.array_equal(a, b) for a, b in zip(again[0], found[0], strict=True))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_context_on_the_expanded_path(model, hidden, ranks):
+    want = steps(model, hidden, path="expanded")
+    found = results_of(
+        mla.thread_communicators(ranks), lambda c: steps(model, hidden, c, 4, path="expanded")
+    )
+    for rows in found:
+        for got, right in zip(rows, want, strict=True):
+            assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+
+
+def test_ranks_that_select(model, hidden):
+    """The indexer's cache is split, too: the second step's rows are those that one rank selects and gives."""
+    sparse = mla.preset("deepseek-v3.2")
+    sparse.hidden, sparse.heads, sparse.query_latent = model.hidden, model.heads, 64
+    indexer = sparse.indexer
+    indexer.heads, indexer.topk = 4, 24
+    sparse.indexer = indexer
+
+    def work(comm=None):
+        ranks, rank = (comm.ranks, comm.rank) if comm else (1, 0)
+        heads = [mla.head_share(sparse.heads, r, ranks) for r in range(ranks)]
+        part = mla.part_of(sparse, heads[rank])
+        tensors = mla.part_of(sparse, mla.random_layer(sparse, 0, 3, "f32"), heads[rank])
+        weights = mla.prepare(part, tensors, dtype="f32")
+        sharding = mla.CacheSharding(2, 4) if comm else mla.CacheSharding(1)
+        holder = rank % 2 if comm else 0
+        tables = [list(range(p)) for p in [sharding.pages(holder, LENGTHS[1], PAGE)]]
+        cache = mla.Cache(mla.cache_spec(part, "f32", PAGE), len(tables[0]))
+        index = mla.IndexCache(part, cache)
+        options = {}
+        if comm:
+            options |= {
+                "tensor_parallel": ranks, "sharding": sharding, "rank": rank,
+                "rank_heads": [count for _, count in heads],
+            }
+        out = []
+        for first, last in ((0, 80), (80, 90)):
+            batch = batch_of(tables, [(first, last)], sharding, holder)
+            plan = mla.plan(part, cache, batch, options=mla.PlanOptions(**options))
+            out.append(
+                mla.forward(
+                    plan, weights, mla.RotaryTable(part, 128), cache, hidden[1][first:last],
+                    index_cache=index, index_rotary=mla.RotaryTable(part, 128, indexer=True),
+                    ranks=comm,
+                )
+            )
+        return out
+
+    want = work()
+    for rows in results_of(mla.thread_communicators(4), work):
+        for got, right in zip(rows, want, strict=True):
+            assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave):
+    def work(comm):
+        return steps(model, hidden, comm, interleave, members=2)
+
+    found = results_of(mla.thread_communicators(4), work)
+    for rank in range(4):
+        for got, want in zip(found[rank], right, strict=True):
+            assert np.abs(got - want).max() < 1e-5 * np.abs(want).max()
+        assert all(np.array_equal(a, b) for a, b in zip(found[rank], found[0], strict=True))
+    again = results_of(Queues.group(4), work)
     assert all(np.array_equal(a, b) for a, b in zip(again[0], found[0], strict=True))
 
 
@@ -373,7 +446,7 @@ def test_what_cannot_be(model, hidden):
         mla.part_of(model, (3, 3))
     with pytest.raises(mla.InputError, match="read with sharding"):
         mla.PlanOptions(rank=1)
-    with pytest.raises(mla.UnsupportedError, match="split over 2 ranks with tensor_parallel 1"):
+    with pytest.raises(mla.ShapeError, match="split over 2 ranks with tensor_parallel 1"):
         steps(model, hidden, sharding=mla.CacheSharding(2), rank_heads=[5, 5])
     one, two = mla.thread_communicators(2)
     assert (two.rank, two.ranks) == (1, 2) and repr(two) == "mla.Communicator(rank=1, ranks=2)"

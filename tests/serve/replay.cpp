@@ -132,13 +132,14 @@ struct Processes {
 };
 
 TEST(Replay, ProcessesRunTheSameStepsAndVerify) {
-  for (const int64_t interleave : {0, 4})
+  for (const int groups_of : {1, 2, 4})
     for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8}) {
-      Processes p(3);
+      Processes p(4);
       for (auto& run : p.runs) {
         run->options.format = format;
-        run->options.interleave = interleave;
-        if (interleave > 0) run->options.limits.page_size = 24;
+        run->options.context_parallel = groups_of;
+        run->options.interleave = 4;
+        if (groups_of > 1) run->options.limits.page_size = 32;
         run->options.layers = 2;
         if (format == CacheFormat::fp8) run->options.k_scales.assign(2, 0.0f);
       }

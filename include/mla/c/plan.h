@@ -106,10 +106,12 @@ typedef struct mla_plan_options {
   int64_t tensor_parallel;          ///< ranks that split the heads (ranks.h); 0, the default, and 1: there are none
   int32_t index_arithmetic;         ///< MLA_INDEX_PRODUCTS_... of scores of an fp8 index cache; default exact
   int32_t prefill;                  ///< MLA_PREFILL_...: what the expanded path multiplies; default compute
-  const mla_sharding* sharding;     ///< of as many ranks, which split every sequence's cached tokens, too: the batch's
-                                    ///< tables and slots are those of this rank's cache; NULL: each has all tokens
-  int64_t rank;                     ///< this one, of sharding
-  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank, of sharding
+  const mla_sharding* sharding;     ///< of as many ranks, which divide tensor_parallel: groups of ranks that follow one
+                                    ///< another split every sequence's cached tokens, too, and the batch's tables and
+                                    ///< slots are those of this rank's cache, member rank % sharding.ranks of its
+                                    ///< group; NULL: each has all tokens
+  int64_t rank;                     ///< this one, of tensor_parallel; read with sharding, as is what follows
+  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank
   const mla_step_maxima* maxima;  ///< of a step whose calls are captured and launched for every batch within: its plans
                                   ///< have one shape, calls take inputs and outputs of mla_plan_info.tokens rows and
                                   ///< leave those of the outputs past the batch's alone; NULL: of the batch alone.

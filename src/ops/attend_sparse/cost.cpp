@@ -39,7 +39,7 @@ Cost cost(const AttendSparseArgs& a) {
   return c;
 }
 
-Cost cost_of_full_lists(const AttendSparseArgs& a) {
+Cost cost_of_full_lists(const AttendSparseArgs& a, double part) {
   Cost c;
   for (const SparseItem& item : a.items) {
     int64_t first = 0;  // of the source's in the rows' lists
@@ -47,10 +47,10 @@ Cost cost_of_full_lists(const AttendSparseArgs& a) {
       const int64_t end = first + s.slots.extent<Topk>();
       const int64_t keys =
           std::max<int64_t>(0, std::min<int64_t>(item.k_end, end) - std::max<int64_t>(item.k_begin, first));
-      c.bytes += static_cast<double>(item.q_count * keys) * s.cache.spec.token_bytes();
+      c.bytes += part * static_cast<double>(item.q_count * keys) * s.cache.spec.token_bytes();
       first = end;
     }
-    c += rows_and_products(a, item, static_cast<double>(item.q_count) * (item.k_end - item.k_begin));
+    c += rows_and_products(a, item, part * static_cast<double>(item.q_count) * (item.k_end - item.k_begin));
   }
   return c;
 }

@@ -63,8 +63,8 @@ void check(const AttendSparseArgs& a);
 void check(const MergeSparseArgs& a);
 /// Reads the slots, which must lie where the host reads them.
 Cost cost(const AttendSparseArgs& a);
-/// The same without a look at the slots: as if every one were there, and each row's its own.
-Cost cost_of_full_lists(const AttendSparseArgs& a);
+/// The same without a look at the slots: as if this part of every row's were there, and each row's its own.
+Cost cost_of_full_lists(const AttendSparseArgs& a, double part = 1);
 Cost cost(const MergeSparseArgs& a);
 /// Of unsplit items: splits of a row are not joined here.
 void reference(const AttendSparseArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse,

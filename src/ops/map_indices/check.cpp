@@ -8,6 +8,10 @@ namespace {
 
 constexpr int64_t kMostRows = int64_t{1} << 31;
 
+void check_held(const HeldTokens& held) {
+  require_range("map_indices", "held rank", held.rank, 0, held.sharding.ranks());
+}
+
 void check_rows(const View<const int32_t, Token, Topk>& positions, std::span<const int32_t> requests,
                 int64_t request_count, std::string_view to_name, const View<int32_t, Token, Topk>& to) {
   constexpr std::string_view op = "map_indices";
@@ -31,6 +35,7 @@ void check(const MapToSlotsArgs& a) {
   require_range(op, "page_size", a.page_size, 1, kMostRows);
   require_range(op, "pages", a.pages, 0, kMostRows / a.page_size + 1);
   require_dense<Page>(op, "block_table", a.block_table);
+  check_held(a.held);
   int64_t requests = a.block_table.extent<Request>();
   if (!a.lengths.empty()) requests = std::min(requests, std::ssize(a.lengths));
   check_rows(a.positions, a.requests, requests, "slots", a.slots);
@@ -44,6 +49,7 @@ void check(const MapToWorkspaceArgs& a) {
     require_range(op, "start", a.starts[r], 0, kMostRows);
     require_range(op, "count", a.counts[r], 0, kMostRows - a.starts[r] + 1);
   }
+  check_held(a.held);
   check_rows(a.positions, a.requests, static_cast<int64_t>(a.starts.size()), "rows", a.rows);
 }
 

@@ -7,6 +7,7 @@
 
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/held.hpp"
 
 namespace mla::ops {
 
@@ -20,6 +21,8 @@ struct MapToSlotsArgs {
   int64_t page_size = 0, pages = 0;  ///< of the cache; their product numbers its slots in 32 bits
   std::span<const int32_t> lengths;  ///< tokens a request has, of all that are named; empty: no bound but the table's
   View<int32_t, Token, Topk> slots;  ///< may be `positions`
+  /// Of a split cache: the table lists the pages of the rank's own tokens alone, and positions of others become -1.
+  HeldTokens held = {};
 };
 
 /// To rows of a workspace where whole requests lie gathered: position t of request r -> starts[r] + t, -1 for t not
@@ -29,6 +32,7 @@ struct MapToWorkspaceArgs {
   std::span<const int32_t> requests;        ///< as above
   std::span<const int32_t> starts, counts;  ///< first row and number of rows of each request
   View<int32_t, Token, Topk> rows;          ///< may be `positions`
+  HeldTokens held = {};                     ///< as above: what lies gathered are the rank's own tokens
 };
 
 /// Rows of selections made elsewhere: row r of `picked` is row rows[r] of `positions`.

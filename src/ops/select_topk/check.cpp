@@ -43,6 +43,7 @@ void check(const FinishTopkArgs& a) {
   require_dense<Topk>(op, "indices", a.indices);
   require_items(op, a.items, a.state.rows);
   check_output(op, a.items, a.indices.extent<Token>());
+  require_range(op, "held rank", a.held.rank, 0, a.held.sharding.ranks());
   if (!a.scores) return;
   require_same<Topk>(op, "scores", a.scores, "indices", a.indices);
   require_same<Token>(op, "scores", a.scores, "indices", a.indices);

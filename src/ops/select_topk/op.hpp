@@ -14,6 +14,7 @@
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/held.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -59,6 +60,7 @@ struct FinishTopkArgs {
   std::span<const IndexItem> items;
   View<int32_t, Token, Topk> indices;  ///< Topk dense, state.topk wide
   View<float, Token, Topk> scores;     ///< of the indices, -inf behind them; may be empty (null)
+  HeldTokens held = {};                ///< of a split cache: the selection's positions number the rank's own tokens
 };
 
 /// Row item.q_begin + i: positions kv_begin .. kv_begin + item.columns(i) - 1, then -1.

@@ -1,4 +1,6 @@
 // The expanded path: latent rows become keys and values of each head.
+#include <numeric>
+
 #include "plan/internal.hpp"
 #include "plan/steps/steps.hpp"
 
@@ -83,6 +85,25 @@ void attend(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q, cons
             .raw_sums = s.plan.options.prefill == PrefillOperands::fp8_raw});
 }
 
+// Of a split cache: members send the stored rows that they hold of a chunk; each row is then read straight to the place
+// of its position, where one rank's gather would have put it.
+void gather_sent(Steps& s, Calls calls, size_t c, const Operand<Key, Latent>& kv_c, const Operand<Key, Rope>& k_pe) {
+  const Plan& p = s.plan;
+  const ContextChunk& chunk = p.chunks[c];
+  const auto own = chunk.held_rows.begin() + p.options.context_parallel.member();
+  const int64_t all = std::accumulate(chunk.held_rows.begin(), chunk.held_rows.end(), int64_t{0}),
+                before = std::accumulate(chunk.held_rows.begin(), own, int64_t{0});
+  const auto sent =
+      s.region<Key, Entry>("rank_rows", Dtype::fp8_e4m3, {all, static_cast<int64_t>(p.sent_rows.page_bytes())});
+  if (!chunk.held.empty())
+    s.add("pack_context", calls,
+          steps::PackRows{s.list(ListKind::context_held, chunk.held, c), sent.rows(before, *own)});
+  s.add("gather_context", calls, steps::GatherRows{sent, static_cast<int32_t>(c)});
+  s.add("gather", calls,
+        steps::Gather{s.list(ListKind::context_placed, chunk.placed, c), kv_c, k_pe, sent,
+                      s.list(ListKind::context_sources, chunk.sources, c)});
+}
+
 }  // namespace
 
 void expanded_steps(Steps& s, Calls calls) {
@@ -100,7 +121,8 @@ void expanded_steps(Steps& s, Calls calls) {
     const auto context = s.region<Key, Entry>("context", s.act, {chunk.rows, m.entry()});
     const auto kv_c = context.part<Key, Latent>(0, {chunk.rows, m.latent});
     const auto k_pe = context.part<Key, Rope>(m.latent, {chunk.rows, m.rope});
-    s.add("gather", calls, steps::Gather{s.list(ListKind::context_pieces, chunk.pieces, c), kv_c, k_pe});
+    if (p.gathers_context()) gather_sent(s, calls, c, kv_c, k_pe);
+    else s.add("gather", calls, steps::Gather{s.list(ListKind::context_pieces, chunk.pieces, c), kv_c, k_pe});
     const auto flat = [&](const auto& rope_or_latent, int64_t width) {
       return Operand<Token, Head, In>(Memory::workspace, s.act, rope_or_latent.offset, {chunk.rows, 1, width},
                                       {context.stride<Key>(), 0, 1});

@@ -57,14 +57,17 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
 void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                    const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
-  const std::vector<int64_t>& heads = p.options.context_parallel.heads;
+  const std::span<const int64_t> heads = p.options.context_parallel.group_heads();
   const int64_t rows = rows_of(s), n = s.m.heads, width = p.cache.value_width(), ranks = std::ssize(heads),
-                all = std::accumulate(heads.begin(), heads.end(), int64_t{0});
+                all = attended_heads(p);
   const auto queries = s.region<Token, Head, Entry>("rank_queries", q.dtype, {rows, all, s.m.entry()});
   s.add("gather_queries", calls, steps::GatherQueries{q, queries});
   const auto found = s.region<Token, Head, Value>("rank_found", Dtype::f32, {rows, all, width});
   const auto found_lse = s.region<Token, Head>("rank_found_lse", Dtype::f32, {rows, all});
   attend_items(s, calls, queries, scales, found, found_lse);
+  if (const int64_t first = p.sparse_begin; first < rows)
+    sparse_steps(s, calls, queries.rows(first, rows - first), scales, found.rows(first, rows - first),
+                 found_lse.rows(first, rows - first));
   const auto got = s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, width});
   const auto got_lse = s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n});
   s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});

@@ -20,6 +20,26 @@ RowList sparse_tokens(Steps& s) {
   return Steps::slice(s.list(ListKind::latent_tokens, s.plan.latent_tokens), s.plan.sparse_begin, s.plan.sparse_rows());
 }
 
+// Each member's best of a tile's rows, then the best of all: the order of scores and positions is total, so that they
+// are those that one rank would select.
+void join_candidates(Steps& s, size_t at, const Operand<Token, Topk>& state) {
+  const IndexSchedule& schedule = s.plan.index_schedule;
+  const auto& maxima = s.plan.options.maxima;
+  const IndexTile& tile = schedule.selected[at];
+  const int64_t most = schedule.tiles.rows,
+                rows =
+                    maxima ? std::min(most, maxima->tokens - static_cast<int64_t>(at) * most) : tile.joined[0].q_count,
+                columns = s.plan.options.context_parallel.sharding.ranks() * schedule.candidates;
+  const auto joined = s.list(ListKind::index_joined, tile.joined, at);
+  const auto own = s.region<Token, Topk>("index_own", Dtype::f32, {rows, s.plan.topk}),
+             own_scores = s.region<Token, Topk>("index_own_scores", Dtype::f32, {rows, s.plan.topk});
+  const auto all = s.region<Token, Key>("index_all", Dtype::f32, {rows, columns}),
+             all_scores = s.region<Token, Key>("index_all_scores", Dtype::f32, {rows, columns});
+  s.add("select_topk", kIndexer, steps::FinishTopk{state, joined, own, own_scores, true});
+  s.add("gather_candidates", kIndexer, steps::GatherCandidates{own, own_scores, all, all_scores});
+  s.add("select_topk", kIndexer, steps::SelectTopk{all_scores, joined, 0, state, all});
+}
+
 void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operand<Token, IndexHead>& weights) {
   const IndexerConfig& x = *s.m.indexer;
   const IndexSchedule& schedule = s.plan.index_schedule;
@@ -28,17 +48,21 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
   const int64_t rows = schedule.tiles.rows, keys = schedule.tiles.keys;
   const auto scores = s.region<Token, Key>("index_scores", Dtype::f32, {rows, keys});
   const auto state = s.region<Token, Topk>("index_topk", Dtype::f32, {rows, s.plan.topk});
+  const bool shared = s.plan.options.context_parallel.shared();
   const float scale = static_cast<float>(1 / std::sqrt(static_cast<double>(x.heads * x.dim)));
   for (size_t i = 0; i < schedule.selected.size(); ++i) {
     const IndexTile& tile = schedule.selected[i];
     const auto items = s.list(ListKind::index_tile, tile.rows, i);
     const std::optional<StepMaxima>& maxima = s.plan.options.maxima;
-    const int64_t rounds = maxima ? ceil_div(maxima->seq_len, keys) : tile.rounds(keys);
+    const int64_t rounds =
+        maxima ? std::max<int64_t>(1, ceil_div(s.plan.options.context_parallel.longest(maxima->seq_len), keys))
+               : tile.rounds(keys);
     for (int64_t r = 0; r < rounds; ++r) {
       s.add("index_score", kIndexer,
             steps::IndexScore{q, weights, scale, items, r * keys, scores, s.plan.options.index_arithmetic});
       s.add("select_topk", kIndexer, steps::SelectTopk{scores, items, r * keys, state});
     }
+    if (shared) join_candidates(s, i, state);
     s.add("select_topk", kIndexer, steps::FinishTopk{state, items, selected(s)});
   }
 }
@@ -128,7 +152,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
           steps::Gather{s.list(ListKind::sparse_pieces, g.pieces, i), gathered.part<Key, Latent>(0, {g.rows, m.latent}),
                         gathered.part<Key, Rope>(m.latent, {g.rows, m.rope})});
     }
-    const auto [partial_out, partial_lse] = partials(s, g.work.partial_rows, s.m.heads);
+    const auto [partial_out, partial_lse] = partials(s, g.work.partial_rows, q.extent<Head>());
     const auto group_out = out.rows(g.begin, g.count);
     const auto group_lse = lse.rows(g.begin, g.count);
     s.add("attend_sparse", calls,

@@ -90,9 +90,17 @@ void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a) {
     const int64_t request = a.requests[row];
     int64_t limit = std::min(a.block_table.extent<Page>() * a.page_size, int64_t{1} << 31);
     if (request < 0) limit = 0;
-    else if (!a.lengths.empty()) limit = std::clamp<int64_t>(a.lengths[request], 0, limit);
+    else if (!a.lengths.empty() && a.held.all()) limit = std::clamp<int64_t>(a.lengths[request], 0, limit);
+    const int32_t* from = &a.positions(row, 0);
+    if (!a.held.all()) {
+      // First to the rank's own numbers; lengths count positions.
+      const int64_t length = request >= 0 && !a.lengths.empty() ? a.lengths[request] : int64_t{1} << 31;
+      int32_t* const own = &a.slots(row, 0);
+      for (int64_t k = 0; k < topk; ++k) own[k] = from[k] < length ? a.held.index(from[k]) : -1;
+      from = own;
+    }
     const Table table{limit > 0 ? &a.block_table(request, 0) : nullptr, limit, a.page_size, a.pages};
-    HWY_DYNAMIC_DISPATCH(MapRow)(table, &a.positions(row, 0), topk, &a.slots(row, 0));
+    HWY_DYNAMIC_DISPATCH(MapRow)(table, from, topk, &a.slots(row, 0));
   });
 }
 
@@ -102,7 +110,7 @@ void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
     const int32_t request = a.requests[row], start = request < 0 ? 0 : a.starts[request],
                   count = request < 0 ? 0 : a.counts[request];
     for (int64_t k = 0; k < topk; ++k) {
-      const int32_t t = a.positions(row, k);
+      const int32_t t = a.held.all() ? a.positions(row, k) : a.held.index(a.positions(row, k));
       a.rows(row, k) = t >= 0 && t < count ? start + t : -1;
     }
   });

@@ -70,7 +70,9 @@ void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
     sort_by_position(s);
     int32_t* to = &a.indices(item.q_begin + i, 0);
     const int64_t n = s.row->count;
-    std::fill(std::copy_n(s.positions, n, to), to + s.topk, -1);
+    if (a.held.all()) std::copy_n(s.positions, n, to);
+    else std::transform(s.positions, s.positions + n, to, [&](int32_t own) { return a.held.position(own); });
+    std::fill(to + n, to + s.topk, -1);
     if (!a.scores) return;
     float* scores = &a.scores(item.q_begin + i, 0);
     for (int64_t k = 0; k < n; ++k) scores[k] = key_score(s.keys[k]);

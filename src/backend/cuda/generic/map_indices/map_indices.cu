@@ -5,6 +5,7 @@
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/convert.cuh"
+#include "backend/cuda/core/held_rows.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/queue.hpp"
 
@@ -46,14 +47,15 @@ struct Table {
 };
 
 template <bool wide>
-__global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table table) {
+__global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table table, HeldRows held) {
   map_entries<wide>(a, [&](int32_t request) {
     const int32_t* const row = table.data + request * table.request;
-    int64_t limit = request < 0 ? 0 : table.limit;
-    if (limit > 0 && table.lengths) limit = min(limit, int64_t{table.lengths[request]});
-    return [row, limit, &table](int32_t position) {
-      if (position < 0 || position >= limit) return -1;
-      const uint32_t t = static_cast<uint32_t>(position),
+    const int64_t limit = request < 0 ? 0 : table.limit,
+                  length = limit > 0 && table.lengths ? int64_t{table.lengths[request]} : int64_t{1} << 31;
+    return [row, limit, length, &table, &held](int32_t position) {
+      const int32_t index = position < length ? held.index(position) : -1;
+      if (index < 0 || index >= limit) return -1;
+      const uint32_t t = static_cast<uint32_t>(index),
                      column = table.shift >= 0 ? t >> table.shift : t / table.page_size;
       const int32_t page = row[column];
       if (page < 0 || page >= table.pages) return -1;
@@ -64,10 +66,13 @@ __global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table
 
 template <bool wide>
 __global__ void __launch_bounds__(kThreads)
-    map_to_workspace_kernel(Entries a, const int32_t* starts, const int32_t* counts) {
+    map_to_workspace_kernel(Entries a, const int32_t* starts, const int32_t* counts, HeldRows held) {
   map_entries<wide>(a, [&](int32_t request) {
     const int32_t start = request < 0 ? 0 : starts[request], count = request < 0 ? 0 : counts[request];
-    return [start, count](int32_t t) { return t >= 0 && t < count ? start + t : -1; };
+    return [start, count, &held](int32_t position) {
+      const int32_t t = held.index(position);
+      return t >= 0 && t < count ? start + t : -1;
+    };
   });
 }
 
@@ -112,7 +117,7 @@ void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a) {
   if (std::has_single_bit(table.page_size)) table.shift = std::countr_zero(table.page_size);
   table.pages = a.pages;
   run(queue, "map_to_slots", map_to_slots_kernel<true>, map_to_slots_kernel<false>, a.positions, a.slots, a.requests,
-      table);
+      table, HeldRows(a.held));
 }
 
 void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
@@ -120,7 +125,7 @@ void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
   const Queue& queue = stream.queue();
   run(queue, "map_to_workspace", map_to_workspace_kernel<true>, map_to_workspace_kernel<false>, a.positions, a.rows,
       a.requests, queue.staged(a.starts, "map_to_workspace", "starts"),
-      queue.staged(a.counts, "map_to_workspace", "counts"));
+      queue.staged(a.counts, "map_to_workspace", "counts"), HeldRows(a.held));
 }
 
 }  // namespace mla::cuda

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/held_rows.cuh"
 #include "backend/cuda/core/index_items.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/overlap.cuh"
@@ -385,7 +386,7 @@ static_assert(kWordsPerThread % 4 == 0 && kMostTopk < 0xffff);
 
 __global__ void __launch_bounds__(kThreads)
     finish_kernel(State state, const IndexItem* items, int item_count, int32_t* indices, int64_t indices_row,
-                  float* scores, int64_t scores_row) {
+                  float* scores, int64_t scores_row, HeldRows held) {
   __shared__ __align__(16) uint32_t words[kWords];
   __shared__ __align__(4) uint16_t before[kWords];
   __shared__ uint32_t warps[kWarps];
@@ -447,7 +448,7 @@ __global__ void __launch_bounds__(kThreads)
       if (p < 0 || p >= kSpan) continue;
       const int word = static_cast<int>(p / 32),
                 rank = done + before[word] + __popc(words[word] & ((1u << (p % 32)) - 1));
-      out[rank] = static_cast<int32_t>(from + p);
+      out[rank] = held.position(static_cast<int32_t>(from + p));
       if (best) best[rank] = score_of(keys[k]);
     }
     done += static_cast<int>(total);
@@ -550,7 +551,7 @@ void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
          {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kThreads), .overlap = model_of(queue).hopper},
          queue.stream(), "finish_topk", "finish", "rows " + std::to_string(rows), state_of(a.state),
          queue.staged(a.items, "finish_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
-         a.indices.stride<Token>(), a.scores.data(), a.scores.stride<Token>());
+         a.indices.stride<Token>(), a.scores.data(), a.scores.stride<Token>(), HeldRows(a.held));
 }
 
 void fill_topk(Stream& stream, const ops::FillTopkArgs& a) {
