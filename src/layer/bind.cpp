@@ -205,6 +205,7 @@ ops::AttendSparseArgs Binder::operator()(const steps::AttendSparse& s) {
           .sources = {&source_, 1},
           .items = list(s.items),
           .part_keys = s.part_keys,
+          .many_holes = s.many_holes,
           .scale = s.scale,
           .sinks = {},
           .out = out(s.out),

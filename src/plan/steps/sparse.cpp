@@ -162,6 +162,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
                               .slots = selected_slots(s).rows(g.begin, g.count),
                               .items = s.list(ListKind::sparse_items, g.work.items, i),
                               .part_keys = g.work.part_keys,
+                              .many_holes = s.plan.options.context_parallel.sharding.ranks() > 1,
                               .scale = scales.softmax,
                               .out = group_out,
                               .lse = group_lse,
