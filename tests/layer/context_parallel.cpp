@@ -121,8 +121,7 @@ TEST(ContextParallel, Fp8Queries) {
   const Lengths l{{2}, {20}};
   const Held held({.sharding = CacheSharding(2, 4), .rank = 0, .heads = {3, 2}}, l);
   o.path = PathPolicy::latent;
-  o.tensor_parallel = 2;
-  o.context_parallel = held.context;
+  o = options_of(held, o);
   o.index_format = IndexCacheFormat::f32;
   const Step step(held, l);
   for (const layer::KernelUse& u : layer::kernels(rank.plan_of(step, o), step.batch, {.dtype = Dtype::f32}))
@@ -197,11 +196,6 @@ TEST(ContextParallel, FullAbsorption) {
 Held held_by(const std::vector<int64_t>& heads, int rank, const Lengths& l, int64_t members = 0) {
   return Held({.sharding = CacheSharding(members > 0 ? members : std::ssize(heads), 4), .rank = rank, .heads = heads},
               l);
-}
-PlanOptions options_of(const Held& held) {
-  PlanOptions o{.tensor_parallel = static_cast<int>(held.context.heads.size())};
-  o.context_parallel = held.context;
-  return o;
 }
 
 TEST(ContextParallel, TheExchangeIsSteps) {

@@ -149,9 +149,7 @@ TEST(ContextParallelPrefill, TheChunksAreSteps) {
   Rank rank(model_of(), {0, 3}, CacheFormat::fp8, {});
   const Lengths l{{30}, {600}};
   const Held held({.sharding = CacheSharding(2, 64), .rank = 1, .heads = {2, 3}}, l);
-  PlanOptions o = expanded(192);
-  o.tensor_parallel = 2;
-  o.context_parallel = held.context;
+  PlanOptions o = options_of(held, expanded(192));
   o.link = {.seconds = 1e-6, .bytes = 1e9};
   const Step step(held, l);
   const Plan p = rank.plan_of(step, o);
@@ -179,9 +177,7 @@ TEST(ContextParallelPrefill, PagesThatLieOddlyAreRefused) {
   Rank rank(model_of(), {0, 3}, CacheFormat::fp8, {});
   const Lengths l{{30}, {600}};
   const Held held({.sharding = CacheSharding(2, 64), .rank = 1, .heads = {2, 3}}, l);
-  PlanOptions o = expanded(192);
-  o.tensor_parallel = 2;
-  o.context_parallel = held.context;
+  PlanOptions o = options_of(held, expanded(192));
   const Step step(held, l);
   const Plan p = rank.plan_of(step, o);
   LayerContext c = rank.context(p, step);

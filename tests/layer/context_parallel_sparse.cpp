@@ -163,8 +163,7 @@ TEST(ContextParallelSparse, TheExchangesAreSteps) {
   Rank rank(m, {0, 3}, CacheFormat::f32, IndexCacheFormat::f32);
   const Lengths l{{1, 2}, {30, 300}};
   const Held held({.sharding = CacheSharding(2, 4), .rank = 1, .heads = {3, 3}}, l);
-  PlanOptions o{.tensor_parallel = 2};
-  o.context_parallel = held.context;
+  PlanOptions o = options_of(held);
   o.index_format = IndexCacheFormat::f32;
   o.link = {.seconds = 1e-6, .bytes = 1e9};
   const Step step(held, l);

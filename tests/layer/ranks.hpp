@@ -64,6 +64,13 @@ struct Held {
   }
 };
 
+/// A step of that rank, with these options otherwise.
+inline PlanOptions options_of(const Held& held, PlanOptions o = {}) {
+  o.tensor_parallel = static_cast<int>(held.context.heads.size());
+  o.context_parallel = held.context;
+  return o;
+}
+
 struct Step {
   std::vector<int32_t> starts{0}, lengths, table, slots;
   int64_t width = 1;
