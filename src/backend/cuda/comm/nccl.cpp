@@ -85,50 +85,40 @@ class NcclCarrier final : public DeviceCarrier {
 
   void exchange(Queue& queue, const DeviceExchange& e) override {
     begin(queue, e.step, e.deadline);
-    const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_);
-    std::vector<Exchange::Send> send;
-    std::vector<Exchange::Receive> receive;
-    // NCCL's messages are dense: rows that are apart go through the staging.
-    int64_t staged = 0;
-    const auto place = [&](const auto& m) {
-      const int64_t bytes = (m.rows * m.bytes + 255) / 256 * 256;
-      if (staged + bytes > terms_bytes_ * ranks_)
-        throw ShapeError("step '" + std::string(e.step) + "': messages in rows of " + std::to_string(staged + bytes) +
-                         " bytes and more, the group's staging takes " + std::to_string(terms_bytes_ * ranks_));
-      return terms_.get() + std::exchange(staged, staged + bytes);
+    // NCCL's messages are dense: rows that are apart go through the staging. Whatever the rows, both ends cut a message
+    // alike, into pieces for which all messages have room there.
+    const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_), messages = e.send.size();
+    const int64_t room = terms_bytes_ * ranks_ / (2 * static_cast<int64_t>(messages)) / 16 * 16;
+    const auto rows_of = [](const auto& m) {
+      return Rows<std::remove_pointer_t<decltype(m.data)>>{m.data, m.rows, m.bytes, m.apart};
     };
-    const auto dense = [](const auto& m) { return m.rows <= 1 || m.apart == m.bytes; };
-    const auto copy = [&](void* to, int64_t to_apart, const void* from, int64_t from_apart, int64_t bytes,
-                          int64_t rows) {
-      if (rows * bytes == 0) return;
-      check(cudaMemcpy2DAsync(to, static_cast<size_t>(std::max(to_apart, bytes)), from,
-                              static_cast<size_t>(std::max(from_apart, bytes)), static_cast<size_t>(bytes),
-                              static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, queue.stream()),
-            e.step, "rows of a message");
-    };
-    for (size_t i = 0; i < e.send.size(); ++i) {
-      const SendRows& s = e.send[i];
-      const ReceiveRows& to = e.receive[i];
-      send.push_back({s.data, static_cast<size_t>(s.rows * s.bytes)});
-      receive.push_back({to.data, static_cast<size_t>(to.rows * to.bytes)});
-      const bool own = i % ranks == self;
-      if (own && s.data == to.data) continue;
-      if (!dense(s)) {
-        std::byte* at = place(s);
-        copy(at, s.bytes, s.data, s.apart, s.bytes, s.rows);
-        send.back().data = at;
+    std::vector<Exchange::Send> send(messages);
+    std::vector<Exchange::Receive> receive(messages);
+    bool more = true;
+    for (int64_t first = 0; more; first += room) {
+      more = false;
+      const auto piece = [&](const auto& rows) {
+        more |= rows.size() > first + room;
+        return std::clamp<int64_t>(rows.size() - first, 0, room);
+      };
+      for (size_t i = 0; i < messages; ++i) {
+        const auto from = rows_of(e.send[i]);
+        const auto to = rows_of(e.receive[i]);
+        const int64_t sent = piece(from), got = piece(to);
+        std::byte* const staged = terms_.get() + 2 * static_cast<int64_t>(i) * room;
+        send[i] = {staged, static_cast<size_t>(sent)}, receive[i] = {staged + room, static_cast<size_t>(got)};
+        const bool own = i % ranks == self;
+        if (own && from.data == to.data) continue;
+        if (from.dense()) send[i].data = static_cast<const std::byte*>(from.data) + first;
+        else copy(queue, e.step, staged, from, first, sent);
+        if (own) copy(queue, e.step, send[i].data, to, first, got);
+        else if (to.dense()) receive[i].data = static_cast<std::byte*>(to.data) + first;
       }
-      if (own) {
-        const int64_t rows = dense(to) ? 1 : to.rows;
-        copy(to.data, to.apart, send.back().data, 0, to.rows * to.bytes / std::max<int64_t>(rows, 1), rows);
-      } else if (!dense(to)) {
-        receive.back().data = place(to);
-      }
+      this->messages(queue, send, receive);
+      for (size_t i = 0; i < messages; ++i)
+        if (const auto to = rows_of(e.receive[i]); i % ranks != self && !to.dense())
+          copy(queue, e.step, receive[i].data, to, first, static_cast<int64_t>(receive[i].bytes));
     }
-    messages(queue, send, receive);
-    for (size_t i = 0; i < e.receive.size(); ++i)
-      if (const ReceiveRows& to = e.receive[i]; i % ranks != self && !dense(to))
-        copy(to.data, to.apart, receive[i].data, to.bytes, to.bytes, to.rows);
   }
 
   void sum(Queue& queue, const DeviceSum& s) override {
@@ -154,6 +144,52 @@ class NcclCarrier final : public DeviceCarrier {
   }
 
  private:
+  // Of a message: `bytes` each, `apart` bytes from one to the next.
+  template <class Data>
+  struct Rows {
+    Data* data;
+    int64_t rows, bytes, apart;
+    int64_t size() const { return rows * bytes; }
+    bool dense() const { return rows <= 1 || apart == bytes; }
+  };
+  // Bytes [first, first + count) of what lies in rows, from them to a dense place or from there to them.
+  static void copy(Queue& queue, std::string_view step, std::byte* to, const Rows<const void>& from, int64_t first,
+                   int64_t count) {
+    each_run(from, first, count, [&](int64_t at, int64_t offset, int64_t bytes, int64_t rows) {
+      copy(queue, step, to + at, bytes, static_cast<const std::byte*>(from.data) + offset, from.apart, bytes, rows);
+    });
+  }
+  static void copy(Queue& queue, std::string_view step, const void* from, const Rows<void>& to, int64_t first,
+                   int64_t count) {
+    each_run(to, first, count, [&](int64_t at, int64_t offset, int64_t bytes, int64_t rows) {
+      copy(queue, step, static_cast<std::byte*>(to.data) + offset, to.apart, static_cast<const std::byte*>(from) + at,
+           bytes, bytes, rows);
+    });
+  }
+  static void copy(Queue& queue, std::string_view step, void* to, int64_t to_apart, const void* from,
+                   int64_t from_apart, int64_t bytes, int64_t rows) {
+    check(cudaMemcpy2DAsync(to, static_cast<size_t>(std::max(to_apart, bytes)), from,
+                            static_cast<size_t>(std::max(from_apart, bytes)), static_cast<size_t>(bytes),
+                            static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, queue.stream()),
+          step, "rows of a message");
+  }
+  // run(bytes before it, its offset in the rows' memory, bytes of a row, rows): the rest of a row, whole rows, and the
+  // beginning of one.
+  template <class Data, class F>
+  static void each_run(const Rows<Data>& m, int64_t first, int64_t count, F&& run) {
+    if (m.dense()) {
+      if (count > 0) run(0, first, count, 1);
+      return;
+    }
+    for (int64_t at = 0; at < count;) {
+      const int64_t row = (first + at) / m.bytes, column = (first + at) % m.bytes, left = count - at;
+      const bool whole = column == 0 && left >= m.bytes;
+      const int64_t bytes = whole ? m.bytes : std::min(m.bytes - column, left), rows = whole ? left / m.bytes : 1;
+      run(at, row * m.apart + column, bytes, rows);
+      at += bytes * rows;
+    }
+  }
+
   // NCCL's kernels wait for ever: whoever waits for the stream ends them when their time is over.
   struct Watch final : Watched {
     explicit Watch(const DeviceGroup& g)
