@@ -203,6 +203,7 @@ Result measure(const Shape& s, int replays) {
     const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, entry}},
                                      .sources = {of, static_cast<size_t>(sources)},
                                      .items = {&item, 1},
+                                     .shared_keys = s.query_tokens > 1,
                                      .scale = scale,
                                      .out = {Dtype::bf16, out.data(), {rows, s.heads, kWidth}},
                                      .lse = {lse.data(), {rows, s.heads}},

@@ -239,7 +239,8 @@ struct AttendSparse {
   Operand<Token, Topk> slots;
   ListOf<SparseItem> items;
   int32_t part_keys = 0;
-  bool many_holes = false;  ///< slots are those of a split cache
+  bool many_holes = false;   ///< slots are those of a split cache
+  bool shared_keys = false;  ///< several rows are one request's
   float scale = 1.0f;
   Operand<Token, Head, Value> out;
   Operand<Token, Head> lse;

@@ -206,6 +206,7 @@ ops::AttendSparseArgs Binder::operator()(const steps::AttendSparse& s) {
           .items = list(s.items),
           .part_keys = s.part_keys,
           .many_holes = s.many_holes,
+          .shared_keys = s.shared_keys,
           .scale = s.scale,
           .sinks = {},
           .out = out(s.out),

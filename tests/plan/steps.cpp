@@ -2,7 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <string>
+#include <variant>
 #include <vector>
 
 #include "cases/compare.hpp"
@@ -70,6 +72,20 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   EXPECT_EQ(names(p, kIndexer), indexed);
   EXPECT_EQ(names(p, kSelect), chosen);
   EXPECT_NE(names(p, kForward).find("attend_sparse"), std::string::npos);
+}
+
+TEST(Steps, ManyRowsOfARequestAreSaidToShareKeys) {
+  const auto shared = [](const std::vector<int64_t>& tokens) {
+    const ModelConfig m = test::small_sparse();
+    const std::vector<int64_t> contexts(tokens.size(), m.indexer->topk + 10);
+    for (const Step& s : make(m, Made(tokens, contexts, 16)).steps)
+      if (const auto* sparse = std::get_if<steps::AttendSparse>(&s.work)) return sparse->shared_keys;
+    throw std::logic_error("nothing selects");
+  };
+  EXPECT_FALSE(shared({1, 1, 1}));
+  EXPECT_FALSE(shared({1, 1, 2}));
+  EXPECT_TRUE(shared({2, 2}));
+  EXPECT_TRUE(shared({40, 1}));
 }
 
 TEST(Steps, RowsOfAnotherDtypeAreCastOnTheWayInAndOut) {

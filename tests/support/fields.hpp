@@ -16,18 +16,21 @@ template <class T, size_t... I>
 constexpr bool takes(std::index_sequence<I...>) {
   return requires { T{AnyField{I}...}; };
 }
-template <class T, size_t N = 12>
+template <class T, size_t N = 13>
 constexpr size_t fields() {
   if constexpr (takes<T>(std::make_index_sequence<N>())) return N;
   else return fields<T, N - 1>();
 }
 
-/// visit(field) of each of at most twelve.
+/// visit(field) of each of at most thirteen.
 template <class T, class F>
 void each_field(const T& s, F&& visit) {
   const auto all = [&](const auto&... f) { (visit(f), ...); };
   constexpr size_t n = fields<T>();
-  if constexpr (n == 12) {
+  if constexpr (n == 13) {
+    const auto& [a, b, c, d, e, f, g, h, i, j, k, l, m] = s;
+    all(a, b, c, d, e, f, g, h, i, j, k, l, m);
+  } else if constexpr (n == 12) {
     const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = s;
     all(a, b, c, d, e, f, g, h, i, j, k, l);
   } else if constexpr (n == 11) {

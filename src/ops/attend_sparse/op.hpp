@@ -37,6 +37,8 @@ struct AttendSparseArgs {
   /// list's first, and the parts are joined in order: the bits that one item a part and merge_sparse give.
   int32_t part_keys = 0;
   bool many_holes = false;  ///< most slots do not exist: it may be worth while to leave them out first
+  bool shared_keys =
+      false;  ///< rows select much the same keys, as those of one request do: caches had better keep them
   float scale = 1.0f;
   std::span<const float> sinks;            ///< [heads], or empty; those of split rows are applied by merge_sparse
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width

@@ -1,4 +1,5 @@
 // The sparse path: the indexer scores and selects, the selection is mapped to rows once, attention reads those rows.
+#include <algorithm>
 #include <cmath>
 
 #include "plan/internal.hpp"
@@ -142,6 +143,9 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const ModelConfig& m = s.m;
   const Dtype compute = s.plan.options.compute;
+  const auto requests = std::count_if(s.plan.requests.begin(), s.plan.requests.end(),
+                                      [](const RequestPlan& r) { return r.path == Path::sparse && r.query_len > 0; });
+  const bool shared_keys = s.plan.sparse_rows() >= 2 * requests;
   for (size_t i = 0; i < s.plan.sparse_groups.size(); ++i) {
     const SparseGroup& g = s.plan.sparse_groups[i];
     Operand<Key, Entry> gathered;
@@ -163,6 +167,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
                               .items = s.list(ListKind::sparse_items, g.work.items, i),
                               .part_keys = g.work.part_keys,
                               .many_holes = s.plan.options.context_parallel.sharding.ranks() > 1,
+                              .shared_keys = shared_keys,
                               .scale = scales.softmax,
                               .out = group_out,
                               .lse = group_lse,

@@ -8,9 +8,9 @@
 
 namespace mla::cuda {
 
-/// L2 policies: of what is read once, so that others stay longer, and of what should stay. What createpolicy.fractional
-/// makes of L2::evict_first and L2::evict_last: constants take no registers.
-constexpr uint64_t evict_first = 0x12f0000000000000, evict_last = 0x14f0000000000000;
+/// L2 policies: of what is read once, so that others stay longer, of what others read, too, and of what should stay.
+/// What createpolicy.fractional makes of L2::evict_first and L2::evict_last: constants take no registers.
+constexpr uint64_t evict_first = 0x12f0000000000000, evict_normal = 0x1000000000000000, evict_last = 0x14f0000000000000;
 
 /// Box at coordinates (innermost first; 2 to 5 of them) of map into shared memory at dst.
 template <class... Coordinates>
@@ -103,16 +103,16 @@ __device__ __forceinline__ void tma_store(const CUtensorMap& map, uint32_t src, 
                  : "memory");
 }
 
-/// bytes contiguous bytes (a multiple of 16, both ends 16-byte aligned) from device to shared memory, to be read once.
-__device__ __forceinline__ void bulk_load_once(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
+/// bytes contiguous bytes (a multiple of 16, both ends 16-byte aligned) from device to shared memory.
+__device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar,
+                                          uint64_t policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
           "r"(dst),
-      "l"(src), "r"(bytes), "r"(bar), "l"(evict_first)
+      "l"(src), "r"(bytes), "r"(bar), "l"(policy)
       : "memory");
 }
 
-/// The same of what others read, too.
 __device__ __forceinline__ void bulk_load(uint32_t dst, const void* src, uint32_t bytes, uint32_t bar) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
                "l"(src), "r"(bytes), "r"(bar)
@@ -165,9 +165,8 @@ __device__ __forceinline__ void store_shared_16(uint32_t dst, const uint4& v) {
 __device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
-/// To be read once.
-__device__ __forceinline__ void cp_async_16_once(uint32_t dst, const void* src) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(evict_first)
+__device__ __forceinline__ void cp_async_16(uint32_t dst, const void* src, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "l"(policy)
                : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

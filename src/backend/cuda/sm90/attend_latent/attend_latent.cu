@@ -7,6 +7,7 @@
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/tensor_map.hpp"
+#include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "backend/cuda/sm90/attend_latent/kernels.hpp"
 #include "backend/cuda/sm90/attend_latent/schedule.cuh"
@@ -128,6 +129,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
+  p.row_policy = a.shared_keys ? evict_normal : evict_first;
   p.q = a.q;
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
   p.row_bytes = a.page_units ? 16 : latent::entry * 2;
@@ -169,7 +171,8 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
   p.relay = c.relay && latent::may_relay(c.tile_rows, c.split_blocks) && !is_fp8(a.format);
-  p.one_each = l.requests <= 32 && static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
+  p.one_tile = static_cast<int64_t>(l.query_tokens) * l.heads <= c.tile_rows;
+  p.one_each = p.one_tile && l.requests <= 32;
   p.line_overhead = c.line_overhead;
   p.settled = c.settled;
   p.q_width = q_width(a.format);

@@ -44,6 +44,8 @@ struct AttendLatent {
   /// Pages are numbered in units of 16 bytes from the cache's start, and hold one row each: `pages` is where the last
   /// may begin, page_size 1, page_stride 0.
   bool page_units = false;
+  /// Are cached rows read by several requests? L2 then keeps those of tiles of 16 and 32 rows as long as others.
+  bool shared_keys = false;
   /// In place of items, block_table and what is said of pages: each query row has a list of its own, and is a request
   /// of limits.requests. At most one item, of k_begin 0. fp8_ds_mla and fp8_ds_v4.
   const SlotLists* lists = nullptr;

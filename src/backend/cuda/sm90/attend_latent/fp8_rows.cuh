@@ -201,8 +201,8 @@ __device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows,
   const int64_t from = rows.run(lane & ((unit_rows >> p.box_shift) - 1));
   const int begin = lane << p.box_shift;
   if (begin < valid)
-    bulk_load_once(smem_address(to) + begin * Rows::bytes, static_cast<const char*>(p.cache) + from,
-                   min(1 << p.box_shift, valid - begin) * Rows::bytes, full);
+    bulk_load(smem_address(to) + begin * Rows::bytes, static_cast<const char*>(p.cache) + from,
+              min(1 << p.box_shift, valid - begin) * Rows::bytes, full, p.row_policy);
   __syncwarp();
 }
 

@@ -206,10 +206,11 @@ class RowCopies {
     }
     return rows;
   }
-  /// Copies their column boxes [first, last) to shared memory, the first to address `box`. once: L2 lets them go first.
+  /// Copies their column boxes [first, last) to shared memory, the first to address `box`. by_policy: L2 keeps them as
+  /// p.row_policy says.
   /// ^, not +: where a register of the warp's own is added to an address, ptxas 13.0 takes an odd one for the policy's
   /// descriptor, which is an illegal instruction.
-  template <int first, int last, bool once>
+  template <int first, int last, bool by_policy>
   __device__ static void copy(const Params& p, const Rows& rows, int part, uint32_t box) {
     const int lane = threadIdx.x % 32, chunk = lane % 8;
     const uint32_t to = (box + part * fours * 512) ^ (lane / 8 * 128 + (chunk ^ lane / 8) * 16);
@@ -220,7 +221,7 @@ class RowCopies {
 #pragma unroll
       for (int b = first; b < last; ++b) {
         const uint32_t at = (to ^ i % 2 * 64) + i * 512 + (b - first) * box_bytes;
-        if constexpr (once) cp_async_16_once(at, source + b * 128);
+        if constexpr (by_policy) cp_async_16(at, source + b * 128, p.row_policy);
         else cp_async_16(at, source + b * 128);
       }
     }

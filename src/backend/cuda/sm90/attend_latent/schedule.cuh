@@ -45,7 +45,8 @@ struct Params {
   int split_blocks;      // of batch-invariant pieces
   int min_blocks;        // least blocks worth a worker
   bool relay;            // may every second worker leave merging to the others?
-  bool one_each;         // 32 requests at most, of one tile each?
+  bool one_tile;         // has a request one tile at most?
+  bool one_each;         // so, and there are 32 requests at most?
   bool late;             // are items and table what the stream's previous kernel writes?
   bool extras;           // are there sinks, or are largest logits wanted?
   bool peaks;            // are they?
@@ -60,6 +61,7 @@ struct Params {
   int box_shift;      // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
   const void* cache;    // for what is not copied by boxes
+  uint64_t row_policy;  // L2's of what is copied row by row, or unit by unit
   int64_t page_stride;  // bytes
   float value_scale;    // of outputs (fp8)
   bool out_f32;
@@ -187,11 +189,24 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
     for (int i = 1; i < mine.count; ++i) each(mine.length(p, i));
   };
   const auto others = [&](auto each) {
+    constexpr int together = listed ? 1 : 4;  // reads under way: one takes some 600 cycles
 #pragma unroll 1
-    for (int r = 32 + lane; r < p.requests; r += 32) {
-      const Tiles<tile_rows, listed> t(p, r);
+    for (int r = 32 + lane; r < p.requests; r += 32 * together) {
+      Tiles<tile_rows, listed> t[together];
+#pragma unroll
+      for (int k = 0; k < together; ++k) {
+        if constexpr (listed) {
+          t[k] = Tiles<tile_rows, listed>(p, r);
+        } else {  // without a branch
+          const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
+          const int q_count = __ldg(&item->q_count);
+          t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < together; ++k)
 #pragma unroll 1
-      for (int i = 0; i < t.count; ++i) each(t.length(p, i));
+        for (int i = 0; i < t[k].count; ++i) each(t[k].length(p, i));
     }
   };
   int own = first, longest = first;  // own: what the lane's request has of the line
@@ -254,6 +269,11 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
   }
 
   // Where it begins.
+  if (p.one_tile && !p.one_each && sum == all_tiles && all_tiles == p.requests) {  // whole tiles, one a request
+    split.request = split.start = split.begin;
+    tiles = Tiles<tile_rows, listed>(p, split.begin);
+    return split;
+  }
   int before = 0;
 #pragma unroll 1
   for (int r0 = 0;; r0 += 32) {

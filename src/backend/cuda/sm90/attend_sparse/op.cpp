@@ -158,6 +158,7 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
 
   const auto attend = [&](AttendLatent args, const Run& run) {
     args.limits = run.limits;
+    args.shared_keys = caller ? lists.queries > 1 : a.shared_keys;
     args.sinks = sinks;
     args.max_logits = a.max_logits.data();
     args.max_token_stride = a.max_logits.stride<Token>(), args.max_head_stride = a.max_logits.stride<Head>();

@@ -235,7 +235,7 @@ __device__ void copy_keys(const Fp8Score& s, const CUtensorMap& map, const Map& 
         if (own >= 0) {
           const uint32_t to = at.stages + stage * kStageBytes;
           load_box(to + own_box * kIndexDim, map, full, static_cast<int>(from), own, s.keep);
-          if (!s.joined) bulk_load_once(to + kTileBytes + own_box * 4, scales, s.box * 4, full);
+          if (!s.joined) bulk_load(to + kTileBytes + own_box * 4, scales, s.box * 4, full, evict_first);
         }
       }
       __syncwarp();
