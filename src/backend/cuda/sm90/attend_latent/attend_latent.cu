@@ -7,7 +7,6 @@
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/tensor_map.hpp"
-#include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "backend/cuda/sm90/attend_latent/kernels.hpp"
 #include "backend/cuda/sm90/attend_latent/schedule.cuh"
@@ -129,7 +128,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
-  p.row_policy = a.shared_keys ? evict_normal : evict_first;
+  p.shared_keys = a.shared_keys;
   p.q = a.q;
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
   p.row_bytes = a.page_units ? 16 : latent::entry * 2;

@@ -202,7 +202,7 @@ __device__ void load_unit(const Params& p, const Item& it, UnitRows<Rows>& rows,
   const int begin = lane << p.box_shift;
   if (begin < valid)
     bulk_load(smem_address(to) + begin * Rows::bytes, static_cast<const char*>(p.cache) + from,
-              min(1 << p.box_shift, valid - begin) * Rows::bytes, full, p.row_policy);
+              min(1 << p.box_shift, valid - begin) * Rows::bytes, full, row_policy(p));
   __syncwarp();
 }
 

@@ -12,6 +12,9 @@ namespace mla::cuda::latent {
 
 constexpr int box_bytes = block_tokens * 128;  // 64 positions x 64 elements, 128-byte swizzle
 
+/// L2's, of rows that one CTA alone reads of a tile.
+__device__ inline uint64_t row_policy(const Params& p) { return p.shared_keys ? evict_normal : evict_first; }
+
 /// Queries of an item of the tile's first row row0, for which the math warps wait; by one warp.
 template <int tile_rows, class Shared>
 __device__ void load_queries(Shared& s, const CUtensorMap& q_map, int row0) {
@@ -207,7 +210,7 @@ class RowCopies {
     return rows;
   }
   /// Copies their column boxes [first, last) to shared memory, the first to address `box`. by_policy: L2 keeps them as
-  /// p.row_policy says.
+  /// row_policy() says.
   /// ^, not +: where a register of the warp's own is added to an address, ptxas 13.0 takes an odd one for the policy's
   /// descriptor, which is an illegal instruction.
   template <int first, int last, bool by_policy>
@@ -221,7 +224,7 @@ class RowCopies {
 #pragma unroll
       for (int b = first; b < last; ++b) {
         const uint32_t at = (to ^ i % 2 * 64) + i * 512 + (b - first) * box_bytes;
-        if constexpr (by_policy) cp_async_16(at, source + b * 128, p.row_policy);
+        if constexpr (by_policy) cp_async_16(at, source + b * 128, row_policy(p));
         else cp_async_16(at, source + b * 128);
       }
     }

@@ -52,6 +52,7 @@ struct Params {
   bool peaks;            // are they?
   bool lse_by_requests;  // have lse's requests a stride of their own?
   bool lse_empty_up;     // is it +inf, not -inf, of a row that sees nothing?
+  bool shared_keys;      // are cached rows read by several requests?
   uint16_t row_bytes;    // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
   const int32_t* block_table;
   int64_t table_stride;
@@ -61,7 +62,6 @@ struct Params {
   int box_shift;      // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
   const void* cache;    // for what is not copied by boxes
-  uint64_t row_policy;  // L2's of what is copied row by row, or unit by unit
   int64_t page_stride;  // bytes
   float value_scale;    // of outputs (fp8)
   bool out_f32;
@@ -189,22 +189,26 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
     for (int i = 1; i < mine.count; ++i) each(mine.length(p, i));
   };
   const auto others = [&](auto each) {
-    constexpr int together = listed ? 1 : 4;  // reads under way: one takes some 600 cycles
 #pragma unroll 1
-    for (int r = 32 + lane; r < p.requests; r += 32 * together) {
-      Tiles<tile_rows, listed> t[together];
+    for (int r = 32 + lane; r < p.requests; r += 32) {
+      const Tiles<tile_rows, listed> t(p, r);
+#pragma unroll 1
+      for (int i = 0; i < t.count; ++i) each(t.length(p, i));
+    }
+  };
+  // The same for many, four reads under way at a time: one takes some 600 cycles.
+  const auto many_others = [&](auto each) {
+#pragma unroll 1
+    for (int r = 32 + lane; r < p.requests; r += 128) {
+      Tiles<tile_rows> t[4];
 #pragma unroll
-      for (int k = 0; k < together; ++k) {
-        if constexpr (listed) {
-          t[k] = Tiles<tile_rows, listed>(p, r);
-        } else {  // without a branch
-          const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
-          const int q_count = __ldg(&item->q_count);
-          t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
-        }
+      for (int k = 0; k < 4; ++k) {
+        const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
+        const int q_count = __ldg(&item->q_count);
+        t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
       }
 #pragma unroll
-      for (int k = 0; k < together; ++k)
+      for (int k = 0; k < 4; ++k)
 #pragma unroll 1
         for (int i = 0; i < t[k].count; ++i) each(t[k].length(p, i));
     }
@@ -213,7 +217,9 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
   const auto measure = [&](int blocks) { own += blocks, longest = max(longest, blocks); };
   if (!p.one_each) further(measure);
   int all_tiles = mine.count, blocks = own;
-  if (!p.one_each) others([&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; });
+  const auto measure_other = [&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; };
+  if (!listed && p.requests > 128) many_others(measure_other);
+  else if (!p.one_each) others(measure_other);
   all_tiles = __reduce_add_sync(0xffffffffu, all_tiles);
   blocks = __reduce_add_sync(0xffffffffu, blocks);
   longest = __reduce_max_sync(0xffffffffu, longest);
