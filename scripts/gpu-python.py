@@ -148,14 +148,19 @@ def sparse_wanted(
     return out, largest, lse
 
 
-def error_of(found: torch.Tensor, wanted: torch.Tensor, rounding: float) -> float:
-    """The largest error, in units of what is allowed; infinite where infinities differ."""
+def error_of(
+    found: torch.Tensor, wanted: torch.Tensor, rounding: float, unit: float = 1.0
+) -> float:
+    """The largest error, in units of what is allowed; infinite where infinities differ.
+
+    unit: the values' standard deviation.
+    """
     found = found.to(F64)
     finite = torch.isfinite(wanted)
     if not torch.equal(found[~finite], wanted[~finite]) or not torch.isfinite(found[finite]).all():
         return float("inf")
     error = (found - wanted).abs()[finite]
-    allowed = rounding * (1 + wanted.abs()[finite])
+    allowed = rounding * (unit + wanted.abs()[finite])
     return float((error / allowed).max()) if error.numel() else 0.0
 
 
@@ -223,7 +228,7 @@ def dense_case(
         head_dim**-0.5, causal,
     )
     bound = ROUNDING[dtype]
-    worst = max(error_of(out, wanted[0], bound), error_of(lse, wanted[1], bound))
+    worst = max(error_of(out, wanted[0], bound, k_scale or 1), error_of(lse, wanted[1], bound))
     if gaps:
         worst = max(worst, unlike((out, lse), flash_mla_with_kvcache(
             q.contiguous(), cache, table, int32(lengths), 512, causal=causal,
