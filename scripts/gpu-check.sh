@@ -230,6 +230,8 @@ if wanted run; then
       for link in peer nccl; do
         replay "ranks_$link" --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0 \
           --tp 2 --dcp 2 --comm "$link"
+        replay "ranks_sparse_$link" --model deepseek-v3.2 --layers 1 --requests 2 --input-len 3000 --output-len 6 --rate 0 \
+          --token-budget 8192 --tp 2 --dcp 2 --comm "$link"
       done
     else
       echo "ranks: left out, on one GPU (--gpus 2)"
