@@ -52,6 +52,8 @@ const Shape shapes[] = {
     {"prefill 4096 h16 bf16", 1, 4096, 16, 65536, 2048, kBf16},
     {"prefill 4096 h64 bf16", 1, 4096, 64, 65536, 2048, kBf16},
     {"prefill 4096 h128 bf16", 1, 4096, 128, 65536, 2048, kBf16},
+    {"prefill 4096 h16 fp8_ds_mla", 1, 4096, 16, 65536, 2048, kFp8},
+    {"prefill 4096 h64 fp8_ds_mla", 1, 4096, 64, 65536, 2048, kFp8},
     {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 65536, 2048, kFp8},
 };
 constexpr int kWidth = 512, kPage = 64;
