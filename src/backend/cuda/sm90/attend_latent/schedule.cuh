@@ -196,24 +196,30 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
       for (int i = 0; i < t.count; ++i) each(t.length(p, i));
     }
   };
+  // The same for many, four reads under way at a time: one takes some 600 cycles.
+  const auto many_others = [&](auto each) {
+#pragma unroll 1
+    for (int r = 32 + lane; r < p.requests; r += 128) {
+      Tiles<tile_rows> t[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
+        const int q_count = __ldg(&item->q_count);
+        t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
+      }
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll 1
+        for (int i = 0; i < t[k].count; ++i) each(t[k].length(p, i));
+    }
+  };
   int own = first, longest = first;  // own: what the lane's request has of the line
   const auto measure = [&](int blocks) { own += blocks, longest = max(longest, blocks); };
   if (!p.one_each) further(measure);
   int all_tiles = mine.count, blocks = own;
-  if (!listed && p.one_tile && p.requests > 128) {  // four reads under way at a time: one takes some 600 cycles
-#pragma unroll 1
-    for (int r = 32 + lane; r < p.requests; r += 128) {
-#pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
-        const int count = __ldg(&item->q_count), end = min(__ldg(&item->visible) + count, __ldg(&item->kv_end)),
-                  more = r + 32 * k < p.requests && count > 0 ? ceil_div(max(end, 1), block_tokens) : 0;
-        blocks += more, longest = max(longest, more), all_tiles += more > 0;
-      }
-    }
-  } else if (!p.one_each) {
-    others([&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; });
-  }
+  const auto measure_other = [&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; };
+  if (!listed && p.requests > 128) many_others(measure_other);
+  else if (!p.one_each) others(measure_other);
   all_tiles = __reduce_add_sync(0xffffffffu, all_tiles);
   blocks = __reduce_add_sync(0xffffffffu, blocks);
   longest = __reduce_max_sync(0xffffffffu, longest);
