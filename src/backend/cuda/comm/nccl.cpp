@@ -87,13 +87,13 @@ class NcclCarrier final : public DeviceCarrier {
     begin(queue, e.step, e.deadline);
     // NCCL's messages are dense: rows that are apart go through the staging. Whatever the rows, both ends cut a message
     // alike, into pieces for which all messages have room there.
-    const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_), messages = e.send.size();
-    const int64_t room = terms_bytes_ * ranks_ / (2 * static_cast<int64_t>(messages)) / 16 * 16;
+    const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_), count = e.send.size();
+    const int64_t room = terms_bytes_ * ranks_ / (2 * static_cast<int64_t>(count)) / 16 * 16;
     const auto rows_of = [](const auto& m) {
       return Rows<std::remove_pointer_t<decltype(m.data)>>{m.data, m.rows, m.bytes, m.apart};
     };
-    std::vector<Exchange::Send> send(messages);
-    std::vector<Exchange::Receive> receive(messages);
+    std::vector<Exchange::Send> send(count);
+    std::vector<Exchange::Receive> receive(count);
     bool more = true;
     for (int64_t first = 0; more; first += room) {
       more = false;
@@ -101,7 +101,7 @@ class NcclCarrier final : public DeviceCarrier {
         more |= rows.size() > first + room;
         return std::clamp<int64_t>(rows.size() - first, 0, room);
       };
-      for (size_t i = 0; i < messages; ++i) {
+      for (size_t i = 0; i < count; ++i) {
         const auto from = rows_of(e.send[i]);
         const auto to = rows_of(e.receive[i]);
         const int64_t sent = piece(from), got = piece(to);
@@ -109,13 +109,13 @@ class NcclCarrier final : public DeviceCarrier {
         send[i] = {staged, static_cast<size_t>(sent)}, receive[i] = {staged + room, static_cast<size_t>(got)};
         const bool own = i % ranks == self;
         if (own && from.data == to.data) continue;
-        if (from.dense()) send[i].data = static_cast<const std::byte*>(from.data) + first;
-        else copy(queue, e.step, staged, from, first, sent);
+        if (!from.dense()) copy(queue, e.step, staged, from, first, sent);
+        else if (sent > 0) send[i].data = static_cast<const std::byte*>(from.data) + first;
         if (own) copy(queue, e.step, send[i].data, to, first, got);
-        else if (to.dense()) receive[i].data = static_cast<std::byte*>(to.data) + first;
+        else if (to.dense() && got > 0) receive[i].data = static_cast<std::byte*>(to.data) + first;
       }
-      this->messages(queue, send, receive);
-      for (size_t i = 0; i < messages; ++i)
+      messages(queue, send, receive);
+      for (size_t i = 0; i < count; ++i)
         if (const auto to = rows_of(e.receive[i]); i % ranks != self && !to.dense())
           copy(queue, e.step, receive[i].data, to, first, static_cast<int64_t>(receive[i].bytes));
     }
