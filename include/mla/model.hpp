@@ -52,6 +52,11 @@ struct QuantisationConfig {
   int64_t zero_offset = 0;           ///< GPTQ: a zero point is this above the number stored
 };
 
+/// Heads [begin, begin + count) of a model.
+struct HeadRange {
+  int64_t begin = 0, count = 0;
+};
+
 struct ModelConfig {
   std::string name;
   int64_t hidden = 0;        ///< H

@@ -10,11 +10,6 @@
 
 namespace mla {
 
-/// Heads [begin, begin + count) of a model.
-struct HeadRange {
-  int64_t begin = 0, count = 0;
-};
-
 /// Rank `rank`'s of `ranks` shares, as even as can be: the first heads % ranks have one head more. Ranks may also share
 /// heads in any other way, as long as each head is of one rank. InputError for a rank outside the group, or more ranks
 /// than heads.
@@ -26,7 +21,7 @@ ModelConfig part_of(const ModelConfig& model, HeadRange heads);
 /// The layer's tensors for part_of(model, heads), for prepare(). Rows of query and kv_up stay where they lie, columns
 /// of output are copied; the rest is the same on all ranks. A tensor with block scales keeps its codes and scales where
 /// the cut falls between blocks, and otherwise becomes the f32 values that they stand for. ShapeError naming a tensor
-/// that is not the model's.
+/// that is not the model's. A layer of a checkpoint need not be read whole for it: Checkpoint::layer(index, heads).
 LayerTensors part_of(const ModelConfig& model, const LayerTensors& layer, HeadRange heads);
 
 }  // namespace mla

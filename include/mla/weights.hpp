@@ -86,6 +86,12 @@ struct SafetensorsEntry {
   uint64_t begin = 0, end = 0;  ///< bytes from the start of the data section
 };
 
+/// A rectangle of a tensor's bytes: of its rows, which have row_bytes each, those from `row` on, `rows` of them, and of
+/// each of these the bytes from `first` on, `size` of them.
+struct ByteRows {
+  uint64_t row_bytes = 0, row = 0, rows = 0, first = 0, size = 0;
+};
+
 /// One safetensors file, open while the object lives. The parser is strict: see docs/numerics.md, "Checkpoints".
 class Safetensors {
  public:
@@ -98,6 +104,11 @@ class Safetensors {
   const std::string* metadata(std::string_view key) const;
   /// A tensor, read now; CheckpointError when the file no longer holds all of it.
   Buffer bytes(const SafetensorsEntry& entry) const;
+  /// The rectangle's rows one behind another; nothing beside it is asked of the file. InputError naming the tensor for
+  /// rows that it is not made of, or bytes outside it.
+  Buffer bytes(const SafetensorsEntry& entry, const ByteRows& part) const;
+  /// Bytes of tensors that the file has given so far, to all copies of this object and all threads; without its header.
+  uint64_t bytes_read() const;
   /// The same for a float tensor (F32, BF16, F16, F8_E4M3); CheckpointError also for another dtype or no such tensor.
   HostTensor tensor(std::string_view name) const;
   /// tensor() without its data.
@@ -120,6 +131,12 @@ class Checkpoint {
   /// reads (a bias, a gate, sinks, an indexer of a model without one, scales beside a plain weight), unless ReadOptions
   /// allows it. Matrices may be stored in any form that docs/models.md lists: HostTensor::format says which.
   LayerTensors layer(int64_t index) const;
+  /// What part_of(config(), layer(index), heads) gives (mla/parallel.hpp), bit for bit, from fewer bytes. Of the
+  /// query's and kv_up's rows and of output's columns it reads those of these heads, with their scales and zero points;
+  /// all of what heads share. What is stored for several rows or columns at once (a word, a block's scale, a group's)
+  /// is read where one of them is these heads'. Holds no more than the part. A number that is refused, such as a scale
+  /// that is not finite, is noticed where it is read. InputError unless the heads are one at least and all the model's.
+  LayerTensors layer(int64_t index, HeadRange heads) const;
   /// The scales that come with a layer, under vLLM's, SGLang's, ModelOpt's, compressed-tensors' and Quark's names.
   /// CheckpointError naming a tensor of the wrong dtype or size, or whose number is not finite and above 0.
   StoredScales scales(int64_t index) const;
@@ -131,6 +148,9 @@ class Checkpoint {
   std::vector<SafetensorsEntry> attention_entries(int64_t index) const;
   /// The file that holds a tensor; empty when there is none.
   std::filesystem::path file_of(const std::string& tensor) const;
+  /// Bytes of tensors that were read so far, by all copies of this object and all threads. Files' headers are not among
+  /// them, and neither is what the system reads beside what it is asked for: whole pages, and ahead.
+  uint64_t bytes_read() const;
 
  private:
   struct State;
@@ -138,9 +158,10 @@ class Checkpoint {
 };
 
 /// Picks a layer's tensors out of one safetensors file under a prefix (for instance "weights."), checked against the
-/// config. `layer` says whether an indexer's are among them. UnsupportedError as Checkpoint::layer().
+/// config. `layer` says whether an indexer's are among them. `heads`: their part alone is read. Errors as of
+/// Checkpoint::layer().
 LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config,
-                           int64_t layer = 0, const ReadOptions& options = {});
+                           int64_t layer = 0, const ReadOptions& options = {}, std::optional<HeadRange> heads = {});
 
 /// Weights of the right shapes and a trained model's scale (normal, std 1/sqrt(in)), a pure function of (config, layer,
 /// seed), stored in dtype.

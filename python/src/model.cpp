@@ -276,8 +276,19 @@ void bind_weights(nb::module_& m) {
           nb::arg("folder"), nb::kw_only(), nb::arg("allow_unknown") = false,
           "allow_unknown: go on past keys of the config and tensors of a layer that are not understood.")
       .def_prop_ro("config", &Checkpoint::config)
-      .def("layer", &Checkpoint::layer, nb::arg("index"), nb::call_guard<nb::gil_scoped_release>(),
+      .def("layer", nb::overload_cast<int64_t>(&Checkpoint::layer, nb::const_), nb::arg("index"),
+           nb::call_guard<nb::gil_scoped_release>(),
            "A layer's attention tensors, quantised ones as they are stored: arrays() and prepare() decode them.")
+      .def(
+          "layer",
+          [](const Checkpoint& c, int64_t index, const std::pair<int64_t, int64_t>& heads) {
+            return c.layer(index, HeadRange{heads.first, heads.second});
+          },
+          nb::arg("index"), nb::arg("heads"), nb::call_guard<nb::gil_scoped_release>(),
+          "part_of(config, layer(index), heads), bit for bit; of the bytes that are other heads' none are read. "
+          "heads:\n"
+          "(first, number). InputError unless there is one at least, all of them the model's.")
+      .def_prop_ro("bytes_read", &Checkpoint::bytes_read, "Bytes of tensors that were read so far, by all threads.")
       .def(
           "scales", [](const Checkpoint& c, int64_t index) { return dict_of(c.scales(index)); }, nb::arg("index"),
           "Scales of fp8 queries, keys and values that come with a layer: q, k and v, those that are there, each of "

@@ -110,9 +110,10 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
     auto made = std::make_shared<mla_weights>();
     made->device = read_device(device);
     const HeadRange heads = heads_of(fields);
-    tensors([&](const ModelConfig& m, const LayerTensors& t) {
-      made->weights = heads.count == 0 ? prepare(m, t, o, made->device)
-                                       : prepare(part_of(m, heads), part_of(m, t, heads), o, made->device);
+    tensors(heads, [&](const ModelConfig& m, const LayerTensors& t, bool of_heads) {
+      made->weights = heads.count == 0
+                          ? prepare(m, t, o, made->device)
+                          : prepare(part_of(m, heads), of_heads ? t : part_of(m, t, heads), o, made->device);
     });
     put(weights, std::move(made));
   });
@@ -163,29 +164,35 @@ mla_status mla_checkpoint_scales(const mla_checkpoint* checkpoint, int64_t layer
   });
 }
 
+mla_status mla_checkpoint_bytes_read(const mla_checkpoint* checkpoint, uint64_t* bytes) {
+  return guarded("mla_checkpoint_bytes_read",
+                 [&] { required("bytes", bytes) = get("checkpoint", checkpoint)->checkpoint.bytes_read(); });
+}
+
 mla_status mla_weights_create_random(const mla_model* model, int64_t layer, uint64_t seed, int32_t stored,
                                      const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create_random", weights, options, device, [&](auto&& use) {
+  return create_weights("mla_weights_create_random", weights, options, device, [&](HeadRange, auto&& use) {
     const auto m = get("model", model);
     read_range("layer", layer, 0, m->config.layers - 1);
-    use(m->config, random_layer(m->config, layer, seed, read_enum("stored", stored, Dtype::fp8_e4m3)));
+    use(m->config, random_layer(m->config, layer, seed, read_enum("stored", stored, Dtype::fp8_e4m3)), false);
   });
 }
 
 mla_status mla_weights_create_checkpoint(const mla_checkpoint* checkpoint, int64_t layer,
                                          const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create_checkpoint", weights, options, device, [&](auto&& use) {
+  return create_weights("mla_weights_create_checkpoint", weights, options, device, [&](HeadRange heads, auto&& use) {
     const auto c = get("checkpoint", checkpoint);
-    read_range("layer", layer, 0, c->checkpoint.config().layers - 1);
-    use(c->checkpoint.config(), c->checkpoint.layer(layer));
+    const ModelConfig& m = c->checkpoint.config();
+    read_range("layer", layer, 0, m.layers - 1);
+    use(m, heads.count == 0 ? c->checkpoint.layer(layer) : c->checkpoint.layer(layer, heads), true);
   });
 }
 
 mla_status mla_weights_create(const mla_model* model, const mla_layer_tensors* tensors,
                               const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create", weights, options, device, [&](auto&& use) {
+  return create_weights("mla_weights_create", weights, options, device, [&](HeadRange, auto&& use) {
     const auto m = get("model", model);
-    use(m->config, read_tensors(read_struct("tensors", tensors), m->config));
+    use(m->config, read_tensors(read_struct("tensors", tensors), m->config), false);
   });
 }
 

@@ -10,6 +10,7 @@
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
 #include "model/json.hpp"
+#include "model/part.hpp"
 #include "model/quantised/cache_scales.hpp"
 #include "model/quantised/formats.hpp"
 #include "model/text.hpp"
@@ -80,12 +81,13 @@ class LayerReader {
  public:
   /// Without data, tensors are looked up and checked, not read.
   LayerReader(const FindTensor& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer,
-              bool data = true)
+              HeadRange heads, bool data = true)
       : find_(find),
         prefix_(std::move(prefix)),
         where_(std::move(where)),
         config_(config),
         layer_(layer),
+        heads_(heads),
         data_(data) {}
 
   LayerTensors read() {
@@ -94,14 +96,14 @@ class LayerReader {
     if (m.query_latent > 0) {
       t.query_down = matrix("q_a_proj.", m.query_latent, m.hidden);
       t.query_norm = vector("q_a_layernorm.weight", m.query_latent);
-      t.query = matrix("q_b_proj.", m.heads * m.query_key(), m.query_latent);
+      t.query = rows_of_heads("q_b_proj.", m.query_key(), m.query_latent);
     } else {
-      t.query = matrix("q_proj.", m.heads * m.query_key(), m.hidden);
+      t.query = rows_of_heads("q_proj.", m.query_key(), m.hidden);
     }
     t.kv_down = matrix("kv_a_proj_with_mqa.", m.entry(), m.hidden);
     t.kv_norm = vector("kv_a_layernorm.weight", m.latent);
-    t.kv_up = matrix("kv_b_proj.", m.heads * (m.nope + m.value), m.latent);
-    t.output = matrix("o_proj.", m.hidden, m.heads * m.value);
+    t.kv_up = rows_of_heads("kv_b_proj.", m.nope + m.value, m.latent);
+    t.output = columns_of_heads("o_proj.", m.hidden, m.value);
     if (m.layer_has_indexer(layer_)) {
       const IndexerConfig& x = *m.indexer;
       t.indexer = IndexerTensors{.query = matrix("indexer.wq_b.", x.heads * x.dim, m.query_latent),
@@ -110,7 +112,7 @@ class LayerReader {
                                  .key_norm_bias = vector("indexer.k_norm.bias", x.dim),
                                  .head_weights = matrix("indexer.weights_proj.", x.heads, m.hidden)};
     }
-    t.scales = scales();
+    t.scales = part_of(m, scales(), heads_);
     return t;
   }
   StoredScales scales() { return read_cache_scales(find_, prefix_, config_.heads, data_, used_); }
@@ -122,7 +124,18 @@ class LayerReader {
 
  private:
   HostTensor matrix(const std::string& module, int64_t rows, int64_t cols) {
-    return read_matrix(StoredMatrix(find_, prefix_ + module, where_, rows, cols, config_, data_, used_));
+    return matrix(module, rows, cols, {.rows = rows, .cols = cols});
+  }
+  HostTensor rows_of_heads(const std::string& module, int64_t of_one, int64_t cols) {
+    return matrix(module, config_.heads * of_one, cols,
+                  {.row = heads_.begin * of_one, .rows = heads_.count * of_one, .cols = cols});
+  }
+  HostTensor columns_of_heads(const std::string& module, int64_t rows, int64_t of_one) {
+    return matrix(module, rows, config_.heads * of_one,
+                  {.rows = rows, .col = heads_.begin * of_one, .cols = heads_.count * of_one});
+  }
+  HostTensor matrix(const std::string& module, int64_t rows, int64_t cols, const MatrixPart& wanted) {
+    return read_matrix(StoredMatrix(find_, prefix_ + module, where_, rows, cols, wanted, config_, data_, used_));
   }
 
   HostTensor vector(const std::string& role, int64_t size) {
@@ -143,6 +156,7 @@ class LayerReader {
   std::string prefix_, where_;
   const ModelConfig& config_;
   int64_t layer_;
+  HeadRange heads_;
   bool data_;
   std::unordered_set<std::string> used_;
 };
@@ -150,11 +164,13 @@ class LayerReader {
 }  // namespace
 
 LayerTensors layer_tensors(const Safetensors& file, std::string_view prefix, const ModelConfig& config, int64_t layer,
-                           const ReadOptions& options) {
+                           const ReadOptions& options, std::optional<HeadRange> heads) {
+  if (heads) require_heads("layer", config, *heads);
   if (!options.allow_unknown)
     for (const SafetensorsEntry& e : file.entries()) require_known(prefix, e.name, file.file().string(), config);
   const FindTensor find = [&](const std::string& name) { return file.find(name) ? &file : nullptr; };
-  LayerReader reader(find, std::string(prefix), file.file().string(), config, layer);
+  LayerReader reader(find, std::string(prefix), file.file().string(), config, layer,
+                     heads.value_or(HeadRange{0, config.heads}));
   LayerTensors t = reader.read();
   if (!options.allow_unknown) reader.require_used_of(file);
   return t;
@@ -172,7 +188,7 @@ struct Checkpoint::State {
       throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
                        std::to_string(config.layers - 1));
   }
-  LayerTensors read(int64_t index, bool data) const;
+  LayerTensors read(int64_t index, HeadRange heads, bool data) const;
 
   const Safetensors* find(const std::string& name) const {
     const auto it = file_of.find(name);
@@ -243,29 +259,36 @@ Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& o
 
 const ModelConfig& Checkpoint::config() const { return state_->config; }
 
-LayerTensors Checkpoint::State::read(int64_t index, bool data) const {
+LayerTensors Checkpoint::State::read(int64_t index, HeadRange heads, bool data) const {
   require_layer(index);
   const FindTensor look_up = [&](const std::string& name) { return find(name); };
   const std::string above = prefix(index);
   if (!options.allow_unknown)
     for (const Safetensors& file : files)
       for (const SafetensorsEntry& e : file.entries()) require_known(above, e.name, file.file().string(), config);
-  LayerReader reader(look_up, above, folder.string(), config, index, data);
+  LayerReader reader(look_up, above, folder.string(), config, index, heads, data);
   LayerTensors t = reader.read();
   if (!options.allow_unknown)
     for (const Safetensors& file : files) reader.require_used_of(file);
   return t;
 }
 
-LayerTensors Checkpoint::layer(int64_t index) const { return state_->read(index, true); }
+LayerTensors Checkpoint::layer(int64_t index) const { return layer(index, {0, config().heads}); }
+
+LayerTensors Checkpoint::layer(int64_t index, HeadRange heads) const {
+  require_heads("layer", config(), heads);
+  return state_->read(index, heads, true);
+}
 
 StoredScales Checkpoint::scales(int64_t index) const {
   state_->require_layer(index);
   const FindTensor look_up = [&](const std::string& name) { return state_->find(name); };
-  return LayerReader(look_up, state_->prefix(index), state_->folder.string(), state_->config, index).scales();
+  return LayerReader(look_up, state_->prefix(index), state_->folder.string(), state_->config, index,
+                     {0, state_->config.heads})
+      .scales();
 }
 
-LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, false); }
+LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, {0, config().heads}, false); }
 
 void Checkpoint::check(int64_t index) const { outline(index); }
 
@@ -277,6 +300,12 @@ std::vector<SafetensorsEntry> Checkpoint::attention_entries(int64_t index) const
       if (e.name.starts_with(prefix)) found.push_back(e);
   std::sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.name < b.name; });
   return found;
+}
+
+uint64_t Checkpoint::bytes_read() const {
+  uint64_t bytes = 0;
+  for (const Safetensors& file : state_->files) bytes += file.bytes_read();
+  return bytes;
 }
 
 std::filesystem::path Checkpoint::file_of(const std::string& tensor) const {

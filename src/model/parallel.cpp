@@ -5,15 +5,11 @@
 #include <string>
 
 #include "mla/error.hpp"
+#include "model/outline.hpp"
+#include "model/part.hpp"
 
 namespace mla {
 namespace {
-
-void require_heads(const ModelConfig& model, HeadRange heads) {
-  if (heads.begin < 0 || heads.count < 1 || heads.begin > model.heads || heads.count > model.heads - heads.begin)
-    throw InputError("part_of: heads " + std::to_string(heads.begin) + " and the " + std::to_string(heads.count) +
-                     " from there on, " + model.name + " has " + std::to_string(model.heads));
-}
 
 void require_shape(const HostTensor& t, const char* role, int64_t out, int64_t in) {
   if (!t || t.shape != std::vector<int64_t>{out, in})
@@ -23,13 +19,7 @@ void require_shape(const HostTensor& t, const char* role, int64_t out, int64_t i
 
 // The tensor, or, where a cut falls within a block of scales, its values.
 HostTensor cuttable(const HostTensor& t, bool between_blocks) {
-  if (t.block_scales.empty() || between_blocks) return t;
-  const auto values = std::make_shared<const std::vector<float>>(t.to_f32());
-  return {.name = t.name,
-          .dtype = Dtype::f32,
-          .shape = t.shape,
-          .data = reinterpret_cast<const std::byte*>(values->data()),
-          .owner = values};
+  return t.block_scales.empty() || between_blocks ? t : values_of(t);
 }
 
 int64_t blocks(int64_t n, int64_t block) { return (n + block - 1) / block; }
@@ -78,6 +68,20 @@ HostTensor columns_of(const HostTensor& whole, int64_t begin, int64_t count) {
 
 }  // namespace
 
+void require_heads(const char* call, const ModelConfig& model, HeadRange heads) {
+  if (heads.begin < 0 || heads.count < 1 || heads.begin > model.heads || heads.count > model.heads - heads.begin)
+    throw InputError(std::string(call) + ": heads " + std::to_string(heads.begin) + " and the " +
+                     std::to_string(heads.count) + " from there on, " + model.name + " has " +
+                     std::to_string(model.heads));
+}
+
+StoredScales part_of(const ModelConfig& model, StoredScales scales, HeadRange heads) {
+  for (std::vector<float>* x : {&scales.q, &scales.k, &scales.v})
+    if (std::ssize(*x) == model.heads && model.heads > 1)
+      *x = {x->begin() + heads.begin, x->begin() + heads.begin + heads.count};
+  return scales;
+}
+
 HeadRange head_share(int64_t heads, int rank, int ranks) {
   if (ranks < 1 || ranks > heads)
     throw InputError("head_share: ranks is " + std::to_string(ranks) + ", allowed 1 to " + std::to_string(heads) +
@@ -89,14 +93,14 @@ HeadRange head_share(int64_t heads, int rank, int ranks) {
 }
 
 ModelConfig part_of(const ModelConfig& model, HeadRange heads) {
-  require_heads(model, heads);
+  require_heads("part_of", model, heads);
   ModelConfig part = model;
   part.heads = heads.count;
   return part;
 }
 
 LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange heads) {
-  require_heads(m, heads);
+  require_heads("part_of", m, heads);
   const int64_t up = m.nope + m.value;
   require_shape(layer.query, "query", m.heads * m.query_key(), m.query_latent > 0 ? m.query_latent : m.hidden);
   require_shape(layer.kv_up, "kv_up", m.heads * up, m.latent);
@@ -105,9 +109,7 @@ LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange 
   part.query = rows_of(layer.query, heads.begin * m.query_key(), heads.count * m.query_key());
   part.kv_up = rows_of(layer.kv_up, heads.begin * up, heads.count * up);
   part.output = columns_of(layer.output, heads.begin * m.value, heads.count * m.value);
-  for (std::vector<float>* x : {&part.scales.q, &part.scales.k, &part.scales.v})
-    if (std::ssize(*x) == m.heads && m.heads > 1)
-      *x = {x->begin() + heads.begin, x->begin() + heads.begin + heads.count};
+  part.scales = part_of(m, layer.scales, heads);
   return part;
 }
 

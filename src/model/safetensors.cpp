@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "mla/error.hpp"
 #include "mla/weights.hpp"
 #include "model/text.hpp"
 
@@ -270,6 +272,7 @@ struct Safetensors::File {
   std::vector<SafetensorsEntry> entries;
   std::unordered_map<std::string_view, size_t> by_name;
   std::unordered_map<std::string, std::string> metadata;
+  mutable std::atomic<uint64_t> read_bytes{0};  // of tensors
 
   File() = default;
   File(const File&) = delete;
@@ -290,7 +293,8 @@ struct Safetensors::File {
     if (size < 8) fail("has " + std::to_string(size) + " bytes, a header length alone takes 8");
   }
 
-  void read(uint64_t at, void* to, size_t bytes, const std::string& what) const {
+  /// `before`: bytes of `what` that lie in front of these, `whole`: all that it has.
+  void read(uint64_t at, void* to, size_t bytes, const std::string& what, uint64_t before, uint64_t whole) const {
     constexpr size_t kMostAtOnce = size_t{1} << 30;  // Linux reads at most 2 GB a call
     for (size_t done = 0; done < bytes;) {
       const ssize_t n = pread(fd, static_cast<std::byte*>(to) + done, std::min(bytes - done, kMostAtOnce),
@@ -298,10 +302,16 @@ struct Safetensors::File {
       if (n < 0 && errno == EINTR) continue;
       if (n < 0) fail(what + " cannot be read: " + std::strerror(errno));
       if (n == 0)
-        fail(what + " has " + std::to_string(done) + " bytes left of " + std::to_string(bytes) +
+        fail(what + " has " + std::to_string(before + done) + " bytes left of " + std::to_string(whole) +
              ": the file was shortened after it was opened");
       done += static_cast<size_t>(n);
     }
+  }
+  void read(uint64_t at, void* to, size_t bytes, const std::string& what) const { read(at, to, bytes, what, 0, bytes); }
+
+  void read(const SafetensorsEntry& e, uint64_t from, void* to, size_t bytes) const {
+    read(data + e.begin + from, to, bytes, "tensor '" + e.name + "'", from, e.end - e.begin);
+    read_bytes.fetch_add(bytes, std::memory_order_relaxed);
   }
 
   void parse() {
@@ -380,9 +390,32 @@ const std::string* Safetensors::metadata(std::string_view key) const {
 
 Buffer Safetensors::bytes(const SafetensorsEntry& e) const {
   Buffer b(static_cast<size_t>(e.end - e.begin));
-  file_->read(file_->data + e.begin, b.data(), b.size(), "tensor '" + e.name + "'");
+  file_->read(e, 0, b.data(), b.size());
   return b;
 }
+
+Buffer Safetensors::bytes(const SafetensorsEntry& e, const ByteRows& p) const {
+  const uint64_t size = e.end - e.begin;
+  if (p.row_bytes == 0 || size % p.row_bytes != 0)
+    throw InputError("tensor '" + e.name + "' has " + std::to_string(size) + " bytes, not whole rows of " +
+                     std::to_string(p.row_bytes));
+  const uint64_t rows = size / p.row_bytes;
+  if (p.rows > rows || p.row > rows - p.rows || p.size > p.row_bytes || p.first > p.row_bytes - p.size)
+    throw InputError("tensor '" + e.name + "': rows from " + std::to_string(p.row) + " on, " + std::to_string(p.rows) +
+                     " of " + std::to_string(rows) + ", and bytes from " + std::to_string(p.first) + " on, " +
+                     std::to_string(p.size) + " of " + std::to_string(p.row_bytes) + ", are not all in it");
+  Buffer b(static_cast<size_t>(p.rows * p.size));
+  if (p.size == p.row_bytes) {
+    file_->read(e, p.row * p.row_bytes, b.data(), b.size());
+    return b;
+  }
+  // A call a row: one that went across the gaps would read the others' parts.
+  for (uint64_t r = 0; r < p.rows; ++r)
+    file_->read(e, (p.row + r) * p.row_bytes + p.first, b.data() + r * p.size, static_cast<size_t>(p.size));
+  return b;
+}
+
+uint64_t Safetensors::bytes_read() const { return file_->read_bytes.load(std::memory_order_relaxed); }
 
 HostTensor Safetensors::outline(std::string_view name) const {
   const SafetensorsEntry* e = find(name);

@@ -94,17 +94,15 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
       out_(0, o.device),
       staged_(stream_) {
   if (model_.indexer) index_spec_ = index_cache_spec(model_, spec_, o.plan.index_format);
-  const bool whole = part.heads.count == o.model.heads;
   // A layer's tensors are made and laid out by one thread; a GPU's machine has threads for several at a time.
   const int64_t at_once = gpu() ? std::clamp<int64_t>(pool.threads() / 2, 1, 8) : 1;
   for (int64_t first = 0; first < o.layers && !stop; first += at_once) {
     std::vector<std::future<LayerWeights>> made;
     try {
       for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
-        made.push_back(std::async(
-            at_once > 1 ? std::launch::async : std::launch::deferred, [&o, &part, &model = model_, whole, l] {
-              return prepare(model, whole ? tensors_of(o, l) : part_of(o.model, tensors_of(o, l), part.heads),
-                             prepare_options(o), o.device);
+        made.push_back(
+            std::async(at_once > 1 ? std::launch::async : std::launch::deferred, [&o, &part, &model = model_, l] {
+              return prepare(model, tensors_of(o, l, part.heads), prepare_options(o), o.device);
             }));
     } catch (const std::system_error& e) {
       throw DeviceError("a thread that prepares weights could not be started: " + std::string(e.what()));

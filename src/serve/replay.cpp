@@ -125,8 +125,12 @@ void require_k_scales(const Options& o) {
 
 }  // namespace
 
-LayerTensors tensors_of(const Options& o, int64_t layer) {
-  return o.checkpoint ? o.checkpoint->layer(layer) : random_layer(o.model, layer, o.seed, o.weights);
+LayerTensors tensors_of(const Options& o, int64_t layer) { return tensors_of(o, layer, {0, o.model.heads}); }
+
+LayerTensors tensors_of(const Options& o, int64_t layer, HeadRange heads) {
+  if (o.checkpoint) return o.checkpoint->layer(layer, heads);
+  LayerTensors all = random_layer(o.model, layer, o.seed, o.weights);
+  return heads.count == o.model.heads ? all : part_of(o.model, all, heads);
 }
 
 CacheSpec cache_of(const Options& o, int64_t layer) {

@@ -173,5 +173,7 @@ CacheSpec cache_of(const Options& options, int64_t layer);
 
 /// A layer's tensors, from the checkpoint or by seed.
 LayerTensors tensors_of(const Options& options, int64_t layer);
+/// Those of some heads' part; of a checkpoint no more is read.
+LayerTensors tensors_of(const Options& options, int64_t layer, HeadRange heads);
 
 }  // namespace mla::serve

@@ -683,6 +683,22 @@ TEST(CLayer, WeightsOfACheckpoint) {
     EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_checkpoint(checkpoint, 1, nullptr, kCpu, &none), "layer is 1");
     EXPECT_EQ(none, nullptr);
 
+    // A part is read by itself: query, kv_up and output have two heads, the rest is shared.
+    uint64_t before = 0, whole = 0, part = 0;
+    ASSERT_OK(mla_checkpoint_bytes_read(checkpoint, &before));
+    Weights all, half;
+    ASSERT_OK(mla_weights_create_checkpoint(checkpoint, 0, nullptr, kCpu, &all));
+    ASSERT_OK(mla_checkpoint_bytes_read(checkpoint, &whole));
+    mla_prepare_options second = make<mla_prepare_options>();
+    second.head_begin = 1, second.head_count = 1;
+    ASSERT_OK(mla_weights_create_checkpoint(checkpoint, 0, &second, kCpu, &half));
+    ASSERT_OK(mla_checkpoint_bytes_read(checkpoint, &part));
+    part -= whole, whole -= before;
+    EXPECT_EQ(whole - part, (query.data.size() + kv_up.data.size() + output.data.size()) / 2 * sizeof(float));
+    second.head_begin = 2;
+    EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_checkpoint(checkpoint, 0, &second, kCpu, &none), "heads");
+    EXPECT_FAILS(MLA_ERROR_HANDLE, mla_checkpoint_bytes_read(checkpoint, nullptr), "bytes is NULL");
+
     float found[3] = {-1, -1, -1};
     int64_t count = -1;
     ASSERT_OK(mla_checkpoint_scales(checkpoint, 0, MLA_SCALES_Q, found, 3, &count));

@@ -1,6 +1,6 @@
 // A layer whose output map is stored in some form or nearly one, its neighbours' tensors beside it: refused, or its
-// values are as many as there are elements, the same from a part as from the whole, and bf16 is what is nearest to
-// them.
+// values are as many as there are elements, the same from a part as from the whole, cut or read, and bf16 is what is
+// nearest to them.
 #include <cmath>
 #include <string>
 #include <vector>
@@ -73,7 +73,7 @@ void add(test::SafetensorsWriter& w, const std::string& name, fuzz::Source& in, 
 
 bool same(float a, float b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
-void check(const ModelConfig& m, const LayerTensors& t) {
+void check(const ModelConfig& m, const LayerTensors& t, const Safetensors& file) {
   const std::vector<float> whole = t.output.to_f32(), narrow = t.output.to_f32(Dtype::bf16);
   FUZZ_CHECK(whole.size() == static_cast<size_t>(m.hidden * m.heads * m.value) && narrow.size() == whole.size());
   for (size_t i = 0; i < whole.size(); ++i) {
@@ -84,6 +84,12 @@ void check(const ModelConfig& m, const LayerTensors& t) {
   }
   const LayerTensors part = part_of(m, t, {m.heads - 1, 1});
   const std::vector<float> some = part.output.to_f32();
+  const uint64_t before = file.bytes_read();
+  const LayerTensors read = layer_tensors(file, "", m, 0, {}, HeadRange{m.heads - 1, 1});
+  FUZZ_CHECK(file.bytes_read() - before <= before);
+  const std::vector<float> again = read.output.to_f32();
+  FUZZ_CHECK(read.output.shape == part.output.shape && again.size() == some.size());
+  for (size_t i = 0; i < some.size(); ++i) FUZZ_CHECK(same(again[i], some[i]));
   for (int64_t r = 0; r < m.hidden; ++r)
     for (int64_t c = 0; c < m.value; ++c)
       FUZZ_CHECK(same(some[static_cast<size_t>(r * m.value + c)],
@@ -135,7 +141,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   memory.write(bytes.data(), bytes.size());
   fuzz::refused([&] {
     const Safetensors file(memory.path());
-    check(m, layer_tensors(file, "", m));
+    check(m, layer_tensors(file, "", m), file);
   });
   return 0;
 }

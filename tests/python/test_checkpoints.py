@@ -67,6 +67,30 @@ def test_awq(tmp_path):
     mla.prepare(checkpoint.config, tensors)
 
 
+def test_a_part_is_read_by_itself(tmp_path):
+    codes = np.random.default_rng(2).integers(0, 0x70, (16, 32)).astype(np.uint8)
+    scales = np.arange(1, 17, dtype=np.float32).reshape(16, 1) / 3
+    checkpoint = write(
+        tmp_path,
+        {"quant_method": "compressed-tensors"},
+        {"weight": ("F8_E4M3", codes), "weight_scale": ("F32", scales)},
+    )
+    assert checkpoint.bytes_read == 0
+    whole = checkpoint.layer(0)
+    all_bytes = checkpoint.bytes_read
+    part = checkpoint.layer(0, heads=(1, 1))
+    read = checkpoint.bytes_read - all_bytes
+    # Half of q_proj's and kv_b_proj's f32 and of o_proj's codes.
+    assert all_bytes - read == (16 * 16 + 40 * 8) // 2 * 4 + 16 * 32 // 2
+    wanted = mla.part_of(checkpoint.config, whole, (1, 1)).arrays()
+    found = part.arrays()
+    assert found.keys() == wanted.keys()
+    for name, array in wanted.items():
+        np.testing.assert_array_equal(found[name], array)
+    with pytest.raises(mla.InputError, match="heads 1 and the 2 from there on"):
+        checkpoint.layer(0, heads=(1, 2))
+
+
 def test_fp8_by_rows(tmp_path):
     codes = np.full((16, 32), 0x3C, np.uint8)  # 1.5
     scales = np.arange(1, 17, dtype=np.float32).reshape(16, 1) / 3

@@ -79,6 +79,10 @@ enum { MLA_SCALES_Q = 0, MLA_SCALES_K = 1, MLA_SCALES_V = 2 };
 MLA_API mla_status mla_checkpoint_scales(const mla_checkpoint* checkpoint, int64_t layer, int32_t which, float* scales,
                                          int64_t room, int64_t* count);
 
+/// Bytes of tensors that were read so far, by all threads. Files' headers are not among them, and neither is what the
+/// system reads beside what it is asked for: whole pages, and ahead.
+MLA_API mla_status mla_checkpoint_bytes_read(const mla_checkpoint* checkpoint, uint64_t* bytes);
+
 /// A layer's prepared weights on a device. options may be NULL: the defaults.
 /// MLA_ERROR_UNSUPPORTED for options that nothing here does, MLA_ERROR_SHAPE naming tensor, found and expected shape.
 typedef struct mla_weights mla_weights;
@@ -86,6 +90,8 @@ typedef struct mla_weights mla_weights;
 MLA_API mla_status mla_weights_create_random(const mla_model* model, int64_t layer, uint64_t seed, int32_t stored,
                                              const mla_prepare_options* options, DLDevice device,
                                              mla_weights** weights);
+/// With options' head_count a part of the layer is read, not the whole: these heads' rows of the query's map and of
+/// kv_up, their columns of output, and what all heads share.
 MLA_API mla_status mla_weights_create_checkpoint(const mla_checkpoint* checkpoint, int64_t layer,
                                                  const mla_prepare_options* options, DLDevice device,
                                                  mla_weights** weights);

@@ -21,9 +21,9 @@ constexpr uint32_t shift(int64_t row) {
 }
 
 struct Code {
-  int64_t words;  // of a column
+  MatrixPart held;
   int64_t operator()(const uint32_t* w, int64_t r, int64_t c) const {
-    return w[c * words + r / kInWord] >> shift(r) & 15u;
+    return w[(c - held.row) * held.cols + r / kInWord - held.col] >> shift(r) & 15u;
   }
 };
 
@@ -39,14 +39,18 @@ HostTensor read_awq(const StoredMatrix& m) {
   m.take("scales", {"F32", "BF16", "F16"}, {{groups, m.rows}}, kWhat);
   m.take("qzeros", {"I32"}, {{groups, m.rows / kInWord}}, kWhat);
   Groups g = groups_of(m, "g_idx", "scales", groups);
-  Affine affine{.scales = m.scales("scales"), .zeros = {}, .row_stride = 1, .group_stride = m.rows};
-  if (const auto stored = m.bytes("qzeros"))
-    for (int64_t i = 0; i < groups; ++i)
-      for (int64_t r = 0; r < m.rows; ++r)
-        affine.zeros.push_back(static_cast<int16_t>(Code{m.rows / kInWord}(stored->as<uint32_t>(), r, i)));
+  const MatrixPart& part = m.wanted;
+  const MatrixPart own{.row = g.first, .rows = g.count, .col = part.row, .cols = part.rows};
+  Affine affine{.scales = m.scales("scales", own), .zeros = {}, .row_stride = 1, .group_stride = part.rows};
+  const Code zero{blocks_of(own, 1, kInWord)};
+  if (const auto stored = m.bytes("qzeros", zero.held))
+    for (int64_t i = g.first; i < g.first + g.count; ++i)
+      for (int64_t r = part.row; r < part.row + part.rows; ++r)
+        affine.zeros.push_back(static_cast<int16_t>(zero(stored->as<uint32_t>(), r, i)));
   const std::string form = "int4 (awq), " + g.words + ", zero points";
-  return m.tensor("qweight", form,
-                  integer_matrix(m, "qweight", Code{m.rows / kInWord}, std::move(affine), std::move(g)));
+  return m.tensor(
+      "qweight", form,
+      integer_matrix(m, "qweight", Code{transposed(blocks_of(part, kInWord, 1))}, std::move(affine), std::move(g)));
 }
 
 }  // namespace mla

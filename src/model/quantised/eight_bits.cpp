@@ -10,6 +10,7 @@
 #include <array>
 
 #include "mla/error.hpp"
+#include "model/outline.hpp"
 #include "model/quantised/formats.hpp"
 #include "model/text.hpp"
 
@@ -68,11 +69,34 @@ Sharing sharing_of(const StoredMatrix& m, std::string_view part, bool mx, std::s
   return {.rows = 1, .cols = m.cols, .words = "a scale for each row"};
 }
 
-// As many as there are blocks of the sharing.
+// As many as the part has blocks of the sharing.
 template <class T>
-std::vector<T> spread(const StoredMatrix& m, const Sharing& s, std::vector<T> x) {
-  if (s.one && m.data) x.assign(static_cast<size_t>(blocks(m.rows, s.rows) * blocks(m.cols, s.cols)), x[0]);
+std::vector<T> spread(const MatrixPart& of, const Sharing& s, std::vector<T> x) {
+  if (s.one && !x.empty()) x.assign(static_cast<size_t>(of.rows * of.cols), x[0]);
   return x;
+}
+std::vector<float> scales_of(const StoredMatrix& m, std::string_view part, const Sharing& s, const MatrixPart& of) {
+  return spread(of, s, s.one ? m.scales(part) : m.scales(part, of));
+}
+
+// Whether blocks that are counted from the part's first row, or column, are those of the whole.
+bool on_a_border(int64_t begin, int64_t block, int64_t all) { return block >= all || begin % block == 0; }
+
+// A part that begins within a block: its values, by scales that are laid out for each row, or column, of it.
+HostTensor cut(HostTensor t, const MatrixPart& p, const MatrixPart& of, bool rows, bool cols) {
+  const int64_t block_rows = t.block_rows, block_cols = t.block_cols, down = rows ? p.rows : of.rows,
+                across = cols ? p.cols : of.cols;
+  std::vector<float> scales(static_cast<size_t>(down * across));
+  for (int64_t r = 0; r < down; ++r)
+    for (int64_t c = 0; c < across; ++c) {
+      const int64_t row = rows ? (p.row + r) / block_rows - of.row : r,
+                    col = cols ? (p.col + c) / block_cols - of.col : c;
+      scales[static_cast<size_t>(r * across + c)] = t.block_scales[static_cast<size_t>(row * of.cols + col)];
+    }
+  t.block_scales = std::move(scales);
+  if (rows) t.block_rows = 1;
+  if (cols) t.block_cols = 1;
+  return values_of(t);
 }
 
 class Int8Matrix : public QuantisedMatrix {
@@ -80,15 +104,18 @@ class Int8Matrix : public QuantisedMatrix {
   std::shared_ptr<const Buffer> codes;
   std::vector<float> scales;
   std::vector<int8_t> zeros;  // as scales, or empty
-  int64_t cols = 0, block_rows = 1, block_cols = 1;
+  MatrixPart held, held_blocks;
+  int64_t block_rows = 1, block_cols = 1;
 
   void decode(int64_t row, int64_t rows, int64_t col, int64_t count, double* out) const override {
     const int8_t* q = codes->as<int8_t>();
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t c = col; c < col + count; ++c) {
-        const size_t at = static_cast<size_t>(r / block_rows * blocks(cols, block_cols) + c / block_cols);
+        const size_t at = static_cast<size_t>((r / block_rows - held_blocks.row) * held_blocks.cols + c / block_cols -
+                                              held_blocks.col);
         const int zero = zeros.empty() ? 0 : zeros[at];
-        *out++ = static_cast<double>(q[r * cols + c] - zero) * scales[at];  // 9 bits times 24
+        const int code = q[(r - held.row) * held.cols + c - held.col];
+        *out++ = static_cast<double>(code - zero) * scales[at];  // 9 bits times 24
       }
   }
 };
@@ -105,11 +132,13 @@ HostTensor read_fp8(const StoredMatrix& m) {
   t.block_rows = s.rows;
   t.block_cols = s.cols;
   if (!m.data) return t;
-  t.block_scales = spread(m, s, m.scales(part));
-  const auto codes = m.bytes("weight");
+  const MatrixPart of = blocks_of(m.wanted, s.rows, s.cols);
+  t.block_scales = scales_of(m, part, s, of);
+  const auto codes = m.bytes("weight", m.wanted);
   t.data = codes->data();
   t.owner = codes;
-  return t;
+  const bool rows = on_a_border(m.wanted.row, s.rows, m.rows), cols = on_a_border(m.wanted.col, s.cols, m.cols);
+  return rows && cols ? t : cut(std::move(t), m.wanted, of, !rows, !cols);
 }
 
 HostTensor read_int8(const StoredMatrix& m) {
@@ -123,18 +152,20 @@ HostTensor read_int8(const StoredMatrix& m) {
   const std::string_view part = scale_part(m);
   const Sharing s = sharing_of(m, part, false, what);
   auto x = std::make_shared<Int8Matrix>();
-  x->cols = m.cols;
+  const MatrixPart of = blocks_of(m.wanted, s.rows, s.cols);
+  x->held = m.wanted;
+  x->held_blocks = of;
   x->block_rows = s.rows;
   x->block_cols = s.cols;
-  x->codes = m.bytes("weight");
-  x->scales = spread(m, s, m.scales(part));
+  x->codes = m.bytes("weight", m.wanted);
+  x->scales = scales_of(m, part, s, of);
   const bool zero_points = m.has("weight_zero_point");
   if (!zero_points && m.model.quantisation.zero_points)
     m.missing("weight_zero_point", "the config says that its integer weights have zero points");
   if (zero_points) {
     m.take("weight_zero_point", {"I8"}, {m.entry(part)->shape}, what);
-    if (const auto zeros = m.bytes("weight_zero_point"))
-      x->zeros = spread(m, s, std::vector<int8_t>(zeros->as<int8_t>(), zeros->as<int8_t>() + zeros->size()));
+    if (const auto zeros = s.one ? m.bytes("weight_zero_point") : m.bytes("weight_zero_point", of))
+      x->zeros = spread(of, s, std::vector<int8_t>(zeros->as<int8_t>(), zeros->as<int8_t>() + zeros->size()));
   }
   return m.tensor("weight", "int8, " + s.words + (zero_points ? ", zero points" : ""), std::move(x));
 }

@@ -16,19 +16,21 @@ namespace {
 class Fp4Matrix : public QuantisedMatrix {
  public:
   std::shared_ptr<const Buffer> codes;
-  std::vector<float> scales;  // [rows, cols / group]
-  int64_t cols = 0, group = 16;
+  std::vector<float> scales;
+  MatrixPart held_pairs, held_groups;  // whose codes and scales these are
+  int64_t group = 16;
   double factor = 1, divisor = 1;  // one of the two stays 1
 
   void decode(int64_t row, int64_t rows, int64_t col, int64_t count, double* out) const override {
     const uint8_t* pairs = codes->as<uint8_t>();
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t c = col; c < col + count; ++c) {
-        const uint8_t pair = pairs[(r * cols + c) / 2];
+        const uint8_t pair = pairs[(r - held_pairs.row) * held_pairs.cols + c / 2 - held_pairs.col];
+        const size_t at = static_cast<size_t>((r - held_groups.row) * held_groups.cols + c / group - held_groups.col);
         const double code = from_e2m1(c % 2 == 0 ? pair & 15u : pair >> 4);
         // At most 2 + 4 + 24 bits. A quotient of 6 by 24 bits is nowhere so close to a border between two numbers of
         // at most 24 bits that float64's 53 would move it there.
-        *out++ = code * scales[static_cast<size_t>((r * cols + c) / group)] * factor / divisor;
+        *out++ = code * scales[at] * factor / divisor;
       }
   }
 };
@@ -49,7 +51,6 @@ HostTensor read_fp4(const StoredMatrix& m, std::string_view part) {
     m.fail("weight_scale_2", "is there beside '" + m.name("weight_global_scale") + "': one of the two is needed");
   const std::string what = nv ? "the nvfp4 weight" : "the mxfp4 weight";
   auto x = std::make_shared<Fp4Matrix>();
-  x->cols = m.cols;
   x->group = nv ? 16 : 32;
   if (m.cols % x->group != 0)
     m.unsupported(part, "has " + std::to_string(m.cols) + " columns; " + what.substr(4) + "s with whole groups of " +
@@ -60,8 +61,10 @@ HostTensor read_fp4(const StoredMatrix& m, std::string_view part) {
   else m.take("weight_scale", {"U8", "F8_E8M0"}, groups, what);
   if (product) x->factor = one_scale(m, "weight_scale_2", false);
   if (quotient) x->divisor = one_scale(m, "weight_global_scale", true);
-  x->codes = m.bytes(part);
-  x->scales = m.scales("weight_scale");
+  x->held_pairs = blocks_of(m.wanted, 1, 2);
+  x->held_groups = blocks_of(m.wanted, 1, x->group);
+  x->codes = m.bytes(part, x->held_pairs);
+  x->scales = m.scales("weight_scale", x->held_groups);
   const std::string form = std::string(nv ? "nvfp4" : "mxfp4") + ", groups of " + std::to_string(x->group);
   return m.tensor(part, form, std::move(x));
 }

@@ -16,21 +16,25 @@ namespace {
 constexpr std::string_view kWhat = "the gptq weight";
 
 struct Code {
-  int64_t rows;
+  MatrixPart held;
   uint32_t bits;
   int64_t operator()(const uint32_t* words, int64_t r, int64_t c) const {
     const uint32_t in_word = 32 / bits, at = static_cast<uint32_t>(c) % in_word;
-    return words[c / in_word * rows + r] >> (at * bits) & ((1u << bits) - 1);
+    return words[(c / in_word - held.row) * held.cols + r - held.col] >> (at * bits) & ((1u << bits) - 1);
   }
 };
 
-std::vector<int16_t> zeros(const StoredMatrix& m, const Buffer& stored, int64_t groups, int64_t bits) {
+// Of `own`, groups and rows.
+std::vector<int16_t> zeros(const StoredMatrix& m, const MatrixPart& own, int64_t bits) {
   const int64_t in_word = 32 / bits, offset = m.model.quantisation.zero_offset, last = (int64_t{1} << bits) - 1;
+  const MatrixPart held = blocks_of(own, 1, in_word);
+  const auto stored = m.bytes("qzeros", held);
   std::vector<int16_t> z;
-  z.reserve(static_cast<size_t>(groups * m.rows));
-  for (int64_t g = 0; g < groups; ++g)
-    for (int64_t r = 0; r < m.rows; ++r) {
-      const uint32_t word = stored.as<uint32_t>()[g * (m.rows / in_word) + r / in_word];
+  if (!stored) return z;
+  z.reserve(static_cast<size_t>(own.rows * own.cols));
+  for (int64_t g = own.row; g < own.row + own.rows; ++g)
+    for (int64_t r = own.col; r < own.col + own.cols; ++r) {
+      const uint32_t word = stored->as<uint32_t>()[(g - held.row) * held.cols + r / in_word - held.col];
       const int64_t zero = word >> (r % in_word * bits) & last;
       if (zero == last && offset > 0)
         m.unsupported("qzeros", "is " + std::to_string(zero) + " at group " + std::to_string(g) + ", row " +
@@ -64,12 +68,12 @@ HostTensor read_gptq(const StoredMatrix& m) {
   m.take("scales", {"F32", "BF16", "F16"}, {{groups, m.rows}}, kWhat);
   m.take("qzeros", {"I32"}, {{groups, m.rows / in_word}}, kWhat);
   Groups g = groups_of(m, "g_idx", "scales", groups);
-  Affine affine{.scales = m.scales("scales"), .zeros = {}, .row_stride = 1, .group_stride = m.rows};
-  if (const auto stored = m.bytes("qzeros")) affine.zeros = zeros(m, *stored, groups, bits);
+  const MatrixPart own{.row = g.first, .rows = g.count, .col = m.wanted.row, .cols = m.wanted.rows};
+  Affine affine{
+      .scales = m.scales("scales", own), .zeros = zeros(m, own, bits), .row_stride = 1, .group_stride = own.cols};
   const std::string form = "int" + std::to_string(bits) + " (gptq), " + g.words + ", zero points";
-  return m.tensor(
-      "qweight", form,
-      integer_matrix(m, "qweight", Code{m.rows, static_cast<uint32_t>(bits)}, std::move(affine), std::move(g)));
+  const Code code{transposed(blocks_of(m.wanted, 1, in_word)), static_cast<uint32_t>(bits)};
+  return m.tensor("qweight", form, integer_matrix(m, "qweight", code, std::move(affine), std::move(g)));
 }
 
 }  // namespace mla

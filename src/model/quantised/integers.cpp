@@ -14,7 +14,8 @@ std::string listed(const std::vector<int64_t>& all) {
   return s;
 }
 
-// Null where no element is in a group: compressed-tensors' way to say that the order is the columns' own.
+// All of it, whatever is wanted: all of it says what its numbers mean. False where no element is in a group:
+// compressed-tensors' way to say that the order is the columns' own.
 bool read_index(const StoredMatrix& m, std::string_view part, int64_t count, std::vector<int32_t>& of_column) {
   const auto memory = m.bytes(part);
   if (!memory) return true;
@@ -49,6 +50,20 @@ int64_t size_of_groups(const StoredMatrix& m, std::string_view scales, int64_t c
   return found;
 }
 
+// From the groups of all columns.
+Groups wanted_of(const StoredMatrix& m, const std::vector<int32_t>& of_column, int64_t count, std::string words) {
+  Groups g{.of_column = {}, .first = 0, .count = count, .words = std::move(words)};
+  if (!m.data) return g;
+  const auto begin = of_column.begin() + m.wanted.col;
+  g.of_column.assign(begin, begin + m.wanted.cols);
+  const auto [least, most] = std::minmax_element(g.of_column.begin(), g.of_column.end());
+  const int32_t first = *least;
+  g.first = first;
+  g.count = *most - first + 1;
+  for (int32_t& group : g.of_column) group -= first;
+  return g;
+}
+
 }  // namespace
 
 int64_t bits_that_fit(int64_t words, int64_t count, std::initializer_list<int64_t> known) {
@@ -65,20 +80,16 @@ void require_bits(const StoredMatrix& m, std::string_view part, int64_t bits) {
 }
 
 Groups groups_of(const StoredMatrix& m, std::string_view index, std::string_view scales, int64_t count) {
-  Groups g;
+  std::vector<int32_t> of_column;
   if (m.has(index)) {
     m.take(index, {"I32"}, {{m.cols}}, "the groups of columns");
-    if (read_index(m, index, count, g.of_column)) {
-      g.words = std::to_string(count) + " groups in g_idx's order";
-      return g;
-    }
+    if (read_index(m, index, count, of_column))
+      return wanted_of(m, of_column, count, std::to_string(count) + " groups in g_idx's order");
   }
   const int64_t size = size_of_groups(m, scales, count);
-  g.words = size == m.cols ? "a scale for each row" : "groups of " + std::to_string(size);
-  if (!m.data) return g;
-  g.of_column.resize(static_cast<size_t>(m.cols));
-  for (int64_t c = 0; c < m.cols; ++c) g.of_column[static_cast<size_t>(c)] = static_cast<int32_t>(c / size);
-  return g;
+  if (m.data) of_column.resize(static_cast<size_t>(m.cols));
+  for (size_t c = 0; c < of_column.size(); ++c) of_column[c] = static_cast<int32_t>(static_cast<int64_t>(c) / size);
+  return wanted_of(m, of_column, count, size == m.cols ? "a scale for each row" : "groups of " + std::to_string(size));
 }
 
 }  // namespace mla

@@ -8,9 +8,14 @@ namespace {
 
 HostTensor plain(const StoredMatrix& m) {
   const Safetensors& file = m.file("weight");
-  const HostTensor t = file.outline(m.name("weight"));  // names a dtype that is none of the plain ones
+  HostTensor t = file.outline(m.name("weight"));  // names a dtype that is none of the plain ones
   m.take("weight", {"F32", "BF16", "F16"}, {{m.rows, m.cols}}, "");
-  return m.data ? file.tensor(t.name) : t;
+  t.shape = {m.wanted.rows, m.wanted.cols};
+  if (!m.data) return t;
+  const auto values = m.bytes("weight", m.wanted);
+  t.data = values->data();
+  t.owner = values;
+  return t;
 }
 
 // What a quantised weight's inputs and outputs were to be quantised by. Ours are not.

@@ -15,11 +15,11 @@ namespace {
 constexpr std::string_view kWhat = "the packed integer weight";
 
 struct Code {
-  int64_t row_words;
+  MatrixPart held;
   uint32_t bits;
   int64_t operator()(const uint32_t* words, int64_t r, int64_t c) const {
     const uint32_t in_word = 32 / bits, at = static_cast<uint32_t>(c) % in_word;
-    return words[r * row_words + c / in_word] >> (at * bits) & ((1u << bits) - 1);
+    return words[(r - held.row) * held.cols + c / in_word - held.col] >> (at * bits) & ((1u << bits) - 1);
   }
 };
 
@@ -36,22 +36,26 @@ void check_shape(const StoredMatrix& m) {
   }
 }
 
-std::vector<int16_t> zeros(const StoredMatrix& m, int64_t bits, int64_t groups, bool& there) {
+// [wanted rows, groups of `own`]
+std::vector<int16_t> zeros(const StoredMatrix& m, int64_t bits, int64_t groups, const Groups& own, bool& there) {
   const int64_t half = int64_t{1} << (bits - 1), in_word = 32 / bits;
   there = m.has("weight_zero_point");
   if (!there && m.model.quantisation.zero_points)
     m.missing("weight_zero_point", "the config says that its integer weights have zero points");
-  std::vector<int16_t> z(m.data ? static_cast<size_t>(m.rows * groups) : 0, static_cast<int16_t>(half));
+  std::vector<int16_t> z(m.data ? static_cast<size_t>(m.wanted.rows * own.count) : 0, static_cast<int16_t>(half));
   if (!there) return z;
   const bool plain = m.entry("weight_zero_point")->dtype == "I8";
   m.take("weight_zero_point", {"I32", "I8"}, {{plain ? m.rows : (m.rows + in_word - 1) / in_word, groups}}, kWhat);
-  const auto memory = m.bytes("weight_zero_point");
-  for (int64_t r = 0; memory && r < m.rows; ++r)
-    for (int64_t g = 0; g < groups; ++g) {
-      const uint32_t word = plain ? 0 : memory->as<uint32_t>()[r / in_word * groups + g];
+  const MatrixPart held = blocks_of({.row = m.wanted.row, .rows = m.wanted.rows, .col = own.first, .cols = own.count},
+                                    plain ? 1 : in_word, 1);
+  const auto memory = m.bytes("weight_zero_point", held);
+  for (int64_t r = m.wanted.row; memory && r < m.wanted.row + m.wanted.rows; ++r)
+    for (int64_t g = 0; g < own.count; ++g) {
+      const int64_t at = (r / (plain ? 1 : in_word) - held.row) * own.count + g;
+      const uint32_t word = plain ? 0 : memory->as<uint32_t>()[at];
       const int64_t packed = word >> (r % in_word * bits) & ((1u << bits) - 1);
-      z[static_cast<size_t>(r * groups + g)] =
-          static_cast<int16_t>(plain ? memory->as<int8_t>()[r * groups + g] + half : packed);
+      z[static_cast<size_t>((r - m.wanted.row) * own.count + g)] =
+          static_cast<int16_t>(plain ? memory->as<int8_t>()[at] + half : packed);
     }
   return z;
 }
@@ -73,15 +77,14 @@ HostTensor read_packed_integers(const StoredMatrix& m) {
   m.take("weight_scale", {"F32", "BF16", "F16"}, {{m.rows, groups}}, kWhat);
   Groups g = groups_of(m, "weight_g_idx", "weight_scale", groups);
   bool zero_points = false;
-  Affine affine{.scales = m.scales("weight_scale"),
-                .zeros = zeros(m, bits, groups, zero_points),
-                .row_stride = groups,
+  Affine affine{.scales = m.scales("weight_scale", {m.wanted.row, m.wanted.rows, g.first, g.count}),
+                .zeros = zeros(m, bits, groups, g, zero_points),
+                .row_stride = g.count,
                 .group_stride = 1};
   const std::string form =
       "int" + std::to_string(bits) + " (packed), " + g.words + (zero_points ? ", zero points" : "");
-  return m.tensor(
-      "weight_packed", form,
-      integer_matrix(m, "weight_packed", Code{words, static_cast<uint32_t>(bits)}, std::move(affine), std::move(g)));
+  const Code code{blocks_of(m.wanted, 1, 32 / bits), static_cast<uint32_t>(bits)};
+  return m.tensor("weight_packed", form, integer_matrix(m, "weight_packed", code, std::move(affine), std::move(g)));
 }
 
 }  // namespace mla

@@ -26,10 +26,10 @@ float scale_at(std::string_view dtype, const Buffer& b, size_t i) {
   return e8m0_value(at<uint8_t>(b, i));
 }
 
-int64_t count(const SafetensorsEntry& e) {
-  int64_t n = 1;
-  for (int64_t extent : e.shape) n *= extent;
-  return n;
+int64_t row_length(const SafetensorsEntry& e) { return e.shape.size() == 2 ? e.shape[1] : 1; }
+
+MatrixPart all_of(const SafetensorsEntry& e) {
+  return {.rows = e.shape.empty() ? 1 : e.shape[0], .cols = row_length(e)};
 }
 
 std::string any_of(const std::vector<std::vector<int64_t>>& shapes) {
@@ -39,6 +39,14 @@ std::string any_of(const std::vector<std::vector<int64_t>>& shapes) {
 }
 
 }  // namespace
+
+MatrixPart blocks_of(const MatrixPart& p, int64_t block_rows, int64_t block_cols) {
+  const int64_t row = p.row / block_rows, col = p.col / block_cols;
+  return {.row = row,
+          .rows = (p.row + p.rows + block_rows - 1) / block_rows - row,
+          .col = col,
+          .cols = (p.col + p.cols + block_cols - 1) / block_cols - col};
+}
 
 const SafetensorsEntry* StoredMatrix::entry(std::string_view part) const {
   const Safetensors* file = find_(name(part));
@@ -68,15 +76,34 @@ std::shared_ptr<const Buffer> StoredMatrix::bytes(std::string_view part) const {
   return data ? std::make_shared<const Buffer>(file(part).bytes(*entry(part))) : nullptr;
 }
 
+std::shared_ptr<const Buffer> StoredMatrix::bytes(std::string_view part, const MatrixPart& p) const {
+  if (!data) return nullptr;
+  const SafetensorsEntry& e = *entry(part);
+  const MatrixPart all = all_of(e);
+  if (all.rows == 0 || all.cols == 0) return bytes(part);
+  const uint64_t row_bytes = (e.end - e.begin) / static_cast<uint64_t>(all.rows),
+                 element = row_bytes / static_cast<uint64_t>(all.cols);
+  return std::make_shared<const Buffer>(file(part).bytes(e, {.row_bytes = row_bytes,
+                                                             .row = static_cast<uint64_t>(p.row),
+                                                             .rows = static_cast<uint64_t>(p.rows),
+                                                             .first = static_cast<uint64_t>(p.col) * element,
+                                                             .size = static_cast<uint64_t>(p.cols) * element}));
+}
+
 std::vector<float> StoredMatrix::scales(std::string_view part) const {
+  return data ? scales(part, all_of(*entry(part))) : std::vector<float>();
+}
+
+std::vector<float> StoredMatrix::scales(std::string_view part, const MatrixPart& p) const {
   if (!data) return {};
   const SafetensorsEntry& e = *entry(part);
-  const Buffer memory = file(part).bytes(e);
-  std::vector<float> x(static_cast<size_t>(count(e)));
+  const auto memory = bytes(part, p);
+  std::vector<float> x(static_cast<size_t>(p.rows * p.cols));
   for (size_t i = 0; i < x.size(); ++i) {
-    x[i] = scale_at(e.dtype, memory, i);
-    if (!std::isfinite(x[i]))
-      fail(part, "is " + std::to_string(x[i]) + " at element " + std::to_string(i) + ", scales must be finite");
+    x[i] = scale_at(e.dtype, *memory, i);
+    if (std::isfinite(x[i])) continue;
+    const int64_t at = static_cast<int64_t>(i), in_whole = (p.row + at / p.cols) * row_length(e) + p.col + at % p.cols;
+    fail(part, "is " + std::to_string(x[i]) + " at element " + std::to_string(in_whole) + ", scales must be finite");
   }
   return x;
 }
@@ -84,7 +111,7 @@ std::vector<float> StoredMatrix::scales(std::string_view part) const {
 HostTensor StoredMatrix::tensor(std::string_view part, std::string format) const {
   HostTensor t;
   t.name = name(part);
-  t.shape = {rows, cols};
+  t.shape = {wanted.rows, wanted.cols};
   t.format = std::move(format);
   return t;
 }
@@ -95,6 +122,8 @@ HostTensor StoredMatrix::tensor(std::string_view part, std::string format,
   HostTensor t = tensor(part, std::move(format));
   if (!data) return t;
   t.quantised = std::move(values);
+  t.first_row = wanted.row;
+  t.first_col = wanted.col;
   t.data = &kThere;
   return t;
 }
