@@ -100,6 +100,11 @@ HeadRange heads_of(const mla_prepare_options& o) {
   return {o.head_begin, o.head_count};
 }
 
+LayerTensors own(const ModelConfig& m, LayerTensors t, HeadRange heads) {
+  return heads.count == 0 ? std::move(t) : part_of(m, t, heads);
+}
+
+// tensors(heads, use): use(model, these heads' tensors).
 template <class Tensors>
 mla_status create_weights(const char* function, mla_weights** weights, const mla_prepare_options* options,
                           DLDevice device, Tensors&& tensors) noexcept {
@@ -110,10 +115,8 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
     auto made = std::make_shared<mla_weights>();
     made->device = read_device(device);
     const HeadRange heads = heads_of(fields);
-    tensors(heads, [&](const ModelConfig& m, const LayerTensors& t, bool of_heads) {
-      made->weights = heads.count == 0
-                          ? prepare(m, t, o, made->device)
-                          : prepare(part_of(m, heads), of_heads ? t : part_of(m, t, heads), o, made->device);
+    tensors(heads, [&](const ModelConfig& m, const LayerTensors& part) {
+      made->weights = prepare(heads.count == 0 ? m : part_of(m, heads), part, o, made->device);
     });
     put(weights, std::move(made));
   });
@@ -171,10 +174,11 @@ mla_status mla_checkpoint_bytes_read(const mla_checkpoint* checkpoint, uint64_t*
 
 mla_status mla_weights_create_random(const mla_model* model, int64_t layer, uint64_t seed, int32_t stored,
                                      const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create_random", weights, options, device, [&](HeadRange, auto&& use) {
+  return create_weights("mla_weights_create_random", weights, options, device, [&](HeadRange heads, auto&& use) {
     const auto m = get("model", model);
     read_range("layer", layer, 0, m->config.layers - 1);
-    use(m->config, random_layer(m->config, layer, seed, read_enum("stored", stored, Dtype::fp8_e4m3)), false);
+    const Dtype dtype = read_enum("stored", stored, Dtype::fp8_e4m3);
+    use(m->config, own(m->config, random_layer(m->config, layer, seed, dtype), heads));
   });
 }
 
@@ -184,15 +188,15 @@ mla_status mla_weights_create_checkpoint(const mla_checkpoint* checkpoint, int64
     const auto c = get("checkpoint", checkpoint);
     const ModelConfig& m = c->checkpoint.config();
     read_range("layer", layer, 0, m.layers - 1);
-    use(m, heads.count == 0 ? c->checkpoint.layer(layer) : c->checkpoint.layer(layer, heads), true);
+    use(m, heads.count == 0 ? c->checkpoint.layer(layer) : c->checkpoint.layer(layer, heads));
   });
 }
 
 mla_status mla_weights_create(const mla_model* model, const mla_layer_tensors* tensors,
                               const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create", weights, options, device, [&](HeadRange, auto&& use) {
+  return create_weights("mla_weights_create", weights, options, device, [&](HeadRange heads, auto&& use) {
     const auto m = get("model", model);
-    use(m->config, read_tensors(read_struct("tensors", tensors), m->config), false);
+    use(m->config, own(m->config, read_tensors(read_struct("tensors", tensors), m->config), heads));
   });
 }
 

@@ -4,7 +4,6 @@
 #include "core/round_once.hpp"
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
-#include "model/outline.hpp"
 
 namespace mla {
 namespace {
@@ -75,15 +74,6 @@ std::vector<float> HostTensor::to_f32(Dtype rounded) const {
   else if (rounded == Dtype::bf16 && dtype != Dtype::bf16)
     for (float& e : out) e = to_float(to_bf16(e));
   return out;
-}
-
-HostTensor values_of(const HostTensor& t) {
-  const auto values = std::make_shared<const std::vector<float>>(t.to_f32());
-  return {.name = t.name,
-          .dtype = Dtype::f32,
-          .shape = t.shape,
-          .data = reinterpret_cast<const std::byte*>(values->data()),
-          .owner = values};
 }
 
 }  // namespace mla

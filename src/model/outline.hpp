@@ -1,5 +1,4 @@
-// A layer's prepared weights without their memory: for what asks about shapes and formats alone. And what reading and
-// preparing have to know alike of how tensors are stored.
+// A layer's prepared weights without their memory: for what asks about shapes and formats alone.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +14,6 @@ LayerWeights outline(const ModelConfig& config, bool indexer, const PrepareOptio
 
 /// Rows and columns of products in fp8 that share a scale, where tensors do not come with their own.
 std::pair<int64_t, int64_t> product_block(const ModelConfig& config);
-/// The tensor as its values in f32.
-HostTensor values_of(const HostTensor& tensor);
 /// fp8 codes with block scales, which products in fp8 take as they are.
 bool stored_as_fp8(const HostTensor& tensor);
 

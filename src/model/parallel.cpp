@@ -5,7 +5,6 @@
 #include <string>
 
 #include "mla/error.hpp"
-#include "model/outline.hpp"
 #include "model/part.hpp"
 
 namespace mla {
@@ -67,6 +66,15 @@ HostTensor columns_of(const HostTensor& whole, int64_t begin, int64_t count) {
 }
 
 }  // namespace
+
+HostTensor values_of(const HostTensor& t) {
+  const auto values = std::make_shared<const std::vector<float>>(t.to_f32());
+  return {.name = t.name,
+          .dtype = Dtype::f32,
+          .shape = t.shape,
+          .data = reinterpret_cast<const std::byte*>(values->data()),
+          .owner = values};
+}
 
 void require_heads(const char* call, const ModelConfig& model, HeadRange heads) {
   if (heads.begin < 0 || heads.count < 1 || heads.begin > model.heads || heads.count > model.heads - heads.begin)

@@ -15,11 +15,13 @@
 
 #include "mla/error.hpp"
 #include "mla/parallel.hpp"
+#include "support/message.hpp"
 #include "support/safetensors_writer.hpp"
 
 namespace mla {
 namespace {
 
+using test::message_of;
 using Writer = test::SafetensorsWriter;
 
 const std::string kLayer = "model.layers.0.self_attn.";
@@ -412,20 +414,10 @@ INSTANTIATE_TEST_SUITE_P(Forms, Parts, testing::Range<size_t>(0, forms().size())
   return name;
 });
 
-template <class F>
-std::string refusal(F&& f) {
-  try {
-    f();
-  } catch (const Error& e) {
-    return e.what();
-  }
-  return "read";
-}
-
 TEST(PartsOfCheckpoints, HeadsThatCannotBe) {
   const Folder folder(plain("BF16", 2), kSizes[1]);
   const Checkpoint c(folder.path());
-  const auto of = [&](HeadRange heads) { return refusal([&] { c.layer(0, heads); }); };
+  const auto of = [&](HeadRange heads) { return message_of([&] { c.layer(0, heads); }); };
   EXPECT_EQ(of({3, 10}), "layer: heads 3 and the 10 from there on, deepseek_v3 has 12");
   EXPECT_EQ(of({12, 1}), "layer: heads 12 and the 1 from there on, deepseek_v3 has 12");
   EXPECT_EQ(of({-1, 2}), "layer: heads -1 and the 2 from there on, deepseek_v3 has 12");
@@ -434,8 +426,8 @@ TEST(PartsOfCheckpoints, HeadsThatCannotBe) {
   EXPECT_THROW(c.layer(0, {0, 13}), InputError);
   EXPECT_THROW(c.layer(1, {0, 1}), InputError);
   EXPECT_EQ(c.bytes_read(), 0u);
-  EXPECT_EQ(refusal([&] { c.layer(0, head_share(12, 3, 3)); }), "head_share: rank is 3, allowed 0 to 2");
-  EXPECT_EQ(refusal([&] { c.layer(0, head_share(12, 0, 13)); }),
+  EXPECT_EQ(message_of([&] { c.layer(0, head_share(12, 3, 3)); }), "head_share: rank is 3, allowed 0 to 2");
+  EXPECT_EQ(message_of([&] { c.layer(0, head_share(12, 0, 13)); }),
             "head_share: ranks is 13, allowed 1 to 12, the number of heads");
 }
 
@@ -450,11 +442,11 @@ TEST(PartsOfCheckpoints, NumbersOfOtherHeadsAreOthers) {
                   }};
   const Folder folder(form, kSizes[1]);
   const Checkpoint c(folder.path());
-  const std::string why = refusal([&] { c.layer(0); });
+  const std::string why = message_of([&] { c.layer(0); });
   EXPECT_TRUE(why.ends_with("kv_b_proj.weight_scale' is nan at element 90, scales must be finite")) << why;
-  EXPECT_EQ(refusal([&] { c.layer(0, {0, 7}); }), "read");
-  EXPECT_EQ(refusal([&] { c.layer(0, {7, 1}); }), why);
-  EXPECT_EQ(refusal([&] { c.layer(0, {8, 4}); }), "read");
+  EXPECT_EQ(message_of([&] { c.layer(0, {0, 7}); }), "no error");
+  EXPECT_EQ(message_of([&] { c.layer(0, {7, 1}); }), why);
+  EXPECT_EQ(message_of([&] { c.layer(0, {8, 4}); }), "no error");
 }
 
 // A file that gets shorter after it was opened is refused by who needs what is gone, and by nobody else.
@@ -475,8 +467,8 @@ TEST(PartsOfCheckpoints, FilesThatWereShortened) {
       const LayerTensors whole = part_of(c.config(), c.layer(0), heads);
       for (uint64_t left = bytes; left > 1000; left -= std::min<uint64_t>(left, 397)) {
         std::filesystem::resize_file(file, left);
-        const std::string why = refusal([&] { expect_same(c.layer(0, heads), whole); });
-        if (why == "read") {
+        const std::string why = message_of([&] { expect_same(c.layer(0, heads), whole); });
+        if (why == "no error") {
           EXPECT_FALSE(could_not);  // once it is too short, it stays so
           could = true;
         } else {
@@ -497,9 +489,9 @@ TEST(PartsOfCheckpoints, TheLastByteCounts) {
   const Checkpoint c(folder.path());
   const uint64_t rest = 5 * 32 * 2, needed = std::filesystem::file_size(file) - rest, output = kHidden * 11 * 32 * 2;
   std::filesystem::resize_file(file, needed);
-  EXPECT_EQ(refusal([&] { c.layer(0, {0, 6}); }), "read");
+  EXPECT_EQ(message_of([&] { c.layer(0, {0, 6}); }), "no error");
   std::filesystem::resize_file(file, needed - 1);
-  EXPECT_EQ(refusal([&] {
+  EXPECT_EQ(message_of([&] {
               c.layer(0, {0, 6});
             }),
             file.string() + ": tensor '" + kLayer + "o_proj.weight' has " + std::to_string(output - rest - 1) +
@@ -530,9 +522,9 @@ TEST(PartsOfCheckpoints, RectanglesOfBytes) {
                               ByteRows{4, UINT64_MAX, 2, 0, 1}, ByteRows{4, 0, UINT64_MAX, 0, 1},
                               ByteRows{4, 0, 1, 3, 2}, ByteRows{4, 0, 1, UINT64_MAX, 2}, ByteRows{4, 0, 1, 0, 5}})
     EXPECT_THROW(of(bad), InputError);
-  EXPECT_EQ(refusal([&] { of({.row_bytes = 4, .row = 2, .rows = 2, .first = 0, .size = 4}); }),
+  EXPECT_EQ(message_of([&] { of({.row_bytes = 4, .row = 2, .rows = 2, .first = 0, .size = 4}); }),
             "tensor 't': rows from 2 on, 2 of 3, and bytes from 0 on, 4 of 4, are not all in it");
-  EXPECT_EQ(refusal([&] { of({.row_bytes = 5, .row = 0, .rows = 1, .first = 0, .size = 1}); }),
+  EXPECT_EQ(message_of([&] { of({.row_bytes = 5, .row = 0, .rows = 1, .first = 0, .size = 1}); }),
             "tensor 't' has 12 bytes, not whole rows of 5");
   EXPECT_EQ(file.bytes_read(), 10u);
 }

@@ -23,7 +23,7 @@ constexpr uint32_t shift(int64_t row) {
 struct Code {
   MatrixPart held;
   int64_t operator()(const uint32_t* w, int64_t r, int64_t c) const {
-    return w[(c - held.row) * held.cols + r / kInWord - held.col] >> shift(r) & 15u;
+    return w[held.at(c, r / kInWord)] >> shift(r) & 15u;
   }
 };
 

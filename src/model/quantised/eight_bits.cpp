@@ -10,7 +10,7 @@
 #include <array>
 
 #include "mla/error.hpp"
-#include "model/outline.hpp"
+#include "model/part.hpp"
 #include "model/quantised/formats.hpp"
 #include "model/text.hpp"
 
@@ -111,10 +111,9 @@ class Int8Matrix : public QuantisedMatrix {
     const int8_t* q = codes->as<int8_t>();
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t c = col; c < col + count; ++c) {
-        const size_t at = static_cast<size_t>((r / block_rows - held_blocks.row) * held_blocks.cols + c / block_cols -
-                                              held_blocks.col);
+        const auto at = static_cast<size_t>(held_blocks.at(r / block_rows, c / block_cols));
         const int zero = zeros.empty() ? 0 : zeros[at];
-        const int code = q[(r - held.row) * held.cols + c - held.col];
+        const int code = q[held.at(r, c)];
         *out++ = static_cast<double>(code - zero) * scales[at];  // 9 bits times 24
       }
   }

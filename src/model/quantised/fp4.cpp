@@ -25,8 +25,8 @@ class Fp4Matrix : public QuantisedMatrix {
     const uint8_t* pairs = codes->as<uint8_t>();
     for (int64_t r = row; r < row + rows; ++r)
       for (int64_t c = col; c < col + count; ++c) {
-        const uint8_t pair = pairs[(r - held_pairs.row) * held_pairs.cols + c / 2 - held_pairs.col];
-        const size_t at = static_cast<size_t>((r - held_groups.row) * held_groups.cols + c / group - held_groups.col);
+        const uint8_t pair = pairs[held_pairs.at(r, c / 2)];
+        const auto at = static_cast<size_t>(held_groups.at(r, c / group));
         const double code = from_e2m1(c % 2 == 0 ? pair & 15u : pair >> 4);
         // At most 2 + 4 + 24 bits. A quotient of 6 by 24 bits is nowhere so close to a border between two numbers of
         // at most 24 bits that float64's 53 would move it there.

@@ -20,7 +20,7 @@ struct Code {
   uint32_t bits;
   int64_t operator()(const uint32_t* words, int64_t r, int64_t c) const {
     const uint32_t in_word = 32 / bits, at = static_cast<uint32_t>(c) % in_word;
-    return words[(c / in_word - held.row) * held.cols + r - held.col] >> (at * bits) & ((1u << bits) - 1);
+    return words[held.at(c / in_word, r)] >> (at * bits) & ((1u << bits) - 1);
   }
 };
 
@@ -34,7 +34,7 @@ std::vector<int16_t> zeros(const StoredMatrix& m, const MatrixPart& own, int64_t
   z.reserve(static_cast<size_t>(own.rows * own.cols));
   for (int64_t g = own.row; g < own.row + own.rows; ++g)
     for (int64_t r = own.col; r < own.col + own.cols; ++r) {
-      const uint32_t word = stored->as<uint32_t>()[(g - held.row) * held.cols + r / in_word - held.col];
+      const uint32_t word = stored->as<uint32_t>()[held.at(g, r / in_word)];
       const int64_t zero = word >> (r % in_word * bits) & last;
       if (zero == last && offset > 0)
         m.unsupported("qzeros", "is " + std::to_string(zero) + " at group " + std::to_string(g) + ", row " +

@@ -19,7 +19,7 @@ struct Code {
   uint32_t bits;
   int64_t operator()(const uint32_t* words, int64_t r, int64_t c) const {
     const uint32_t in_word = 32 / bits, at = static_cast<uint32_t>(c) % in_word;
-    return words[(r - held.row) * held.cols + c / in_word - held.col] >> (at * bits) & ((1u << bits) - 1);
+    return words[held.at(r, c / in_word)] >> (at * bits) & ((1u << bits) - 1);
   }
 };
 
@@ -51,7 +51,7 @@ std::vector<int16_t> zeros(const StoredMatrix& m, int64_t bits, int64_t groups, 
   const auto memory = m.bytes("weight_zero_point", held);
   for (int64_t r = m.wanted.row; memory && r < m.wanted.row + m.wanted.rows; ++r)
     for (int64_t g = 0; g < own.count; ++g) {
-      const int64_t at = (r / (plain ? 1 : in_word) - held.row) * own.count + g;
+      const int64_t at = held.at(r / (plain ? 1 : in_word), own.first + g);
       const uint32_t word = plain ? 0 : memory->as<uint32_t>()[at];
       const int64_t packed = word >> (r % in_word * bits) & ((1u << bits) - 1);
       z[static_cast<size_t>((r - m.wanted.row) * own.count + g)] =

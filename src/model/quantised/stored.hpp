@@ -19,6 +19,8 @@ using FindTensor = std::function<const Safetensors*(const std::string&)>;
 /// Rows [row, row + rows) and columns [col, col + cols) of a matrix.
 struct MatrixPart {
   int64_t row = 0, rows = 0, col = 0, cols = 0;
+  /// Where the part, its rows one behind another, has the matrix's element (r, c).
+  int64_t at(int64_t r, int64_t c) const { return (r - row) * cols + c - col; }
 };
 /// The blocks that have an element of the part, counted in blocks.
 MatrixPart blocks_of(const MatrixPart& part, int64_t block_rows, int64_t block_cols);
