@@ -13,6 +13,7 @@
 
 #include <algorithm>
 #include <mutex>
+#include <type_traits>
 
 namespace mla::cuda {
 namespace {

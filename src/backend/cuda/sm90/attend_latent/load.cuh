@@ -12,7 +12,7 @@ namespace mla::cuda::latent {
 
 constexpr int box_bytes = block_tokens * 128;  // 64 positions x 64 elements, 128-byte swizzle
 
-/// L2's, of rows that one CTA alone reads of a tile.
+/// How L2 keeps cached rows of a tile that one CTA has: no other CTA of the tile reads them again.
 __device__ inline uint64_t row_policy(const Params& p) { return p.shared_keys ? evict_normal : evict_first; }
 
 /// Queries of an item of the tile's first row row0, for which the math warps wait; by one warp.
