@@ -194,9 +194,10 @@ void execute(const Prepared& m, const CacheSpec& spec, const DamagedStep& s, con
   Cache cache(spec, s.pages);
   IndexCache index;
   if (m.model.indexer) index = IndexCache(p.index_cache, s.pages);
-  // Rows of earlier steps are zeros, pages that no request has are NaN.
+  // Rows of earlier steps are zeros, pages that no request has are NaN. Where no cache is used, nothing has looked at the
+  // page table, and all of them are.
   std::set<int64_t> used;
-  for (size_t r = 0; r < s.queries.size(); ++r)
+  for (size_t r = 0; p.uses_cache() && r < s.queries.size(); ++r)
     for (int64_t i = 0; s.queries[r] > 0 && i < (s.lengths[r] + s.page_size - 1) / s.page_size; ++i)
       used.insert(s.table[r * static_cast<size_t>(s.width) + static_cast<size_t>(i)]);
   for (int64_t page = 0; page < s.pages; ++page) {
