@@ -319,6 +319,55 @@ TEST_P(IndexOnTarget, EqualScoresAtLowerPositionsStillEnter) {
   EXPECT_EQ(indices, (std::vector<int32_t>{4, 9, kFirst + 7, kFirst + 20}));
 }
 
+// A selection that begins with many columns may guess its threshold from some of them: rows in which every so many-th
+// score is better, worse or no better guide than the rest, whole and in two windows.
+TEST_P(IndexOnTarget, NoPatternOfScoresMisleadsASelection) {
+  ThreadPool pool(1);
+  Stream stream(pool);
+  Random random(12);
+  for (int64_t topk : {1, 97, 700, 2048})
+    for (int64_t n : {topk_capacity(topk) + 1, 3 * topk_capacity(topk) + 5, int64_t{40000}})
+      for (int kind = 0; kind < 5; ++kind) {
+        const int64_t step = std::max<int64_t>(1, n / 1024), odd = random.integer(1, 2 * step);
+        std::vector<float> scores(static_cast<size_t>(n));
+        for (int64_t c = 0; c < n; ++c) {
+          const bool seen = c % step == 0;
+          float& s = scores[static_cast<size_t>(c)];
+          switch (kind) {
+            case 0: s = (seen ? 100.0f : 0.0f) + random.normal(); break;
+            case 1: s = (seen ? -100.0f : 0.0f) + random.normal(); break;
+            case 2: s = seen ? 1.0f : static_cast<float>(random.integer(0, 1)); break;
+            case 3: s = seen ? std::numeric_limits<float>::quiet_NaN() : random.normal(); break;
+            default: s = c % odd == 0 ? 5.0f : random.normal();
+          }
+        }
+        const IndexItem item{.q_count = 1, .kv_end = static_cast<int32_t>(n), .visible = static_cast<int32_t>(n)};
+        std::vector<std::byte> memory(topk_state_bytes(topk) + 64);
+        const ops::TopkState state{
+            reinterpret_cast<std::byte*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64), 1, topk};
+        const ops::SelectTopkArgs all{
+            .scores = {scores.data(), {1, n}}, .items = {&item, 1}, .positions = {}, .begin = true, .state = state};
+        std::vector<int32_t> expected(static_cast<size_t>(topk)), indices(static_cast<size_t>(topk));
+        ops::reference(all, {expected.data(), {1, topk}}, {});
+        for (int64_t first : {n, n - 7, int64_t{9}}) {
+          ops::SelectTopkArgs window = all;
+          window.scores = {scores.data(), {1, first}};
+          ops::run(stream, window);
+          if (first < n) {
+            window.scores = {scores.data() + first, {1, n - first}};
+            window.first = first;
+            window.begin = false;
+            ops::run(stream, window);
+          }
+          ops::run(stream,
+                   ops::FinishTopkArgs{
+                       .state = state, .items = {&item, 1}, .indices = {indices.data(), {1, topk}}, .scores = {}});
+          EXPECT_EQ(indices, expected) << "kind " << kind << ", topk " << topk << ", " << n << " columns, window "
+                                       << first;
+        }
+      }
+}
+
 INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget,
                          testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
 

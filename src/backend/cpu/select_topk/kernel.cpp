@@ -4,7 +4,9 @@
 #include "hwy/highway.h"
 //
 #include <algorithm>
+#include <cmath>
 #include <limits>
+#include <utility>
 
 #include "backend/cpu/select_topk/kernel.hpp"
 
@@ -16,6 +18,10 @@ using DF = hn::ScalableTag<float>;
 using DI = hn::RebindToSigned<DF>;
 using VI = hn::Vec<DI>;
 using MI = hn::Mask<DI>;
+
+// kLowestScore is -infinity's key, and NaN's.
+constexpr int32_t kLowest = std::numeric_limits<int32_t>::min(), kHighest = std::numeric_limits<int32_t>::max(),
+                  kLowestScore = score_key(-std::numeric_limits<float>::infinity());
 
 HWY_INLINE int64_t Width() { return static_cast<int64_t>(hn::Lanes(DI())); }
 
@@ -65,6 +71,26 @@ HWY_INLINE int32_t Bisect(int32_t low, int32_t high, int64_t wanted, bool& exact
   return low;
 }
 
+// The smallest and the largest of n keys, one at least.
+HWY_NOINLINE std::pair<int32_t, int32_t> Range(const int32_t* keys, int64_t n) {
+  const DI di;
+  VI least = hn::Set(di, keys[0]), most = least;
+  for (int64_t i = 0; i < n; i += Width()) {
+    const MI there = hn::FirstN(di, static_cast<size_t>(std::min(n - i, Width())));
+    const VI k = hn::IfThenElse(there, hn::LoadU(di, keys + i), least);
+    least = hn::Min(least, k);
+    most = hn::Max(most, k);
+  }
+  return {hn::GetLane(hn::MinOfLanes(di, least)), hn::GetLane(hn::MaxOfLanes(di, most))};
+}
+
+// How many of n keys are x or above.
+HWY_NOINLINE int64_t CountFrom(const int32_t* keys, int64_t n, int32_t x) {
+  const DI di;
+  const VI v = hn::Set(di, x);
+  return Count(n, [&](int64_t i) { return hn::Not(hn::Gt(v, hn::LoadU(di, keys + i))); });
+}
+
 // Keeps, in place and in order, candidates above key, and those at key up to a position.
 HWY_INLINE int64_t Keep(const Selection& s, int32_t key, int32_t position) {
   const DI di;
@@ -86,27 +112,13 @@ void Reduce(const Selection& s) {
   const DI di;
   const int64_t n = s.row->count;
   if (n <= s.topk) return;
-  VI least = hn::Set(di, s.keys[0]), most = least;
-  int64_t whole = 0;
-  for (; whole + Width() <= n; whole += Width()) {
-    const VI k = hn::LoadU(di, s.keys + whole);
-    least = hn::Min(least, k);
-    most = hn::Max(most, k);
-  }
-  int32_t low = hn::GetLane(hn::MinOfLanes(di, least)), high = hn::GetLane(hn::MaxOfLanes(di, most));
-  for (; whole < n; ++whole) {
-    low = std::min(low, s.keys[whole]);
-    high = std::max(high, s.keys[whole]);
-  }
+  const auto [low, high] = Range(s.keys, n);
   bool exact;
-  const int32_t key = Bisect(low, high, s.topk, exact, [&](int32_t x) {
-    const VI v = hn::Set(di, x);
-    return Count(n, [&](int64_t i) { return hn::Not(hn::Gt(v, hn::LoadU(di, s.keys + i))); });
-  });
+  const int32_t key = Bisect(low, high, s.topk, exact, [&](int32_t x) { return CountFrom(s.keys, n, x); });
   if (exact) {  // the best topk are those from key on; an equal one that comes later may still be better
-    s.row->count = static_cast<int32_t>(Keep(s, key, std::numeric_limits<int32_t>::max()));
+    s.row->count = static_cast<int32_t>(Keep(s, key, kHighest));
     s.row->key = key;
-    s.row->position = std::numeric_limits<int32_t>::max();
+    s.row->position = kHighest;
     return;
   }
   // key is the topk-th best; of those equal to it the lowest positions complete the rest.
@@ -114,7 +126,7 @@ void Reduce(const Selection& s) {
   const int64_t above = Count(n, [&](int64_t i) { return hn::Gt(hn::LoadU(di, s.keys + i), v); });
   const int64_t equal = Count(n, [&](int64_t i) { return hn::Eq(hn::LoadU(di, s.keys + i), v); });
   const int64_t dropped = equal - (s.topk - above);
-  int32_t position = std::numeric_limits<int32_t>::max();
+  int32_t position = kHighest;
   if (dropped > 0) {
     // The first position to drop is the largest x with `dropped` of the equal ones at x or behind.
     const int32_t first = Bisect(0, position, dropped, exact, [&](int32_t x) {
@@ -130,43 +142,104 @@ void Reduce(const Selection& s) {
   s.row->position = position;
 }
 
-void Feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+// A key that somewhat more than topk of n scores reach, as far as every so many-th of them tells. n is more than a
+// selection's capacity, which is free.
+int32_t Guess(const Selection& s, const float* scores, int64_t n, const int32_t* positions) {
+  constexpr int64_t kSample = 1024;
+  // Of the sample so many are among the best topk, with a deviation of the root at most; three of them are added.
+  const double best = static_cast<double>(s.topk) * kSample / static_cast<double>(n);
+  const int64_t wanted = static_cast<int64_t>(best + 3 * std::sqrt(best)) + 1;
+  if (wanted >= kSample) return kLowest;
+  const int64_t step = n / kSample;
+  for (int64_t i = 0; i < kSample; i += Width()) {
+    float some[64 / sizeof(float)];
+    for (int64_t l = 0; l < Width(); ++l) {
+      const int64_t at = (i + l) * step;
+      some[l] = positions && positions[at] < 0 ? -std::numeric_limits<float>::infinity() : scores[at];
+    }
+    hn::StoreU(Keys(some), DI(), s.keys + i);
+  }
+  const auto [low, high] = Range(s.keys, kSample);
+  bool exact;
+  return Bisect(low, high, wanted, exact, [&](int32_t x) { return CountFrom(s.keys, kSample, x); });
+}
+
+// Offers scores to a selection; whether it was reduced on the way.
+bool Offer(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  const DF df;
   const DI di;
   const int64_t lanes = Width();
   ops::TopkState::Row& row = *s.row;
-  VI key = hn::Set(di, row.key), position = hn::Set(di, row.position);
+  int64_t count = row.count;
+  bool reduced = false;
+  VI key, position;
+  hn::Vec<DF> score;
+  bool all_enter;
+  auto take_threshold = [&] {
+    key = hn::Set(di, row.key);
+    position = hn::Set(di, row.position);
+    score = hn::Set(df, key_score(row.key));
+    all_enter = row.key <= kLowestScore;
+  };
+  take_threshold();
+  // Without a branch on what enters: among few better ones than topk it would be guessed wrong every other time.
   auto offer = [&](const float* from, VI at, MI there) {
     const VI keys = Keys(from);
     const MI enters = hn::And(there, hn::Or(hn::Gt(keys, key), hn::And(hn::Eq(keys, key), hn::Gt(position, at))));
-    if (hn::AllFalse(di, enters)) return;
-    hn::StoreU(hn::Compress(keys, enters), di, s.keys + row.count);
-    hn::StoreU(hn::Compress(at, enters), di, s.positions + row.count);
-    row.count += static_cast<int32_t>(hn::CountTrue(di, enters));
-    if (row.count <= s.capacity) return;
+    hn::StoreU(hn::Compress(keys, enters), di, s.keys + count);
+    hn::StoreU(hn::Compress(at, enters), di, s.positions + count);
+    count += static_cast<int64_t>(hn::CountTrue(di, enters));
+    if (count <= s.capacity) return;
+    row.count = static_cast<int32_t>(count);
     Reduce(s);
-    key = hn::Set(di, row.key);
-    position = hn::Set(di, row.position);
+    count = row.count;
+    reduced = true;
+    take_threshold();
   };
-  const MI all = hn::FirstN(di, static_cast<size_t>(lanes));
+  const VI columns = hn::Iota(di, 0);
+  auto offer_whole = [&](int64_t i) {
+    const VI at =
+        positions ? hn::LoadU(di, positions + i) : hn::Add(columns, hn::Set(di, static_cast<int32_t>(first + i)));
+    offer(scores + i, at, hn::Not(hn::Lt(at, hn::Zero(di))));
+  };
+  auto reach = [&](int64_t i) { return hn::Ge(hn::LoadU(df, scores + i), score); };
   int64_t i = 0;
-  for (; i + lanes <= n; i += lanes) {
-    if (positions) {
-      const VI at = hn::LoadU(di, positions + i);
-      offer(scores + i, at, hn::Not(hn::Lt(at, hn::Zero(di))));
-    } else {
-      offer(scores + i, hn::Iota(di, static_cast<int32_t>(first + i)), all);
+  for (; i + 4 * lanes <= n; i += 4 * lanes) {
+    if (!all_enter && hn::AllFalse(df, hn::Or(hn::Or(reach(i), reach(i + lanes)),
+                                              hn::Or(reach(i + 2 * lanes), reach(i + 3 * lanes)))))
+      continue;
+    for (int64_t v = i; v < i + 4 * lanes; v += lanes) offer_whole(v);
+  }
+  for (; i + lanes <= n; i += lanes) offer_whole(i);
+  if (i < n) {
+    // What lies behind the last column is not this row's to read.
+    float last[64 / sizeof(float)] = {};
+    int32_t at[64 / sizeof(int32_t)] = {};
+    for (int64_t c = 0; i + c < n; ++c) {
+      last[c] = scores[i + c];
+      at[c] = positions ? positions[i + c] : static_cast<int32_t>(first + i + c);
     }
+    const VI v = hn::LoadU(di, at);
+    offer(last, v, hn::And(hn::FirstN(di, static_cast<size_t>(n - i)), hn::Not(hn::Lt(v, hn::Zero(di)))));
   }
-  if (i == n) return;
-  // What lies behind the last column is not this row's to read.
-  float last[64 / sizeof(float)] = {};
-  int32_t at[64 / sizeof(int32_t)] = {};
-  for (int64_t c = 0; i + c < n; ++c) {
-    last[c] = scores[i + c];
-    at[c] = positions ? positions[i + c] : static_cast<int32_t>(first + i + c);
+  row.count = static_cast<int32_t>(count);
+  return reduced;
+}
+
+void Feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  ops::TopkState::Row& row = *s.row;
+  const ops::TopkState::Row open = row;
+  if (open.count > 0 || open.key != kLowest || n <= s.capacity) {
+    Offer(s, scores, n, positions, first);
+    return;
   }
-  const VI v = hn::LoadU(di, at);
-  offer(last, v, hn::And(hn::FirstN(di, static_cast<size_t>(n - i)), hn::Not(hn::Lt(v, hn::Zero(di)))));
+  // A selection that begins lets everything in, and would be reduced several times before its threshold is near the
+  // last one. A guess is as good as found out once topk have passed it; else all are offered anew.
+  row = {.count = 0, .key = Guess(s, scores, n, positions), .position = kHighest};
+  const bool reduced = Offer(s, scores, n, positions, first);
+  if (reduced || row.count >= s.topk || row.key == kLowest) return;
+  row = open;
+  Offer(s, scores, n, positions, first);
 }
 
 }  // namespace mla::cpu::HWY_NAMESPACE

@@ -23,9 +23,11 @@ void select_feed(const Selection& s, const float* scores, int64_t n, const int32
 /// Drops all but the best topk.
 void select_reduce(const Selection& s);
 
-/// The score that a key stands for.
-inline float key_score(int32_t key) {
-  return std::bit_cast<float>(static_cast<uint32_t>(key ^ ((key >> 31) & 0x7fffffff)));
+/// The score that a key stands for, and the key of a score that is a number.
+constexpr float key_score(int32_t key) { return std::bit_cast<float>(key ^ ((key >> 31) & 0x7fffffff)); }
+constexpr int32_t score_key(float score) {
+  const int32_t bits = std::bit_cast<int32_t>(score);
+  return bits ^ ((bits >> 31) & 0x7fffffff);
 }
 
 }  // namespace mla::cpu
