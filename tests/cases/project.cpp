@@ -126,6 +126,14 @@ class ProjectCase final : public Case {
   ops::ProjectArgs args_;
 };
 
+// A case of up to so many heads and inputs. One draw a variable: which argument a call evaluates first is the
+// compiler's.
+template <class Add>
+void draw(Random& random, int64_t most_heads, int64_t most_in, const Add& add) {
+  const int64_t out = random.integer(1, 400), in = random.integer(1, most_in), heads = random.integer(1, most_heads);
+  add(random.integer(1, 100), heads, in, out);
+}
+
 std::vector<Params> sweep(uint64_t seed) {
   std::vector<Params> cases;
   struct Held {
@@ -161,8 +169,7 @@ std::vector<Params> sweep(uint64_t seed) {
       add(2, 1, 7168, 300);
       add(3, 1, 16500, 270);  // more inputs than are staged at once
       Random random(seed);
-      for (int i = 0; i < 12; ++i)
-        add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 300), random.integer(1, 400));
+      for (int i = 0; i < 12; ++i) draw(random, 5, 300, add);
     }
   // Quantised weights: partial panels, parts, groups and blocks; one scale for all and one a block.
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
@@ -175,8 +182,7 @@ std::vector<Params> sweep(uint64_t seed) {
       add(4, 16, 128, 512);
       add(4, 16, 512, 128);
       Random random(seed);
-      for (int i = 0; i < 6; ++i)
-        add(random.integer(1, 100), random.integer(1, 5), random.integer(1, 700), random.integer(1, 400));
+      for (int i = 0; i < 6; ++i) draw(random, 5, 700, add);
     }
   // The same weights with fp8 activations: groups that end short, heads, and what a GPU multiplies as codes, whose rows
   // need not come in fours.
@@ -190,8 +196,10 @@ std::vector<Params> sweep(uint64_t seed) {
       add(7, 1, 7168, 576);
       add(130, 1, 1536, 384);
       Random random(seed);
-      for (int i = 0; i < 4; ++i)
-        add(random.integer(1, 100), 1, 16 * random.integer(1, 60), 16 * random.integer(1, 40));
+      for (int i = 0; i < 4; ++i) {
+        const int64_t out = 16 * random.integer(1, 40), in = 16 * random.integer(1, 60);
+        add(random.integer(1, 100), 1, in, out);
+      }
     }
   return cases;
 }
