@@ -3,6 +3,7 @@
 #include <charconv>
 #include <cstdio>
 
+#include "backend/cpu/core/target.hpp"
 #include "bench/machine.hpp"
 #include "core/threads.hpp"
 #include "mla/error.hpp"
@@ -201,7 +202,9 @@ void add_allow_unknown(CLI::App& command, ReadOptions& options) {
 }
 
 void add_target(CLI::App& command, std::string& target) {
-  command.add_option("--target", target, "Instruction set at most: amx_bf16 avx512_bf16 avx512 avx2 sse4 portable");
+  std::string known = "Instruction set at most:";
+  for (const std::string_view name : cpu::targets()) known += " " + std::string(name);
+  command.add_option("--target", target, known);
 }
 
 void require_dcp(int dcp, int tp) {

@@ -46,7 +46,7 @@ struct Rows {
 };
 
 // The CPU's vector code must give the portable codec's bits on every instruction set.
-class CacheOnTarget : public testing::TestWithParam<const char*> {
+class CacheOnTarget : public testing::TestWithParam<std::string_view> {
  protected:
   void SetUp() override {
     try {
@@ -131,8 +131,7 @@ TEST_P(CacheOnTarget, AppendAndGatherPassTheirCases) {
     }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget,
-                         testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
+INSTANTIATE_TEST_SUITE_P(Targets, CacheOnTarget, testing::ValuesIn(cpu::targets()));
 
 TEST(RopeAppend, GivesTheBitsOfItsParts) {
   constexpr int64_t kTokens = 37;

@@ -241,7 +241,7 @@ TEST_F(AttendSparse, DuplicatesCountTwice) {
 
 // Format and query type decide which kernel serves: each of them on every instruction set.
 struct Mode {
-  const char* target;
+  std::string_view target;
   CacheFormat format;
   Dtype q;
 };
@@ -435,7 +435,7 @@ TEST_P(SparseByTarget, WorkspaceGivesTheCachesBits) {
 
 std::vector<Mode> modes() {
   std::vector<Mode> m;
-  for (const char* target : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"})
+  for (const std::string_view target : cpu::targets())
     for (CacheFormat f : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::f32})
       for (Dtype q : {Dtype::f32, Dtype::bf16}) m.push_back({target, f, q});
   return m;

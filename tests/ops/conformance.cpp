@@ -31,7 +31,7 @@ void on_every_target(std::initializer_list<const CaseType*> types) {
   } unrestricted;
   ThreadPool pool(2);
   Stream stream(pool);
-  for (const char* target : {"amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"}) {
+  for (const std::string_view target : cpu::targets()) {
     try {
       cpu::restrict_target(target);
     } catch (const Error&) {

@@ -37,7 +37,7 @@ std::string refusal(const Args& args) {
   return "accepted";
 }
 
-class IndexOnTarget : public testing::TestWithParam<const char*> {
+class IndexOnTarget : public testing::TestWithParam<std::string_view> {
  protected:
   void SetUp() override {
     try {
@@ -368,8 +368,7 @@ TEST_P(IndexOnTarget, NoPatternOfScoresMisleadsASelection) {
       }
 }
 
-INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget,
-                         testing::Values("amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"));
+INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget, testing::ValuesIn(cpu::targets()));
 
 // A step of mixed requests as its schedule says, in tiles of several sizes, against scoring everything at once.
 TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {

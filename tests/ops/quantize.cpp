@@ -186,7 +186,7 @@ TEST_F(Quantize, OnEveryTarget) {
   struct Unrestricted {
     ~Unrestricted() { cpu::restrict_target(""); }
   } unrestricted;
-  for (const char* target : {"avx512", "avx2", "sse4", "portable"}) {
+  for (const std::string_view target : cpu::targets()) {
     try {
       cpu::restrict_target(target);
     } catch (const UnsupportedError&) {

@@ -54,6 +54,19 @@ Bf16Products bf16_products() {
   return rates.dot > 1.5 ? Bf16Products::dot : Bf16Products::widened;
 }
 
+std::vector<std::string_view> targets() {
+  std::vector<std::string_view> names;
+#ifdef __x86_64__
+  names = {kAmx, kBf16Dot};
+#endif
+  int64_t before = 0;
+  for (const Named& t : kTargets) {
+    if (t.bit != before) names.push_back(t.name);
+    before = t.bit;
+  }
+  return names;
+}
+
 std::string_view target() {
   if (native_amx()) return kAmx;
   if (native_bf16_dot()) return kBf16Dot;
@@ -78,9 +91,9 @@ void restrict_target(std::string_view name) {
     const auto* t =
         std::find_if(std::begin(kTargets), std::end(kTargets), [&](const Named& n) { return n.name == name; });
     if (t == std::end(kTargets)) {
-      std::string known = std::string(kAmx) + " " + std::string(kBf16Dot);
-      for (const Named& n : kTargets) known += " " + std::string(n.name);
-      throw InputError("unknown target '" + std::string(name) + "'; known: " + known);
+      std::string known;
+      for (const std::string_view n : targets()) known += " " + std::string(n);
+      throw InputError("unknown target '" + std::string(name) + "'; known:" + known);
     }
     if (!(all & t->bit)) throw UnsupportedError("this CPU lacks target " + std::string(name));
     // Better targets have lower bits.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <string_view>
+#include <vector>
 
 namespace mla::cpu {
 
@@ -20,9 +21,11 @@ enum class Bf16Products { widened, dot, amx };
 /// wherever there are any: they wait for memory.)
 Bf16Products bf16_products();
 
-/// Limits dispatch to a target and below: "amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4", "portable"; "" lifts the
-/// limit. For tests and benchmarks, while no op runs. InputError for an unknown name, UnsupportedError when this CPU
-/// lacks the target.
+/// The architecture's targets, best first: "amx_bf16", "avx512_bf16", "avx512", "avx2", "sse4" and "portable" of x86-64,
+/// "neon" of ARM, whose baseline it is.
+std::vector<std::string_view> targets();
+/// Limits dispatch to a target and below; "" lifts the limit, "portable" is known everywhere. For tests and benchmarks,
+/// while no op runs. InputError for an unknown name, UnsupportedError when this CPU lacks the target.
 void restrict_target(std::string_view name);
 
 }  // namespace mla::cpu
