@@ -13,6 +13,18 @@ function(mla_target_defaults target)
   endif()
 endfunction()
 
+# Appends to the list `to` the sources, of these endings, in each op's folder: mla_op_sources(sources generic/ cpp cu).
+function(mla_op_sources to in)
+  get_property(ops GLOBAL PROPERTY MLA_OPS)
+  foreach(op IN LISTS ops)
+    foreach(ending IN LISTS ARGN)
+      file(GLOB found CONFIGURE_DEPENDS RELATIVE ${CMAKE_CURRENT_SOURCE_DIR} ${in}${op}/*.${ending})
+      list(APPEND ${to} ${found})
+    endforeach()
+  endforeach()
+  set(${to} ${${to}} PARENT_SCOPE)
+endfunction()
+
 # A part of the library: mla_module(cache pages.cpp ... LINKS core). Its objects go into libmla; tests may link it alone.
 function(mla_module name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "LINKS")

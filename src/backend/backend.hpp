@@ -12,25 +12,7 @@
 #include "mla/model.hpp"
 #include "mla/plan.hpp"
 #include "mla/weights.hpp"
-#include "ops/append/op.hpp"
-#include "ops/attend_expanded/op.hpp"
-#include "ops/attend_latent/op.hpp"
-#include "ops/attend_sparse/op.hpp"
-#include "ops/cast/op.hpp"
-#include "ops/gather/op.hpp"
-#include "ops/hadamard/op.hpp"
-#include "ops/index_append/op.hpp"
-#include "ops/index_gather/op.hpp"
-#include "ops/index_query/op.hpp"
-#include "ops/index_score/op.hpp"
-#include "ops/layer_norm/op.hpp"
-#include "ops/map_indices/op.hpp"
-#include "ops/merge/op.hpp"
-#include "ops/norm/op.hpp"
-#include "ops/project/op.hpp"
-#include "ops/quantize/op.hpp"
-#include "ops/rope/op.hpp"
-#include "ops/select_topk/op.hpp"
+#include "ops/ops.hpp"
 
 namespace mla::backend {
 
@@ -77,35 +59,9 @@ struct Backend {
   /// bf16). Null where a backend has no such products.
   std::shared_ptr<const Linear> (*pack_quantised)(const QuantisedWeights& w, Dtype dtype, Device device);
 
-  void (*norm)(Stream&, const ops::NormArgs&);
-  void (*layer_norm)(Stream&, const ops::LayerNormArgs&);
-  void (*rope)(Stream&, const ops::RopeArgs&);
-  void (*project)(Stream&, const ops::ProjectArgs&);
-  void (*append)(Stream&, const ops::AppendArgs&);
-  void (*rope_append)(Stream&, const ops::RopeAppendArgs&);
-  void (*norm_rope_append)(Stream&, const ops::NormRopeAppendArgs&);
-  void (*copy_pages)(Stream&, const ops::CopyPagesArgs&);
-  void (*gather)(Stream&, const ops::GatherArgs&);
-  void (*cast)(Stream&, const ops::CastArgs&);
-  void (*attend_expanded)(Stream&, const ops::AttendExpandedArgs&);
-  void (*attend_latent)(Stream&, const ops::AttendLatentArgs&);
-  void (*merge)(Stream&, const ops::MergeArgs&);
-  void (*merge_splits)(Stream&, const ops::MergeSplitsArgs&);
-  void (*quantize)(Stream&, const ops::QuantizeArgs&);
-  void (*quantize_padding)(Stream&, const ops::QuantizePaddingArgs&);
-  void (*map_to_slots)(Stream&, const ops::MapToSlotsArgs&);
-  void (*map_to_workspace)(Stream&, const ops::MapToWorkspaceArgs&);
-  void (*pick_rows)(Stream&, const ops::PickRowsArgs&);
-  void (*attend_sparse)(Stream&, const ops::AttendSparseArgs&);
-  void (*merge_sparse)(Stream&, const ops::MergeSparseArgs&);
-  void (*index_append)(Stream&, const ops::IndexAppendArgs&);
-  void (*index_gather)(Stream&, const ops::IndexGatherArgs&);
-  void (*index_query)(Stream&, const ops::IndexQueryArgs&);
-  void (*index_score)(Stream&, const ops::IndexScoreArgs&);
-  void (*select_topk)(Stream&, const ops::SelectTopkArgs&);
-  void (*finish_topk)(Stream&, const ops::FinishTopkArgs&);
-  void (*fill_topk)(Stream&, const ops::FillTopkArgs&);
-  void (*hadamard)(Stream&, const ops::HadamardArgs&);
+#define MLA_ENTRY(call, Args) void (*call)(Stream&, const ops::Args&);
+  MLA_OPS(MLA_ENTRY)
+#undef MLA_ENTRY
 };
 
 /// UnsupportedError when no backend serves the device.

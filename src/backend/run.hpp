@@ -24,59 +24,23 @@ std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, cons
   return entry ? entry(gpu, args) : std::string(names.usual);
 }
 
-/// Whether a call writes nothing, whatever its other extents: rows of no elements may be many and have no memory.
+/// Whether a call writes nothing, whatever its other extents: rows of no elements may be many and have no memory. Ops
+/// of which that is asked say so beside their contract.
 template <class Args>
 bool writes_nothing(const Args&) {
   return false;
 }
-inline bool writes_nothing(const NormArgs& a) { return is_empty(a.y); }
-inline bool writes_nothing(const LayerNormArgs& a) { return is_empty(a.y); }
-inline bool writes_nothing(const CastArgs& a) { return is_empty(a.y); }
-inline bool writes_nothing(const RopeArgs& a) { return is_empty(a.q) && is_empty(a.k); }
-inline bool writes_nothing(const MergeArgs& a) { return is_empty(a.other_lse); }
-inline bool writes_nothing(const HadamardArgs& a) { return is_empty(a.q) && is_empty(a.k); }
-inline bool writes_nothing(const IndexQueryArgs& a) { return is_empty(a.scaled_weights); }
-inline bool writes_nothing(const QuantizeArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
-inline bool writes_nothing(const QuantizePaddingArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
 
-#define MLA_RUN(Args, entry)                                                       \
-  inline void run(Stream& stream, const Args& args) {                              \
-    check(args);                                                                   \
-    if (writes_nothing(args)) return;                                              \
-    const backend::Backend& b = backend::backend(stream.device());                 \
-    if (!b.entry) throw UnsupportedError(std::string(b.name) + " has no " #entry); \
-    const gpu::OnDevice on(stream.device());                                       \
-    b.entry(stream, args);                                                         \
+#define MLA_RUN(call, Args)                                                      \
+  inline void run(Stream& stream, const Args& args) {                            \
+    check(args);                                                                 \
+    if (writes_nothing(args)) return;                                            \
+    const backend::Backend& b = backend::backend(stream.device());               \
+    if (!b.call) throw UnsupportedError(std::string(b.name) + " has no " #call); \
+    const gpu::OnDevice on(stream.device());                                     \
+    b.call(stream, args);                                                        \
   }
-MLA_RUN(NormArgs, norm)
-MLA_RUN(LayerNormArgs, layer_norm)
-MLA_RUN(RopeArgs, rope)
-MLA_RUN(ProjectArgs, project)
-MLA_RUN(AppendArgs, append)
-MLA_RUN(RopeAppendArgs, rope_append)
-MLA_RUN(NormRopeAppendArgs, norm_rope_append)
-MLA_RUN(CopyPagesArgs, copy_pages)
-MLA_RUN(GatherArgs, gather)
-MLA_RUN(CastArgs, cast)
-MLA_RUN(AttendExpandedArgs, attend_expanded)
-MLA_RUN(AttendLatentArgs, attend_latent)
-MLA_RUN(MergeArgs, merge)
-MLA_RUN(MergeSplitsArgs, merge_splits)
-MLA_RUN(QuantizeArgs, quantize)
-MLA_RUN(QuantizePaddingArgs, quantize_padding)
-MLA_RUN(MapToSlotsArgs, map_to_slots)
-MLA_RUN(MapToWorkspaceArgs, map_to_workspace)
-MLA_RUN(PickRowsArgs, pick_rows)
-MLA_RUN(AttendSparseArgs, attend_sparse)
-MLA_RUN(MergeSparseArgs, merge_sparse)
-MLA_RUN(IndexAppendArgs, index_append)
-MLA_RUN(IndexGatherArgs, index_gather)
-MLA_RUN(IndexQueryArgs, index_query)
-MLA_RUN(IndexScoreArgs, index_score)
-MLA_RUN(SelectTopkArgs, select_topk)
-MLA_RUN(FinishTopkArgs, finish_topk)
-MLA_RUN(FillTopkArgs, fill_topk)
-MLA_RUN(HadamardArgs, hadamard)
+MLA_OPS(MLA_RUN)
 #undef MLA_RUN
 
 }  // namespace mla::ops

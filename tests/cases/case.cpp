@@ -27,10 +27,9 @@ std::string describe(const Params& p, std::string_view op) {
 }
 
 std::span<const CaseType> all() {
-  static const std::array kAll{norm,        layer_norm,  rope,          project,         append,
-                               gather,      cast,        attend_latent, attend_expanded, attend_sparse,
-                               merge,       map_indices, quantize,      index_append,    index_gather,
-                               index_query, index_score, select_topk,   hadamard};
+#define MLA_CASE(op) op,
+  static const std::array kAll{MLA_OP_FOLDERS(MLA_CASE)};
+#undef MLA_CASE
   return kAll;
 }
 

@@ -19,6 +19,7 @@
 #include "mla/quant.hpp"
 #include "mla/weights.hpp"
 #include "ops/cost.hpp"
+#include "ops/ops.hpp"
 
 namespace mla::cases {
 
@@ -95,8 +96,8 @@ InputError unknown_op(std::string_view op, std::initializer_list<std::string_vie
 const CaseType& find(std::string_view op);
 
 // One per file in this folder.
-extern const CaseType norm, rope, project, append, gather, cast, attend_expanded, attend_latent, merge, quantize,
-    layer_norm, map_indices, attend_sparse;
-extern const CaseType index_append, index_gather, index_query, index_score, select_topk, hadamard;
+#define MLA_CASE(op) extern const CaseType op;
+MLA_OP_FOLDERS(MLA_CASE)
+#undef MLA_CASE
 
 }  // namespace mla::cases

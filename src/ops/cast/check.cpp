@@ -30,4 +30,6 @@ void check(const CastArgs& a) {
   if (!(a.scale > 0)) throw ShapeError("cast: scale is " + std::to_string(a.scale) + ", must be above 0");
 }
 
+bool writes_nothing(const CastArgs& a) { return is_empty(a.y); }
+
 }  // namespace mla::ops

@@ -26,6 +26,7 @@ inline int64_t rows_of(const CastArgs& a) {
   return a.y_rows.empty() ? a.y.extent<Token>() : static_cast<int64_t>(a.y_rows.size());
 }
 void check(const CastArgs& a);
+bool writes_nothing(const CastArgs& a);
 Cost cost(const CastArgs& a);
 /// What y must hold, bit for bit, as f32 [Token, Head, In] flat; of rows that nothing goes to, left as it is.
 void reference(const CastArgs& a, std::span<float> y);

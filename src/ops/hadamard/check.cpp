@@ -17,4 +17,6 @@ void check(const HadamardArgs& a) {
   if (a.k) dims("k", a.k);
 }
 
+bool writes_nothing(const HadamardArgs& a) { return is_empty(a.q) && is_empty(a.k); }
+
 }  // namespace mla::ops

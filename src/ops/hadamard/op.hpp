@@ -14,6 +14,7 @@ struct HadamardArgs {
 };
 
 void check(const HadamardArgs& a);
+bool writes_nothing(const HadamardArgs& a);
 Cost cost(const HadamardArgs& a);
 /// float64, out of place.
 void reference(const HadamardArgs& a, View<double, Token, IndexHead, IndexDim> q, View<double, Token, IndexDim> k);

@@ -20,4 +20,6 @@ void check(const IndexQueryArgs& a) {
   require_dense<IndexDim>(op, "codes", a.codes);
 }
 
+bool writes_nothing(const IndexQueryArgs& a) { return is_empty(a.scaled_weights); }
+
 }  // namespace mla::ops

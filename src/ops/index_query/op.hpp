@@ -17,6 +17,7 @@ struct IndexQueryArgs {
 };
 
 void check(const IndexQueryArgs& a);
+bool writes_nothing(const IndexQueryArgs& a);
 Cost cost(const IndexQueryArgs& a);
 /// Bit for bit, through the portable conversions.
 void reference(const IndexQueryArgs& a);

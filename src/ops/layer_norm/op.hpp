@@ -17,6 +17,7 @@ struct LayerNormArgs {
 };
 
 void check(const LayerNormArgs& a);
+bool writes_nothing(const LayerNormArgs& a);
 Cost cost(const LayerNormArgs& a);
 /// float64, the definition.
 void reference(const LayerNormArgs& a, View<double, Token, In> y);

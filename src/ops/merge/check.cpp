@@ -44,4 +44,6 @@ void check(const MergeSplitsArgs& a) {
   }
 }
 
+bool writes_nothing(const MergeArgs& a) { return is_empty(a.other_lse); }
+
 }  // namespace mla::ops

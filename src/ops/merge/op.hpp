@@ -30,6 +30,7 @@ struct MergeSplitsArgs {
 };
 
 void check(const MergeArgs& a);
+bool writes_nothing(const MergeArgs& a);
 void check(const MergeSplitsArgs& a);
 Cost cost(const MergeArgs& a);
 Cost cost(const MergeSplitsArgs& a);

@@ -19,4 +19,6 @@ void check(const NormArgs& a) {
   for (int32_t p : a.growth.positions) require_range("norm", "position", p, 0, int64_t{1} << 31);
 }
 
+bool writes_nothing(const NormArgs& a) { return is_empty(a.y); }
+
 }  // namespace mla::ops

@@ -25,6 +25,7 @@ struct NormArgs {
 };
 
 void check(const NormArgs& a);
+bool writes_nothing(const NormArgs& a);
 Cost cost(const NormArgs& a);
 /// float64, the definition.
 void reference(const NormArgs& a, View<double, Token, In> y);

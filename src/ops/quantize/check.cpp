@@ -41,4 +41,8 @@ void check(const QuantizeArgs& a) {
 
 void check(const QuantizePaddingArgs& a) { check_quantized("quantize_padding", a.y, a.rows, a.y.width); }
 
+bool writes_nothing(const QuantizeArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
+
+bool writes_nothing(const QuantizePaddingArgs& a) { return a.y.tokens == 0 || a.y.width == 0; }
+
 }  // namespace mla::ops

@@ -31,11 +31,13 @@ struct QuantizePaddingArgs {
 };
 
 void check(const QuantizeArgs& a);
+bool writes_nothing(const QuantizeArgs& a);
 Cost cost(const QuantizeArgs& a);
 /// The same bytes, written to another view of a.y's shape.
 void reference(const QuantizeArgs& a, const QuantizedView& y);
 
 void check(const QuantizePaddingArgs& a);
+bool writes_nothing(const QuantizePaddingArgs& a);
 Cost cost(const QuantizePaddingArgs& a);
 void reference(const QuantizePaddingArgs& a, const QuantizedView& y);
 

@@ -26,4 +26,6 @@ void check(const RopeArgs& a) {
     for (int32_t p : a.positions) require_range("rope", "position", p, 0, a.table->positions());
 }
 
+bool writes_nothing(const RopeArgs& a) { return is_empty(a.q) && is_empty(a.k); }
+
 }  // namespace mla::ops

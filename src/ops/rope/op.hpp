@@ -19,6 +19,7 @@ struct RopeArgs {
 };
 
 void check(const RopeArgs& a);
+bool writes_nothing(const RopeArgs& a);
 Cost cost(const RopeArgs& a);
 /// float64 from the angles themselves (not from the f32 table): out-of-place results of q and k.
 void reference(const RopeArgs& a, const RopeConfig& config, View<double, Token, Head, Rope> q,
