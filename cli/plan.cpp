@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "bench/machine.hpp"
+#include "bench/rehearsal.hpp"
 #include "cli/batch_file.hpp"
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
@@ -29,7 +31,7 @@ struct Flags {
   int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0, interleave = 1;
   int threads = 1, capability = 90, tp = 1, dcp = 1;
   std::string link;
-  bool absorbed = false;
+  bool absorbed = false, rehearse = false;
   ReadOptions read;
   std::vector<std::string> queries, contexts;
   std::unique_ptr<DeviceFlag> device;
@@ -74,6 +76,27 @@ double seconds_of(const std::vector<layer::KernelUse>& uses) {
   double sum = 0;
   for (const layer::KernelUse& u : uses) sum += u.seconds;
   return sum;
+}
+
+void print_rehearsal(const std::vector<bench::RehearsedStep>& steps, int threads) {
+  std::printf(
+      "  rehearsed on one thread of this machine, as %d threads would share the tasks, each as fast as this one:\n",
+      threads);
+  std::printf("    %-18s %7s %12s %12s %14s %8s\n", "op", "tasks", "one thread", "longest task",
+              (std::to_string(threads) + " threads").c_str(), "faster");
+  const auto print = [](const bench::RehearsedStep& s) {
+    std::printf("    %-18s %7lld %9.1f us %9.1f us %11.1f us %7.1fx\n", s.op.c_str(), static_cast<long long>(s.tasks),
+                s.alone * 1e6, s.longest * 1e6, s.shared * 1e6, s.shared > 0 ? s.alone / s.shared : 1.0);
+  };
+  bench::RehearsedStep all{.op = "all"};
+  for (const bench::RehearsedStep& s : steps) {
+    print(s);
+    all.tasks += s.tasks;
+    all.alone += s.alone;
+    all.longest = std::max(all.longest, s.longest);
+    all.shared += s.shared;
+  }
+  print(all);
 }
 
 // "GB/s,us" of a link.
@@ -155,6 +178,8 @@ void run(const CLI::App& command, Flags& f) {
     throw InputError("--compute-capability is a GPU's, --device is cpu");
   refuse_beside(command, "--batch", {"--queries", "--contexts"});
   require_fp8_products(f.activations, f.products);
+  if (f.rehearse && (device.kind != DeviceKind::cpu || f.tp > 1 || f.form != "block" || f.output != "none"))
+    throw InputError("--rehearse is of --device cpu, --tp 1, --form block and --output none");
   BatchLengths lengths{parse_numbers("--queries", f.queries, 0, kMostTokens),
                        parse_numbers("--contexts", f.contexts, 0, kMostTokens)};
   if (!f.batch.empty()) lengths = parse_batch(read_text(f.batch), f.batch);
@@ -210,6 +235,10 @@ void run(const CLI::App& command, Flags& f) {
   print_steps(uses, target);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
+  if (f.rehearse) {
+    const BatchOfLengths made(lengths, f.page_size);
+    print_rehearsal(bench::rehearse(model, prepared, spec, made.pages(), made.batch(), options, f.threads), f.threads);
+  }
   if (f.tp > 1) {
     std::printf(
         "  rank 0 of %d: %s of %lld, %s of cache a token and layer\n", f.tp, counted(own.heads, "head").c_str(),
@@ -275,7 +304,12 @@ void add_plan(CLI::App& app, int&) {
                 "GB/s that a rank sends and microseconds of a call, as in 200,7: for expected times of what ranks "
                 "exchange");
   c->add_option("--json", f->json, "write the plan and its kernels to this file");
-  add_threads(*c, f->threads);
+  f->threads = bench::this_machine().cores;
+  add_number(*c, "--threads", f->threads, "Threads, whatever this machine has", 1, 4096);
+  c->add_flag(
+      "--rehearse", f->rehearse,
+      "also run a layer of random weights once, on one thread, and say what --threads would make of its tasks: the "
+      "CPU's, of form block");
   c->footer("Example: mla plan --model deepseek-v3 --queries 1,1,512,2048 --contexts 4096,60000,1000,0");
   c->callback([c, f] { run(*c, *f); });
 }

@@ -49,9 +49,11 @@ class ThreadPool {
   }
 
  private:
+  friend class Rehearsal;  // core/threads.hpp
   using Task = void (*)(void* fn, int64_t task, int worker);
-  void run_erased(int64_t tasks, Task task, void* fn);
   struct State;
+  explicit ThreadPool(std::unique_ptr<State> state);
+  void run_erased(int64_t tasks, Task task, void* fn);
   std::unique_ptr<State> state_;
 };
 

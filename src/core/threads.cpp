@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <exception>
+#include <functional>
 #include <mutex>
 #include <string>
 #include <system_error>
@@ -39,6 +41,9 @@ struct ThreadPool::State {
   void* fn = nullptr;
   std::mutex error_mutex;
   std::exception_ptr error;
+  // A rehearsal's: how many threads it stands for, 0 of a real pool, and what it saw.
+  int rehearsed = 0;
+  std::vector<Rehearsal::Run> recorded;
 
   void work(int worker) {
     for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
@@ -125,15 +130,29 @@ ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
   }
 }
 
+ThreadPool::ThreadPool(std::unique_ptr<State> state) : state_(std::move(state)) {}
+
 ThreadPool::~ThreadPool() = default;
 
-int ThreadPool::threads() const { return static_cast<int>(state_->workers.size()) + 1; }
+int ThreadPool::threads() const {
+  return state_->rehearsed > 0 ? state_->rehearsed : static_cast<int>(state_->workers.size()) + 1;
+}
 
 int ThreadPool::concurrent() const { return state_->concurrent; }
 
 void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
   if (tasks <= 0) return;
   State& s = *state_;
+  if (s.rehearsed > 0) {
+    Rehearsal::Run seconds(static_cast<size_t>(tasks));
+    for (int64_t i = 0; i < tasks; ++i) {
+      const auto begin = std::chrono::steady_clock::now();
+      task(fn, i, 0);
+      seconds[static_cast<size_t>(i)] = std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    }
+    s.recorded.push_back(std::move(seconds));
+    return;
+  }
   s.task = task;
   s.fn = fn;
   s.tasks = tasks;
@@ -146,6 +165,24 @@ void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
     const std::exception_ptr e = std::exchange(s.error, nullptr);
     std::rethrow_exception(e);
   }
+}
+
+Rehearsal::Rehearsal(int threads) : pool_(std::make_unique<ThreadPool::State>()) {
+  if (threads < 1) throw InputError("threads is " + std::to_string(threads) + ", at least 1 is needed");
+  pool_.state_->rehearsed = pool_.state_->concurrent = threads;
+}
+
+std::vector<Rehearsal::Run> Rehearsal::take() { return std::exchange(pool_.state_->recorded, {}); }
+
+double Rehearsal::shared(const Run& run, int threads) {
+  // When each thread is free, the soonest in front.
+  std::vector<double> free(std::min(static_cast<size_t>(threads), run.size()), 0.0);
+  for (const double seconds : run) {
+    std::pop_heap(free.begin(), free.end(), std::greater<>());
+    free.back() += seconds;
+    std::push_heap(free.begin(), free.end(), std::greater<>());
+  }
+  return free.empty() ? 0.0 : *std::max_element(free.begin(), free.end());
 }
 
 }  // namespace mla

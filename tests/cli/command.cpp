@@ -940,6 +940,35 @@ TEST_F(Command, OutputsThatWouldDestroyAreRefused) {
   expect_bad("run --trace -", {"--trace", "standard input"});
 }
 
+TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
+  const Outcome o = mla("plan --queries 1,40 --contexts 300,0 --threads 200 --rehearse");
+  ASSERT_EQ(o.status, 0) << o.err;
+  const size_t at = o.out.find("as 200 threads would share the tasks");
+  ASSERT_NE(at, std::string::npos) << o.out;
+  // Each op of the step with its tasks, on one thread no faster than on all.
+  std::istringstream rows(o.out.substr(at));
+  std::string line, op, unit;
+  std::getline(rows, line);
+  std::getline(rows, line);
+  int steps = 0;
+  int64_t tasks = 0;
+  double alone = 0, longest = 0, shared = 0;
+  for (; rows >> op >> tasks >> alone >> unit >> longest >> unit >> shared >> unit >> unit; ++steps) {
+    EXPECT_GT(tasks, 0) << op;
+    EXPECT_LE(longest, alone) << op;
+    EXPECT_LE(shared, alone * 1.01 + 0.1) << op;
+    EXPECT_GE(shared, longest * 0.99 - 0.1) << op;
+    if (op == "query") {
+      EXPECT_GT(tasks, 40) << "an output of 3072 columns in tiles of 64";
+    }
+  }
+  EXPECT_GT(steps, 8) << o.out;
+  EXPECT_EQ(op, "all");
+  expect_bad("plan --rehearse --device cuda", {"--rehearse", "cpu"});
+  expect_bad("plan --rehearse --tp 2", {"--rehearse", "--tp 1"});
+  expect_bad("plan --threads 5000", {"--threads", "5000", "4096"});
+}
+
 TEST_F(Command, OutputsThatAreNoFilesAreWrittenAsTheyAre) {
   // Text and JSON in one stream, in this order, whether that is a pipe or a file.
   for (const char* to : {"| cat", "> both; cat both"}) {

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/named_buffer.hpp"
+#include "core/threads.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
@@ -38,6 +39,39 @@ TEST(ThreadPool, ManyShortRuns) {
   std::atomic<int64_t> sum{0};
   for (int i = 0; i < 5000; ++i) pool.run(3, [&](int64_t task, int) { sum += task; });
   EXPECT_EQ(sum, 15000);
+}
+
+TEST(Rehearsal, DoesEveryTaskOnTheCallersThreadAndTakesItsTime) {
+  EXPECT_THROW(Rehearsal(0), InputError);
+  Rehearsal rehearsal(300);
+  ThreadPool& pool = rehearsal.pool();
+  EXPECT_EQ(pool.threads(), 300);
+  EXPECT_EQ(pool.concurrent(), 300);
+  std::vector<int64_t> done;
+  const auto caller = std::this_thread::get_id();
+  pool.run(5, [&](int64_t task, int worker) {
+    EXPECT_EQ(worker, 0);
+    EXPECT_EQ(std::this_thread::get_id(), caller);
+    done.push_back(task);
+    if (task == 3) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  });
+  pool.run(0, [&](int64_t, int) { ADD_FAILURE(); });
+  EXPECT_EQ(done, (std::vector<int64_t>{0, 1, 2, 3, 4}));
+  const std::vector<Rehearsal::Run> runs = rehearsal.take();
+  ASSERT_EQ(runs.size(), 1u);
+  ASSERT_EQ(runs[0].size(), 5u);
+  EXPECT_GE(runs[0][3], 0.005);
+  EXPECT_TRUE(rehearsal.take().empty());
+  EXPECT_THROW(pool.run(2, [](int64_t, int) { throw InputError("task"); }), InputError);
+}
+
+TEST(Rehearsal, SharesTasksAsAPoolWould) {
+  const Rehearsal::Run run{4, 1, 1, 1, 5};
+  EXPECT_EQ(Rehearsal::shared({}, 3), 0);
+  EXPECT_EQ(Rehearsal::shared(run, 1), 12);
+  EXPECT_EQ(Rehearsal::shared(run, 2), 8);  // 4 | 1 1 1 5
+  EXPECT_EQ(Rehearsal::shared(run, 3), 6);  // 4 | 1 5 | 1 1 would be 6 either way
+  EXPECT_EQ(Rehearsal::shared(run, 100), 5);
 }
 
 TEST(ThreadPool, ExceptionsReachTheCallerAndThePoolGoesOn) {

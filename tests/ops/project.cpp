@@ -12,6 +12,7 @@
 #include "backend/cpu/core/target.hpp"
 #include "backend/run.hpp"
 #include "cases/compare.hpp"
+#include "core/threads.hpp"
 
 namespace mla {
 namespace {
@@ -121,6 +122,7 @@ TEST_P(OnTarget, RowsKeepTheirBitsInEveryBatchAndPosition) {
 
 TEST_P(OnTarget, BitsDoNotDependOnThreads) {
   ThreadPool one(1), three(3);
+  Rehearsal many(200);  // cuts as finely as anything does
   for (Dtype dtype : {Dtype::f32, Dtype::bf16})
     for (const Held& held : kHeld)
       for (bool invariant : {false, true}) {
@@ -128,8 +130,11 @@ TEST_P(OnTarget, BitsDoNotDependOnThreads) {
         for (int64_t rows : {1, 7, 64}) {
           std::vector<int32_t> list(rows);
           for (int64_t i = 0; i < rows; ++i) list[i] = static_cast<int32_t>(i);
-          EXPECT_TRUE(same_bits(product.run(one, list, invariant), product.run(three, list, invariant)))
-              << to_string(dtype) << name(held) << " rows " << rows << (invariant ? " invariant" : "");
+          const std::vector<float> alone = product.run(one, list, invariant);
+          for (ThreadPool* pool : {&three, &many.pool()})
+            EXPECT_TRUE(same_bits(alone, product.run(*pool, list, invariant)))
+                << to_string(dtype) << name(held) << " rows " << rows << (invariant ? " invariant" : "") << ", "
+                << pool->threads() << " threads";
         }
       }
 }
