@@ -27,17 +27,19 @@ struct RowBlock {
 
 class CpuLinear : public Linear {
  public:
-  bool native_bf16 = false;     ///< operands are multiplied as bf16; otherwise as f32 values that are exact in dtype
-  int64_t panels_per_head = 0;  ///< of at most kPanel columns
+  bool native_bf16 = false;  ///< operands are multiplied as bf16; otherwise as f32 values that are exact in dtype
 
   size_t operand_bytes() const { return native_bf16 ? 2 : 4; }
   /// Rows of a task at most: kMaxRows, or up to kMostRows.
   virtual int64_t most_rows() const { return kMaxRows; }
+  /// Columns that a task's are a multiple of, where outputs are plain: kPanel, or a tile.
+  virtual int64_t unit() const { return kPanel; }
   /// Scratch that one worker needs.
   virtual size_t scratch() const = 0;
-  /// y of panels [first_panel, last_panel) of a head for one row block. A row's bits depend on that row alone.
-  virtual void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel,
-                        const RowBlock& rows, const QuantizedWriter& quantized, std::byte* scratch) const = 0;
+  /// y of columns [begin, end) of a head for one row block; begin is a multiple of what a task's are. A row's bits
+  /// depend on that row alone.
+  virtual void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
+                        const QuantizedWriter& quantized, std::byte* scratch) const = 0;
 
  protected:
   /// Columns [begin, begin + count) of x's rows, in the operand dtype, `pitch` elements apart; the rest is zero.

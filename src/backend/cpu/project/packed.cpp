@@ -46,6 +46,7 @@ struct PackedLinear final : CpuLinear {
   size_t tile_bytes() const { return static_cast<size_t>(padded(in) * kTileColumns) * operand_bytes(); }
   // AMX multiplies faster than weights come from afar: more rows share them, as many as leave L2 room for both.
   int64_t most_rows() const override { return amx ? rows_beside(in) : kMaxRows; }
+  int64_t unit() const override { return kTileColumns; }
   // From one staged row to the next: in AMX an odd number of lines, for a register loads 16 rows at once.
   int64_t pitch(int64_t inputs) const { return amx ? tile_stride(padded(inputs), sizeof(bf16)) : padded(inputs); }
   size_t staged() const {
@@ -55,7 +56,7 @@ struct PackedLinear final : CpuLinear {
     return staged() + static_cast<size_t>(most_rows() * kPanel) * sizeof(float) * (parts() > 1 ? 2 : 1);
   }
 
-  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
+  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* y = reinterpret_cast<float*>(scratch + staged());
     float* more = y + most_rows() * kPanel;  // of a later part
@@ -65,8 +66,8 @@ struct PackedLinear final : CpuLinear {
     const void* x = scratch;
     if (dense) x = a.x.at(rows.first, head, 0);
     else if (parts() == 1) stage(a, head, rows, 0, in, pitch(in), scratch);
-    for (int64_t p = first_panel; p < last_panel; ++p) {
-      const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
+    for (int64_t first = begin; first < end; first += kPanel) {
+      const int64_t width = std::min(kPanel, end - first);
       for (int64_t part = 0; part < parts(); ++part) {
         const int64_t inputs = part_inputs(part);
         if (parts() > 1) stage(a, head, rows, part * kMostInputs, inputs, pitch(inputs), scratch);
@@ -138,7 +139,6 @@ std::shared_ptr<const Linear> pack(std::span<const float> weights, int64_t heads
   w->dtype = dtype;
   w->native_bf16 = dtype == Dtype::bf16 && native_bf16_dot();
   w->amx = w->native_bf16 && native_amx();
-  w->panels_per_head = (out + kPanel - 1) / kPanel;
   w->bytes = static_cast<size_t>(heads * w->tiles()) * w->tile_bytes();
   w->memory = named_buffer(
       "weights of " + counted(heads, "map") + " from " + std::to_string(in) + " to " + std::to_string(out), w->bytes);

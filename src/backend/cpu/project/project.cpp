@@ -14,39 +14,42 @@
 namespace mla::cpu {
 namespace {
 
-constexpr int64_t kPanelsPerTask =
-    4;  // at most, of one row block when there are several: their weights then serve the next one
+constexpr int64_t kMostColumns =
+    4 * kPanel;  // of a task when there are several row blocks: their weights then serve the next one
 
-// How a product is cut: rows and panels of a task. Which task computes a panel changes no bit.
+// How a product is cut: rows and columns of a task. Which task computes a column changes no bit.
 struct Cut {
-  int64_t rows, panels;
+  int64_t rows, columns;
 };
 
-Cut cut_of(const CpuLinear& w, int64_t rows, int threads) {
-  const int64_t most = w.most_rows(), panels = w.panels_per_head;
+// `unit`: columns that a task's are a multiple of.
+Cut cut_of(const CpuLinear& w, int64_t rows, int64_t unit, int threads) {
+  const int64_t most = w.most_rows(), units = (w.out + unit - 1) / unit;
   if (most <= kMaxRows) {
-    // Panels of a task share its staged rows; a few tasks a thread are enough.
-    const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
-    return {kMaxRows,
-            std::clamp<int64_t>(w.heads * panels * blocks / (4 * threads), 1, blocks > 2 ? kPanelsPerTask : panels)};
+    // Columns of a task share its staged rows; a few tasks a thread are enough. Whole panels where these are.
+    const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows, wanted = w.heads * blocks * w.out / (4 * threads);
+    const int64_t of = wanted >= kPanel ? kPanel : unit;
+    return {kMaxRows, std::clamp<int64_t>(wanted / of * of, of, blocks > 2 ? kMostColumns : units * unit)};
   }
   // Where products are fast, staging rows and reading weights count: the cut whose last thread ends first, by what a
   // core of a Xeon with AMX does, in nanoseconds.
   constexpr double kStage = 0.35, kProduct = 1.0 / 1500, kWeights = 1.0 / 16;  // an input, a FLOP, a byte
-  Cut best{kMaxRows, panels};
+  Cut best{kMaxRows, units * unit};
   double least = std::numeric_limits<double>::infinity();
   for (int64_t block = kMaxRows; block <= most; block += kMaxRows) {
     const int64_t blocks = (rows + block - 1) / block, whole = std::min(block, rows);
-    for (int64_t groups = 1; groups <= panels; ++groups) {
-      const int64_t group = (panels + groups - 1) / groups;
-      const double columns = static_cast<double>(std::min(group * kPanel, w.out)), in = static_cast<double>(w.in),
+    // The fewest groups of each size that there is, from one of all units to one a unit.
+    for (int64_t group = units, groups = 1;; --group, groups = (units + group - 1) / group) {
+      group = (units + groups - 1) / groups;
+      const double columns = static_cast<double>(std::min(group * unit, w.out)), in = static_cast<double>(w.in),
                    staged = static_cast<double>(whole) * in;
       const double task = staged * kStage + staged * columns * 2 * kProduct + columns * in * 2 * kWeights;
       const double seconds = task * static_cast<double>((w.heads * groups * blocks + threads - 1) / threads);
       if (seconds < least) {
         least = seconds;
-        best = {block, group};
+        best = {block, group * unit};
       }
+      if (group == 1) break;
     }
   }
   return best;
@@ -141,16 +144,16 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   if (a.scratch.per_worker < w.scratch())
     throw ShapeError("project: scratch is " + std::to_string(a.scratch.per_worker) + " bytes a worker, " +
                      std::to_string(w.scratch()) + " are needed");
-  const auto [most, group] = cut_of(w, a.rows, stream.pool().concurrent());
-  const int64_t rows = most, panels = group, blocks = (a.rows + rows - 1) / rows;
-  const int64_t groups = (w.panels_per_head + panels - 1) / panels;
   const QuantizedWriter quantized(a.quantized);
+  // A panel is a multiple of every group of a quantised output.
+  const Cut cut = cut_of(w, a.rows, quantized ? kPanel : w.unit(), stream.pool().concurrent());
+  const int64_t blocks = (a.rows + cut.rows - 1) / cut.rows, groups = (w.out + cut.columns - 1) / cut.columns;
   stream.pool().run(w.heads * groups * blocks, [&](int64_t task, int worker) {
     // Row blocks innermost: neighbours in time share weights.
-    const int64_t first = task % blocks * rows;
-    const int64_t head = task / blocks / groups, first_panel = task / blocks % groups * panels;
-    w.multiply(a, head, first_panel, std::min(first_panel + panels, w.panels_per_head),
-               {first, std::min(rows, a.rows - first)}, quantized, a.scratch.worker(worker));
+    const int64_t first = task % blocks * cut.rows;
+    const int64_t head = task / blocks / groups, begin = task / blocks % groups * cut.columns;
+    w.multiply(a, head, begin, std::min(begin + cut.columns, w.out), {first, std::min(cut.rows, a.rows - first)},
+               quantized, a.scratch.worker(worker));
   });
 }
 

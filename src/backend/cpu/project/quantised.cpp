@@ -27,7 +27,6 @@ class QuantisedLinear final : public CpuLinear {
     out = w.out;
     dtype = operands;
     format = w.format;
-    panels_per_head = (out + kPanel - 1) / kPanel;
     if (format == WeightFormat::fp8) {
       block_rows = w.block_rows;
       block_cols = w.block_cols;
@@ -38,7 +37,7 @@ class QuantisedLinear final : public CpuLinear {
     codes_ = Buffer(static_cast<size_t>(heads * code_bytes(out) * in));
     exponents_ = Buffer(format == WeightFormat::mxfp4 ? static_cast<size_t>(heads * out * groups()) : 0);
     for (int64_t h = 0; h < heads; ++h)
-      for (int64_t p = 0; p < panels_per_head; ++p) lay_out(w, h, p);
+      for (int64_t p = 0; p * kPanel < out; ++p) lay_out(w, h, p);
     bytes = codes_.size() + exponents_.size() + scales_.size() * sizeof(float);
   }
 
@@ -49,20 +48,20 @@ class QuantisedLinear final : public CpuLinear {
            round_up(static_cast<size_t>(kPart * kPanel) * sizeof(float)) + kProduct;
   }
 
-  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
+  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* weights = reinterpret_cast<float*>(scratch + staged());
     float* y = reinterpret_cast<float*>(scratch + staged() + panel_bytes());
-    for (int64_t p = first_panel; p < last_panel; ++p) {
-      const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
-      for (int64_t begin = 0; begin < in; begin += kPart) {
-        const int64_t count = std::min(kPart, in - begin);
+    for (int64_t first = begin; first < end; first += kPanel) {
+      const int64_t width = std::min(kPanel, end - first);
+      for (int64_t i = 0; i < in; i += kPart) {
+        const int64_t count = std::min(kPart, in - i);
         // One part serves every panel.
-        if (in > kPart || p == first_panel) stage(a, head, rows, begin, count, count, scratch);
-        dequantise_part(head, p, begin, count, weights);
+        if (in > kPart || first == begin) stage(a, head, rows, i, count, count, scratch);
+        dequantise_part(head, first / kPanel, i, count, weights);
         for (int64_t c = 0; c < width; c += kTileColumns)
           product_f32(reinterpret_cast<const float*>(scratch), count, rows.rows, weights + c, kPanel, count, y + c,
-                      kPanel, begin > 0);
+                      kPanel, i > 0);
       }
       store(a, head, rows, first, width, kPanel, quantized, y);
     }
@@ -171,7 +170,6 @@ class NativeQuantisedLinear final : public CpuLinear {
     dtype = Dtype::bf16;
     format = w.format;
     native_bf16 = true;
-    panels_per_head = (out + kPanel - 1) / kPanel;
     if (format == WeightFormat::fp8) {
       block_rows = w.block_rows;
       block_cols = w.block_cols;
@@ -187,26 +185,27 @@ class NativeQuantisedLinear final : public CpuLinear {
     bytes = codes_.size() + exponents_.size() + scales_.size() * sizeof(float);
   }
 
+  int64_t unit() const override { return kTileColumns; }
   size_t scratch() const override { return kStaged + kTile + kSums; }
 
-  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t first_panel, int64_t last_panel, const RowBlock& rows,
+  void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     const bf16* x = reinterpret_cast<const bf16*>(scratch);
     bf16* tile = reinterpret_cast<bf16*>(scratch + kStaged);
     float* sums = reinterpret_cast<float*>(scratch + kStaged + kTile);
-    for (int64_t p = first_panel; p < last_panel; ++p) {
-      const int64_t first = p * kPanel, width = std::min(kPanel, out - first);
-      for (int64_t begin = 0; begin < in; begin += kPart) {
-        const int64_t end = std::min(in, begin + kPart), pitch = (end - begin + 1) / 2 * 2;
+    for (int64_t first = begin; first < end; first += kPanel) {
+      const int64_t width = std::min(kPanel, end - first);
+      for (int64_t part = 0; part < in; part += kPart) {
+        const int64_t last = std::min(in, part + kPart), pitch = (last - part + 1) / 2 * 2;
         // One part serves every panel.
-        if (in > kPart || p == first_panel) stage(a, head, rows, begin, end - begin, pitch, scratch);
+        if (in > kPart || first == begin) stage(a, head, rows, part, last - part, pitch, scratch);
         for (int64_t c = 0; c < width; c += kTileColumns)
-          for (int64_t i = begin; i < end;) {
-            const int64_t next = std::min(end, next_input(i));
+          for (int64_t i = part; i < last;) {
+            const int64_t next = std::min(last, next_input(i));
             const int64_t pairs = (next - i + 1) / 2;
             alignas(64) float scale[kTileColumns];
             dequantise_tile(head, first + c, i, pairs, tile, scale);
-            tile_product(x + i - begin, pitch, rows.rows, tile, pairs, format == WeightFormat::mxfp4 ? scale : nullptr,
+            tile_product(x + i - part, pitch, rows.rows, tile, pairs, format == WeightFormat::mxfp4 ? scale : nullptr,
                          sums + c, kPanel, i > 0);
             i = next;
           }
