@@ -2,6 +2,7 @@
 // refused.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "backend/cpu/core/convert.hpp"
@@ -353,6 +354,26 @@ TEST(GatherArguments, EveryViolationIsNamed) {
               a.k_pe = {Dtype::fp8_e4m3, x, {10, 8}};
             }),
             "gather: kv_c is fp8_e4m3, allowed: f32 bf16 f16");
+}
+
+// Every code, at every offset and length that a vector of 64 or of 32 may end in.
+TEST(Codes, AreRoundedToBf16AsOneByOneByBytesAndByWords) {
+  if (!cpu::native_bf16_dot()) GTEST_SKIP() << "no bf16 dot products";
+  std::vector<fp8_e4m3> codes(256 + 64);
+  for (size_t i = 0; i < codes.size(); ++i) codes[i].bits = static_cast<uint8_t>(37 * i);
+  const bf16 untouched = to_bf16(-77.0f);
+  for (float scale : {1.0f, 0.37f, -2.5f, 1e-30f, 3e37f, 1.0f})
+    for (size_t first : {0, 1, 63})
+      for (size_t n = 0; first + n <= codes.size(); n = n < 70 ? n + 1 : n + 31)
+        for (auto* convert : {cpu::convert_fp8_bf16, cpu::convert_fp8_bf16_by_words}) {
+          std::vector<bf16> got(n + 64, untouched);
+          convert(codes.data() + first, got.data(), static_cast<int64_t>(n), scale);
+          for (size_t i = 0; i < got.size(); ++i) {
+            const bf16 right = i < n ? to_bf16(to_float(codes[first + i]) * scale) : untouched;
+            if (std::isnan(to_float(right))) ASSERT_TRUE(std::isnan(to_float(got[i]))) << scale << " " << i;
+            else ASSERT_EQ(got[i].bits, right.bits) << "scale " << scale << ", " << n << " codes, number " << i;
+          }
+        }
 }
 
 }  // namespace

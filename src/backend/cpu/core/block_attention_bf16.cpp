@@ -2,6 +2,7 @@
 // twice the rate of f32 multiplication. Query, key, value and probability operands are bf16; sums, maxima and the
 // softmax are f32. Compiled for its target by function attributes, and called only where native_bf16_dot() holds.
 #include "backend/cpu/core/block_attention.hpp"
+#include "backend/cpu/core/byte_tables.hpp"
 #include "backend/cpu/core/convert.hpp"
 
 #if defined(__x86_64__)
@@ -168,31 +169,51 @@ MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs,
   for (; i < n; ++i) pairs[i] = a[i].bits | static_cast<uint32_t>(b ? b[i].bits : 0) << 16;
 }
 
-// All 128 magnitudes, already scaled, fit four registers: a conversion is two permutations and a blend for 32 codes.
-// Making the table takes as long as converting a group of 128, so it is kept while the scale stays the same.
-MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
-  static constexpr auto kMagnitudes = [] {
+namespace {
+
+bool permutes_bytes() {
+  static const bool has = __builtin_cpu_supports("avx512vbmi");
+  return has;
+}
+
+// All 128 magnitudes, already scaled, as bf16 and as their low and high bytes. Making it takes as long as converting a
+// group of 128, so it is kept while the scale stays the same.
+struct Magnitudes {
+  __m512i words[4];
+  ByteTables bytes;
+  float scale;
+  bool made;
+};
+
+MLA_BF16_DOT void make_words(Magnitudes& table, float scale) {
+  static constexpr auto kValues = [] {
     std::array<float, 128> m{};
     for (uint8_t code = 0; code < 128; ++code) m[code] = to_float(fp8_e4m3{code});
     return m;
   }();
-  struct Table {
-    __m512i part[4];
-    float scale;
-    bool made;
-  };
-  alignas(64) thread_local Table table{};
-  if (!table.made || table.scale != scale) {
-    for (int i = 0; i < 4; ++i) {
-      const __m512 low = _mm512_loadu_ps(kMagnitudes.data() + 32 * i),
-                   high = _mm512_loadu_ps(kMagnitudes.data() + 32 * i + 16);
-      table.part[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, _mm512_set1_ps(scale)),
-                                                   _mm512_mul_ps(low, _mm512_set1_ps(scale)));
-    }
-    table.scale = scale;
-    table.made = true;
+  for (int i = 0; i < 4; ++i) {
+    const __m512 low = _mm512_loadu_ps(kValues.data() + 32 * i), high = _mm512_loadu_ps(kValues.data() + 32 * i + 16);
+    table.words[i] = (__m512i)_mm512_cvtne2ps_pbh(_mm512_mul_ps(high, _mm512_set1_ps(scale)),
+                                                  _mm512_mul_ps(low, _mm512_set1_ps(scale)));
   }
-  const __m512i t0 = table.part[0], t1 = table.part[1], t2 = table.part[2], t3 = table.part[3];
+}
+
+MLA_BYTES void make_bytes(Magnitudes& table) {
+  static constexpr auto kEven = [] {
+    std::array<uint8_t, 64> at{};
+    for (uint8_t i = 0; i < 64; ++i) at[i] = static_cast<uint8_t>(2 * i);
+    return at;
+  }();
+  const __m512i even = _mm512_loadu_si512(kEven.data()), odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
+  for (int i = 0; i < 2; ++i) {
+    table.bytes.low[i] = _mm512_permutex2var_epi8(table.words[2 * i], even, table.words[2 * i + 1]);
+    table.bytes.high[i] = _mm512_permutex2var_epi8(table.words[2 * i], odd, table.words[2 * i + 1]);
+  }
+}
+
+// 32 codes: two permutations of words, and a blend.
+MLA_BF16_DOT void convert_words(const Magnitudes& table, const fp8_e4m3* x, bf16* y, int64_t n) {
+  const __m512i t0 = table.words[0], t1 = table.words[1], t2 = table.words[2], t3 = table.words[3];
   for (int64_t i = 0; i < n; i += 32) {
     const __mmask32 lanes = n - i >= 32 ? 0xffffffffu : (1u << (n - i)) - 1;
     const __m512i code = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(lanes, x + i));
@@ -200,8 +221,49 @@ MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float 
     const __m512i magnitude =
         _mm512_mask_blend_epi16(_mm512_test_epi16_mask(code, _mm512_set1_epi16(0x40)), small, large);
     const __m512i sign = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x80)), 8);
-    _mm512_mask_storeu_epi16(y + i, lanes, _mm512_or_si512(magnitude, sign));
+    _mm512_mask_storeu_epi16(y + i, lanes, _mm512_xor_si512(magnitude, sign));  // of a negative scale, too
   }
+}
+
+// 64 codes, put where widening leaves them in order.
+MLA_BYTES void convert_bytes(const ByteTables& table, const fp8_e4m3* x, bf16* y, int64_t n) {
+  const ByteTables t = table;
+  const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
+  __m512i first, second;
+  int64_t i = 0;
+  for (; i + 64 <= n; i += 64) {
+    widen(t, _mm512_permutexvar_epi64(order, _mm512_loadu_si512(x + i)), first, second);
+    _mm512_storeu_si512(y + i, first);
+    _mm512_storeu_si512(y + i + 32, second);
+  }
+  if (i == n) return;
+  const uint64_t lanes = code_lanes(n - i);
+  widen(t, _mm512_permutexvar_epi64(order, _mm512_maskz_loadu_epi8(lanes, x + i)), first, second);
+  _mm512_mask_storeu_epi16(y + i, static_cast<__mmask32>(lanes), first);
+  _mm512_mask_storeu_epi16(y + i + 32, static_cast<__mmask32>(lanes >> 32), second);
+}
+
+// The table of a scale, the one of the last call where that has not changed.
+const Magnitudes& magnitudes(float scale) {
+  alignas(64) thread_local Magnitudes table{};
+  if (table.made && table.scale == scale) return table;
+  make_words(table, scale);
+  if (permutes_bytes()) make_bytes(table);
+  table.scale = scale;
+  table.made = true;
+  return table;
+}
+
+}  // namespace
+
+void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
+  const Magnitudes& table = magnitudes(scale);
+  if (permutes_bytes()) convert_bytes(table.bytes, x, y, n);
+  else convert_words(table, x, y, n);
+}
+
+void convert_fp8_bf16_by_words(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
+  convert_words(magnitudes(scale), x, y, n);
 }
 
 }  // namespace mla::cpu
@@ -212,6 +274,7 @@ namespace mla::cpu {
 void attend_block_bf16(const RowTile&, const KeyBlock&, float*) {}
 void interleave_bf16(const bf16*, const bf16*, uint32_t*, int64_t) {}
 void convert_fp8_bf16(const fp8_e4m3*, bf16*, int64_t, float) {}
+void convert_fp8_bf16_by_words(const fp8_e4m3*, bf16*, int64_t, float) {}
 }  // namespace mla::cpu
 
 #endif

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 
+#include "backend/cpu/core/byte_tables.hpp"
 #include "backend/cpu/core/tile_registers.hpp"
 #include "backend/cpu/index_score/kernel.hpp"
 
@@ -15,8 +16,6 @@
 #endif
 
 #include <immintrin.h>
-
-#define MLA_BYTES [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")]]
 
 namespace mla::cpu {
 namespace {
@@ -139,7 +138,6 @@ MLA_AMX void score_block_amx(const IndexBlock& b, float* products) {
   _tile_release();
 }
 
-// A code's bf16 in two bytes, each from a table of 128; then low and high bytes are put side by side.
 MLA_BYTES void widen_codes_amx(const fp8_e4m3* codes, int64_t rows, int64_t dim, bf16* to, int64_t to_stride) {
   static constexpr auto kBytes = [] {
     std::array<std::array<uint8_t, 128>, 2> bytes{};
@@ -150,20 +148,15 @@ MLA_BYTES void widen_codes_amx(const fp8_e4m3* codes, int64_t rows, int64_t dim,
     }
     return bytes;
   }();
-  const __m512i low0 = _mm512_loadu_si512(kBytes[0].data()), low1 = _mm512_loadu_si512(kBytes[0].data() + 64),
-                high0 = _mm512_loadu_si512(kBytes[1].data()), high1 = _mm512_loadu_si512(kBytes[1].data() + 64),
-                sign = _mm512_set1_epi8(static_cast<char>(0x80));
+  const ByteTables table{.low = {_mm512_loadu_si512(kBytes[0].data()), _mm512_loadu_si512(kBytes[0].data() + 64)},
+                         .high = {_mm512_loadu_si512(kBytes[1].data()), _mm512_loadu_si512(kBytes[1].data() + 64)}};
   for (int64_t r = 0; r < rows; ++r)
     for (int64_t i = 0; i < dim; i += kCodeBlock) {
-      const int64_t left = dim - i;
-      const __mmask64 lanes = left >= kCodeBlock ? ~uint64_t{0} : (uint64_t{1} << left) - 1;
-      const __m512i code = _mm512_maskz_loadu_epi8(lanes, codes + r * dim + i);
-      const __m512i low = _mm512_permutex2var_epi8(low0, code, low1),
-                    magnitude = _mm512_permutex2var_epi8(high0, code, high1),
-                    high = _mm512_ternarylogic_epi64(magnitude, code, sign, 0xf8);  // magnitude | (code & sign)
+      __m512i first, second;
+      widen(table, _mm512_maskz_loadu_epi8(code_lanes(dim - i), codes + r * dim + i), first, second);
       bf16* at = to + r * to_stride + i;
-      _mm512_storeu_si512(at, _mm512_unpacklo_epi8(low, high));
-      _mm512_storeu_si512(at + kCodeBlock / 2, _mm512_unpackhi_epi8(low, high));
+      _mm512_storeu_si512(at, first);
+      _mm512_storeu_si512(at + kCodeBlock / 2, second);
     }
 }
 
