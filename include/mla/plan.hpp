@@ -429,9 +429,9 @@ StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const
 int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);
 
 /// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation,
-/// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at
-/// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request. Pieces
-/// begin at rows that are multiples of `grain`.
+/// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: contexts are cut at
+/// multiples of it whatever their neighbours are (batch-invariant), and a chunk has pieces that begin at one position.
+/// A chunk holds at most one piece of a request. Pieces begin at rows that are multiples of `grain`.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
                                                           int64_t page_size, int64_t fixed_rows = 0, int64_t grain = 1);
 
