@@ -67,7 +67,6 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
 // kUnits of them, have at most kUnits ranges and one more each; where that would be longer than kLongest, ranges of
 // kLongest.
 MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
-  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   const bool shares = plan.options.context_parallel.shared();
   const auto ranges_of = [&](int64_t length) { return ceil_div(m.seq_len, length); };
   MostLatent most;
@@ -79,7 +78,7 @@ MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
   // Runs of one owner's tokens are tiles of their own.
   const int64_t tile = std::min(kTileTokens, m.query_len),
                 tiles = shares ? m.tokens : std::min(m.tokens, m.requests * ceil_div(m.query_len, kTileTokens));
-  if (invariant) {
+  if (invariant(plan)) {
     const int64_t ranges = ranges_of(kInvariantKeys);
     most.items = tiles * ranges;
     if (ranges > 1) most.splits = tiles, most.partial_rows = m.tokens * ranges;
