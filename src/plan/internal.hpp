@@ -35,6 +35,8 @@ inline bool ignores_cuts(const Plan& plan) { return invariant(plan) && plan.opti
 int64_t range_length(int64_t total, int64_t units, int64_t least);
 /// The least of a plan's device and operands.
 int64_t split_keys(const Plan& plan);
+/// Of a GPU: tokens that an item over so many positions has at most.
+int64_t item_tokens(const Plan& plan, int64_t positions);
 /// No number below 0 or past 32 bits, and no more tokens than requests have: ShapeError.
 StepMaxima checked(const StepMaxima& maxima);
 /// BatchError for a batch past them.

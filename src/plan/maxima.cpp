@@ -128,13 +128,14 @@ void fill_launches(Plan& p, const StepMaxima& m) {
   const ContextParallel& c = p.options.context_parallel;
   const auto length = static_cast<int32_t>(c.sharding.length(c.member(), m.seq_len));
   const auto most = static_cast<int32_t>(std::min(m.query_len, m.tokens));
+  const auto tokens = static_cast<int32_t>(std::min<int64_t>(most, item_tokens(p, m.seq_len)));
   for (size_t i = 0; i < p.latent_items.size(); ++i)
     p.latent_items[i] = {.request = static_cast<int32_t>(static_cast<int64_t>(i) % m.requests),
-                         .q_begin = static_cast<int32_t>(std::min(static_cast<int64_t>(i) * most, m.tokens - most)),
-                         .q_count = most,
+                         .q_begin = static_cast<int32_t>(std::min(static_cast<int64_t>(i) * tokens, m.tokens - tokens)),
+                         .q_count = tokens,
                          .kv_begin = 0,
                          .kv_end = length,
-                         .visible = std::max(length - most, 0)};
+                         .visible = std::max(length - tokens, 0)};
   for (SparseGroup& g : p.sparse_groups)
     g.work.items[0] = {
         .q_begin = 0, .q_count = static_cast<int32_t>(m.tokens), .k_begin = 0, .k_end = static_cast<int32_t>(p.topk)};

@@ -346,6 +346,31 @@ TEST(Plan, OutputsSayWhereTheyAreQuantised) {
   EXPECT_EQ(last_step(expanded), "scale_padding");
 }
 
+// batch_invariant on a GPU: rows of an item have equally many pieces of 1024 positions, and an item's pieces, for tiles
+// of up to 128 rows, as many partial rows as scratch holds.
+TEST(Plan, ItemsOfAGpuAreCutWhereRowsHaveOneMorePiece) {
+  ModelConfig m = test::small_deepseek();
+  m.heads = 40;
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 64);
+  const Made b({1, 1500, 2, 30, 5}, {5000, 500, 1023, 20000, 1023}, 64);
+  const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .threads = 1, .scratch_per_worker = size_t{64} << 20};
+  PlanOptions o{.path = PathPolicy::latent};
+  EXPECT_EQ(plan(m, spec, b.pages, b.batch(), gpu, o).latent_items.size(), 5u);
+  o.split = SplitPolicy::batch_invariant;
+  const Plan p = plan(m, spec, b.pages, b.batch(), gpu, o);
+  check(p);
+  const auto pieces = [](int64_t positions) { return (positions + kInvariantKeys - 1) / kInvariantKeys; };
+  for (const LatentItem& i : p.latent_items) {
+    EXPECT_EQ(pieces(i.visible + 1), pieces(std::min(i.visible + i.q_count, i.kv_end)));
+    EXPECT_EQ(pieces(i.kv_end), pieces(i.visible + 1));
+    const int64_t rows = (i.q_count * m.heads + 127) / 128 * 128 * pieces(i.kv_end);
+    EXPECT_LT(rows * (512 + 2) * 4, 64 << 20);
+  }
+  EXPECT_EQ(
+      std::count_if(p.latent_items.begin(), p.latent_items.end(), [](const LatentItem& i) { return i.request == 2; }),
+      2);
+}
+
 // However long the context, a range stays one that f32 sums.
 TEST(Plan, RangesOfHugeContextsStayShort) {
   const ModelConfig m = test::small_deepseek();
