@@ -265,7 +265,10 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
   add_number<int64_t>(*c, "--decode-length", f->reorder_threshold,
                       "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
-  c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
+  c->add_option("--split", f->split,
+                "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or "
+                "how its prompt was cut into steps; --path automatic and by_length are then latent")
+      ->capture_default_str();
   c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_flag("--absorbed", f->absorbed, "for fully absorbed weights, which serve the latent path alone");

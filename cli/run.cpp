@@ -367,7 +367,10 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
   number("--decode-length", f->reorder_threshold,
          "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMost - 1);
-  c->add_option("--split", f->split, "fast or batch_invariant")->capture_default_str();
+  c->add_option("--split", f->split,
+                "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or "
+                "how its prompt was cut into steps; --path automatic and by_length are then latent")
+      ->capture_default_str();
   number("--heads", f->heads, "run with fewer heads than the model has, when memory is short; 0: all of them", 0,
          kMost);
   number("--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);

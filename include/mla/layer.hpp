@@ -118,7 +118,8 @@ void select(Stream& stream, const LayerContext& context, View<const int32_t, Tok
 /// query_growth) is the caller's to have done, scores take ModelConfig::softmax_scale alone.
 /// out [Token, Head, Value], f32, bf16 or f16. Appends [kv_c | k_pe] first, with CacheUse::append; with read,
 /// both are looked at where the plan has requests on the expanded path alone, whose new tokens attend to one another
-/// through them. Sparse rows attend to what context.selection holds: see select().
+/// through them unless they are read back from the cache (Plan::reads_new_rows). Sparse rows attend to what
+/// context.selection holds: see select().
 void attend(Stream& stream, const LayerContext& context, AnyView<Token, Head, QueryKey> q, AnyView<Token, Latent> kv_c,
             AnyView<Token, Rope> k_pe, AnyMutableView<Token, Head, Value> out);
 

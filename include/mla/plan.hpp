@@ -28,17 +28,23 @@ namespace mla {
 /// sparse: the latent form over the keys that the indexer selects.
 enum class Path : uint8_t { latent, expanded, sparse };
 enum class PathPolicy : uint8_t {
-  automatic,  ///< per request, by the cost model
+  automatic,  ///< per request, by the cost model; latent under SplitPolicy::batch_invariant
   latent,
   expanded,
-  by_length,  ///< latent up to reorder_batch_threshold new tokens, expanded above
+  by_length,  ///< latent up to reorder_batch_threshold new tokens, expanded above; latent under batch_invariant
 };
 enum class SplitPolicy : uint8_t {
-  fast,             ///< splits from the whole batch
-  batch_invariant,  ///< splits, chunks and sums from the row alone: a request's bits do not depend on its neighbours
+  fast,  ///< splits from the whole batch
+  /// A token's bits follow from its request's tokens up to it, weights, cache format and options: neither from the
+  /// request's neighbours nor from which of its tokens a step brought and which the cache had. Paths do not follow from
+  /// lengths (PathPolicy; models that select their keys do so from the first token on), sums are cut at fixed
+  /// positions, and the expanded path reads the step's own rows back from the cache. With CacheUse::none prompts come
+  /// whole, their rows straight from the call: the bits are others than with a cache.
+  batch_invariant,
 };
 /// How sparse attention reads the cache rows that the indexer selected. Requests whose whole sequence fits the
-/// indexer's topk are attended densely, without scoring.
+/// indexer's topk are attended densely, without scoring. Under SplitPolicy::batch_invariant they are sparse, too, and
+/// all rows are read in place.
 enum class SparsePolicy : uint8_t {
   automatic,  ///< prefills by the cost model through a workspace or in place; all rows in place share a launch
   mixed,      ///< every row in one launch, cache rows read in place
@@ -120,12 +126,12 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 ///
 /// On the latent path each rank attends to the tokens that it holds with the queries of all its group's heads, and gets
 /// back what the others found for its own. On the expanded path it gets the cached rows of all members, chunk by chunk,
-/// and goes on as a rank with the whole cache. PathPolicy::automatic: requests without context take the expanded path,
-/// single tokens behind one the latent path, the rest the cheaper one, by the largest rank's heads, PlanOptions::link
-/// and PlanOptions::rates; where these are empty by default_cost_model, for what is measured may differ from rank to
-/// rank. On the sparse path a rank scores the keys that it holds, all members select the best of what each selected,
-/// and attention goes as on the latent path over what was selected; under SparsePolicy::automatic rows are read in
-/// place. UnsupportedError for CacheUse::none.
+/// and goes on as a rank with the whole cache. PathPolicy::automatic, under SplitPolicy::fast: requests without context
+/// take the expanded path, single tokens behind one the latent path, the rest the cheaper one, by the largest rank's
+/// heads, PlanOptions::link and PlanOptions::rates; where these are empty by default_cost_model, for what is measured
+/// may differ from rank to rank. On the sparse path a rank scores the keys that it holds, all members select the best
+/// of what each selected, and attention goes as on the latent path over what was selected; under
+/// SparsePolicy::automatic rows are read in place. UnsupportedError for CacheUse::none.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel
@@ -206,7 +212,8 @@ struct PlanOptions {
   /// Of scores of fp8 queries and keys; read with index_format fp8 alone.
   IndexArithmetic index_arithmetic = IndexArithmetic::exact;
   /// Rows of the context workspace; 0: clamp(max(8 max_model_len, 4 max_requests page_size), .. 64 Ki, max_requests
-  /// page_size ..).
+  /// page_size ..). batch_invariant cuts every sequence at multiples of 4096 positions, or of these rows where they are
+  /// fewer: bits then follow from them.
   int64_t context_rows = 0;
   int64_t max_model_len = 0;       ///< 0: the batch's longest sequence
   int64_t max_requests = 0;        ///< 0: the batch's
@@ -245,11 +252,12 @@ struct RequestPlan {
   int32_t q_begin = 0, query_len = 0, context = 0;
 };
 
-/// Context rows gathered, expanded and attended together.
+/// Cached rows gathered, expanded and attended together: of the context, under batch_invariant the step's own, too.
 struct ContextChunk {
   std::vector<GatherPiece> pieces;
-  std::vector<ExpandedItem> items;  ///< not causal; accumulated into the tokens' rows
+  std::vector<ExpandedItem> items;  ///< merged into the tokens' rows
   int64_t rows = 0;
+  bool first = false;  ///< of sequences' beginnings: the tokens' rows hold nothing yet, and are written
   // Of a split cache. Members send what they hold of the pieces, one behind another; all of it, member 0's first, is
   // read as a request whose position p lies at sources[p].
   std::vector<GatherPiece> held;    ///< start counts the rank's own tokens of the request
@@ -303,8 +311,9 @@ struct Plan {
   std::vector<SplitRows> rank_splits;    ///< what members found of each compact row, member 0's first; of a split cache
   int64_t partial_rows = 0;              ///< that the workspace holds: the most of this path's and any sparse launch's
 
-  // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows. With e4m3
-  // operands a request's keys begin at a multiple of 16 rows: a token before them is there once more in rows between.
+  // Expanded path: compact key rows over the tokens of expanded requests; queries stay at their token rows. Under
+  // batch_invariant with a cache chunks have all keys, and there are no such rows. With e4m3 operands a request's keys
+  // begin at a multiple of 16 rows: a token before them is there once more in rows between.
   std::vector<int32_t> expanded_tokens;
   std::vector<ExpandedItem> suffix_items;  ///< causal, over the new tokens
   std::vector<ContextChunk> chunks;
@@ -365,6 +374,8 @@ struct Plan {
   bool serves_block() const { return options.form == LayerForm::block && options.output.kind == OutputKind::none; }
   /// Whether the expanded path multiplies e4m3 codes.
   bool prefills_codes() const { return options.prefill != PrefillOperands::compute; }
+  /// Whether any request takes the expanded path.
+  bool expands() const { return !suffix_items.empty() || !chunks.empty(); }
   /// Whether attend() looks at kv_c and k_pe.
   bool reads_new_rows() const {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
@@ -429,9 +440,9 @@ StepOfMaxima plan_maxima(const ModelConfig& model, const CacheSpec& cache, const
 int64_t default_context_rows(int64_t max_model_len, int64_t max_requests, int64_t page_size);
 
 /// Contexts packed greedily into chunks of at most `rows` rows: only a chunk's first request may be a continuation,
-/// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: a context is cut at
-/// multiples of it whatever its neighbours are (batch-invariant). A chunk holds at most one piece of a request. Pieces
-/// begin at rows that are multiples of `grain`.
+/// split points are multiples of page_size, requests without context are skipped. `fixed_rows` > 0: contexts are cut at
+/// multiples of it whatever their neighbours are (batch-invariant), and a chunk has pieces that begin at one position.
+/// A chunk holds at most one piece of a request. Pieces begin at rows that are multiples of `grain`.
 std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_t> contexts, int64_t rows,
                                                           int64_t page_size, int64_t fixed_rows = 0, int64_t grain = 1);
 

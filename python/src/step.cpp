@@ -192,7 +192,10 @@ void bind_plan(nb::module_& m) {
           nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("activation_dtype") = "native",
           nb::arg("tensor_parallel") = 1, nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0,
           nb::arg("rank_heads") = std::vector<int64_t>(),
-          "path: automatic, latent, expanded or by_length. split: fast or batch_invariant. compute: f32 or bf16\n"
+          "path: automatic, latent, expanded or by_length. split: fast, or batch_invariant, by which a request's bits\n"
+          "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
+          "(paths\n"
+          "automatic and by_length are then latent). compute: f32 or bf16\n"
           "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
           "prepared.\n"
           "activations: what products with fp8 weights take their inputs as, plain or fp8_128. form: block, or\n"

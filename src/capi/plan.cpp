@@ -207,7 +207,8 @@ mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
     i.selection_bytes = p.selection_bytes;
     i.sparse_rows = p.sparse_rows();
     i.latent_rows = static_cast<int64_t>(p.latent_tokens.size()) - i.sparse_rows;
-    i.expanded_rows = static_cast<int64_t>(p.expanded_tokens.size());
+    for (const RequestPlan& r : p.requests)
+      if (r.path == Path::expanded) i.expanded_rows += r.query_len;
     i.latent_items = static_cast<int64_t>(p.latent_items.size());
     i.split_rows = static_cast<int64_t>(p.splits.size());
     i.partial_rows = p.partial_rows;

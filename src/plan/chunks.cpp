@@ -31,29 +31,29 @@ std::vector<std::vector<GatherPiece>> pack_context_chunks(std::span<const int32_
                              static_cast<int32_t>(used)});
     used = std::min(rows, planning::round_up(used + count, grain));
   };
-  for (int64_t r = 0; r < static_cast<int64_t>(contexts.size()); ++r) {
-    const int64_t context = contexts[r];
-    for (int64_t start = 0; start < context;) {
-      const int64_t left = context - start;
-      int64_t count;
-      if (fixed_rows > 0) {
-        count = std::min(left, fixed_rows);
-        // Pieces of one request in one chunk would write the same output rows at once.
-        const bool again = !chunks.empty() && !chunks.back().empty() && chunks.back().back().request == r;
-        if (used + count > rows || again) used = rows;
-      } else {
-        const int64_t room = rows - used;
-        count = left <= room ? left : room / page_size * page_size;
-      }
+  const auto open = [&] {
+    chunks.emplace_back();
+    used = 0;
+  };
+  const int64_t longest = contexts.empty() ? 0 : *std::max_element(contexts.begin(), contexts.end());
+  for (int64_t start = 0; fixed_rows > 0 && start < longest; start += fixed_rows, used = rows)
+    for (int64_t r = 0; r < static_cast<int64_t>(contexts.size()); ++r) {
+      const int64_t count = std::min(contexts[r] - start, fixed_rows);
+      if (count <= 0) continue;
+      if (used + count > rows) open();
+      place(r, start, count);
+    }
+  for (int64_t r = 0; fixed_rows == 0 && r < static_cast<int64_t>(contexts.size()); ++r)
+    for (int64_t start = 0; start < contexts[r];) {
+      const int64_t left = contexts[r] - start, room = rows - used;
+      int64_t count = left <= room ? left : room / page_size * page_size;
       if (used == rows || count == 0) {
-        chunks.emplace_back();
-        used = 0;
-        if (fixed_rows == 0) count = left <= rows ? left : aligned;
+        open();
+        count = left <= rows ? left : aligned;
       }
       place(r, start, count);
       start += count;
     }
-  }
   return chunks;
 }
 

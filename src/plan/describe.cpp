@@ -83,7 +83,11 @@ std::string Plan::describe() const {
     ++g.requests;
     g.tokens += r.query_len;
   }
-  line(out, "  paths by policy %s:", std::string(to_string(options.path)).c_str());
+  const bool one_path = planning::invariant(*this) && uses_cache() && !planning::selects(*this, 0);
+  line(out, "  paths by policy %s%s:", std::string(to_string(options.path)).c_str(),
+       one_path && (options.path == PathPolicy::automatic || options.path == PathPolicy::by_length)
+           ? ", which is latent under batch_invariant"
+           : "");
   for (const Path path : {Path::latent, Path::expanded, Path::sparse}) {
     const PathTotals& g = groups[static_cast<size_t>(path)];
     if (path == Path::sparse && !model.indexer) continue;
@@ -102,11 +106,12 @@ std::string Plan::describe() const {
     line(out, "  latent: %s of at most %s; %zu split, %s", count_of(latent_items, "item").c_str(),
          counted(longest, "position").c_str(), splits.size(), counted(partials, "partial row").c_str());
   }
-  if (!suffix_items.empty()) {
-    line(out, "  expanded%s: %s; %s of at most %s",
-         prefills_codes() ? (" as " + std::string(to_string(options.prefill))).c_str() : "",
-         count_of(suffix_items, "new-token item").c_str(), count_of(chunks, "context chunk").c_str(),
-         counted(context_rows, "row").c_str());
+  if (expands()) {
+    line(
+        out, "  expanded%s: %s; %s of at most %s",
+        prefills_codes() ? (" as " + std::string(to_string(options.prefill))).c_str() : "",
+        suffix_items.empty() ? "new tokens read back from the cache" : count_of(suffix_items, "new-token item").c_str(),
+        count_of(chunks, "context chunk").c_str(), counted(context_rows, "row").c_str());
     constexpr size_t kShown = 6;
     for (size_t c = 0; c < std::min(chunks.size(), kShown); ++c)
       line(out, "    chunk %zu: %s of %s, first request %d from %d", c, counted(chunks[c].rows, "row").c_str(),

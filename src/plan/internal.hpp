@@ -25,17 +25,24 @@ constexpr int64_t kCodeRows = 16;
 /// Where keys of the expanded path begin: at multiples of these rows.
 inline int64_t key_grain(const Plan& plan) { return plan.prefills_codes() ? kCodeRows : 1; }
 
+inline bool invariant(const Plan& plan) { return plan.options.split == SplitPolicy::batch_invariant; }
+/// Whether a token's bits must not follow from what of its request came with it: there is a cache where the rest may
+/// have been before.
+inline bool ignores_cuts(const Plan& plan) { return invariant(plan) && plan.options.cache_use != CacheUse::none; }
+
 /// Keys of a range when `total` of them are to keep `units` workers busy: never so few that what a range pays for its
 /// queries and outputs tells, `least` of them where there are few.
 int64_t range_length(int64_t total, int64_t units, int64_t least);
 /// The least of a plan's device and operands.
 int64_t split_keys(const Plan& plan);
+/// Of a GPU: tokens that an item over so many positions has at most.
+int64_t item_tokens(const Plan& plan, int64_t positions);
 /// No number below 0 or past 32 bits, and no more tokens than requests have: ShapeError.
 StepMaxima checked(const StepMaxima& maxima);
 /// BatchError for a batch past them.
 void require_within(const StepMaxima& maxima, const Batch& batch);
-/// Of options.maxima: whether its requests take the sparse path.
-bool selects(const Plan& plan);
+/// Whether a request with new tokens and a sequence so long takes the sparse path.
+bool selects(const Plan& plan, int64_t seq_len);
 /// The batch's lists and the plan's as long as the maxima's, sparse group and tiles as many.
 void pad_to_maxima(Plan& plan, const Batch& batch);
 /// The rows' schedule, of a split cache over the rank's own keys; in tiles of maxima where there are any.
@@ -92,7 +99,7 @@ void validate_held(const Batch& batch, int64_t pages, int64_t page_size, const C
 void split_kv(Plan& plan);
 /// sparse_groups and the rows they stand for: for requests on the sparse path.
 void plan_selection(Plan& plan);
-/// chunks, context_rows: for cached context on the expanded path.
+/// chunks, context_rows: for cached rows on the expanded path.
 void chunk_context(Plan& plan);
 /// fused_output, head_rows: where the attention's result is made.
 void place_output(Plan& plan);

@@ -39,8 +39,13 @@ struct Possible {
 Possible possible_paths(const Plan& p, const StepMaxima& m) {
   const PlanOptions& o = p.options;
   if (o.dummy || m.tokens == 0) return {};
-  const bool cached = o.cache_use != CacheUse::none, shared = o.context_parallel.shared();
-  Possible can{.sparse = cached && p.topk > 0 && m.seq_len > p.topk};
+  if (o.cache_use == CacheUse::none) return {.expanded = true};
+  Possible can{.sparse = selects(p, m.seq_len)};
+  if (ignores_cuts(p)) {  // one path for all
+    can.expanded = can.context = !can.sparse && o.path == PathPolicy::expanded;
+    can.latent = !can.sparse && !can.expanded;
+    return can;
+  }
   switch (o.path) {
     case PathPolicy::latent: can.latent = true; break;
     case PathPolicy::expanded: can.expanded = true; break;
@@ -50,11 +55,10 @@ Possible possible_paths(const Plan& p, const StepMaxima& m) {
       break;
     case PathPolicy::automatic:
       can.latent = true;
-      can.expanded = !o.absorbed && (m.query_len > 1 || shared);
+      can.expanded = !o.absorbed && (m.query_len > 1 || o.context_parallel.shared());
       break;
   }
-  if (!cached) can = {.expanded = true};
-  can.context = can.expanded && cached;
+  can.context = can.expanded;
   return can;
 }
 
@@ -104,7 +108,7 @@ void pad_sparse(Plan& p, const StepMaxima& m) {
   g.count = static_cast<int32_t>(m.tokens);
   pad(g.work.items, most.items, {}, "sparse items");
   pad(g.work.splits, most.items > 1 ? 1 : 0, {.splits = 1}, "sparse splits");
-  g.work.part_keys = p.options.split == SplitPolicy::batch_invariant ? kInvariantKeys : 0;
+  g.work.part_keys = invariant(p) ? kInvariantKeys : 0;
   p.partial_rows = g.work.partial_rows = most.partial_rows;
   if (!p.serves_block()) return;
   IndexSchedule& s = p.index_schedule;
@@ -124,13 +128,14 @@ void fill_launches(Plan& p, const StepMaxima& m) {
   const ContextParallel& c = p.options.context_parallel;
   const auto length = static_cast<int32_t>(c.sharding.length(c.member(), m.seq_len));
   const auto most = static_cast<int32_t>(std::min(m.query_len, m.tokens));
+  const auto tokens = static_cast<int32_t>(std::min<int64_t>(most, item_tokens(p, m.seq_len)));
   for (size_t i = 0; i < p.latent_items.size(); ++i)
     p.latent_items[i] = {.request = static_cast<int32_t>(static_cast<int64_t>(i) % m.requests),
-                         .q_begin = static_cast<int32_t>(std::min(static_cast<int64_t>(i) * most, m.tokens - most)),
-                         .q_count = most,
+                         .q_begin = static_cast<int32_t>(std::min(static_cast<int64_t>(i) * tokens, m.tokens - tokens)),
+                         .q_count = tokens,
                          .kv_begin = 0,
                          .kv_end = length,
-                         .visible = std::max(length - most, 0)};
+                         .visible = std::max(length - tokens, 0)};
   for (SparseGroup& g : p.sparse_groups)
     g.work.items[0] = {
         .q_begin = 0, .q_count = static_cast<int32_t>(m.tokens), .k_begin = 0, .k_end = static_cast<int32_t>(p.topk)};
@@ -179,7 +184,8 @@ void require_within(const StepMaxima& m, const Batch& b) {
   }
 }
 
-bool selects(const Plan& p) { return p.topk > 0 && p.options.maxima->seq_len > p.topk; }
+// However short a sequence still is, under batch_invariant: longer ones begin with the same tokens.
+bool selects(const Plan& p, int64_t seq_len) { return p.topk > 0 && (seq_len > p.topk || ignores_cuts(p)); }
 
 void pad_to_maxima(Plan& p, const Batch& batch) {
   const StepMaxima& m = *p.options.maxima;
@@ -194,7 +200,7 @@ void pad_to_maxima(Plan& p, const Batch& batch) {
   p.latent_tokens.resize(static_cast<size_t>(m.tokens));
   std::iota(p.latent_tokens.begin(), p.latent_tokens.end(), 0);
   if (m.tokens == 0) return;
-  if (selects(p)) pad_sparse(p, m);
+  if (selects(p, m.seq_len)) pad_sparse(p, m);
   else pad_latent(p, m);
 }
 
@@ -233,9 +239,10 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
                   .shares_context = (can.latent || can.sparse) && o.context_parallel.shared()};
   const int64_t grain = key_grain(p);
-  if (can.expanded) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
+  if (can.expanded && !ignores_cuts(p)) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
   if (can.context)
-    w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * round_up(m.seq_len - 1, grain));
+    w.context = std::min(chunk_rows(p, m.seq_len, m.requests),
+                         m.requests * round_up(ignores_cuts(p) ? m.seq_len : m.seq_len - 1, grain));
   if (p.fused_output && !can.context) w.heads = 0;
   if (can.sparse) {
     w.sparse = m.tokens;

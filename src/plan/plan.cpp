@@ -177,10 +177,11 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
 
 // given: the rates of the options before those of the device took their place.
 Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context) {
-  if (p.options.maxima) return planning::selects(p) ? Path::sparse : Path::latent;
+  if (p.options.maxima) return planning::selects(p, p.options.maxima->seq_len) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
-  if (p.topk > 0 && new_tokens > 0 && context + new_tokens > p.topk) return Path::sparse;
+  if (new_tokens > 0 && planning::selects(p, context + new_tokens)) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
+  if (planning::invariant(p)) return p.options.path == PathPolicy::expanded ? Path::expanded : Path::latent;
   const bool shared = p.options.context_parallel.shared();
   if (shared && context == 0 && p.options.path == PathPolicy::automatic && !p.options.absorbed) return Path::expanded;
   switch (p.options.path) {
@@ -203,8 +204,25 @@ Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t n
 namespace planning {
 namespace {
 
-// batch_invariant: every context is cut at multiples of this, whatever the workspace or its neighbours.
+// batch_invariant: every sequence is cut at multiples of this, whatever the workspace or its neighbours.
 constexpr int64_t kFixedRows = 4096;
+
+// A request's queries over a piece of its context: all of them see all of it.
+void add_context_item(const RequestPlan& r, const GatherPiece& piece, std::vector<ExpandedItem>& items) {
+  items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything(),
+                   /*last=*/piece.start + piece.count == r.context});
+}
+
+// The same over a piece of its whole sequence: queries whose own rows lie in it end there, later ones see all of it.
+void add_sequence_items(const RequestPlan& r, const GatherPiece& piece, std::vector<ExpandedItem>& items) {
+  const int32_t begin = std::max(piece.start - r.context, 0),
+                end = std::clamp(piece.start + piece.count - r.context, 0, r.query_len);
+  if (begin < end)
+    items.push_back({r.q_begin + begin, end - begin, piece.row, piece.count, r.context + begin - piece.start,
+                     /*last=*/true});
+  if (end < r.query_len)
+    items.push_back({r.q_begin + end, r.query_len - end, piece.row, piece.count, ExpandedItem::everything()});
+}
 
 // Who holds which rows of a chunk. A run of positions is a run of each member's tokens, for members keep them in order.
 void split_chunk(const ContextParallel& c, ContextChunk& chunk) {
@@ -241,18 +259,17 @@ int64_t context_workspace_rows(const Plan& plan, int64_t longest, int64_t reques
 
 int64_t chunk_rows(const Plan& plan, int64_t longest, int64_t requests) {
   const int64_t rows = context_workspace_rows(plan, longest, requests);
-  const bool by_rule = plan.options.context_rows == 0;
-  return by_rule && plan.options.split == SplitPolicy::batch_invariant ? std::max(rows, kFixedRows) : rows;
+  return plan.options.context_rows == 0 && invariant(plan) ? std::max(rows, kFixedRows) : rows;
 }
 
 void chunk_context(Plan& plan) {
-  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
-  std::vector<int32_t> contexts(plan.requests.size());
+  const bool whole = ignores_cuts(plan);
+  std::vector<int32_t> cached(plan.requests.size());
   int64_t longest = 0, requests = 0;
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
     if (q.path != Path::expanded || q.query_len == 0) continue;
-    contexts[r] = q.context;
+    cached[r] = whole ? q.context + q.query_len : q.context;
     longest = std::max<int64_t>(longest, static_cast<int64_t>(q.context) + q.query_len);
     ++requests;
   }
@@ -260,13 +277,13 @@ void chunk_context(Plan& plan) {
   if (rows == 0) return;  // nothing is expanded
   plan.context_rows = rows;
   for (std::vector<GatherPiece>& pieces : pack_context_chunks(
-           contexts, rows, plan.cache.page_size, invariant ? std::min(rows, kFixedRows) : 0, key_grain(plan))) {
+           cached, rows, plan.cache.page_size, whole ? std::min(rows, kFixedRows) : 0, key_grain(plan))) {
     ContextChunk chunk{.pieces = std::move(pieces), .items = {}};
+    chunk.first = whole && chunk.pieces[0].start == 0;
     chunk.items.reserve(chunk.pieces.size());
     for (const GatherPiece& piece : chunk.pieces) {
       const RequestPlan& r = plan.requests[piece.request];
-      chunk.items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything(),
-                             /*last=*/piece.start + piece.count == r.context});
+      (whole ? add_sequence_items : add_context_item)(r, piece, chunk.items);
       chunk.rows = std::max<int64_t>(chunk.rows, static_cast<int64_t>(piece.row) + piece.count);
     }
     if (plan.options.context_parallel.shared()) split_chunk(plan.options.context_parallel, chunk);
@@ -321,11 +338,15 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
                              " tokens attends to the " + std::to_string(p.topk) +
                              " that are selected for each, in a cache; cache_use is none");
-    const bool expanded = request.path == Path::expanded;
+    const bool expanded = request.path == Path::expanded, from_cache = expanded && planning::ignores_cuts(p);
     if (expanded && options.absorbed)
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
                              " new tokens takes the expanded path by policy " + std::string(to_string(options.path)) +
                              ", fully absorbed weights serve the latent path alone");
+    const auto first = p.positions.begin() + request.q_begin;
+    std::iota(first, first + request.query_len, request.context);
+    // Sparse ones follow the latent ones, group by group.
+    if (options.dummy || request.path == Path::sparse || from_cache) continue;
     if (expanded && request.query_len > 0 && !p.expanded_tokens.empty()) {
       const int64_t begin = planning::round_up(std::ssize(p.expanded_tokens), planning::key_grain(p));
       p.expanded_tokens.resize(static_cast<size_t>(begin), p.expanded_tokens.back());
@@ -334,9 +355,6 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,
                                 /*last=*/request.context == 0});
-    const auto first = p.positions.begin() + request.q_begin;
-    std::iota(first, first + request.query_len, request.context);
-    if (options.dummy || request.path == Path::sparse) continue;  // those follow the latent ones, group by group
     std::vector<int32_t>& rows = expanded ? p.expanded_tokens : p.latent_tokens;
     rows.reserve(static_cast<size_t>(p.tokens));
     rows.resize(rows.size() + static_cast<size_t>(request.query_len));

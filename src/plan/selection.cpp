@@ -12,7 +12,7 @@ bool is_decode(const Plan& plan, const RequestPlan& r) { return r.query_len <= p
 // A row is attended where it lies: whether its request's whole sequence is first gathered in 16 or 32 bits follows from
 // the request alone, never from its neighbours.
 bool upconverts(const Plan& plan, const RequestPlan& r) {
-  if (plan.options.maxima) return false;
+  if (plan.options.maxima || invariant(plan)) return false;
   // Ranks of a split cache must choose alike, whatever each measured.
   if (plan.options.context_parallel.shared() && plan.options.sparse == SparsePolicy::automatic) return false;
   switch (plan.options.sparse) {
@@ -89,7 +89,7 @@ int64_t attended_heads(const Plan& plan) {
 }
 
 bool may_upconvert(const Plan& plan, int64_t query_len) {
-  if (query_len <= plan.options.reorder_batch_threshold) return false;
+  if (invariant(plan) || query_len <= plan.options.reorder_batch_threshold) return false;
   if (plan.options.sparse == SparsePolicy::upconvert) return true;
   // In place costs nothing where loads are not counted; a split cache's are never weighed (upconverts()).
   return plan.options.sparse == SparsePolicy::automatic && !plan.options.context_parallel.shared() &&

@@ -68,14 +68,13 @@ SparseWork plan_sparse(int64_t rows, int64_t keys, int64_t heads, SplitPolicy sp
 }
 
 planning::MostSparse planning::most_sparse(const Plan& plan, int64_t rows, int64_t keys) {
-  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   const int64_t units = sparse_units(plan), heads = attended_heads(plan);
   MostSparse most;
   if (rows == 0 || keys == 0 || heads == 0) return most;
   most.items = 1;
   // As many rows as units make no splits.
   for (int64_t r = 1; r <= std::min(rows, units); ++r) {
-    const int64_t splits = ceil_div(keys, item_keys(r, keys, heads, invariant, units, split_keys(plan)));
+    const int64_t splits = ceil_div(keys, item_keys(r, keys, heads, invariant(plan), units, split_keys(plan)));
     if (splits == 1) continue;
     most.items = std::max(most.items, splits);
     most.partial_rows = std::max(most.partial_rows, r * splits);

@@ -51,7 +51,38 @@ void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan&
   });
 }
 
+// A GPU's kernels cut requests' positions themselves, by the lengths they find when they run. Under batch_invariant
+// rows of an item have equally many pieces, for a row of one piece is not merged; no launch has more than scratch
+// holds.
+void add_items(Plan& plan, const LatentRows& r) {
+  const auto& maxima = plan.options.maxima;
+  const int64_t most = item_tokens(plan, maxima ? maxima->seq_len : r.length);
+  int32_t q = 0;
+  do {
+    const int64_t seen = std::max<int64_t>(r.visible + q + 1, 1), border = round_up(seen, kInvariantKeys);
+    int64_t count = std::min<int64_t>(r.q_count - q, most), end = r.length;
+    if (invariant(plan) && border < r.length) count = std::min(count, border - seen + 1), end = border;
+    plan.latent_items.push_back({.request = r.request,
+                                 .q_begin = r.q_begin + q,
+                                 .q_count = static_cast<int32_t>(count),
+                                 .kv_begin = 0,
+                                 .kv_end = static_cast<int32_t>(end),
+                                 .visible = static_cast<int32_t>(std::min(r.visible + q, r.length - 1))});
+    q += static_cast<int32_t>(count);
+  } while (q < r.q_count);
+}
+
 }  // namespace
+
+int64_t item_tokens(const Plan& plan, int64_t positions) {
+  if (!invariant(plan)) return std::numeric_limits<int32_t>::max();
+  // A tile's rows that no token fills have partial rows, too.
+  constexpr int64_t kTileRows = 128;
+  const auto row = static_cast<int64_t>(sizeof(float)) * (plan.cache.value_width() + 2),
+             rows = static_cast<int64_t>(plan.device.scratch_per_worker) / row;
+  return std::max<int64_t>(
+      1, (rows / std::max<int64_t>(1, ceil_div(positions, kInvariantKeys)) - kTileRows) / attended_heads(plan));
+}
 
 int64_t split_keys(const Plan& plan) {
   return plan.options.compute == Dtype::bf16 ? plan.device.split_keys : kSplitKeys;
@@ -67,19 +98,20 @@ int64_t range_length(int64_t total, int64_t units, int64_t least) {
 // kUnits of them, have at most kUnits ranges and one more each; where that would be longer than kLongest, ranges of
 // kLongest.
 MostLatent most_latent(const Plan& plan, const StepMaxima& m) {
-  const bool invariant = plan.options.split == SplitPolicy::batch_invariant;
   const bool shares = plan.options.context_parallel.shared();
   const auto ranges_of = [&](int64_t length) { return ceil_div(m.seq_len, length); };
   MostLatent most;
   if (m.tokens == 0) return most;
   if (plan.device.device.kind == DeviceKind::cuda) {
-    most.items = shares ? m.tokens : m.requests;
+    // Each border that a request's tokens pass cuts one of its items in two.
+    const int64_t borders = invariant(plan) ? ceil_div(m.query_len - 1, kInvariantKeys) : 0;
+    most.items = shares ? m.tokens : m.requests * (ceil_div(m.query_len, item_tokens(plan, m.seq_len)) + borders);
     return most;
   }
   // Runs of one owner's tokens are tiles of their own.
   const int64_t tile = std::min(kTileTokens, m.query_len),
                 tiles = shares ? m.tokens : std::min(m.tokens, m.requests * ceil_div(m.query_len, kTileTokens));
-  if (invariant) {
+  if (invariant(plan)) {
     const int64_t ranges = ranges_of(kInvariantKeys);
     most.items = tiles * ranges;
     if (ranges > 1) most.splits = tiles, most.partial_rows = m.tokens * ranges;
@@ -110,15 +142,8 @@ void split_kv(Plan& plan) {
     else rows.push_back({static_cast<int32_t>(r), row, q.query_len, q.context, int64_t{q.context} + q.query_len});
     row += q.query_len;
   }
-  // A GPU's kernels cut requests themselves, by the lengths they find when they run.
   if (plan.device.device.kind == DeviceKind::cuda) {
-    for (const LatentRows& r : rows)
-      plan.latent_items.push_back({.request = r.request,
-                                   .q_begin = r.q_begin,
-                                   .q_count = r.q_count,
-                                   .kv_begin = 0,
-                                   .kv_end = static_cast<int32_t>(r.length),
-                                   .visible = static_cast<int32_t>(r.visible)});
+    for (const LatentRows& r : rows) add_items(plan, r);
     return;
   }
   LatentWork work = plan_latent(rows, plan.options.split, split_keys(plan));

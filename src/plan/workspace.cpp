@@ -27,7 +27,7 @@ std::string why_not_fused(const Plan& plan) {
   const OutputSpec& output = plan.options.output;
   if (!output.groups_within(plan.model.value))
     return "groups of " + std::to_string(output.group_size()) + " span heads of " + std::to_string(plan.model.value);
-  if (plan.device.device.kind != DeviceKind::cpu && plan.expanded_tokens.empty())
+  if (plan.device.device.kind != DeviceKind::cpu && !plan.expands())
     return "a GPU's products write no codes, and no request takes the expanded path";
   return {};
 }
@@ -40,11 +40,12 @@ void place_output(Plan& plan) {
   plan.head_rows = plan.options.absorbed ? 0 : plan.tokens;  // fully absorbed weights take latent outputs to W_UV W_O
   // On a GPU the latent path's heads are f32 rows, and the expanded path's where no kernel writes the codes itself.
   if (!value_up_quantises(plan)) return;
-  // Only rows that context is merged into are still f32 between two calls.
+  // Only rows that a chunk is merged into are still f32 between two calls.
   plan.head_rows = 0;
   for (const ContextChunk& c : plan.chunks)
     for (const ExpandedItem& i : c.items)
-      plan.head_rows = std::max<int64_t>(plan.head_rows, static_cast<int64_t>(i.q_begin) + i.q_count);
+      if (!c.first || !i.last)
+        plan.head_rows = std::max<int64_t>(plan.head_rows, static_cast<int64_t>(i.q_begin) + i.q_count);
 }
 
 WorkspaceRows workspace_rows(const Plan& p) {

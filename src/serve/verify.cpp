@@ -95,7 +95,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       std::vector<std::vector<int32_t>> selections;
       for (size_t i = first; i < last; ++i) {
         rows.push_back(samples[order[i]].position);
-        contexts.push_back(samples[order[i]].context);
+        // Under batch_invariant all keys are read as they are stored.
+        if (o.plan.split == SplitPolicy::fast) contexts.push_back(samples[order[i]].context);
         selections.push_back(samples[order[i]].selected);
       }
       const int64_t pass = task % kPasses;

@@ -88,8 +88,8 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
                                                   {-1, -1});  // request, position
     for (const GatherPiece& g : c.pieces) {
       FUZZ_CHECK(g.request >= 0 && g.request < static_cast<int64_t>(queries.size()));
-      FUZZ_CHECK(g.start >= 0 && g.count > 0 && g.start + g.count <= contexts[g.request] && g.row >= 0 &&
-                 g.row + g.count <= c.rows);
+      FUZZ_CHECK(g.start >= 0 && g.count > 0 && g.start + g.count <= contexts[g.request] + queries[g.request] &&
+                 g.row >= 0 && g.row + g.count <= c.rows);
       for (int64_t i = 0; few && i < g.count; ++i) {
         FUZZ_CHECK(rows[static_cast<size_t>(g.row + i)].first == -1);
         rows[static_cast<size_t>(g.row + i)] = {g.request, g.start + i};
@@ -99,7 +99,7 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
       FUZZ_CHECK(i.q_begin >= 0 && i.q_count > 0 && i.q_begin + i.q_count <= tokens);
       FUZZ_CHECK(i.k_begin >= 0 && i.k_count > 0 && i.k_begin + i.k_count <= c.rows);
       for (int64_t q = i.q_begin; few && q < i.q_begin + i.q_count; ++q)
-        for (int64_t j = i.k_begin; j < i.k_begin + i.k_count; ++j) {
+        for (int64_t j = i.k_begin; j < i.k_begin + std::min<int64_t>(i.k_count, q - i.q_begin + i.visible + 1); ++j) {
           const auto [request, position] = rows[static_cast<size_t>(j)];
           FUZZ_CHECK(request >= 0);
           const RequestPlan& r = p.requests[static_cast<size_t>(request)];

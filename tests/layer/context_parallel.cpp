@@ -101,6 +101,47 @@ TEST(ContextParallel, TheAttentionForm) {
     });
 }
 
+// batch_invariant: each rank's rows are the same, however a prompt is cut into steps.
+TEST(ContextParallel, CutsOfAPromptDoNotChangeBits) {
+  constexpr int32_t kTokens = 130;
+  ModelConfig dense = model_of(), sparse = small_sparse();
+  sparse.heads = dense.heads;
+  struct Mode {
+    const ModelConfig& model;
+    Formats formats;
+    PlanOptions plan;
+  };
+  for (const Mode& mode : {Mode{dense, {.cache = CacheFormat::bf16}, {.path = PathPolicy::automatic}},
+                           Mode{dense, {.cache = CacheFormat::fp8}, {.path = PathPolicy::expanded, .context_rows = 50}},
+                           Mode{sparse, {.cache = CacheFormat::fp8_ds_mla}, {}}})
+    for (const Grid& g : {grid_of(mode.model, 2, 2, 4), grid_of(mode.model, 3, 3, 1), grid_of(mode.model, 4, 2, 16),
+                          grid_of(mode.model, 2, 1, 1)}) {
+      const ModelConfig& m = mode.model;
+      PlanOptions options = mode.plan;
+      options.split = SplitPolicy::batch_invariant;
+      const auto hidden = cases::random_values(kTokens * m.hidden, 3);
+      const auto in_steps = [&](const std::vector<int32_t>& lengths) {
+        std::vector<std::vector<float>> out(g.heads.size());
+        on_ranks(m, g, mode.formats, {{kTokens}, {0}}, options,
+                 [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
+                   auto at = hidden.begin();
+                   for (int32_t done = 0; const int32_t n : lengths) {
+                     const auto end = at + n * m.hidden;
+                     const auto rows = rank.run(Step(held, {{n}, {done}}), o, std::vector<float>(at, end));
+                     out[static_cast<size_t>(r)].insert(out[static_cast<size_t>(r)].end(), rows.begin(), rows.end());
+                     done += n, at = end;
+                   }
+                 });
+        return out;
+      };
+      const auto whole = in_steps({kTokens});
+      for (const std::vector<int32_t>& lengths :
+           {std::vector<int32_t>{51, 1, 1, 77}, {1, 129}, {20, 20, 20, 20, 20, 30}})
+        EXPECT_TRUE(in_steps(lengths) == whole)
+            << m.name << " " << to_string(options.path) << ", " << g.name() << ", first " << lengths[0];
+    }
+}
+
 // Codes of a row's queries are the same wherever they are made; sums over the positions differ.
 TEST(ContextParallel, Fp8Queries) {
   ModelConfig m = model_of();

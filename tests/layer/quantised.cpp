@@ -163,8 +163,8 @@ TEST_P(QuantisedOutput, HasTheBitsOfQuantisingThePlainOne) {
           PlanOptions o = base;
           o.output = named;
           const Plan plan = step.plan(o);
-          EXPECT_EQ(plan.fused_output, (spec.group_size() == 0 || m_.value % spec.group_size() == 0) &&
-                                           (!kOnGpu || !plan.expanded_tokens.empty()));
+          EXPECT_EQ(plan.fused_output,
+                    (spec.group_size() == 0 || m_.value % spec.group_size() == 0) && (!kOnGpu || plan.expands()));
           QuantisedMemory got(spec, step.tokens() + kPadding, width_), right(spec, step.tokens() + kPadding, width_);
           two_step(plain, step.tokens(), right.view());
           step.attend(plan, got.view());

@@ -142,8 +142,10 @@ struct Rank {
             .deadline = std::chrono::seconds(60)};
   }
   std::vector<float> run(const Step& s, const PlanOptions& o, uint64_t seed) {
+    return run(s, o, cases::random_values(s.starts.back() * model.hidden, seed));
+  }
+  std::vector<float> run(const Step& s, const PlanOptions& o, const std::vector<float>& hidden) {
     const Plan p = plan_of(s, o);
-    const auto hidden = cases::random_values(p.tokens * model.hidden, seed);
     std::vector<float> out(hidden.size(), -7.0f);
     forward(stream, context(p, s), View<const float, Token, Hidden>(hidden.data(), {p.tokens, model.hidden}),
             View<float, Token, Hidden>(out.data(), {p.tokens, model.hidden}));

@@ -68,7 +68,10 @@ TEST(Chunks, RandomContexts) {
     const Chunks cut = pack_context_chunks(contexts, rows, page, fixed);
     check(cut, contexts, rows, page, true);
     for (const auto& chunk : cut)
-      for (const GatherPiece& p : chunk) EXPECT_EQ(p.start % fixed, 0);  // whatever the neighbours
+      for (const GatherPiece& p : chunk) {
+        EXPECT_EQ(p.start % fixed, 0);  // whatever the neighbours
+        EXPECT_EQ(p.start, chunk[0].start);
+      }
     const int64_t grain = random.integer(1, 40);
     for (const Chunks& apart : {pack_context_chunks(contexts, rows, page, 0, grain),
                                 pack_context_chunks(contexts, rows, page, fixed, grain)}) {

@@ -62,11 +62,9 @@ std::vector<Setting> settings() {
   const CostModel loads{.plain_elements = 1, .fp8_elements = 1};
   const auto add = [&](const std::string& name, const ModelConfig& model, const PlanOptions& options) {
     all.push_back({name + " on the CPU", model, cpu, options});
-    if (options.split == SplitPolicy::fast) {
-      PlanOptions wide = options;
-      wide.compute = Dtype::bf16;
-      all.push_back({name + " on a GPU", model, gpu, wide});
-    }
+    PlanOptions wide = options;
+    wide.compute = Dtype::bf16;
+    all.push_back({name + " on a GPU", model, gpu, wide});
   };
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
     for (const PathPolicy path :

@@ -44,7 +44,8 @@ std::map<std::pair<int64_t, int64_t>, int> coverage(const Plan& p) {
       for (int64_t q = i.q_begin; q < i.q_begin + i.q_count; ++q) {
         EXPECT_FALSE(written[q]) << "two items of a chunk write token " << q;
         written[q] = true;
-        for (int64_t j = i.k_begin; j < i.k_begin + i.k_count; ++j) {
+        const int64_t sees = std::min<int64_t>(i.k_count, q - i.q_begin + i.visible + 1);
+        for (int64_t j = i.k_begin; j < i.k_begin + sees; ++j) {
           const RequestPlan& r = p.requests[owner[j]];
           EXPECT_TRUE(q >= r.q_begin && q < r.q_begin + r.query_len);
           ++seen[{q, position[j]}];
@@ -85,7 +86,9 @@ void check(const Plan& p) {
   for (const ExpandedItem& i : p.suffix_items) note(i);
   for (const ContextChunk& c : p.chunks)
     for (const ExpandedItem& i : c.items) note(i);
-  for (int32_t t : p.expanded_tokens) EXPECT_EQ(lasts[t], 1) << "token " << t;
+  for (const RequestPlan& r : p.requests)
+    for (int32_t t = r.q_begin; r.path == Path::expanded && t < r.q_begin + r.query_len; ++t)
+      EXPECT_EQ(lasts[t], 1) << "token " << t;
 
   std::vector<Region> regions = p.regions;
   std::sort(regions.begin(), regions.end(), [](const Region& a, const Region& b) {
@@ -148,9 +151,10 @@ TEST(Plan, ArithmeticBreakEven) {
 TEST(Plan, PoliciesChoosePaths) {
   const ModelConfig m = test::small_deepseek();
   const Made b({1, 3, 500}, {100, 100, 100}, 64);
-  auto paths = [&](PathPolicy policy) {
+  auto paths = [&](PathPolicy policy, SplitPolicy split = SplitPolicy::fast) {
     PlanOptions o;
     o.path = policy;
+    o.split = split;
     o.reorder_batch_threshold = 1;
     std::string s;
     for (const RequestPlan& r : make(m, cache_spec(m, CacheFormat::bf16), b, o).requests) s += to_string(r.path)[0];
@@ -160,6 +164,16 @@ TEST(Plan, PoliciesChoosePaths) {
   EXPECT_EQ(paths(PathPolicy::expanded), "eee");
   EXPECT_EQ(paths(PathPolicy::by_length), "lee");
   EXPECT_EQ(paths(PathPolicy::automatic), "lle");
+  // One path for all, whatever a step brings.
+  EXPECT_EQ(paths(PathPolicy::latent, SplitPolicy::batch_invariant), "lll");
+  EXPECT_EQ(paths(PathPolicy::expanded, SplitPolicy::batch_invariant), "eee");
+  EXPECT_EQ(paths(PathPolicy::by_length, SplitPolicy::batch_invariant), "lll");
+  EXPECT_EQ(paths(PathPolicy::automatic, SplitPolicy::batch_invariant), "lll");
+  const PlanOptions invariant{.split = SplitPolicy::batch_invariant};
+  EXPECT_NE(make(m, cache_spec(m, CacheFormat::bf16), b, invariant)
+                .describe()
+                .find("paths by policy automatic, which is latent under batch_invariant:"),
+            std::string::npos);
 }
 
 // A request's items, splits and chunks in a batch are those it has alone, shifted.
@@ -183,7 +197,52 @@ TEST(Plan, BatchInvariantPiecesDependOnTheRequestAlone) {
     const auto alone = ranges(make(m, spec, Made({3}, {9000}, 16), o), 0);
     EXPECT_EQ(ranges(make(m, spec, Made({1, 3, 70}, {50000, 9000, 12}, 16), o), 1), alone);
     EXPECT_EQ(ranges(make(m, spec, Made({1, 1, 1, 3}, {1, 2, 3, 9000}, 16), o), 3), alone);
+    if (path == PathPolicy::latent) continue;
+    // Nor on what of the sequence is new.
+    EXPECT_EQ(alone, (std::vector<std::pair<int32_t, int32_t>>{{0, 4096}, {4096, 8192}, {8192, 9003}}));
+    EXPECT_EQ(ranges(make(m, spec, Made({9003}, {0}, 16), o), 0), alone);
+    EXPECT_EQ(ranges(make(m, spec, Made({5000}, {4003}, 16), o), 0), alone);
   }
+}
+
+// batch_invariant: new rows are read back; each query's rows end with the piece that has its own.
+TEST(Plan, BatchInvariantExpandedRowsComeFromTheCache) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 16);
+  PlanOptions o{.path = PathPolicy::expanded, .split = SplitPolicy::batch_invariant, .context_rows = 100};
+  const Made b({130, 1, 20}, {90, 0, 60}, 16);
+  const Plan p = make(m, spec, b, o);
+  check(p);
+  EXPECT_TRUE(p.expanded_tokens.empty() && p.suffix_items.empty());
+  struct Item {
+    int32_t q_begin, q_count, k_count, visible;
+    bool last;
+    bool operator==(const Item&) const = default;
+  };
+  const int32_t all = ExpandedItem::everything();
+  const std::vector<std::vector<Item>> right{{{0, 10, 100, 90, true}, {10, 120, 100, all, false}},
+                                             {{130, 1, 1, 0, true}, {131, 20, 80, 60, true}},
+                                             {{10, 100, 100, 0, true}, {110, 20, 100, all, false}},
+                                             {{110, 20, 20, 0, true}}};
+  ASSERT_EQ(p.chunks.size(), right.size());
+  for (size_t c = 0; c < right.size(); ++c) {
+    std::vector<Item> items;
+    for (const ExpandedItem& i : p.chunks[c].items)
+      items.push_back({i.q_begin, i.q_count, i.k_count, i.visible, i.last});
+    EXPECT_EQ(items, right[c]) << "chunk " << c;
+    EXPECT_EQ(p.chunks[c].first, c < 2) << "chunk " << c;
+  }
+  EXPECT_NE(p.describe().find("expanded: new tokens read back from the cache; 4 context chunks of at most 100 rows"),
+            std::string::npos)
+      << p.describe();
+  // Heads that no later chunk adds to need no f32 rows.
+  o.output = parse_output_spec("fp8_128");
+  EXPECT_EQ(make(m, spec, b, o).head_rows, 130);
+  // Without a cache there is nothing to read back.
+  o = {.form = LayerForm::attention, .cache_use = CacheUse::none, .split = SplitPolicy::batch_invariant};
+  const Plan none = make(m, spec, Made({130}, {0}, 16), o);
+  check(none);
+  EXPECT_TRUE(none.chunks.empty() && none.suffix_items.size() == 1);
 }
 
 TEST(Plan, PureAndPrintable) {
@@ -285,6 +344,31 @@ TEST(Plan, OutputsSayWhereTheyAreQuantised) {
   const Plan expanded = plan(m, spec, b.pages, b.batch(), gpu, o);
   EXPECT_TRUE(expanded.fused_output);
   EXPECT_EQ(last_step(expanded), "scale_padding");
+}
+
+// batch_invariant on a GPU: rows of an item have equally many pieces of 1024 positions, and an item's pieces, for tiles
+// of up to 128 rows, as many partial rows as scratch holds.
+TEST(Plan, ItemsOfAGpuAreCutWhereRowsHaveOneMorePiece) {
+  ModelConfig m = test::small_deepseek();
+  m.heads = 40;
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 64);
+  const Made b({1, 1500, 2, 30, 5}, {5000, 500, 1023, 20000, 1023}, 64);
+  const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .threads = 1, .scratch_per_worker = size_t{64} << 20};
+  PlanOptions o{.path = PathPolicy::latent};
+  EXPECT_EQ(plan(m, spec, b.pages, b.batch(), gpu, o).latent_items.size(), 5u);
+  o.split = SplitPolicy::batch_invariant;
+  const Plan p = plan(m, spec, b.pages, b.batch(), gpu, o);
+  check(p);
+  const auto pieces = [](int64_t positions) { return (positions + kInvariantKeys - 1) / kInvariantKeys; };
+  for (const LatentItem& i : p.latent_items) {
+    EXPECT_EQ(pieces(i.visible + 1), pieces(std::min(i.visible + i.q_count, i.kv_end)));
+    EXPECT_EQ(pieces(i.kv_end), pieces(i.visible + 1));
+    const int64_t rows = (i.q_count * m.heads + 127) / 128 * 128 * pieces(i.kv_end);
+    EXPECT_LT(rows * (512 + 2) * 4, 64 << 20);
+  }
+  EXPECT_EQ(
+      std::count_if(p.latent_items.begin(), p.latent_items.end(), [](const LatentItem& i) { return i.request == 2; }),
+      2);
 }
 
 // However long the context, a range stays one that f32 sums.

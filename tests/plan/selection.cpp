@@ -97,7 +97,10 @@ TEST(Selection, RandomBatchesAreCoveredOnEveryMode) {
         check(p);
         for (size_t r = 0; r < queries.size(); ++r)
           EXPECT_EQ(p.requests[r].path == Path::sparse,
-                    policy != SparsePolicy::dense && queries[r] > 0 && queries[r] + contexts[r] > 64);
+                    policy != SparsePolicy::dense && queries[r] > 0 &&
+                        (queries[r] + contexts[r] > 64 || split == SplitPolicy::batch_invariant));
+        for (const SparseGroup& g : p.sparse_groups)
+          EXPECT_TRUE(g.rows == 0 || split == SplitPolicy::fast) << "rows of batch_invariant are read in place";
         EXPECT_FALSE(p.describe().empty());
       }
   }

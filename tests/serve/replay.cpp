@@ -327,6 +327,52 @@ TEST(Replay, PreemptionRecomputesTheSameRows) {
   EXPECT_EQ(verify(run.trace, run.options, r.samples, run.pool, run.stop).failed, 0);
 }
 
+// batch_invariant: rows do not follow from the token budget, from whether and how much of a prompt is found in the
+// cache, nor from a second computation after preemption.
+TEST(Replay, BatchInvariantRowsAreThoseOfAnySchedule) {
+  struct Mode {
+    ModelConfig model;
+    PathPolicy path;
+    CacheFormat format;
+  };
+  for (const Mode& mode : {Mode{test::small_deepseek(), PathPolicy::automatic, CacheFormat::fp8_ds_mla},
+                           Mode{test::small_deepseek(), PathPolicy::expanded, CacheFormat::bf16},
+                           Mode{test::small_sparse(), PathPolicy::automatic, CacheFormat::bf16}}) {
+    std::map<std::pair<int64_t, int64_t>, std::vector<float>> right;
+    int64_t hits = 0, preemptions = 0;
+    const auto compare = [&](int64_t token_budget, int64_t pages, bool prefix_reuse) {
+      Replayed run;
+      run.trace = generate_trace({.requests = 6, .input = 60, .output = 30, .rate = 1e6, .seed = 3});
+      run.trace.block_tokens = 16;
+      for (TraceRequest& r : run.trace.requests)
+        while (static_cast<int64_t>(r.blocks.size()) * 16 < r.input) r.blocks.push_back(r.blocks.size());
+      run.options.model = mode.model;
+      run.options.format = mode.format;
+      run.options.layers = 1;
+      run.options.plan.path = mode.path;
+      run.options.plan.split = SplitPolicy::batch_invariant;
+      run.options.limits = {
+          .pages = pages, .page_size = 16, .token_budget = token_budget, .prefix_reuse = prefix_reuse};
+      run.options.verify = 100000;  // every row
+      const Result r = run.go();
+      EXPECT_EQ(r.finished, 6);
+      hits += r.hit_tokens, preemptions += r.preemptions;
+      const std::string how = std::string(to_string(mode.path)) + ", token budget " + std::to_string(token_budget);
+      for (const Sample& s : r.samples) {
+        const auto [at, first] = right.try_emplace({s.request, s.position}, s.row);
+        ASSERT_TRUE(first || at->second == s.row) << how << ": request " << s.request << ", position " << s.position;
+      }
+    };
+    compare(4096, 0, false);
+    const size_t rows = right.size();
+    for (const int64_t token_budget : {7, 50, 128}) compare(token_budget, 0, true);
+    compare(40, 12, false);
+    EXPECT_EQ(right.size(), rows);
+    EXPECT_GT(hits, 0);
+    EXPECT_GT(preemptions, 0);
+  }
+}
+
 TEST(Replay, ResultAddsUp) {
   Replayed run;
   const Result r = run.go();

@@ -63,6 +63,21 @@ class Engine {
     return static_cast<int64_t>(sequences_.size()) - 1;
   }
 
+  /// Adds a sequence of the same hidden states whose first pages are another's, as if they had been found in the cache.
+  int64_t add_behind(int64_t sequence, int64_t pages) {
+    const Sequence& s = sequences_[sequence];
+    Sequence found{s.hidden, pages * cache_.spec().page_size, {s.pages.begin(), s.pages.begin() + pages}};
+    sequences_.push_back(std::move(found));
+    return static_cast<int64_t>(sequences_.size()) - 1;
+  }
+  /// Gives a sequence's pages back: its tokens are to be computed again.
+  void restart(int64_t sequence) {
+    Sequence& s = sequences_[sequence];
+    free_.insert(free_.begin(), s.pages.begin(), s.pages.end());
+    s.pages.clear();
+    s.length = 0;
+  }
+
   /// One step; returns each piece's output rows [count, H], in the pieces' order.
   std::vector<std::vector<float>> step(std::span<const Piece> pieces) {
     const ModelConfig& m = weights_.config;

@@ -79,7 +79,8 @@ MLA_API mla_status mla_select(mla_stream* stream, const mla_layer_args* args, co
 /// q [Token, Head, QueryKey] = [nope | rope] rotated, kv_c [Token, Latent] normed, k_pe [Token, Rope] rotated, all of
 /// the plan's activations dtype; out [Token, Head, Value], f32, bf16 or f16. The last dimensions are dense.
 /// Appends [kv_c | k_pe] first, with MLA_CACHE_USE_APPEND; with MLA_CACHE_USE_READ both are looked at where the plan
-/// has requests on the expanded path alone, and may otherwise be NULL. Of a dummy step all three may be.
+/// has requests on the expanded path alone, not by MLA_SPLIT_BATCH_INVARIANT, and may otherwise be NULL. Of a dummy
+/// step all three may be.
 MLA_API mla_status mla_attend(mla_stream* stream, const mla_layer_args* args, const DLTensor* q, const DLTensor* kv_c,
                               const DLTensor* k_pe, const DLTensor* out);
 /// The same with an output quantised as it is finished. out->spec is of the format that the plan was made for; its

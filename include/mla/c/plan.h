@@ -14,6 +14,9 @@ extern "C" {
 
 enum { MLA_PATH_LATENT = 0, MLA_PATH_EXPANDED = 1, MLA_PATH_SPARSE = 2 };
 enum { MLA_PATHS_AUTOMATIC = 0, MLA_PATHS_LATENT = 1, MLA_PATHS_EXPANDED = 2, MLA_PATHS_BY_LENGTH = 3 };
+/// MLA_SPLIT_BATCH_INVARIANT: a token's bits follow from its request's tokens up to it, weights, cache format and
+/// options, neither from other requests nor from how its prompt was cut into steps or found in the cache. Paths
+/// automatic and by length are then latent.
 enum { MLA_SPLIT_FAST = 0, MLA_SPLIT_BATCH_INVARIANT = 1 };
 enum {
   MLA_SPARSE_AUTOMATIC = 0,

@@ -53,7 +53,7 @@ void attention_steps(Steps& s, Calls calls) {
           steps::Append{s.input<Token, Latent>(Memory::kv_c, s.act, {t, m.latent}),
                         s.input<Token, Rope>(Memory::k_pe, s.act, {t, m.rope}), s.list(ListKind::slot_mapping, t)});
   if (!p.latent_tokens.empty()) latent_steps(s, calls);
-  if (!p.expanded_tokens.empty()) expanded_steps(s, calls);
+  if (p.expands()) expanded_steps(s, calls);
   finish_heads(s);
 }
 

@@ -111,11 +111,12 @@ void expanded_steps(Steps& s, Calls calls) {
   const Plan& p = s.plan;
   const int64_t rows = static_cast<int64_t>(p.expanded_tokens.size());
   const auto q = queries(s, calls);
-  attend(s, calls, q,
-         expand(s, calls, s.input<Token, Head, In>(Memory::kv_c, s.act, {s.tokens, 1, m.latent}),
-                s.input<Token, Head, In>(Memory::k_pe, s.act, {s.tokens, 1, m.rope}),
-                s.list(ListKind::expanded_tokens, p.expanded_tokens), rows),
-         s.list(ListKind::suffix_items, p.suffix_items), false);
+  if (rows > 0)
+    attend(s, calls, q,
+           expand(s, calls, s.input<Token, Head, In>(Memory::kv_c, s.act, {s.tokens, 1, m.latent}),
+                  s.input<Token, Head, In>(Memory::k_pe, s.act, {s.tokens, 1, m.rope}),
+                  s.list(ListKind::expanded_tokens, p.expanded_tokens), rows),
+           s.list(ListKind::suffix_items, p.suffix_items), false);
   for (size_t c = 0; c < p.chunks.size(); ++c) {
     const ContextChunk& chunk = p.chunks[c];
     const auto context = s.region<Key, Entry>("context", s.act, {chunk.rows, m.entry()});
@@ -128,7 +129,7 @@ void expanded_steps(Steps& s, Calls calls) {
                                       {context.stride<Key>(), 0, 1});
     };
     attend(s, calls, q, expand(s, calls, flat(kv_c, m.latent), flat(k_pe, m.rope), {}, chunk.rows),
-           s.list(ListKind::context_items, chunk.items, c), true);
+           s.list(ListKind::context_items, chunk.items, c), !chunk.first);
   }
 }
 

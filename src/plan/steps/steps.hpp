@@ -114,7 +114,8 @@ Partials partials(const Steps& s, int64_t rows, int64_t heads);
 Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls);
 /// Absorbed queries over the cache itself, then W_UV.
 void latent_steps(Steps& s, Calls calls);
-/// New tokens among themselves, then one chunk of cached context after another, merged in place.
+/// New tokens among themselves, unless chunks have them too; then one chunk of cached rows after another, merged in
+/// place.
 void expanded_steps(Steps& s, Calls calls);
 /// Keys of the step's tokens join the index cache, whatever attends; sparse rows then choose among what they see.
 void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& query_source);

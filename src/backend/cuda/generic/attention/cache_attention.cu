@@ -1,4 +1,6 @@
 #include <algorithm>
+#include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -13,10 +15,33 @@
 namespace mla::cuda::generic {
 namespace {
 
-constexpr int kMostSources = 16, kJoinThreads = 128;
-// Batch-invariant items of attend_latent are split by their own length and rows: as many parts as there are kPart
-// positions, at most kMostParts, whatever else the call holds.
-constexpr int kPart = kInvariantKeys, kMostParts = 64;
+constexpr int kMostSources = 16, kJoinThreads = 128, kMostParts = 64;
+
+/// Where batch-invariant items of attend_latent are cut: at fixed positions, multiples of kInvariantKeys, whatever the
+/// item's length and rows and whatever else the call holds. The first `each` parts have kInvariantKeys positions, the
+/// next twice as many, and so on, so that few parts hold long contexts; the last one has the rest.
+struct FixedParts {
+  int32_t each = 0, sizes = 0;  // 0: items are not cut so
+
+  /// At most so many, which scratch must hold of some tokens.
+  static FixedParts within(int64_t most) {
+    constexpr int64_t kMost = 256, kSizes = 8;
+    most = std::clamp<int64_t>(most, 1, kMost);
+    const int64_t sizes = std::min(most, kSizes);
+    return {static_cast<int32_t>(most / sizes), static_cast<int32_t>(sizes)};
+  }
+  __host__ __device__ int64_t begin(int part) const {
+    const int size = part / each;
+    return kInvariantKeys * (((int64_t{1} << size) - 1) * each + (int64_t{part % each} << size));
+  }
+  __host__ __device__ int64_t end(int part) const { return part + 1 < each * sizes ? begin(part + 1) : INT64_MAX; }
+  /// Of an item of positions before `end`.
+  int count(int64_t end) const {
+    int n = 1;
+    while (this->end(n - 1) < end) ++n;
+    return n;
+  }
+};
 
 struct CacheAttention {
   Queries q;
@@ -29,9 +54,9 @@ struct CacheAttention {
   const SparseItem* lists = nullptr;
   int32_t items = 0;
   int32_t splits = 1;       // CTAs along a tile's keys
-  int64_t part_tokens = 0;  // batch-invariant: tokens times parts that scratch holds; 0: every item has `splits`
+  FixedParts parts;         // positions: of batch-invariant items
   int32_t part_keys = 0;    // lists: of a split; 0: one split has all
-  int64_t first_token = 0;  // of this launch, in the items' order
+  int64_t first_token = 0;  // of this launch, in the items' order; positions: its rows begin a tile of the only item
   int64_t tokens = 0;       // scratch rows of a split
   int32_t tiles = 0;
   int32_t count = 0;
@@ -39,14 +64,6 @@ struct CacheAttention {
   Layout layout;
   CacheSource sources[kMostSources];
 };
-
-/// Of an item whose splits must not depend on the others.
-__host__ __device__ inline int parts_of(const LatentItem& item, int64_t part_tokens) {
-  const int64_t length = static_cast<int64_t>(item.kv_end) - item.kv_begin, parts = (length + kPart - 1) / kPart,
-                room = part_tokens / (item.q_count > 0 ? item.q_count : 1),
-                most = room < kMostParts ? room : kMostParts;
-  return static_cast<int>(parts < 1 || most < 1 ? 1 : parts < most ? parts : most);
-}
 
 __device__ inline int64_t lists_end(const CacheAttention& a, int64_t row, int64_t end) {
   int64_t last = 0;  // no key lies past it
@@ -76,7 +93,7 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
   int32_t q_begin, visible = 0;
   if (a.positions) {
     const Found found = find_item(
-        a.items, number % a.tiles,
+        a.items, a.first_token * a.heads / M + number % a.tiles,
         [&](int32_t i) { return (static_cast<int64_t>(a.positions[i].q_count) * a.heads + M - 1) / M; },
         [&](int32_t i) { return static_cast<int64_t>(a.positions[i].q_count); });
     if (found.item < 0) return;
@@ -84,17 +101,18 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
     row0 = static_cast<int64_t>(found.tile) * M;
     rows = static_cast<int>(min(static_cast<int64_t>(M), static_cast<int64_t>(item.q_count) * a.heads - row0));
     q_begin = item.q_begin, visible = item.visible, partial = item.partial, key_row = item.request;
-    tokens_before = found.tokens;
+    tokens_before = found.tokens - a.first_token;
     begin = item.kv_begin;
     end = max(begin, min(static_cast<int64_t>(item.kv_end), visible + (row0 + rows - 1) / a.heads + 1));
+    if (a.parts.each > 0) {
+      begin = max(begin, a.parts.begin(split));
+      end = max(begin, min(end, a.parts.end(split)));
+    }
     blocks = static_cast<int>((end - begin + N - 1) / N);
     if (partial >= 0) {
       if (split > 0) return;
-    } else {
-      const int all = a.part_tokens ? static_cast<int>((item.kv_end - begin + N - 1) / N) : blocks;
-      // A captured launch has those of the longest query that it was made for, which scratch holds.
-      const int splits = a.part_tokens ? min(parts_of(item, a.part_tokens), a.splits) : a.splits;
-      const int each = (all + splits - 1) / splits, skipped = min(blocks, split * each);
+    } else if (a.parts.each == 0) {
+      const int each = (blocks + a.splits - 1) / a.splits, skipped = min(blocks, split * each);
       blocks = min(each, blocks - skipped);
       begin += static_cast<int64_t>(skipped) * N;
       end = min(end, begin + static_cast<int64_t>(blocks) * N);
@@ -167,7 +185,7 @@ __global__ void __launch_bounds__(kJoinThreads) join_kernel(const __grid_constan
                     a.scratch.max_head};
   if (a.positions) {
     const auto tokens = [&](int32_t i) { return static_cast<int64_t>(a.positions[i].q_count); };
-    const Found found = find_item(a.items, token, tokens, tokens);
+    const Found found = find_item(a.items, a.first_token + token, tokens, tokens);
     if (found.item < 0) return;
     const LatentItem item = a.positions[found.item];
     if (item.partial >= 0) return;
@@ -401,9 +419,11 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, con
   const Variant v = choose(a, invariant ? a.heads : most * a.heads, op, &blocks);
   a.layout = v.layout, a.copies = v.copies;
   const int64_t room = static_cast<int64_t>(kScratch / (static_cast<size_t>(a.heads) * (a.width + 2) * 4));
-  if (invariant) a.part_tokens = std::max<int64_t>(1, room);
+  const int64_t whole = v.rows / std::gcd<int64_t>(v.rows, a.heads);  // tokens whose rows fill tiles
+  if (invariant) a.parts = FixedParts::within(room / whole);
 
-  // As many items at a time as scratch holds the parts of: all of them unless they are batch-invariant and long.
+  // As many items at a time as scratch holds the parts of, or of one item as many tokens: all of them unless they are
+  // batch-invariant and long.
   for (size_t begin = 0; begin < args.items.size();) {
     size_t count = args.items.size() - begin;
     int64_t tokens = 0, tiles = 0, longest = 0;
@@ -414,7 +434,7 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, con
         tokens += i.q_count;
         tiles += divide_up(static_cast<int64_t>(i.q_count) * a.heads, v.rows);
         longest = std::max<int64_t>(longest, i.kv_end - i.kv_begin);
-        if (invariant) a.splits = std::max(a.splits, parts_of(i, a.part_tokens));
+        if (invariant) a.splits = std::max(a.splits, a.parts.count(i.kv_end));
       }
     };
     measure();
@@ -427,12 +447,17 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, con
                               1, kMostParts));
     a.positions = items + begin;
     a.items = static_cast<int32_t>(count);
-    a.tokens = tokens;
-    use_scratch(a, args.scratch.data);
-    const std::string shape = "items " + std::to_string(a.items) + ", tokens " + std::to_string(tokens) + ", heads " +
-                              std::to_string(a.heads) + ", splits " + std::to_string(a.splits);
-    run(queue, a, v, tiles, op, shape);
-    join(queue, a, tokens, op, shape);
+    const bool fits = !invariant || a.splits == 1 || tokens * a.splits <= room;
+    const int64_t at_once = fits ? tokens : room / a.splits / whole * whole;
+    for (a.first_token = 0; a.first_token < tokens; a.first_token += at_once) {
+      a.tokens = std::min(at_once, tokens - a.first_token);
+      if (!fits) tiles = divide_up(a.tokens * a.heads, v.rows);
+      use_scratch(a, args.scratch.data);
+      const std::string shape = "items " + std::to_string(a.items) + ", tokens " + std::to_string(a.tokens) +
+                                ", heads " + std::to_string(a.heads) + ", splits " + std::to_string(a.splits);
+      run(queue, a, v, tiles, op, shape);
+      join(queue, a, a.tokens, op, shape);
+    }
     begin += count;
   }
 }
