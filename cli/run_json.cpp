@@ -160,6 +160,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"steps", r.step_seconds},
               {"simulated", r.simulated_seconds}}},
             {"memory", {{"peak_bytes", r.peak_memory}, {"workspace_bytes", r.workspace_bytes}}},
+            {"checkpoint_bytes", o.checkpoint ? nlohmann::json(r.checkpoint_bytes) : nlohmann::json(nullptr)},
             {"interrupted", r.interrupted}});
   if (const serve::Verification* v = report.verification)
     j["verification"] = {{"rows", v->rows},

@@ -232,6 +232,9 @@ void print_summary(const RunReport& report) {
   print_latencies(r);
   print_ops(report, gpu);
   std::printf("memory     peak %.2f GiB (workspace %.2f)\n", gib(r.peak_memory), gib(r.workspace_bytes));
+  if (o.checkpoint)
+    std::printf("checkpoint %s of tensors read%s\n", readable_bytes(r.checkpoint_bytes).c_str(),
+                o.plan.tensor_parallel > 1 ? ", by the ranks of this process together" : "");
   std::printf("time       %.1f s setup, %.1f s replay in %s, %.1f s simulated\n", r.setup_seconds, r.wall_seconds,
               counted(r.steps, "step").c_str(), r.simulated_seconds);
 }

@@ -222,6 +222,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
   int64_t trace_tokens = 0;
   for (const TraceRequest& q : trace.requests) trace_tokens += q.input + q.output - 1;
   r.setup_seconds = since(setup);
+  if (o.checkpoint) r.checkpoint_bytes = o.checkpoint->bytes_read();
 
   const auto start = Clock::now();
   double now = 0, page_seconds = 0;

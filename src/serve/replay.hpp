@@ -92,10 +92,11 @@ struct Progress {
 
 struct Result {
   int64_t layers = 0, threads = 0;
-  double setup_seconds = 0;      ///< weights and caches
-  double wall_seconds = 0;       ///< the replay itself
-  double step_seconds = 0;       ///< sum of steps' measured times
-  double simulated_seconds = 0;  ///< the clock's end
+  double setup_seconds = 0;       ///< weights and caches
+  uint64_t checkpoint_bytes = 0;  ///< of tensors, read for them by this process's ranks; 0: weights are random
+  double wall_seconds = 0;        ///< the replay itself
+  double step_seconds = 0;        ///< sum of steps' measured times
+  double simulated_seconds = 0;   ///< the clock's end
   int64_t steps = 0;
   int64_t prefill_tokens = 0, decode_tokens = 0;  ///< computed in steps
   int64_t output_tokens = 0;                      ///< generated: each request's first one ends its prefill

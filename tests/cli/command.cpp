@@ -768,6 +768,18 @@ TEST_F(Command, KvScalesOfACheckpoint) {
   EXPECT_EQ(scales[0], 0.5);
   EXPECT_LT(scales[1].get<double>(), 0.1);  // found
   EXPECT_EQ(mla(run).err.find("unread"), std::string::npos);
+  // Two layers' maps and norms, every tensor once by one rank, and a scale of four bytes that more than one asks for.
+  constexpr int kShared = 2 * 4 * (10 * 16 + 8), kBytes = kShared + 2 * 4 * (12 * 16 + 16 * 8 + 16 * 8), kScale = 16;
+  const auto read = [&] { return json::parse(contents(file))["checkpoint_bytes"].get<int>(); };
+  EXPECT_NE(mla(run).out.find("checkpoint 4.8 KiB of tensors read\n"), std::string::npos);
+  EXPECT_GE(read(), kBytes);
+  EXPECT_LE(read(), kBytes + kScale);
+  // Of two ranks each its own rows and columns; what both need is read twice.
+  ASSERT_EQ(mla(run + " --tp 2").status, 0);
+  EXPECT_GE(read(), kBytes + kShared);
+  EXPECT_LE(read(), kBytes + kShared + kScale);
+  ASSERT_EQ(mla("run --requests 2 --layers 1 --input-len 20 --output-len 2 --json " + file.string()).status, 0);
+  EXPECT_TRUE(json::parse(contents(file))["checkpoint_bytes"].is_null());
 }
 
 // Tokens over the run's duration, and nothing that a share of each step goes into.
