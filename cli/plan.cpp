@@ -146,7 +146,7 @@ void print_divisions(const std::function<RankStep(const BatchLengths&, int dcp)>
 }
 
 nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string& target,
-                       const std::vector<layer::KernelUse>& uses) {
+                       const std::vector<layer::KernelUse>& uses, const std::vector<bench::RehearsedStep>& rehearsed) {
   nlohmann::json j = provenance(command);
   j.update({{"model", p.model.name},
             {"device", to_string(p.device.device)},
@@ -168,6 +168,12 @@ nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string
                             {"bytes", u.bytes},
                             {"flops", u.flops},
                             {"expected_seconds", u.seconds}});
+  for (const bench::RehearsedStep& s : rehearsed)
+    j["rehearsed"].push_back({{"op", s.op},
+                              {"tasks", s.tasks},
+                              {"one_thread_seconds", s.alone},
+                              {"longest_task_seconds", s.longest},
+                              {"seconds", s.shared}});
   return j;
 }
 
@@ -230,15 +236,17 @@ void run(const CLI::App& command, Flags& f) {
   const Plan& p = rank.plan;
   const std::vector<layer::KernelUse>& uses = rank.uses;
   const std::string target = target_of(device, f.capability);
-  files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses)) << '\n'; });
+  std::vector<bench::RehearsedStep> rehearsed;
+  if (f.rehearse) {
+    const BatchOfLengths made(lengths, f.page_size);
+    rehearsed = bench::rehearse(model, prepared, spec, made.pages(), made.batch(), options, f.threads);
+  }
+  files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses, rehearsed)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);
   print_steps(uses, target);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());
-  if (f.rehearse) {
-    const BatchOfLengths made(lengths, f.page_size);
-    print_rehearsal(bench::rehearse(model, prepared, spec, made.pages(), made.batch(), options, f.threads), f.threads);
-  }
+  if (f.rehearse) print_rehearsal(rehearsed, f.threads);
   if (f.tp > 1) {
     std::printf(
         "  rank 0 of %d: %s of %lld, %s of cache a token and layer\n", f.tp, counted(own.heads, "head").c_str(),

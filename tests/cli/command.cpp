@@ -953,7 +953,8 @@ TEST_F(Command, OutputsThatWouldDestroyAreRefused) {
 }
 
 TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
-  const Outcome o = mla("plan --queries 1,40 --contexts 300,0 --threads 200 --rehearse");
+  const fs::path file = folder_ / "plan.json";
+  const Outcome o = mla("plan --queries 1,40 --contexts 300,0 --threads 200 --rehearse --json " + file.string());
   ASSERT_EQ(o.status, 0) << o.err;
   const size_t at = o.out.find("as 200 threads would share the tasks");
   ASSERT_NE(at, std::string::npos) << o.out;
@@ -965,7 +966,7 @@ TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
   int steps = 0;
   int64_t tasks = 0;
   double alone = 0, longest = 0, shared = 0;
-  for (; rows >> op >> tasks >> alone >> unit >> longest >> unit >> shared >> unit >> unit; ++steps) {
+  for (; op != "all" && rows >> op >> tasks >> alone >> unit >> longest >> unit >> shared >> unit >> unit; ++steps) {
     EXPECT_GT(tasks, 0) << op;
     EXPECT_LE(longest, alone) << op;
     EXPECT_LE(shared, alone * 1.01 + 0.1) << op;
@@ -976,6 +977,7 @@ TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
   }
   EXPECT_GT(steps, 8) << o.out;
   EXPECT_EQ(op, "all");
+  EXPECT_EQ(json::parse(contents(file))["rehearsed"].size(), static_cast<size_t>(steps) - 1);
   expect_bad("plan --rehearse --device cuda", {"--rehearse", "cpu"});
   expect_bad("plan --rehearse --tp 2", {"--rehearse", "--tp 1"});
   expect_bad("plan --threads 5000", {"--threads", "5000", "4096"});
