@@ -1,11 +1,9 @@
 #include "bench/rehearsal.hpp"
 
 #include <algorithm>
-#include <cstring>
 
 #include "cases/compare.hpp"
 #include "core/threads.hpp"
-#include "mla/error.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/layer.hpp"
 
@@ -29,13 +27,12 @@ void fill_pages(const View& cache, int64_t pages, size_t bytes, cases::Random& r
 
 std::vector<RehearsedStep> rehearse(const ModelConfig& model, const PrepareOptions& prepared, const CacheSpec& spec,
                                     int64_t pages, const Batch& batch, const PlanOptions& options, int threads) {
-  if (options.form != LayerForm::block || options.output.kind != OutputKind::none || options.tensor_parallel > 1)
-    throw UnsupportedError("a rehearsal is of form block with plain outputs on one rank");
   Rehearsal rehearsal(threads);
   Stream stream(rehearsal.pool());
   const Plan p = plan(model, spec, pages, batch, device_info(stream, model), options);
   const LayerWeights weights = prepare(model, random_layer(model, 0, kSeed, Dtype::bf16), prepared);
-  const int64_t positions = *std::max_element(batch.seq_lens.begin(), batch.seq_lens.end());
+  int64_t positions = 1;
+  for (const int32_t length : batch.seq_lens) positions = std::max<int64_t>(positions, length);
   const RotaryTable rotary(model.rotary, model.rope, positions);
   cases::Random random(kSeed);
   Cache cache(spec, pages);

@@ -20,7 +20,7 @@ struct RehearsedStep {
 
 /// Runs a layer of random weights over a cache of arbitrary rows, on one thread that stands for `threads`, and takes
 /// each task's time: the steps in their order, each its best of a few repeats. The batch lies in a cache of `pages`
-/// pages. Of the block form with plain outputs on one rank: else UnsupportedError.
+/// pages. Errors as forward(), which takes the block form with plain outputs.
 std::vector<RehearsedStep> rehearse(const ModelConfig& model, const PrepareOptions& prepared, const CacheSpec& spec,
                                     int64_t pages, const Batch& batch, const PlanOptions& options, int threads);
 

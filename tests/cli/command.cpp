@@ -978,6 +978,13 @@ TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
   EXPECT_GT(steps, 8) << o.out;
   EXPECT_EQ(op, "all");
   EXPECT_EQ(json::parse(contents(file))["rehearsed"].size(), static_cast<size_t>(steps) - 1);
+  // Nothing to do is no task.
+  for (const std::string& none :
+       {std::string("--queries 0"), "--batch " + write("none.json", R"({"query_lens":[],"contexts":[]})").string()}) {
+    const Outcome idle = mla("plan --rehearse " + none);
+    EXPECT_EQ(idle.status, 0) << idle.err;
+    EXPECT_NE(idle.out.find("    all                      0 "), std::string::npos) << idle.out;
+  }
   expect_bad("plan --rehearse --device cuda", {"--rehearse", "cpu"});
   expect_bad("plan --rehearse --tp 2", {"--rehearse", "--tp 1"});
   expect_bad("plan --threads 5000", {"--threads", "5000", "4096"});

@@ -14,8 +14,8 @@
 namespace mla::cpu {
 namespace {
 
-constexpr int64_t kMostColumns =
-    4 * kPanel;  // of a task when there are several row blocks: their weights then serve the next one
+// Columns of a task when there are several row blocks: their weights then serve the next one.
+constexpr int64_t kMostColumns = 4 * kPanel;
 
 // How a product is cut: rows and columns of a task. Which task computes a column changes no bit.
 struct Cut {
@@ -28,8 +28,8 @@ Cut cut_of(const CpuLinear& w, int64_t rows, int64_t unit, int threads) {
   if (most <= kMaxRows) {
     // Columns of a task share its staged rows; a few tasks a thread are enough. Whole panels where these are.
     const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows, wanted = w.heads * blocks * w.out / (4 * threads);
-    const int64_t of = wanted >= kPanel ? kPanel : unit;
-    return {kMaxRows, std::clamp<int64_t>(wanted / of * of, of, blocks > 2 ? kMostColumns : units * unit)};
+    const int64_t of = wanted >= kPanel ? kPanel : unit, columns = std::max(wanted / of * of, of);
+    return {kMaxRows, std::min(columns, blocks > 2 ? kMostColumns : units * unit)};
   }
   // Where products are fast, staging rows and reading weights count: the cut whose last thread ends first, by what a
   // core of a Xeon with AMX does, in nanoseconds.
