@@ -22,7 +22,8 @@ std::string read_text(const std::filesystem::path& file) {
     ~Close() { ::close(fd); }
   } close{fd};
   struct stat info {};
-  if (fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) refuse(file.string(), "cannot be read: not a regular file");
+  if (fstat(fd, &info) != 0) refuse(file.string(), std::string("cannot be examined: ") + std::strerror(errno));
+  if (!S_ISREG(info.st_mode)) refuse(file.string(), "cannot be read: not a regular file");
   const uintmax_t size = static_cast<uintmax_t>(info.st_size);
   if (size > kMost) refuse(file.string(), "has " + std::to_string(size) + " bytes, at most " + std::to_string(kMost));
   std::string text(size, '\0');
