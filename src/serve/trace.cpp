@@ -9,6 +9,7 @@
 #include <cstring>
 #include <fstream>
 #include <nlohmann/json.hpp>
+#include <string_view>
 
 #include "core/counted.hpp"
 #include "mla/error.hpp"
@@ -20,6 +21,7 @@ namespace {
 
 constexpr int64_t kMooncakeBlock = 512;
 constexpr int64_t kMostTokens = 100'000'000;
+constexpr double kMostSeconds = 1e12;  // differences keep a fraction of a millisecond
 // Of a trace, so that memory stays bounded whatever its lines say.
 constexpr size_t kMostLine = size_t{4} << 20;
 constexpr int64_t kMostBytes = int64_t{1} << 30, kMostRequests = int64_t{1} << 23, kMostIds = int64_t{1} << 24;
@@ -42,8 +44,8 @@ class Lines {
       const size_t taken = static_cast<size_t>(in_.gcount());
       bytes_ += static_cast<int64_t>(taken);
       if (bytes_ > kMostBytes) fail("the trace has more than " + std::to_string(kMostBytes) + " bytes");
-      if (in_.eof() && taken == 0 && text.empty()) return false;
-      more = in_.fail() && !in_.eof();  // the piece is full, the line goes on
+      if (taken == 0) return false;  // a piece that is full at the end of the file has seen the end
+      more = in_.fail();             // the piece is full, the line goes on
       if (more) in_.clear();
       text.append(piece_, taken - (more || in_.eof() ? 0 : 1));
       if (text.size() > kMostLine) fail("the line has more than " + std::to_string(kMostLine) + " bytes");
@@ -74,17 +76,17 @@ std::string shortest(double x) {
   return text;
 }
 
-int64_t token_count(const Lines& at, const std::string& key, double value, int64_t least) {
+int64_t token_count(const Lines& at, std::string_view key, double value, int64_t least) {
   if (!(value >= static_cast<double>(least) && value <= static_cast<double>(kMostTokens)) ||
       value != std::floor(value)) {
-    at.fail(key + " is " + shortest(value) + ", a whole number from " + std::to_string(least) + " to " +
+    at.fail(std::string(key) + " is " + shortest(value) + ", a whole number from " + std::to_string(least) + " to " +
             std::to_string(kMostTokens) + " is needed");
   }
   return static_cast<int64_t>(value);
 }
 
 // Traces record some requests that generated nothing: their prefill still makes one token.
-int64_t output_count(const Lines& at, const std::string& key, double value) {
+int64_t output_count(const Lines& at, std::string_view key, double value) {
   return std::max<int64_t>(1, token_count(at, key, value, 0));
 }
 
@@ -111,7 +113,7 @@ TraceRequest mooncake(const Lines& at) {
   };
   TraceRequest r;
   const double milliseconds = number("timestamp");
-  if (!(milliseconds >= 0 && milliseconds < 1e15))
+  if (!(milliseconds >= 0 && milliseconds < kMostSeconds * 1e3))
     at.fail("timestamp is " + shortest(milliseconds) + ", milliseconds from 0 are needed");
   r.arrival = milliseconds * 1e-3;
   r.input = token_count(at, "input_length", number("input_length"), 1);
@@ -131,7 +133,7 @@ TraceRequest mooncake(const Lines& at) {
 }
 
 std::vector<std::string> fields_of(const std::string& line) {
-  std::vector<std::string> fields{""};
+  std::vector<std::string> fields(1);
   bool quoted = false;
   for (char c : line) {
     if (c == '"') quoted = !quoted;
@@ -140,16 +142,24 @@ std::vector<std::string> fields_of(const std::string& line) {
   }
   for (std::string& f : fields) {
     const size_t first = f.find_first_not_of(" \t"), last = f.find_last_not_of(" \t");
-    f = first == std::string::npos ? "" : f.substr(first, last - first + 1);
+    if (first == std::string::npos) f.clear();
+    else f = f.substr(first, last - first + 1);
   }
   return fields;
 }
 
-double number_of(const Lines& at, const std::string& key, const std::string& text) {
+double number_of(const Lines& at, std::string_view key, const std::string& text) {
   double value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
   if (error != std::errc() || end != text.data() + text.size() || !std::isfinite(value))
-    at.fail(key + " is '" + text + "', a number is needed");
+    at.fail(std::string(key) + " is '" + text + "', a number is needed");
+  return value;
+}
+
+double seconds_of(const Lines& at, std::string_view key, const std::string& text) {
+  const double value = number_of(at, key, text);
+  if (!(std::fabs(value) < kMostSeconds))
+    at.fail(std::string(key) + " is " + shortest(value) + ", seconds from -1e12 to 1e12 are needed");
   return value;
 }
 
@@ -171,7 +181,8 @@ double date_time(const Lines& at, const std::string& text) {
   double second = 0;
   const auto [stop, error] = std::from_chars(next, end, second, std::chars_format::fixed);
   const std::chrono::year_month_day date{std::chrono::year(year), std::chrono::month(month), std::chrono::day(day)};
-  if (!good || error != std::errc() || stop != end || hour > 23 || minute > 59 || !(second >= 0 && second < 61))
+  if (!good || error != std::errc() || stop != end || hour > 23 || minute > 59 || std::signbit(second) ||
+      !(second < 61))
     at.fail("TIMESTAMP is '" + text + "', YYYY-MM-DD hh:mm:ss is needed");
   if (!date.ok()) at.fail("TIMESTAMP is '" + text + "', a day that no month has");
   const int64_t days = std::chrono::sys_days(date).time_since_epoch().count();
@@ -206,7 +217,7 @@ void read_csv(Lines& lines, Trace& t, int64_t max_requests) {
       lines.fail("has " + counted(static_cast<int64_t>(f.size()), "field") + ", the header has " +
                  std::to_string(header.size()));
     TraceRequest r;
-    r.arrival = azure ? date_time(lines, f[columns[0]]) : number_of(lines, names[0], f[columns[0]]);
+    r.arrival = azure ? date_time(lines, f[columns[0]]) : seconds_of(lines, names[0], f[columns[0]]);
     const double output = number_of(lines, names[2], f[columns[2]]);
     if (!azure && output == 0) continue;  // BurstGPT records failures so
     r.input = std::max<int64_t>(1, token_count(lines, names[1], number_of(lines, names[1], f[columns[1]]), 0));
@@ -271,8 +282,10 @@ Trace generate_trace(const Generated& o) {
   within("output length", o.output, kMostTokens);
   if (!(o.rate >= 0 && std::isfinite(o.rate)))
     throw InputError("generated trace: rate is " + shortest(o.rate) + ", a number from 0 is needed");
-  Trace t{
-      .source = "generated, seed " + std::to_string(o.seed), .format = "generated", .block_tokens = 64, .requests = {}};
+  Trace t;
+  t.source = "generated, seed " + std::to_string(o.seed);
+  t.format = "generated";
+  t.block_tokens = 64;
   uint64_t state = mix(o.seed);
   auto uniform = [&] { return static_cast<double>((state = mix(state + 0x9e3779b97f4a7c15u)) >> 11) * 0x1p-53; };
   auto around = [&](int64_t mean) {
@@ -282,6 +295,9 @@ Trace generate_trace(const Generated& o) {
   int64_t ids = 0;
   for (int64_t i = 0; i < o.requests; ++i) {
     TraceRequest r{.own = static_cast<uint64_t>(i)};
+    if (!(now < kMostSeconds))
+      throw InputError("generated trace: rate is " + shortest(o.rate) + ", request " + std::to_string(i) +
+                       " would arrive after 1e12 seconds");
     r.arrival = now;
     if (o.rate > 0) now += -std::log(1 - uniform()) / o.rate;
     r.input = around(o.input);

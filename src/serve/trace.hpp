@@ -34,8 +34,8 @@ uint64_t block_id(const TraceRequest& request, int64_t block);
 /// (TIMESTAMP, ContextTokens, GeneratedTokens) or BurstGPT csv (Timestamp in s, Request tokens, Response tokens; rows
 /// without a response are left out). The format is taken from the first line; requests are sorted by arrival. Reads at
 /// most max_requests (0: all). Traces without ids share nothing. InputError with file, line and reason for a malformed
-/// line, one that cannot be read, and for more than memory should hold: lines of 4 MiB, 1 GiB in all, 2^23 requests,
-/// 2^24 ids. A file must be a regular one.
+/// line, a time of 1e12 seconds or more, a line that cannot be read, and for more than memory should hold: lines of 4
+/// MiB, 1 GiB in all, 2^23 requests, 2^24 ids. A file must be a regular one.
 Trace read_trace(const std::filesystem::path& file, int64_t max_requests = 0);
 Trace read_trace(std::istream& in, const std::string& name, int64_t max_requests = 0);
 
@@ -43,7 +43,7 @@ struct Generated {
   int64_t requests = 24;
   int64_t input = 192;  ///< mean prompt length
   int64_t output = 12;  ///< mean generated length
-  double rate = 20;     ///< arrivals a second (Poisson); 0: all at once
+  double rate = 20;     ///< arrivals a second (Poisson), the last before 1e12 seconds; 0: all at once
   uint64_t seed = 1;
 };
 /// Lengths from half to one and a half times the mean; a third of the prompts continue an earlier one, as conversations

@@ -98,7 +98,7 @@ TEST(Trace, MalformedLinesAreNamed) {
   for (const char* time :
        {"2023-11-16 24:00:00", "2023-11-16 18:60:00", "2023-11-16 18:15:61", "2023-11-16 18:15", "2023-11-16T18:15:46",
         "23-11-16 18:15:46", "2023-1-16 18:15:46", "2023-11-16 +8:15:46", "2023-11-16 18:15:-4", "2023-11-16 18:15:46Z",
-        "2023-11-16 18:15:nan", "-023-11-16 18:15:46"})
+        "2023-11-16 18:15:nan", "2023-11-16 18:15:", "2023-11-16 18:15:-0", "-023-11-16 18:15:46"})
     EXPECT_EQ(refusal(azure + time + ",1,1\n"),
               "t:3: TIMESTAMP is '" + std::string(time) + "', YYYY-MM-DD hh:mm:ss is needed");
   EXPECT_EQ(refusal(azure + "2023-11-16 18:15:46,x,1\n"), "t:3: ContextTokens is 'x', a number is needed");
@@ -133,6 +133,8 @@ TEST(Trace, MalformedLinesAreNamed) {
             "t:4: hash_ids has 1 block, input_length 513 needs 2");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[-7]})"),
             "t:4: hash_ids holds -7, non-negative integers are needed");
+  EXPECT_EQ(read(good + R"({"timestamp":27000,"input_length":5,"output_length":1,"hash_ids":[-0]})").requests[2].blocks,
+            std::vector<uint64_t>{0});
   const std::string deep = std::string(1'000'000, '[') + std::string(1'000'000, ']');
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"input_length":5,"output_length":1,"hash_ids":[)" + deep + "]}"),
             "t:4: nested deeper than 64");
@@ -195,6 +197,16 @@ TEST(Trace, TimesThatGoBackAreCounted) {
   EXPECT_EQ(read(kMooncake).descending, 0);
 }
 
+// Times that are finite each, but whose difference is not: nothing that waits for it would run.
+TEST(Trace, TimesHaveBounds) {
+  const std::string header = "Timestamp,Request tokens,Response tokens\n";
+  EXPECT_EQ(refusal(header + "-1e308,1,1\n1e308,1,1\n"),
+            "t:2: Timestamp is -1e+308, seconds from -1e12 to 1e12 are needed");
+  EXPECT_EQ(refusal(header + "0,1,1\n1e12,1,1\n"),
+            "t:3: Timestamp is 1000000000000, seconds from -1e12 to 1e12 are needed");
+  EXPECT_EQ(read(header + "-999999999999,1,1\n999999999999,1,1\n").requests[1].arrival, 1999999999998);
+}
+
 // A file whose reading fails after some blocks, as of a disk or a network that goes away.
 class FailingFile : public std::streambuf {
  public:
@@ -229,6 +241,22 @@ TEST(Trace, AReadErrorIsNotTheEnd) {
     }
 }
 
+// Lines are read in pieces: those that end with a piece, about it, and at the end of the file.
+TEST(Trace, LinesOfEveryLength) {
+  constexpr size_t kPiece = (size_t{1} << 14) - 1;
+  const std::string header = "Timestamp,Request tokens,Response tokens\n";
+  for (const size_t pieces : {1, 2})
+    for (size_t size = pieces * kPiece - 2; size <= pieces * kPiece + 3; ++size)
+      for (const char* end : {"", "\n", "\r\n", "\n5,7,9", "\n\n5,7,9\n"}) {
+        const std::string line = "1,2," + std::string(size - 5, ' ') + "3";
+        const Trace t = read(header + line + end);
+        ASSERT_EQ(t.requests.size(), std::strchr(end, '5') ? 2u : 1u) << size << end;
+        EXPECT_EQ(t.requests[0].input, 2);
+        EXPECT_EQ(t.requests[0].output, 3);
+        EXPECT_EQ(t.requests.back().input, std::strchr(end, '5') ? 7 : 2);
+      }
+}
+
 // What does not end, without being kept.
 class Endless : public std::streambuf {
  public:
@@ -255,6 +283,11 @@ TEST(Trace, WhatNeverEndsIsRefused) {
   };
   EXPECT_EQ(refused("x"), "t:1: the line has more than 4194304 bytes");
   EXPECT_EQ(refused(std::string((1 << 20) - 1, ' ') + "\n"), "t:1025: the trace has more than 1073741824 bytes");
+  // As many ids a line as the longest prompt has blocks.
+  std::string ids = "0";
+  for (int i = 1; i < 195'313; ++i) ids += ",0";
+  EXPECT_EQ(refused(R"({"timestamp":0,"input_length":100000000,"output_length":1,"hash_ids":[)" + ids + "]}\n"),
+            "t:86: the trace has more than 16777216 hash_ids");
 }
 
 TEST(Trace, OnlyRegularFilesAreRead) {
@@ -327,6 +360,12 @@ TEST(Trace, GeneratedOnesAreReproducible) {
   EXPECT_THROW(generate_trace({.requests = 0}), InputError);
   EXPECT_THROW(generate_trace({.rate = -1}), InputError);
   EXPECT_THROW(generate_trace({.rate = INFINITY}), InputError);
+  try {
+    generate_trace({.requests = 8, .rate = 1e-308});
+    FAIL() << "a request arrived at no time";
+  } catch (const InputError& e) {
+    EXPECT_STREQ(e.what(), "generated trace: rate is 1e-308, request 1 would arrive after 1e12 seconds");
+  }
   EXPECT_THROW(generate_trace({.requests = int64_t{1} << 24}), InputError);
   EXPECT_THROW(generate_trace({.requests = 1000, .input = 100'000'000}), InputError);
 }
