@@ -187,7 +187,7 @@ void ModelConfig::validate() const {
   require_number("query growth beta", query_growth_beta, query_growth_beta >= 0, "not be negative");
   if (query_growth_beta > 0 && (query_growth_length < 1 || query_growth_length > INT32_MAX))
     throw ShapeError("model " + name + ": query growth length is " + std::to_string(query_growth_length) +
-                     ", must be above 0");
+                     ", allowed 1 to " + std::to_string(INT32_MAX));
   if (query_latent == 0 && (query_scale != 1 || query_growth_beta != 0))
     throw UnsupportedError("model " + name + ": queries that are scaled need a query latent, its q_lora_rank is 0");
   require("attentions per layer", attentions_per_layer, 1);

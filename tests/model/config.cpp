@@ -487,6 +487,10 @@ TEST(Config, Mistral) {
   EXPECT_EQ(
       message(config(R"(,"q_lora_rank":null,"llama_4_scaling":{"beta":0.2,"original_max_position_embeddings":32})")),
       "c.json: model deepseek_v3: queries that are scaled need a query latent, its q_lora_rank is 0");
+  for (const char* length : {"0", "2147483648"})
+    EXPECT_EQ(message(config(R"(,"llama_4_scaling":{"beta":0.2,"original_max_position_embeddings":)" +
+                             std::string(length) + "}")),
+              "c.json: model deepseek_v3: query growth length is " + std::string(length) + ", allowed 1 to 2147483647");
 }
 
 TEST(Config, LongcatHasTwoAttentionsALayer) {
