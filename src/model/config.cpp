@@ -127,9 +127,10 @@ class Renamed {
   void rename(std::string_view old, std::string_view known) {
     const Json* v = from_.find(old);
     if (!v) return;
-    if (json_.contains(known) && !json_[std::string(known)].is_null() && json_[std::string(known)] != *v)
-      from_.fail(old, "is " + v->dump() + ", " + std::string(known) + " is " + json_[std::string(known)].dump());
-    json_[std::string(known)] = *v;
+    Json& now = json_[std::string(known)];
+    if (!now.is_null() && now != *v)
+      from_.fail(old, "is " + v->dump() + ", " + std::string(known) + " is " + now.dump());
+    now = *v;
     json_.erase(std::string(old));
   }
   void set(std::string_view key, Json value) { json_[std::string(key)] = std::move(value); }
@@ -151,7 +152,10 @@ void mistral_native(const Reader& from, const ReadOptions& options, Renamed& r) 
   if (from.has("yarn")) {
     const Reader yarn(from.object("yarn"), from.where() + ": yarn");
     yarn.only({"factor", "original_max_position_embeddings", "alpha", "beta", "apply_scale"}, options);
-    Json rope{{"rope_type", "yarn"}, {"factor", yarn.number("factor", 1.0)}, {"mscale", 1.0}, {"mscale_all_dim", 1.0}};
+    Json rope;
+    rope["rope_type"] = "yarn";
+    rope["factor"] = yarn.number("factor", 1.0);
+    rope["mscale"] = rope["mscale_all_dim"] = 1.0;
     if (yarn.has("original_max_position_embeddings"))
       rope["original_max_position_embeddings"] = yarn.integer("original_max_position_embeddings");
     if (yarn.has("beta")) rope["beta_fast"] = yarn.number("beta", 32);
@@ -167,13 +171,13 @@ void mistral_native(const Reader& from, const ReadOptions& options, Renamed& r) 
 
 // The parameters of DeepSeek's inference code: YaRN over rope_factor unless it is 1, with one mscale for both.
 void deepseek_native(const Reader& from, Renamed& r) {
-  Json rope{{"rope_type", "yarn"},
-            {"factor", from.number("rope_factor", 40.0)},
-            {"original_max_position_embeddings", from.integer("original_seq_len", 4096)},
-            {"beta_fast", from.number("beta_fast", 32)},
-            {"beta_slow", from.number("beta_slow", 1)},
-            {"mscale", from.number("mscale", 1.0)},
-            {"mscale_all_dim", from.number("mscale", 1.0)}};
+  Json rope;
+  rope["rope_type"] = "yarn";
+  rope["factor"] = from.number("rope_factor", 40.0);
+  rope["original_max_position_embeddings"] = from.integer("original_seq_len", 4096);
+  rope["beta_fast"] = from.number("beta_fast", 32);
+  rope["beta_slow"] = from.number("beta_slow", 1);
+  rope["mscale"] = rope["mscale_all_dim"] = from.number("mscale", 1.0);
   // Its sequences are no longer than this, and it scales nothing when none is longer than the original length.
   const int64_t longest = from.integer("max_seq_len", 16384);
   if (longest > from.integer("original_seq_len", 4096)) r.set("rope_scaling", std::move(rope));
@@ -529,7 +533,8 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
     check_keys(renamed, family.type == "kimi_linear" ? KeysOf::kimi_linear : KeysOf::model, where);
 
   ModelConfig m;
-  m.name = type.empty() ? "model" : one_line(type);
+  m.name = "model";
+  if (!type.empty()) m.name = one_line(type);
   m.hidden = config.integer_of("hidden_size", family.hidden);
   m.heads = config.integer_of("num_attention_heads", family.heads);
   // Null says that there is none.

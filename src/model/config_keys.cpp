@@ -182,10 +182,7 @@ constexpr std::array kRefused{
     Refusal{"add_cross_attention", "cross attention"},
 };
 
-bool nothing(const Json& v) {
-  return v.is_null() || (v.is_boolean() && !v.get<bool>()) || (v.is_number() && v.get<double>() == 0) ||
-         (v.is_structured() && v.empty()) || v == "";
-}
+bool nothing(const Json& v) { return v == false || v == 0 || v == "" || (v.is_structured() && v.empty()); }
 
 // Attention's vocabulary.
 const Names& attention_words() {

@@ -205,6 +205,7 @@ TEST(Config, LayersThatShareAnIndexer) {
   EXPECT_EQ(own_indexers(with(4, "")), "1111");
   EXPECT_TRUE(with(4, "").indexer->full.empty());
   EXPECT_EQ(own_indexers(with(4, R"(,"index_topk_freq":1,"index_topk_pattern":null)")), "1111");
+  EXPECT_TRUE(with(3, R"(,"index_topk_pattern":"FFF")").indexer->full.empty());
   // GLM-5.2: 0, 1, 2, then each fourth from 6 on.
   EXPECT_EQ(own_indexers(with(12, R"(,"index_topk_freq":4,"index_skip_topk_offset":3)")), "111000100010");
   const ModelConfig glm = with(78, R"(,"index_topk_freq":4,"index_skip_topk_offset":3)");
@@ -322,7 +323,7 @@ TEST(Config, YarnWithOneOfItsMscales) {
         Row{R"("mscale_all_dim":0.5)", m(1), m(0.5) * m(0.5), true},
         Row{R"("mscale":0,"mscale_all_dim":1)", m(1), m(1) * m(1), true},
         Row{R"("mscale":1,"mscale_all_dim":1,"attention_factor":1.2)", 1.2, m(1) * m(1), true},
-        Row{R"("attention_factor":1.2)", 1.2, 1, true},
+        Row{R"("attention_factor":1.2)", 1.2, 1, true}, Row{R"("apply_yarn_scaling":false)", m(1), 1, false},
         Row{R"("mscale":1,"mscale_all_dim":1,"apply_yarn_scaling":false)", 1, m(1) * m(1), true},
         Row{R"("mscale":1,"mscale_all_dim":1,"truncate":false)", 1, m(1) * m(1), true}}) {
     const ModelConfig c =
@@ -409,6 +410,15 @@ TEST(Config, Longrope) {
   EXPECT_NEAR(rotary_magnitude(m.rotary), std::sqrt(1 + std::log(16.0) / std::log(64.0)), 1e-12);
   EXPECT_NEAR(rotary_magnitude(read(R"(,"factor":4)").rotary), std::sqrt(1 + std::log(4.0) / std::log(64.0)), 1e-12);
   EXPECT_EQ(rotary_magnitude(read(R"(,"factor":0.5)").rotary), 1);
+  // The magnitude divides by the logarithm of the original length.
+  const auto original = [](int length) {
+    return config(R"(,"max_position_embeddings":8,"rope_scaling":{"type":"longrope","short_factor":[1,1,1,1],)"
+                  R"("long_factor":[1,1,1,1],"original_max_position_embeddings":)" +
+                  std::to_string(length) + "}");
+  };
+  EXPECT_EQ(parse_config(original(1)).rotary.factor, 8);
+  EXPECT_EQ(rotary_magnitude(parse_config(original(1)).rotary), 1);
+  EXPECT_EQ(message(original(0)), "c.json: model deepseek_v3: rope original max position is 0, must be above 0");
   EXPECT_EQ(rotary_magnitude(read(R"(,"attention_factor":1.5)").rotary), 1.5);
   EXPECT_NEAR(m.softmax_scale(), 1 / std::sqrt(32.0), 1e-15);
   ASSERT_EQ(m.notes.size(), 1u);  // which factors hold
