@@ -71,7 +71,8 @@ void require_known(std::string_view prefix, std::string_view tensor, std::string
 /// layer that shares its choice may come with an indexer's tensors all the same.
 void require_used(std::string_view prefix, std::string_view tensor, std::string_view where, const ModelConfig& m,
                   bool indexer, const std::unordered_set<std::string>& used) {
-  if (!tensor.starts_with(prefix) || used.contains(std::string(tensor))) return;
+  if (!tensor.starts_with(prefix)) return;
+  if (used.contains(std::string(tensor))) return;
   const std::string_view role = tensor.substr(prefix.size());
   if (role == "rotary_emb.inv_freq" || (of_an_indexer(role) && !indexer)) return;
   refuse_tensor(tensor, where, m);

@@ -1,5 +1,6 @@
 // Checkpoint folders: single file, shards, prefixes, fp8 with block scales, and what is missing or misshaped.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <atomic>
 #include <cmath>
@@ -153,11 +154,40 @@ TEST_F(CheckpointFolder, OneFileIsOpenedOnceHoweverItIsSpelled) {
   EXPECT_EQ(uses, 1);
 }
 
+// Each stays open, so that an index may not name as many as it likes.
+TEST_F(CheckpointFolder, ShardsAreCounted) {
+  constexpr int kMost = 4096;
+  rlimit before{};
+  ASSERT_EQ(getrlimit(RLIMIT_NOFILE, &before), 0);
+  rlimit open = before;
+  open.rlim_cur = std::max<rlim_t>(before.rlim_cur, kMost + 100);
+  if (setrlimit(RLIMIT_NOFILE, &open) != 0) GTEST_SKIP() << "fewer than " << kMost << " files may be open";
+  std::string map;
+  int there = 0;
+  const auto with = [&](int shards) {
+    for (; there < shards; ++there) {
+      const std::string name = std::to_string(there);
+      test::SafetensorsWriter w;
+      w.add(name, "U8", {0}, std::string_view());
+      w.write(folder_ / name);
+      map += (map.empty() ? "\"" : ",\"") + name + "\":\"" + name + "\"";
+    }
+    test::write_file(folder_ / "model.safetensors.index.json", R"({"weight_map":{)" + map + "}}");
+    return refusal(folder_.path(), [](const Checkpoint&) {});
+  };
+  EXPECT_EQ(with(kMost), "read");
+  EXPECT_EQ(with(kMost + 1), "F/model.safetensors.index.json: weight_map names more than 4096 files");
+  setrlimit(RLIMIT_NOFILE, &before);
+}
+
 TEST_F(CheckpointFolder, MissingAndMisshapedTensors) {
   EXPECT_EQ(refusal(folder_.path()), "F: neither model.safetensors nor model.safetensors.index.json is there");
   write_single("", [](auto& t) { t.pop_back(); });
   EXPECT_EQ(refusal(folder_.path()),
             "F: tensor 'model.layers.1.self_attn.o_proj.weight' is missing, expected shape [48, 60]");
+  write_single("", [](auto& t) { t.erase(t.begin() + 1); });
+  EXPECT_EQ(refusal(folder_.path()),
+            "F: tensor 'model.layers.1.self_attn.q_a_layernorm.weight' is missing, expected shape [20]");
   write_single("", [](auto& t) { t[5].shape = {130, 40}; });
   EXPECT_EQ(refusal(folder_.path()),
             "F/model.safetensors: tensor 'model.layers.1.self_attn.kv_b_proj.weight' has shape [130, 40], expected "
@@ -201,6 +231,22 @@ TEST_F(CheckpointFolder, TensorsThatNothingReadsAreNamed) {
   }
   write_single("", [&](auto& t) { t.push_back({"rotary_emb.inv_freq", {4}}); });
   EXPECT_EQ(refusal(folder_.path()), "read");
+}
+
+// A file alone, of which one layer is read whole or some of its heads.
+TEST_F(CheckpointFolder, ALayerOfAFile) {
+  write_single("", [](auto& t) { t.push_back({"sinks", {3}}); });
+  const Safetensors file(folder_ / "model.safetensors");
+  const ModelConfig m = read_config(folder_ / "config.json");
+  const std::string prefix = "model.layers.0.self_attn.", odd = "model.layers.1.self_attn.";
+  EXPECT_EQ(layer_tensors(file, prefix, m, 0).kv_up.shape, (std::vector<int64_t>{132, 40}));
+  const LayerTensors one = layer_tensors(file, prefix, m, 0, {}, HeadRange{2, 1});
+  EXPECT_EQ(one.kv_up.shape, (std::vector<int64_t>{44, 40}));
+  EXPECT_EQ(one.kv_up.to_f32()[0], static_cast<float>(88 * 40 % 17));
+  EXPECT_EQ(one.output.shape, (std::vector<int64_t>{48, 20}));
+  EXPECT_THROW(layer_tensors(file, prefix, m, 0, {}, HeadRange{2, 2}), Error);
+  EXPECT_THROW(layer_tensors(file, odd, m, 1), UnsupportedError);
+  EXPECT_EQ(layer_tensors(file, odd, m, 1, {.allow_unknown = true}).kv_up.shape, (std::vector<int64_t>{132, 40}));
 }
 
 // Where attentions are: two in each of LongCat's layers, some layers of Kimi Linear's, behind a wrapper's names.
@@ -250,12 +296,17 @@ class IndexerFolder : public testing::Test {
                          R"(,"index_n_heads":9,"index_head_dim":16,"index_topk":64,"indexer_types":["full","shared"],)"
                          R"("quantization_config":{"weight_block_size":[128,128]}})");
   }
-  void write(const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {}) {
+  void write(
+      const std::function<void(std::vector<Tensor>&)>& change = [](auto&) {},
+      const std::vector<Tensor>& of_second = {}) {
     test::SafetensorsWriter w;
     for (int layer = 0; layer < 2; ++layer) {
       const std::string prefix = "model.layers." + std::to_string(layer) + ".self_attn.";
       for (const Tensor& t : kTensors) add(w, prefix, t);
-      if (layer == 1) continue;
+      if (layer == 1) {
+        for (const Tensor& t : of_second) add(w, prefix, t);
+        continue;
+      }
       w.add(prefix + "indexer.wq_b.weight", "F8_E4M3", {144, 20}, std::vector<uint8_t>(144 * 20, 0x38));  // 1.0
       w.add(prefix + "indexer.wq_b.weight_scale_inv", "F32", {2, 1}, std::vector<float>{0.5f, 3.0f});
       std::vector<Tensor> tensors{{"indexer.wk.weight", {16, 48}},
@@ -267,9 +318,10 @@ class IndexerFolder : public testing::Test {
     }
     w.write(folder_ / "model.safetensors");
   }
-  std::string refusal_of_first() const {
+  std::string refusal_of_first() const { return refusal_of(0); }
+  std::string refusal_of(int64_t layer) const {
     try {
-      Checkpoint(folder_.path()).layer(0);
+      Checkpoint(folder_.path()).layer(layer);
     } catch (const Error& e) {
       return std::string(e.what()).substr(folder_.path().string().size());
     }
@@ -315,6 +367,23 @@ TEST_F(IndexerFolder, TensorsThatNothingReadsAreNamed) {
   EXPECT_EQ(refusal_of_first(),
             "/model.safetensors: tensor 'model.layers.0.self_attn.indexer.gate.weight' is not one "
             "that attention of model deepseek_v32 has (allow_unknown goes on past it)");
+  // A part that no matrix has, and one that this layer's form has no use for.
+  for (const char* role : {"indexer.wk.twist", "indexer.wk.qweight"}) {
+    write([&](auto& t) { t.push_back({role, {3}}); });
+    EXPECT_EQ(refusal_of_first(), "/model.safetensors: tensor 'model.layers.0.self_attn." + std::string(role) +
+                                      "' is not one that attention of model deepseek_v32 has (allow_unknown goes on "
+                                      "past it)");
+  }
+}
+
+TEST_F(IndexerFolder, ALayerThatSharesMayBringTensorsOfAnIndexer) {
+  write([](auto&) {}, {{"indexer.wk.weight", {16, 48}}, {"indexer.k_norm.bias", {7}}});
+  EXPECT_EQ(refusal_of(1), "read");
+  EXPECT_FALSE(Checkpoint(folder_.path()).layer(1).indexer);
+  write([](auto&) {}, {{"indexer.gate.weight", {3}}});
+  EXPECT_EQ(refusal_of(1),
+            "/model.safetensors: tensor 'model.layers.1.self_attn.indexer.gate.weight' is not one that attention of "
+            "model deepseek_v32 has (allow_unknown goes on past it)");
 }
 
 // Of fp8 tensors: blocks of 128 unless the config says otherwise, scales that are there and are floats, matrices alone.
