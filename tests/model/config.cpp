@@ -918,8 +918,9 @@ TEST(Config, LayerMapsThatAreRefused) {
 TEST(Config, QuantisationsThatAreRefused) {
   const auto with = [](const std::string& object) { return config(R"(,"quantization_config":)" + object); };
   const std::string where = "c.json: quantization_config: ", not_read = ": weights of this form are not supported (";
-  for (const char* block : {"3", "[1]", "[1,2,3]", "[1.5,1]", "[1,0]", "[1,65537]", "[70000,1]", R"(["a",1])",
-                            R"("128")", R"("128x")", R"("0x1")", R"("128x128x")", R"("128x128000000000000")"})
+  for (const char* block :
+       {"3", "[1]", "[1,2,3]", "[1.5,1]", "[1,1.5]", "[1,0]", R"("1x0")", "[1,65537]", "[70000,1]", R"(["a",1])",
+        R"("128")", R"("128x")", R"("0x1")", R"("128x128x")", R"("128x128000000000000")"})
     EXPECT_EQ(message(with(R"({"weight_block_size":)" + std::string(block) + "}")),
               where + "weight_block_size is " + block + ", two positive integers are needed");
   const std::string methods =
@@ -956,12 +957,31 @@ TEST(Config, QuantisationsThatAreRefused) {
   EXPECT_EQ(message(with(groups + R"(,"ignore":["re:.*self_attn.*","lm_head"]})")), "read");
   EXPECT_EQ(message(with(R"({"quant_method":"gptq","group_size":0})")),
             where + "group_size is 0, -1 or 1 to 1048576 is needed");
+  EXPECT_EQ(message(with(R"({"quant_method":"gptq","group_size":1048577})")),
+            where + "group_size is 1048577, -1 or 1 to 1048576 is needed");
   EXPECT_EQ(message(with(R"({"quant_method":"gptq","bits":"4"})")), where + "bits is \"4\", an integer is needed");
   EXPECT_EQ(message(with(R"({"quant_method":"compressed-tensors","config_groups":{"a":{"weights":{"type":"float",)"
                          R"("block_structure":[128,128]}},"b":{"weights":{"block_structure":"64x128"}}}})")),
             where +
                 "config_groups: b: weights: block_structure is \"64x128\", another one is 128 x 128: blocks of "
                 "several sizes are not supported");
+  const auto blocks = [&](const std::string& b) {
+    return message(with(R"({"quant_method":"compressed-tensors","weight_block_size":[128,128],"config_groups":{"b":)"
+                        R"({"weights":{"type":"float","block_structure":)" +
+                        b + "}}}}"));
+  };
+  EXPECT_EQ(blocks(R"("128x128")"), "read");
+  EXPECT_EQ(blocks("[128,64]"),
+            where +
+                "config_groups: b: weights: block_structure is [128,64], another one is 128 x 128: blocks of "
+                "several sizes are not supported");
+  // What spares attention is a list with the pattern for it.
+  const std::string sparse =
+      R"({"quant_method":"compressed-tensors","sparsity_config":{"format":"sparse-24-bitmask"},"ignore":)";
+  EXPECT_EQ(message(with(sparse + R"(["lm_head","re:.*self_attn.*"]})")), "read");
+  for (const char* ignore : {R"(["lm_head"])", "[]", R"("re:.*self_attn.*")"})
+    EXPECT_EQ(message(with(sparse + ignore + "}")),
+              where + R"(sparsity_config is {"format":"sparse-24-bitmask"})" + not_read + "dense weights are read)");
 }
 
 TEST(Config, QuantisationsThatAreRead) {
@@ -976,11 +996,14 @@ TEST(Config, QuantisationsThatAreRead) {
   for (const char* algo : {"FP8", "fp8", "NVFP4", "NVFP4_AWQ", "MXFP8", "MIXED_PRECISION"})
     EXPECT_NO_THROW(with(R"({"quant_algo":")" + std::string(algo) + "\"}")) << algo;
 
+  EXPECT_EQ(with(R"({"qformat_weight":"FP8_DYN","fmt":"float8_e4m3fn"})").quantisation.method, "fp8");
+
   const QuantisationConfig gptq =
       with(R"({"quant_method":"gptq","bits":4,"group_size":128,"desc_act":true})").quantisation;
   EXPECT_EQ(gptq.method, "gptq");
   EXPECT_EQ(gptq.bits, List{4});
   EXPECT_EQ(gptq.group_sizes, List{128});
+  EXPECT_EQ(with(R"({"quant_method":"gptq","group_size":-1})").quantisation.group_sizes, List{-1});
   EXPECT_EQ(gptq.zero_offset, 1);
   EXPECT_EQ(with(R"({"quant_method":"gptq","checkpoint_format":"gptq_v2"})").quantisation.zero_offset, 0);
   EXPECT_EQ(with(R"({"quant_method":"gptq","format":"gptq_v2"})").quantisation.zero_offset, 0);
@@ -1003,6 +1026,12 @@ TEST(Config, QuantisationsThatAreRead) {
   EXPECT_TRUE(mixed.quantisation.zero_points);
   EXPECT_EQ(mixed.fp8_block_rows, 128);
   EXPECT_EQ(mixed.fp8_block_cols, 64);
+  // Without a strategy a size says that there are groups.
+  for (const auto& [size, groups] : {std::pair("32", List{32}), {"null", List{-1}}, {"-1", List{-1}}})
+    EXPECT_EQ(with(R"({"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"group_size":)" +
+                   std::string(size) + "}}}}")
+                  .quantisation.group_sizes,
+              groups);
   EXPECT_FALSE(with(R"({"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"num_bits":4}}}})")
                    .quantisation.zero_points);
 }

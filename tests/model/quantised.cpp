@@ -44,6 +44,12 @@ class Folder {
 
   Checkpoint open(const ReadOptions& options = {}) const { return Checkpoint(folder_.path(), options); }
   HostTensor output() const { return open().layer(0).output; }
+  // In words, the same of a layer that is looked at alone.
+  std::string form() const {
+    const std::string read = output().format;
+    EXPECT_EQ(open().outline(0).output.format, read);
+    return read;
+  }
   // The values, in rows of `cols`.
   Floats values(Dtype rounded = Dtype::f32) const {
     const HostTensor t = output();
@@ -169,8 +175,17 @@ TEST(Fp8Weights, OneScaleByHand) {
       });
       EXPECT_EQ(folder.values(), (Floats{0.75f, 0.84375f, 336, -0.00146484375f, 0, -1.3125f}));
       // One block is one scale, too.
-      EXPECT_EQ(folder.output().format, shape.size() == 2 ? "fp8, scales of 128 x 128" : "fp8, one scale");
+      EXPECT_EQ(folder.form(), shape.size() == 2 ? "fp8, scales of 128 x 128" : "fp8, one scale");
     }
+}
+
+TEST(Fp8Weights, OneScaleOfSeveralBlocksByHand) {
+  const Folder folder(2, 4, R"({"quant_method":"fp8","weight_block_size":[1,2]})", [](Writer& w) {
+    w.add(kName + "weight", "F8_E4M3", {2, 4}, Bytes{0x38, 0x40, 0x44, 0x48, 0xb8, 0xc0, 0xc4, 0xc8});
+    w.add(kName + "weight_scale", "F32", {1, 1}, Floats{0.5f});
+  });
+  EXPECT_EQ(folder.values(), (Floats{0.5f, 1, 1.5f, 2, -0.5f, -1, -1.5f, -2}));
+  EXPECT_EQ(folder.form(), "fp8, one scale");
 }
 
 TEST(Fp8Weights, AScaleForEachRowByHand) {
@@ -180,7 +195,7 @@ TEST(Fp8Weights, AScaleForEachRowByHand) {
       w.add(kName + "weight_scale", "BF16", shape, as_bf16({0.5f, 3, -0.25f}));
     });
     EXPECT_EQ(folder.values(), (Floats{0.5f, 1, 3, 6, -0.25f, -0.5f}));
-    EXPECT_EQ(folder.output().format, "fp8, a scale for each row");
+    EXPECT_EQ(folder.form(), "fp8, a scale for each row");
   }
 }
 
@@ -195,7 +210,7 @@ TEST(Fp8Weights, BlocksByHand) {
       });
   EXPECT_EQ(folder.values(), (Floats{2, 2, 4, 4, 1, 2, 2, 4, 4, 1, 16, 16, 0x1p-126f, 0x1p-126f,
                                      std::numeric_limits<float>::infinity()}));  // 2 * 2^127 is past f32
-  EXPECT_EQ(folder.output().format, "fp8, scales of 2 x 2");
+  EXPECT_EQ(folder.form(), "fp8, scales of 2 x 2");
 }
 
 TEST(Fp8Weights, MicroscalesByHand) {
@@ -322,8 +337,31 @@ TEST(PlainWeights, StayPlainInAQuantisedCheckpoint) {
                           w.add(kName + "weight", "F32", {2, 2}, Floats{1, 2, 3, 4});
                         });
     EXPECT_EQ(folder.values(), (Floats{1, 2, 3, 4}));
-    EXPECT_EQ(folder.output().format, "");
+    EXPECT_EQ(folder.form(), "");
   }
+}
+
+// A model of no width, as a caller may make one: nothing is read, and nothing is divided by it.
+TEST(PlainWeights, OfNoElements) {
+  test::TempFolder folder;
+  Writer w;
+  const auto add = [&](const std::string& role, const std::vector<int64_t>& shape, size_t n) {
+    w.add(role, "F32", shape, Floats(n, 1));
+  };
+  add("q_proj.weight", {4, 0}, 0);
+  add("kv_a_proj_with_mqa.weight", {6, 0}, 0);
+  add("kv_a_layernorm.weight", {4}, 4);
+  add("kv_b_proj.weight", {4, 4}, 16);
+  add("o_proj.weight", {0, 2}, 0);
+  w.write(folder / "f");
+  ModelConfig m;
+  m.hidden = 0;
+  m.layers = m.heads = 1;
+  m.latent = 4;
+  m.nope = m.rope = m.value = 2;
+  const LayerTensors t = layer_tensors(Safetensors(folder / "f"), "", m);
+  EXPECT_EQ(t.query.shape, (std::vector<int64_t>{4, 0}));
+  EXPECT_EQ(t.output.shape, (std::vector<int64_t>{0, 2}));
 }
 
 // Numbers beside which something says that they are not what they seem.
@@ -359,12 +397,19 @@ TEST(Int8Weights, ByHand) {
     w.add(kName + "weight_zero_point", "I8", {2, 1}, std::vector<int8_t>{-1, 3});
   });
   EXPECT_EQ(rows.values(), (Floats{-63.5f, 64, 0.5f, 4, -16, -4}));
-  EXPECT_EQ(rows.output().format, "int8, a scale for each row, zero points");
+  EXPECT_EQ(rows.form(), "int8, a scale for each row, zero points");
   const Folder blocks(2, 3, R"({"quant_method":"blockwise_int8","weight_block_size":[1,2]})", [&](Writer& w) {
     w.add(kName + "weight", "I8", {2, 3}, codes);
     w.add(kName + "weight_scale_inv", "F32", {2, 2}, Floats{1, 2, 4, 8});
   });
   EXPECT_EQ(blocks.values(), (Floats{-128, 127, 0, 20, -20, 8}));
+  const Folder one(2, 3, R"({"quant_method":"w8a8_int8"})", [&](Writer& w) {
+    w.add(kName + "weight", "I8", {2, 3}, codes);
+    w.add(kName + "weight_scale", "F32", {}, Floats{0.5f});
+    w.add(kName + "weight_zero_point", "I8", {}, std::vector<int8_t>{3});
+  });
+  EXPECT_EQ(one.values(), (Floats{-65.5f, 62, -1.5f, 1, -4, -1}));
+  EXPECT_EQ(one.form(), "int8, one scale, zero points");
 }
 
 TEST(Int8Weights, WhatIsRefused) {
@@ -381,6 +426,8 @@ TEST(Int8Weights, WhatIsRefused) {
             "blockwise_int8 or w8a8_int8");
   EXPECT_EQ(with(R"({"quant_method":"w8a8_int8"})", [](Writer&) {}),
             "F: tensor 'W.weight_scale' is missing, expected shape [1, 1] for the int8 weight");
+  EXPECT_EQ(with(R"({"quant_method":"blockwise_int8"})", [](Writer&) {}),
+            "F: tensor 'W.weight_scale_inv' is missing, expected shape [1, 1] for the int8 weight");
   EXPECT_EQ(with(R"({"quant_method":"compressed-tensors","config_groups":{"g":{"weights":{"symmetric":false}}}})",
                  [](Writer& w) {
                    w.add(kName + "weight_scale", "F32", {2, 1}, Floats{1, 1});
@@ -414,7 +461,7 @@ TEST(Nvfp4Weights, ByHandInBothConventions) {
     w.add(kName + "input_scale", "F32", {}, Floats{9});
   });
   EXPECT_EQ(product.values(), expected);
-  EXPECT_EQ(product.output().format, "nvfp4, groups of 16");
+  EXPECT_EQ(product.form(), "nvfp4, groups of 16");
   const Folder quotient(2, 16, R"({"quant_method":"compressed-tensors","format":"nvfp4-pack-quantized"})",
                         [&](Writer& w) {
                           w.add(kName + "weight_packed", "U8", {2, 8}, codes);
@@ -438,7 +485,7 @@ TEST(Mxfp4Weights, ByHandUnderEachName) {
       EXPECT_EQ(x[1], 1.5f);
       EXPECT_EQ(x[62], 0x1p-127f);
       EXPECT_EQ(x[63], 6 * 0x1p-127f);
-      EXPECT_EQ(folder.output().format, "mxfp4, groups of 32");
+      EXPECT_EQ(folder.form(), "mxfp4, groups of 32");
     }
 }
 
@@ -564,7 +611,7 @@ TEST(PackedIntegers, SymmetricByHand) {
     add_shape(w, 2, 10);
   });
   EXPECT_EQ(folder.values(), (Floats{-4, -3.5f, -3, -2.5f, -2, -6, -4, -2, 0, 14, 0, 0, 0, 0, 0, 0, 0, 0, -4, 4}));
-  EXPECT_EQ(folder.output().format, "int4 (packed), groups of 5");
+  EXPECT_EQ(folder.form(), "int4 (packed), groups of 5");
 }
 
 TEST(PackedIntegers, ZeroPointsAlongRowsByHand) {
@@ -585,7 +632,7 @@ TEST(PackedIntegers, ZeroPointsAlongRowsByHand) {
     add_shape(w, 3, 5);
   });
   EXPECT_EQ(wide.values(), (Floats{0, 15, 1, 0, 8, -8, 7, -7, -8, 0, -7.5f, 0, -7, -7.5f, -3.5f}));
-  EXPECT_EQ(wide.output().format, "int4 (packed), a scale for each row, zero points");
+  EXPECT_EQ(wide.form(), "int4 (packed), a scale for each row, zero points");
 }
 
 TEST(PackedIntegers, EightBitsAndAnOrderByHand) {
@@ -596,7 +643,7 @@ TEST(PackedIntegers, EightBitsAndAnOrderByHand) {
     add_shape(w, 1, 6);
   });
   EXPECT_EQ(folder.values(), (Floats{10, 0, -128, 1270, -20, -1}));
-  EXPECT_EQ(folder.output().format, "int8 (packed), 2 groups in g_idx's order");
+  EXPECT_EQ(folder.form(), "int8 (packed), 2 groups in g_idx's order");
   const Folder unordered(1, 6, packed_config(8, "3"), [](Writer& w) {
     w.add(kName + "weight_packed", "I32", {1, 2}, Words{0xff008081, 0x00007f7e});
     w.add(kName + "weight_scale", "F32", {1, 2}, Floats{1, 10});
@@ -604,6 +651,35 @@ TEST(PackedIntegers, EightBitsAndAnOrderByHand) {
     add_shape(w, 1, 6);
   });
   EXPECT_EQ(unordered.values(), (Floats{1, 0, -128, 1270, -20, -10}));
+}
+
+// What a caller says of the groups need not come from a config.
+TEST(PackedIntegers, SizesOfGroupsThatAreSaidTwice) {
+  const Folder folder(1, 10, packed_config(4, "5"), [](Writer& w) {
+    w.add(kName + "weight_packed", "I32", {1, 2}, Words{0x76543210, 0xf8});
+    w.add(kName + "weight_scale", "F32", {1, 2}, Floats{1, 2});
+    add_shape(w, 1, 10);
+  });
+  const Checkpoint c = folder.open();
+  const Safetensors file(c.file_of(kName + "weight_packed"));
+  ModelConfig m = c.config();
+  m.quantisation.group_sizes = {5, 5};
+  EXPECT_EQ(layer_tensors(file, kLayer, m).output.to_f32(), folder.values());
+  m.quantisation.group_sizes = {5, 6};
+  EXPECT_THROW(layer_tensors(file, kLayer, m), UnsupportedError);
+}
+
+TEST(PackedIntegers, ShapesOfEitherWidth) {
+  for (const uint32_t cols : {5u, 6u}) {
+    const Folder folder(1, 5, packed_config(4, "null"), [&](Writer& w) {
+      w.add(kName + "weight_packed", "I32", {1, 1}, Words{0x12345});
+      w.add(kName + "weight_scale", "F32", {1, 1}, Floats{1});
+      w.add(kName + "weight_shape", "I32", {2}, Words{1, cols});
+    });
+    EXPECT_EQ(folder.refusal(true), cols == 5 ? "read"
+                                              : "F/model.safetensors: tensor 'W.weight_shape' is 6 at element 1, the "
+                                                "model's is 5");
+  }
 }
 
 TEST(PackedIntegers, RandomCodes) {
@@ -678,6 +754,32 @@ TEST(PackedIntegers, WhatIsRefused) {
   };
   const std::string four = packed_config(4, "8"), file = "F/model.safetensors: tensor 'W.";
   EXPECT_EQ(with(four, [](Parts&) {}).refusal(), "read");
+  for (const std::vector<int64_t>& packed : std::vector<std::vector<int64_t>>{{3, 3}, {1, 6}})
+    EXPECT_NE(with(four, [&](Parts& p) { p.packed = packed; }).refusal().find(", expected [2, 3] or [2, 6] for a"),
+              std::string::npos);
+  EXPECT_EQ(with(four, [](Parts& p) { p.scale = {6}; }).refusal(),
+            file + "weight_scale' has shape [6], expected [2, 1] for the packed integer weight");
+  // No group at all, whatever says in which one a column is.
+  for (const Words& index : {Words(), Words(24, 0), Words(24, 0xffffffff)})
+    EXPECT_EQ(with(four,
+                   [&](Parts& p) {
+                     p.scale = {2, 0};
+                     p.scales.clear();
+                     p.index = index;
+                   })
+                  .refusal(),
+              file + "weight_scale' has shape [2, 0], expected [2, 1] for the packed integer weight");
+  const auto groups_of_config = [](const std::string& a, const std::string& b) {
+    return R"({"quant_method":"compressed-tensors","config_groups":{"a":{"weights":{)" + a + R"(}},"b":{"weights":{)" +
+           b + "}}}}";
+  };
+  EXPECT_EQ(with(groups_of_config(R"("num_bits":2)", R"("num_bits":3)"), [](Parts&) {}).refusal(),
+            file + "weight_packed' holds integers of 4 bits, the config has 2, 3");
+  // Rows that have one scale, in other layers, are no groups.
+  EXPECT_EQ(
+      with(groups_of_config(R"("num_bits":4,"strategy":"channel")", R"("num_bits":4,"group_size":8)"), [](Parts&) {})
+          .refusal(),
+      "read");
   EXPECT_EQ(with(four,
                  [](Parts& p) {
                    p.packed = {2, 4};
@@ -758,7 +860,7 @@ TEST(AwqWeights, ByHand) {
     expected.push_back(r == 1 ? -1 : r == 2 ? 0.5f : 0);  // the word holds 1 for row 2
   }
   EXPECT_EQ(folder.values(), expected);
-  EXPECT_EQ(folder.output().format, "int4 (awq), groups of 2, zero points");
+  EXPECT_EQ(folder.form(), "int4 (awq), groups of 2, zero points");
 }
 
 TEST(AwqWeights, RandomCodes) {
@@ -804,7 +906,9 @@ TEST(AwqWeights, WhatIsRefused) {
   const auto with = [](const std::string& config, int64_t rows, std::vector<int64_t> qweight,
                        std::vector<int64_t> qzeros, std::vector<int64_t> scales, float scale = 1) {
     return Folder(rows, 4, config, [&](Writer& w) {
-      const auto n = [](const std::vector<int64_t>& s) { return static_cast<size_t>(s[0] * s[1]); };
+      const auto n = [](const std::vector<int64_t>& s) {
+        return static_cast<size_t>(s.size() < 2 ? s[0] : s[0] * s[1]);
+      };
       w.add(kName + "qweight", "I32", qweight, Words(n(qweight), 1));
       if (!qzeros.empty()) w.add(kName + "qzeros", "I32", qzeros, Words(n(qzeros), 1));
       if (!scales.empty()) w.add(kName + "scales", "F32", scales, Floats(n(scales), scale));
@@ -812,6 +916,10 @@ TEST(AwqWeights, WhatIsRefused) {
   };
   const std::string file = "F/model.safetensors: tensor 'W.";
   EXPECT_EQ(with(kAwq, 8, {4, 1}, {2, 1}, {2, 8}).refusal(), "read");
+  EXPECT_EQ(with(kAwq, 8, {4, 1}, {2, 1}, {8}).refusal(),
+            file + "scales' has shape [8], expected [1, 8] for the awq weight");
+  EXPECT_EQ(with(kAwq, 8, {4, 1}, {0, 1}, {0, 8}).refusal(),
+            file + "scales' has shape [0, 8], expected [1, 8] for the awq weight");
   EXPECT_EQ(with(kAwq, 8, {1, 4}, {2, 1}, {2, 8}).refusal(),
             file + "qweight' has shape [1, 4], expected [4, 1] for the awq weight");
   EXPECT_EQ(with(kAwq, 9, {4, 1}, {2, 1}, {2, 8}).refusal(),
@@ -860,7 +968,7 @@ TEST(GptqWeights, ByHandInBothFormats) {
       EXPECT_EQ(x[static_cast<size_t>(8 + c)], code - one) << c;
       EXPECT_EQ(x[static_cast<size_t>(56 + c)], c < 4 ? code - (14 + one) : code - one) << c;
     }
-    EXPECT_EQ(folder.output().format, "int4 (gptq), groups of 4, zero points");
+    EXPECT_EQ(folder.form(), "int4 (gptq), groups of 4, zero points");
   }
 }
 
@@ -872,7 +980,7 @@ TEST(GptqWeights, AnOrderOfActivationsByHand) {
     w.add(kName + "scales", "F32", {2, 4}, Floats{1, 1, 1, 1, 3, 3, 3, 3});
   });
   EXPECT_EQ(folder.values(), (Floats{6, 2, 6, 2, 6, 2, 6, 2, 6, 2, 6, 2, 6, 2, 6, 2}));
-  EXPECT_EQ(folder.output().format, "int8 (gptq), 2 groups in g_idx's order, zero points");
+  EXPECT_EQ(folder.form(), "int8 (gptq), 2 groups in g_idx's order, zero points");
 }
 
 TEST(GptqWeights, RandomCodes) {
@@ -923,7 +1031,9 @@ TEST(GptqWeights, WhatIsRefused) {
   const auto with = [](const std::string& config, std::vector<int64_t> qweight, std::vector<int64_t> qzeros,
                        const Words& index = {}, int64_t rows = 8, int64_t cols = 16) {
     return Folder(rows, cols, config, [&](Writer& w) {
-      const auto n = [](const std::vector<int64_t>& s) { return static_cast<size_t>(s[0] * s[1]); };
+      const auto n = [](const std::vector<int64_t>& s) {
+        return static_cast<size_t>(s.size() < 2 ? s[0] : s[0] * s[1]);
+      };
       w.add(kName + "qweight", "I32", qweight, Words(n(qweight), 1));
       w.add(kName + "qzeros", "I32", qzeros, Words(n(qzeros), 1));
       w.add(kName + "scales", "F32", {2, rows}, Floats(static_cast<size_t>(2 * rows), 1));
@@ -944,10 +1054,27 @@ TEST(GptqWeights, WhatIsRefused) {
                            "qzeros' is 15 at group 1, row 2, which readers of checkpoint_format gptq take for 16 or "
                            "for 0");
   }
-  EXPECT_EQ(with(four, {3, 8}, {2, 1}).refusal(),
-            file +
-                "qweight' has shape [3, 8], expected [1, 8] or [2, 8] or [4, 8] for a weight of 2, 4 or 8 bits in "
-                "whole words");
+  for (const auto& [shape, said] : std::vector<std::pair<std::vector<int64_t>, std::string>>{
+           {{3, 8}, "[3, 8]"}, {{2, 9}, "[2, 9]"}, {{16}, "[16]"}})
+    EXPECT_EQ(with(four, shape, {2, 1}).refusal(),
+              file + "qweight' has shape " + said +
+                  ", expected [1, 8] or [2, 8] or [4, 8] for a weight of 2, 4 or 8 bits in whole words");
+  EXPECT_EQ(Folder(8, 16, four,
+                   [](Writer& w) {
+                     w.add(kName + "qweight", "I32", {2, 8}, Words(16, 1));
+                   })
+                .refusal(),
+            "F: tensor 'W.scales' is missing, expected shape [1, 8] for the gptq weight");
+  for (const auto& [shape, said] :
+       std::vector<std::pair<std::vector<int64_t>, std::string>>{{{8}, "[8]"}, {{0, 8}, "[0, 8]"}}) {
+    const Folder folder(8, 16, four, [&, s = shape](Writer& w) {
+      w.add(kName + "qweight", "I32", {2, 8}, Words(16, 1));
+      w.add(kName + "qzeros", "I32", {s[0] / 8, 1}, Words(static_cast<size_t>(s[0] / 8), 1));
+      w.add(kName + "scales", "F32", s, Floats(s.size() < 2 ? 8 : 0, 1));
+      w.add(kName + "g_idx", "I32", {16}, Words(16, 0));
+    });
+    EXPECT_EQ(folder.refusal(), file + "scales' has shape " + said + ", expected [1, 8] for the gptq weight");
+  }
   EXPECT_EQ(with(four, {4, 8}, {2, 1}).refusal(), file + "qweight' holds integers of 8 bits, the config has 4");
   EXPECT_EQ(with(four, {2, 8}, {1, 2}).refusal(),
             file + "qzeros' has shape [1, 2], expected [2, 1] for the gptq weight");

@@ -6,6 +6,8 @@
 //   scales   float [groups, rows]
 //
 // w = (code - zero) * scale, for groups of neighbouring columns. Source: AutoAWQ's packing.
+#include <algorithm>
+
 #include "model/quantised/formats.hpp"
 #include "model/quantised/integers.hpp"
 
@@ -35,7 +37,7 @@ HostTensor read_awq(const StoredMatrix& m) {
   m.take("qweight", {"I32"}, {{m.cols, m.rows / kInWord}}, kWhat);
   require_bits(m, "qweight", 4);
   const SafetensorsEntry* scales = m.entry("scales");
-  const int64_t groups = scales && scales->shape.size() == 2 ? scales->shape[0] : 1;
+  const int64_t groups = scales && scales->shape.size() == 2 ? std::max<int64_t>(scales->shape[0], 1) : 1;
   m.take("scales", {"F32", "BF16", "F16"}, {{groups, m.rows}}, kWhat);
   m.take("qzeros", {"I32"}, {{groups, m.rows / kInWord}}, kWhat);
   Groups g = groups_of(m, "g_idx", "scales", groups);

@@ -112,7 +112,10 @@ bool is_cache_scale(std::string_view role) {
 StoredScales read_cache_scales(const FindTensor& find, const std::string& prefix, int64_t heads, bool data,
                                std::unordered_set<std::string>& used) {
   Reader reader(find, prefix, heads, data, used);
-  StoredScales s{.q = reader.one_of(kQuery), .k = reader.one_of(kKey), .v = reader.one_of(kValue)};
+  StoredScales s;
+  s.q = reader.one_of(kQuery);
+  s.k = reader.one_of(kKey);
+  s.v = reader.one_of(kValue);
   const std::vector<float> both = reader.one_of(kBoth);
   if (s.k.empty()) s.k = both;
   if (s.v.empty()) s.v = both;

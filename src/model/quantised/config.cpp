@@ -86,7 +86,8 @@ class QuantisationReader {
       return set_block(r, key, v[0].get<int64_t>(), v[1].get<int64_t>());
     long long rows = 0, cols = 0;
     int end = 0;
-    const std::string text = v.is_string() ? v.get<std::string>() : "";
+    std::string text;
+    if (v.is_string()) text = v.get<std::string>();
     if (text.size() < 16 && std::sscanf(text.c_str(), "%lldx%lld%n", &rows, &cols, &end) == 2 &&
         static_cast<size_t>(end) == text.size() && good(rows) && good(cols))
       return set_block(r, key, rows, cols);
@@ -113,7 +114,8 @@ class QuantisationReader {
     if (!transforms.object("config_groups").empty())
       refuse_form(q_, "transform_config is " + transforms.json().dump(), "weights without transforms are read");
     const ConfigReader sparsity(q_.object("sparsity_config"), q_.where() + ": sparsity_config");
-    if (sparsity.text("format", "dense") != "dense" && !attention_is_spared())
+    const std::string sparse = sparsity.text("format", "dense");
+    if (sparse != "dense" && !attention_is_spared())
       refuse_form(q_, "sparsity_config is " + sparsity.json().dump(), "dense weights are read");
 
     int64_t kinds = 0, symmetric = 0;
@@ -148,15 +150,16 @@ class QuantisationReader {
       if (q_.has("bits")) once(found_.bits, q_.integer("bits"));
       if (q_.has("group_size")) once(found_.group_sizes, group_size(q_));
     }
+    bool second = false;
     for (const char* key : {"checkpoint_format", "format"}) {
       const std::string name = q_.text(key, "gptq");
+      second = second || name == "gptq_v2";
       if (name != "gptq" && name != "gptq_v2")
         refuse_form(q_, std::string(key) + " is '" + name + "'", "read are gptq and gptq_v2");
     }
     if (q_.flag("is_marlin_format", false)) refuse_form(q_, "is_marlin_format is true", "read are gptq and gptq_v2");
     if (const std::string word = q_.text("pack_dtype", "int32"); word != "int32")
       refuse_form(q_, "pack_dtype is '" + word + "'", "int32 is read");
-    const bool second = q_.text("checkpoint_format", "gptq") == "gptq_v2" || q_.text("format", "gptq") == "gptq_v2";
     found_.zero_offset = second ? 0 : 1;
   }
 

@@ -137,7 +137,8 @@ HostTensor read_fp8(const StoredMatrix& m) {
   t.data = codes->data();
   t.owner = codes;
   const bool rows = on_a_border(m.wanted.row, s.rows, m.rows), cols = on_a_border(m.wanted.col, s.cols, m.cols);
-  return rows && cols ? t : cut(std::move(t), m.wanted, of, !rows, !cols);
+  if (rows && cols) return t;
+  return cut(std::move(t), m.wanted, of, !rows, !cols);
 }
 
 HostTensor read_int8(const StoredMatrix& m) {

@@ -7,6 +7,8 @@
 //
 // w = (code - zero) * scale. checkpoint_format gptq stores zero points less one, gptq_v2 as they are. Less one, 0 has
 // no place: readers take 2^bits - 1 for 2^bits (vLLM) or, adding in as many bits, for 0. It is refused.
+#include <algorithm>
+
 #include "model/quantised/formats.hpp"
 #include "model/quantised/integers.hpp"
 
@@ -51,7 +53,7 @@ HostTensor read_gptq(const StoredMatrix& m) {
   const auto& shape = m.entry("qweight")->shape;
   int64_t bits = 0;
   for (int64_t b : {2, 4, 8})
-    if (m.cols * b % 32 == 0 && shape == std::vector<int64_t>{m.cols * b / 32, m.rows}) bits = b;
+    if (m.cols * b % 32 == 0 && shape.size() == 2 && shape[0] == m.cols * b / 32 && shape[1] == m.rows) bits = b;
   if (bits == 0)
     m.take("qweight", {"I32"}, {{m.cols / 16, m.rows}, {m.cols / 8, m.rows}, {m.cols / 4, m.rows}},
            "a weight of 2, 4 or 8 bits in whole words");
@@ -64,7 +66,7 @@ HostTensor read_gptq(const StoredMatrix& m) {
     m.unsupported("qweight", "has " + std::to_string(m.rows) + " rows; whole words of " + std::to_string(in_word) +
                                  " zero points are supported");
   const SafetensorsEntry* scales = m.entry("scales");
-  const int64_t groups = scales && scales->shape.size() == 2 ? scales->shape[0] : 1;
+  const int64_t groups = scales && scales->shape.size() == 2 ? std::max<int64_t>(scales->shape[0], 1) : 1;
   m.take("scales", {"F32", "BF16", "F16"}, {{groups, m.rows}}, kWhat);
   m.take("qzeros", {"I32"}, {{groups, m.rows / in_word}}, kWhat);
   Groups g = groups_of(m, "g_idx", "scales", groups);

@@ -6,6 +6,8 @@
 //   weight_shape       I64 [2]: rows, cols
 //   weight_zero_point  of asymmetric ones: I32 [ceil(rows / (32 / bits)), groups], packed along rows; or I8 [rows,
 //   groups] weight_g_idx       I32 [cols]: the group of each column, for columns quantised in another order
+#include <algorithm>
+
 #include "model/quantised/formats.hpp"
 #include "model/quantised/integers.hpp"
 
@@ -73,7 +75,7 @@ HostTensor read_packed_integers(const StoredMatrix& m) {
   require_bits(m, "weight_packed", bits);
   check_shape(m);
   const SafetensorsEntry* scale = m.entry("weight_scale");
-  const int64_t groups = scale && scale->shape.size() == 2 ? scale->shape[1] : 1;
+  const int64_t groups = scale && scale->shape.size() == 2 ? std::max<int64_t>(scale->shape[1], 1) : 1;
   m.take("weight_scale", {"F32", "BF16", "F16"}, {{m.rows, groups}}, kWhat);
   Groups g = groups_of(m, "weight_g_idx", "weight_scale", groups);
   bool zero_points = false;
