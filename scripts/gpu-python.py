@@ -585,6 +585,32 @@ def graph() -> Iterator[Row]:
             )
             worst = max(worst, error_of(out, wanted[0], 2e-2), error_of(lse, wanted[1], 2e-2))
         yield f"dense {kind} q {dtype} h{heads} s{queries}", worst
+    for (kind, dtype), heads, queries in itertools.product(
+        [("bf16", "bf16"), ("f16", "f16"), ("fp8", "fp8"), ("fp8_ds_mla", "bf16")], [16, 64, 128],
+        [1, 2],
+    ):  # a step's layers, which share a schedule
+        caches = [cache_of(kind, 120, 64, 576) for _ in range(4)]
+        q = queries_of(dtype, 4, queries, heads, 576)
+        lengths, table = int32([1] * 4), table_of([1] * 4, 64, 120, 40)
+        meta, splits = get_mla_metadata(lengths, queries * heads, 1)
+        replay, outputs = captured(lambda: tuple(x for cache in caches for x in (
+            flash_mla_with_kvcache(
+                q, cache, table, lengths, 512, meta, splits, causal=True,
+                is_fp8_kvcache=cache.dtype.itemsize == 1,
+            ))))
+        worst = 0.0
+        for now in ([2500, 3, 0, 700], [5, 2000, 64, 1]):
+            q.copy_(queries_of(dtype, *q.shape))
+            lengths.copy_(int32(now))
+            table.copy_(table_of(now, 64, 120, 40))
+            replay.replay()
+            for i, cache in enumerate(caches):
+                wanted = dense_wanted(
+                    q, rows_of(cache, 576), table, now, 64, 512, 576**-0.5, True
+                )
+                worst = max(worst, error_of(outputs[2 * i], wanted[0], 2e-2),
+                            error_of(outputs[2 * i + 1], wanted[1], 2e-2))
+        yield f"layers {kind} q {dtype} h{heads} s{queries}", worst
     cache, q = cache_of("fp8", 40, 64, 576), queries_of("fp8", 2, 1, 16, 576)
     lengths, table = int32([900, 70]), table_of([900, 70], 64, 40, 20)
     q_scale, k_scale = torch.ones(1, device=DEVICE), torch.ones(1, device=DEVICE)

@@ -360,8 +360,7 @@ void measure_pass(bench::Report& report, const Problem& p, const Queue& queue) {
 void measure_all(bench::Report& report) {
   cudaStream_t stream;
   check(cudaStreamCreate(&stream), "bench", "stream");
-  DeviceArray<unsigned> counters(Queue::kCounters + 64, 0);
-  const Queue queue(0, stream, counters.data());
+  const Queue queue(0, stream);
   for (const Shape& s : shapes()) {
     if (!report.wants(s.name)) continue;
     const Problem problem(s, queue);

@@ -6,8 +6,8 @@
 Log-sum-exps are natural logarithms. A row that sees nothing has out 0 and lse +inf, and max_logits
 -inf; in the flash_attn calls its lse is -inf, as it is in FlashMLA's. Attention sinks change out,
 never lse. out has q's dtype, and is bf16 for fp8 queries. f16 queries: on a CPU they are attended
-as f32. A GPU multiplies them as they are with f16 rows of a cache or f16 keys, by kernels that are
-not Hopper's own and slower, and as f32, slower still, with rows of other dtypes.
+as f32. A GPU multiplies them as they are with f16 rows of a cache or f16 keys, the keys by kernels
+that are not Hopper's own and slower, and as f32, slower still, with rows of other dtypes.
 
 Arrays lie in CPU memory (NumPy, torch, JAX) or on a GPU (torch, CuPy; JAX's calls wait there). On a
 GPU a call is queued on the framework's current stream; lengths, tables and indices are read by the
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import _mla
@@ -53,11 +53,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class FlashMLASchedMeta:
-    """Stands for a schedule. Calls plan by themselves, so it holds nothing and serves any shape."""
+    """A schedule. On a GPU dense calls that are captured together, on one stream, and given the
+    same one share it: cache_seqlens and block_table must hold the same numbers for all of them, as
+    in the layers of a step. A graph makes it anew at every launch. Other calls plan by themselves,
+    and it serves any shape.
+    """
+
+    schedule: Any = field(default_factory=_mla.Schedule, repr=False, compare=False)
+
+    def __reduce__(self) -> Any:
+        return FlashMLASchedMeta, ()  # a copy is another one
 
 
 def get_mla_metadata(*args: Any, **kwargs: Any) -> tuple[FlashMLASchedMeta, None]:
-    """What flash_mla_with_kvcache takes as tile_scheduler_metadata and num_splits."""
+    """What flash_mla_with_kvcache takes as tile_scheduler_metadata and num_splits. Within a capture
+    a new one is needed whenever cache_seqlens or block_table change."""
     return FlashMLASchedMeta(), None
 
 
@@ -138,6 +148,9 @@ def flash_mla_with_kvcache(
     e4m3 q and an fp8 e4m3 k_cache are multiplied by, as FlashMLA's fp8 call has it; by default 1. A
     GPU reads them itself, so that a captured call serves other scales.
 
+    tile_scheduler_metadata: of get_mla_metadata(), for the layers of a captured step: they then
+    share a schedule, and cache_seqlens and block_table must not change between them.
+
     softmax_scale: by default head dim ** -0.5. Returns out [batch, queries, heads, head_dim_v] and
     lse f32 [batch, heads, queries].
     """
@@ -191,9 +204,12 @@ def flash_mla_with_kvcache(
             }
             name = next(name for name, value in given.items() if value is not None)
             raise UnsupportedError(f"flash_mla: {name} is of sparse attention, without indices")
+        meta = tile_scheduler_metadata
         _mla.flash_mla_dense(
             stream, q, k_cache, block_table, cache_seqlens, softmax_scale, causal, out, lse,
-            descale_q=descale_q, descale_k=descale_k, allocate=allocate,
+            descale_q=descale_q, descale_k=descale_k,
+            schedule=meta.schedule if isinstance(meta, FlashMLASchedMeta) else None,
+            allocate=allocate,
         )
         finish(q)
         return out, lse

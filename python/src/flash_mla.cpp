@@ -262,7 +262,7 @@ View<const int32_t, Request, Page> by_kv_head(std::vector<int32_t>& memory, cons
 
 void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array, nb::handle table_array,
            nb::handle lengths_array, float scale, bool causal, nb::handle out_array, nb::handle lse_array,
-           const Optional& descale_q, const Optional& descale_k, nb::handle allocate) {
+           const Optional& descale_q, const Optional& descale_k, Schedule* schedule, nb::handle allocate) {
   const Tensor q(q_array, "q", Access::read), cache_t(cache_array, "k_cache", Access::read),
       table_t(table_array, "block_table", Access::read), lengths_t(lengths_array, "cache_seqlens", Access::read),
       out(out_array, "out", Access::write), lse_t(lse_array, "lse", Access::write);
@@ -287,7 +287,7 @@ void dense(nb::handle stream_object, nb::handle q_array, nb::handle cache_array,
   ops::require_equal(kOp, "block_table's batch", table.extent<Request>(), "q's", requests);
   const auto given = lengths_t.int32_view<Request>();
   ops::require_equal(kOp, "cache_seqlens length", given.extent<Request>(), "q's batch", requests);
-  const Place place{kOp, stream_object, allocate};
+  const Place place{kOp, stream_object, allocate, schedule};
   if (h.tokens() == 0 || h.heads == 0) return;
 
   if (q.device().kind == DeviceKind::cuda) {
@@ -480,11 +480,15 @@ void sparse(nb::handle stream_object, nb::handle q_array, nb::handle cache_array
 }  // namespace
 
 void bind_flash_mla(nb::module_& m) {
+  nb::class_<Schedule>(m, "Schedule", "Who attends what, shared by calls that a GPU's graph captures together.")
+      .def(nb::init<>());
   m.def("flash_mla_dense", &dense, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("block_table"),
         nb::arg("cache_seqlens"), nb::arg("scale"), nb::arg("causal"), nb::arg("out"), nb::arg("lse"), nb::kw_only(),
-        nb::arg("descale_q") = nb::none(), nb::arg("descale_k") = nb::none(), nb::arg("allocate") = nb::none(),
+        nb::arg("descale_q") = nb::none(), nb::arg("descale_k") = nb::none(), nb::arg("schedule").none() = nb::none(),
+        nb::arg("allocate") = nb::none(),
         "out [batch, queries, heads, value] and lse [batch, heads, queries], both written.\n"
         "descale_q, descale_k: one f32 number each, what fp8 queries and an fp8 cache are multiplied by.\n"
+        "schedule: shared by calls that a GPU's graph captures together, of the same lengths and table.\n"
         "stream: a Stream of the CPU, or on a GPU a cudaStream_t, with allocate(bytes) for the call's memory there.");
   m.def("flash_mla_sparse", &sparse, nb::arg("stream"), nb::arg("q"), nb::arg("k_cache"), nb::arg("indices"),
         nb::arg("scale"), nb::arg("out"), nb::arg("lse"), nb::kw_only(), nb::arg("max_logits") = nb::none(),

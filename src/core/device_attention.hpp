@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/captured_schedule.hpp"
 #include "mla/cache.hpp"
 #include "mla/view.hpp"
 
@@ -19,7 +20,12 @@ struct CallerStream {
   int device = 0;
   void* native = nullptr;  ///< cudaStream_t
   std::byte* workspace = nullptr;
+  /// For calls that are captured together, if neither lengths nor table change between them; null: none. Not for two
+  /// threads at a time.
+  CapturedSchedule* schedule = nullptr;
 };
+/// The number of the capture that a stream is in; 0: it is in none.
+unsigned long long capture_of(int device, void* native);
 
 /// Queries of each request over its cached positions.
 struct PagedAttention {

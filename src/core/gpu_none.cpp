@@ -51,6 +51,7 @@ void changed(cuda::Queue&) noexcept {}
 size_t workspace_bytes(const PagedAttention&) { return 0; }
 size_t workspace_bytes(const ListAttention&) { return 0; }
 size_t workspace_bytes(const SequenceAttention&) { return 0; }
+unsigned long long capture_of(int device, void*) { none(device); }
 void attend(const PagedAttention&, const CallerStream& at) { none(at.device); }
 void attend(const ListAttention&, const CallerStream& at) { none(at.device); }
 void attend(const SequenceAttention&, const CallerStream& at) { none(at.device); }

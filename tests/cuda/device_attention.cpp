@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <memory>
 #include <numeric>
 #include <optional>
 #include <ostream>
@@ -32,6 +33,7 @@ struct PagedCase {
   int page = 64;
   size_t page_gap = 0;
   std::vector<int> lengths = {300, 0, 1, 64, -5, 700};
+  float q_scale = 0, k_scale = 0;  ///< in device memory, other ones at each launch; 0: none
 };
 
 struct Paged {
@@ -46,6 +48,7 @@ struct Paged {
         numbers(c.q, requests * c.queries * c.heads * cache.view.spec.entry(), random, 2),
         order(cache.view.pages),
         d_lengths(2 * c.lengths.size()),
+        d_scales(2),
         table(sizeof(int32_t), {requests, columns}, {.gaps = {0, 3}}),
         q(size_of(c.q), {requests, c.queries, c.heads, cache.view.spec.entry()}, l.q),
         out(size_of(c.out), {requests, c.queries, c.heads, 512}),
@@ -76,6 +79,9 @@ struct Paged {
     cache.keep(live);
     table.put(pages.data());
     args.lengths = upload_spaced(d_lengths, lengths);
+    q_scale = c.q_scale ? std::ldexp(c.q_scale, turn) : 1, k_scale = c.k_scale ? std::ldexp(c.k_scale, -turn) : 1;
+    d_scales.upload({q_scale, k_scale});
+    args.q_scale = c.q_scale ? d_scales.data() : nullptr, args.k_scale = c.k_scale ? d_scales.data() + 1 : nullptr;
   }
   int64_t row_of(int64_t request, int64_t position, int64_t kv) const {
     const int64_t page = order[request * columns + position / c.page];
@@ -87,13 +93,18 @@ struct Paged {
     const auto depth = cache.view.spec.entry();
     expect_none(requests * c.queries * c.heads, [&](int64_t i) {
       const int64_t head = i % c.heads, query = i / c.heads % c.queries, request = i / c.heads / c.queries;
-      const int length = lengths[request];
+      const int length = lengths[request], seen = c.causal ? length - c.queries + static_cast<int>(query) + 1 : length;
       std::vector<SeenKey> keys;
-      for (int64_t p = 0; p < (c.causal ? length - c.queries + query + 1 : length); ++p) {
-        const float* row = cache.row(row_of(request, p, head / (c.heads / c.kv_heads)));
+      std::vector<float> rows(static_cast<size_t>(std::max(seen, 0)) * depth);
+      for (int64_t p = 0; p < seen; ++p) {
+        const float* from = cache.row(row_of(request, p, head / (c.heads / c.kv_heads)));
+        float* row = &rows[p * depth];
+        // The device's scale in place of the cache's.
+        const float by = c.k_scale ? k_scale / cache.view.spec.k_scale : 1;
+        for (int64_t j = 0; j < depth; ++j) row[j] = by * from[j];
         keys.push_back({row, row});
       }
-      const Row want(&numbers.x[i * depth], depth, 512, keys, args.scale, operands_of(c.q, c.format), c.out);
+      const Row want(&numbers.x[i * depth], depth, 512, keys, args.scale * q_scale, operands_of(c.q, c.format), c.out);
       return want.fault(std::span(found).subspan(i * 512, 512),
                         found_lse[(request * c.heads + head) * c.queries + query], kInf);
     });
@@ -107,6 +118,8 @@ struct Paged {
   std::vector<int32_t> order;
   std::vector<int> lengths;
   DeviceArray<int32_t> d_lengths;
+  DeviceArray<float> d_scales;
+  float q_scale = 1, k_scale = 1;
   Array<Request, Page> table;
   Array<Request, Token, Head, Entry> q;
   Array<Request, Token, Head, Value> out;
@@ -355,6 +368,24 @@ const Layout kQueries[] = {{.gaps = {0, 0, 0, 64}},
                            {.gaps = {1, 2, 1, 3}, .offset = 1},
                            {.gaps = {0, 0, 0, 8}, .offset = 4, .heads_first = true}};
 
+std::vector<int> many_lengths() {
+  std::vector<int> all;
+  for (int i = 0; i < 300; ++i) all.push_back(i * 37 % 91);
+  return all;
+}
+
+PagedCase fp8_case(const char* name, F format, int heads, int queries, float q_scale = 0, float k_scale = 0) {
+  return {.name = name,
+          .format = format,
+          .q = Dtype::fp8_e4m3,
+          .out = bf16,
+          .heads = heads,
+          .queries = queries,
+          .causal = queries > 1,
+          .q_scale = q_scale,
+          .k_scale = k_scale};
+}
+
 TEST_P(PagedAttention, IsRightHoweverCalled) {
   // Of several KV heads lse must be even.
   const Layout lse = GetParam().kv_heads > 1 ? Layout{.gaps = {0, 0, 3}, .offset = 1}
@@ -369,19 +400,141 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(PagedCase{"h16", F::bf16, bf16, bf16, 16, 1}, PagedCase{"h128", F::bf16, bf16, f32, 128, 1},
                     PagedCase{"h16_q2", F::bf16, bf16, bf16, 16, 2},
                     PagedCase{"h64_q2_causal", F::bf16, bf16, bf16, 64, 2, 1, true},
+                    PagedCase{.name = "h16_many_causal",
+                              .format = F::bf16,
+                              .q = bf16,
+                              .out = bf16,
+                              .heads = 16,
+                              .queries = 1,
+                              .causal = true,
+                              .lengths = many_lengths()},
                     PagedCase{"h7_page17_gap", F::bf16, bf16, bf16, 7, 1, 1, false, 17, 64},
+                    PagedCase{"h64_page16_gap", F::bf16, bf16, bf16, 64, 1, 1, false, 16, 1152 * 3},
+                    PagedCase{"h128_page64_gap16", F::bf16, bf16, bf16, 128, 2, 1, true, 64, 16},
+                    PagedCase{"h16_fp8_gap", F::fp8, bf16, bf16, 16, 1, 1, false, 64, 64},
+                    PagedCase{"h128_fp8_ds_mla_gap", F::fp8_ds_mla, bf16, bf16, 128, 1, 1, false, 32, 1024},
+                    fp8_case("fp8_codes", F::fp8, 16, 1), fp8_case("fp8_codes_h40_q2_scales", F::fp8, 40, 2, 0.25f, 2),
+                    fp8_case("fp8_codes_h128_scales", F::fp8, 128, 1, 0.5f, 0.25f),
+                    fp8_case("fp8_codes_h128_q2_scale", F::fp8, 128, 2, 0.5f), fp8_case("bf16_codes", F::bf16, 64, 1),
+                    fp8_case("bf16_codes_scale", F::bf16, 16, 1, 0.25f),
+                    fp8_case("fp8_ds_mla_codes", F::fp8_ds_mla, 128, 1),
                     PagedCase{"kv2_h32", F::bf16, bf16, bf16, 32, 1, 2},
                     PagedCase{"kv2_h32_q2_causal", F::bf16, bf16, bf16, 32, 2, 2, true},
                     PagedCase{"kv4_h64_q2_gap", F::bf16, bf16, bf16, 64, 2, 4, false, 64, 1152},
                     PagedCase{"kv4_h4_fp8_ds_mla", F::fp8_ds_mla, bf16, bf16, 4, 1, 4, false, 16},
                     PagedCase{"kv2_f16_q2_causal", F::f16, f16, f16, 16, 2, 2, true},
                     PagedCase{"f16", F::f16, f16, f16, 16, 1}, PagedCase{"f16_h40_q2", F::f16, f16, f16, 40, 2},
+                    PagedCase{"f16_h128_gap", F::f16, f16, f16, 128, 1, 1, false, 64, 1152},
+                    PagedCase{"f16_h64_f32_out", F::f16, f16, f32, 64, 1},
                     PagedCase{"f16_over_bf16", F::bf16, f16, f16, 16, 1}, PagedCase{"f32", F::f32, f32, f32, 5, 2},
                     PagedCase{"fp8", F::fp8, bf16, bf16, 16, 1},
                     PagedCase{"fp8_h128_q2_causal", F::fp8, bf16, bf16, 128, 2, 1, true},
                     PagedCase{"fp8_ds_mla_h64", F::fp8_ds_mla, bf16, bf16, 64, 1},
                     PagedCase{"fp8_ds_v4", F::fp8_ds_v4, bf16, bf16, 16, 1}),
     name_of);
+
+// Calls that count the pieces of split tiles, in graphs that were captured from one stream and are launched on several
+// beside calls that are not captured; so many graphs that counters run out, and some that come after others have gone.
+TEST(DeviceAttentionCounters, AreNotSharedByStreamsAndGraphs) {
+  if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  constexpr int kBeside = 4, kGraphs = 1100;
+  const PagedCase c{
+      .name = "", .format = F::bf16, .q = bf16, .out = bf16, .heads = 16, .queries = 1, .lengths = {3000}};
+  std::vector<std::unique_ptr<Paged>> inputs;
+  std::vector<DeviceArray<std::byte>> workspaces;
+  std::vector<cudaStream_t> streams(kBeside + 1);
+  for (cudaStream_t& s : streams) {
+    check(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking), "test", "stream");
+    inputs.push_back(std::make_unique<Paged>(c, Paged::Layouts{}));
+    workspaces.emplace_back(gpu::workspace_bytes(inputs.back()->args), 0xff);
+  }
+  const auto attend = [&](int i, cudaStream_t on) {
+    gpu::attend(inputs[i]->args, {.device = 0, .native = on, .workspace = workspaces[i].data()});
+  };
+  const auto capture = [&](int i) {
+    cudaGraph_t graph = nullptr;
+    check(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeThreadLocal), "test", "capture");
+    attend(i, streams[0]), attend(i, streams[0]);
+    check(cudaStreamEndCapture(streams[0], &graph), "test", "capture");
+    return graph;
+  };
+  attend(0, streams[0]);
+  synchronize();
+  inputs[0]->verify();
+  const auto bits = inputs[0]->out.take();
+  const auto launch_beside = [&] {
+    std::vector<cudaGraphExec_t> execs(kBeside);
+    for (int i = 0; i < kBeside; ++i) {
+      cudaGraph_t graph = capture(i);
+      check(cudaGraphInstantiate(&execs[i], graph, 0), "test", "instantiate");
+      cudaGraphDestroy(graph);
+    }
+    for (auto& x : inputs) x->poison();
+    synchronize();
+    for (int round = 0; round < 100; ++round) {
+      for (int i = 0; i < kBeside; ++i) check(cudaGraphLaunch(execs[i], streams[i]), "test", "replay");
+      attend(kBeside, streams[kBeside]);
+    }
+    synchronize();
+    for (auto& x : inputs) EXPECT_TRUE(x->out.take() == bits);
+    for (cudaGraphExec_t e : execs) cudaGraphExecDestroy(e);
+  };
+  launch_beside();
+  std::vector<cudaGraph_t> held;
+  for (int i = 0; i < kGraphs; ++i) held.push_back(capture(0));
+  launch_beside();  // none are left
+  for (cudaGraph_t g : held) cudaGraphDestroy(g);
+  launch_beside();
+  for (cudaStream_t s : streams) cudaStreamDestroy(s);
+}
+
+// A capture that forks: calls of one lengths and table, with one schedule, on two streams at a time.
+TEST(DeviceAttentionSchedule, IsOfOneStreamOfACapture) {
+  if (gpu_count() == 0) GTEST_SKIP() << "no GPU";
+  const PagedCase c{
+      .name = "", .format = F::bf16, .q = bf16, .out = bf16, .heads = 16, .queries = 1, .lengths = {900, 7, 3000}};
+  Paged inputs[2] = {{c, {}}, {c, {}}};
+  inputs[1].args.lengths = inputs[0].args.lengths, inputs[1].args.block_table = inputs[0].args.block_table;
+  const DeviceArray<std::byte> schedule_memory(CapturedSchedule::kBytes);
+  CapturedSchedule schedule{.data = schedule_memory.data()};
+  DeviceArray<std::byte> workspaces[2];
+  cudaStream_t streams[2];
+  cudaEvent_t forked, joined;
+  for (int i = 0; i < 2; ++i) {
+    workspaces[i] = DeviceArray<std::byte>(gpu::workspace_bytes(inputs[i].args));
+    check(cudaStreamCreateWithFlags(&streams[i], cudaStreamNonBlocking), "test", "stream");
+  }
+  for (cudaEvent_t* e : {&forked, &joined}) check(cudaEventCreateWithFlags(e, cudaEventDisableTiming), "test", "event");
+  const auto attend = [&](int i) {
+    gpu::attend(inputs[i].args,
+                {.device = 0, .native = streams[i], .workspace = workspaces[i].data(), .schedule = &schedule});
+  };
+  attend(0), attend(1);
+  synchronize();
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  check(cudaStreamBeginCapture(streams[0], cudaStreamCaptureModeThreadLocal), "test", "capture");
+  attend(0);
+  check(cudaEventRecord(forked, streams[0]), "test", "fork");
+  check(cudaStreamWaitEvent(streams[1], forked), "test", "fork");
+  for (int layer = 0; layer < 4; ++layer) attend(1), attend(0);
+  check(cudaEventRecord(joined, streams[1]), "test", "join");
+  check(cudaStreamWaitEvent(streams[0], joined), "test", "join");
+  check(cudaStreamEndCapture(streams[0], &graph), "test", "capture");
+  EXPECT_EQ(schedule.stream, streams[0]);
+  EXPECT_TRUE(schedule.there);
+  check(cudaGraphInstantiate(&exec, graph, 0), "test", "instantiate");
+  cudaGraphDestroy(graph);
+  for (const int turn : {1, 2, 0}) {
+    for (Paged& x : inputs) x.change(turn), x.poison();
+    for (int i = 0; i < 20; ++i) check(cudaGraphLaunch(exec, streams[0]), "test", "replay");
+    synchronize();
+    for (Paged& x : inputs) x.verify();
+  }
+  cudaGraphExecDestroy(exec);
+  for (cudaEvent_t e : {forked, joined}) cudaEventDestroy(e);
+  for (cudaStream_t s : streams) cudaStreamDestroy(s);
+}
 
 TEST_P(ListAttention, IsRightHoweverCalled) {
   const Layout slots[] = {{.gaps = {0, 0, 5}}, {.gaps = {0, 1, 0}}, {.gaps = {1, 1, 3}, .offset = 1}};

@@ -176,7 +176,7 @@ inline std::vector<int> changed(std::vector<int> lengths, int turn) {
 /// What probabilities round to, or f32: what is multiplied is exact in it.
 inline Dtype operands_of(Dtype q, CacheFormat format) {
   if (q == Dtype::f32 || format == CacheFormat::f32) return Dtype::f32;
-  if (q == Dtype::bf16) return Dtype::bf16;
+  if (q == Dtype::bf16 || q == Dtype::fp8_e4m3) return Dtype::bf16;
   return format == CacheFormat::f16 ? Dtype::f16 : Dtype::f32;
 }
 
@@ -267,17 +267,19 @@ class Call {
     if (exec_) cudaGraphExecDestroy(exec_);
     cudaStreamDestroy(stream_);
   }
-  void capture(cudaStreamCaptureMode mode) {
+  /// layers: so many calls, which share a schedule.
+  void capture(cudaStreamCaptureMode mode, int layers) {
     cudaGraph_t graph;
     check(cudaStreamBeginCapture(stream_, mode), "test", "capture");
-    attend();
+    if (layers > 1) schedule_.data = schedule_memory_.data();
+    for (int i = 0; i < layers; ++i) attend();
     check(cudaStreamEndCapture(stream_, &graph), "test", "capture");
     check(cudaGraphInstantiate(&exec_, graph, 0), "test", "instantiate");
     cudaGraphDestroy(graph);
   }
   /// As it was captured, or by itself.
   void run() {
-    workspace_.poison();
+    workspace_.poison(), schedule_memory_.poison();
     synchronize();
     if (exec_) check(cudaGraphLaunch(exec_, stream_), "test", "replay");
     else attend();
@@ -287,11 +289,17 @@ class Call {
 
  private:
   static constexpr size_t kGuard = 256;
-  void attend() { gpu::attend(a_, {.device = 0, .native = stream_, .workspace = workspace_.data()}); }
+  void attend() {
+    gpu::attend(a_, {.device = 0,
+                     .native = stream_,
+                     .workspace = workspace_.data(),
+                     .schedule = schedule_.data ? &schedule_ : nullptr});
+  }
 
   Attention a_;
   size_t bytes_;
-  DeviceArray<std::byte> workspace_;
+  DeviceArray<std::byte> workspace_, schedule_memory_{CapturedSchedule::kBytes};
+  CapturedSchedule schedule_;
   cudaStream_t stream_ = nullptr;
   cudaGraphExec_t exec_ = nullptr;
 };
@@ -303,8 +311,8 @@ void run(Inputs& inputs) {
   call.run();
 }
 
-/// Called and right; then of the same bits, out's and lse's, from arrays that lie otherwise; then captured in each mode
-/// and launched with other lengths, right again.
+/// Called and right; then of the same bits, out's and lse's, from arrays that lie otherwise; then captured in each
+/// mode, once or as layers that share a schedule, and launched with other lengths, right again.
 template <class Inputs, class Case>
 void expect_right_however_called(const Case& c, const std::vector<typename Inputs::Layouts>& others) {
   Inputs inputs(c, {});
@@ -321,7 +329,7 @@ void expect_right_however_called(const Case& c, const std::vector<typename Input
        {cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed}) {
     Inputs captured(c, mode == cudaStreamCaptureModeGlobal ? typename Inputs::Layouts{} : others.back());
     Call call(captured.args);
-    call.capture(mode);
+    call.capture(mode, mode == cudaStreamCaptureModeRelaxed ? 1 : 4);
     for (const int turn : {1, 2}) {
       SCOPED_TRACE("captured in mode " + std::to_string(mode) + ", launch " + std::to_string(turn));
       captured.change(turn);

@@ -1,15 +1,19 @@
-// A kernel before attention turns the caller's lengths into work items; rows that lie otherwise than attention takes
-// them are copied by another; where Hopper's kernels do not serve a call, one after it brings lse into the interface's
-// form. Attention itself is the ops' own kernels.
+// Attention itself is the ops' own kernels. Hopper's read the caller's lengths and write lse as the interface has it;
+// for the others a kernel before attention turns lengths into work items, and one after it brings lse into form. Rows
+// that lie otherwise than attention takes them are copied by another.
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
 #include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/call_counters.hpp"
+#include "backend/cuda/core/check.hpp"
+#include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
@@ -32,7 +36,6 @@ using cuda::Queue;
 using cuda::wait_for_previous_grids;
 
 constexpr int kThreads = 256;
-constexpr int64_t kCounters = Queue::kCounters;
 constexpr std::string_view kOp = "device_attention";
 
 // Memory cut off the front of a workspace; without one the cuts are counted alone.
@@ -94,15 +97,17 @@ struct Rows {
   std::array<int64_t, 4> extents, strides;  // in elements
 };
 
-// Queries as they lie, and room for them as Hopper's kernels take them: dense, from addresses of 16 bytes.
+// Queries as they lie, and room for them as Hopper's kernels take them: dense, from addresses of 16 bytes, e4m3 codes
+// as the bf16 numbers that they are.
 struct PlacedQueries {
+  using Q = AnyView<Token, Head, Entry>;
   PlacedQueries() = default;
   PlacedQueries(const AnyView<Request, Token, Head, Entry>& q, int64_t kv_heads, Cut& cut) {
-    using Q = AnyView<Token, Head, Entry>;
     const Rows rows(q, kv_heads);
     if (const auto stride = rows.token_stride()) there = rows.view<Q>(q.dtype(), q.data(), *stride);
-    if (there && there->dense() && reinterpret_cast<uintptr_t>(q.data()) % 16 == 0) return;
-    auto* const room = cut.take<std::byte>(rows.bytes());
+    const bool codes = q.dtype() == Dtype::fp8_e4m3;
+    if (!codes && there && there->dense() && reinterpret_cast<uintptr_t>(q.data()) % 16 == 0) return;
+    auto* const room = cut.take<std::byte>(rows.bytes() * (codes ? 2 : 1));
     copy = rows.dense<Q>(q.dtype(), room);
     how = {.from = static_cast<const std::byte*>(q.data()),
            .to = room,
@@ -110,9 +115,13 @@ struct PlacedQueries {
            .from_strides = rows.byte_strides(),
            .to_strides = rows.dense_byte_strides(),
            .row_bytes = rows.width * rows.element};
+    if (!codes) return;
+    numbers = rows.dense<Q>(Dtype::bf16, room);
+    how_numbers = how;
+    for (int64_t& stride : how_numbers.to_strides) stride *= 2;
   }
-  std::optional<AnyView<Token, Head, Entry>> there, copy;
-  RowCopy how;
+  std::optional<Q> there, copy, numbers;  // numbers: of codes
+  RowCopy how, how_numbers;               // into copy and numbers, which have one room
 };
 
 // lse by requests of one head of the cache each.
@@ -145,7 +154,7 @@ struct Paged {
   explicit Paged(const PagedAttention& a, std::byte* at) : cut{at}, lse(lse_by_kv_head(a.lse, a.kv_heads)) {
     const int64_t requests = lse.extent<Request>();
     items = cut.take<LatentItem>(requests);
-    counters = cut.take<unsigned>(kCounters);
+    counters = cut.take<unsigned>(cuda::kCallCounters);
     rows_lse = lse_rows(lse, cut);
     scratch = cut.take<std::byte>(kScratch);
     q = PlacedQueries(a.q, a.kv_heads, cut);
@@ -180,7 +189,7 @@ struct Paged {
 struct Lists {
   explicit Lists(const ListAttention& a, std::byte* at) : cut{at} {
     item = cut.take<SparseItem>(1);
-    counters = cut.take<unsigned>(kCounters);
+    counters = cut.take<unsigned>(cuda::kCallCounters);
     lengths = cut.take<int32_t>(static_cast<int64_t>(a.sources.size()) * a.lse.extent<Request>() * a.q.extent<Token>());
     lse = lse_rows(a.lse, cut);
     scratch = cut.take<std::byte>(kScratch);
@@ -225,8 +234,19 @@ struct Sequences {
   ExpandedItem* items;
 };
 
-// A warp a row.
-template <class Unit>
+template <class To, class From>
+__device__ To converted(const From& from) {
+  if constexpr (std::is_same_v<To, From>) return from;
+  else {
+    To to;
+#pragma unroll
+    for (size_t i = 0; i < std::size(to.at); ++i) to.at[i] = cuda::narrow<bf16>(cuda::widen(from.at[i]));
+    return to;
+  }
+}
+
+// A warp a row: each unit of it, converted.
+template <class Unit, class ToUnit>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ RowCopy a, int64_t rows) {
   wait_for_previous_grids();
   allow_next_grid();
@@ -244,17 +264,16 @@ __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ Ro
       from_row += i * a.from_strides.data()[d], to_row += i * a.to_strides.data()[d];
     }
     const Unit* const __restrict__ from = reinterpret_cast<const Unit*>(from_row);
-    Unit* const __restrict__ to = reinterpret_cast<Unit*>(to_row);
+    ToUnit* const __restrict__ to = reinterpret_cast<ToUnit*>(to_row);
 #pragma unroll 4
-    for (int64_t i = threadIdx.x % 32; i < units; i += 32) to[i] = from[i];
+    for (int64_t i = threadIdx.x % 32; i < units; i += 32) to[i] = converted<ToUnit>(from[i]);
   }
 }
 
 __global__ void __launch_bounds__(kThreads)
     list_requests(LatentItem* items, int32_t requests, const int32_t* lengths, int64_t stride, int32_t kv_heads,
-                  int32_t queries, int32_t most, bool causal, unsigned* counters) {
+                  int32_t queries, int32_t most, bool causal) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (i < kCounters) counters[i] = 0;
   if (i >= requests) return;
   const int32_t length = min(max(lengths[i / kv_heads * stride], 0), most);
   items[i] = {.request = static_cast<int32_t>(i),
@@ -363,7 +382,25 @@ void form(const Queue& queue, const View<float, Token, Head>& from, const View<f
   cuda::launch(form_lse, grid_of(a.count), queue.stream(), kOp, "lse", "rows " + std::to_string(a.count), a);
 }
 
-void copy(const Queue& queue, const RowCopy& a) {
+__global__ void __launch_bounds__(kThreads) clear(unsigned* counters, int count) {
+  wait_for_previous_grids();
+  allow_next_grid();
+  for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) counters[i] = 0;
+}
+
+// Counters that are 0, for Hopper's kernels; `room` for them where a stream or graph has none.
+std::span<unsigned> counters_of(const Queue& queue, unsigned* room) {
+  unsigned* at = cuda::call_counters(queue.device(), queue.stream());
+  if (!at) {
+    cuda::launch(clear, {.grid = dim3(1), .block = dim3(kThreads), .overlap = true}, queue.stream(), kOp, "counters",
+                 "", room, cuda::kCallCounters);
+    at = room;
+  }
+  return {at, size_t{cuda::kCallCounters}};
+}
+
+// numbers: e4m3 codes become bf16.
+void copy(const Queue& queue, const RowCopy& a, bool numbers = false) {
   const int64_t rows = a.rows();
   if (rows == 0 || a.row_bytes == 0) return;
   // The largest unit that addresses, rows and the strides of dimensions that have any are multiples of.
@@ -371,10 +408,14 @@ void copy(const Queue& queue, const RowCopy& a) {
       reinterpret_cast<uintptr_t>(a.from) | reinterpret_cast<uintptr_t>(a.to) | static_cast<uint64_t>(a.row_bytes);
   for (size_t d = 0; d < a.extents.size(); ++d)
     if (a.extents[d] > 1) bits |= static_cast<uint64_t>(a.from_strides[d]) | static_cast<uint64_t>(a.to_strides[d]);
-  const auto kernel = bits % 16 == 0  ? copy_rows<uint4>
-                      : bits % 4 == 0 ? copy_rows<uint32_t>
-                      : bits % 2 == 0 ? copy_rows<uint16_t>
-                                      : copy_rows<uint8_t>;
+  using Codes = cuda::Pack<fp8_e4m3, 4>;
+  using Code = cuda::Pack<fp8_e4m3, 1>;
+  const auto kernel =
+      numbers          ? (bits % 4 == 0 ? copy_rows<Codes, cuda::Pack<bf16, 4>> : copy_rows<Code, cuda::Pack<bf16, 1>>)
+      : bits % 16 == 0 ? copy_rows<uint4, uint4>
+      : bits % 4 == 0  ? copy_rows<uint32_t, uint32_t>
+      : bits % 2 == 0  ? copy_rows<uint16_t, uint16_t>
+                       : copy_rows<uint8_t, uint8_t>;
   cuda::LaunchConfig config = cuda::strided(rows * 32, kThreads, int64_t{16} * queue.multiprocessors());
   config.overlap = true;
   cuda::launch(kernel, config, queue.stream(), kOp, "rows", "rows " + std::to_string(rows), a, rows);
@@ -383,12 +424,15 @@ void copy(const Queue& queue, const RowCopy& a) {
 // Gives a call its queries and says whether Hopper's kernels serve it: they need dense ones, which the others do not.
 template <class Args>
 bool place(const Queue& queue, const PlacedQueries& q, Args& args, bool hopper_may) {
-  args.q = q.copy ? *q.copy : *q.there;
-  const bool hopper = hopper_may && cuda::sm90::serves(cuda::model_of(queue), args);
-  if (!q.copy) return hopper;
-  if (hopper || !q.there) copy(queue, q.how);
-  else args.q = *q.there;
-  return hopper;
+  args.q = q.numbers ? *q.numbers : q.copy ? *q.copy : *q.there;
+  if (hopper_may && cuda::sm90::serves(cuda::model_of(queue), args)) {
+    if (q.numbers) copy(queue, q.how_numbers, true);
+    else if (q.copy) copy(queue, q.how);
+    return true;
+  }
+  args.q = q.there ? *q.there : *q.copy;
+  if (!q.there) copy(queue, q.how);
+  return false;
 }
 
 // An array that is on the device already: ops take the address for the host's and find it again.
@@ -405,15 +449,21 @@ size_t workspace_bytes(const PagedAttention& a) { return Paged(a, nullptr).cut.u
 size_t workspace_bytes(const ListAttention& a) { return Lists(a, nullptr).cut.used; }
 size_t workspace_bytes(const SequenceAttention& a) { return Sequences(a, nullptr).cut.used; }
 
+unsigned long long capture_of(int device, void* native) {
+  const OnDevice on({DeviceKind::cuda, device});
+  cudaStreamCaptureStatus status{};
+  unsigned long long capture = 0;
+  cuda::check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(native), &status, &capture), kOp, "capture");
+  return status == cudaStreamCaptureStatusActive ? capture : 0;
+}
+
 void attend(const PagedAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Paged m(a, at.workspace);
-  Queue queue(at.device, at.native, m.counters);
+  Queue queue(at.device, at.native, Queue::Bare::queue);
+  if (at.schedule) queue.use(*at.schedule);
   const int64_t requests = m.lse.extent<Request>(), columns = a.block_table.extent<Page>();
   const int32_t most = most_positions(a), queries = static_cast<int32_t>(a.q.extent<Token>());
-  cuda::launch(list_requests, grid_of(std::max(requests, kCounters)), queue.stream(), kOp, "items",
-               "requests " + std::to_string(requests), m.items, static_cast<int32_t>(requests), a.lengths.data(),
-               a.lengths.stride<Request>(), static_cast<int32_t>(a.kv_heads), queries, most, a.causal, m.counters);
   // What launches are sized by: every request as long as its table is.
   std::vector<LatentItem> bounds(static_cast<size_t>(requests));
   for (int32_t r = 0; r < static_cast<int32_t>(requests); ++r)
@@ -450,9 +500,19 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                              .out = m.out,
                              .lse = m.rows_lse,
                              .scratch = {m.scratch, kScratch}};
-  // Hopper's kernels take neither fp8 queries nor a scale that the host does not know.
-  if (place(queue, m.q, args, !a.q_scale && !a.k_scale)) {
-    const cuda::sm90::CallerArrays arrays{.lse = m.lse};
+  // Scales that the host does not know are for Hopper's kernels over fp8 caches alone.
+  const bool unknown = a.q_scale || a.k_scale;
+  const bool hopper = place(queue, m.q, args, !unknown || a.cache.spec.format == CacheFormat::fp8),
+             by_lengths = hopper && a.kv_heads == 1;
+  if (!by_lengths)
+    cuda::launch(list_requests, grid_of(requests), queue.stream(), kOp, "items", "requests " + std::to_string(requests),
+                 m.items, static_cast<int32_t>(requests), a.lengths.data(), a.lengths.stride<Request>(),
+                 static_cast<int32_t>(a.kv_heads), queries, most, a.causal);
+  if (hopper) {
+    cuda::sm90::CallerArrays arrays{.lse = m.lse, .causal = a.causal, .counters = counters_of(queue, m.counters)};
+    if (by_lengths) arrays.lengths[0] = a.lengths;
+    if (unknown) arrays.q_scale = a.q_scale, arrays.k_scale = a.k_scale;
+    if (a.k_scale) args.cache.spec.k_scale = 1;  // that one in its place
     cuda::sm90::attend_latent(queue, args, &arrays);
   } else {
     cuda::generic::attend_positions(queue, args, {.q = a.q_scale, .k = a.k_scale});
@@ -464,7 +524,7 @@ void attend(const PagedAttention& a, const CallerStream& at) {
 void attend(const ListAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Lists m(a, at.workspace);
-  Queue queue(at.device, at.native, m.counters);
+  Queue queue(at.device, at.native, Queue::Bare::queue);
   const int64_t queries = a.q.extent<Token>(), rows = a.q.extent<Request>() * queries, heads = a.q.extent<Head>();
   for (const RowCopy& c : m.slot_copies) copy(queue, c);
   std::vector<ops::SparseSource> sources;
@@ -482,7 +542,7 @@ void attend(const ListAttention& a, const CallerStream& at) {
                              .max_logits = a.max_logits,
                              .scratch = {m.scratch, kScratch}};
   if (place(queue, m.q, args, true)) {
-    cuda::sm90::CallerArrays arrays{.lse = a.lse, .lengths = {}};
+    cuda::sm90::CallerArrays arrays{.lse = a.lse, .counters = counters_of(queue, m.counters)};
     for (size_t i = 0; i < a.sources.size(); ++i) arrays.lengths[i] = a.sources[i].lengths;
     return cuda::sm90::attend_sparse(queue, args, &arrays);
   }
@@ -505,7 +565,7 @@ void attend(const ListAttention& a, const CallerStream& at) {
 void attend(const SequenceAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Sequences m(a, at.workspace);
-  Queue queue(at.device, at.native, nullptr);
+  Queue queue(at.device, at.native, Queue::Bare::queue);
   const int64_t rows = a.q.extent<Token>(), keys = a.k.extent<Key>();
   cuda::launch(list_sequences, grid_of(a.sequences), queue.stream(), kOp, "items",
                "sequences " + std::to_string(a.sequences),

@@ -9,8 +9,7 @@
 
 namespace mla::cuda {
 
-Queue::Queue(int device, void* native, unsigned* counters)
-    : device_(device), stream_(static_cast<cudaStream_t>(native)), counters_(counters) {
+Queue::Queue(int device, void* native, Bare) : device_(device), stream_(static_cast<cudaStream_t>(native)) {
   const std::string name = "cuda:" + std::to_string(device);
   int minor = 0;
   check(cudaDeviceGetAttribute(&major_, cudaDevAttrComputeCapabilityMajor, device), name, "compute capability");
@@ -32,7 +31,7 @@ int existing(int device) {
 }
 }  // namespace
 
-Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr) {
+Queue::Queue(int device, void* native) : Queue(existing(device), native, Bare::queue) {
   const std::string name = "cuda:" + std::to_string(device);
   const gpu::OnDevice on({DeviceKind::cuda, device});
   // The delegate has made a Queue: what follows is undone by the destructor.
@@ -45,14 +44,17 @@ Queue::Queue(int device, void* native) : Queue(existing(device), native, nullptr
   own_counters_ = true;
   // On the stream: one of its own does not wait for the default stream's.
   check(cudaMemsetAsync(counters_, 0, (kCounters + 64) * sizeof(unsigned), stream_), name, "a stream's counters");
-  if (hopper()) check(cudaMalloc(reinterpret_cast<void**>(&made_.data), kMade), name, "a stream's schedules");
+  if (hopper())
+    check(cudaMalloc(reinterpret_cast<void**>(&own_schedule_.data), CapturedSchedule::kBytes), name,
+          "a stream's schedules");
   blas_ = std::make_unique<Blas>(name);
 }
 
 Queue::~Queue() {
   blas_.reset();
   if (own_counters_) cudaFree(counters_);
-  if (made_.data) cudaFree(made_.data);  // any cudaFree ends a capture that another thread or framework has begun
+  if (own_schedule_.data)
+    cudaFree(own_schedule_.data);  // any cudaFree ends a capture that another thread or framework has begun
   if (own_stream_) cudaStreamDestroy(stream_);
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/captured_schedule.hpp"
 #include "mla/device.hpp"
 #include "mla/view.hpp"
 
@@ -31,9 +32,10 @@ class Queue {
  public:
   /// native: a cudaStream_t to borrow, or null for a stream of its own. DeviceError when the GPU cannot serve.
   Queue(int device, void* native);
-  /// For a call or two on a caller's stream, also one that is being captured: nothing is made on the GPU. counters: as
-  /// below, the caller's. Without matrix products.
-  Queue(int device, void* native, unsigned* counters);
+  /// For a call or two on a caller's stream, also one that is being captured: nothing is made on the GPU. Without
+  /// counters and matrix products.
+  enum class Bare { queue };
+  Queue(int device, void* native, Bare);
   ~Queue();
   Queue(const Queue&) = delete;
   Queue& operator=(const Queue&) = delete;
@@ -49,16 +51,10 @@ class Queue {
   static constexpr size_t kCounters = 16384;
   static constexpr size_t kSpare = kCounters;  ///< 64 more, for kernels that need a few beside those
 
-  /// What was worked out on the device for several calls that are captured together: kMade bytes, of a Hopper GPU's own
-  /// queue (otherwise null), and what for, as a kernel's own key has it. Gone when staged arrays change.
-  struct Made {
-    std::byte* data = nullptr;
-    unsigned long long capture = 0;  // 0: nothing
-    std::vector<int64_t> key;
-    bool there = false;
-  };
-  Made& made() const { return made_; }
-  static constexpr size_t kMade = size_t{1} << 18;
+  /// Without data where nothing can be shared. Gone when staged arrays change.
+  CapturedSchedule& schedule() const { return *schedule_; }
+  /// A caller's, until the queue is gone.
+  void use(CapturedSchedule& s) { schedule_ = &s; }
 
   /// Where the device reads a host array: its staged copy, or, where the host memory itself is the device's to read
   /// (pinned, managed), that. ShapeError naming op and array when neither. Null for an empty array.
@@ -86,7 +82,7 @@ class Queue {
   void publish(const Range& range);
   void withdraw(const void* owner) noexcept;
   /// Staged copies were written anew.
-  void changed() noexcept { made_.capture = 0; }
+  void changed() noexcept { own_schedule_.capture = 0; }
 
   /// Looked at while the stream is waited for, until it is gone.
   void watch(const std::shared_ptr<Watched>& w);
@@ -108,8 +104,9 @@ class Queue {
   bool own_stream_ = false, own_counters_ = false;
   unsigned* counters_ = nullptr;
   std::unique_ptr<Blas> blas_;
-  std::vector<Range> ranges_;  // by host address
-  mutable Made made_;
+  std::vector<Range> ranges_;      // by host address
+  CapturedSchedule own_schedule_;  // with data on a Hopper GPU
+  CapturedSchedule* schedule_ = &own_schedule_;
   int gates_ = 0;
   std::vector<std::weak_ptr<Watched>> watched_, captured_;
 };

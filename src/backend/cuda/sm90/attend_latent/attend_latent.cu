@@ -30,6 +30,12 @@ int64_t dense_page_stride(const AttendLatent& a) {
                                                                        : 2 * latent::entry);
 }
 
+constexpr int row_bytes_16 = latent::entry * 2;
+/// Of what rows of a cache of 16 bits are numbered by: rows, where pages lie so apart.
+int number_bytes(const AttendLatent& a) {
+  return a.page_units || (a.page_stride && a.page_stride % row_bytes_16 != 0) ? 16 : row_bytes_16;
+}
+
 /// Pieces that may have partials at a time.
 int64_t partial_slots(const AttendLatentLimits& l, const AttendLatentChoice& c) {
   if (!c.split_blocks) return 2 * static_cast<int64_t>(c.workers);
@@ -81,12 +87,17 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
           "pages in units of 16 bytes hold one row, page size is " + std::to_string(a.page_size) + ", stride " +
               std::to_string(a.page_stride));
   const int64_t dense = dense_page_stride(a);
-  if (!fp8 && a.page_stride && a.page_stride != dense)
-    throw UnsupportedError("attend_latent: page stride is " + std::to_string(a.page_stride) +
-                           " bytes, a dense cache of bf16 or f16 has " + std::to_string(dense));
   require(a.page_stride == 0 || (a.page_stride >= dense && a.page_stride % 16 == 0),
           "page stride is " + std::to_string(a.page_stride) + " bytes, a multiple of 16 from " + std::to_string(dense) +
               " on is needed");
+  if (!fp8 && a.page_stride) {
+    require(c.box_rows == 0 || a.page_stride % row_bytes_16 == 0,
+            "page stride is " + std::to_string(a.page_stride) + " bytes, copies of " + std::to_string(c.box_rows) +
+                " rows need a multiple of " + std::to_string(row_bytes_16));
+    const int64_t units = a.pages * (a.page_stride / number_bytes(a));
+    require(units < int64_t{1} << 31, "pages take " + std::to_string(units) + " units of " +
+                                          std::to_string(number_bytes(a)) + " bytes, 2^31 - 1 are allowed");
+  }
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
   const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
@@ -95,13 +106,17 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               std::to_string(c.box_rows));
   if (a.max_logits && !attend_latent_gives_max_logits(c, a.format))
     throw UnsupportedError("attend_latent: largest logits of an fp8 cache are not made by tiles of few rows on sm90");
-  if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32)
-    throw UnsupportedError("attend_latent: out of bf16 or f32 is needed on sm90");
+  const bool half = a.q_dtype == Dtype::f16 && a.format == CacheFormat::f16;
+  if (a.q_dtype != Dtype::bf16 && !half)
+    throw UnsupportedError("attend_latent: q of bf16, or over a cache of f16 of f16, is needed on sm90");
+  if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32 && !(half && a.out_dtype == Dtype::f16))
+    throw UnsupportedError("attend_latent: out of bf16 or f32, or of f16 queries of f16, is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
   require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
   // Without requests a table has no address, and nobody to read it.
-  require(a.lists || (aligned(a.items, 4) && (l.seq_len == 0 || aligned(a.block_table, 4))),
-          "items and block_table are needed");
+  require(a.lists || (aligned(a.lengths ? static_cast<const void*>(a.lengths) : a.items, 4) &&
+                      (l.seq_len == 0 || aligned(a.block_table, 4))),
+          "items or lengths, and block_table are needed");
   require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
                                                                 std::to_string(c.box_rows) + ", page size is " +
                                                                 std::to_string(a.page_size));
@@ -112,6 +127,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
                                                                   std::to_string(a.counters ? a.counter_count : 0) +
                                                                   ", " + std::to_string(count) + " are needed");
   require(aligned(a.partials, 256), "partials must be 256-byte aligned");
+  if ((a.given_q_scale || a.given_k_scale) && a.format != CacheFormat::fp8)
+    throw UnsupportedError("attend_latent: scales on the device are of a cache of fp8 on sm90");
   const size_t schedule = attend_latent_schedule_bytes(c);
   require(!a.schedule || aligned(a.schedule, 16), "schedule must be 16-byte aligned");
   require(!a.schedule || a.schedule_bytes >= schedule,
@@ -125,13 +142,21 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   latent::Params p{};
   p.starts = static_cast<const latent::Start*>(a.schedule);
   p.items = a.items;
+  p.lengths = a.lengths;
+  p.length_stride = a.length_stride;
+  p.query_tokens = l.query_tokens;
+  p.most_positions = l.seq_len;
+  p.causal = a.causal;
   p.block_table = a.block_table;
   p.table_stride = a.table_stride;
   p.cache = a.cache;
   p.shared_keys = a.shared_keys;
   p.q = a.q;
+  p.q_f16 = a.q_dtype == Dtype::f16;
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
-  p.row_bytes = a.page_units ? 16 : latent::entry * 2;
+  p.row_bytes = static_cast<uint16_t>(number_bytes(a));
+  p.page_step = static_cast<int>(p.page_stride / p.row_bytes);
+  p.row_step = row_bytes_16 / p.row_bytes;
   p.requests = l.requests;
   p.heads = l.heads;
   p.page_size = a.page_size;
@@ -140,9 +165,12 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.by_workers = Divisor(c.workers);
   p.box_shift = c.box_rows ? std::countr_zero(static_cast<unsigned>(c.box_rows)) : -1;
   p.value_scale = a.format == CacheFormat::fp8 ? a.k_scale : 1.0f;
+  p.q_scale = a.given_q_scale;
+  p.k_scale = a.given_k_scale;
   p.scale_log2 = a.scale * 1.4426950408889634f * p.value_scale;
   p.out = a.out;
   p.out_f32 = a.out_dtype == Dtype::f32;
+  p.out_f16 = a.out_dtype == Dtype::f16;
   p.lse = a.lse;
   p.lse_token_stride = a.lse_token_stride;
   p.lse_head_stride = a.lse_head_stride;
@@ -255,7 +283,8 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   if (c.converts) return latent::launch_converted(a.format, a.lists != nullptr, c, p, q_map, shape, stream);
   if (is_fp8(a.format))
     return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, a.lists != nullptr, c, p, q_map, shape, stream);
-  const uint64_t extents[2] = {latent::entry, a.page_units ? 1 : static_cast<uint64_t>(a.pages) * a.page_size};
+  const uint64_t extents[2] = {
+      latent::entry, p.row_bytes < row_bytes_16 ? 1 : static_cast<uint64_t>(a.pages - 1) * p.page_step + a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
   const MapType type = a.format == CacheFormat::bf16 ? MapType::bf16 : MapType::f16;
   const CUtensorMap cache_map =

@@ -30,15 +30,20 @@ struct AttendLatentLimits {
 
 struct AttendLatent {
   AttendLatentLimits limits;
-  /// [tokens, heads, 576] bf16: 512 latent, 64 rope; fp8_ds_v4: 512 in all. 16-byte aligned, dense.
+  /// [tokens, heads, 576]: 512 latent, 64 rope; fp8_ds_v4: 512 in all. 16-byte aligned, dense. bf16, or over a cache of
+  /// f16 also f16.
   const void* q = nullptr;
+  Dtype q_dtype = Dtype::bf16;
   /// [pages, page_size, row] as the format lays it out, 16-byte aligned. What unused slots hold never reaches an
   /// output.
   const void* cache = nullptr;
-  /// bf16, f16 (queries are then rounded to f16, saturating), fp8, fp8_ds_mla (scales below 2^96); lists: fp8_ds_v4.
+  /// bf16, f16 (queries of bf16 are then rounded to f16, saturating), fp8, fp8_ds_mla (scales below 2^96); lists:
+  /// fp8_ds_v4.
   CacheFormat format = CacheFormat::bf16;
-  float k_scale = 1.0f;     ///< of fp8, positive
-  int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense, as bf16 and f16 must be
+  float k_scale = 1.0f;  ///< of fp8, positive
+  /// Of fp8, on device, beside those above: what queries and cached rows are multiplied by; null: 1.
+  const float *given_q_scale = nullptr, *given_k_scale = nullptr;
+  int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense. bf16, f16: see box_rows
   int64_t pages = 0;
   int page_size = 64;
   /// Pages are numbered in units of 16 bytes from the cache's start, and hold one row each: `pages` is where the last
@@ -52,13 +57,19 @@ struct AttendLatent {
   /// [requests], on device. Each is a whole request (kv_begin 0, partial -1; the kernel splits it), in any order, no
   /// two with the same query rows; q_count 0: nothing to do.
   const LatentItem* items = nullptr;
+  /// [requests], on device, in place of items: request i has limits.query_tokens rows, from i * query_tokens on, and as
+  /// many positions as its length says, clamped to limits.seq_len. Causal: its queries are the last of these; otherwise
+  /// they see all.
+  const int32_t* lengths = nullptr;
+  int64_t length_stride = 1;
+  bool causal = false;
   /// [.., table_stride], on device: position p of an item is in slot p % page_size of page
   /// block_table[item.request][p / page_size]. Entries past kv_end are not read.
   const int32_t* block_table = nullptr;
   int64_t table_stride = 0;
   float scale = 1.0f;             ///< positive
   void* out = nullptr;            ///< [tokens, heads, 512]; rows of no item are left alone
-  Dtype out_dtype = Dtype::bf16;  ///< bf16 or f32
+  Dtype out_dtype = Dtype::bf16;  ///< bf16, f32, or of f16 queries f16
   float* lse = nullptr;           ///< [tokens, heads] by these strides, nats; null: not wanted
   int64_t lse_token_stride = 0, lse_head_stride = 1;
   /// Above 1: lse is [requests, queries, heads], requests by lse_token_stride, of rows that are requests x queries.
@@ -95,7 +106,7 @@ struct AttendLatentChoice {
   int tile_rows = 64;  ///< rows (tokens x heads) that are attended together: 16, 32, 64, 128 (a cluster of two CTAs)
   int workers = 1;     ///< CTAs or clusters
   /// Cache rows of a copy. bf16, f16: of a box in tiles of 64 and 128 rows; 0: rows are copied one by one, as they
-  /// always are for 16 and 32 (page sizes without a factor 8).
+  /// always are for 16 and 32 (page sizes without a factor 8, pages that do not lie whole rows apart).
   int box_rows = 64;
   /// e4m3, tiles of 128 rows: cached rows become bf16 in shared memory, for the kernel over caches of 16 bits.
   bool converts = false;
@@ -108,8 +119,8 @@ struct AttendLatentChoice {
   /// Cycles that a worker waits for the others' pieces of a tile before it leaves its share of merging them to whoever
   /// is last: a call ends even if its workers never run together. 0: hardly any waiting.
   int patience = 1 << 18;
-  /// May start while the stream's previous kernel ends: items, block_table and schedule, read at once, must not be what
-  /// that kernel writes (everything else may be) unless late_items.
+  /// May start while the stream's previous kernel ends: items, lengths, block_table and schedule, read at once, must
+  /// not be what that kernel writes (everything else may be) unless late_items.
   bool overlap = true;
   /// They are what that kernel writes: the call waits for it before it reads any.
   bool late_items = false;

@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int row = warp; row < n; row += 8) {
       const float back = convert_query_row<Rows, n>(s.q, row);
       if (lane == 0) {
-        s.factor[row] = p.scale_log2 * back;
+        s.factor[row] = p.scale_log2 * given(p.q_scale) * given(p.k_scale) * back;
         s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
       }
     }
@@ -462,7 +462,7 @@ __global__ void __launch_bounds__(threads, 1)
         all = NAN;
       const float lse2 = all == 0 ? -INFINITY : best + __log2f(all),
                   factor = all == 0 ? 0.0f
-                                    : weight * p.value_scale / all *
+                                    : weight * p.value_scale * given(p.k_scale) / all *
                                           (whole ? kept(p, static_cast<int>(out_row) + row, lse2) : 1.0f);
       if (h == 0 && w == 0 && g == 0 && row < rows) {
         if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
@@ -494,7 +494,7 @@ __global__ void __launch_bounds__(threads, 1)
         const int64_t column = i * 64 + lane * 4;
         if (r < rows) {
           if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = z;
-          else store_four(p, (out_row + r) * width + column, z);
+          else store_four<__nv_bfloat16>(p, (out_row + r) * width + column, z);
         }
       }
       barrier_sync(math_barrier, math_threads);

@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(threads, 1)
     for (int row = warp; row < n; row += 8) {
       const float back = convert_query_row<Rows, n>(s.q, row);
       if (lane == 0) {
-        s.factor_shift[row] = make_float2(p.scale_log2 * back, -3e38f);
+        s.factor_shift[row] = make_float2(p.scale_log2 * given(p.q_scale) * given(p.k_scale) * back, -3e38f);
         s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, it.positions);
       }
     }
@@ -348,8 +348,9 @@ __global__ void __launch_bounds__(threads, 1)
           lost_to_query(p, it.row0 + thread))
         all = NAN;
       const float lse2 = all == 0 ? -INFINITY : s.factor_shift[thread].y + __log2f(all),
-                  factor =
-                      all == 0 ? 0.0f : p.value_scale / all * (it.pieces == 1 ? kept(p, it.row0 + thread, lse2) : 1.0f);
+                  factor = all == 0 ? 0.0f
+                                    : p.value_scale * given(p.k_scale) / all *
+                                          (it.pieces == 1 ? kept(p, it.row0 + thread, lse2) : 1.0f);
       s.last[thread] = factor;
       if (thread < it.rows) {
         if (it.pieces == 1) store_lse(p, it.row0 + thread, lse2);

@@ -57,9 +57,9 @@ __device__ inline const int* table_of(const Params& p, const Item& it) {
 __device__ inline int page_of(const Params& p, const int* table, int positions, int position) {
   return position < positions ? __ldg(table + p.by_page.divide(position)) : -1;
 }
-/// The cache row that a position has in its page.
+/// The number of the cache row that a position has in its page.
 __device__ inline int row_in(const Params& p, int page, int position) {
-  return page * p.page_size + position - p.by_page.divide(position) * p.page_size;
+  return page * p.page_step + (position - p.by_page.divide(position) * p.page_size) * p.row_step;
 }
 
 /// A Start as a loading warp has it: with what it looks pages up for.

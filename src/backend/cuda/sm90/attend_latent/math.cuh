@@ -45,8 +45,9 @@ __device__ inline uint32_t half_of_bf16(uint32_t two) {
 
 /// Rounds bf16 queries in shared memory to f16, saturating; by `count` threads in a row, who have this barrier.
 template <class T, int barrier = math_barrier, int count = math_threads>
-__device__ void convert_queries(char* q, int bytes) {
+__device__ void convert_queries(const Params& p, char* q, int bytes) {
   if constexpr (sizeof(T) == 2 && !__is_same(T, __nv_bfloat16)) {
+    if (p.q_f16) return;
     for (int at = threadIdx.x % count * 4; at < bytes; at += count * 4) {
       auto& two = *reinterpret_cast<uint32_t*>(q + at);
       two = half_of_bf16(two);
@@ -101,13 +102,21 @@ __device__ inline void zero_nan_codes(char* at) {
   fence_async_proxy();  // before a later copy to the same place
 }
 
+/// A scale that the device alone knows, once the grids before are complete. Not kept in a register.
+__device__ inline float given(const float* scale) {
+  float x = 1;
+  if (scale) asm volatile("ld.global.f32 %0, [%1];" : "=f"(x) : "l"(scale));
+  return x;
+}
+
 /// Is a (token, head) row NaN though all its logits are -inf? A +inf in its query makes it so, whatever its keys'
 /// signs.
 __device__ inline bool lost_to_query(const Params& p, int64_t row) {
-  const auto* q = static_cast<const __nv_bfloat16*>(p.q) + row * p.q_width;
+  const auto* q = static_cast<const uint16_t*>(p.q) + row * p.q_width;
+  const unsigned infinity = p.q_f16 ? 0x7c00 : 0x7f80;
   bool found = false;
 #pragma unroll 1
-  for (int i = 0; i < p.q_width; ++i) found |= !(__bfloat162float(q[i]) < INFINITY);
+  for (int i = 0; i < p.q_width; ++i) found |= q[i] == infinity || (q[i] & 0x7fffu) > infinity;  // or NaN
   return found;
 }
 

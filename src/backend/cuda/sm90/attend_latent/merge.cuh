@@ -58,12 +58,19 @@ __device__ inline void store_unit(void* at, float4 v) {
   store_unit(at, uint4{__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)});
 }
 
+/// Two elements of an out of 16 bits. T: of the products' operands; those of f16 alone may come with an out of f16.
+template <class T>
+__device__ inline uint32_t out_pair(const Params& p, float a, float b) {
+  if (!__is_same(T, __nv_bfloat16) && p.out_f16) return Pack<__half>::two(a, b);
+  return Pack<__nv_bfloat16>::two(a, b);
+}
 /// Four columns of a row of out, from element `at` on.
+template <class T>
 __device__ inline void store_four(const Params& p, int64_t at, float4 v) {
   if (p.out_f32) *reinterpret_cast<float4*>(static_cast<float*>(p.out) + at) = v;
   else
-    *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {Pack<__nv_bfloat16>::two(v.x, v.y),
-                                                                          Pack<__nv_bfloat16>::two(v.z, v.w)};
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {out_pair<T>(p, v.x, v.y),
+                                                                     out_pair<T>(p, v.z, v.w)};
 }
 
 /// Four f32 of a row.
@@ -96,12 +103,12 @@ struct RowOrder : F32Units {
   }
   __device__ static int first_column(int unit) { return unit % group_units * 4; }
   __device__ static void store(const Params& p, int64_t row, bool on, bool, int column, const float (&v)[4]) {
-    if (on) store_four(p, row * width + column, make_float4(v[0], v[1], v[2], v[3]));
+    if (on) store_four<__nv_bfloat16>(p, row * width + column, make_float4(v[0], v[1], v[2], v[3]));
   }
 };
 
 /// As the narrow kernel's threads hold O^T: unit 1024 j + 256 i + t is of thread t's o[i].
-template <int tile_rows, bool batch_invariant>
+template <int tile_rows, class T, bool batch_invariant>
 struct TransposedOrder : F32Units {
   static constexpr bool invariant = batch_invariant, joins = !invariant, relays = may_relay(tile_rows, invariant);
   static constexpr int rows = tile_rows, group_rows = 8, group_units = 1024, step = 1;
@@ -120,7 +127,7 @@ struct TransposedOrder : F32Units {
       const int64_t at = (row + e % 2) * width + column + e / 2 * 8;
       if (!(e % 2 ? second : first)) continue;
       if (p.out_f32) static_cast<float*>(p.out)[at] = v[e];
-      else static_cast<__nv_bfloat16*>(p.out)[at] = __float2bfloat16_rn(v[e]);
+      else static_cast<uint16_t*>(p.out)[at] = static_cast<uint16_t>(out_pair<T>(p, v[e], 0));
     }
   }
 };
@@ -128,7 +135,7 @@ struct TransposedOrder : F32Units {
 /// As the wide kernel's threads hold O, warp by warp (warp % 4, then the half of the columns), 32 units of each two
 /// chunks of 8 columns. Eight f16 relative to a power of two for each row: O of a tile of 64 rows is 128 KB in f32, and
 /// all workers write and read theirs at once.
-template <bool batch_invariant>
+template <class T, bool batch_invariant>
 struct FragmentOrder {
   static constexpr bool invariant = batch_invariant, joins = !invariant, relays = false;
   static constexpr int values = 8, least = 4;
@@ -154,8 +161,8 @@ struct FragmentOrder {
     if (p.out_f32) store<true>(p, first_element<true>(row, column), first, second, v);
     else store<false>(p, first_element<false>(row, column), first, second, v);
   }
-  /// f32: lanes store pairs of columns. bf16: neighbouring lanes trade pairs of the two chunks and store four columns
-  /// in a row. at: first_element(), of out, that the lane stores.
+  /// f32: lanes store pairs of columns. 16 bits: neighbouring lanes trade pairs of the two chunks and store four
+  /// columns in a row. at: first_element(), of out, that the lane stores.
   template <bool f32>
   __device__ static int64_t first_element(int64_t row, int column) {
     const int lane = threadIdx.x % 32;
@@ -173,9 +180,9 @@ struct FragmentOrder {
         if (on) *reinterpret_cast<float2*>(to) = make_float2(low[0], low[1]);
         if (on) *reinterpret_cast<float2*>(to + 8) = make_float2(high[0], high[1]);
       } else {
-        const uint32_t a = Pack<__nv_bfloat16>::two(low[0], low[1]), b = Pack<__nv_bfloat16>::two(high[0], high[1]),
+        const uint32_t a = out_pair<T>(p, low[0], low[1]), b = out_pair<T>(p, high[0], high[1]),
                        other = __shfl_xor_sync(0xffffffffu, odd ? a : b, 1);
-        if (on) *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + at) = {odd ? other : a, odd ? b : other};
+        if (on) *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = {odd ? other : a, odd ? b : other};
       }
     }
   }

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(threads, 1)
   using Shared = NarrowShared<Tile>;
   extern __shared__ __align__(1024) char shared_bytes[];
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
-  using Order = TransposedOrder<Tile::rows, invariant>;
+  using Order = TransposedOrder<Tile::rows, T, invariant>;
   constexpr int merge_bytes = sizeof Shared::kv;
   const auto part_of = [](const Item& it) { return Part{it.rows, it.row0}; };
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(threads, 1)
     // Row sees positions below:
     const int limit = min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
     const int hidden = hidden_from(p, it) - block0 * block_tokens;
-    convert_queries<T>(&s.q[0][0], 9 * Tile::rows * 128);
+    convert_queries<T>(p, &s.q[0][0], 9 * Tile::rows * 128);
 #pragma unroll
     for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(threads, 1)
         if (r >= rows) break;
         const float4 v = *reinterpret_cast<const float4*>(staged + r * pitch + lane * 4);
         const int64_t at = (it.row0 + int64_t{r}) * width + lane / 16 * 256 + lane % 16 * 4 + i * 64;
-        store_four(p, at, v);
+        store_four<T>(p, at, v);
       }
       barrier_sync(math_barrier, math_threads);  // also before s.sum is written again
     }

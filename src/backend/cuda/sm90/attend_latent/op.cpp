@@ -8,6 +8,7 @@
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_latent/rows.hpp"
 #include "backend/cuda/sm90/ops.hpp"
+#include "mla/error.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {
@@ -36,9 +37,12 @@ struct Run {
 Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, size_t room) {
   const auto first = [&](size_t count) {
     const AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
-    return Run{
+    Run run{
         count, limits,
         attend_latent_choice(limits, static_cast<int>(a.cache.spec.page_size), multiprocessors, a.cache.spec.format)};
+    if (is_16_bit(a.cache.spec.format) && a.cache.page_stride % (a.cache.spec.entry() * 2) != 0)
+      run.choice.box_rows = 0;
+    return run;
   };
   Run run = first(a.items.size() - begin);
   while (run.count > 1 && (attend_latent_partials(run.limits, run.choice) > room ||
@@ -50,18 +54,21 @@ Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, si
 // Where partial rows begin in scratch.
 size_t partials_at(const ops::AttendLatentArgs& a) { return -reinterpret_cast<uintptr_t>(a.scratch.data) & 255; }
 
-// The second of the calls that are captured together and attend by the same staged lengths and table, a step's layers,
-// has the schedule made for those after it: the graph makes it at every launch. Calls that are not captured, or read
-// arrays that others may write meanwhile, find their own.
-void use_schedule(const Queue& queue, AttendLatent& args, const AttendLatentChoice& choice) {
-  Queue::Made& made = queue.made();
-  if (!made.data || attend_latent_schedule_bytes(choice) > Queue::kMade) return;
+// The second of the calls that are captured together and attend by the same lengths and table, a step's layers, has the
+// schedule made for those after it: the graph makes it at every launch. Calls that are not captured, or read arrays
+// that others may write meanwhile, find their own.
+void use_schedule(const Queue& queue, AttendLatent& args, AttendLatentChoice& choice) {
+  CapturedSchedule& made = queue.schedule();
+  if (!made.data || attend_latent_schedule_bytes(choice) > CapturedSchedule::kBytes) return;
   cudaStreamCaptureStatus status{};
   unsigned long long capture = 0;
   check(cudaStreamGetCaptureInfo(queue.stream(), &status, &capture), "attend_latent", "capture");
   if (status != cudaStreamCaptureStatusActive) return;
   const AttendLatentLimits& l = args.limits;
   std::vector<int64_t> key = {reinterpret_cast<int64_t>(args.items),
+                              reinterpret_cast<int64_t>(args.lengths),
+                              args.length_stride,
+                              args.causal,
                               reinterpret_cast<int64_t>(args.block_table),
                               args.table_stride,
                               args.page_size,
@@ -70,18 +77,25 @@ void use_schedule(const Queue& queue, AttendLatent& args, const AttendLatentChoi
                               l.requests,
                               l.heads,
                               l.query_tokens,
+                              l.seq_len,
                               choice.tile_rows,
                               choice.workers,
                               choice.box_rows,
                               choice.split_blocks,
                               choice.min_blocks,
                               choice.line_overhead};
+  if (made.capture == capture && made.stream != queue.stream()) return;
   if (made.capture != capture || made.key != key) {
-    made.capture = capture, made.key = std::move(key), made.there = false;
+    made.capture = capture, made.stream = queue.stream(), made.key = std::move(key), made.there = false;
     return;
   }
-  args.schedule = made.data, args.schedule_bytes = Queue::kMade;
-  if (made.there) return;
+  args.schedule = made.data, args.schedule_bytes = CapturedSchedule::kBytes;
+  if (made.there) {
+    // Every kernel of attention lets the next begin when those before it are complete: the schedule and what wrote
+    // lengths.
+    choice.late_items = false;
+    return;
+  }
   attend_latent_schedule(args, choice, queue.stream());
   made.there = true, args.schedule = nullptr;  // this call may begin before it is there
 }
@@ -93,9 +107,14 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   const bool whole =
       std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
   return gpu.hopper && whole && !a.items.empty() && spec.format != CacheFormat::fp8_ds_v4 && serves_rows(a, a.cache) &&
-         a.cache.page_stride == spec.page_bytes() && a.block_table.stride<Page>() == 1 &&
-         // Rows of e4m3 are found by 32-bit numbers of 16 bytes.
-         (!is_e4m3(spec.format) || a.cache.pages * spec.page_bytes() / 16 <= std::numeric_limits<uint32_t>::max());
+         a.cache.page_stride % 16 == 0 && a.cache.page_stride >= static_cast<size_t>(spec.page_bytes()) &&
+         a.block_table.stride<Page>() == 1 &&
+         // Rows of e4m3 are found by 32-bit numbers of 16 bytes, others by signed ones, of rows if pages lie so apart.
+         static_cast<uint64_t>(a.cache.pages) * a.cache.page_stride / 16 <=
+             (is_e4m3(spec.format) ? std::numeric_limits<uint32_t>::max()
+              : a.cache.page_stride % (spec.entry() * 2) == 0
+                  ? uint64_t{std::numeric_limits<int32_t>::max()} * spec.entry() / 8
+                  : std::numeric_limits<int32_t>::max());
 }
 
 // The launches' tiles, the first launch's first.
@@ -113,20 +132,31 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a)
 
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
-  const LatentItem* items = queue.staged(a.items, "attend_latent", "items");
+  const bool by_lengths = caller && caller->lengths[0];
+  const LatentItem* items = by_lengths ? nullptr : queue.staged(a.items, "attend_latent", "items");
   const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
   const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
+    if (by_lengths && count < a.items.size())
+      throw UnsupportedError("attend_latent: " + std::to_string(a.items.size()) +
+                             " requests by lengths need more than " + std::to_string(room) + " bytes of scratch");
     choice.late_items = caller != nullptr;
     choice.settled = a.cache_settled;
     AttendLatent args = call_of(queue, a, a.cache, caller);
     args.limits = limits;
     args.pages = a.cache.pages, args.page_size = page_size;
-    args.items = items + begin;
+    args.page_stride = static_cast<int64_t>(a.cache.page_stride);
+    if (caller) args.given_q_scale = caller->q_scale, args.given_k_scale = caller->k_scale;
+    if (by_lengths) {
+      const auto& lengths = caller->lengths[0];
+      args.lengths = lengths.data(), args.length_stride = lengths.stride<Request>(), args.causal = caller->causal;
+    } else {
+      args.items = items + begin;
+    }
     args.block_table = table.data(), args.table_stride = table.stride<Request>();
     args.partials = a.scratch.data + partials_at(a), args.partials_bytes = room;
-    if (!caller && count == a.items.size() && items != a.items.data()) use_schedule(queue, args, choice);
+    if (count == a.items.size() && (caller ? by_lengths : items != a.items.data())) use_schedule(queue, args, choice);
     cuda::attend_latent(args, choice, queue.stream());
     begin += count;
   }

@@ -23,7 +23,8 @@ bool serves_rows(const Args& a, const CacheView& cache) {
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
   const CacheSpec& spec = cache.spec;
   const int64_t heads = a.q.template extent<Head>();
-  return a.q.dtype() == Dtype::bf16 &&
+  const bool half = a.q.dtype() == Dtype::f16 && spec.format == CacheFormat::f16;
+  return (half || (a.q.dtype() == Dtype::bf16 && a.out.dtype() != Dtype::f16)) &&
          (is_16_bit(spec.format) || is_e4m3(spec.format) || spec.format == CacheFormat::fp8_ds_v4) &&
          spec.value_width() == kValues && spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0) &&
          heads <= kMostHeads && dense(a.q, spec.latent + kRope) && dense(a.out, kValues) &&
@@ -35,14 +36,17 @@ bool serves_rows(const Args& a, const CacheView& cache) {
 template <class Args>
 AttendLatent call_of(const Queue& queue, const Args& a, const CacheView& cache, const CallerArrays* caller) {
   AttendLatent call;
-  call.q = a.q.data();
+  call.q = a.q.data(), call.q_dtype = a.q.dtype();
   call.cache = cache.data, call.format = cache.spec.format, call.k_scale = cache.spec.k_scale;
   call.scale = a.scale;
   call.out = a.out.data(), call.out_dtype = a.out.dtype();
   call.lse = a.lse.data();
   call.lse_token_stride = a.lse.template stride<Token>(), call.lse_head_stride = a.lse.template stride<Head>();
-  if (caller) call.put_lse(caller->lse);
   call.counters = queue.counters(), call.counter_count = Queue::kCounters;
+  if (caller) {
+    call.put_lse(caller->lse);
+    call.counters = caller->counters.data(), call.counter_count = caller->counters.size();
+  }
   return call;
 }
 

@@ -38,7 +38,11 @@ struct Params {
   const Start* starts;  // of all workers, made ahead; null: each finds its own
   // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
-  int requests;  // items, or rows of lists
+  const int32_t* lengths;  // in place of items: positions of each request, all of which have query_tokens
+  int64_t length_stride;
+  int query_tokens, most_positions;
+  bool causal;
+  int requests;  // items, lengths, or rows of lists
   int heads;
   Divisor by_heads, by_workers;
   int workers;
@@ -47,24 +51,25 @@ struct Params {
   bool relay;            // may every second worker leave merging to the others?
   bool one_tile;         // has a request one tile at most?
   bool one_each;         // so, and there are 32 requests at most?
-  bool late;             // are items and table what the stream's previous kernel writes?
+  bool late;             // are items, lengths and table what the stream's previous kernel writes?
   bool extras;           // are there sinks, or are largest logits wanted?
   bool peaks;            // are they?
   bool lse_by_requests;  // have lse's requests a stride of their own?
   bool lse_empty_up;     // is it +inf, not -inf, of a row that sees nothing?
   bool shared_keys;      // are cached rows read by several requests?
-  uint16_t row_bytes;    // of what rows are numbered by, where they are copied one by one from a cache of 16 bits
+  uint16_t row_bytes;    // of what rows of a cache of 16 bits are numbered by: a row, or 16
   const int32_t* block_table;
   int64_t table_stride;
   Divisor by_page;
   int page_size;
-  int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
-  int box_shift;      // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
+  int page_step, row_step;  // from a page's number to the next one's, and from a row's
+  int line_overhead;        // of a tile beside its blocks, in blocks, when workers share the line
+  int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
-  const void* cache;    // for what is not copied by boxes
-  int64_t page_stride;  // bytes
-  float value_scale;    // of outputs (fp8)
-  bool out_f32;
+  const void* cache;      // for what is not copied by boxes
+  int64_t page_stride;    // bytes
+  float value_scale;      // of outputs (fp8)
+  bool out_f32, out_f16;  // neither: bf16
   void* out;
   float* lse;  // may be null
   int64_t lse_token_stride, lse_head_stride;
@@ -74,6 +79,7 @@ struct Params {
   int patience;                      // cycles that a worker waits for others, at most
   bool settled;                      // may cached rows be read while the stream's previous kernel ends?
   const void* q;                     // for rows that see keys but no logit above -inf (lost_to_query)
+  bool q_f16;                        // over a cache of f16; otherwise bf16
   // Of few calls, behind what all calls read:
   const float* sinks;  // of heads; may be null
   float* max_logits;   // may be null
@@ -83,6 +89,8 @@ struct Params {
   int64_t max_token_stride, max_head_stride;
   float* partial_max;
   int q_width;  // elements of a query row
+  // Of caches of fp8, on device, beside scale_log2 and value_scale; null: 1.
+  const float *q_scale, *k_scale;
   // Of kernels whose rows are listed, each request of which is one query row:
   SlotLists lists;
   Divisor by_slot_page[2];
@@ -119,6 +127,20 @@ struct ListedRow {
   }
 };
 
+/// What a request's tiles follow from.
+struct Extent {
+  int q_count, visible, kv_end;
+
+  Extent() = default;
+  __device__ Extent(const LatentItem& item)
+      : q_count(__ldg(&item.q_count)), visible(__ldg(&item.visible)), kv_end(__ldg(&item.kv_end)) {}
+  /// Of a length.
+  __device__ Extent(const Params& p, int length)
+      : q_count(p.query_tokens), kv_end(min(max(length, 0), p.most_positions)) {
+    visible = p.causal ? kv_end - q_count : kv_end - 1;
+  }
+};
+
 /// listed: are requests query rows with lists of their own?
 template <int tile_rows, bool listed = false>
 struct Tiles {  // of one request
@@ -134,10 +156,16 @@ struct Tiles {  // of one request
       start = request = row.row;
       return;
     }
+    if (p.lengths) {
+      *this = Tiles(p, Extent(p, p.lengths[i * p.length_stride]));
+      start = i * p.query_tokens, request = i;
+      return;
+    }
     const LatentItem* item = p.items + i;
-    *this = Tiles(p, __ldg(&item->q_count), __ldg(&item->visible), __ldg(&item->kv_end));
+    *this = Tiles(p, Extent(*item));
     start = __ldg(&item->q_begin), request = __ldg(&item->request);
   }
+  __device__ Tiles(const Params& p, const Extent& e) : Tiles(p, e.q_count, e.visible, e.kv_end) {}
   __device__ Tiles(const Params& p, int q_count, int visible, int kv_end)
       : rows(max(q_count, 0) * p.heads), count(ceil_div(rows, tile_rows)), visible(visible), kv_end(kv_end) {}
   /// Positions that rows of the tile see, at most.
@@ -200,17 +228,25 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
   const auto many_others = [&](auto each) {
 #pragma unroll 1
     for (int r = 32 + lane; r < p.requests; r += 128) {
-      Tiles<tile_rows> t[4];
+      const auto at = [&](int k) { return min(r + 32 * k, p.requests - 1); };
+      Extent e[4];
+      if (p.lengths) {
+        int length[4];
 #pragma unroll
-      for (int k = 0; k < 4; ++k) {
-        const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
-        const int q_count = __ldg(&item->q_count);
-        t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
+        for (int k = 0; k < 4; ++k) length[k] = p.lengths[at(k) * p.length_stride];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) e[k] = {p, length[k]};
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) e[k] = p.items[at(k)];
       }
 #pragma unroll
-      for (int k = 0; k < 4; ++k)
+      for (int k = 0; k < 4; ++k) {
+        if (r + 32 * k >= p.requests) e[k].q_count = 0;
+        const Tiles<tile_rows> t(p, e[k]);
 #pragma unroll 1
-        for (int i = 0; i < t[k].count; ++i) each(t[k].length(p, i));
+        for (int i = 0; i < t.count; ++i) each(t.length(p, i));
+      }
     }
   };
   int own = first, longest = first;  // own: what the lane's request has of the line
@@ -311,7 +347,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
 /// next one by the next CTA. In small batches pages are then at hand when a worker knows which it needs.
 __device__ inline void prefetch_table(const Params& p) {
   const int lane = threadIdx.x % 32;
-  if (p.late || p.requests > 32 || lane >= p.requests) return;
+  if (p.late || p.lengths || p.requests > 32 || lane >= p.requests) return;
   const LatentItem* item = p.items + lane;
   const int positions = __ldg(&item->kv_end);
   if (__ldg(&item->q_count) <= 0 || positions <= 0) return;

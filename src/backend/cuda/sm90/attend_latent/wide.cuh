@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
   Shared& s = *reinterpret_cast<Shared*>(shared_bytes);
   const int warpgroup = warp_uniform(threadIdx.x / 128), warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   const int rank = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) : 0, worker = blockIdx.x / Tile::ctas;
-  using Order = FragmentOrder<invariant>;
+  using Order = FragmentOrder<T, invariant>;
   constexpr int merge_bytes = sizeof Shared::kv;
   const auto part_of = [&](const Item& it) {
     return Part{min(max(it.rows - rank * 64, 0), 64), it.row0 + rank * 64, Tile::ctas, rank};
@@ -450,6 +450,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     const auto finish = [&](const Item& it, int row, float sum, float top, const volatile float& peak) {
       const float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);
       float inverse = sum == 0 ? 0.0f : p.value_scale / sum;  // NaN stays
+      if constexpr (Tile::converts) inverse = sum == 0 ? 0.0f : inverse * given(p.k_scale);
       row += Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
       if (row >= it.rows) return inverse;
       const int64_t at = partial_row(it.slot0, tile_rows, row, it.pieces, it.piece);
@@ -485,8 +486,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
           constexpr bool converts = std::is_same_v<T, __half>;
           mbarrier_wait(smem_address(&s.full[buffer]), parity);
           if constexpr (converts) mbarrier_wait(smem_address(&s.q_full), count & 1);
-          convert_queries<T, scores_barrier, 128>(s.kv[buffer][0], query_boxes * box_bytes);
-          convert_queries<T, scores_barrier, 128>(s.q[0], sizeof s.q);
+          convert_queries<T, scores_barrier, 128>(p, s.kv[buffer][0], query_boxes * box_bytes);
+          convert_queries<T, scores_barrier, 128>(p, s.q[0], sizeof s.q);
 #pragma unroll
           for (int k = 0; k < query_steps; ++k)
             load_matrix_x4(smem_address(s.kv[buffer][k / 4]) + (matrix() ^ (k % 4 * 32)), q[4 * k], q[4 * k + 1],
@@ -546,6 +547,13 @@ __global__ void __launch_bounds__(wide_threads, 1)
           wgmma_pin(d);
           const bool last = i + 1 == blocks;
           if (last && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+          if constexpr (Tile::converts) {
+            if (p.q_scale || p.k_scale) {
+              const float scale = given(p.q_scale) * given(p.k_scale);
+#pragma unroll
+              for (int k = 0; k < 32; ++k) d[k] *= scale;
+            }
+          }
 
           if constexpr (Tile::listed) {
             const uint32_t there = s.there[buffer][lane % 8];

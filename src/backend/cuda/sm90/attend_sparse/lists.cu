@@ -12,18 +12,6 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kEach = 8;  // slots of a thread in a round
 
-__device__ void clear(unsigned* counters, int32_t count) {
-  for (int i = static_cast<int>(blockIdx.x * kThreads + threadIdx.x); i < count;
-       i += static_cast<int>(gridDim.x) * kThreads)
-    counters[i] = 0;
-}
-
-__global__ void __launch_bounds__(kThreads) clear_kernel(unsigned* counters, int32_t count) {
-  wait_for_previous_grids();  // who waits for this grid has then waited for them, too
-  allow_next_grid();
-  clear(counters, count);
-}
-
 // A block a row: each round its threads count what exists of eight slots each, and store it behind the threads' before.
 __global__ void __launch_bounds__(kThreads) list_rows_kernel(const __grid_constant__ SlotLists a, const ListTable to,
                                                              const Divisor by_page0, const Divisor by_page1) {
@@ -31,7 +19,6 @@ __global__ void __launch_bounds__(kThreads) list_rows_kernel(const __grid_consta
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
   wait_for_previous_grids();
   allow_next_grid();
-  if (to.counters) clear(to.counters, to.counter_count);
   const int32_t number = a.first_row + static_cast<int32_t>(blockIdx.x);
   const auto rows = [&](int32_t i) { return static_cast<int64_t>(a.items[i].q_count); };
   const Found found = a.items                   ? find_item(a.item_count, number, rows, rows)
@@ -98,11 +85,6 @@ void list_rows(const SlotLists& a, const ListTable& to, cudaStream_t stream) {
          stream, "attend_sparse", "lists of slots",
          "rows " + std::to_string(to.rows) + ", topk " + std::to_string(a.source[0].topk), a, to,
          Divisor(static_cast<uint32_t>(a.source[0].page_size)), Divisor(static_cast<uint32_t>(a.source[1].page_size)));
-}
-
-void clear_counters(unsigned* counters, int32_t count, cudaStream_t stream) {
-  launch(clear_kernel, {.grid = dim3(1), .block = dim3(kThreads), .overlap = true}, stream, "attend_sparse", "counters",
-         "counters " + std::to_string(count), counters, count);
 }
 
 }  // namespace mla::cuda

@@ -18,13 +18,9 @@ struct ListTable {
   int64_t stride = 0;
   const std::byte* cache = nullptr;
   LatentItem* requests = nullptr;  ///< [rows]: how many, for which query row; rows past the items': no query rows
-  unsigned* counters = nullptr;    ///< [counter_count], made 0; null: not wanted
-  int32_t counter_count = 0;
 };
 
 /// One launch, which may begin while the stream's previous kernel ends.
 void list_rows(const SlotLists& lists, const ListTable& to, cudaStream_t stream);
-/// The same for counters alone, where lists are read as they are.
-void clear_counters(unsigned* counters, int32_t count, cudaStream_t stream);
 
 }  // namespace mla::cuda

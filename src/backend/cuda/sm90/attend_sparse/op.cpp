@@ -172,12 +172,10 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
     for (int32_t first = 0; first < extent.rows;) {
       Run run = run_of(a, extent.rows - first, extent.keys, queue.multiprocessors());
       lists.first_row = first;
-      const auto counters = static_cast<int32_t>(attend_latent_counters(run.limits, run.choice));
       AttendLatent args = call_of(queue, a, a.sources[0].cache, caller);
       if (run.lists) {
         // The kernel waits for what makes the lists before it reads any; for a caller's lengths, before it plans.
         run.choice.late_items = caller && (lists.source[0].lengths || lists.source[1].lengths);
-        if (caller) clear_counters(queue.counters(), counters, queue.stream());
         args.lists = &lists;
       } else {
         run.choice.late_items = true;
@@ -186,9 +184,7 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
                    .table = reinterpret_cast<int32_t*>(run.table),
                    .stride = run.table_stride,
                    .cache = span.begin,
-                   .requests = reinterpret_cast<LatentItem*>(run.requests),
-                   .counters = caller ? queue.counters() : nullptr,
-                   .counter_count = counters},
+                   .requests = reinterpret_cast<LatentItem*>(run.requests)},
                   queue.stream());
         args.cache = span.begin, args.pages = span.units, args.page_size = 1, args.page_units = true;
         args.items = reinterpret_cast<LatentItem*>(run.requests);
