@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace mla::cuda {
 
@@ -30,6 +31,26 @@ __device__ __forceinline__ uint32_t map_to_cta(uint32_t address, uint32_t rank) 
   uint32_t r;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(address), "r"(rank));
   return r;
+}
+
+/// Words at a mapped address, seen by others behind the cluster's next barrier.
+__device__ __forceinline__ uint32_t load_remote(uint32_t address) {
+  uint32_t x;
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+template <class T>
+__device__ __forceinline__ void store_remote(uint32_t address, const T& x) {
+  uint32_t words[sizeof(T) / 4];
+  memcpy(words, &x, sizeof(T));
+#pragma unroll
+  for (uint32_t i = 0; i < sizeof(T) / 4; ++i)
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(address + 4 * i), "r"(words[i]) : "memory");
+}
+__device__ __forceinline__ uint32_t add_remote(uint32_t address, uint32_t x) {
+  uint32_t before;
+  asm volatile("atom.shared::cluster.add.u32 %0, [%1], %2;" : "=r"(before) : "r"(address), "r"(x) : "memory");
+  return before;
 }
 
 /// Stores four words at a mapped address and adds their 16 bytes to what the mapped barrier beside them has received:

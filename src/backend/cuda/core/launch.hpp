@@ -47,6 +47,16 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, cudaStream_t 
       limit = config.shared_bytes;
     }
   }
+  if (config.cluster > 8) {  // more than every device promises
+    static std::mutex mutex;
+    static std::unordered_map<const void*, bool> allowed[64];  // per device
+    int device = 0;
+    check(cudaGetDevice(&device), op, "current device", shape);
+    const std::lock_guard lock(mutex);
+    bool& may = allowed[device & 63][reinterpret_cast<const void*>(kernel)];
+    if (!may) check(cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), op, name, shape);
+    may = true;
+  }
   cudaLaunchAttribute attributes[2];
   cudaLaunchConfig_t launch{};
   launch.gridDim = config.grid;

@@ -5,9 +5,7 @@
 // wait for each other; they take their places in the order in which they start, so that those waited for run or will.
 // As soon as few candidates are undecided, one level for most scores, they are listed, and the block that is last to do
 // so decides among them alone. Equal scores are told apart by three more levels of their positions.
-//
-// A row of the state: its count and which of two sets it is, then for each set topk keys and topk positions. A call
-// reads one and writes the other. A set is unordered until finish_topk, which ranks positions in a bitmap.
+// A set that is not in order is put so by finish_topk, which ranks positions in a bitmap.
 #include <algorithm>
 #include <string>
 #include <type_traits>
@@ -19,108 +17,18 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/select.cuh"
 #include "backend/cuda/gpu_model.hpp"
+#include "backend/cuda/sm90/select_topk/select_topk.hpp"
 
 namespace mla::cuda {
 namespace {
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+using namespace topk;
+
 constexpr int kMostPerThread = 32, kMostChunk = kThreads * kMostPerThread;  // candidates of a thread, of a block
-constexpr uint32_t kLast = 0x7fffffff;
-constexpr int kBins = 2048, kBuffers = 2;
-constexpr int kListed = 4096, kListedPerThread = kListed / kThreads;  // candidates that one block decides among
+constexpr int kBuffers = 2;
 constexpr int64_t kRowsPerLaunch = 1024;
-// Levels of a score's bits, then of its position's complement.
-constexpr int kKeyLevels = 3, kLevels = 6;
-__device__ constexpr int kShift[kLevels] = {21, 10, 0, 20, 10, 0};
-
-// Higher is better, as an unsigned number; no score has 0.
-__device__ uint32_t key_of(float score) {
-  const uint32_t bits = __float_as_uint(score == score ? score + 0.0f : -INFINITY);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-__device__ float score_of(uint32_t key) { return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key); }
-
-struct State {
-  std::byte* data;
-  int64_t row_bytes;
-  int topk;
-  struct Row {
-    int32_t count, side;
-  };
-  __device__ Row* row(int64_t r) const { return reinterpret_cast<Row*>(data + r * row_bytes); }
-  __device__ uint32_t* keys(int64_t r, int side) const {
-    return reinterpret_cast<uint32_t*>(data + r * row_bytes + 64) + side * 2 * topk;
-  }
-  __device__ int32_t* positions(int64_t r, int side) const { return reinterpret_cast<int32_t*>(keys(r, side) + topk); }
-};
-static_assert(topk_capacity(1) + 16 >= 2 && topk_capacity(kMostTopk) + 16 >= 2 * kMostTopk);
-State state_of(const ops::TopkState& s) {
-  return {s.data, static_cast<int64_t>(topk_state_bytes(s.topk)), static_cast<int>(s.topk)};
-}
-
-// Sum over threads before this one, and over all.
-__device__ uint32_t scan_before(uint32_t x, uint32_t (&warps)[kWarps], uint32_t& total) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t sum = x;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
-    if (lane >= d) sum += other;
-  }
-  __syncthreads();  // an earlier scan's sums are read
-  if (lane == 31) warps[warp] = sum;
-  __syncthreads();
-  uint32_t before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warps[w];
-    total += warps[w];
-  }
-  return before + sum - x;
-}
-
-// The digit of the last selected of `need` candidates by a histogram of digits: how many lie above it, and at it.
-struct Digit {
-  uint32_t digit, above, at, total;
-};
-
-// bins: this thread's four of the histogram, the highest four for the first thread. By all threads; total < need: none.
-__device__ Digit find_digit(uint4 bins, uint32_t need, uint32_t (&warps)[kWarps], Digit& shared) {
-  uint32_t total;
-  const uint32_t higher = scan_before(bins.x + bins.y + bins.z + bins.w, warps, total);
-  if (higher < need && need <= higher + bins.x + bins.y + bins.z + bins.w) {
-    const uint32_t part[4] = {bins.w, bins.z, bins.y, bins.x};
-    uint32_t sum = higher;
-    int b = 0;
-    while (need > sum + part[b]) sum += part[b++];
-    shared = {static_cast<uint32_t>(kBins - 1 - 4 * static_cast<int>(threadIdx.x) - b), sum, part[b], total};
-  }
-  __syncthreads();
-  Digit found = shared;
-  found.total = total;
-  return found;
-}
-
-// How far candidates are decided. They compare by key, then by `early`, which is kLast - position: selected are those
-// above (key, early) in the bits decided.
-struct Threshold {
-  uint32_t key = 0, early = 0, need;
-  int key_shift = 32, early_shift = 31;
-
-  __device__ void narrow(int level, const Digit& d) {
-    if (level < kKeyLevels) {
-      key |= d.digit << kShift[level];
-      key_shift = kShift[level];
-    } else {
-      early |= d.digit << kShift[level];
-      early_shift = kShift[level];
-    }
-    need -= d.above;
-  }
-};
-
 struct Select {
   State state;
   const IndexItem* items;
@@ -175,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   const int held = a.begin ? 0 : state->count, side = a.begin ? 0 : state->side;
   // A row with nothing new stays as it is. All of a row's blocks know.
   if (n == 0) {
-    if (a.begin && split == 0 && threadIdx.x == 0) *state = {0, 0};
+    if (a.begin && split == 0 && threadIdx.x == 0) *state = {0, 0, 1};
     return;
   }
 
@@ -337,32 +245,15 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     const uint32_t c = threadIdx.x + i * kThreads;
     candidate[i] = c < count ? __ldcg(listed + c) : uint2{0, 0};
   }
-  for (++level; !whole && level < kLevels; ++level) {
-    for (int b = threadIdx.x; b < kBins; b += kThreads) bins[b] = 0;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kListedPerThread; ++i) {
-      const uint32_t rest = level < kKeyLevels ? candidate[i].x - t.key : candidate[i].y - t.early;
-      const bool undecided =
-          level < kKeyLevels ? rest >> t.key_shift == 0 : candidate[i].x == t.key && rest < 1u << t.early_shift;
-      if (candidate[i].x != 0 && undecided) atomicAdd(&bins[rest >> kShift[level]], 1u);
-    }
-    __syncthreads();
-    const Digit d =
-        find_digit(*reinterpret_cast<const uint4*>(bins + kBins - 4 - 4 * threadIdx.x), t.need, warps, shared_digit);
-    t.narrow(level, d);
-    whole = d.at == t.need;
-  }
+  decide(candidate, level, whole, t, bins, warps, shared_digit);
   if (count > 0) {
-    uint32_t selected = 0;
+    uint32_t in = 0;
 #pragma unroll
     for (int i = 0; i < kListedPerThread; ++i) {
-      const bool in =
-          candidate[i].x >= t.key && (t.early_shift == 31 || candidate[i].x > t.key || candidate[i].y >= t.early);
-      selected += in && candidate[i].x != 0;
-      if (!in) candidate[i].x = 0;
+      if (!selected(candidate[i], t)) candidate[i].x = 0;
+      in += candidate[i].x != 0;
     }
-    at += scan_before(selected, warps, total);
+    at += scan_before(in, warps, total);
 #pragma unroll
     for (int i = 0; i < kListedPerThread; ++i) {
       if (candidate[i].x == 0 || at >= topk) continue;
@@ -375,7 +266,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  *state = {static_cast<int32_t>(min(total, topk)), side ^ 1};
+  *state = {static_cast<int32_t>(min(total, topk)), side ^ 1, 0};
   a.taken[r] = a.listing[r] = *arrived = 0;
 }
 
@@ -408,7 +299,12 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t* positions = state.positions(row, side);
   int32_t* out = indices + to * indices_row;
   float* best = scores ? scores + to * scores_row : nullptr;
-  int done = 0;
+  const bool in_order = state.row(row)->in_order;
+  for (int k = threadIdx.x; in_order && k < n; k += kThreads) {
+    out[k] = held.position(positions[k]);
+    if (best) best[k] = score_of(keys[k]);
+  }
+  int done = in_order ? n : 0;
   for (int64_t from = 0; done < n;) {
     // The first window begins at 0, a later one at the lowest position that no earlier one held.
     if (from > 0) {
@@ -491,6 +387,7 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   for (const IndexItem& i : a.items)
     if (i.q_count > 0)
       columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
+  if (sm90::serves(model_of(queue), a, rows, columns)) return sm90::select_topk(queue, a, rows, columns);
   const int64_t part = std::min(rows, kRowsPerLaunch);
   const int64_t histogram_bytes = part * kBuffers * kBins * static_cast<int64_t>(sizeof(uint32_t)),
                 needed = histogram_bytes + part * kListed * static_cast<int64_t>(sizeof(uint2));
