@@ -93,7 +93,7 @@ int fit_paths(const FitFlags& f) {
     });
     std::fprintf(stderr, "\n");
     if (times.size() < grid.size()) break;
-    const CostModel in_use = backend::backend({}).cost_model(compute), fitted = bench::fit_rates(times, f.threads);
+    const CostModel in_use = backend::backend({}).cost_model(compute, 0), fitted = bench::fit_rates(times, f.threads);
     std::printf(
         "both paths of a request, %s operands, bf16 cache, milliseconds; *: the rates in use take the slower one\n",
         name.c_str());

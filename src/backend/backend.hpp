@@ -47,8 +47,8 @@ struct Backend {
   const KernelNames* kernel_names;
   /// Per-worker scratch that serves every op at these dimensions; a multiple of 64.
   size_t (*scratch_per_worker)(const ScratchShape& shape);
-  /// What a core, or a GPU, was measured to do with operands of a dtype.
-  CostModel (*cost_model)(Dtype compute);
+  /// What a core, or a GPU, was measured to do with operands of a dtype and queries of so many heads; 0: of any.
+  CostModel (*cost_model)(Dtype compute, int64_t heads);
   /// Keys of a split at least (DeviceInfo::split_keys).
   int64_t (*split_keys)();
   /// Lays out heads matrices [out, in] given as row-major f32 [heads, out, in]; dtype f32 or bf16 (values rounded to

@@ -141,7 +141,7 @@ mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates) {
   return guarded("mla_cost_model_of", [&] {
     const Device of = read_device(device);
     const CostModel r =
-        of.kind == DeviceKind::cpu ? backend::backend(of).cost_model(Dtype::bf16) : default_cost_model(of);
+        of.kind == DeviceKind::cpu ? backend::backend(of).cost_model(Dtype::bf16, 0) : default_cost_model(of);
     write_struct("rates", rates,
                  mla_cost_model{sizeof(mla_cost_model), r.latent_flops, r.expanded_flops, r.projection_flops, r.bytes,
                                 r.plain_elements, r.fp8_elements, r.row_element});

@@ -71,7 +71,8 @@ typedef struct mla_cost_model {
   double fp8_elements;      ///< the same for fp8 formats; 0: not counted
   double row_element;       ///< bytes of an element of rows that one op writes and the next reads; 0: 4
 } mla_cost_model;
-/// Rates fitted to measurements on a device. Fills the fields that rates->struct_size has room for.
+/// Rates fitted to measurements on a device, for models of any number of heads. Fills the fields that
+/// rates->struct_size has room for.
 MLA_API mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates);
 
 /// The largest step that an engine makes, in any mix.
@@ -100,7 +101,7 @@ typedef struct mla_plan_options {
   int64_t context_rows;             ///< of the context workspace; 0: by the default rule
   int64_t max_model_len;            ///< 0: the batch's longest sequence
   int64_t max_requests;             ///< 0: the batch's
-  const mla_cost_model* rates;      ///< for MLA_PATHS_AUTOMATIC; NULL: mla_cost_model_of the stream's device
+  const mla_cost_model* rates;      ///< for MLA_PATHS_AUTOMATIC; NULL: the device's for the model's heads
   int32_t activations;              ///< MLA_ACTIVATIONS_... of products with fp8 weights, without which the layer
                                     ///< returns MLA_ERROR_UNSUPPORTED; default plain
   int32_t form;                     ///< MLA_FORM_...: the calls that the plan serves; default block

@@ -8,7 +8,7 @@ namespace mla::cpu {
 std::string_view target();
 inline constexpr backend::KernelNames kernel_names{.usual = "cpu"};
 size_t scratch_per_worker(const backend::ScratchShape& shape);
-CostModel cost_model(Dtype compute);
+CostModel cost_model(Dtype compute, int64_t heads);
 int64_t split_keys();
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
                                    Device device);

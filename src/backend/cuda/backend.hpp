@@ -15,7 +15,7 @@ namespace mla::cuda {
 std::string_view target();
 extern const backend::KernelNames kernel_names;
 size_t scratch_per_worker(const backend::ScratchShape& shape);
-CostModel cost_model(Dtype compute);
+CostModel cost_model(Dtype compute, int64_t heads);
 inline int64_t split_keys() { return kSplitKeys; }  // kernels cut requests themselves
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
                                    Device device);

@@ -98,7 +98,7 @@ const Bf16Rates& bf16_rates() {
 // of a Xeon's (16 heads), where splits of 512 take 123. Two threads take 5% longer.
 int64_t split_keys() { return bf16_products() == Bf16Products::amx ? kAmxBlockKeys : kSplitKeys; }
 
-CostModel cost_model(Dtype compute) {
+CostModel cost_model(Dtype compute, int64_t) {
   switch (compute == Dtype::bf16 ? bf16_products() : Bf16Products::widened) {
     case Bf16Products::widened: return kF32;
     case Bf16Products::dot: return kDot;

@@ -33,6 +33,6 @@ Bf16Rates measure_bf16_rates();
 bool known_cpu();
 
 /// Of a core, with operands of `compute`: what serves them now decides.
-CostModel cost_model(Dtype compute);
+CostModel cost_model(Dtype compute, int64_t heads);
 
 }  // namespace mla::cpu
