@@ -24,13 +24,26 @@ struct Shape {
   bool fp8_query = false;
   PrefillOperands prefill = PrefillOperands::compute;
   const char* output = nullptr;  ///< the attention form's, by its name
+  bool batch_invariant = false;
+  PathPolicy path = PathPolicy::automatic;
 };
 /// The attention form over a bf16 cache, with an output by its name.
 constexpr Shape attention(const char* name, int64_t requests, int64_t query, int64_t context, const char* output) {
   return {name, requests, query, context, CacheFormat::bf16, false, PrefillOperands::compute, output};
 }
+constexpr Shape invariant(const char* name, int64_t requests, int64_t query, int64_t context,
+                          PathPolicy path = PathPolicy::automatic) {
+  return {.name = name,
+          .requests = requests,
+          .query = query,
+          .context = context,
+          .format = CacheFormat::bf16,
+          .batch_invariant = true,
+          .path = path};
+}
 constexpr Shape kShapes[] = {
     {"decode b1 8K", 1, 1, 8191, CacheFormat::bf16},
+    {"decode b8 8K", 8, 1, 8191, CacheFormat::bf16},
     {"decode b16 8K", 16, 1, 8191, CacheFormat::bf16},
     {"decode b64 8K", 64, 1, 8191, CacheFormat::bf16},
     {"decode b64 8K fp8", 64, 1, 8191, CacheFormat::fp8},
@@ -46,6 +59,13 @@ constexpr Shape kShapes[] = {
     {"context 4K over 60K fp8", 1, 4096, 61440, CacheFormat::fp8},
     {"context 4K over 60K fp8, e4m3", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8},
     {"context 4K over 60K fp8, e4m3 raw", 1, 4096, 61440, CacheFormat::fp8, false, PrefillOperands::fp8_raw},
+    invariant("decode b8 8K, batch invariant", 8, 1, 8191),
+    invariant("decode b64 8K, batch invariant", 64, 1, 8191),
+    invariant("decode b128 4K, batch invariant", 128, 1, 4095),
+    invariant("prefill 8K, batch invariant", 1, 8192, 0),
+    invariant("prefill 16 x 512, batch invariant", 16, 512, 0),
+    invariant("prefill 8K, batch invariant, path expanded", 1, 8192, 0, PathPolicy::expanded),
+    invariant("prefill 16 x 512, batch invariant, path expanded", 16, 512, 0, PathPolicy::expanded),
     attention("attention 4 x 1024", 4, 1024, 0, "none"),
     attention("attention 4 x 1024, fp8 output", 4, 1024, 0, "fp8"),
     attention("attention 4 x 1024, fp8_128 output", 4, 1024, 0, "fp8_128"),
@@ -93,6 +113,8 @@ class Layer {
     PlanOptions options = options_;
     options.fp8_query = s.fp8_query;
     options.prefill = s.prefill;
+    options.path = s.path;
+    if (s.batch_invariant) options.split = SplitPolicy::batch_invariant;
     if (s.output) options.form = LayerForm::attention, options.output = parse_output_spec(s.output);
     const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options);
     const Buffer workspace(p.workspace_bytes, kGpu);
@@ -212,7 +234,7 @@ void measure_all(cuda::bench::Report& report) {
   std::unique_ptr<Layer> layers[2];
   for (const Shape& s : kShapes)
     for (const bool fp8 : {false, true}) {
-      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute || s.output)) continue;
+      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute || s.output || s.batch_invariant)) continue;
       const std::string name = std::string(s.name) + (fp8 ? ", fp8 products" : "");
       if (!report.wants(name)) continue;
       std::unique_ptr<Layer>& layer = layers[fp8];

@@ -28,7 +28,8 @@ struct Product {
   void* y = nullptr;
   int64_t x_row = 0, x_matrix = 0, w_row = 0, w_matrix = 0, y_row = 0, y_matrix = 0;
   const float *x_scales = nullptr, *w_scales = nullptr;
-  /// One algorithm whatever the number of rows, so that a row's bits do not depend on the others.
+  /// One algorithm whatever the number of rows, so that a row's bits do not depend on the others; UnsupportedError
+  /// where it does not run for these. It sums a whole `in`: of few outputs that takes long.
   bool invariant = false;
 };
 
