@@ -143,6 +143,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.starts = static_cast<const latent::Start*>(a.schedule);
   p.items = a.items;
   p.lengths = a.lengths;
+  p.by_lengths = a.lengths != nullptr;
   p.length_stride = a.length_stride;
   p.query_tokens = l.query_tokens;
   p.most_positions = l.seq_len;
@@ -156,7 +157,6 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
   p.row_bytes = static_cast<uint16_t>(number_bytes(a));
   p.page_step = static_cast<int>(p.page_stride / p.row_bytes);
-  p.row_step = row_bytes_16 / p.row_bytes;
   p.requests = l.requests;
   p.heads = l.heads;
   p.page_size = a.page_size;

@@ -59,7 +59,8 @@ __device__ inline int page_of(const Params& p, const int* table, int positions, 
 }
 /// The number of the cache row that a position has in its page.
 __device__ inline int row_in(const Params& p, int page, int position) {
-  return page * p.page_step + (position - p.by_page.divide(position) * p.page_size) * p.row_step;
+  const int row = position - p.by_page.divide(position) * p.page_size;
+  return page * p.page_step + (p.row_bytes > 16 ? row : row * (entry * 2 / 16));
 }
 
 /// A Start as a loading warp has it: with what it looks pages up for.

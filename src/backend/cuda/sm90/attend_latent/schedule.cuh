@@ -38,10 +38,6 @@ struct Params {
   const Start* starts;  // of all workers, made ahead; null: each finds its own
   // What the schedule needs lies together: constants of a launch come from L2 line by line when first used.
   const LatentItem* items;
-  const int32_t* lengths;  // in place of items: positions of each request, all of which have query_tokens
-  int64_t length_stride;
-  int query_tokens, most_positions;
-  bool causal;
   int requests;  // items, lengths, or rows of lists
   int heads;
   Divisor by_heads, by_workers;
@@ -57,18 +53,18 @@ struct Params {
   bool lse_by_requests;  // have lse's requests a stride of their own?
   bool lse_empty_up;     // is it +inf, not -inf, of a row that sees nothing?
   bool shared_keys;      // are cached rows read by several requests?
+  bool by_lengths;       // in place of items, are there lengths?
   uint16_t row_bytes;    // of what rows of a cache of 16 bits are numbered by: a row, or 16
   const int32_t* block_table;
   int64_t table_stride;
   Divisor by_page;
   int page_size;
-  int page_step, row_step;  // from a page's number to the next one's, and from a row's
-  int line_overhead;        // of a tile beside its blocks, in blocks, when workers share the line
-  int box_shift;  // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
+  int line_overhead;  // of a tile beside its blocks, in blocks, when workers share the line
+  int box_shift;      // log2 of a copy box's rows, which divide the page size; negative: rows are copied one by one
   float scale_log2;
   const void* cache;      // for what is not copied by boxes
   int64_t page_stride;    // bytes
-  float value_scale;      // of outputs (fp8)
+  int page_step;          // from a page's number to the next one's, of a cache of 16 bits
   bool out_f32, out_f16;  // neither: bf16
   void* out;
   float* lse;  // may be null
@@ -77,14 +73,20 @@ struct Params {
   unsigned* counters;                // of a tile's pieces (merge.cuh)
   unsigned* left;                    // of a piece: was its share of the merging left to others?
   int patience;                      // cycles that a worker waits for others, at most
+  bool q_f16;                        // are queries f16, over a cache of f16? Otherwise bf16
   bool settled;                      // may cached rows be read while the stream's previous kernel ends?
   const void* q;                     // for rows that see keys but no logit above -inf (lost_to_query)
-  bool q_f16;                        // over a cache of f16; otherwise bf16
+  float value_scale;                 // of outputs (fp8)
   // Of few calls, behind what all calls read:
   const float* sinks;  // of heads; may be null
   float* max_logits;   // may be null
   Divisor by_queries;
   int queries;  // of lse's requests
+  // Positions of each request, all of which have query_tokens.
+  const int32_t* lengths;
+  int64_t length_stride;
+  int query_tokens, most_positions;
+  bool causal;
   int64_t lse_query_stride;
   int64_t max_token_stride, max_head_stride;
   float* partial_max;
@@ -127,20 +129,6 @@ struct ListedRow {
   }
 };
 
-/// What a request's tiles follow from.
-struct Extent {
-  int q_count, visible, kv_end;
-
-  Extent() = default;
-  __device__ Extent(const LatentItem& item)
-      : q_count(__ldg(&item.q_count)), visible(__ldg(&item.visible)), kv_end(__ldg(&item.kv_end)) {}
-  /// Of a length.
-  __device__ Extent(const Params& p, int length)
-      : q_count(p.query_tokens), kv_end(min(max(length, 0), p.most_positions)) {
-    visible = p.causal ? kv_end - q_count : kv_end - 1;
-  }
-};
-
 /// listed: are requests query rows with lists of their own?
 template <int tile_rows, bool listed = false>
 struct Tiles {  // of one request
@@ -156,16 +144,16 @@ struct Tiles {  // of one request
       start = request = row.row;
       return;
     }
-    if (p.lengths) {
-      *this = Tiles(p, Extent(p, p.lengths[i * p.length_stride]));
+    if (p.by_lengths) [[unlikely]] {
+      const int end = min(max(p.lengths[i * p.length_stride], 0), p.most_positions);
+      *this = Tiles(p, p.query_tokens, p.causal ? end - p.query_tokens : end - 1, end);
       start = i * p.query_tokens, request = i;
       return;
     }
     const LatentItem* item = p.items + i;
-    *this = Tiles(p, Extent(*item));
+    *this = Tiles(p, __ldg(&item->q_count), __ldg(&item->visible), __ldg(&item->kv_end));
     start = __ldg(&item->q_begin), request = __ldg(&item->request);
   }
-  __device__ Tiles(const Params& p, const Extent& e) : Tiles(p, e.q_count, e.visible, e.kv_end) {}
   __device__ Tiles(const Params& p, int q_count, int visible, int kv_end)
       : rows(max(q_count, 0) * p.heads), count(ceil_div(rows, tile_rows)), visible(visible), kv_end(kv_end) {}
   /// Positions that rows of the tile see, at most.
@@ -228,25 +216,17 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
   const auto many_others = [&](auto each) {
 #pragma unroll 1
     for (int r = 32 + lane; r < p.requests; r += 128) {
-      const auto at = [&](int k) { return min(r + 32 * k, p.requests - 1); };
-      Extent e[4];
-      if (p.lengths) {
-        int length[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) length[k] = p.lengths[at(k) * p.length_stride];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) e[k] = {p, length[k]};
-      } else {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) e[k] = p.items[at(k)];
-      }
+      Tiles<tile_rows> t[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        if (r + 32 * k >= p.requests) e[k].q_count = 0;
-        const Tiles<tile_rows> t(p, e[k]);
-#pragma unroll 1
-        for (int i = 0; i < t.count; ++i) each(t.length(p, i));
+        const LatentItem* item = p.items + min(r + 32 * k, p.requests - 1);
+        const int q_count = __ldg(&item->q_count);
+        t[k] = {p, r + 32 * k < p.requests ? q_count : 0, __ldg(&item->visible), __ldg(&item->kv_end)};
       }
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+#pragma unroll 1
+        for (int i = 0; i < t[k].count; ++i) each(t[k].length(p, i));
     }
   };
   int own = first, longest = first;  // own: what the lane's request has of the line
@@ -254,7 +234,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
   if (!p.one_each) further(measure);
   int all_tiles = mine.count, blocks = own;
   const auto measure_other = [&](int more) { blocks += more, longest = max(longest, more), ++all_tiles; };
-  if (!listed && p.requests > 128) many_others(measure_other);
+  if (!listed && p.requests > 128 && !p.by_lengths) many_others(measure_other);
   else if (!p.one_each) others(measure_other);
   all_tiles = __reduce_add_sync(0xffffffffu, all_tiles);
   blocks = __reduce_add_sync(0xffffffffu, blocks);
@@ -347,7 +327,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
 /// next one by the next CTA. In small batches pages are then at hand when a worker knows which it needs.
 __device__ inline void prefetch_table(const Params& p) {
   const int lane = threadIdx.x % 32;
-  if (p.late || p.lengths || p.requests > 32 || lane >= p.requests) return;
+  if (p.late || p.by_lengths || p.requests > 32 || lane >= p.requests) return;
   const LatentItem* item = p.items + lane;
   const int positions = __ldg(&item->kv_end);
   if (__ldg(&item->q_count) <= 0 || positions <= 0) return;
