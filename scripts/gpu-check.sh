@@ -240,8 +240,9 @@ if wanted run; then
     failed+=("run: no program mla in $bin")
   fi
 fi
+has_package() { [[ -d $bin/python ]] && python3 -c 'import torch, transformers' 2>/dev/null; }
 if wanted python; then
-  if [[ ! -d $bin/python ]] || ! python3 -c 'import torch, transformers' 2>/dev/null; then
+  if ! has_package; then
     failed+=("python: no package in $bin/python, or no torch or transformers here")
   else
     echo "== python"
@@ -277,6 +278,13 @@ if wanted bench; then
     "$bench" json="$out/$op.json" || failed+=("${op}_bench")
     say "${op}_bench: $((SECONDS - begin)) s"
   done
+  if has_package; then  # the same attention as frameworks call it
+    echo "== calls"
+    PYTHONPATH=$bin/python timeout -k 10 300 scripts/gpu-calls.py --json "$out/calls.json" || failed+=(gpu-calls)
+    say calls
+  else
+    failed+=("calls: no package in $bin/python, or no torch or transformers here")
+  fi
 fi
 
 echo

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -88,6 +89,16 @@ EXPANDED = [
 ]
 # FlashAttention-3 was not timed on context chunks: its TFLOP/s at 128 heads, causal, stand for it.
 CHUNK_PEERS = [("8K", 609.3), ("16K", 668.8)]
+# Calls of mla.flash_mla from PyTorch beside the best peer's (scripts/gpu-calls.py): how their names
+# begin, what they are, and how much faster to be in the geometric mean.
+CALLS = [
+    ("dense bf16", "dense decode, bf16", 1.15),
+    ("dense bf16 b1 ", "dense decode, bf16, batch 1", 1.5),
+    ("dense fp8", "dense decode, fp8", 1.0),
+    ("dense ds", "dense decode, fp8_ds_mla", 1.0),
+    ("sparse decode ds", "sparse decode, fp8_ds_mla", 1.0),
+    ("sparse prefill", "sparse prefill, bf16", 1.0),
+]
 ROW_OPS = ["append", "rope_append", "gather", "merge", "merge_splits", "quantize"]
 ROW_OPS_LEAST = 0.75
 LAYER, LAYER_MOST = "decode b64 8K", 1.05
@@ -155,6 +166,17 @@ def lines(rows: dict[tuple[str, str], Row]) -> Iterator[Line]:
     for op, shape, peer_us, most in INDEX:
         against = f"{DEEP_GEMM}, {peer_us:.4g} us" if peer_us else f"a mark of {most} us"
         yield line("indexer", op, shape, against, (peer_us or most) / most, "us_median", "us", peer_us or most)
+    for begin, what, least in CALLS:
+        found = [r for (op, shape), r in rows.items() if op == "flash_mla" and shape.startswith(begin) and "peer_us" in r]
+        if not found:
+            yield Line("calls from PyTorch", what, "not measured", "best peer of each shape", None, least)
+            continue
+        ratios = {r["shape"]: r["peer_us"] / r["us_median"] for r in found}
+        last = min(ratios, key=lambda shape: ratios[shape])
+        yield Line("calls from PyTorch", f"{what}: {len(found)} shapes",
+                   f"least {ratios[last]:.2f}: {last.removeprefix(begin).strip()}",
+                   "best peer of each shape, mean", math.exp(sum(map(math.log, ratios.values())) / len(ratios)), least,
+                   wrong=not all(r["right"] for r in found))
     for shape, rate, least in EXPANDED:
         yield line("expanded prefill, bf16", "attend_expanded", shape, f"{FA3}, {rate:.0f} TFLOP/s",
                    least, "tflop_per_s", "TFLOP/s", rate)
