@@ -122,16 +122,19 @@ start_sanitizers() {
   done
   local narrow='Shapes/*/one_block:Shapes/*/one_position:Shapes/*/h16_4k'
   local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row
+  local calls='*Paged*/h16:*Paged*/f16_h128_gap:*Paged*/fp8_codes_h128_scales:*ListAttention*/h16_q1_lengths:*Schedule*'
   local fp8='*_one_position_*:*/fp8_h16_4k_*:*/ds_h16_4k_*:*_h128_one_block_*'
   for tool in memcheck initcheck synccheck; do
     sanitize $tool.test_cuda_ops $tool test_cuda_ops '*EveryOpOnGpu*' MLA_TEST_MAX_FLOPS=3e6
     sanitize $tool.test_cuda_sparse $tool test_cuda_sparse '*.Heads/*' MLA_TEST_MAX_FLOPS=3e6
     sanitize $tool.test_cuda_attend_latent $tool test_cuda_attend_latent "$narrow:$wide"
+    sanitize $tool.test_cuda_device_attention $tool test_cuda_device_attention "$calls"
   done
   sanitize memcheck.test_cuda_layer memcheck test_cuda_layer 'Files/GoldenFile.*/tiny'
   sanitize memcheck.test_cuda_step memcheck test_cuda_step 'CapturedStep.*'
   sanitize racecheck.test_cuda_sparse racecheck test_cuda_sparse '*.TwoCaches/fp8_ds*' MLA_TEST_MAX_FLOPS=3e8
   sanitize racecheck.test_cuda_attend_latent.narrow racecheck test_cuda_attend_latent "$narrow"
+  sanitize racecheck.test_cuda_device_attention racecheck test_cuda_device_attention '*Paged*/h16:*Schedule*'
   sanitize racecheck.test_cuda_attend_latent.wide racecheck test_cuda_attend_latent "$wide"
   for tool in memcheck racecheck initcheck synccheck; do
     sanitize $tool.test_cuda_attend_latent_fp8 $tool test_cuda_attend_latent_fp8 "$fp8"

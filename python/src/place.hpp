@@ -69,9 +69,10 @@ struct Place {
     uintptr_t native = 0;
     if (!nb::try_cast(stream, native) || allocate.is_none())
       throw ShapeError("q lies on " + to_string(device) + ", a cudaStream_t and an allocator are needed");
-    const nb::object memory = allocate(gpu::workspace_bytes(a) + kAlignment);
+    const size_t bytes = gpu::workspace_bytes(a);
+    const nb::object memory = allocate(bytes + kAlignment);
     gpu::CallerStream at{.device = device.index, .native = reinterpret_cast<void*>(native)};
-    at.workspace = aligned(op, memory, gpu::workspace_bytes(a), device);
+    at.workspace = aligned(op, memory, bytes, device);
     if (schedule) at.schedule = schedule->of(device, at.native, allocate);
     const nb::gil_scoped_release released;
     std::unique_lock<std::mutex> turn;
