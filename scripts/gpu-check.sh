@@ -117,10 +117,11 @@ sanitize() {
 start_sanitizers() {
   # Longest first.
   for shard in 0 1 2; do  # attend_latent's races are looked for below
-    sanitize racecheck.test_cuda_ops.$shard racecheck test_cuda_ops '*EveryOpOnGpu*-*/attend_latent' \
+    sanitize racecheck.test_cuda_ops.$shard racecheck test_cuda_ops '*EveryOpOnGpu*-*/attend_latent:*/select_topk' \
       MLA_TEST_MAX_FLOPS=3e5 GTEST_TOTAL_SHARDS=3 GTEST_SHARD_INDEX=$shard
   done
-  local narrow='Shapes/*/one_block:Shapes/*/one_position:Shapes/*/h16_4k'
+  sanitize racecheck.test_cuda_ops.select_topk racecheck test_cuda_ops '*EveryOpOnGpu*/select_topk' MLA_TEST_MAX_FLOPS=3e4
+  local narrow='Shapes/*/one_block:Shapes/*/one_position:Shapes/*/h16_4k:Shapes/*/h16_none'
   local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row
   local calls='*Paged*/h16:*Paged*/f16_h128_gap:*Paged*/fp8_codes_h128_scales:*ListAttention*/h16_q1_lengths:*Schedule*'
   local fp8='*_one_position_*:*/fp8_h16_4k_*:*/ds_h16_4k_*:*_h128_one_block_*'

@@ -37,12 +37,12 @@ template <int tile_rows, class Shared>
 __device__ void load_first_queries(Shared& s, const CUtensorMap& q_map) {
   if (s.item[0].blocks >= 0) load_queries<tile_rows>(s, q_map, s.item[0].row0);
 }
-/// Tells them that there is no item number `count`.
+/// Tells them that there is no item number `count`; the first one lies there already, and they may be reading it.
 template <class Shared>
 __device__ void hand_over_none(Shared& s, int count) {
   mbarrier_wait(smem_address(&s.q_empty), (count & 1) ^ 1);
   if (threadIdx.x % 32 == 0) {
-    s.item[count & 1].blocks = -1;
+    if (count > 0) s.item[count & 1].blocks = -1;
     mbarrier_arrive(smem_address(&s.q_full));
   }
 }
