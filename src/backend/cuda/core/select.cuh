@@ -109,6 +109,71 @@ struct Threshold {
   }
 };
 
+// Of a thread's n candidates (key 0: none), early_of(i) being the i-th one's position as a threshold has it.
+
+// Counts a level's digits of those that higher levels leave undecided. equal: a bit each, of those whose key is the
+// last selected one's, once keys are decided. Code that is n times the same is kept to a few instructions: it must stay
+// in the instruction cache.
+template <int n, class EarlyOf>
+__device__ inline void count_digits(const uint32_t (&key)[n], uint32_t equal, int level, const Threshold& t,
+                                    uint32_t (&bins)[kBins], EarlyOf early_of) {
+  const int low = kShift[level];
+  if (level == 0) {
+#pragma unroll
+    for (int i = 0; i < n; ++i)
+      if (key[i] != 0) atomicAdd(&bins[key[i] >> kShift[0]], 1u);
+  } else if (level < kKeyLevels) {
+    const uint32_t span = 1u << t.key_shift;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const uint32_t rest = key[i] - t.key;
+      if (rest < span) atomicAdd(&bins[rest >> low], 1u);
+    }
+  } else {
+    for (uint32_t m = equal; m; m &= m - 1) {
+      const uint32_t rest = early_of(__ffs(m) - 1) - t.early;
+      if (rest < 1u << t.early_shift) atomicAdd(&bins[rest >> low], 1u);
+    }
+  }
+}
+template <int n>
+__device__ inline uint32_t equal_to(const uint32_t (&key)[n], uint32_t last) {
+  uint32_t equal = 0;
+#pragma unroll
+  for (int i = 0; i < n; ++i) equal |= static_cast<uint32_t>(key[i] == last) << i;
+  return equal;
+}
+
+// What is selected, and what is not decided yet: a bit a candidate.
+struct Marks {
+  uint32_t chosen = 0, open = 0;
+};
+template <int n, class EarlyOf>
+__device__ inline Marks marks_of(const uint32_t (&key)[n], const Threshold& t, EarlyOf early_of) {
+  Marks m;
+  if (t.key_shift == 32) {
+#pragma unroll
+    for (int i = 0; i < n; ++i) m.open |= static_cast<uint32_t>(key[i] != 0) << i;
+  } else {
+    const uint32_t span = 1u << t.key_shift;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const uint32_t rest = key[i] - t.key;
+      m.chosen |= static_cast<uint32_t>(key[i] >= t.key && rest >= span) << i;
+      m.open |= static_cast<uint32_t>(rest < span) << i;
+    }
+  }
+  if (t.early_shift < 31)
+    for (uint32_t open = m.open; open; open &= open - 1) {
+      const int i = __ffs(open) - 1;
+      const uint32_t early = early_of(i);
+      if (early - t.early < 1u << t.early_shift) continue;
+      m.open ^= 1u << i;
+      if (early > t.early) m.chosen |= 1u << i;
+    }
+  return m;
+}
+
 // One block decides among the candidates that it holds, of key and early (no candidate: key 0), from the level behind
 // `level` on. whole: all that the threshold leaves undecided are selected.
 __device__ inline void decide(uint2 (&candidate)[kListedPerThread], int level, bool whole, Threshold& t,

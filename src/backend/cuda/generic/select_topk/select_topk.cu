@@ -113,6 +113,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     }
   }
 
+  const auto early_of = [&](int i) { return early_at(base + i * kThreads); };
   Threshold t{.need = static_cast<uint32_t>(a.state.topk)};
   unsigned* arrived = a.arrived + r;
   unsigned arrivals = 0;
@@ -120,7 +121,6 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   bool whole = false;  // all undecided candidates are selected
   uint32_t equal = 0;  // a bit a candidate whose key is the last selected one's, once keys are decided
   for (; level < kLevels; ++level) {
-    const int low = kShift[level];
     uint32_t* sums = a.histograms + static_cast<uint32_t>(level % kBuffers * a.rows + r) * kBins;
     for (int b = threadIdx.x; b < kBins; b += kThreads) {
       bins[b] = 0;
@@ -131,24 +131,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
       __threadfence();
       atomicAdd(arrived, 1u);  // the sums are zero
     }
-    // Code that is 32 times the same is kept to a few instructions: it must stay in the instruction cache.
-    if (level == 0) {
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i)
-        if (key[i] != 0) atomicAdd(&bins[key[i] >> kShift[0]], 1u);
-    } else if (level < kKeyLevels) {
-      const uint32_t span = 1u << t.key_shift;
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) {
-        const uint32_t rest = key[i] - t.key;
-        if (rest < span) atomicAdd(&bins[rest >> low], 1u);
-      }
-    } else {
-      for (uint32_t m = equal; m; m &= m - 1) {
-        const uint32_t rest = early_at(base + (__ffs(m) - 1) * kThreads) - t.early;
-        if (rest < 1u << t.early_shift) atomicAdd(&bins[rest >> low], 1u);
-      }
-    }
+    count_digits(key, equal, level, t, bins, early_of);
     __syncthreads();
     const int mine = kBins - 4 - 4 * static_cast<int>(threadIdx.x);
     uint4 x = *reinterpret_cast<const uint4*>(bins + mine);
@@ -175,34 +158,10 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
     t.narrow(level, d);
     whole = d.at == t.need;
     if (whole || d.at <= kListed) break;
-    if (level == kKeyLevels - 1) {
-#pragma unroll
-      for (int i = 0; i < kPerThread; ++i) equal |= static_cast<uint32_t>(key[i] == t.key) << i;
-    }
+    if (level == kKeyLevels - 1) equal = equal_to(key, t.key);
   }
 
-  // What is selected, and what is not decided yet: a bit a candidate.
-  uint32_t chosen = 0, open = 0;
-  if (t.key_shift == 32) {
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) open |= static_cast<uint32_t>(key[i] != 0) << i;
-  } else {
-    const uint32_t span = 1u << t.key_shift;
-#pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const uint32_t rest = key[i] - t.key;
-      chosen |= static_cast<uint32_t>(key[i] >= t.key && rest >= span) << i;
-      open |= static_cast<uint32_t>(rest < span) << i;
-    }
-  }
-  if (t.early_shift < 31)
-    for (uint32_t m = open; m; m &= m - 1) {
-      const int i = __ffs(m) - 1;
-      const uint32_t early = early_at(base + i * kThreads);
-      if (early - t.early < 1u << t.early_shift) continue;
-      open ^= 1u << i;
-      if (early > t.early) chosen |= 1u << i;
-    }
+  auto [chosen, open] = marks_of(key, t, early_of);
   if (whole) {
     chosen |= open;
     open = 0;

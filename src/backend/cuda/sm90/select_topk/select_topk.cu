@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Rows a) {
   for (int i = 0; i < per_thread; ++i) key[i] = first + i < n ? key_of(x[i]) : 0;
   const auto early_at = [&](int column) { return kLast - static_cast<uint32_t>(item.kv_begin + column); };
 
+  const auto early_of = [&](int i) { return early_at(first + i); };
   Threshold t{.need = static_cast<uint32_t>(a.state.topk)};
   const uint32_t segment = static_cast<uint32_t>(kBins / blocks);  // digits of a CTA's part
   uint32_t* const sums = reinterpret_cast<uint32_t*>(list);
@@ -133,26 +134,9 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Rows a) {
   bool whole = false;  // all undecided candidates are selected
   uint32_t equal = 0;  // a bit a candidate whose key is the last selected one's, once keys are decided
   for (; level < kLevels; ++level) {
-    const int low = kShift[level];
     for (int b = thread; b < kBins; b += kThreads) bins[b] = 0;
     __syncthreads();
-    if (level == 0) {
-#pragma unroll
-      for (int i = 0; i < per_thread; ++i)
-        if (key[i] != 0) atomicAdd(&bins[key[i] >> kShift[0]], 1u);
-    } else if (level < kKeyLevels) {
-      const uint32_t span = 1u << t.key_shift;
-#pragma unroll
-      for (int i = 0; i < per_thread; ++i) {
-        const uint32_t rest = key[i] - t.key;
-        if (rest < span) atomicAdd(&bins[rest >> low], 1u);
-      }
-    } else {
-      for (uint32_t m = equal; m; m &= m - 1) {
-        const uint32_t rest = early_at(first + __ffs(m) - 1) - t.early;
-        if (rest < 1u << t.early_shift) atomicAdd(&bins[rest >> low], 1u);
-      }
-    }
+    count_digits(key, equal, level, t, bins, early_of);
     Digit d;
     if (blocks == 1) {
       __syncthreads();
@@ -165,34 +149,10 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Rows a) {
     t.narrow(level, d);
     whole = d.at == t.need;
     if (whole || d.at <= kListed) break;
-    if (level == kKeyLevels - 1) {
-#pragma unroll
-      for (int i = 0; i < per_thread; ++i) equal |= static_cast<uint32_t>(key[i] == t.key) << i;
-    }
+    if (level == kKeyLevels - 1) equal = equal_to(key, t.key);
   }
 
-  // What is selected, and what is not decided yet: a bit a candidate.
-  uint32_t chosen = 0, open = 0;
-  if (t.key_shift == 32) {
-#pragma unroll
-    for (int i = 0; i < per_thread; ++i) open |= static_cast<uint32_t>(key[i] != 0) << i;
-  } else {
-    const uint32_t span = 1u << t.key_shift;
-#pragma unroll
-    for (int i = 0; i < per_thread; ++i) {
-      const uint32_t rest = key[i] - t.key;
-      chosen |= static_cast<uint32_t>(key[i] >= t.key && rest >= span) << i;
-      open |= static_cast<uint32_t>(rest < span) << i;
-    }
-  }
-  if (t.early_shift < 31)
-    for (uint32_t m = open; m; m &= m - 1) {
-      const int i = __ffs(m) - 1;
-      const uint32_t early = early_at(first + i);
-      if (early - t.early < 1u << t.early_shift) continue;
-      open ^= 1u << i;
-      if (early > t.early) chosen |= 1u << i;
-    }
+  auto [chosen, open] = marks_of(key, t, early_of);
   uint32_t begin = 0, count, total;
   if (whole) {
     chosen |= open;
