@@ -192,8 +192,6 @@ Result measure(const Shape& s, int replays) {
   // Staged, as a layer's items are.
   const SparseItem item{.q_begin = 0, .q_count = rows, .k_begin = 0, .k_end = all};
   const DeviceArray<SparseItem> items(std::vector<SparseItem>{item});
-  stream.queue().publish({&stream, reinterpret_cast<const std::byte*>(&item), sizeof item,
-                          reinterpret_cast<const std::byte*>(items.data())});
   const float scale = 1.0f / std::sqrt(static_cast<float>(entry));
   const auto first_position = [&](int set, int source) { return (set + source) % caches * positions; };
   const auto call = [&](int set) {
@@ -204,7 +202,7 @@ Result measure(const Shape& s, int replays) {
                .slots = {slots.data() + first_slot(set, i), {rows, topks[i]}}};
     const ops::AttendSparseArgs args{.q = {Dtype::bf16, q.data() + set % q_sets * q_elements, {rows, s.heads, entry}},
                                      .sources = {of, static_cast<size_t>(sources)},
-                                     .items = {&item, 1},
+                                     .items = {{&item, 1}, items.data()},
                                      .shared_keys = s.query_tokens > 1,
                                      .scale = scale,
                                      .out = {Dtype::bf16, out.data(), {rows, s.heads, kWidth}},

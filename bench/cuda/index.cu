@@ -14,6 +14,7 @@
 #include "core/gpu.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/staged.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
 #include "ops/index_score/cut_product.hpp"
@@ -92,25 +93,6 @@ struct Result {
   double floor, bytes, flops, error, bound;
 };
 
-// A stream whose host arrays have copies in device memory while this lives.
-class Published {
- public:
-  explicit Published(Stream& stream) : stream_(stream) {}
-  ~Published() { gpu::withdraw(stream_.queue(), this); }
-  template <class T>
-  void add(const std::vector<T>& host) {
-    copies_.emplace_back(host.size() * sizeof(T));
-    check(cudaMemcpy(copies_.back().data(), host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice), "bench",
-          "copy");
-    const gpu::HostRange range{host.data(), host.size() * sizeof(T), copies_.back().data()};
-    gpu::publish(stream_.queue(), this, {&range, 1});
-  }
-
- private:
-  Stream& stream_;
-  std::vector<DeviceArray<std::byte>> copies_;
-};
-
 std::vector<IndexItem> items_of(const Shape& s) {
   std::vector<IndexItem> items;
   for (int r = 0; r < s.batch; ++r)
@@ -137,10 +119,8 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   order.resize(needed * sets);
-  const std::vector<IndexItem> items = items_of(s);
-  Published published(stream);
-  published.add(order);
-  published.add(items);
+  const bench::Staged<int32_t> table(order);
+  const bench::Staged<IndexItem> items(items_of(s));
   const int64_t q_bytes = int64_t{tokens} * kHeads * kDim;
   DeviceArray<uint8_t> q(q_bytes);
   DeviceArray<float> weights(int64_t{tokens} * kHeads), scores(int64_t{tokens} * s.context);
@@ -158,8 +138,9 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
                           .weights = {weights.data(), {tokens, kHeads}},
                           .scale = 1.0f,
                           .cache = view,
-                          .block_table = {order.data() + needed * (i % sets), {s.batch, columns}},
-                          .items = items,
+                          .block_table = {{order.data() + needed * (i % sets), {s.batch, columns}},
+                                          table.list().device() + needed * (i % sets)},
+                          .items = items.list(),
                           .scores = {scores.data(), {tokens, s.context}},
                           .arithmetic = s.fp8 ? IndexArithmetic::fp8 : IndexArithmetic::exact,
                           .scratch = {scratch.data(), 64}};
@@ -213,22 +194,21 @@ Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceA
   const int sets = std::clamp(static_cast<int>(std::ceil(320e6 / result.bytes)), 1,
                               static_cast<int>(static_cast<int64_t>(memory.size()) / elements)),
             calls = bench::calls_for(sets);
-  const std::vector<IndexItem> items = items_of(s);
-  Published published(stream);
-  published.add(items);
+  const bench::Staged<IndexItem> items(items_of(s));
   DeviceArray<std::byte> state(rows * topk_state_bytes(kTopk)), scratch(size_t{64} << 20);
   DeviceArray<int32_t> indices(int64_t{rows} * kTopk);
   const auto call = [&](int i) {
     const View<const float, Token, Key> scores(memory.data() + elements * (i % sets), {rows, s.context});
     const ops::TopkState topk{state.data(), rows, kTopk};
     ops::run(stream, ops::SelectTopkArgs{.scores = scores,
-                                         .items = items,
+                                         .items = items.list(),
                                          .positions = {},
                                          .begin = true,
                                          .state = topk,
                                          .scratch = {scratch.data(), scratch.size()}});
-    ops::run(stream, ops::FinishTopkArgs{
-                         .state = topk, .items = items, .indices = {indices.data(), {rows, kTopk}}, .scores = {}});
+    ops::run(stream,
+             ops::FinishTopkArgs{
+                 .state = topk, .items = items.list(), .indices = {indices.data(), {rows, kTopk}}, .scores = {}});
   };
   call(sets - 1);
   stream.synchronize();

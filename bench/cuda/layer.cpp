@@ -139,7 +139,8 @@ class Layer {
                                  .rotary = rotary,
                                  .cache = cache.view(),
                                  .workspace = {workspace.data(), workspace.size()},
-                                 .profile = profile};
+                                 .profile = profile,
+                                 .staged = &staged};
       if (!s.output)
         return forward(stream_, context, AnyView<Token, Hidden>(Dtype::bf16, hidden.data(), {tokens, model_.hidden}),
                        AnyMutableView<Token, Hidden>(Dtype::bf16, out.data(), {tokens, model_.hidden}));

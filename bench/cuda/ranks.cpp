@@ -180,6 +180,7 @@ Times layer(Self s, const Division& d, int64_t rows, int64_t length, bool attent
                              .rotary = rotary,
                              .cache = cache.view(),
                              .workspace = {workspace.data(), workspace.size()},
+                             .staged = &staged,
                              .ranks = s.comm};
   const Times t = time_graph(s.stream, 20, replays, [&] {
     if (attention)

@@ -18,6 +18,7 @@
 #include "cache/format.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/staged.hpp"
 #include "mla/device.hpp"
 #include "mla/rotary.hpp"
 #include "ops/quantize/codec.hpp"
@@ -25,6 +26,7 @@
 namespace mla::cuda {
 namespace {
 
+using bench::Staged;
 using test::DeviceArray;
 constexpr Device kGpu{DeviceKind::cuda, 0};
 constexpr double kCopyRoof = 3996;  // GB/s, read and written, of an H200
@@ -46,40 +48,6 @@ __global__ void fill_bf16(bf16* x, size_t n, uint32_t seed) {
     x[i] = to_bf16(static_cast<float>(static_cast<int32_t>(h ^ (h >> 16))) * 0x1p-30f);
   }
 }
-
-/// Host memory that the device reads: what a step stages.
-template <class T>
-class Pinned {
- public:
-  explicit Pinned(const std::vector<T>& from) : n_(from.size()) {
-    check(cudaHostAlloc(&data_, std::max<size_t>(n_ * sizeof(T), 16), cudaHostAllocPortable), "bench", "pinned memory");
-    std::copy(from.begin(), from.end(), data_);
-  }
-  Pinned(Pinned&& o) noexcept : data_(std::exchange(o.data_, nullptr)), n_(o.n_) {}
-  ~Pinned() { cudaFreeHost(data_); }
-  std::span<const T> span() const { return {data_, n_}; }
-
- private:
-  T* data_ = nullptr;
-  size_t n_;
-};
-/// A host array and its copy on the device, published to the stream: reads of it cost what they cost a staged step.
-template <class T>
-class Staged {
- public:
-  Staged(Stream& stream, const std::vector<T>& from) : host_(from), device_(from), queue_(&stream.queue()) {
-    queue_->publish({this, reinterpret_cast<const std::byte*>(host_.span().data()), host_.span().size_bytes(),
-                     reinterpret_cast<const std::byte*>(device_.data())});
-  }
-  ~Staged() { queue_->withdraw(this); }
-  Staged(const Staged&) = delete;
-  std::span<const T> span() const { return host_.span(); }
-
- private:
-  Pinned<T> host_;
-  DeviceArray<T> device_;
-  Queue* queue_;
-};
 
 template <class T>
 DeviceArray<T> random_array(size_t n, uint32_t seed) {
@@ -136,12 +104,12 @@ Job append_job(Stream& stream, CacheFormat format, int64_t tokens) {
   for (int i = 0; i < job.sets; ++i) caches->emplace_back(spec, pages, kGpu);
   std::vector<int32_t> order = shuffled(pages, 3), slots(static_cast<size_t>(tokens));
   for (int64_t t = 0; t < tokens; ++t) slots[t] = static_cast<int32_t>(order[t / 64] * 64 + t % 64);
-  auto staged = std::make_shared<Staged<int32_t>>(stream, slots);
+  auto staged = std::make_shared<Staged<int32_t>>(slots);
   const auto args = [=](int set) {
     bf16* const at = (*x)[set].data();
     return ops::AppendArgs{.kv_c = View<const bf16, Token, Latent>(at, {tokens, spec.latent}, {entry, 1}),
                            .k_pe = View<const bf16, Token, Rope>(at + spec.latent, {tokens, spec.rope}, {entry, 1}),
-                           .slots = staged->span(),
+                           .slots = staged->list(),
                            .cache = (*caches)[set].view()};
   };
   job.call = [=, &stream](int set) { ops::run(stream, args(set)); };
@@ -181,8 +149,8 @@ Job rope_append_job(Stream& stream, CacheFormat format, int64_t tokens, int64_t 
   std::vector<int32_t> slots(static_cast<size_t>(tokens)), positions(static_cast<size_t>(tokens));
   std::iota(slots.begin(), slots.end(), 0);
   for (int64_t t = 0; t < tokens; ++t) positions[t] = static_cast<int32_t>(t * 37 % 16384);
-  auto slots_at = std::make_shared<Staged<int32_t>>(stream, slots);
-  auto positions_at = std::make_shared<Staged<int32_t>>(stream, positions);
+  auto slots_at = std::make_shared<Staged<int32_t>>(slots);
+  auto positions_at = std::make_shared<Staged<int32_t>>(positions);
   auto table = std::make_shared<RotaryTable>(RopeConfig{}, spec.rope, 16384, kGpu);
   auto host = std::make_shared<RotaryTable>(RopeConfig{}, spec.rope, 16384);
   auto before = std::make_shared<std::vector<bf16>>((*q)[0].download(0, static_cast<size_t>(row)));
@@ -193,9 +161,9 @@ Job rope_append_job(Stream& stream, CacheFormat format, int64_t tokens, int64_t 
                                                                        {tokens, heads, spec.rope}, {row, 192, 1}),
                                  .kv_c = View<const bf16, Token, Latent>(at, {tokens, spec.latent}, {entry, 1}),
                                  .k_pe = View<bf16, Token, Rope>(at + spec.latent, {tokens, spec.rope}, {entry, 1}),
-                                 .positions = positions_at->span(),
+                                 .positions = positions_at->list(),
                                  .table = table.get(),
-                                 .slots = slots_at->span(),
+                                 .slots = slots_at->list(),
                                  .cache = (*caches)[set].view()});
   };
   job.right = [=] {
@@ -259,8 +227,8 @@ Job gather_job(Stream& stream, CacheFormat format, Dtype dtype, int64_t tokens, 
       table[r * columns + c] = order[(r * ((tokens / requests + 63) / 64) + c) % pages];
   if (skewed)
     for (int64_t c = 0; c < columns; ++c) table[5 * columns + c] = order[c];
-  auto table_at = std::make_shared<Staged<int32_t>>(stream, table);
-  auto pieces = std::make_shared<Staged<GatherPiece>>(stream, list);
+  auto table_at = std::make_shared<Staged<int32_t>>(table);
+  auto pieces = std::make_shared<Staged<GatherPiece>>(list);
   const int64_t out_bytes = rows * entry * static_cast<int64_t>(size_of(dtype));
   auto out = std::make_shared<Sets<std::byte>>();
   for (int i = 0; i < job.sets; ++i) out->emplace_back(static_cast<size_t>(out_bytes));
@@ -271,8 +239,8 @@ Job gather_job(Stream& stream, CacheFormat format, Dtype dtype, int64_t tokens, 
         stream,
         ops::GatherArgs{
             .cache = (*caches)[set].view(),
-            .block_table = {table_at->span().data(), {requests, columns}},
-            .pieces = pieces->span(),
+            .block_table = {{table_at->list().data(), {requests, columns}}, table_at->list().device()},
+            .pieces = pieces->list(),
             .kv_c = {dtype, at, {rows, spec.latent}, {entry, 1}},
             .k_pe = {dtype, at + spec.latent * static_cast<int64_t>(size_of(dtype)), {rows, spec.rope}, {entry, 1}}});
   };
@@ -307,7 +275,7 @@ Job merge_job(Stream& stream, int64_t tokens, int64_t heads, int64_t width, bool
   auto other = std::make_shared<Sets<float>>(random_sets<float>(job.sets, static_cast<size_t>(n * width), 2));
   auto lse = std::make_shared<Sets<float>>(random_sets<float>(job.sets, static_cast<size_t>(n), 3));
   auto other_lse = std::make_shared<Sets<float>>(random_sets<float>(job.sets, static_cast<size_t>(n), 4));
-  auto rows = std::make_shared<Staged<int32_t>>(stream, with_rows ? shuffled(tokens, 4) : std::vector<int32_t>{});
+  auto rows = std::make_shared<Staged<int32_t>>(with_rows ? shuffled(tokens, 4) : std::vector<int32_t>{});
   auto before = std::make_shared<std::vector<float>>((*out)[0].download());
   auto lse_before = std::make_shared<std::vector<float>>((*lse)[0].download());
   job.call = [=, &stream](int set) {
@@ -315,14 +283,14 @@ Job merge_job(Stream& stream, int64_t tokens, int64_t heads, int64_t width, bool
                                     .lse = {(*lse)[set].data(), {tokens, heads}},
                                     .other = {(*other)[set].data(), {tokens, heads, width}},
                                     .other_lse = {(*other_lse)[set].data(), {tokens, heads}},
-                                    .rows = rows->span()});
+                                    .rows = rows->list()});
   };
   job.right = [=] {
     const std::vector<float> after = (*out)[0].download(), add = (*other)[0].download(),
                              add_lse = (*other_lse)[0].download();
     for (int64_t t = 0; t < tokens; t += std::max<int64_t>(1, tokens / 40))
       for (int64_t h = 0; h < heads; ++h) {
-        const int64_t row = with_rows ? rows->span()[t] : t;
+        const int64_t row = with_rows ? rows->list()[t] : t;
         const double a = (*lse_before)[row * heads + h], b = add_lse[t * heads + h], m = std::max(a, b),
                      wa = std::exp(a - m), wb = std::exp(b - m);
         for (int64_t d = 0; d < width; ++d) {
@@ -351,11 +319,11 @@ Job merge_splits_job(Stream& stream, int64_t tokens, int64_t heads, int64_t widt
   std::vector<SplitRows> list;
   for (int64_t t = 0; t < tokens; ++t)
     list.push_back({static_cast<int32_t>(t), 1, static_cast<int32_t>(t * splits), static_cast<int32_t>(splits)});
-  auto items = std::make_shared<Staged<SplitRows>>(stream, list);
+  auto items = std::make_shared<Staged<SplitRows>>(list);
   job.call = [=, &stream](int set) {
     ops::run(stream, ops::MergeSplitsArgs{.partial_out = {(*part)[set].data(), {tokens * splits, heads, width}},
                                           .partial_lse = {(*part_lse)[set].data(), {tokens * splits, heads}},
-                                          .items = items->span(),
+                                          .items = items->list(),
                                           .out = {out->data(), {tokens, heads, width}},
                                           .lse = {lse->data(), {tokens, heads}}});
   };
@@ -466,12 +434,12 @@ Job map_job(Stream& stream, int64_t rows) {
   for (int32_t& p : positions) p = static_cast<int32_t>(random() % (columns * 64 + 100)) - 50;
   for (int64_t t = 0; t < rows; ++t) requests[t] = static_cast<int32_t>(t % 4);
   for (int i = 0; i < job.sets; ++i) in->emplace_back(positions), out->emplace_back(positions.size());
-  auto requests_at = std::make_shared<Staged<int32_t>>(stream, requests);
-  auto table = std::make_shared<Staged<int32_t>>(stream, shuffled(4 * columns, 5));
+  auto requests_at = std::make_shared<Staged<int32_t>>(requests);
+  auto table = std::make_shared<Staged<int32_t>>(shuffled(4 * columns, 5));
   const auto args = [=](int set) {
     return ops::MapToSlotsArgs{.positions = {(*in)[set].data(), {rows, topk}},
-                               .requests = requests_at->span(),
-                               .block_table = {table->span().data(), {4, columns}},
+                               .requests = requests_at->list(),
+                               .block_table = {{table->list().data(), {4, columns}}, table->list().device()},
                                .page_size = 64,
                                .pages = 4 * columns - 10,
                                .lengths = {},

@@ -16,6 +16,7 @@
 #include "mla/plan.hpp"
 #include "mla/quant.hpp"
 #include "mla/rotary.hpp"
+#include "mla/staged_step.hpp"
 #include "mla/weights.hpp"
 
 namespace mla {
@@ -73,8 +74,8 @@ class Profile {
 };
 
 /// Everything one step of one layer needs besides its inputs. All is borrowed; nothing is kept between calls. On a GPU,
-/// weights, tables, cache, workspace, selection, inputs and outputs lie in its memory, and plan and batch are staged
-/// (StagedStep); calls are queued, and can be captured (Graph).
+/// weights, tables, cache, workspace, selection, inputs and outputs lie in its memory, and the step is staged; calls
+/// are queued, and can be captured (Graph).
 struct LayerContext {
   const Plan& plan;
   const Batch& batch;  ///< the batch that was planned: its block table and slots are read
@@ -94,6 +95,9 @@ struct LayerContext {
   /// later in the step, read it. BatchError when they find none there, or that of another step. On a GPU that is known
   /// of the stream's calls, not read: choices made while a stream was captured are taken for the step's.
   std::span<std::byte> selection = {};
+  /// On a GPU: where the plan's lists and the block table lie. Without it kernels read the plan's and the batch's own
+  /// memory, which must then be the device's to read (pinned, managed).
+  const StagedStep* staged = nullptr;
   // Of forward() with a plan whose options say tensor_parallel, of attend() where they say context_parallel, too; not
   // looked at otherwise.
   Communicator* ranks = nullptr;  ///< of as many ranks; all of them make the same calls in the same order

@@ -1,4 +1,5 @@
-// A step's host arrays (what its plan and its batch list) copied to a GPU, where kernels read them.
+// A step's lists (what its plan and its batch have of items, rows, slots and page numbers) on a GPU, where kernels read
+// them.
 #pragma once
 
 #include <cstddef>
@@ -10,8 +11,8 @@
 
 namespace mla {
 
-/// Memory for one step at a time, on a stream's device. Calls of the layer on that stream find the staged step's arrays
-/// there, until another step takes its place or this goes. On the CPU nothing is needed, and nothing is done.
+/// Memory for one step at a time, on a stream's device. Calls of the layer with that step's plan, on that stream, read
+/// its lists there (LayerContext::staged). On the CPU nothing is needed, and nothing is done.
 class StagedStep {
  public:
   explicit StagedStep(Stream& stream);
@@ -19,8 +20,8 @@ class StagedStep {
   StagedStep(const StagedStep&) = delete;
   StagedStep& operator=(const StagedStep&) = delete;
 
-  /// One copy, queued on the stream; memory is allocated only to grow. Plan and batch must stay where they are and as
-  /// they are while calls with them are made.
+  /// One copy, queued on the stream; memory is allocated only to grow. The plan must stay where it is and as it is
+  /// while calls with it are made.
   void stage(const Plan& plan, const Batch& batch);
 
   /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph). Plan
@@ -34,6 +35,13 @@ class StagedStep {
   /// first one did. Missing requests become empty ones, missing tokens have no slot; what calls write for them lies in
   /// rows past the step's tokens, and is unspecified.
   void restage(const Plan& plan, const Batch& batch);
+
+  /// Whether calls may be made on this stream with this plan: those of the last stage().
+  bool serves(const Stream& stream, const Plan& plan) const;
+  /// Where the device has the whole of a list of `count` elements, and a block table; null on the CPU. ShapeError when
+  /// the staged step's are of another size.
+  const std::byte* list(ListKey key, size_t count) const;
+  const int32_t* block_table(View<const int32_t, Request, Page> table) const;
 
  private:
   struct State;

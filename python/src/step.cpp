@@ -104,7 +104,6 @@ struct Call {
       ops::require_range("layer", "index_cache pages", index_cache->view.pages, step->pages, int64_t{1} << 31);
     }
     if (index_rotary) require_device("index_rotary", index_rotary->device, device);
-    stream.stage(step);
     LayerContext context{.plan = step->plan,
                          .batch = step->batch->view(),
                          .weights = weights.value,
@@ -115,6 +114,7 @@ struct Call {
                          .index_cache = index_cache ? index_cache->view : IndexCacheView{},
                          .index_rotary = index_rotary ? &index_rotary->value : nullptr,
                          .selection = {step->selection.data(), step->selection.size()},
+                         .staged = stream.stage(step),
                          .deadline = deadline_of(rank_seconds)};
     if (!ranks) return run(stream.stream, context);
     ranks->use([&](Communicator& group) {

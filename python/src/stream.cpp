@@ -20,11 +20,12 @@ std::span<std::byte> PyStream::memory(size_t bytes) {
   return {memory_.data(), memory_.size()};
 }
 
-void PyStream::stage(const std::shared_ptr<Step>& step) {
-  if (device().kind == DeviceKind::cpu || staged_ == step) return;
+const StagedStep* PyStream::stage(const std::shared_ptr<Step>& step) {
+  if (device().kind == DeviceKind::cpu) return nullptr;
   if (!staging_) staging_ = std::make_unique<StagedStep>(stream);
-  staging_->stage(step->plan, step->batch->view());
+  if (staged_ != step) staging_->stage(step->plan, step->batch->view());
   staged_ = step;
+  return staging_.get();
 }
 
 void require_device(const char* what, Device found, Device needed) {

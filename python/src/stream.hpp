@@ -26,8 +26,8 @@ class PyStream {
   int threads() const { return stream.workers(); }
   /// At least that many bytes that the next call may use; they may hold anything.
   std::span<std::byte> memory(size_t bytes);
-  /// A GPU's copy of a step's arrays; nothing on the CPU.
-  void stage(const std::shared_ptr<Step>& step);
+  /// A step's lists on a GPU; null on the CPU.
+  const StagedStep* stage(const std::shared_ptr<Step>& step);
 
  private:
   std::unique_ptr<ThreadPool> pool_;

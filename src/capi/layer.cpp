@@ -18,6 +18,9 @@ class Call {
     index_cache_ = get_optional("index_cache", args_.index_cache);
     index_rotary_ = get_optional("index_rotary", args_.index_rotary);
     profile_ = get_optional("profile", args_.profile);
+    staged_ = get_optional("staged", args_.staged);
+    if (staged_ && !(staged_->stream == get("stream", stream) && staged_->staged))
+      throw HandleError("staged is of another stream, or destroyed");
     if (plan_->plan.options.tensor_parallel > 1) ranks_ = get("ranks", args_.ranks);
     constexpr double kMostSeconds = 86400;
     if (!(args_.rank_seconds >= 0 && args_.rank_seconds <= kMostSeconds))
@@ -51,6 +54,7 @@ class Call {
             .index_cache = index_cache_ ? index_cache_->view : IndexCacheView{},
             .index_rotary = index_rotary_ ? &index_rotary_->table : nullptr,
             .selection = read_memory("selection", args_.selection, args_.selection_bytes),
+            .staged = staged_ ? staged_->staged.get() : nullptr,
             .ranks = ranks_ ? &ranks_->communicator : nullptr,
             .deadline = std::chrono::nanoseconds(
                 static_cast<int64_t>((args_.rank_seconds > 0 ? args_.rank_seconds : 60) * 1e9))};
@@ -72,6 +76,7 @@ class Call {
   std::shared_ptr<mla_cache> cache_;
   std::shared_ptr<mla_index_cache> index_cache_;
   std::shared_ptr<mla_profile> profile_;
+  std::shared_ptr<const mla_staged_step> staged_;
   std::shared_ptr<mla_communicator> ranks_;
 };
 

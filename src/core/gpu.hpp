@@ -98,15 +98,7 @@ class Stopwatch {
 /// Ranks on GPUs: see comm/device_carrier.hpp.
 std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group);
 
-/// Host arrays that have a copy in device memory: see cuda::Queue.
-struct HostRange {
-  const void* host;
-  size_t bytes;
-  const std::byte* device;
-};
-void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges);
-void withdraw(cuda::Queue& queue, const void* owner) noexcept;
-/// Published copies were written anew.
+/// A step's lists on the device were written anew.
 void changed(cuda::Queue& queue) noexcept;
 
 }  // namespace mla::gpu

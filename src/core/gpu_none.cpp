@@ -45,8 +45,6 @@ void Stopwatch::start(cuda::Queue&) {}
 void Stopwatch::stop(cuda::Queue&) {}
 double Stopwatch::seconds() const { return 0; }
 std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group) { none(group.device); }
-void publish(cuda::Queue&, const void*, std::span<const HostRange>) {}
-void withdraw(cuda::Queue&, const void*) noexcept {}
 void changed(cuda::Queue&) noexcept {}
 size_t workspace_bytes(const PagedAttention&) { return 0; }
 size_t workspace_bytes(const ListAttention&) { return 0; }

@@ -118,7 +118,7 @@ ops::NormRopeAppendArgs Binder::operator()(const steps::NormRopeAppend& s) const
 
 ops::GatherArgs Binder::operator()(const steps::Gather& s) const {
   ops::GatherArgs a{.cache = c_.cache,
-                    .block_table = c_.batch.block_table,
+                    .block_table = block_table(),
                     .pieces = list(s.pieces),
                     .kv_c = out(s.kv_c),
                     .k_pe = out(s.k_pe)};
@@ -126,8 +126,8 @@ ops::GatherArgs Binder::operator()(const steps::Gather& s) const {
     CacheSpec spec = plan_.sent_rows;
     spec.k_scale = c_.cache.spec.k_scale;
     a.cache = {spec, find(s.sent).writable, s.sent.extent<Key>(), spec.page_bytes()};
-    const std::span<const int32_t> sources = list(s.sources);
-    a.block_table = {sources.data(), {1, std::ssize(sources)}};
+    const ops::List<int32_t> sources = list(s.sources);
+    a.block_table = {{sources.data(), {1, std::ssize(sources)}}, sources.device()};
   }
   return a;
 }
@@ -136,8 +136,7 @@ ops::GatherArgs Binder::operator()(const steps::PackRows& s) const {
   constexpr int64_t kElement = sizeof(float);
   const int64_t rows = s.rows.extent<Key>(), width = s.rows.extent<Entry>() / kElement;
   std::byte* const to = find(s.rows).writable;
-  ops::GatherArgs a{
-      .cache = c_.cache, .block_table = c_.batch.block_table, .pieces = list(s.pieces), .kv_c = {}, .k_pe = {}};
+  ops::GatherArgs a{.cache = c_.cache, .block_table = block_table(), .pieces = list(s.pieces), .kv_c = {}, .k_pe = {}};
   // Stored rows of any format are copied, bit for bit, as a cache of so many f32.
   if (plan_.sent_rows.format == a.cache.spec.format)
     a.cache.spec = {.format = CacheFormat::f32, .latent = width, .rope = 0, .page_size = a.cache.spec.page_size};
@@ -151,7 +150,7 @@ ops::AttendLatentArgs Binder::operator()(const steps::AttendLatent& s) const {
   return {.q = in(s.q),
           .q_scale = s.q_scale,
           .cache = c_.cache,
-          .block_table = c_.batch.block_table,
+          .block_table = block_table(),
           .items = list(s.items),
           .scale = s.scale,
           .out = out(s.out),
@@ -243,7 +242,7 @@ ops::IndexScoreArgs Binder::operator()(const steps::IndexScore& s) const {
           .weights = values<float>(s.weights),
           .scale = s.scale,
           .cache = c_.index_cache,
-          .block_table = c_.batch.block_table,
+          .block_table = block_table(),
           .items = list(s.items),
           .first = s.first,
           .scores = values<float>(s.scores),
@@ -278,7 +277,7 @@ ops::PickRowsArgs Binder::operator()(const steps::PickRows& s) const {
 ops::MapToSlotsArgs Binder::operator()(const steps::MapToSlots& s) const {
   return {.positions = chosen(s.positions),
           .requests = list(s.requests),
-          .block_table = c_.batch.block_table,
+          .block_table = block_table(),
           .page_size = c_.cache.spec.page_size,
           .pages = c_.cache.pages,
           .lengths = list(s.lengths),

@@ -129,8 +129,14 @@ class Binder {
     return {find(o).writable, o.extent<Token>(), o.extent<Topk>()};
   }
   template <class T>
-  std::span<const T> list(const ListOf<T>& l) const {
-    return planning::find(plan_, c_.batch, l);
+  ops::List<T> list(const ListOf<T>& l) const {
+    if (l.key.kind == ListKind::none) return {};
+    const planning::HostList host = planning::host_list(plan_, c_.batch, l.key);
+    const T* const device = c_.staged ? reinterpret_cast<const T*>(c_.staged->list(l.key, host.count)) : nullptr;
+    return {planning::part(host, l), device ? device + l.begin : nullptr};
+  }
+  ops::BlockTable block_table() const {
+    return {c_.batch.block_table, c_.staged ? c_.staged->block_table(c_.batch.block_table) : nullptr};
   }
   const Linear& weights(Weight w) const;
   View<const float, Head> scales(Scales s) const;

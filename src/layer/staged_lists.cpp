@@ -24,7 +24,7 @@ std::vector<StagedLists::Array> StagedLists::arrays_of(const Plan& plan, const B
   std::vector<Array> all;
   all.reserve(plan.lists.size());
   for (const ListKey key : plan.lists) {
-    Array a{planning::host_list(plan, batch, key), key};
+    Array a{planning::host_list(plan, batch, key), key, false, 0};
     const int32_t* row = a.rows ? static_cast<const int32_t*>(a.data) : nullptr;
     a.in_order = a.rows;
     for (size_t i = 0; a.in_order && i < a.count; ++i) a.in_order = row[i] == static_cast<int32_t>(i);
@@ -43,12 +43,15 @@ void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
   arrays_ = arrays_of(plan, batch);
   maxima_ = plan.options.maxima;
   idle_ = maxima_ && batch.requests() == 0;
-  table_ = batch.block_table.data();
   table_rows_ = batch.block_table.extent<Request>();
   table_columns_ = batch.block_table.extent<Page>();
   table_stride_ = batch.block_table.stride<Request>();
-  bytes_ = up(table_bytes()) + 64;
-  for (const Array& a : arrays_) bytes_ += up(a.count * a.element);
+  table_offset_ = 0;
+  for (Array& a : arrays_) {
+    a.offset = table_offset_;
+    table_offset_ += up(a.count * a.element);
+  }
+  bytes_ = table_offset_ + up(table_bytes()) + 64;
 }
 
 StagedLists::Fitted StagedLists::own() const {
@@ -70,7 +73,7 @@ StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const
   std::vector<Array>& fit = step.arrays;
   // Those that the step does not read are empty.
   for (const Array& a : arrays_)
-    fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding, .rows = a.rows}, a.key, a.in_order});
+    fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding, .rows = a.rows}, a.key, a.in_order, 0});
   for (const Array& a : arrays_of(plan, batch)) {
     const auto same = [&](const Array& staged) { return staged.key == a.key; };
     const auto place = std::find_if(fit.begin(), fit.end(), same);
@@ -95,16 +98,16 @@ StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const
   return step;
 }
 
-void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* at) const {
+void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* to) const {
   for (size_t i = 0; i < arrays_.size(); ++i) {
     const Array& a = step.arrays[i];
+    std::byte* const at = to + arrays_[i].offset;
     const size_t used = a.count * a.element, room = arrays_[i].count * arrays_[i].element;
     if (used > 0) std::memcpy(at, a.data, used);
     if (a.rows) std::fill(reinterpret_cast<int32_t*>(at + used), reinterpret_cast<int32_t*>(at + room), step.spare);
     else std::memset(at + used, static_cast<int>(a.padding), room - used);
-    at += up(room);
   }
-  int32_t* table = reinterpret_cast<int32_t*>(at);
+  int32_t* const table = reinterpret_cast<int32_t*>(to + table_offset_);
   const auto& from = batch.block_table;
   const int64_t rows = maxima_ ? std::min(batch.requests(), table_rows_) : from.extent<Request>(),
                 columns = std::min(from.extent<Page>(), table_columns_);
@@ -112,15 +115,23 @@ void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* at) c
     for (int64_t p = 0; p < columns; ++p) table[r * table_stride_ + p] = from(r, p);
 }
 
-std::vector<StagedLists::Place> StagedLists::places() const {
-  std::vector<Place> all;
-  size_t at = 0;
-  for (const Array& a : arrays_) {
-    if (a.count > 0) all.push_back({a.data, a.count * a.element, at});
-    at += up(a.count * a.element);
-  }
-  if (table_bytes() > 0) all.push_back({table_, table_bytes(), at});
-  return all;
+size_t StagedLists::offset_of(ListKey key, size_t count) const {
+  const auto at = std::find_if(arrays_.begin(), arrays_.end(), [&](const Array& a) { return a.key == key; });
+  if (at != arrays_.end() && at->count == count) return at->offset;
+  throw ShapeError("layer: a list of the step has " + std::to_string(count) + " elements, the staged step's has " +
+                   std::to_string(at == arrays_.end() ? 0 : at->count));
+}
+
+size_t StagedLists::offset_of(const View<const int32_t, Request, Page>& table) const {
+  if (table.extent<Request>() == table_rows_ && table.extent<Page>() == table_columns_ &&
+      table.stride<Request>() == table_stride_)
+    return table_offset_;
+  const auto size = [](int64_t rows, int64_t columns, int64_t stride) {
+    return std::to_string(rows) + " x " + std::to_string(columns) + ", rows " + std::to_string(stride) + " apart";
+  };
+  throw ShapeError("layer: block_table is " +
+                   size(table.extent<Request>(), table.extent<Page>(), table.stride<Request>()) +
+                   ", the staged step's is " + size(table_rows_, table_columns_, table_stride_));
 }
 
 }  // namespace mla::layer

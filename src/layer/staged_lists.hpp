@@ -16,6 +16,7 @@ class StagedLists {
   struct Array : planning::HostList {
     ListKey key;
     bool in_order = false;  ///< counts up from 0: calls were made with a slice in its place
+    size_t offset = 0;      ///< of its place in the block
   };
   /// A step's arrays in their places; it borrows their memory. A row list's missing entries name `spare`, the first row
   /// that the step does not have: what is written for them lies behind its tokens.
@@ -35,23 +36,20 @@ class StagedLists {
   /// `to` holds bytes().
   void write(const Fitted& step, const Batch& batch, std::byte* to) const;
 
-  /// Where the host has what lies at an offset of the block, for the step that it was laid out for.
-  struct Place {
-    const void* host;
-    size_t bytes, offset;
-  };
-  std::vector<Place> places() const;
+  /// Where a list of the step that it was laid out for lies in the block: ShapeError where the step has none of that
+  /// many elements.
+  size_t offset_of(ListKey key, size_t count) const;
+  size_t offset_of(const View<const int32_t, Request, Page>& table) const;
 
  private:
   static std::vector<Array> arrays_of(const Plan& plan, const Batch& batch);
   size_t table_bytes() const;
 
   std::vector<Array> arrays_;
-  const int32_t* table_ = nullptr;
   int64_t table_rows_ = 0, table_columns_ = 0, table_stride_ = 0;
   std::optional<StepMaxima> maxima_;  // of the step that calls were made with
   bool idle_ = false;                 // it is one of maxima, without a request
-  size_t bytes_ = 0;
+  size_t table_offset_ = 0, bytes_ = 0;
 };
 
 }  // namespace mla::layer

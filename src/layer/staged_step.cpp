@@ -1,7 +1,5 @@
 #include "mla/staged_step.hpp"
 
-#include <vector>
-
 #include "core/gpu.hpp"
 #include "core/named_buffer.hpp"
 #include "layer/staged_lists.hpp"
@@ -11,7 +9,8 @@ namespace mla {
 
 struct StagedStep::State {
   Stream stream;
-  layer::StagedLists lists;  // laid out for the step that calls were made with
+  layer::StagedLists lists;      // laid out for the step that calls are made with
+  const Plan* staged = nullptr;  // that step's
   Buffer device;
   struct Pinned {
     std::byte* data = nullptr;
@@ -22,7 +21,6 @@ struct StagedStep::State {
 
   explicit State(const Stream& s) : stream(s) {}
   ~State() {
-    gpu::withdraw(stream.queue(), this);
     for (Pinned& p : pinned) give_back(p);
   }
   static void give_back(Pinned& p) noexcept {
@@ -37,15 +35,12 @@ struct StagedStep::State {
 
   void lay_out(const Plan& plan, const Batch& batch) {
     lists.lay_out(plan, batch);
+    staged = &plan;
     const size_t bytes = lists.bytes();
     if (device.size() < bytes) {
       stream.synchronize();  // calls under way still read the old one
       device = named_buffer("arrays of a staged step", bytes + bytes / 4, stream.device());
     }
-    gpu::withdraw(stream.queue(), this);
-    std::vector<gpu::HostRange> ranges;
-    for (const auto& place : lists.places()) ranges.push_back({place.host, place.bytes, device.data() + place.offset});
-    gpu::publish(stream.queue(), this, ranges);
   }
 
   void send(const layer::StagedLists::Fitted& step, const Batch& batch) {
@@ -80,6 +75,18 @@ void StagedStep::stage(const Plan& plan, const Batch& batch) {
 void StagedStep::restage(const Plan& plan, const Batch& batch) {
   if (!state_) return;
   state_->send(state_->lists.fit(plan, batch), batch);
+}
+
+bool StagedStep::serves(const Stream& stream, const Plan& plan) const {
+  if (!state_) return stream.device().kind == DeviceKind::cpu;
+  return stream.device().kind == DeviceKind::cuda && &stream.queue() == &state_->stream.queue() &&
+         state_->staged == &plan;
+}
+const std::byte* StagedStep::list(ListKey key, size_t count) const {
+  return state_ && count > 0 ? state_->device.data() + state_->lists.offset_of(key, count) : nullptr;
+}
+const int32_t* StagedStep::block_table(View<const int32_t, Request, Page> table) const {
+  return state_ ? reinterpret_cast<const int32_t*>(state_->device.data() + state_->lists.offset_of(table)) : nullptr;
 }
 
 }  // namespace mla

@@ -18,10 +18,8 @@ struct HostList {
 HostList host_list(const Plan& plan, const Batch& batch, ListKey key);
 
 template <class T>
-std::span<const T> find(const Plan& plan, const Batch& batch, const ListOf<T>& list) {
-  if (list.key.kind == ListKind::none) return {};
-  const HostList all = host_list(plan, batch, list.key);
-  return std::span(static_cast<const T*>(all.data), all.count)
+std::span<const T> part(const HostList& whole, const ListOf<T>& list) {
+  return std::span(static_cast<const T*>(whole.data), whole.count)
       .subspan(static_cast<size_t>(list.begin), static_cast<size_t>(list.count));
 }
 

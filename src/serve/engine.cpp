@@ -69,7 +69,9 @@ struct Engine::CapturedSteps {
   Graph graph;
 
   explicit CapturedSteps(Stream& stream) : staged(stream) {}
-  Working memory() const { return {{workspace.data(), workspace.size()}, {selection.data(), selection.size()}, apart}; }
+  Working memory() const {
+    return {{workspace.data(), workspace.size()}, {selection.data(), selection.size()}, staged, apart};
+  }
 };
 
 Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool& pool, const std::atomic<bool>& stop,
@@ -152,11 +154,11 @@ void Engine::warm_up() {
                  hidden = Buffer::copy_of(zeros.data(), zeros.size(), o_.device);
     if (selection_.size() < p.selection_bytes) selection_ = grown("selection of a step", selection_, p.selection_bytes);
     staged_.stage(p, batch);
-    forward(
-        stream_,
-        context(0, p, batch, {{workspace.data(), workspace.size()}, {selection_.data(), selection_.size()}}, nullptr),
-        AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, model_.hidden}),
-        AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, model_.hidden}));
+    forward(stream_,
+            context(0, p, batch,
+                    {{workspace.data(), workspace.size()}, {selection_.data(), selection_.size()}, staged_}, nullptr),
+            AnyView<Token, Hidden>(io_, hidden.data(), {p.tokens, model_.hidden}),
+            AnyMutableView<Token, Hidden>(io_, out.data(), {p.tokens, model_.hidden}));
     stream_.synchronize();
   };
   const int64_t topk = model_.indexer ? model_.indexer->topk : 0;
@@ -242,6 +244,7 @@ LayerContext Engine::context(int64_t l, const Plan& plan, const Batch& batch, co
           .index_cache = index_caches_[layer].view(),
           .index_rotary = &index_rotary_,
           .selection = selection_of(l, plan, memory),
+          .staged = &memory.staged,
           .ranks = ranks_,
           .deadline = o_.patience};
 }
@@ -383,7 +386,7 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
     stream_.synchronize();
   } else {
     staged_.stage(p, batch);
-    forward_all(p, batch, {{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}},
+    forward_all(p, batch, {{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}, staged_},
                 hidden_.data(), out_.data(), false, rows, gpu() ? nullptr : &r.profile);
     stream_.synchronize();
   }
@@ -425,7 +428,7 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
 void Engine::profile_layer(const Plan& p, const Batch& batch, Profile& profile) {
   const AnyView<Token, Hidden> hidden(io_, hidden_.data(), {p.tokens, model_.hidden});
   const AnyMutableView<Token, Hidden> out(io_, out_.data(), {p.tokens, model_.hidden});
-  const Working memory{{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}};
+  const Working memory{{workspace_.data(), workspace_.size()}, {selection_.data(), selection_.size()}, staged_};
   {
     const HeldStream held(stream_);
     forward(stream_, context(0, p, batch, memory, &profile), hidden, out);

@@ -67,6 +67,7 @@ class Engine {
   /// Memory of a step's calls. Layers that share a choice have one selection; `apart`: others have one each.
   struct Working {
     std::span<std::byte> workspace, selection;
+    const StagedStep& staged;
     bool apart = false;
   };
   std::span<std::byte> selection_of(int64_t layer, const Plan& plan, const Working& memory) const;

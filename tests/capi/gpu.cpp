@@ -97,6 +97,7 @@ struct Rows {
     args.weights = e.weights;
     args.rotary = e.rotary;
     args.cache = e.cache;
+    args.staged = e.staged;
     EXPECT_OK(mla_buffer_data(workspace, &args.workspace, &args.workspace_bytes));
   }
   void fill(const std::vector<float>& from) {
@@ -159,6 +160,7 @@ TEST_F(OnGpu, ACapturedStepServesSmallerOnes) {
   const int32_t longest = static_cast<int32_t>(kPagesEach * kPageSize) - 1;
   gpu.plan(std::vector<int32_t>(kMost, 1), std::vector<int32_t>(kMost, longest), MLA_PATHS_LATENT, false, &maxima);
   Rows rows(gpu, maxima, kMost);
+  rows.args.staged = staged;
   rows.fill(hidden(kMost, 1));
   ASSERT_OK(mla_staged_step_stage(staged, maxima));
   ASSERT_OK(rows.forward());

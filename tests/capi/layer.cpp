@@ -16,7 +16,7 @@ struct Type<mla::f16> {
 
 namespace {
 
-std::vector<float> forward(Step& s, uint32_t seed) {
+std::vector<float> forward(Step& s, uint32_t seed, const mla_staged_step* staged = nullptr) {
   Plan plan;
   EXPECT_OK(mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &plan));
   const mla_plan_info info = describe(plan);
@@ -24,6 +24,7 @@ std::vector<float> forward(Step& s, uint32_t seed) {
   mla_layer_args a = s.args(plan, workspace);
   a.selection = selection.data;
   a.selection_bytes = selection.size;
+  a.staged = staged;
   Tensor<float> hidden({s.batch.tokens, 96}), out({s.batch.tokens, 96});
   hidden.random(seed);
   EXPECT_OK(mla_forward(s.stream, &a, hidden, out));
@@ -507,7 +508,18 @@ TEST(CLayer, StagingDoesNothingOnTheCpu) {
     EXPECT_OK(mla_staged_step_stage(staged, plan));
   }
   EXPECT_EQ(MLA_ERROR_HANDLE, mla_staged_step_stage(staged, nullptr));
+  const std::vector<float> plain = forward(s, 5);
+  EXPECT_EQ(forward(s, 5, staged), plain);
+  Step other;
+  Plan plan;
+  ASSERT_OK(mla_plan_create(other.stream, other.model, &other.spec, kPages, &other.batch, &other.options, &plan));
+  Bytes workspace(describe(plan).workspace_bytes);
+  mla_layer_args a = other.args(plan, workspace);
+  a.staged = staged;
+  Tensor<float> hidden({other.batch.tokens, 96}), out({other.batch.tokens, 96});
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_forward(other.stream, &a, hidden, out), "staged is of another stream");
   EXPECT_OK(mla_staged_step_destroy(staged));
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_forward(other.stream, &a, hidden, out), "staged is no handle");
   EXPECT_EQ(MLA_ERROR_HANDLE, mla_staged_step_destroy(staged));
 }
 

@@ -209,7 +209,8 @@ class Captured {
                .workspace = {workspace.data(), workspace.size()},
                .index_cache = index_cache_.view(),
                .index_rotary = &index_rotary_,
-               .selection = {selection.data(), selection.size()}},
+               .selection = {selection.data(), selection.size()},
+               .staged = &p == &whole_.plan ? &captured_ : &staged_},
               View<const float, Token, Hidden>(in.as<const float>(), {p.tokens, s_.model.hidden}),
               View<float, Token, Hidden>(out.as<float>(), {p.tokens, s_.model.hidden}));
   }
@@ -428,6 +429,7 @@ TEST(CapturedAttention, LeavesTheCallersRowsAlone) {
       const size_t out_bytes = static_cast<size_t>(rows * width) * size_of(out_dtype);
       const Buffer out = filled(out_bytes, std::byte{0x5a}),
                    workspace = filled(whole.plan.workspace_bytes, std::byte{0xff});
+      StagedStep staged(stream), captured(stream);
       const auto call = [&](const Plan& p, const Batch& b, const Buffer& q, const Buffer& kv_c, const Buffer& k_pe) {
         attend(stream,
                {.plan = p,
@@ -435,7 +437,8 @@ TEST(CapturedAttention, LeavesTheCallersRowsAlone) {
                 .weights = weights,
                 .rotary = rotary,
                 .cache = cache.view(),
-                .workspace = {workspace.data(), workspace.size()}},
+                .workspace = {workspace.data(), workspace.size()},
+                .staged = &p == &whole.plan ? &captured : &staged},
                AnyView<Token, Head, QueryKey>(Dtype::bf16, q.data(), {rows, m.heads, m.query_key()}),
                AnyView<Token, Latent>(Dtype::bf16, kv_c.data(), {rows, m.latent}),
                AnyView<Token, Rope>(Dtype::bf16, k_pe.data(), {rows, m.rope}),
@@ -450,7 +453,6 @@ TEST(CapturedAttention, LeavesTheCallersRowsAlone) {
       const Plan p = plan(m, spec, cache.pages(), batch, device_info(stream, m), o);
       const Buffer q = inputs(m.heads * m.query_key(), 1, 5), kv_c = inputs(m.latent, 2, 5),
                    k_pe = inputs(m.rope, 3, 5);
-      StagedStep staged(stream), captured(stream);
       staged.stage(p, batch);
       call(p, batch, q, kv_c, k_pe);
       const auto right = read(stream, out.data(), out_bytes);

@@ -406,6 +406,7 @@ std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, Communi
                .index_cache = index.view(),
                .index_rotary = &index_rotary,
                .selection = {selection.data(), selection.size()},
+               .staged = &staged,
                .ranks = comm,
                .deadline = 30s},
               AnyView<Token, Hidden>(Dtype::bf16, in.data(), {p.tokens, m.hidden}),

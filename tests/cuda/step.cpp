@@ -159,7 +159,8 @@ class Decode {
              .profile = profile,
              .index_cache = index_cache_.view(),
              .index_rotary = &index_rotary_,
-             .selection = selection_of(s)},
+             .selection = selection_of(s),
+             .staged = &s == maxima_.get() ? &captured_ : &staged_},
             View<const float, Token, Hidden>(in.as<const float>(), {s.plan.tokens, model_.hidden}),
             View<float, Token, Hidden>(out.as<float>(), {s.plan.tokens, model_.hidden}));
   }

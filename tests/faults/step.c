@@ -102,6 +102,7 @@ static mla_status step(const char* folder, int gpu, float* out) {
     TRY(mla_copy(stream, x.data, hidden, sizeof hidden));
     TRY(mla_staged_step_create(stream, &staged));
     TRY(mla_staged_step_stage(staged, plan));
+    layer.staged = staged;
     forward_call call = {stream, &layer, &x, &y};
     TRY(forward(&call));
     TRY(mla_graph_create(stream, forward, &call, &graph));

@@ -7,7 +7,7 @@
 
 #include "layer/random_layer.hpp"
 #include "layer/reference.hpp"
-#include "layer/staged_lists.hpp"
+#include "layer/restage.hpp"
 #include "support/message.hpp"
 
 namespace mla::test {
@@ -140,15 +140,6 @@ void expect_same(const Left& found, const Left& right, bool bits, const std::str
   for (size_t i = rows; i < found.out.size(); ++i) ASSERT_EQ(found.out[i], kSentinel) << how << ", element " << i;
 }
 
-// A batch's lists where the captured step's calls find theirs, its table too.
-void restage(const layer::StagedLists& lists, const Plan& p, const Batch& b) {
-  const auto step = lists.fit(p, b);
-  std::vector<std::byte> block(lists.bytes() + 64);
-  std::byte* const at = block.data() + (-reinterpret_cast<uintptr_t>(block.data()) & 63);
-  lists.write(step, b, at);
-  for (const auto& place : lists.places()) std::memcpy(const_cast<void*>(place.host), at + place.offset, place.bytes);
-}
-
 // Calls of a batch's plan of maxima, and of the captured step with the batch in its place, against those of its own.
 template <class Call>
 void expect_served(Layer& l, const PlanOptions& plain, bool sparse, Call&& call, const std::string& how) {
@@ -171,7 +162,7 @@ void expect_served(Layer& l, const PlanOptions& plain, bool sparse, Call&& call,
     const bool bits = !kOnGpu && (!sparse || long_ones);
     const Left right = call(l, own, b, own.positions), direct = call(l, p, b, own.positions);
     expect_same(direct, right, bits, what);
-    restage(lists, p, b);
+    restage(lists, captured.plan, captured.batch, p, b);
     const Left replayed = call(l, captured.plan, captured.batch, own.positions);
     expect_same(replayed, right, bits, what + " restaged");
     EXPECT_TRUE(std::memcmp(replayed.out.data(), direct.out.data(), direct.out.size() * sizeof(float)) == 0) << what;

@@ -6,7 +6,7 @@
 
 #include "layer/random_layer.hpp"
 #include "layer/reference.hpp"
-#include "layer/staged_lists.hpp"
+#include "layer/restage.hpp"
 #include "support/message.hpp"
 #include "support/quantised.hpp"
 
@@ -148,14 +148,7 @@ class Restaged {
   std::string restage(const Requests& r) {
     const Batch b = r.batch();
     const Plan p = l_.plan_of(b, options_);
-    return message_of([&] {
-      const auto step = lists_.fit(p, b);
-      std::vector<std::byte> block(lists_.bytes() + 64);
-      std::byte* const at = block.data() + (-reinterpret_cast<uintptr_t>(block.data()) & 63);
-      lists_.write(step, b, at);
-      for (const auto& place : lists_.places())
-        std::memcpy(const_cast<void*>(place.host), at + place.offset, place.bytes);
-    });
+    return message_of([&] { test::restage(lists_, plan_, batch_, p, b); });
   }
   std::vector<float> forward_on(std::span<const float> hidden) {
     const Buffer workspace = filled(plan_.workspace_bytes, std::byte{0xff}),

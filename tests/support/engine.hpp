@@ -192,7 +192,8 @@ class Engine {
                                .profile = profile,
                                .index_cache = index_cache_.view(),
                                .index_rotary = &index_rotary_,
-                               .selection = {selection_.data(), selection_.size()}};
+                               .selection = {selection_.data(), selection_.size()},
+                               .staged = &staged_};
     if (chooser && p.topk > 0) choose(stream_, context, pieces);
     const int64_t before = counter ? counter() : 0;
     forward(stream_, context, View<const float, Token, Hidden>(hidden.data(), {rows, h}),

@@ -23,8 +23,8 @@
 // - dtypes: f32, bf16 and f16 are DLPack's float 32, bfloat 16 and float 16; fp8 is float8_e4m3fn, or uint8 that holds
 //   its codes.
 // - Plain arrays (`const int32_t*` and a count, work items) are host memory and read during the call. A GPU's ops read
-//   them where they lie: in pinned or managed memory, as it is until the stream has done the call. A plan's own arrays
-//   are copied there by mla_staged_step_stage.
+//   them where they lie: in pinned or managed memory, as it is until the stream has done the call. A plan's own
+//   lists are copied to the GPU by mla_staged_step_stage, and read there by calls that name the staged step.
 // - Texts are written to `text`, at most `capacity` bytes with the closing 0; *length, unless NULL, is the whole text's
 //   length without it. text may be NULL with capacity 0.
 #ifndef MLA_C_BASE_H

@@ -15,10 +15,11 @@
 extern "C" {
 #endif
 
-/// A step's host arrays copied to a GPU, where its kernels read them: needed there, does nothing on the CPU.
+/// A step's lists (items, rows, slots, page numbers) on a GPU, where its kernels read them: needed there
+/// (mla_layer_args.staged), does nothing on the CPU.
 typedef struct mla_staged_step mla_staged_step;
 MLA_API mla_status mla_staged_step_create(mla_stream* stream, mla_staged_step** staged);
-/// Withdraws what was staged.
+/// Calls that read what was staged must have ended.
 MLA_API mla_status mla_staged_step_destroy(mla_staged_step* staged);
 /// One copy, queued on the stream. The plan stays alive while it is staged, whoever destroys its handle.
 MLA_API mla_status mla_staged_step_stage(mla_staged_step* staged, const mla_plan* plan);
@@ -63,6 +64,8 @@ typedef struct mla_layer_args {
   // Of mla_forward with a plan whose options say tensor_parallel above 1; not looked at otherwise.
   mla_communicator* ranks;  ///< of as many ranks
   double rank_seconds;      ///< that a sum waits for the others, at most; 0: 60
+  /// On a GPU: this stream's, holding this plan (mla_staged_step_stage). Not looked at on the CPU.
+  const mla_staged_step* staged;
 } mla_layer_args;
 
 /// out = W_O attention(rmsnorm, projections, rope of hidden). hidden and out [Token, Hidden], f32 or bf16 or what

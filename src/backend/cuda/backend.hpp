@@ -3,9 +3,9 @@
 // serves.
 //
 // Numbers (views of floats, caches, weights, tables, sinks, selections) lie in the device's memory. What a plan or a
-// batch decides (items, rows, positions, slots, block tables) are host arrays, as the contracts check them; kernels
-// read their staged copies (Queue::staged), so that a captured call serves what is staged when it is launched again.
-// Launch shapes follow from the host arrays: those of the captured call must be the largest.
+// batch decides (items, rows, positions, slots, block tables) are lists (ops/list.hpp): launch shapes follow from what
+// the host knows of them, kernels read what the device has, so that a captured call serves what is there when it is
+// launched again. What the host knew when it was captured must bound that.
 #pragma once
 
 #include "backend/backend.hpp"

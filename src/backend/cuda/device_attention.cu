@@ -435,14 +435,6 @@ bool place(const Queue& queue, const PlacedQueries& q, Args& args, bool hopper_m
   return false;
 }
 
-// An array that is on the device already: ops take the address for the host's and find it again.
-template <class T>
-std::span<const T> known(Queue& queue, const T* data, int64_t count) {
-  const auto* at = reinterpret_cast<const std::byte*>(data);
-  if (count > 0) queue.publish({&queue, at, static_cast<size_t>(count) * sizeof(T), at});
-  return {data, static_cast<size_t>(count)};
-}
-
 }  // namespace
 
 size_t workspace_bytes(const PagedAttention& a) { return Paged(a, nullptr).cut.used; }
@@ -462,15 +454,13 @@ void attend(const PagedAttention& a, const CallerStream& at) {
   const Paged m(a, at.workspace);
   Queue queue(at.device, at.native, Queue::Bare::queue);
   if (at.schedule) queue.use(*at.schedule);
-  const int64_t requests = m.lse.extent<Request>(), columns = a.block_table.extent<Page>();
+  const int64_t requests = m.lse.extent<Request>();
   const int32_t most = most_positions(a), queries = static_cast<int32_t>(a.q.extent<Token>());
   // What launches are sized by: every request as long as its table is.
   std::vector<LatentItem> bounds(static_cast<size_t>(requests));
   for (int32_t r = 0; r < static_cast<int32_t>(requests); ++r)
     bounds[static_cast<size_t>(r)] = {
         .request = r, .q_begin = r * queries, .q_count = queries, .kv_end = most, .visible = most};
-  queue.publish({&queue, reinterpret_cast<const std::byte*>(bounds.data()), bounds.size() * sizeof(LatentItem),
-                 reinterpret_cast<const std::byte*>(m.items)});
   CacheView cache = a.cache;
   View<const int32_t, Request, Page> table = a.block_table;
   if (a.kv_heads > 1) {
@@ -492,10 +482,9 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                                  .page_rows = static_cast<int32_t>(a.cache.page_stride / cache.page_stride)});
     }
   }
-  if (columns > 0) known(queue, table.data(), (requests - 1) * table.stride<Request>() + table.extent<Page>());
   ops::AttendLatentArgs args{.cache = cache,
-                             .block_table = table,
-                             .items = bounds,
+                             .block_table = {table, table.data()},
+                             .items = {bounds, m.items},
                              .scale = a.scale,
                              .out = m.out,
                              .lse = m.rows_lse,
@@ -534,9 +523,9 @@ void attend(const ListAttention& a, const CallerStream& at) {
   const SparseItem item{
       .q_begin = 0, .q_count = static_cast<int32_t>(rows), .k_begin = 0, .k_end = static_cast<int32_t>(keys)};
   ops::AttendSparseArgs args{.sources = sources,
-                             .items = {&item, 1},
+                             .items = {{&item, 1}, m.item},
                              .scale = a.scale,
-                             .sinks = a.sinks ? known(queue, a.sinks.data(), heads) : std::span<const float>{},
+                             .sinks = {a.sinks.data(), a.sinks ? static_cast<size_t>(heads) : 0},
                              .out = {a.out.dtype(), a.out.data(), {rows, heads, a.out.extent<Value>()}},
                              .lse = m.lse,
                              .max_logits = a.max_logits,
@@ -546,9 +535,6 @@ void attend(const ListAttention& a, const CallerStream& at) {
     for (size_t i = 0; i < a.sources.size(); ++i) arrays.lengths[i] = a.sources[i].lengths;
     return cuda::sm90::attend_sparse(queue, args, &arrays);
   }
-
-  queue.publish(
-      {&queue, reinterpret_cast<const std::byte*>(&item), sizeof item, reinterpret_cast<const std::byte*>(m.item)});
   for (size_t i = 0; i < a.sources.size(); ++i) {
     const SlotLists& s = a.sources[i];
     int32_t* const lengths = m.lengths + static_cast<int64_t>(i) * rows;
@@ -556,7 +542,7 @@ void attend(const ListAttention& a, const CallerStream& at) {
       cuda::launch(list_rows, grid_of(rows), queue.stream(), kOp, "items", "rows " + std::to_string(rows), m.item, item,
                    lengths, s.lengths.data(), s.lengths.stride<Request>(), static_cast<int32_t>(queries),
                    static_cast<int32_t>(rows), static_cast<int32_t>(s.slots.extent<Topk>()));
-    if (s.lengths) sources[i].lengths = known(queue, static_cast<const int32_t*>(lengths), rows);
+    if (s.lengths) sources[i].lengths = {{lengths, static_cast<size_t>(rows)}, lengths};
   }
   cuda::generic::attend_lists(queue, args);
   form(queue, m.lse, a.lse);
@@ -581,13 +567,11 @@ void attend(const SequenceAttention& a, const CallerStream& at) {
   // What launches are sized by: however so many rows are cut into sequences, these have as many tiles or more.
   std::vector<ExpandedItem> bounds(static_cast<size_t>(a.sequences), ExpandedItem{.q_count = 1});
   bounds[0].q_count = static_cast<int32_t>(rows);
-  queue.publish({&queue, reinterpret_cast<const std::byte*>(bounds.data()), bounds.size() * sizeof(ExpandedItem),
-                 reinterpret_cast<const std::byte*>(m.items)});
   const ops::AttendExpandedArgs args{.q = a.q,
                                      .k_nope = {a.k.dtype(), a.k.data(), a.k.extents(), a.k.strides()},
                                      .k_pe = {a.k.dtype(), a.k.data(), {keys, 0}},
                                      .v = a.v,
-                                     .items = bounds,
+                                     .items = {bounds, m.items},
                                      .scale = a.scale,
                                      .out = a.out,
                                      .lse = a.lse};

@@ -10,6 +10,7 @@
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/norm/op.hpp"
 
 namespace mla::ops {
@@ -17,7 +18,7 @@ namespace mla::ops {
 struct AppendArgs {
   AnyView<Token, Latent> kv_c;  ///< f32 or bf16, on the CPU f16 too
   AnyView<Token, Rope> k_pe;    ///< dtype of kv_c, already rotated
-  std::span<const int32_t> slots;
+  List<int32_t> slots;
   CacheView cache;
 };
 
@@ -27,9 +28,9 @@ struct RopeAppendArgs {
   AnyMutableView<Token, Head, Rope> q_pe;  ///< f32 or bf16
   AnyView<Token, Latent> kv_c;             ///< dtype of q_pe
   AnyMutableView<Token, Rope> k_pe;        ///< dtype of q_pe
-  std::span<const int32_t> positions;
+  List<int32_t> positions;
   const RotaryTable* table = nullptr;
-  std::span<const int32_t> slots;
+  List<int32_t> slots;
   CacheView cache;
 };
 
@@ -41,9 +42,9 @@ struct NormRopeAppendArgs {
   AnyMutableView<Token, Rope> k_pe;        ///< dtype of q_pe
   std::span<const float> weight;           ///< [Latent]
   double eps = 1e-6;
-  std::span<const int32_t> positions;
+  List<int32_t> positions;
   const RotaryTable* table = nullptr;
-  std::span<const int32_t> slots;
+  List<int32_t> slots;
   CacheView cache;
 
   /// The two, one after the other.
@@ -76,7 +77,7 @@ struct PageBytes {
 /// Copies whole pages within a cache, of latent rows or of index keys (copy on write).
 struct CopyPagesArgs {
   PageBytes cache;
-  std::span<const PageCopy> copies;
+  List<PageCopy> copies;
 };
 
 void check(const AppendArgs& a);

@@ -6,12 +6,11 @@
 // NaN and infinities: docs/numerics.md.
 #pragma once
 
-#include <span>
-
 #include "mla/quant.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -31,7 +30,7 @@ struct ExpandedScales {
   /// these codes, q's rope part carries.
   View<const float, Group, Head> k;
   View<const float, Group, Head> v;
-  std::span<const ScaleRows> rows;  ///< one an item; empty: every row of every item has row 0
+  List<ScaleRows> rows;  ///< one an item; empty: every row of every item has row 0
   constexpr explicit operator bool() const { return q.data() || k.data() || v.data() || !rows.empty(); }
 };
 
@@ -51,7 +50,7 @@ struct AttendExpandedArgs {
   AnyView<Key, Head, Value> v;
   ExpandedScales scales;  ///< of e4m3 operands only
   ExpandedSums sums = ExpandedSums::precise;
-  std::span<const ExpandedItem> items;
+  List<ExpandedItem> items;
   float scale = 1.0f;
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; rows of no item are left alone
   View<float, Token, Head> lse;

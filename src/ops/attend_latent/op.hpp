@@ -5,12 +5,11 @@
 // NaN and infinities: docs/numerics.md.
 #pragma once
 
-#include <span>
-
 #include "mla/cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -19,8 +18,8 @@ struct AttendLatentArgs {
   AnyView<Token, Head, Entry> q;  ///< f32, bf16 or fp8_e4m3 (times q_scale), Entry dense
   float q_scale = 1.0f;           ///< fp8 queries only
   CacheView cache;
-  View<const int32_t, Request, Page> block_table;
-  std::span<const LatentItem> items;  ///< of one without query rows nothing else is looked at
+  BlockTable block_table;
+  List<LatentItem> items;  ///< of one without query rows nothing else is looked at
   float scale = 1.0f;
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;

@@ -15,6 +15,7 @@
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -23,7 +24,7 @@ namespace mla::ops {
 struct SparseSource {
   CacheView cache;
   View<const int32_t, Token, Topk> slots;  ///< page * page_size + offset; any numbers
-  std::span<const int32_t> lengths;        ///< slots that count in each row, 0 to Topk; empty: all
+  List<int32_t> lengths;                   ///< slots that count in each row, 0 to Topk; empty: all
 };
 
 struct AttendSparseArgs {
@@ -32,7 +33,7 @@ struct AttendSparseArgs {
   /// At least one, joined in one softmax. Page sizes and formats are each source's own; entries and value widths are
   /// equal.
   std::span<const SparseSource> sources;
-  std::span<const SparseItem> items;  ///< key ranges count the sources' Topk, one after another
+  List<SparseItem> items;  ///< key ranges count the sources' Topk, one after another
   /// 0: the keys of an item are one softmax. Above: its softmax is taken over parts of this many keys, counted from the
   /// list's first, and the parts are joined in order: the bits that one item a part and merge_sparse give.
   int32_t part_keys = 0;
@@ -55,7 +56,7 @@ struct MergeSparseArgs {
   View<const float, Partial, Head, Value> partial_out;
   View<const float, Partial, Head> partial_lse;
   View<const float, Partial, Head> partial_max;  ///< needed for max_logits
-  std::span<const SplitRows> items;
+  List<SplitRows> items;
   std::span<const float> sinks;            ///< [heads], or empty
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16
   View<float, Token, Head> lse;

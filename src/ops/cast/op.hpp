@@ -7,18 +7,19 @@
 
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct CastArgs {
   AnyView<Token, Head, In> x;         ///< f32, bf16 or f16, In dense
-  std::span<const int32_t> x_rows;    ///< row of x for each row; empty: 0, 1, ...
+  List<int32_t> x_rows;               ///< row of x for each row; empty: 0, 1, ...
   AnyMutableView<Token, Head, In> y;  ///< In or Token dense
   float scale = 1.0f;                 ///< above 0
   View<const float, Head> scales;     ///< with data: one a head, above 0, in place of scale
   /// y, of another dtype than e4m3, takes what e4m3 codes of x / scale stand for: all its dtypes hold that exactly.
   bool through_e4m3 = false;
-  std::span<const int32_t> y_rows;  ///< row of y for each row; below 0: nowhere; empty: all of y, in order
+  List<int32_t> y_rows;  ///< row of y for each row; below 0: nowhere; empty: all of y, in order
 };
 
 /// Rows that are read.

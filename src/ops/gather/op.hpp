@@ -3,19 +3,18 @@
 // Any start; destination f32, bf16 or f16. Values that the destination dtype holds exactly are copied exactly.
 #pragma once
 
-#include <span>
-
 #include "mla/cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct GatherArgs {
   CacheView cache;
-  View<const int32_t, Request, Page> block_table;
-  std::span<const GatherPiece> pieces;
+  BlockTable block_table;
+  List<GatherPiece> pieces;
   AnyMutableView<Key, Latent> kv_c;
   AnyMutableView<Key, Rope> k_pe;  ///< same dtype as kv_c
 };

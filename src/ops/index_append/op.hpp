@@ -2,17 +2,16 @@
 // slot writes nothing. The number of tokens is slots.size(); keys may have more rows (padding), which are not read.
 #pragma once
 
-#include <span>
-
 #include "mla/index_cache.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct IndexAppendArgs {
   View<const float, Token, IndexDim> keys;  ///< normed, rotated, as they are to be scored
-  std::span<const int32_t> slots;
+  List<int32_t> slots;
   IndexCacheView cache;
 };
 

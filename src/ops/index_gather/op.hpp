@@ -4,19 +4,18 @@
 // an fp8 cache only, are the stored codes with their scales beside them: the same bytes, for other ranks.
 #pragma once
 
-#include <span>
-
 #include "mla/index_cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct IndexGatherArgs {
   IndexCacheView cache;
-  View<const int32_t, Request, Page> block_table;
-  std::span<const GatherPiece> pieces;
+  BlockTable block_table;
+  List<GatherPiece> pieces;
   AnyMutableView<Key, IndexDim> keys;  ///< f32, bf16 or fp8_e4m3, IndexDim dense
   View<float, Key> scales;             ///< fp8_e4m3 keys only
 };

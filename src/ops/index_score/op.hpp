@@ -7,12 +7,11 @@
 // score's bits depend on its query, its key, the kind of both and the arithmetic alone, whatever the window.
 #pragma once
 
-#include <span>
-
 #include "mla/index_cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -22,9 +21,9 @@ struct IndexScoreArgs {
   View<const float, Token, IndexHead> weights;
   float scale = 1.0f;  ///< Ni^-0.5 Di^-0.5, or 1 where weights hold it
   IndexCacheView cache;
-  View<const int32_t, Request, Page> block_table;
+  BlockTable block_table;
   /// Their rows ascending and disjoint; of one without rows nothing else is looked at.
-  std::span<const IndexItem> items;
+  List<IndexItem> items;
   int64_t first = 0;               ///< the window: column 0 is position kv_begin + first of every item
   View<float, Token, Key> scores;  ///< Key dense; as many positions as it has columns
   IndexArithmetic arithmetic = IndexArithmetic::exact;

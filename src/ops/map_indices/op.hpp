@@ -3,11 +3,10 @@
 // group of layers that share a selection; attend_sparse reads the result.
 #pragma once
 
-#include <span>
-
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
 #include "ops/held.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
@@ -16,10 +15,10 @@ namespace mla::ops {
 struct MapToSlotsArgs {
   View<const int32_t, Token, Topk> positions;  ///< Topk dense; any numbers
   /// Of each row; its length is the number of rows mapped. Below 0: a row of no request, all of it -1.
-  std::span<const int32_t> requests;
-  View<const int32_t, Request, Page> block_table;
+  List<int32_t> requests;
+  BlockTable block_table;
   int64_t page_size = 0, pages = 0;  ///< of the cache; their product numbers its slots in 32 bits
-  std::span<const int32_t> lengths;  ///< tokens a request has, of all that are named; empty: no bound but the table's
+  List<int32_t> lengths;             ///< tokens a request has, of all that are named; empty: no bound but the table's
   View<int32_t, Token, Topk> slots;  ///< may be `positions`
   /// Of a split cache: the table lists the pages of the rank's own tokens alone, and positions of others become -1.
   HeldTokens held = {};
@@ -29,16 +28,16 @@ struct MapToSlotsArgs {
 /// below counts[r].
 struct MapToWorkspaceArgs {
   View<const int32_t, Token, Topk> positions;
-  std::span<const int32_t> requests;        ///< as above
-  std::span<const int32_t> starts, counts;  ///< first row and number of rows of each request
-  View<int32_t, Token, Topk> rows;          ///< may be `positions`
-  HeldTokens held = {};                     ///< as above: what lies gathered are the rank's own tokens
+  List<int32_t> requests;           ///< as above
+  List<int32_t> starts, counts;     ///< first row and number of rows of each request
+  View<int32_t, Token, Topk> rows;  ///< may be `positions`
+  HeldTokens held = {};             ///< as above: what lies gathered are the rank's own tokens
 };
 
 /// Rows of selections made elsewhere: row r of `picked` is row rows[r] of `positions`.
 struct PickRowsArgs {
   View<const int32_t, Token, Topk> positions;  ///< Topk dense
-  std::span<const int32_t> rows;               ///< its length is the number of rows picked
+  List<int32_t> rows;                          ///< its length is the number of rows picked
   View<int32_t, Token, Topk> picked;           ///< Topk dense; apart from `positions`
 };
 

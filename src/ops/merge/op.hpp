@@ -3,11 +3,10 @@
 // NaN: such a part makes the row NaN, lse too. All parts empty: O = 0, lse = -inf.
 #pragma once
 
-#include <span>
-
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
@@ -17,14 +16,14 @@ struct MergeArgs {
   View<float, Token, Head> lse;
   View<const float, Token, Head, Value> other;
   View<const float, Token, Head> other_lse;
-  std::span<const int32_t> rows;  ///< row of out for each row of other; empty: the same row. Distinct.
+  List<int32_t> rows;  ///< row of out for each row of other; empty: the same row. Distinct.
 };
 
 /// Joins split-KV partials in the order of their splits.
 struct MergeSplitsArgs {
   View<const float, Partial, Head, Value> partial_out;
   View<const float, Partial, Head> partial_lse;
-  std::span<const SplitRows> items;
+  List<SplitRows> items;
   View<float, Token, Head, Value> out;
   View<float, Token, Head> lse;
 };

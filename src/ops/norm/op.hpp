@@ -6,12 +6,13 @@
 
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 /// Factors of rows by their positions; none when there are no positions.
 struct RowGrowth {
-  std::span<const int32_t> positions;  ///< [Token] or empty; not negative
+  List<int32_t> positions;  ///< [Token] or empty; not negative
   double beta = 0;
   int32_t length = 1;
 };

@@ -16,16 +16,17 @@
 #include "mla/view.hpp"
 #include "mla/weights.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
 
 struct ProjectArgs {
-  AnyView<Token, Head, In> x;       ///< f32 or bf16, In dense; Head = weights->heads
-  std::span<const int32_t> x_rows;  ///< rows of x to read, in order; empty: row i for y's row i
+  AnyView<Token, Head, In> x;  ///< f32 or bf16, In dense; Head = weights->heads
+  List<int32_t> x_rows;        ///< rows of x to read, in order; empty: row i for y's row i
   const Linear* weights = nullptr;
   AnyMutableView<Token, Head, Out> y;            ///< f32 or bf16, Out dense
-  std::span<const int32_t> y_rows;               ///< rows of y to write; below 0: nowhere; empty: 0, 1, ...
+  List<int32_t> y_rows;                          ///< rows of y to write; below 0: nowhere; empty: 0, 1, ...
   int64_t rows = 0;                              ///< how many; with index lists: their length
   bool batch_invariant = false;                  ///< a row's bits must not depend on the other rows
   Activations activations = Activations::plain;  ///< fp8_128: of fp8 weights; UnsupportedError for others

@@ -4,19 +4,19 @@
 // quantize_padding: zeros into the scales' padding, for calls whose rows are written by another op.
 #pragma once
 
-#include <span>
 #include <string_view>
 
 #include "mla/quant.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct QuantizeArgs {
   AnyView<Token, HeadValue> x;  ///< f32 or bf16, HeadValue dense
   /// Rows of x, which go to the same rows of y; below 0: none. Empty: all of x.
-  std::span<const int32_t> rows = {};
+  List<int32_t> rows;
   QuantizedView y;  ///< its scales' padding is written, too
 };
 

@@ -3,18 +3,17 @@
 // 2i+1), NeoX pairs (i, i + R/2). A table that does not rotate (NoPE, or R = 0) leaves everything as it is.
 #pragma once
 
-#include <span>
-
 #include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
 struct RopeArgs {
   AnyMutableView<Token, Head, Rope> q;  ///< f32 or bf16; may be empty (null)
   AnyMutableView<Token, Rope> k;        ///< f32 or bf16; may be empty (null)
-  std::span<const int32_t> positions;   ///< [Token], each in [0, table->positions())
+  List<int32_t> positions;              ///< [Token], each in [0, table->positions())
   const RotaryTable* table = nullptr;
 };
 

@@ -8,13 +8,12 @@
 //   fill_topk                  instead, where everything a row sees fits topk: no scores needed
 #pragma once
 
-#include <span>
-
 #include "mla/index_plan.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
 #include "ops/cost.hpp"
 #include "ops/held.hpp"
+#include "ops/list.hpp"
 #include "ops/scratch.hpp"
 
 namespace mla::ops {
@@ -44,7 +43,7 @@ struct SelectTopkArgs {
   View<const float, Token, Key> scores;  ///< Key dense; columns past a row's last visible one are not read
   /// Row item.row + i sees columns [0, clipped(item, first, columns of scores).columns(i)). Rows ascending and
   /// disjoint.
-  std::span<const IndexItem> items;
+  List<IndexItem> items;
   int64_t first = 0;  ///< the window: column 0 is position kv_begin + first of every item
   /// Position of each column, the same extents as scores; a negative one is skipped. Empty (null): column c is position
   /// item.kv_begin + first + c.
@@ -57,7 +56,7 @@ struct SelectTopkArgs {
 /// Row item.q_begin + i of the output from state row item.row + i. The state is spent afterwards.
 struct FinishTopkArgs {
   TopkState state;
-  std::span<const IndexItem> items;
+  List<IndexItem> items;
   View<int32_t, Token, Topk> indices;  ///< Topk dense, state.topk wide
   View<float, Token, Topk> scores;     ///< of the indices, -inf behind them; may be empty (null)
   HeldTokens held = {};                ///< of a split cache: the selection's positions number the rank's own tokens
@@ -65,7 +64,7 @@ struct FinishTopkArgs {
 
 /// Row item.q_begin + i: positions kv_begin .. kv_begin + item.columns(i) - 1, then -1.
 struct FillTopkArgs {
-  std::span<const IndexItem> items;
+  List<IndexItem> items;
   View<int32_t, Token, Topk> indices;  ///< Topk dense
 };
 

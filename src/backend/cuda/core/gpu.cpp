@@ -255,10 +255,6 @@ double Stopwatch::seconds() const {
   return 1e-3 * static_cast<double>(ms);
 }
 
-void publish(cuda::Queue& queue, const void* owner, std::span<const HostRange> ranges) {
-  for (const HostRange& r : ranges) queue.publish({owner, static_cast<const std::byte*>(r.host), r.bytes, r.device});
-}
-void withdraw(cuda::Queue& queue, const void* owner) noexcept { queue.withdraw(owner); }
 void changed(cuda::Queue& queue) noexcept { queue.changed(); }
 
 }  // namespace mla::gpu

@@ -58,20 +58,6 @@ Queue::~Queue() {
   if (own_stream_) cudaStreamDestroy(stream_);
 }
 
-void Queue::publish(const Range& range) {
-  // An array that is gone may have left its place to this one.
-  std::erase_if(ranges_,
-                [&](const Range& r) { return r.host < range.host + range.bytes && range.host < r.host + r.bytes; });
-  changed();
-  const auto at = std::upper_bound(ranges_.begin(), ranges_.end(), range.host,
-                                   [](const std::byte* p, const Range& r) { return p < r.host; });
-  ranges_.insert(at, range);
-}
-
-void Queue::withdraw(const void* owner) noexcept {
-  std::erase_if(ranges_, [&](const Range& r) { return r.owner == owner; });
-}
-
 namespace {
 void add_once(std::vector<std::weak_ptr<Watched>>& all, const std::shared_ptr<Watched>& w) {
   std::erase_if(all, [&](const auto& other) { return other.expired() || other.lock() == w; });
@@ -81,21 +67,14 @@ void add_once(std::vector<std::weak_ptr<Watched>>& all, const std::shared_ptr<Wa
 void Queue::watch(const std::shared_ptr<Watched>& w) { add_once(watched_, w); }
 void Queue::capture(const std::shared_ptr<Watched>& w) { add_once(captured_, w); }
 
-const void* Queue::find(const void* host, size_t bytes, std::string_view op, std::string_view name) const {
-  const std::byte* at = static_cast<const std::byte*>(host);
-  auto next = std::upper_bound(ranges_.begin(), ranges_.end(), at,
-                               [](const std::byte* p, const Range& r) { return p < r.host; });
-  if (next != ranges_.begin()) {
-    const Range& r = *--next;
-    if (at + bytes <= r.host + r.bytes) return r.device + (at - r.host);
-  }
+const void* Queue::readable(const void* host, std::string_view op, std::string_view name) const {
   cudaPointerAttributes found{};
   const cudaError_t status = cudaPointerGetAttributes(&found, host);
   if (status == cudaSuccess && found.devicePointer) return found.devicePointer;
   cudaGetLastError();
-  if (status != cudaErrorInvalidValue) check(status, op, "looking for an array's memory", name);
+  if (status != cudaErrorInvalidValue) check(status, op, "looking for a list's memory", name);
   throw ShapeError(std::string(op) + ": " + std::string(name) + " lies in host memory that cuda:" +
-                   std::to_string(device_) + " does not read; stage the step's arrays first (StagedStep)");
+                   std::to_string(device_) + " does not read; stage the step first (StagedStep, LayerContext::staged)");
 }
 
 }  // namespace mla::cuda

@@ -5,14 +5,13 @@
 
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string_view>
 #include <utility>
 #include <vector>
 
 #include "core/captured_schedule.hpp"
 #include "mla/device.hpp"
-#include "mla/view.hpp"
+#include "ops/list.hpp"
 
 namespace mla::cuda {
 
@@ -51,37 +50,23 @@ class Queue {
   static constexpr size_t kCounters = 16384;
   static constexpr size_t kSpare = kCounters;  ///< 64 more, for kernels that need a few beside those
 
-  /// Without data where nothing can be shared. Gone when staged arrays change.
+  /// Without data where nothing can be shared. Gone when lists are written anew.
   CapturedSchedule& schedule() const { return *schedule_; }
   /// A caller's, until the queue is gone.
   void use(CapturedSchedule& s) { schedule_ = &s; }
 
-  /// Where the device reads a host array: its staged copy, or, where the host memory itself is the device's to read
-  /// (pinned, managed), that. ShapeError naming op and array when neither. Null for an empty array.
+  /// Where kernels read a list: ShapeError naming op and list when it has no copy on the device and lies in memory that
+  /// the device does not read. Null for an empty one.
   template <class T>
-  const T* staged(std::span<const T> host, std::string_view op, std::string_view name) const {
-    return host.empty() ? nullptr : static_cast<const T*>(find(host.data(), host.size_bytes(), op, name));
+  const T* reads(const ops::List<T>& list, std::string_view op, std::string_view name) const {
+    if (list.empty() || list.device()) return list.empty() ? nullptr : list.device();
+    return static_cast<const T*>(readable(list.data(), op, name));
   }
-  template <class... Dims>
-  View<const int32_t, Dims...> staged(View<const int32_t, Dims...> host, std::string_view op,
-                                      std::string_view name) const {
-    if (host.size() == 0) return host;
-    int64_t last = 0;
-    for (size_t i = 0; i < sizeof...(Dims); ++i) last += (host.extents()[i] - 1) * host.strides()[i];
-    return {static_cast<const int32_t*>(find(host.data(), static_cast<size_t>(last + 1) * sizeof(int32_t), op, name)),
-            host.extents(), host.strides()};
+  const int32_t* reads(const ops::BlockTable& table, std::string_view op) const {
+    if (table.size() == 0 || table.device()) return table.size() == 0 ? nullptr : table.device();
+    return static_cast<const int32_t*>(readable(table.data(), op, "block_table"));
   }
-
-  /// Host bytes [host, host + bytes) have a copy at `device`, until withdrawn by the same owner.
-  struct Range {
-    const void* owner;
-    const std::byte* host;
-    size_t bytes;
-    const std::byte* device;
-  };
-  void publish(const Range& range);
-  void withdraw(const void* owner) noexcept;
-  /// Staged copies were written anew.
+  /// Lists that the device has were written anew.
   void changed() noexcept { own_schedule_.capture = 0; }
 
   /// Looked at while the stream is waited for, until it is gone.
@@ -97,14 +82,13 @@ class Queue {
   bool held() const noexcept { return gates_ > 0; }
 
  private:
-  const void* find(const void* host, size_t bytes, std::string_view op, std::string_view name) const;
+  const void* readable(const void* host, std::string_view op, std::string_view name) const;
 
   int device_ = 0, major_ = 0, multiprocessors_ = 0;
   cudaStream_t stream_ = nullptr;
   bool own_stream_ = false, own_counters_ = false;
   unsigned* counters_ = nullptr;
   std::unique_ptr<Blas> blas_;
-  std::vector<Range> ranges_;      // by host address
   CapturedSchedule own_schedule_;  // with data on a Hopper GPU
   CapturedSchedule* schedule_ = &own_schedule_;
   int gates_ = 0;

@@ -362,7 +362,7 @@ void run_append(Stream& stream, const ops::AppendArgs& a) {
     rows.k_pe = static_cast<T*>(const_cast<void*>(a.k_pe.data()));
     rows.kv_c_row = a.kv_c.stride<Token>();
     rows.k_pe_row = a.k_pe.stride<Token>();
-    rows.slots = queue.staged(a.slots, "append", "slots");
+    rows.slots = queue.reads(a.slots, "append", "slots");
     rows.tokens = static_cast<int64_t>(a.slots.size());
     rows.cache = CacheMemory("append", a.cache);
     run(queue, rows, "append");
@@ -379,8 +379,8 @@ void run_append(Stream& stream, const ops::RopeAppendArgs& a, const ops::NormArg
     rows.k_pe = static_cast<T*>(a.k_pe.data());
     rows.kv_c_row = a.kv_c.stride<Token>();
     rows.k_pe_row = a.k_pe.stride<Token>();
-    rows.slots = queue.staged(a.slots, "rope_append", "slots");
-    rows.positions = queue.staged(a.positions, "rope_append", "positions");
+    rows.slots = queue.reads(a.slots, "rope_append", "slots");
+    rows.positions = queue.reads(a.positions, "rope_append", "positions");
     rows.tokens = static_cast<int64_t>(a.slots.size());
     rows.rotation = Rotation(*a.table);
     rows.q = {static_cast<T*>(a.q_pe.data()), a.q_pe.stride<Token>(), a.q_pe.stride<Head>(),
@@ -447,7 +447,7 @@ void copy_pages(Stream& stream, const ops::CopyPagesArgs& a) {
     using Word = decltype(word);
     launch(generic::copy_pages_kernel<Word>, config, queue.stream(), "copy_pages", "copy_pages_kernel", what,
            a.cache.data, stride, bytes / static_cast<int64_t>(sizeof(Word)),
-           queue.staged(a.copies, "copy_pages", "copies"), static_cast<unsigned>(parts));
+           queue.reads(a.copies, "copy_pages", "copies"), static_cast<unsigned>(parts));
   };
   const auto multiple_of = [&](int64_t n) {
     return reinterpret_cast<uintptr_t>(a.cache.data) % static_cast<uintptr_t>(n) == 0 && bytes % n == 0 &&

@@ -182,7 +182,7 @@ void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a) {
   call.wide = wide(a.k_nope) && (call.rope_width == 0 || wide(a.k_pe)) && wide(a.v);
   call.value_step = a.v.stride<Value>();
   call.q_scale = a.scales.q, call.k_scale = a.scales.k, call.v_scale = a.scales.v;
-  call.scale_rows = queue.staged(a.scales.rows, op, "scales' rows");
+  call.scale_rows = queue.reads(a.scales.rows, op, "scales' rows");
   call.accumulate = a.accumulate;
   call.out = {.out = a.out.data(),
               .out_row = a.out.stride<Token>(),
@@ -217,7 +217,7 @@ void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a) {
   if (v.layout.total > most)
     throw UnsupportedError("attend_expanded: " + shape + " take " + std::to_string(v.layout.total) +
                            " bytes of shared memory, this GPU has " + std::to_string(most));
-  call.items = queue.staged(a.items, op, "items");
+  call.items = queue.reads(a.items, op, "items");
   launch(v.kernel,
          {.grid = dim3(static_cast<unsigned>(grid)),
           .block = dim3(static_cast<unsigned>(v.threads)),

@@ -1,9 +1,9 @@
 #include <string>
 
 #include "backend/cuda/backend.hpp"
+#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/generic/attention/cache_attention.hpp"
-#include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/generic/attention/join.cuh"
 #include "mla/error.hpp"
 
@@ -64,8 +64,8 @@ void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
                                           .max_row = a.max_logits.stride<Token>(),
                                           .max_head = a.max_logits.stride<Head>(),
                                           .dtype = a.out.dtype()},
-                                  .items = queue.staged(a.items, op, "items"),
-                                  .sinks = queue.staged(a.sinks, op, "sinks"),
+                                  .items = queue.reads(a.items, op, "items"),
+                                  .sinks = a.sinks.data(),
                                   .count = static_cast<int32_t>(a.items.size()),
                                   .heads = static_cast<int32_t>(heads),
                                   .width = static_cast<int32_t>(a.out.extent<Value>())};

@@ -403,15 +403,15 @@ void attend_positions(const Queue& queue, const ops::AttendLatentArgs& args, con
     explicit_partials = explicit_partials || i.partial >= 0;
   }
   if (all_tokens == 0 || a.heads == 0 || a.width == 0) return;
-  const LatentItem* const items = queue.staged(args.items, op, "items");
+  const LatentItem* const items = queue.reads(args.items, op, "items");
   a.sources[0] = source(op, args.cache);
   a.sources[0].given_scale = scales.k;
-  const auto table = queue.staged(args.block_table, op, "block_table");
-  if (table.template extent<Page>() > 1 && table.template stride<Page>() != 1)
-    throw UnsupportedError("attend_latent: block_table's Page stride is " +
-                           std::to_string(table.template stride<Page>()) + ", 1 is needed");
-  a.sources[0].table = table.data();
-  a.sources[0].table_stride = table.template stride<Request>();
+  const ops::BlockTable& table = args.block_table;
+  if (table.extent<Page>() > 1 && table.stride<Page>() != 1)
+    throw UnsupportedError("attend_latent: block_table's Page stride is " + std::to_string(table.stride<Page>()) +
+                           ", 1 is needed");
+  a.sources[0].table = queue.reads(table, op);
+  a.sources[0].table_stride = table.stride<Request>();
   a.count = 1;
   // Tiles of other rows sum in another order: they too must not follow from the longest query.
   const bool invariant = args.batch_invariant && !explicit_partials;
@@ -474,7 +474,7 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
   a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
   a.out = destination<Token>(args.out, args.lse, args.max_logits);
   a.partial = destination<Partial>(args.partial_out, args.partial_lse, args.partial_max);
-  a.sinks = queue.staged(args.sinks, op, "sinks");
+  a.sinks = args.sinks.data();
   a.items = static_cast<int32_t>(args.items.size());
   int64_t tokens = 0, keys = 0;
   bool explicit_partials = false;
@@ -484,7 +484,7 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
     explicit_partials = explicit_partials || i.partial >= 0;
   }
   if (tokens == 0 || a.heads == 0 || a.width == 0) return;
-  a.lists = queue.staged(args.items, op, "items");
+  a.lists = queue.reads(args.items, op, "items");
   a.count = static_cast<int32_t>(args.sources.size());
   int32_t first = 0;
   for (int i = 0; i < a.count; ++i) {
@@ -493,7 +493,7 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
     to = source(op, s.cache);
     to.table = s.slots.data();
     to.table_stride = s.slots.stride<Token>();
-    to.lengths = queue.staged(s.lengths, op, "lengths");
+    to.lengths = queue.reads(s.lengths, op, "lengths");
     to.first = first;
     to.topk = static_cast<int32_t>(s.slots.extent<Topk>());
     first += to.topk;

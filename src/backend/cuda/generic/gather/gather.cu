@@ -151,16 +151,15 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 4) gather_kerne
 
 template <class T>
 void run(const Queue& queue, const ops::GatherArgs& a) {
-  const auto table = queue.staged(a.block_table, "gather", "block_table");
   int64_t rows = 0;
   for (const GatherPiece& p : a.pieces) rows += p.count;
   if (rows == 0) return;
   GatherRows<T> r;
   r.cache = CacheMemory("gather", a.cache);
-  r.table = table.data();
-  r.table_request = table.template stride<Request>();
-  r.table_page = table.template stride<Page>();
-  r.pieces = queue.staged(a.pieces, "gather", "pieces");
+  r.table = queue.reads(a.block_table, "gather");
+  r.table_request = a.block_table.template stride<Request>();
+  r.table_page = a.block_table.template stride<Page>();
+  r.pieces = queue.reads(a.pieces, "gather", "pieces");
   r.count = static_cast<int32_t>(a.pieces.size());
   r.kv_c = static_cast<T*>(a.kv_c.data());
   r.k_pe = static_cast<T*>(a.k_pe.data());

@@ -52,7 +52,7 @@ void index_append(Stream& stream, const ops::IndexAppendArgs& a) {
   const auto run = [&](auto* kernel) {
     launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(generic::kThreads)}, queue.stream(),
            "index_append", "index_append_kernel", what, a.keys.data(), stride,
-           queue.staged(a.slots, "index_append", "slots"), tokens, cache);
+           queue.reads(a.slots, "index_append", "slots"), tokens, cache);
   };
   using namespace generic;
   switch (cache.format) {

@@ -82,13 +82,12 @@ void run(const Queue& queue, const ops::IndexGatherArgs& a) {
   int64_t rows = 0;
   for (const GatherPiece& p : a.pieces) rows += p.count;
   if (rows == 0) return;
-  const auto table = queue.staged(a.block_table, "index_gather", "block_table");
   KeyRows<T> r;
   r.cache = IndexMemory("index_gather", a.cache);
-  r.table = table.data();
-  r.table_request = table.template stride<Request>();
-  r.table_page = table.template stride<Page>();
-  r.pieces = queue.staged(a.pieces, "index_gather", "pieces");
+  r.table = queue.reads(a.block_table, "index_gather");
+  r.table_request = a.block_table.template stride<Request>();
+  r.table_page = a.block_table.template stride<Page>();
+  r.pieces = queue.reads(a.pieces, "index_gather", "pieces");
   r.count = static_cast<int32_t>(a.pieces.size());
   r.keys = static_cast<T*>(a.keys.data());
   r.keys_row = a.keys.template stride<Key>();

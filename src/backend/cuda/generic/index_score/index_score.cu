@@ -182,9 +182,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   }
   if (columns == 0 || a.q.extent<IndexHead>() == 0) return;
   const int64_t items = static_cast<int64_t>(a.items.size());
-  const View<const int32_t, Request, Page> table = queue.staged(a.block_table, "index_score", "block_table");
   const uint32_t page_size = static_cast<uint32_t>(spec.page_size);
-  IndexScore s{.items = queue.staged(a.items, "index_score", "items"),
+  IndexScore s{.items = queue.reads(a.items, "index_score", "items"),
                .item_count = static_cast<int>(items),
                .q = a.q.data(),
                .q_dtype = a.q.dtype(),
@@ -201,8 +200,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
                .page_stride = static_cast<int64_t>(a.cache.page_stride),
                .page_size = page_size,
                .page_shift = std::has_single_bit(page_size) ? std::countr_zero(page_size) : -1,
-               .table = table.data(),
-               .table_row = table.stride<Request>(),
+               .table = queue.reads(a.block_table, "index_score"),
+               .table_row = a.block_table.stride<Request>(),
                .first = a.first,
                .columns = a.scores.extent<Key>(),
                .scores = a.scores.data(),

@@ -79,14 +79,14 @@ __global__ void __launch_bounds__(kThreads)
 template <class... Params, class... Args>
 void run(const Queue& queue, std::string_view op, void (*wide_kernel)(Entries, Params...),
          void (*kernel)(Entries, Params...), const View<const int32_t, Token, Topk>& from,
-         const View<int32_t, Token, Topk>& to, std::span<const int32_t> requests, Args... args) {
+         const View<int32_t, Token, Topk>& to, const ops::List<int32_t>& requests, Args... args) {
   Entries a;
   a.from = from.data();
   a.from_row = from.stride<Token>();
   a.to = to.data();
   a.to_row = to.stride<Token>();
   a.topk = static_cast<int32_t>(from.extent<Topk>());
-  a.requests = queue.staged(requests, op, "requests");
+  a.requests = queue.reads(requests, op, "requests");
   const int64_t rows = static_cast<int64_t>(requests.size());
   if (rows == 0 || a.topk == 0) return;
   const auto aligned = [](const void* p, int64_t row) {
@@ -107,12 +107,11 @@ void run(const Queue& queue, std::string_view op, void (*wide_kernel)(Entries, P
 void map_to_slots(Stream& stream, const ops::MapToSlotsArgs& a) {
   using namespace generic;
   const Queue& queue = stream.queue();
-  const auto staged = queue.staged(a.block_table, "map_to_slots", "block_table");
   Table table;
-  table.data = staged.data();
-  table.request = staged.stride<Request>();
+  table.data = queue.reads(a.block_table, "map_to_slots");
+  table.request = a.block_table.stride<Request>();
   table.limit = std::min(a.block_table.extent<Page>() * a.page_size, int64_t{1} << 31);
-  table.lengths = queue.staged(a.lengths, "map_to_slots", "lengths");
+  table.lengths = queue.reads(a.lengths, "map_to_slots", "lengths");
   table.page_size = static_cast<uint32_t>(a.page_size);
   if (std::has_single_bit(table.page_size)) table.shift = std::countr_zero(table.page_size);
   table.pages = a.pages;
@@ -124,8 +123,8 @@ void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
   using namespace generic;
   const Queue& queue = stream.queue();
   run(queue, "map_to_workspace", map_to_workspace_kernel<true>, map_to_workspace_kernel<false>, a.positions, a.rows,
-      a.requests, queue.staged(a.starts, "map_to_workspace", "starts"),
-      queue.staged(a.counts, "map_to_workspace", "counts"), HeldRows(a.held));
+      a.requests, queue.reads(a.starts, "map_to_workspace", "starts"),
+      queue.reads(a.counts, "map_to_workspace", "counts"), HeldRows(a.held));
 }
 
 }  // namespace mla::cuda

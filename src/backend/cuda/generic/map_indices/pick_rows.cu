@@ -25,7 +25,7 @@ void pick_rows(Stream& stream, const ops::PickRowsArgs& a) {
   if (a.rows.empty() || topk == 0) return;
   launch(pick_kernel, {.grid = dim3(static_cast<unsigned>(a.rows.size())), .block = dim3(kThreads)}, queue.stream(),
          "map_indices", "pick rows", "rows " + std::to_string(a.rows.size()) + ", topk " + std::to_string(topk),
-         a.positions.data(), a.positions.stride<Token>(), queue.staged(a.rows, "map_indices", "rows"), topk,
+         a.positions.data(), a.positions.stride<Token>(), queue.reads(a.rows, "map_indices", "rows"), topk,
          a.picked.data(), a.picked.stride<Token>());
 }
 

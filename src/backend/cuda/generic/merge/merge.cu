@@ -169,7 +169,7 @@ void merge(Stream& stream, const ops::MergeArgs& a) {
   launch(!wide          ? merge_kernel<false, 1>
          : width <= 128 ? merge_kernel<true, 1>
                         : merge_kernel<true, 4>,
-         config, queue.stream(), "merge", "merge_kernel", what, to, other, queue.staged(a.rows, "merge", "rows"),
+         config, queue.stream(), "merge", "merge_kernel", what, to, other, queue.reads(a.rows, "merge", "rows"),
          static_cast<uint32_t>(units), static_cast<uint32_t>(heads), static_cast<int>(width));
 }
 
@@ -187,9 +187,8 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
     const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
     const ItemGrid grid(units, queue.multiprocessors(), kThreads, 1);
     launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "merge_splits",
-           "merge_splits_kernel", shape_of(rows, heads, width), to, from,
-           queue.staged(a.items, "merge_splits", "items"), static_cast<int32_t>(a.items.size()),
-           static_cast<int>(heads), static_cast<int>(width));
+           "merge_splits_kernel", shape_of(rows, heads, width), to, from, queue.reads(a.items, "merge_splits", "items"),
+           static_cast<int32_t>(a.items.size()), static_cast<int>(heads), static_cast<int>(width));
   };
   // A warp takes a whole row of 512 where rows are many: its weights are found once.
   if (!wide) go(merge_splits_kernel<false, 1>, 32);

@@ -17,7 +17,7 @@ void norm(Stream& stream, const ops::NormArgs& a) {
     rows.weight = a.weight.data();
     rows.eps = static_cast<float>(a.eps);
     if (!a.growth.positions.empty()) {
-      rows.positions = stream.queue().staged(a.growth.positions, "norm", "positions");
+      rows.positions = stream.queue().reads(a.growth.positions, "norm", "positions");
       rows.beta = static_cast<float>(a.growth.beta);
       rows.length = a.growth.length;
     }

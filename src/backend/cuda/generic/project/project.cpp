@@ -77,8 +77,8 @@ bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic:
   std::byte* const codes = a.scratch.data + (-reinterpret_cast<uintptr_t>(a.scratch.data) & 255);
   float* const scales = reinterpret_cast<float*>(codes + up(code_row * static_cast<size_t>(rows)));
   std::byte* const staged = reinterpret_cast<std::byte*>(scales) + up(scale_row * static_cast<size_t>(rows));
-  const int32_t* const x_rows = x_first < 0 ? queue.staged(a.x_rows, "project", "x_rows") : nullptr;
-  const int32_t* const y_rows = y_first < 0 ? queue.staged(a.y_rows, "project", "y_rows") : nullptr;
+  const int32_t* const x_rows = x_first < 0 ? queue.reads(a.x_rows, "project", "x_rows") : nullptr;
+  const int32_t* const y_rows = y_first < 0 ? queue.reads(a.y_rows, "project", "y_rows") : nullptr;
 
   for (int64_t first = 0; first < a.rows; first += rows) {
     const int64_t n = std::min(rows, a.rows - first), padded = (n + kFour - 1) / kFour * kFour;
@@ -246,8 +246,8 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   std::byte* const x_at = a.scratch.data;
   std::byte* const y_at = x_at + up(x_row * static_cast<size_t>(rows));
   std::byte* const w_at = a.scratch.data + (room - for_weights);
-  const int32_t* const x_rows = x_first < 0 ? queue.staged(a.x_rows, "project", "x_rows") : nullptr;
-  const int32_t* const y_rows = y_first < 0 ? queue.staged(a.y_rows, "project", "y_rows") : nullptr;
+  const int32_t* const x_rows = x_first < 0 ? queue.reads(a.x_rows, "project", "x_rows") : nullptr;
+  const int32_t* const y_rows = y_first < 0 ? queue.reads(a.y_rows, "project", "y_rows") : nullptr;
 
   for (int64_t out = 0; out < w.out; out += outs) {
     const int64_t count = std::min(outs, w.out - out);

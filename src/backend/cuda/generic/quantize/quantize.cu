@@ -311,7 +311,7 @@ void run(const Queue& queue, const ops::QuantizeArgs& args) {
   a.x = args.x.data();
   a.x_row = args.x.stride<Token>();
   a.rows = args.y.width == 0 ? 0 : ops::rows_of(args);
-  a.list = queue.staged(args.rows, "quantize", "rows");
+  a.list = queue.reads(args.rows, "quantize", "rows");
   a.width = static_cast<int32_t>(args.y.width);
   a.chunks = static_cast<uint32_t>((a.width + kColumns - 1) / kColumns);
   a.by_chunks = Divisor(std::max(a.chunks, 1u));

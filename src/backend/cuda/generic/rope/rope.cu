@@ -44,7 +44,7 @@ void run(const Queue& queue, const HeadRows<T>& q, const HeadRows<T>& k, const o
   launch(wide ? rope_kernel<T, true> : rope_kernel<T, false>,
          {.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block}, queue.stream(), "rope", "rope_kernel",
          "tokens " + std::to_string(tokens) + ", heads " + std::to_string(q.heads), q, k, rotation,
-         queue.staged(a.positions, "rope", "positions"), tokens, static_cast<unsigned>(q_blocks), shape.rows,
+         queue.reads(a.positions, "rope", "positions"), tokens, static_cast<unsigned>(q_blocks), shape.rows,
          std::max(shape.chunks, 1));
 }
 

@@ -354,7 +354,7 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
     throw ShapeError("select_topk: scratch is " + std::to_string(a.scratch.data ? a.scratch.per_worker : 0) +
                      " bytes, " + std::to_string(needed) + " are needed");
   Select s{.state = state_of(a.state),
-           .items = queue.staged(a.items, "select_topk", "items"),
+           .items = queue.reads(a.items, "select_topk", "items"),
            .item_count = static_cast<int>(a.items.size()),
            .scores = a.scores.data(),
            .scores_row = a.scores.stride<Token>(),
@@ -406,7 +406,7 @@ void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
   launch(finish_kernel,
          {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kThreads), .overlap = model_of(queue).hopper},
          queue.stream(), "finish_topk", "finish", "rows " + std::to_string(rows), state_of(a.state),
-         queue.staged(a.items, "finish_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
+         queue.reads(a.items, "finish_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
          a.indices.stride<Token>(), a.scores.data(), a.scores.stride<Token>(), HeldRows(a.held));
 }
 
@@ -415,7 +415,7 @@ void fill_topk(Stream& stream, const ops::FillTopkArgs& a) {
   const int64_t rows = rows_end(a.items, &IndexItem::q_begin);
   if (rows == 0 || a.indices.extent<Topk>() == 0) return;
   launch(fill_kernel, {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kFillThreads)}, queue.stream(),
-         "fill_topk", "fill", "rows " + std::to_string(rows), queue.staged(a.items, "fill_topk", "items"),
+         "fill_topk", "fill", "rows " + std::to_string(rows), queue.reads(a.items, "fill_topk", "items"),
          static_cast<int>(a.items.size()), a.indices.data(), a.indices.stride<Token>(), a.indices.extent<Topk>());
 }
 

@@ -133,8 +133,8 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a)
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller) {
   const int page_size = static_cast<int>(a.cache.spec.page_size);
   const bool by_lengths = caller && caller->lengths[0];
-  const LatentItem* items = by_lengths ? nullptr : queue.staged(a.items, "attend_latent", "items");
-  const auto table = queue.staged(a.block_table, "attend_latent", "block_table");
+  const LatentItem* items = by_lengths ? nullptr : queue.reads(a.items, "attend_latent", "items");
+  const int32_t* const table = queue.reads(a.block_table, "attend_latent");
   const size_t room = a.scratch.per_worker - partials_at(a);
   for (size_t begin = 0; begin < a.items.size();) {
     auto [count, limits, choice] = run_at(begin, a, queue.multiprocessors(), room);
@@ -154,9 +154,10 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const Cal
     } else {
       args.items = items + begin;
     }
-    args.block_table = table.data(), args.table_stride = table.stride<Request>();
+    args.block_table = table, args.table_stride = a.block_table.stride<Request>();
     args.partials = a.scratch.data + partials_at(a), args.partials_bytes = room;
-    if (count == a.items.size() && (caller ? by_lengths : items != a.items.data())) use_schedule(queue, args, choice);
+    if (count == a.items.size() && (caller ? by_lengths : a.items.device() != nullptr))
+      use_schedule(queue, args, choice);
     cuda::attend_latent(args, choice, queue.stream());
     begin += count;
   }

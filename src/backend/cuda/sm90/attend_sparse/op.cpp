@@ -148,18 +148,17 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
       lists.source[i].lengths = caller->lengths[i].data();
       lists.source[i].length_stride = caller->lengths[i].stride<Request>();
     } else {
-      lists.source[i].lengths = queue.staged(a.sources[i].lengths, op, "lengths");
+      lists.source[i].lengths = queue.reads(a.sources[i].lengths, op, "lengths");
     }
   }
   if (caller) lists.item = a.items[0], lists.queries = static_cast<int32_t>(caller->lse.extent<Token>());
-  const SparseItem* const items = caller ? nullptr : queue.staged(a.items, op, "items");
-  const float* const sinks = queue.staged(a.sinks, op, "sinks");
+  const SparseItem* const items = caller ? nullptr : queue.reads(a.items, op, "items");
   const Span span = span_of(a);
 
   const auto attend = [&](AttendLatent args, const Run& run) {
     args.limits = run.limits;
     args.shared_keys = caller ? lists.queries > 1 : a.shared_keys;
-    args.sinks = sinks;
+    args.sinks = a.sinks.data();
     args.max_logits = a.max_logits.data();
     args.max_token_stride = a.max_logits.stride<Token>(), args.max_head_stride = a.max_logits.stride<Head>();
     args.partials = run.partials, args.partials_bytes = run.partial_bytes;

@@ -258,7 +258,7 @@ bool serves(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a, int64_t 
 
 void select_topk(const Queue& queue, const ops::SelectTopkArgs& a, int64_t rows, int64_t columns) {
   Rows r{.state = state_of(a.state),
-         .items = queue.staged(a.items, "select_topk", "items"),
+         .items = queue.reads(a.items, "select_topk", "items"),
          .item_count = static_cast<int>(a.items.size()),
          .scores = a.scores.data(),
          .scores_row = a.scores.stride<Token>(),
