@@ -69,9 +69,10 @@ class ProjectCase final : public Case {
     const int64_t all = std::ssize(written_), judged = std::min(all, affordable);
     auto row = [&](int64_t i) { return written_[judged < 2 ? 0 : i * (all - 1) / (judged - 1)]; };
 
-    // The contract's operands: rounded to the weights' dtype before the product. What fp8 codes of both sides stand for
-    // may also be multiplied as it is: that is the exact answer then, and the rounding a plain computation's.
-    const bool fp8 = args_.activations == Activations::fp8_128;
+    // The contract's operands: rounded to the weights' dtype before the product. What quantised weights and fp8 codes of
+    // activations stand for may also be multiplied as it is: that is the exact answer then, and the rounding a plain
+    // computation's.
+    const bool fp8 = args_.activations == Activations::fp8_128, held = linear_->format != WeightFormat::plain;
     auto operand = [&](float v) { return linear_->dtype == Dtype::bf16 ? to_float(to_bf16(v)) : v; };
     std::vector<float> x, w = weights_, got, plain, taken(static_cast<size_t>(in));
     for (float& v : w) v = operand(v);
@@ -97,7 +98,7 @@ class ProjectCase final : public Case {
     dense.y_rows = {};
     dense.rows = judged;
     Exact<Token, Head, Out> exact({judged, heads, out});
-    ops::reference(dense, fp8 ? weights_ : w, exact.view());
+    ops::reference(dense, held ? weights_ : w, exact.view());
     double unit = args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
     // Tensor cores cut sums off, to f32 and toward zero, every 16 products: errors of one sign add up.
     if (device_.kind == DeviceKind::cuda && linear_->dtype == Dtype::bf16)
@@ -181,6 +182,10 @@ std::vector<Params> sweep(uint64_t seed) {
       for (int64_t out : {1, 2, 15, 255, 256, 257, 300}) add(6, 1, 48, out);
       add(4, 16, 128, 512);
       add(4, 16, 512, 128);
+      // What a GPU reads as it is: rows in tiles of 8, inputs shared out in steps of 128.
+      for (int64_t rows : {1, 7, 8, 9, 16, 17, 33, 64}) add(rows, 1, 256, 72), add(rows, 3, 128, 33);
+      for (int64_t in : {128, 384, 1152, 4096}) add(6, 1, in, 130);
+      for (int64_t out : {1, 31, 32, 63, 64, 65, 576}) add(6, 2, 640, out);
       Random random(seed);
       for (int i = 0; i < 6; ++i) draw(random, 5, 700, add);
     }

@@ -5,6 +5,7 @@
 
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/generic/project/activations.hpp"
 #include "mla/error.hpp"
 
@@ -26,6 +27,8 @@ struct Rows {
 // Y: e4m3 codes, or the dtype of the values that they stand for.
 template <class X, class Y, bool wide>
 __global__ void __launch_bounds__(kThreads) activation_kernel(Rows a) {
+  allow_next_grid();
+  wait_for_previous_grids();
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32,
                 line = unit / a.groups;  // row and head
   const int64_t row = line / a.heads;
@@ -56,7 +59,13 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(Rows a) {
   if constexpr (std::is_same_v<Y, fp8_e4m3>) {
 #pragma unroll
     for (int e = 0; e < kN; ++e) y[e] = codes[e];
-    if (lane == 0) a.scales[(static_cast<int64_t>(head) * a.groups + group) * a.padded + row] = scale;
+    bool nan = false;
+#pragma unroll
+    for (int e = 0; e < kN; ++e) nan = nan || x[e] != x[e];
+    const bool any = __any_sync(0xffffffffu, nan);
+    if (lane == 0)
+      a.scales[(static_cast<int64_t>(head) * a.groups + group) * a.padded + row] =
+          any ? __uint_as_float(0x7fc00000u) : scale;
   } else {
     float values[kN];
     widen_all(codes, values);
@@ -99,8 +108,8 @@ void quantise_activations(cudaStream_t stream, const ActivationRows& a) {
     const bool wide = in % kN == 0 && rows.x_row % kN == 0 && rows.x_head % kN == 0 &&
                       multiple(rows.x, kN * sizeof(X)) && multiple(rows.to, kN * sizeof(Y));
     launch(wide ? activation_kernel<X, Y, true> : activation_kernel<X, Y, false>,
-           {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, stream, "project",
-           "quantised activations", shape, rows);
+           {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads), .overlap = a.overlap}, stream,
+           "project", "quantised activations", shape, rows);
   };
   for_activation(a.x.dtype(), [&](auto x) {
     if (a.codes) run(x, fp8_e4m3{});

@@ -18,9 +18,10 @@ struct ActivationRows {
   int64_t rows = 0;
   int64_t padded = 0;        ///< rows written, `rows` or more; those past `rows` are codes of zeros
   uint8_t* codes = nullptr;  ///< e4m3 [padded, Head, In]
-  float* scales = nullptr;   ///< with codes: [Head, ceil(In / 128), padded]
+  float* scales = nullptr;   ///< with codes: [Head, ceil(In / 128), padded]; NaN of a group that holds one
   void* values = nullptr;    ///< [padded, Head, In] of value_dtype, f32 or bf16: code times scale, rounded to it
   Dtype value_dtype = Dtype::bf16;
+  bool overlap = false;  ///< may start while earlier kernels end: on Hopper
 };
 void quantise_activations(cudaStream_t stream, const ActivationRows& a);
 

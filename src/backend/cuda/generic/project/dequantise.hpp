@@ -15,6 +15,7 @@ namespace mla::cuda::generic {
 struct QuantisedLinear final : Linear {
   int64_t scale_rows = 0, scale_cols = 0;    ///< under one scale; 0: one for the tensor
   int64_t row_blocks = 1, scale_stride = 1;  ///< of a head's scales: rows, and from one row to the next
+  bool finite = true;                        ///< no code is NaN
   Buffer codes;                              ///< [heads, out, in]: e4m3, or e2m1 two a byte, the low nibble first
   Buffer scales;                             ///< f32 [heads, row_blocks, scale_stride], or one
 };

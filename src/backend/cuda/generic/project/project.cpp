@@ -1,6 +1,7 @@
 // Products by cuBLASLt. Operands go to it as they lie where they can; rows by list, other dtypes and quantised weights
-// are brought to the products' dtype in scratch first, as many rows (or outputs) at a time as fit. fp8 weights in
-// blocks of 128 x 128 meet fp8 activations as codes, on Hopper: scratch then holds the activations' codes and scales.
+// are brought to the products' dtype in scratch first, as many rows (or outputs) at a time as fit. On Hopper, few rows
+// meet quantised weights in a kernel that reads those once and as they are, and fp8 weights in blocks of 128 x 128 meet
+// fp8 activations as codes: scratch then holds the activations' codes and scales.
 #include <algorithm>
 #include <cstring>
 #include <span>
@@ -14,6 +15,7 @@
 #include "backend/cuda/generic/project/dequantise.hpp"
 #include "backend/cuda/generic/project/sum_slices.hpp"
 #include "backend/cuda/gpu_model.hpp"
+#include "backend/cuda/sm90/project/few_rows.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -44,6 +46,69 @@ bool takes_codes(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
   return a.activations == Activations::fp8_128 && gpu.hopper && w.dtype == Dtype::bf16 && w.heads == 1 &&
          w.block_rows == 128 && w.block_cols == 128 && w.in % 16 == 0 && w.out % 16 == 0;
+}
+
+// Rows up to which a kernel dequantises weights while it multiplies. Beyond 64 dequantising them once is cheaper than
+// reading them again for every 32 rows. Where cuBLASLt multiplies codes of both sides, it is faster from 9 rows on, of
+// small matrices from 33 on.
+int64_t few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
+  if (!takes_codes(gpu, a)) return 64;
+  return a.weights->out * a.weights->in <= int64_t{1} << 24 ? 32 : 8;
+}
+
+// Not where sums must not depend on the number of rows.
+bool takes_few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
+  return gpu.hopper && !a.batch_invariant && sm90::serves_few_rows(*a.weights, a.y.dtype()) &&
+         a.rows <= few_rows(gpu, a);
+}
+
+void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w) {
+  sm90::FewRows f{.codes = w.codes.as<const uint8_t>(),
+                  .e4m3 = w.format == WeightFormat::fp8,
+                  .scales = w.scales.as<const float>(),
+                  .scale_rows = w.scale_rows,
+                  .scale_cols = w.scale_cols,
+                  .row_blocks = w.row_blocks,
+                  .scale_stride = w.scale_stride,
+                  .y = a.y.data(),
+                  .y_dtype = a.y.dtype(),
+                  .y_row = a.y.stride<Token>(),
+                  .y_head = a.y.stride<Head>(),
+                  .rows = a.rows,
+                  .heads = w.heads,
+                  .out = w.out,
+                  .in = w.in};
+  const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows);
+  const int32_t* const x_rows = x_first < 0 ? queue.reads(a.x_rows, "project", "x_rows") : nullptr;
+  if (y_first < 0) f.y_rows = queue.reads(a.y_rows, "project", "y_rows");
+  else f.y = a.y.at(y_first, 0, 0);
+  f.x = x_rows ? a.x.data() : a.x.at(x_first, 0, 0);
+  f.x_row = a.x.stride<Token>(), f.x_head = a.x.stride<Head>();
+  f.x_rows = x_rows;
+  const auto in_scratch = [&](size_t bytes) {
+    if (bytes > a.scratch.per_worker)
+      throw ShapeError("project: scratch is " + std::to_string(a.scratch.per_worker) + " bytes, " +
+                       std::to_string(a.rows) + " rows need " + std::to_string(bytes));
+  };
+  const AnyView<Token, Head, In> x(a.x.dtype(), f.x, {a.rows, f.heads, f.in}, a.x.strides());
+  if (a.activations == Activations::fp8_128) {
+    const size_t codes = static_cast<size_t>(x.size());
+    in_scratch(up(codes) + codes / 128 * sizeof(float));
+    auto* const at = reinterpret_cast<uint8_t*>(a.scratch.data);
+    auto* const scales = reinterpret_cast<float*>(a.scratch.data + up(codes));
+    generic::quantise_activations(
+        queue.stream(),
+        {.x = x, .x_rows = x_rows, .rows = a.rows, .padded = a.rows, .codes = at, .scales = scales, .overlap = true});
+    f.x = at, f.x_scales = scales, f.x_scale_row = a.rows;
+    f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;
+  } else if (x.dtype() != Dtype::bf16 || reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 ||
+             f.x_head % 8 != 0) {
+    const AnyMutableView<Token, Head, In> taken(Dtype::bf16, a.scratch.data, x.extents());
+    in_scratch(static_cast<size_t>(taken.size()) * sizeof(bf16));
+    generic::copy_rows(queue, {.x = x, .y = taken, .x_rows = x_rows, .y_rows = nullptr, .rows = a.rows}, "project");
+    f.x = taken.data(), f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;
+  }
+  sm90::multiply_few_rows(f, queue.multiprocessors(), queue.stream());
 }
 
 // How many parts a batch-invariant sum is cut into, by the matrix alone: one algorithm for any number of rows sums in
@@ -194,6 +259,8 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
     codes.assign((w.codes.size() + 1) / 2, 0);
     for (size_t i = 0; i < w.codes.size(); ++i) codes[i / 2] |= static_cast<uint8_t>(w.codes[i] << (i % 2 * 4));
   }
+  if (w.format == WeightFormat::fp8)
+    linear->finite = std::none_of(codes.begin(), codes.end(), [](uint8_t c) { return (c & 0x7f) == 0x7f; });
   linear->codes = Buffer::copy_of(codes.data(), codes.size(), device);
   linear->scales = Buffer::copy_of(scales.data(), scales.size() * sizeof(float), device);
   linear->bytes = linear->codes.size() + linear->scales.size();
@@ -202,6 +269,7 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
 
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
+  if (takes_few_rows(gpu, a)) return "cuda/sm90, " + std::string(to_string(w.format)) + " weights, few rows";
   if (takes_codes(gpu, a))
     return "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm";
   const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
@@ -217,7 +285,9 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   if (a.quantized)
     throw UnsupportedError("project: cuda writes no quantised output itself; the plan must quantise finished heads");
 
-  if (takes_codes(model_of(queue), a) && project_codes(queue, a, *quantised)) return;
+  const backend::GpuModel gpu = model_of(queue);
+  if (takes_few_rows(gpu, a) && quantised->finite) return project_few_rows(queue, a, *quantised);
+  if (takes_codes(gpu, a) && project_codes(queue, a, *quantised)) return;
   // What codes stand for comes out the same but for rounding, wherever they are not multiplied as they are.
   const bool fp8 = a.activations == Activations::fp8_128;
 
