@@ -203,6 +203,24 @@ TEST_F(OnGpu, ACaptureThatFailsLeavesTheStreamAsItWas) {
   EXPECT_OK(mla_stream_synchronize(gpu.stream));
 }
 
+TEST_F(OnGpu, AStepThatIsNotTheStagedOneIsRefused) {
+  Engine gpu(kGpu);
+  Plan plan, other;
+  gpu.plan({2}, {0}, MLA_PATHS_LATENT, true, &plan);
+  gpu.plan({2}, {0}, MLA_PATHS_LATENT, true, &other);
+  Rows rows(gpu, plan, 2);
+  rows.fill(hidden(2, 1));
+  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan or stream");
+  ASSERT_OK(mla_staged_step_stage(gpu.staged, other));
+  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan or stream");
+  rows.args.staged = nullptr;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "lies in host memory that cuda:0 does not read; stage the step first");
+  rows.args.staged = gpu.staged;
+  ASSERT_OK(mla_staged_step_stage(gpu.staged, plan));
+  EXPECT_OK(rows.forward());
+  EXPECT_OK(mla_stream_synchronize(gpu.stream));
+}
+
 TEST_F(OnGpu, HostMemoryIsRefused) {
   Engine gpu(kGpu);
   Plan plan;
