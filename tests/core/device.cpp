@@ -157,7 +157,7 @@ TEST(ThreadPool, NeedsAThread) {
 }
 
 TEST(Buffer, AlignedZeroMovable) {
-  for (size_t bytes : {size_t{1}, size_t{4097}, size_t{1} << 22}) {
+  for (size_t bytes : {size_t{1}, size_t{4097}, size_t{1} << 16, size_t{1} << 22}) {
     Buffer b(bytes);
     EXPECT_EQ(reinterpret_cast<uintptr_t>(b.data()) % 64, 0u);
     for (size_t i = 0; i < bytes; i += 61) EXPECT_EQ(b.data()[i], std::byte{0});
