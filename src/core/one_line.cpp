@@ -22,6 +22,13 @@ size_t shown(std::string_view s, size_t i) {
   return continues(byte_at(s, i + 3)) ? 4 : 0;
 }
 
+// Whether all is ASCII that can be shown, as most messages are.
+bool plain(std::string_view text) {
+  int sign = 0;  // below 0 for any other byte: one comparison for all of them
+  for (const char c : text) sign |= (static_cast<unsigned char>(c) - 0x20) | (0x7e - static_cast<unsigned char>(c));
+  return sign >= 0;
+}
+
 std::string escaped(std::string_view text) {
   constexpr char kHex[] = "0123456789abcdef";
   std::string line;
@@ -44,6 +51,7 @@ std::string one_line(std::string_view text) {
   // What is shown of either end: the rest is neither escaped nor copied, however long it is.
   constexpr size_t kMark = 40, kEnd = (kLongestLine - kMark) / 2;
   if (text.size() <= kLongestLine) {
+    if (plain(text)) return std::string(text);
     std::string line = escaped(text);
     if (line.size() <= kLongestLine) return line;
   }

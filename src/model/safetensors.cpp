@@ -158,14 +158,21 @@ class HeaderParser {
     expect('"');
     std::string s;
     for (;;) {
+      const size_t start = at_;
+      while (at_ < text_.size() && plain(text_[at_])) ++at_;
+      s += text_.substr(start, at_ - start);
       if (at_ == text_.size()) fail("string without end");
       const unsigned char c = static_cast<unsigned char>(text_[at_++]);
       if (c == '"') return s;
       if (c < 0x20) fail("control character in a string at byte " + std::to_string(at_ - 1));
       if (c == '\\') escape(s);
-      else if (c < 0x80) s += static_cast<char>(c);
       else utf8(c, s);
     }
+  }
+  // Of a string: stands for itself.
+  static bool plain(char c) {
+    const auto byte = static_cast<unsigned char>(c);
+    return byte >= 0x20 && byte < 0x80 && c != '"' && c != '\\';
   }
 
   void escape(std::string& s) {
