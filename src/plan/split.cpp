@@ -57,8 +57,7 @@ void add_held_rows(const ContextParallel& c, int32_t request, const RequestPlan&
 void add_items(Plan& plan, const LatentRows& r) {
   const auto& maxima = plan.options.maxima;
   const int64_t most = item_tokens(plan, maxima ? maxima->seq_len : r.length);
-  int32_t q = 0;
-  do {
+  for (int32_t q = 0; q < r.q_count;) {
     const int64_t seen = std::max<int64_t>(r.visible + q + 1, 1), border = round_up(seen, kInvariantKeys);
     int64_t count = std::min<int64_t>(r.q_count - q, most), end = r.length;
     if (invariant(plan) && border < r.length) count = std::min(count, border - seen + 1), end = border;
@@ -69,7 +68,7 @@ void add_items(Plan& plan, const LatentRows& r) {
                                  .kv_end = static_cast<int32_t>(end),
                                  .visible = static_cast<int32_t>(std::min(r.visible + q, r.length - 1))});
     q += static_cast<int32_t>(count);
-  } while (q < r.q_count);
+  }
 }
 
 }  // namespace

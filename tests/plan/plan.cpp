@@ -371,6 +371,19 @@ TEST(Plan, ItemsOfAGpuAreCutWhereRowsHaveOneMorePiece) {
       2);
 }
 
+// Nor do they on a CPU.
+TEST(Plan, RequestsWithoutTokensHaveNoItemsOnAGpu) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 64);
+  const Made b({1, 0, 2}, {70, 30, 0}, 64);
+  const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .threads = 1, .scratch_per_worker = size_t{64} << 20};
+  for (SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
+    const Plan p = plan(m, spec, b.pages, b.batch(), gpu, {.path = PathPolicy::latent, .split = split});
+    EXPECT_EQ(p.latent_items.size(), 2u);
+    for (const LatentItem& i : p.latent_items) EXPECT_GT(i.q_count, 0);
+  }
+}
+
 // However long the context, a range stays one that f32 sums.
 TEST(Plan, RangesOfHugeContextsStayShort) {
   const ModelConfig m = test::small_deepseek();
