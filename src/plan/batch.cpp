@@ -169,13 +169,15 @@ void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, c
     for (int64_t t = b.query_start_loc[r]; t < b.query_start_loc[r + 1]; ++t) {
       const int64_t slot = b.slot_mapping[t], position = first + t;
       if (slot < 0) continue;
-      const std::string found = "slot_mapping[" + n(t) + "] is " + n(slot) + ", its token's position " + n(position);
+      const auto found = [&] {
+        return "slot_mapping[" + n(t) + "] is " + n(slot) + ", its token's position " + n(position);
+      };
       if (const int64_t owner = c.sharding.owner(position); owner != c.member())
-        fail_at(r, found + " is rank " + n(c.first() + owner) + "'s, this is rank " + n(c.rank));
+        fail_at(r, found() + " is rank " + n(c.first() + owner) + "'s, this is rank " + n(c.rank));
       const int64_t at = c.sharding.index(position), page = at / page_size, id = b.block_table(r, page);
       if (slot != id * page_size + at % page_size)
-        fail_at(r, found + " is slot " + n(id * page_size + at % page_size) + " of this rank (block_table[" + n(page) +
-                       "] is " + n(id) + ", pages of " + n(page_size) + "); below 0 writes nothing");
+        fail_at(r, found() + " is slot " + n(id * page_size + at % page_size) + " of this rank (block_table[" +
+                       n(page) + "] is " + n(id) + ", pages of " + n(page_size) + "); below 0 writes nothing");
       if (written.empty() || written.back() != id) written.push_back(static_cast<int32_t>(id));
     }
   }

@@ -240,8 +240,13 @@ void split_chunk(const ContextParallel& c, ContextChunk& chunk) {
                               .start = static_cast<int32_t>(begin),
                               .count = static_cast<int32_t>(end - begin),
                               .row = sent - first});
-      for (int64_t i = begin; i < end; ++i)
-        chunk.sources[static_cast<size_t>(piece.row + sharding.position(member, i) - piece.start)] = sent++;
+      // Runs of positions that lie together, the first of them from its middle on.
+      int64_t row = piece.row + sharding.position(member, begin) - piece.start;
+      int64_t left = sharding.interleave() - begin % sharding.interleave();
+      for (int64_t i = begin; i < end; left = sharding.interleave()) {
+        for (; i < end && left > 0; ++i, --left) chunk.sources[static_cast<size_t>(row++)] = sent++;
+        row += (sharding.ranks() - 1) * sharding.interleave();
+      }
     }
     chunk.held_rows.push_back(sent - first);
   }
