@@ -47,12 +47,12 @@ class SafetensorsWriter {
  public:
   void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape,
            std::string_view bytes) {
-    std::string extents;
-    for (int64_t e : shape) extents += (extents.empty() ? "" : ",") + std::to_string(e);
-    header_ += (header_.empty() ? "{\"" : ",\"") + name + "\":{\"dtype\":\"" + dtype + "\",\"shape\":[" + extents +
-               "],\"data_offsets\":[" + std::to_string(data_.size()) + "," +
-               std::to_string(data_.size() + bytes.size()) + "]}";
+    header_.append(header_.empty() ? "{\"" : ",\"").append(name).append("\":{\"dtype\":\"").append(dtype);
+    header_.append("\",\"shape\":[");
+    for (size_t i = 0; i < shape.size(); ++i) header_.append(i == 0 ? "" : ",").append(std::to_string(shape[i]));
+    header_.append("],\"data_offsets\":[").append(std::to_string(data_.size())).append(",");
     data_ += bytes;
+    header_.append(std::to_string(data_.size())).append("]}");
   }
   template <class T>
   void add(const std::string& name, const std::string& dtype, const std::vector<int64_t>& shape,
