@@ -1,11 +1,17 @@
 // Runs programs with one call after another failing, and looks at how they end: well, or with an exit code and one line
 // that says why. A signal, another exit code, no message, wrong output, or no end is a failure of this test.
 //
-//   faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY | --gpu] [--all | --seconds N] [--only PROGRAM]
+//   faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--gpu] [--all | --seconds N] [--only PROGRAM]
+//          [--shard I/N] [--workers N]
 //
-// PYTHON has NumPy and the package mla; without it the step in Python is skipped. --gpu: programs on the first GPU, and
-// faults of the CUDA driver instead of the system's.
-// Without --all, calls are taken evenly spaced, as many as fit into N seconds.
+// PYTHON has NumPy and the package mla, on a GPU PyTorch, too; without it the step in Python is skipped. --gpu:
+// programs on the first GPU, and faults of the CUDA driver instead of the system's. Without --all, calls are taken
+// evenly spaced, as many as fit into N seconds.
+// --shard: of the calls that would be tried the I-th of every N, from 1, in a folder of its own below FOLDER. All N
+// together try all. --workers: programs at a time, by default as many as there are processors, at most 8.
+//
+// Every call of `run`, on 16 processors:
+//   for i in $(seq 16); do faults ... FOLDER --all --only run --shard $i/16 --workers 1 & done; wait
 #include <fcntl.h>
 #include <signal.h>
 #include <spawn.h>
@@ -40,6 +46,7 @@ struct Program {
   bool window = false;      // it opens the injector's window itself
   bool same_output = true;  // its output is a function of its arguments
   std::string of;           // the injector's MLA_FAULT_OF
+  bool hurries = false;     // it measures the machine first, with which nothing here is done
 };
 
 struct Fault {
@@ -80,10 +87,11 @@ class Runner {
       set.push_back("MLA_FAULT_AT=" + std::to_string(n));
       if (fault.from) set.push_back("MLA_FAULT_FROM=1");
     }
-    if (const char* libraries = std::getenv("LD_LIBRARY_PATH"))
-      set.push_back("LD_LIBRARY_PATH=" + std::string(libraries));
+    for (const char* name : {"LD_LIBRARY_PATH", "PYTHONPATH"})
+      if (const char* folders = std::getenv(name)) set.push_back(std::string(name) + "=" + folders);
     if (p.window) set.push_back("MLA_FAULT_WINDOW=1");
     if (!p.of.empty()) set.push_back("MLA_FAULT_OF=" + p.of);
+    if (p.hurries) set.push_back("MLA_FAULT_HURRY=1");
     std::vector<char*> argv, env;
     for (std::string& a : arguments) argv.push_back(a.data());
     for (std::string& e : set) env.push_back(e.data());
@@ -170,6 +178,11 @@ void write_inputs(const std::string& folder) {
     trace += R"({"timestamp":)" + std::to_string(i) + R"(,"input_length":20,"output_length":3,"hash_ids":[)" +
              std::to_string(i) + "]}\n";
   mla::test::write_file(folder + "/trace.jsonl", trace);
+  // Of each call of `run` one run: as few steps and op calls as say something.
+  mla::test::write_file(folder + "/short.jsonl", R"({"timestamp":0,"input_length":6,"output_length":2,"hash_ids":[0]})"
+                                                 "\n"
+                                                 R"({"timestamp":1,"input_length":6,"output_length":1,"hash_ids":[1]})"
+                                                 "\n");
   const struct {
     const char* role;
     std::vector<int64_t> shape;
@@ -197,8 +210,8 @@ void write_inputs(const std::string& folder) {
 
 int usage() {
   std::fprintf(stderr,
-               "usage: faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY | --gpu] [--all | --seconds N] [--only "
-               "PROGRAM]\n");
+               "usage: faults INJECTOR MLA STEP FOLDER [--python PYTHON STEP.PY] [--gpu] [--all | --seconds N] [--only "
+               "PROGRAM] [--shard I/N] [--workers N]\n");
   return 2;
 }
 
@@ -206,9 +219,12 @@ int usage() {
 
 int main(int argc, char** argv) {
   if (argc < 5) return usage();
-  const std::string injector = argv[1], mla = argv[2], step = argv[3], folder = argv[4];
+  const std::string injector = argv[1], mla = argv[2], step = argv[3];
+  std::string folder = argv[4];
   bool all = false, gpu = false;
   double seconds = 60;
+  int workers = static_cast<int>(std::max(1u, std::min(8u, std::thread::hardware_concurrency())));
+  long shard = 1, shards = 1;
   std::string only, python, python_step;
   for (int i = 5; i < argc; ++i) {
     if (std::strcmp(argv[i], "--all") == 0) all = true;
@@ -216,8 +232,13 @@ int main(int argc, char** argv) {
     else if (std::strcmp(argv[i], "--gpu") == 0) gpu = true;
     else if (std::strcmp(argv[i], "--python") == 0 && i + 2 < argc) python = argv[++i], python_step = argv[++i];
     else if (std::strcmp(argv[i], "--only") == 0 && i + 1 < argc) only = argv[++i];
-    else return usage();
+    else if (std::strcmp(argv[i], "--workers") == 0 && i + 1 < argc) workers = std::atoi(argv[++i]);
+    else if (std::strcmp(argv[i], "--shard") != 0 || i + 1 == argc ||
+             std::sscanf(argv[++i], "%ld/%ld", &shard, &shards) != 2)
+      return usage();
   }
+  if (workers < 1 || shard < 1 || shard > shards) return usage();
+  if (shards > 1) folder += "/shard" + std::to_string(shard);
   write_inputs(folder);
   const std::string tiny = folder + "/tiny.json", checkpoint = folder + "/checkpoint";
   std::vector<Program> programs{
@@ -227,10 +248,12 @@ int main(int argc, char** argv) {
       {"info CHECKPOINT", {mla, "info", checkpoint}},
       {"check norm", {mla, "check", "norm", "--threads", "2"}, false, false},
       {"run",
-       {mla, "run", "--model", checkpoint, "--trace", folder + "/trace.jsonl", "--threads", "3", "--verify", "2",
-        "--json", "@.json", "--report", "@.html", "--chrome-trace", "@.trace"},
+       {mla, "run", "--model", checkpoint, "--layers", "1", "--trace", folder + "/short.jsonl", "--threads", "3",
+        "--verify", "1", "--json", "@.json", "--report", "@.html", "--chrome-trace", "@.trace"},
        false,
-       false},
+       false,
+       {},
+       true},
       {"run --tp 2",
        {mla, "run", "--model", checkpoint, "--trace", folder + "/trace.jsonl", "--threads", "2", "--tp", "2"},
        false,
@@ -252,6 +275,10 @@ int main(int argc, char** argv) {
         {"GPU: run", run({"--model", "deepseek-v2-lite", "--input-len", "100"}), false, false},
         {"GPU: run, sparse", run({"--model", "deepseek-v3.2", "--topk", "64", "--input-len", "200"}), false, false}};
     if (step != "-") programs.push_back({"GPU: a step in C", {step, checkpoint, "cuda"}, true, true});
+    // PyTorch's own calls are not libmla's, whose copy of the runtime lies in the extension module.
+    if (!python.empty())
+      programs.push_back(
+          {"GPU: a step in Python", {python, python_step, checkpoint, "cuda"}, true, true, "/_mla.,/libcublas"});
   }
   std::erase_if(programs, [&](const Program& p) { return !only.empty() && p.name != only; });
   const std::vector<Fault> faults =
@@ -259,7 +286,6 @@ int main(int argc, char** argv) {
           : std::vector<Fault>{{"alloc"}, {"alloc", true}, {"mmap"},   {"open"},  {"read"},
                                {"write"}, {"stat"},        {"rename"}, {"thread"}};
   const Runner runner(injector, folder);
-  const int workers = static_cast<int>(std::max(1u, std::min(8u, std::thread::hardware_concurrency())));
 
   bool fine = true;
   Row sum;
@@ -284,6 +310,8 @@ int main(int argc, char** argv) {
       if (row.calls == 0) continue;
       const double share = seconds * workers / static_cast<double>(programs.size() * faults.size());
       row.tried = all ? row.calls : std::min<long>(row.calls, std::max(6L, static_cast<long>(share / once)));
+      const long chosen = row.tried;  // of all shards
+      row.tried = (chosen + shards - shard) / shards;
       std::vector<std::string> found;
       std::mutex mutex;
       std::atomic<long> next{0};
@@ -291,7 +319,8 @@ int main(int argc, char** argv) {
       for (int w = 0; w < workers; ++w)
         pool.emplace_back([&, w] {
           for (long i; (i = next++) < row.tried;) {
-            const long n = row.tried == row.calls ? i + 1 : 1 + i * (row.calls - 1) / (row.tried - 1);
+            const long at = shard - 1 + i * shards;
+            const long n = chosen == row.calls ? at + 1 : 1 + at * (row.calls - 1) / (chosen - 1);
             End end = runner.run(p, fault, n, w);
             std::string why = wrong(p, end, clean);
             // How many ended threads' blocks glibc still holds is a matter of timing; what libmla loses is not.
@@ -305,7 +334,8 @@ int main(int argc, char** argv) {
               std::string command = "MLA_FAULT_TRACE=1 MLA_FAULT_KIND=" + fault.kind +
                                     " MLA_FAULT_AT=" + std::to_string(n) + (fault.from ? " MLA_FAULT_FROM=1" : "") +
                                     (p.window ? " MLA_FAULT_WINDOW=1" : "") +
-                                    (p.of.empty() ? "" : " MLA_FAULT_OF=" + p.of) + " LD_PRELOAD=" + injector;
+                                    (p.of.empty() ? "" : " MLA_FAULT_OF=" + p.of) +
+                                    (p.hurries ? " MLA_FAULT_HURRY=1" : "") + " LD_PRELOAD=" + injector;
               for (const std::string& a : p.command) command += " " + a;
               found.push_back(why + ": " + command + "\n    " + end.error.substr(0, 300));
             } else if (!end.fired) {

@@ -1,6 +1,7 @@
 """The step of step.c in Python, with flash_mla's calls: the first may fail, with an exception that this prints.
 
-The others must not, with the same numbers, and hold nothing that was not held before.
+The others must not, with the same numbers, and hold nothing that was not held before. On a GPU (step.py CHECKPOINT cuda)
+the arrays are PyTorch's, and what the driver holds is its own.
 """
 
 import ctypes
@@ -33,7 +34,34 @@ CROWD = 32  # with 0 an allocation of nanobind's tables fails, too: see main
 CHOICE = np.array([[[0, 7, -1, 3]], [[16, 2, 2, 30]]], np.int32)
 
 
+GPU = len(sys.argv) > 2 and sys.argv[2] == "cuda"
+if GPU:
+    import torch
+
+
+def step_on_gpu(folder: str) -> list[np.ndarray]:
+    checkpoint = mla.Checkpoint(folder)
+    model = checkpoint.config
+    device = "cuda:0"
+    weights = mla.prepare(model, checkpoint.layer(0), dtype="bf16", device=device)
+    rotary = mla.RotaryTable(model, 64, device=device)
+    cache = mla.Cache(mla.cache_spec(model, "bf16", PAGE), 2, device=device)
+    hidden, q = (torch.from_numpy(x).to(device, torch.bfloat16) for x in (HIDDEN, Q))
+    keys = torch.from_numpy(KEYS).to(device, torch.bfloat16)
+    table, lengths, choice = (torch.from_numpy(x).to(device) for x in (TABLE, LENGTHS, CHOICE))
+    options = mla.PlanOptions(compute="bf16")
+    batch = mla.Batch(STARTS, LENGTHS, TABLE, SLOTS)
+    plan = mla.plan(model, cache, batch, stream=mla.stream_for(hidden), options=options)
+    outs = [mla.forward(plan, weights, rotary, cache, hidden)]
+    outs += flash_mla.flash_mla_with_kvcache(q, keys, table, lengths)
+    outs += flash_mla.flash_mla_with_kvcache(q, keys, None, None, indices=choice)
+    torch.cuda.synchronize()
+    return [out.float().cpu().numpy() for out in outs]
+
+
 def step(folder: str) -> list[np.ndarray]:
+    if GPU:
+        return step_on_gpu(folder)
     stream = mla.Stream(threads=3)
     checkpoint = mla.Checkpoint(folder)
     model = checkpoint.config
@@ -67,6 +95,8 @@ def digest(outs: list[np.ndarray]) -> bytes:
 
 def held() -> tuple[int, int]:
     gc.collect()
+    if GPU:
+        return 0, len(os.listdir("/proc/self/fd"))
     return live(), len(os.listdir("/proc/self/fd"))
 
 
