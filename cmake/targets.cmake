@@ -34,3 +34,13 @@ function(mla_module name)
   mla_target_defaults(mla_${name})
   set_property(GLOBAL APPEND PROPERTY MLA_MODULES mla_${name})
 endfunction()
+
+# Sources of a target that MLA_TOGETHER compiles as one: headers are read once, and what they have inline is compiled once.
+# Two that give a name in an unnamed namespace two meanings cannot be together.
+function(mla_together target)
+  if(MLA_TOGETHER)
+    string(MAKE_C_IDENTIFIER ${ARGV1} group)
+    set_source_files_properties(${ARGN} PROPERTIES UNITY_GROUP ${group})
+    set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  endif()
+endfunction()
