@@ -9,22 +9,26 @@ for preset in "${presets[@]}"; do
   cmake --preset "$preset" "${launcher[@]}" >/dev/null
   cmake --build --preset "$preset"
 done
-# The Python package is tested over the last of these builds that has no sanitizer, beside that build's own tests: either
-# waits at times, for deadlines and for pip.
+# The Python package is tested over the last of these builds that has no sanitizer, beside the tests of the first build:
+# either waits at times, for deadlines and for pip. Alone it goes first.
 python=
 for preset in "${presets[@]}"; do
   case $preset in asan | tsan) ;; *) python=$preset ;; esac
 done
+if [[ $python && ${#presets[@]} == 1 ]]; then
+  scripts/test-python.sh "build/$python"
+  python=
+elif [[ $python ]]; then
+  scripts/test-python.sh "build/$python" >"build/$python/python.log" 2>&1 &
+  python_tests=$!
+fi
 for preset in "${presets[@]}"; do
   failed=0
-  if [[ $preset == "$python" ]]; then
-    scripts/test-python.sh "build/$preset" >"build/$preset/python.log" 2>&1 &
-    python_tests=$!
-  fi
   ctest --preset "$preset" -j"$(nproc)" || failed=1
-  if [[ $preset == "$python" ]]; then
+  if [[ $python ]]; then
     wait "$python_tests" || failed=1
-    cat "build/$preset/python.log"
+    cat "build/$python/python.log"
+    python=
   fi
   ((failed == 0))
 done
