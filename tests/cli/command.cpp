@@ -566,11 +566,16 @@ TEST_F(Command, PlanNamesTheKernels) {
   says(kernels("--model deepseek-v3 --queries 2048"), "cuda/sm90, 128 + 64 / 128: attend_expanded");
   says(kernels("--model deepseek-v3.2 --queries 300 --contexts 4000 --path latent"),
        "cuda/sm90, matrix units by warpgroups: index_score");
-  says(kernels("--contexts 4096 --up-weights mxfp4"),
-       "cuda/generic, mxfp4 weights dequantised for cuBLASLt in bf16: absorb, value_up");
-  const std::string fp8 = "--contexts 4096 --product-weights fp8 ";
-  says(kernels(fp8), "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16: query, kv_down, output");
-  says(kernels(fp8 + "--activations fp8_128"),
+  says(kernels("--contexts 4096 --up-weights mxfp4"), "cuda/sm90, mxfp4 weights, few rows: absorb, value_up");
+  const std::string fp8 = "--contexts 4096 --product-weights fp8 ", rows = "--path latent --queries ";
+  says(kernels(fp8), "cuda/sm90, fp8 weights, few rows: query, kv_down, output");
+  says(kernels(fp8 + rows + "17"),
+       "cuda/sm90, fp8 weights, few rows, slower than weights in bf16: query, kv_down, output");
+  says(kernels(fp8 + rows + "65"),
+       "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16, slower than weights in bf16: query, kv_down, "
+       "output");
+  says(kernels(fp8 + "--activations fp8_128"), "cuda/sm90, fp8 weights, few rows: query, kv_down, output");
+  says(kernels(fp8 + "--activations fp8_128 " + rows + "33"),
        "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm: query, kv_down, output");
   for (const char* other : {"--weights f32 --compute bf16", "--compute-capability 80"}) {
     const std::string out = kernels(fp8 + "--activations fp8_128 " + other);

@@ -269,12 +269,15 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
 
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
-  if (takes_few_rows(gpu, a)) return "cuda/sm90, " + std::string(to_string(w.format)) + " weights, few rows";
+  // As measured: docs/log/2026-11-26-products.md.
+  constexpr int64_t kGaining = 16;
+  const std::string loses = ", slower than weights in bf16", format(to_string(w.format));
+  if (takes_few_rows(gpu, a)) return "cuda/sm90, " + format + " weights, few rows" + (a.rows > kGaining ? loses : "");
   if (takes_codes(gpu, a))
     return "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm";
   const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
   if (w.format == WeightFormat::plain) return "cuda/generic, " + product;
-  return "cuda/generic, " + std::string(to_string(w.format)) + " weights dequantised for " + product;
+  return "cuda/generic, " + format + " weights dequantised for " + product + (w.dtype == Dtype::bf16 ? loses : "");
 }
 
 void project(Stream& stream, const ops::ProjectArgs& a) {
