@@ -20,8 +20,9 @@ class StagedStep {
   StagedStep(const StagedStep&) = delete;
   StagedStep& operator=(const StagedStep&) = delete;
 
-  /// One copy, queued on the stream; memory is allocated only to grow. The plan must stay where it is and as it is
-  /// while calls with it are made.
+  /// One copy, queued on the stream; memory is allocated only to grow, and graphs that were captured with what was
+  /// staged before are then not to be launched. The plan and the batch's arrays must stay where they are and as they
+  /// are while calls with them are made. After an error nothing is staged.
   void stage(const Plan& plan, const Batch& batch);
 
   /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph). Plan
@@ -36,8 +37,8 @@ class StagedStep {
   /// rows past the step's tokens, and is unspecified.
   void restage(const Plan& plan, const Batch& batch);
 
-  /// Whether calls may be made on this stream with this plan: those of the last stage().
-  bool serves(const Stream& stream, const Plan& plan) const;
+  /// Whether calls may be made on this stream with this plan and this batch's arrays: those of the last stage().
+  bool serves(const Stream& stream, const Plan& plan, const Batch& batch) const;
   /// Where the device has the whole of a list of `count` elements, and a block table; null on the CPU. ShapeError when
   /// the staged step's are of another size.
   const std::byte* list(ListKey key, size_t count) const;

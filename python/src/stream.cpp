@@ -23,8 +23,11 @@ std::span<std::byte> PyStream::memory(size_t bytes) {
 const StagedStep* PyStream::stage(const std::shared_ptr<Step>& step) {
   if (device().kind == DeviceKind::cpu) return nullptr;
   if (!staging_) staging_ = std::make_unique<StagedStep>(stream);
-  if (staged_ != step) staging_->stage(step->plan, step->batch->view());
-  staged_ = step;
+  if (staged_ != step) {
+    staged_.reset();  // after an error nothing is staged
+    staging_->stage(step->plan, step->batch->view());
+    staged_ = step;
+  }
   return staging_.get();
 }
 

@@ -38,9 +38,9 @@ class Walk {
  public:
   Walk(Stream& stream, const LayerContext& context) : stream_(&stream), c_(context), bind_(context) {
     check(context, stream.device(), stream.workers());
-    if (c_.staged && !c_.staged->serves(stream, plan_))
+    if (c_.staged && !c_.staged->serves(stream, plan_, c_.batch))
       throw ShapeError(
-          "layer: staged is of another plan or stream: stage this plan on this stream (StagedStep::stage)");
+          "layer: staged is of another plan, batch or stream: stage this one on this stream (StagedStep::stage)");
   }
   Walk(Survey& survey, const LayerContext& context) : survey_(&survey), c_(context), bind_(context) {
     check(context, context.plan.device.device, context.plan.device.threads);

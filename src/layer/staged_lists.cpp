@@ -40,6 +40,9 @@ size_t StagedLists::table_bytes() const {
 }
 
 void StagedLists::lay_out(const Plan& plan, const Batch& batch) {
+  if (batch.block_table.extent<Page>() > 1 && batch.block_table.stride<Page>() != 1)
+    throw ShapeError("stage: block_table's Page stride is " + std::to_string(batch.block_table.stride<Page>()) +
+                     ", 1 is needed");
   arrays_ = arrays_of(plan, batch);
   maxima_ = plan.options.maxima;
   idle_ = maxima_ && batch.requests() == 0;
@@ -118,7 +121,8 @@ void StagedLists::write(const Fitted& step, const Batch& batch, std::byte* to) c
 size_t StagedLists::offset_of(ListKey key, size_t count) const {
   const auto at = std::find_if(arrays_.begin(), arrays_.end(), [&](const Array& a) { return a.key == key; });
   if (at != arrays_.end() && at->count == count) return at->offset;
-  throw ShapeError("layer: a list of the step has " + std::to_string(count) + " elements, the staged step's has " +
+  throw ShapeError("layer: " + (at == arrays_.end() ? "a list" : std::string(at->name)) + " has " +
+                   std::to_string(count) + " elements, the staged step's has " +
                    std::to_string(at == arrays_.end() ? 0 : at->count));
 }
 

@@ -9,8 +9,9 @@ namespace mla {
 
 struct StagedStep::State {
   Stream stream;
-  layer::StagedLists lists;      // laid out for the step that calls are made with
-  const Plan* staged = nullptr;  // that step's
+  layer::StagedLists lists;       // laid out for the step that calls are made with
+  const Plan* of_plan = nullptr;  // that step's; none while one is being staged
+  Batch of_batch;                 // whose arrays are looked at by address alone
   Buffer device;
   struct Pinned {
     std::byte* data = nullptr;
@@ -35,7 +36,6 @@ struct StagedStep::State {
 
   void lay_out(const Plan& plan, const Batch& batch) {
     lists.lay_out(plan, batch);
-    staged = &plan;
     const size_t bytes = lists.bytes();
     if (device.size() < bytes) {
       stream.synchronize();  // calls under way still read the old one
@@ -68,19 +68,24 @@ StagedStep::~StagedStep() = default;
 
 void StagedStep::stage(const Plan& plan, const Batch& batch) {
   if (!state_) return;
+  state_->of_plan = nullptr;
   state_->lay_out(plan, batch);
   state_->send(state_->lists.own(), batch);
+  state_->of_plan = &plan, state_->of_batch = batch;
 }
 
 void StagedStep::restage(const Plan& plan, const Batch& batch) {
   if (!state_) return;
+  if (!state_->of_plan) throw ShapeError("restage: no step is staged");
   state_->send(state_->lists.fit(plan, batch), batch);
 }
 
-bool StagedStep::serves(const Stream& stream, const Plan& plan) const {
+bool StagedStep::serves(const Stream& stream, const Plan& plan, const Batch& b) const {
   if (!state_) return stream.device().kind == DeviceKind::cpu;
+  const Batch& held = state_->of_batch;
   return stream.device().kind == DeviceKind::cuda && &stream.queue() == &state_->stream.queue() &&
-         state_->staged == &plan;
+         state_->of_plan == &plan && held.slot_mapping.data() == b.slot_mapping.data() &&
+         held.seq_lens.data() == b.seq_lens.data() && held.block_table.data() == b.block_table.data();
 }
 const std::byte* StagedStep::list(ListKey key, size_t count) const {
   return state_ && count > 0 ? state_->device.data() + state_->lists.offset_of(key, count) : nullptr;

@@ -210,9 +210,9 @@ TEST_F(OnGpu, AStepThatIsNotTheStagedOneIsRefused) {
   gpu.plan({2}, {0}, MLA_PATHS_LATENT, true, &other);
   Rows rows(gpu, plan, 2);
   rows.fill(hidden(2, 1));
-  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan or stream");
+  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan, batch or stream");
   ASSERT_OK(mla_staged_step_stage(gpu.staged, other));
-  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan or stream");
+  EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "staged is of another plan, batch or stream");
   rows.args.staged = nullptr;
   EXPECT_FAILS(MLA_ERROR_SHAPE, rows.forward(), "lies in host memory that cuda:0 does not read; stage the step first");
   rows.args.staged = gpu.staged;

@@ -69,10 +69,11 @@ class ProjectCase final : public Case {
     const int64_t all = std::ssize(written_), judged = std::min(all, affordable);
     auto row = [&](int64_t i) { return written_[judged < 2 ? 0 : i * (all - 1) / (judged - 1)]; };
 
-    // The contract's operands: rounded to the weights' dtype before the product. What quantised weights and fp8 codes of
-    // activations stand for may also be multiplied as it is: that is the exact answer then, and the rounding a plain
+    // The contract's operands: rounded to the weights' dtype before the product. What quantised weights and fp8 codes
+    // of activations stand for may also be multiplied as it is: that is the exact answer then, and the rounding a plain
     // computation's.
-    const bool fp8 = args_.activations == Activations::fp8_128, held = linear_->format != WeightFormat::plain;
+    const bool fp8 = args_.activations == Activations::fp8_128,
+               held = linear_->format != WeightFormat::plain && device_.kind == DeviceKind::cuda;
     auto operand = [&](float v) { return linear_->dtype == Dtype::bf16 ? to_float(to_bf16(v)) : v; };
     std::vector<float> x, w = weights_, got, plain, taken(static_cast<size_t>(in));
     for (float& v : w) v = operand(v);
@@ -98,7 +99,7 @@ class ProjectCase final : public Case {
     dense.y_rows = {};
     dense.rows = judged;
     Exact<Token, Head, Out> exact({judged, heads, out});
-    ops::reference(dense, held ? weights_ : w, exact.view());
+    ops::reference(dense, fp8 || held ? weights_ : w, exact.view());
     double unit = args_.y.dtype() == Dtype::bf16 ? 0x1p-9 : 0x1p-24;
     // Tensor cores cut sums off, to f32 and toward zero, every 16 products: errors of one sign add up.
     if (device_.kind == DeviceKind::cuda && linear_->dtype == Dtype::bf16)

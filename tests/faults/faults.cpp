@@ -7,8 +7,8 @@
 // PYTHON has NumPy and the package mla, on a GPU PyTorch, too; without it the step in Python is skipped. --gpu:
 // programs on the first GPU, and faults of the CUDA driver instead of the system's. Without --all, calls are taken
 // evenly spaced, as many as fit into N seconds.
-// --shard: of the calls that would be tried the I-th of every N, from 1, in a folder of its own below FOLDER. All N
-// together try all. --workers: programs at a time, by default as many as there are processors, at most 8.
+// --shard: of the calls that would be tried the I-th of every N, from 1, in a folder of its own below FOLDER. With
+// --all all N together try all. --workers: programs at a time, by default as many as there are processors, at most 8.
 //
 // Every call of `run`, on 16 processors:
 //   for i in $(seq 16); do faults ... FOLDER --all --only run --shard $i/16 --workers 1 & done; wait

@@ -19,7 +19,7 @@ extern "C" {
 /// (mla_layer_args.staged), does nothing on the CPU.
 typedef struct mla_staged_step mla_staged_step;
 MLA_API mla_status mla_staged_step_create(mla_stream* stream, mla_staged_step** staged);
-/// Calls that read what was staged must have ended.
+/// Calls that read what was staged must have ended; graphs of such calls are not launched any more.
 MLA_API mla_status mla_staged_step_destroy(mla_staged_step* staged);
 /// One copy, queued on the stream. The plan stays alive while it is staged, whoever destroys its handle.
 MLA_API mla_status mla_staged_step_stage(mla_staged_step* staged, const mla_plan* plan);
@@ -64,7 +64,7 @@ typedef struct mla_layer_args {
   // Of mla_forward with a plan whose options say tensor_parallel above 1; not looked at otherwise.
   mla_communicator* ranks;  ///< of as many ranks
   double rank_seconds;      ///< that a sum waits for the others, at most; 0: 60
-  /// On a GPU: this stream's, holding this plan (mla_staged_step_stage). Not looked at on the CPU.
+  /// On a GPU: this stream's, holding this plan (mla_staged_step_stage). On the CPU NULL, or this stream's.
   const mla_staged_step* staged;
 } mla_layer_args;
 

@@ -525,7 +525,7 @@ void attend(const ListAttention& a, const CallerStream& at) {
   ops::AttendSparseArgs args{.sources = sources,
                              .items = {{&item, 1}, m.item},
                              .scale = a.scale,
-                             .sinks = {a.sinks.data(), a.sinks ? static_cast<size_t>(heads) : 0},
+                             .sinks = {{a.sinks.data(), a.sinks ? static_cast<size_t>(heads) : 0}, a.sinks.data()},
                              .out = {a.out.dtype(), a.out.data(), {rows, heads, a.out.extent<Value>()}},
                              .lse = m.lse,
                              .max_logits = a.max_logits,

@@ -41,7 +41,7 @@ struct AttendSparseArgs {
   bool shared_keys =
       false;  ///< rows select much the same keys, as those of one request do: caches had better keep them
   float scale = 1.0f;
-  std::span<const float> sinks;            ///< [heads], or empty; those of split rows are applied by merge_sparse
+  List<float> sinks;                       ///< [heads], or empty; those of split rows are applied by merge_sparse
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; Value = the format's value width
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;            ///< without data: not wanted
@@ -57,7 +57,7 @@ struct MergeSparseArgs {
   View<const float, Partial, Head> partial_lse;
   View<const float, Partial, Head> partial_max;  ///< needed for max_logits
   List<SplitRows> items;
-  std::span<const float> sinks;            ///< [heads], or empty
+  List<float> sinks;                       ///< [heads], or empty
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16
   View<float, Token, Head> lse;
   View<float, Token, Head> max_logits;  ///< without data: not wanted

@@ -18,7 +18,7 @@ struct LaunchConfig {
   size_t shared_bytes = 0;
   int cluster = 1;  ///< CTAs of a cluster, along x
   /// May start while earlier kernels of the stream end: the kernel calls wait_for_previous_grids() before it touches
-  /// memory.
+  /// memory that a kernel writes.
   bool overlap = false;
 };
 

@@ -59,11 +59,13 @@ class Queue {
   /// the device does not read. Null for an empty one.
   template <class T>
   const T* reads(const ops::List<T>& list, std::string_view op, std::string_view name) const {
-    if (list.empty() || list.device()) return list.empty() ? nullptr : list.device();
+    if (list.empty()) return nullptr;
+    if (list.device()) return list.device();
     return static_cast<const T*>(readable(list.data(), op, name));
   }
   const int32_t* reads(const ops::BlockTable& table, std::string_view op) const {
-    if (table.size() == 0 || table.device()) return table.size() == 0 ? nullptr : table.device();
+    if (table.size() == 0) return nullptr;
+    if (table.device()) return table.device();
     return static_cast<const int32_t*>(readable(table.data(), op, "block_table"));
   }
   /// Lists that the device has were written anew.

@@ -65,7 +65,7 @@ void merge_sparse(Stream& stream, const ops::MergeSparseArgs& a) {
                                           .max_head = a.max_logits.stride<Head>(),
                                           .dtype = a.out.dtype()},
                                   .items = queue.reads(a.items, op, "items"),
-                                  .sinks = a.sinks.data(),
+                                  .sinks = queue.reads(a.sinks, op, "sinks"),
                                   .count = static_cast<int32_t>(a.items.size()),
                                   .heads = static_cast<int32_t>(heads),
                                   .width = static_cast<int32_t>(a.out.extent<Value>())};

@@ -474,7 +474,7 @@ void attend_lists(const Queue& queue, const ops::AttendSparseArgs& args) {
   a.scale = args.scale * (args.q.dtype() == Dtype::fp8_e4m3 ? args.q_scale : 1.0f);
   a.out = destination<Token>(args.out, args.lse, args.max_logits);
   a.partial = destination<Partial>(args.partial_out, args.partial_lse, args.partial_max);
-  a.sinks = args.sinks.data();
+  a.sinks = queue.reads(args.sinks, op, "sinks");
   a.items = static_cast<int32_t>(args.items.size());
   int64_t tokens = 0, keys = 0;
   bool explicit_partials = false;

@@ -56,10 +56,15 @@ int64_t few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   return a.weights->out * a.weights->in <= int64_t{1} << 24 ? 32 : 8;
 }
 
+// Of rows that are brought to another form first.
+size_t bytes_of_rows(const ops::ProjectArgs& a) {
+  return static_cast<size_t>(a.rows * a.weights->heads * a.weights->in) * sizeof(bf16);
+}
+
 // Not where sums must not depend on the number of rows.
 bool takes_few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   return gpu.hopper && !a.batch_invariant && sm90::serves_few_rows(*a.weights, a.y.dtype()) &&
-         a.rows <= few_rows(gpu, a);
+         a.rows <= few_rows(gpu, a) && bytes_of_rows(a) <= kScratch;
 }
 
 void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w) {
@@ -85,15 +90,9 @@ void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const gener
   f.x = x_rows ? a.x.data() : a.x.at(x_first, 0, 0);
   f.x_row = a.x.stride<Token>(), f.x_head = a.x.stride<Head>();
   f.x_rows = x_rows;
-  const auto in_scratch = [&](size_t bytes) {
-    if (bytes > a.scratch.per_worker)
-      throw ShapeError("project: scratch is " + std::to_string(a.scratch.per_worker) + " bytes, " +
-                       std::to_string(a.rows) + " rows need " + std::to_string(bytes));
-  };
   const AnyView<Token, Head, In> x(a.x.dtype(), f.x, {a.rows, f.heads, f.in}, a.x.strides());
   if (a.activations == Activations::fp8_128) {
     const size_t codes = static_cast<size_t>(x.size());
-    in_scratch(up(codes) + codes / 128 * sizeof(float));
     auto* const at = reinterpret_cast<uint8_t*>(a.scratch.data);
     auto* const scales = reinterpret_cast<float*>(a.scratch.data + up(codes));
     generic::quantise_activations(
@@ -104,7 +103,6 @@ void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const gener
   } else if (x.dtype() != Dtype::bf16 || reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 ||
              f.x_head % 8 != 0) {
     const AnyMutableView<Token, Head, In> taken(Dtype::bf16, a.scratch.data, x.extents());
-    in_scratch(static_cast<size_t>(taken.size()) * sizeof(bf16));
     generic::copy_rows(queue, {.x = x, .y = taken, .x_rows = x_rows, .y_rows = nullptr, .rows = a.rows}, "project");
     f.x = taken.data(), f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;
   }

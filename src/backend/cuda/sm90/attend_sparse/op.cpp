@@ -153,12 +153,13 @@ void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const Cal
   }
   if (caller) lists.item = a.items[0], lists.queries = static_cast<int32_t>(caller->lse.extent<Token>());
   const SparseItem* const items = caller ? nullptr : queue.reads(a.items, op, "items");
+  const float* const sinks = queue.reads(a.sinks, op, "sinks");
   const Span span = span_of(a);
 
   const auto attend = [&](AttendLatent args, const Run& run) {
     args.limits = run.limits;
     args.shared_keys = caller ? lists.queries > 1 : a.shared_keys;
-    args.sinks = a.sinks.data();
+    args.sinks = sinks;
     args.max_logits = a.max_logits.data();
     args.max_token_stride = a.max_logits.stride<Token>(), args.max_head_stride = a.max_logits.stride<Head>();
     args.partials = run.partials, args.partials_bytes = run.partial_bytes;

@@ -28,7 +28,7 @@ struct FewRows {
   int64_t rows = 0, heads = 1, out = 0, in = 0;
 };
 
-/// Of Linear, what every backend has. Multiples of 128 inputs; fp8 with one scale, or blocks of a multiple of 64
+/// Multiples of 128 inputs; fp8 with one scale, or blocks of a multiple of 64
 /// outputs and of 128 inputs.
 bool serves_few_rows(const Linear& w, Dtype y);
 void multiply_few_rows(const FewRows& a, int multiprocessors, cudaStream_t stream);
