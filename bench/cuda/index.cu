@@ -11,7 +11,6 @@
 #include <random>
 
 #include "backend/run.hpp"
-#include "core/gpu.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "cuda/staged.hpp"

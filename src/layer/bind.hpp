@@ -2,7 +2,6 @@
 #pragma once
 
 #include <array>
-#include <span>
 
 #include "backend/run.hpp"
 #include "mla/layer.hpp"

@@ -24,7 +24,7 @@ std::vector<StagedLists::Array> StagedLists::arrays_of(const Plan& plan, const B
   std::vector<Array> all;
   all.reserve(plan.lists.size());
   for (const ListKey key : plan.lists) {
-    Array a{planning::host_list(plan, batch, key), key, false, 0};
+    Array a{planning::host_list(plan, batch, key), key};
     const int32_t* row = a.rows ? static_cast<const int32_t*>(a.data) : nullptr;
     a.in_order = a.rows;
     for (size_t i = 0; a.in_order && i < a.count; ++i) a.in_order = row[i] == static_cast<int32_t>(i);
@@ -76,7 +76,7 @@ StagedLists::Fitted StagedLists::fit(const Plan& plan, const Batch& batch) const
   std::vector<Array>& fit = step.arrays;
   // Those that the step does not read are empty.
   for (const Array& a : arrays_)
-    fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding, .rows = a.rows}, a.key, a.in_order, 0});
+    fit.push_back({{.name = a.name, .element = a.element, .padding = a.padding, .rows = a.rows}, a.key, a.in_order});
   for (const Array& a : arrays_of(plan, batch)) {
     const auto same = [&](const Array& staged) { return staged.key == a.key; };
     const auto place = std::find_if(fit.begin(), fit.end(), same);

@@ -99,13 +99,13 @@ void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const gener
         queue.stream(),
         {.x = x, .x_rows = x_rows, .rows = a.rows, .padded = a.rows, .codes = at, .scales = scales, .overlap = true});
     f.x = at, f.x_scales = scales, f.x_scale_row = a.rows;
-    f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;
   } else if (x.dtype() != Dtype::bf16 || reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 ||
              f.x_head % 8 != 0) {
     const AnyMutableView<Token, Head, In> taken(Dtype::bf16, a.scratch.data, x.extents());
     generic::copy_rows(queue, {.x = x, .y = taken, .x_rows = x_rows, .y_rows = nullptr, .rows = a.rows}, "project");
-    f.x = taken.data(), f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;
+    f.x = taken.data();
   }
+  if (f.x != x.data()) f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;  // in scratch, in order
   sm90::multiply_few_rows(f, queue.multiprocessors(), queue.stream());
 }
 

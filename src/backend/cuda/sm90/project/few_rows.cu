@@ -3,9 +3,6 @@
 // integer operations, and meet the rows in products of a warp (mma) whose inputs stand in an order of their own: a
 // lane's 16 neighbouring codes. Rows may be codes, too, with a scale for each 128 inputs. The warps of a CTA and the
 // CTAs of a cluster share out outputs and inputs; sums of different inputs are added in the inputs' order.
-#include <cuda_bf16.h>
-
-#include <algorithm>
 #include <string>
 #include <type_traits>
 
