@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """What `mla bench` measured on a CPU, beside the machine's peaks.
 
-    scripts/cpu-table.py [FILE]            the rows of FILE, by default bench/results/cpu/zen5-2-threads.json
-    scripts/cpu-table.py [FILE] --write    puts them into docs/performance.md
-    scripts/cpu-table.py [FILE] --check    exit code 1 when the page shows others
+    scripts/cpu-table.py [FILE ...]          the rows of the files, a column each, by default of all of bench/results/cpu
+    scripts/cpu-table.py [FILE ...] --write  puts them into docs/performance.md
+    scripts/cpu-table.py [FILE ...] --check  exit code 1 when the page shows others
 """
 
 from __future__ import annotations
@@ -36,18 +36,30 @@ def bound(row: dict[str, Any], roof: dict[str, float]) -> str:
     return "memory" if memory > arithmetic else "arithmetic"
 
 
-def table(found: dict[str, Any]) -> str:
-    roof, machine = found["roof"], found["machine"]
-    out = [f"**{machine['cpu']}, {found['options']['threads']} threads, target {machine['target']}**\n\n",
-           "| row | median | bound by | of that roof |\n", "| --- | --: | --- | --: |\n"]
-    for row in found["rows"]:
-        if any(v in row["name"] for v in VARIANTS):
+def cell(row: dict[str, Any]) -> str:
+    share = row["of_roof"]  # none: operands that lay in caches moved faster than memory does
+    of_roof = ", above" if share is None else f", {100 * share:.0f}%" if share else ""
+    return time(row["median_s"]) + of_roof
+
+
+def table(machines: list[dict[str, Any]]) -> str:
+    """A row for each row of any machine's bench, in the order of the one that has most; a column for each machine."""
+    title = [f"{m['machine']['cpu']}, {m['options']['threads']} threads" for m in machines]
+    of = [{row["name"]: row for row in m["rows"]} for m in machines]
+    names = dict.fromkeys(name for rows in sorted(of, key=len, reverse=True) for name in rows)
+    out = [f"| row | bound by | {' | '.join(title)} |\n", f"| --- | --- |{' --: |' * len(machines)}\n"]
+    for name in names:
+        if any(v in name for v in VARIANTS):
             continue
-        share = row["of_roof"]  # none: operands that lay in caches moved faster than memory does
-        of_roof = "above it" if share is None else f"{100 * share:.0f}%" if share else "-"
-        out.append(f"| {row['name']} | {time(row['median_s'])} | {bound(row, roof)} | {of_roof} |\n")
-    out.append(f"\nRead {roof['read_gbps']:.1f} GB/s, f32 multiply-add {roof['fma_gflops']:.0f} GFLOP/s, "
-               f"bf16 {roof['bf16_gflops']:.0f} GFLOP/s, in one run with the rows. Commit {found['commit']}, {found['date'][:10]}.\n")
+        bounds = dict.fromkeys(bound(rows[name], m["roof"]) for rows, m in zip(of, machines) if name in rows)
+        cells = (cell(rows[name]) if name in rows else "" for rows in of)
+        out.append(f"| {name} | {' or '.join(bounds)} | {' | '.join(cells)} |\n")
+    out.append("\n| peaks, in one run with the rows | read | f32 multiply-add | bf16 | kernels | commit |\n")
+    out.append("| --- | --: | --: | --: | --- | --- |\n")
+    for name, m in zip(title, machines):
+        roof = m["roof"]
+        out.append(f"| {name} | {roof['read_gbps']:.1f} GB/s | {roof['fma_gflops']:.0f} GFLOP/s | "
+                   f"{roof['bf16_gflops']:.0f} GFLOP/s | {m['machine']['target']} | {m['commit']}, {m['date'][:10]} |\n")
     return "".join(out)
 
 
@@ -57,16 +69,18 @@ def main() -> int:
     page.add_options(parser)
     options = parser.parse_args()
 
-    made = []
+    machines = []
     for file in options.files or sorted((ROOT / "bench/results/cpu").glob("*.json")):
         try:
-            made.append(table(json.loads(file.read_text(encoding="utf-8"))))
+            machines.append(json.loads(file.read_text(encoding="utf-8")))
+            table(machines[-1:])
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise SystemExit(f"cpu-table: {file} is not a bench's JSON: {e!r}") from e
+    made = table(machines)
     if not options.write and not options.check:
-        print("\n".join(made), end="")
+        print(made, end="")
         return 0
-    return page.put("\n".join(made), BEGIN, END, options.write)
+    return page.put(made, BEGIN, END, options.write)
 
 
 if __name__ == "__main__":
