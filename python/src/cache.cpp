@@ -84,7 +84,7 @@ void bind_caches(nb::module_& m) {
           },
           nb::arg("format") = "bf16", nb::arg("latent") = 512, nb::arg("rope") = 64, nb::arg("page_size") = 64,
           nb::arg("k_scale") = 1.0f,
-          "format: f32, bf16, f16, fp8, fp8_ds_mla or fp8_ds_v4. k_scale: of fp8, stored = x / k_scale.")
+          "format: one of cache_formats(). k_scale: of fp8, stored = x / k_scale.")
       .def_prop_ro("format", [](const CacheSpec& s) { return std::string(to_string(s.format)); })
       .def_ro("latent", &CacheSpec::latent)
       .def_ro("rope", &CacheSpec::rope)

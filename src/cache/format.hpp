@@ -1,5 +1,5 @@
 // What a cache format must provide: its layout and a portable codec. Each format is one folder beside this file and one
-// line in formats.cpp; every op and backend reads any format through these functions.
+// line in formats.hpp; every op and backend reads any format through these functions.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,5 @@
-// The one list of cache formats.
+#include "cache/formats.hpp"
+
 #include <array>
 #include <string>
 
@@ -8,11 +9,15 @@
 namespace mla {
 namespace cache {
 
-extern const Format kF32, kBf16, kF16, kFp8, kFp8DsMla, kFp8DsV4;
+#define MLA_DECLARED(id, object, c) extern const Format object;
+MLA_CACHE_FORMATS(MLA_DECLARED)
+#undef MLA_DECLARED
 
 namespace {
-constexpr std::array<const Format*, 6> kFormats{&kF32, &kBf16, &kF16, &kFp8, &kFp8DsMla, &kFp8DsV4};
-}
+#define MLA_ADDRESS(id, object, c) &object,
+constexpr std::array kFormats{MLA_CACHE_FORMATS(MLA_ADDRESS)};
+#undef MLA_ADDRESS
+}  // namespace
 
 const Format& format(CacheFormat id) {
   for (const Format* f : kFormats)

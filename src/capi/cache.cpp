@@ -1,6 +1,7 @@
 #include <limits>
 #include <unordered_map>
 
+#include "cache/formats.hpp"
 #include "capi/objects.hpp"
 #include "capi/tensor.hpp"
 #include "mla/sharding.hpp"
@@ -8,11 +9,9 @@
 using namespace mla;
 using namespace mla::capi;
 
-static_assert(static_cast<int>(CacheFormat::bf16) == MLA_CACHE_BF16 &&
-              static_cast<int>(CacheFormat::f16) == MLA_CACHE_F16 &&
-              static_cast<int>(CacheFormat::fp8) == MLA_CACHE_FP8 &&
-              static_cast<int>(CacheFormat::fp8_ds_mla) == MLA_CACHE_FP8_DS_MLA &&
-              static_cast<int>(CacheFormat::fp8_ds_v4) == MLA_CACHE_FP8_DS_V4);
+#define MLA_SAME(id, object, c) static_assert(static_cast<int>(CacheFormat::id) == MLA_CACHE_##c);
+MLA_CACHE_FORMATS(MLA_SAME)
+#undef MLA_SAME
 static_assert(static_cast<int>(IndexCacheFormat::bf16) == MLA_INDEX_CACHE_BF16 &&
               static_cast<int>(IndexCacheFormat::fp8) == MLA_INDEX_CACHE_FP8);
 static_assert(static_cast<int>(IndexArithmetic::exact) == MLA_INDEX_PRODUCTS_EXACT &&
@@ -91,7 +90,7 @@ mla_status with_pages(const char* function, const mla_pages* allocator, F&& f) n
 CacheSpec mla::capi::read_cache_spec(const char* name, const mla_cache_spec* spec) {
   const mla_cache_spec s = read_struct(name, spec, mla_cache_spec_default());
   const CacheSpec out{
-      .format = read_enum((std::string(name) + " format").c_str(), s.format, CacheFormat::fp8_ds_v4),
+      .format = read_enum((std::string(name) + " format").c_str(), s.format, cache_formats().back()),
       .latent = s.latent,
       .rope = s.rope,
       .page_size = s.page_size,
@@ -115,7 +114,7 @@ IndexCacheSpec mla::capi::read_index_cache_spec(const char* name, const mla_inde
 mla_status mla_cache_spec_of(const mla_model* model, int32_t format, int64_t page_size, mla_cache_spec* spec) {
   return guarded("mla_cache_spec_of", [&] {
     const CacheSpec s =
-        cache_spec(get("model", model)->config, read_enum("format", format, CacheFormat::fp8_ds_v4), page_size);
+        cache_spec(get("model", model)->config, read_enum("format", format, cache_formats().back()), page_size);
     s.validate();
     write_struct("spec", spec, write_spec(s));
   });

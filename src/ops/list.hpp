@@ -3,6 +3,7 @@
 // device's are written later, as a captured step's are, the host's are their bounds.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -20,6 +21,10 @@ class List : public std::span<const T> {
   constexpr List(Host host = {}, const T* device = nullptr) : Host(host), device_(device) {}
 
   constexpr const T* device() const { return device_; }
+
+  constexpr List subspan(size_t from, size_t count) const {
+    return {Host::subspan(from, count), device_ ? device_ + from : nullptr};
+  }
 
  private:
   const T* device_ = nullptr;

@@ -1,9 +1,10 @@
-// Every op, every case of its sweep, against float64, at one thread and at three.
+// Every op, every case of its sweep, against float64, at one thread and at three; sanitized, at one of the two.
 #include <gtest/gtest.h>
 
 #include "backend/cpu/core/target.hpp"
 #include "cases/case.hpp"
 #include "mla/error.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla::cases {
 namespace {
@@ -11,20 +12,23 @@ namespace {
 class EveryOp : public testing::TestWithParam<CaseType> {};
 
 TEST_P(EveryOp, AgreesWithFloat64) {
-  ThreadPool one(1), three(3);
+  ThreadPool pools[] = {ThreadPool(1), ThreadPool(3)};
+  size_t turn = 0;
   for (const Params& p : GetParam().sweep(20240501)) {
-    for (ThreadPool* pool : {&one, &three}) {
-      Stream stream(*pool);
+    ++turn;
+    for (ThreadPool& pool : pools) {
+      if (test::kSanitized && &pool != &pools[turn % 2]) continue;
+      Stream stream(pool);
       auto c = GetParam().make(p);
       c->run(stream);
       const Verdict v = c->verify();
-      EXPECT_TRUE(v.ok) << describe(p, GetParam().op) << " threads=" << pool->threads() << ": error " << v.error
+      EXPECT_TRUE(v.ok) << describe(p, GetParam().op) << " threads=" << pool.threads() << ": error " << v.error
                         << " above bound " << v.bound << "; " << v.detail;
     }
   }
 }
 
-// Each fifth case of some ops' sweeps on every instruction set.
+// Each fifth case of some ops' sweeps on every instruction set; sanitized, each tenth.
 void on_every_target(std::initializer_list<const CaseType*> types) {
   struct Unrestricted {
     ~Unrestricted() { cpu::restrict_target(""); }
@@ -39,7 +43,7 @@ void on_every_target(std::initializer_list<const CaseType*> types) {
     }
     for (const CaseType* type : types) {
       const std::vector<Params> sweep = type->sweep(7);
-      for (size_t i = 0; i < sweep.size(); i += 5) {
+      for (size_t i = 0; i < sweep.size(); i += test::kSanitized ? 10 : 5) {
         auto c = type->make(sweep[i]);
         c->run(stream);
         const Verdict v = c->verify();

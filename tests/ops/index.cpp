@@ -16,6 +16,7 @@
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "mla/plan.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla {
 namespace {
@@ -55,7 +56,7 @@ TEST_P(IndexOnTarget, PassesItsCases) {
   for (const cases::CaseType* type : {&cases::index_append, &cases::index_gather, &cases::index_query,
                                       &cases::index_score, &cases::select_topk, &cases::hadamard}) {
     const std::vector<cases::Params> sweep = type->sweep(31);
-    for (size_t i = 0; i < sweep.size(); i += 2) {
+    for (size_t i = 0; i < sweep.size(); i += test::kSanitized ? 5 : 2) {
       const auto c = type->make(sweep[i]);
       c->run(stream);
       const cases::Verdict v = c->verify();

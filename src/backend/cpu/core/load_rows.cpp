@@ -80,6 +80,7 @@ void prefetch_row(const CacheSpec& spec, const std::byte* page, int64_t offset) 
     case CacheFormat::fp8_ds_v4:
       lines(page + cache::fp8_ds_v4::row_at(offset), cache::fp8_ds_v4::row_at(1));
       return lines(page + cache::fp8_ds_v4::scales_at(spec, offset), 1);
+    default: return;  // what does not say where its rows lie is not fetched ahead
   }
 }
 

@@ -335,6 +335,9 @@ CacheSource source(std::string_view op, const CacheView& c) {
     case CacheFormat::fp8: s.row_bytes = entry; break;
     case CacheFormat::fp8_ds_mla: s.row_bytes = static_cast<int>(cache::fp8_ds_mla::kToken); break;
     case CacheFormat::fp8_ds_v4: s.row_bytes = static_cast<int>(cache::fp8_ds_v4::kRow); break;
+    default:
+      throw UnsupportedError(std::string(op) + ": cuda reads no cache format " + std::string(to_string(c.spec.format)) +
+                             " yet");
   }
   const auto at = [&](uintptr_t n) {
     return reinterpret_cast<uintptr_t>(c.data) % n == 0 && c.page_stride % n == 0 &&
