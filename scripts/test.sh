@@ -6,7 +6,9 @@ source scripts/setup.sh
 presets=("$@")
 ((${#presets[@]})) || presets=(release)
 for preset in "${presets[@]}"; do
-  cmake --preset "$preset" "${launcher[@]}" >/dev/null
+  together=()  # in a folder of its own: one that is built already would be built again
+  [[ -e build/$preset/CMakeCache.txt ]] || together=(-DMLA_TOGETHER=ON)
+  cmake --preset "$preset" "${launcher[@]}" "${together[@]}" >/dev/null
   cmake --build --preset "$preset"
 done
 # The Python package is tested over the last of these builds that has no sanitizer, beside the tests of the first build:
