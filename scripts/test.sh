@@ -6,7 +6,7 @@ source scripts/setup.sh
 presets=("$@")
 ((${#presets[@]})) || presets=(release)
 for preset in "${presets[@]}"; do
-  together=()  # in a folder of its own: one that is built already would be built again
+  together=()  # where nothing is built yet: else all would be built again
   [[ -e build/$preset/CMakeCache.txt ]] || together=(-DMLA_TOGETHER=ON)
   cmake --preset "$preset" "${launcher[@]}" "${together[@]}" >/dev/null
   cmake --build --preset "$preset"

@@ -1,5 +1,6 @@
 #include "cache/formats.hpp"
 
+#include <algorithm>
 #include <array>
 #include <string>
 
@@ -17,6 +18,11 @@ namespace {
 #define MLA_ADDRESS(id, object, c) &object,
 constexpr std::array kFormats{MLA_CACHE_FORMATS(MLA_ADDRESS)};
 #undef MLA_ADDRESS
+#define MLA_ID(id, object, c) CacheFormat::id,
+constexpr std::array kIds{MLA_CACHE_FORMATS(MLA_ID)};
+#undef MLA_ID
+static_assert(static_cast<size_t>(kIds.back()) == kIds.size() - 1 && std::ranges::is_sorted(kIds),
+              "formats are listed in the order of their numbers");
 }  // namespace
 
 const Format& format(CacheFormat id) {
@@ -27,14 +33,7 @@ const Format& format(CacheFormat id) {
 
 }  // namespace cache
 
-std::span<const CacheFormat> cache_formats() {
-  static const auto ids = [] {
-    std::array<CacheFormat, cache::kFormats.size()> a{};
-    for (size_t i = 0; i < a.size(); ++i) a[i] = cache::kFormats[i]->id;
-    return a;
-  }();
-  return ids;
-}
+std::span<const CacheFormat> cache_formats() { return cache::kIds; }
 
 std::string_view to_string(CacheFormat f) { return cache::format(f).name; }
 
