@@ -10,6 +10,10 @@ function(mla_target_defaults target)
   if(MLA_SANITIZE)
     target_compile_options(${target} PRIVATE -fsanitize=${MLA_SANITIZE} -fno-sanitize-recover=all -fno-omit-frame-pointer -g1)
     target_link_options(${target} PRIVATE -fsanitize=${MLA_SANITIZE})
+    # A quarter of the time to compile, for what AddressSanitizer sees, too; the fuzz targets, by clang, have them.
+    if(MLA_SANITIZE MATCHES undefined AND CMAKE_CXX_COMPILER_ID STREQUAL GNU)
+      target_compile_options(${target} PRIVATE -fno-sanitize=null,object-size,vptr)
+    endif()
   endif()
 endfunction()
 
