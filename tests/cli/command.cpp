@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "support/safetensors_writer.hpp"
+#include "support/sanitized.hpp"
 
 namespace {
 
@@ -1119,11 +1120,8 @@ TEST_F(Command, ARunThatRefusedEverythingFailed) {
   std::string text = "Timestamp,Request tokens,Response tokens\n";
   for (int i = 0; i < 30'000; ++i) text += std::to_string(i) + ",100000000,100000000\n";
   write("long.csv", text);
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-  const std::string limit;  // shadow memory takes more addresses than any limit leaves
-#else
-  const std::string limit = "ulimit -v 4000000; ";
-#endif
+  // A sanitizer's shadow memory takes more addresses than any limit leaves.
+  const std::string limit = mla::test::kSanitized ? "" : "ulimit -v 4000000; ";
   o = shell(limit + "mla run --model " + sparse_config() + " --cache-gib 0.01 --threads 2 --trace long.csv");
   EXPECT_EQ(o.status, 1) << o.err;
   EXPECT_NE(o.out.find("30000 requests, 0 finished, 30000 refused"), std::string::npos) << o.out;
