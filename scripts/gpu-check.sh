@@ -232,11 +232,15 @@ if wanted run; then
     replay sparse_ds_mla --model deepseek-v3.2 --layers 2 --requests 3 --input-len 2500 --output-len 20 --rate 0 \
       --cache fp8_ds_mla --token-budget 4096
     if ((gpus >= 2)); then
+      groups=("$gpus")  # ranks that share a cache: all, and half of them where there are four
+      ((gpus % 4 != 0)) || groups+=($((gpus / 2)))
       for link in peer nccl; do
-        replay "ranks_$link" --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0 \
-          --tp 2 --dcp 2 --comm "$link"
-        replay "ranks_sparse_$link" --model deepseek-v3.2 --layers 1 --requests 2 --input-len 3000 --output-len 6 --rate 0 \
-          --token-budget 8192 --tp 2 --dcp 2 --comm "$link"
+        for group in "${groups[@]}"; do
+          replay "ranks_$link.$gpus.$group" --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0 \
+            --tp "$gpus" --dcp "$group" --comm "$link"
+          replay "ranks_sparse_$link.$gpus.$group" --model deepseek-v3.2 --layers 1 --requests 2 --input-len 3000 --output-len 6 \
+            --rate 0 --token-budget 8192 --tp "$gpus" --dcp "$group" --comm "$link"
+        done
       done
     else
       echo "ranks: left out, on one GPU (--gpus 2)"
