@@ -19,11 +19,10 @@ namespace mla::cuda {
 namespace {
 
 constexpr Device kGpu{DeviceKind::cuda, 0};
-constexpr int64_t kMostRows = 128;
-
 struct Map {
   const char* name;
   int64_t heads, out, in;
+  int64_t most_rows() const { return heads == 1 ? 4096 : 512; }
 };
 constexpr Map kMaps[] = {{"query_down", 1, 1536, 7168}, {"query", 1, 24576, 1536},   {"kv_down", 1, 576, 7168},
                          {"absorb", 128, 512, 128},     {"value_up", 128, 128, 512}, {"output", 1, 7168, 16384}};
@@ -95,10 +94,10 @@ class Rows {
   Rows(Stream& stream, const Map& m) : stream_(stream), map_(m) {
     std::mt19937 random(3);
     std::normal_distribution<float> normal;
-    x_.resize(static_cast<size_t>(kMostRows * m.heads * m.in));
+    x_.resize(static_cast<size_t>(m.most_rows() * m.heads * m.in));
     for (bf16& x : x_) x = to_bf16(normal(random));
     on_device_ = Buffer::copy_of(x_.data(), x_.size() * sizeof(bf16), kGpu);
-    y_ = Buffer(static_cast<size_t>(kMostRows * m.heads * m.out) * sizeof(bf16), kGpu);
+    y_ = Buffer(static_cast<size_t>(m.most_rows() * m.heads * m.out) * sizeof(bf16), kGpu);
     scratch_ = Buffer(backend::backend(kGpu).scratch_per_worker({.heads = m.heads, .hidden = m.in}), kGpu);
   }
   void call(const Linear& w, int64_t rows, Activations activations) const {
@@ -150,7 +149,8 @@ void measure_all(bench::Report& report) {
       const bool up = m.heads > 1;
       if (k.activations != Activations::plain && up) continue;
       std::unique_ptr<Matrices> matrices;
-      for (int64_t n : {1, 4, 8, 16, 32, 64, 128}) {
+      for (int64_t n : {1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 4096}) {
+        if (n > m.most_rows()) continue;
         const std::string shape = std::string(m.name) + ", " + k.name + ", rows " + std::to_string(n);
         if (!report.wants(shape)) continue;
         if (!matrices) matrices = std::make_unique<Matrices>(matrices_of(m, k));

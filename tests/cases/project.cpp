@@ -187,6 +187,11 @@ std::vector<Params> sweep(uint64_t seed) {
       for (int64_t rows : {1, 7, 8, 9, 16, 17, 33, 64}) add(rows, 1, 256, 72), add(rows, 3, 128, 33);
       for (int64_t in : {128, 384, 1152, 4096}) add(6, 1, in, 130);
       for (int64_t out : {1, 31, 32, 63, 64, 65, 576}) add(6, 2, 640, out);
+      // In tiles of 32, 64 and 128 rows and 128 outputs; at first small enough for a sanitizer.
+      add(17, 1, 128, 33), add(33, 1, 256, 16), add(65, 1, 128, 17);
+      for (int64_t rows : {17, 65, 127, 128, 129, 256, 257}) add(rows, 1, 256, 130), add(rows, 2, 128, 40);
+      for (int64_t in : {128, 384, 1152, 4096}) add(40, 1, in, 130), add(70, 1, in, 64);
+      for (int64_t out : {1, 64, 127, 129, 576}) add(70, 2, 640, out);
       Random random(seed);
       for (int i = 0; i < 6; ++i) draw(random, 5, 700, add);
     }

@@ -15,7 +15,7 @@
 #include "backend/cuda/generic/project/dequantise.hpp"
 #include "backend/cuda/generic/project/sum_slices.hpp"
 #include "backend/cuda/gpu_model.hpp"
-#include "backend/cuda/sm90/project/few_rows.hpp"
+#include "backend/cuda/sm90/project/quantised.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -48,41 +48,50 @@ bool takes_codes(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
          w.block_rows == 128 && w.block_cols == 128 && w.in % 16 == 0 && w.out % 16 == 0;
 }
 
-// Rows up to which a kernel dequantises weights while it multiplies. Beyond 64 dequantising them once is cheaper than
-// reading them again for every 32 rows. Where cuBLASLt multiplies codes of both sides, it is faster from 9 rows on, of
-// small matrices from 33 on.
-int64_t few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
-  if (!takes_codes(gpu, a)) return 64;
-  return a.weights->out * a.weights->in <= int64_t{1} << 24 ? 32 : 8;
-}
-
 // Of rows that are brought to another form first.
 size_t bytes_of_rows(const ops::ProjectArgs& a) {
   return static_cast<size_t>(a.rows * a.weights->heads * a.weights->in) * sizeof(bf16);
 }
 
-// Not where sums must not depend on the number of rows.
-bool takes_few_rows(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
-  return gpu.hopper && !a.batch_invariant && sm90::serves_few_rows(*a.weights, a.y.dtype()) &&
-         a.rows <= few_rows(gpu, a) && bytes_of_rows(a) <= kScratch;
+// Large matrices are read at memory's speed, small ones bound by latency.
+bool is_large(const Linear& w) { return w.heads * w.out * w.in > int64_t{1} << 24; }
+
+// Which of Hopper's kernels widens weights while it multiplies, as measured: docs/log/2026-11-26-products.md.
+enum class Widens { nowhere, few_rows, many_rows };
+Widens widens(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
+  const Linear& w = *a.weights;
+  // Not where sums must not depend on the number of rows.
+  if (!gpu.hopper || a.batch_invariant || !sm90::serves_quantised(w, a.y.dtype()) || bytes_of_rows(a) > kScratch)
+    return Widens::nowhere;
+  // cuBLASLt multiplies codes faster from 9 rows on, those of small matrices from 33 on.
+  if (takes_codes(gpu, a)) return a.rows <= (is_large(w) ? 8 : 32) ? Widens::few_rows : Widens::nowhere;
+  if (a.activations == Activations::fp8_128) return a.rows <= 64 ? Widens::few_rows : Widens::nowhere;
+  if (a.rows <= (is_large(w) ? 8 : 16)) return Widens::few_rows;
+  // Beyond, weights are dequantised once, which costs what a product of some more rows does.
+  return a.rows <= (w.in < 512 ? 128 : 256) && w.heads * w.out < int64_t{1} << 31 ? Widens::many_rows : Widens::nowhere;
+}
+// Slower than the same weights in bf16?
+bool loses(const ops::ProjectArgs& a, Widens by) {
+  if (by == Widens::few_rows) return a.rows > 16;
+  return by == Widens::nowhere || a.rows > 64 || !is_large(*a.weights);
 }
 
-void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w) {
-  sm90::FewRows f{.codes = w.codes.as<const uint8_t>(),
-                  .e4m3 = w.format == WeightFormat::fp8,
-                  .scales = w.scales.as<const float>(),
-                  .scale_rows = w.scale_rows,
-                  .scale_cols = w.scale_cols,
-                  .row_blocks = w.row_blocks,
-                  .scale_stride = w.scale_stride,
-                  .y = a.y.data(),
-                  .y_dtype = a.y.dtype(),
-                  .y_row = a.y.stride<Token>(),
-                  .y_head = a.y.stride<Head>(),
-                  .rows = a.rows,
-                  .heads = w.heads,
-                  .out = w.out,
-                  .in = w.in};
+void project_widened(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w, Widens by) {
+  sm90::QuantisedProduct f{.codes = w.codes.as<const uint8_t>(),
+                           .e4m3 = w.format == WeightFormat::fp8,
+                           .scales = w.scales.as<const float>(),
+                           .scale_rows = w.scale_rows,
+                           .scale_cols = w.scale_cols,
+                           .row_blocks = w.row_blocks,
+                           .scale_stride = w.scale_stride,
+                           .y = a.y.data(),
+                           .y_dtype = a.y.dtype(),
+                           .y_row = a.y.stride<Token>(),
+                           .y_head = a.y.stride<Head>(),
+                           .rows = a.rows,
+                           .heads = w.heads,
+                           .out = w.out,
+                           .in = w.in};
   const int64_t x_first = run_of(a.x_rows), y_first = run_of(a.y_rows);
   const int32_t* const x_rows = x_first < 0 ? queue.reads(a.x_rows, "project", "x_rows") : nullptr;
   if (y_first < 0) f.y_rows = queue.reads(a.y_rows, "project", "y_rows");
@@ -99,14 +108,24 @@ void project_few_rows(const Queue& queue, const ops::ProjectArgs& a, const gener
         queue.stream(),
         {.x = x, .x_rows = x_rows, .rows = a.rows, .padded = a.rows, .codes = at, .scales = scales, .overlap = true});
     f.x = at, f.x_scales = scales, f.x_scale_row = a.rows;
-  } else if (x.dtype() != Dtype::bf16 || reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 ||
-             f.x_head % 8 != 0) {
+  } else if (x.dtype() != Dtype::bf16 || (x_rows && by == Widens::many_rows) ||
+             reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 || f.x_head % 8 != 0) {
     const AnyMutableView<Token, Head, In> taken(Dtype::bf16, a.scratch.data, x.extents());
     generic::copy_rows(queue, {.x = x, .y = taken, .x_rows = x_rows, .y_rows = nullptr, .rows = a.rows}, "project");
     f.x = taken.data();
   }
   if (f.x != x.data()) f.x_row = f.heads * f.in, f.x_head = f.in, f.x_rows = nullptr;  // in scratch, in order
-  sm90::multiply_few_rows(f, queue.multiprocessors(), queue.stream());
+  const auto multiply = by == Widens::few_rows ? sm90::multiply_few_rows : sm90::multiply_many_rows;
+  multiply(f, queue.multiprocessors(), queue.stream());
+}
+
+// Pieces of about one size, whole tiles of the product: cuBLASLt took 10 times as long for 21845 outputs of a matrix,
+// whose rows then lie at odd addresses, as for 24576.
+int64_t outputs_at_once(int64_t out, int64_t most) {
+  constexpr int64_t kTile = 128;
+  if (most >= out || most < kTile) return std::min(out, most);
+  const int64_t pieces = (out + most - 1) / most, even = (out + pieces - 1) / pieces;
+  return std::min((even + kTile - 1) / kTile * kTile, most / kTile * kTile);
 }
 
 // How many parts a batch-invariant sum is cut into, by the matrix alone: one algorithm for any number of rows sums in
@@ -267,15 +286,16 @@ std::shared_ptr<const Linear> pack_quantised(const QuantisedWeights& w, Dtype dt
 
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
-  // As measured: docs/log/2026-11-26-products.md.
-  constexpr int64_t kGaining = 16;
-  const std::string loses = ", slower than weights in bf16", format(to_string(w.format));
-  if (takes_few_rows(gpu, a)) return "cuda/sm90, " + format + " weights, few rows" + (a.rows > kGaining ? loses : "");
+  const Widens by = widens(gpu, a);
+  const std::string format(to_string(w.format)),
+      slower = w.dtype == Dtype::bf16 && loses(a, by) ? ", slower than weights in bf16" : "";
+  if (by != Widens::nowhere)
+    return "cuda/sm90, " + format + " weights, " + (by == Widens::few_rows ? "few rows" : "many rows") + slower;
   if (takes_codes(gpu, a))
     return "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm";
   const std::string product = "cuBLASLt in " + std::string(to_string(w.dtype));
   if (w.format == WeightFormat::plain) return "cuda/generic, " + product;
-  return "cuda/generic, " + format + " weights dequantised for " + product + (w.dtype == Dtype::bf16 ? loses : "");
+  return "cuda/generic, " + format + " weights dequantised for " + product + slower;
 }
 
 void project(Stream& stream, const ops::ProjectArgs& a) {
@@ -287,7 +307,8 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
     throw UnsupportedError("project: cuda writes no quantised output itself; the plan must quantise finished heads");
 
   const backend::GpuModel gpu = model_of(queue);
-  if (takes_few_rows(gpu, a) && quantised->finite) return project_few_rows(queue, a, *quantised);
+  if (const Widens by = widens(gpu, a); by != Widens::nowhere && quantised->finite)
+    return project_widened(queue, a, *quantised, by);
   if (takes_codes(gpu, a) && project_codes(queue, a, *quantised)) return;
   // What codes stand for comes out the same but for rounding, wherever they are not multiplied as they are.
   const bool fp8 = a.activations == Activations::fp8_128;
@@ -307,7 +328,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const size_t room = slices > 1 ? a.scratch.per_worker / 2 : a.scratch.per_worker;
   float* const parts = reinterpret_cast<float*>(a.scratch.data + up(room));
   const size_t for_weights = w_out > 0 ? (x_row + y_row > 0 ? room / 2 : room) : 0;
-  const int64_t outs = w_out > 0 ? std::min<int64_t>(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
+  const int64_t outs = w_out > 0 ? outputs_at_once(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
   const int64_t rows = x_row + y_row > 0 ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) /
                                                                          static_cast<int64_t>(x_row + y_row))
                                          : a.rows;

@@ -1,8 +1,7 @@
 // Arithmetic that both kernels of attend_latent share.
 #pragma once
 
-#include <utility>
-
+#include "backend/cuda/core/static_for.cuh"
 #include "backend/cuda/core/wgmma.cuh"
 #include "backend/cuda/sm90/attend_latent/schedule.cuh"
 
@@ -11,13 +10,6 @@ namespace mla::cuda::latent {
 // Named barriers: all math threads; then the wide kernel's, of each half of them, of the warpgroup that makes
 // scores, and of all three.
 constexpr int math_threads = 256, math_barrier = 1, half_barrier = 2, scores_barrier = 4, merge_barrier = 5;
-
-/// each(i) for i below n, a constant.
-template <int n, class Each>
-__device__ __forceinline__ void static_for(Each each) {
-  [&]<int... i>(std::integer_sequence<int, i...>) { (each(std::integral_constant<int, i>()), ...); }
-  (std::make_integer_sequence<int, n>());
-}
 
 template <class T>
 struct Pack;

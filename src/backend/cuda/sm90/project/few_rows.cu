@@ -6,12 +6,12 @@
 #include <string>
 #include <type_traits>
 
-#include "backend/cuda/core/cluster.cuh"
-#include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mma.cuh"
 #include "backend/cuda/core/overlap.cuh"
-#include "backend/cuda/sm90/project/few_rows.hpp"
+#include "backend/cuda/sm90/project/quantised.hpp"
+#include "backend/cuda/sm90/project/sums.cuh"
+#include "backend/cuda/sm90/project/widen.cuh"
 
 namespace mla::cuda::sm90 {
 namespace {
@@ -19,28 +19,6 @@ namespace {
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kStep = 128;  // inputs of a warp at a time: two chunks of 64
 constexpr int kTiles = 2;   // of 16 outputs, a warp's
-
-__device__ __forceinline__ uint32_t multiply_pair(uint32_t x, uint32_t factor) {
-  uint32_t y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(x), "r"(factor), "r"(0x80008000u));  // plus -0
-  return y;
-}
-
-// Four e4m3 codes as bf16, two a word. Their bits are those of bf16 numbers 2^120 times smaller, subnormal ones too.
-__device__ __forceinline__ void widen_e4m3(uint32_t codes, uint32_t& low, uint32_t& high) {
-  constexpr uint32_t kUp = 0x7b807b80u;  // 2^120
-  const auto pair = [](uint32_t x) { return multiply_pair((x & 0x80008000u) | (x >> 4 & 0x07f007f0u), kUp); };
-  low = pair(__byte_perm(codes, 0, 0x1404)), high = pair(__byte_perm(codes, 0, 0x3424));
-}
-// Four e2m1 codes of 16 bits, times a scale that bf16 holds: they lack 2^126.
-__device__ __forceinline__ void widen_e2m1(uint32_t codes, uint32_t scale, uint32_t& low, uint32_t& high) {
-  constexpr uint32_t kUp = 0x7e807e80u;  // 2^126
-  const auto pair = [scale](uint32_t x) {
-    return multiply_pair(multiply_pair((x & 0x00080008u) << 12 | (x & 0x00070007u) << 6, kUp), scale);
-  };
-  const auto apart = [](uint32_t two) { return (two & 0xf) | (two & 0xf0) << 12; };
-  low = pair(apart(codes)), high = pair(apart(codes >> 8));
-}
 
 // Codes of a lane: its two rows of each tile, both chunks of 64 inputs.
 template <bool e4m3>
@@ -52,7 +30,7 @@ struct Codes {
 // kAcross warps stand side by side on a CTA's outputs. Rows are bf16, or e4m3 codes.
 template <bool e4m3, int n_tiles, int kAcross, bool row_codes>
 __global__ void __launch_bounds__(kThreads, n_tiles == 1 || (n_tiles == 2 && e4m3) ? 2 : 1)
-    few_rows_kernel(FewRows a, int cluster) {
+    few_rows_kernel(QuantisedProduct a, int cluster) {
   using X = std::conditional_t<row_codes, uint8_t, bf16>;
   constexpr int kAlong = kWarps / kAcross, kOuts = 32 * kAcross, kRows = 8 * n_tiles, kPitch = kOuts + 2;
   __shared__ float sums[kAlong][kRows][kPitch];
@@ -189,28 +167,13 @@ __global__ void __launch_bounds__(kThreads, n_tiles == 1 || (n_tiles == 2 && e4m
   }
   if (cluster > 1) cluster_sync();
   else __syncthreads();
-  for (int e = rank * kThreads + static_cast<int>(threadIdx.x); e < kElements; e += cluster * kThreads) {
-    const int n = e / kOuts;
-    const int64_t r = first_row + n, o = first_out + e % kOuts;
-    float sum = sums[0][n][e % kOuts];
-    if (cluster > 1) {
-      const uint32_t at = shared_address(&sums[0][n][e % kOuts]);
-      sum = 0;
-      for (int c = 0; c < cluster; ++c) sum += __uint_as_float(load_remote(map_to_cta(at, static_cast<uint32_t>(c))));
-    }
-    if (r >= a.rows || o >= a.out) continue;
-    const int64_t to = a.y_rows ? a.y_rows[r] : r;
-    if (to < 0) continue;
-    const int64_t offset = to * a.y_row + head * a.y_head + o;
-    if (a.y_dtype == Dtype::bf16) static_cast<bf16*>(a.y)[offset] = narrow<bf16>(sum);
-    else static_cast<float*>(a.y)[offset] = sum;
-  }
+  store_sums<kRows, kOuts, kPitch, kThreads>(a, &sums[0][0][0], rank, cluster, head, first_row, first_out);
   if (cluster > 1) cluster_sync();  // nobody leaves while others read its sums
 }
 
 // Few CTAs: inputs are shared out further, to a cluster's.
 template <bool e4m3, int n_tiles, int across, bool row_codes>
-void run(const FewRows& a, int multiprocessors, cudaStream_t stream) {
+void run(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
   constexpr int outs = 32 * across, along = kWarps / across, rows = 8 * n_tiles;
   const int64_t tiles = (a.out + outs - 1) / outs, steps = a.in / kStep;
   int cluster = 1;
@@ -229,7 +192,7 @@ void run(const FewRows& a, int multiprocessors, cudaStream_t stream) {
 }
 
 template <bool e4m3, int n_tiles, bool row_codes>
-void spread(const FewRows& a, int multiprocessors, cudaStream_t stream) {
+void spread(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
   // Warps side by side where inputs are few, or rows many and outputs enough for all multiprocessors.
   const bool wide =
       a.in / kStep < 4 || (n_tiles > 2 && a.in / kStep >= 64 && (a.out + 255) / 256 * a.heads * 8 >= multiprocessors);
@@ -241,7 +204,7 @@ void spread(const FewRows& a, int multiprocessors, cudaStream_t stream) {
 }
 
 template <bool e4m3, bool row_codes>
-void multiply(const FewRows& a, int multiprocessors, cudaStream_t stream) {
+void multiply(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
   if (a.rows <= 8) return spread<e4m3, 1, row_codes>(a, multiprocessors, stream);
   if (a.rows <= 16) return spread<e4m3, 2, row_codes>(a, multiprocessors, stream);
   spread<e4m3, 4, row_codes>(a, multiprocessors, stream);
@@ -249,14 +212,14 @@ void multiply(const FewRows& a, int multiprocessors, cudaStream_t stream) {
 
 }  // namespace
 
-bool serves_few_rows(const Linear& w, Dtype y) {
+bool serves_quantised(const Linear& w, Dtype y) {
   const bool scales =
       w.format == WeightFormat::mxfp4 || w.block_rows == 0 || (w.block_rows % 32 == 0 && w.block_cols % kStep == 0);
   return w.format != WeightFormat::plain && w.dtype == Dtype::bf16 && scales && w.in % kStep == 0 && w.heads <= 65535 &&
          (y == Dtype::f32 || y == Dtype::bf16);
 }
 
-void multiply_few_rows(const FewRows& a, int multiprocessors, cudaStream_t stream) {
+void multiply_few_rows(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
   if (a.x_scales) multiply<true, true>(a, multiprocessors, stream);
   else if (a.e4m3) multiply<true, false>(a, multiprocessors, stream);
   else multiply<false, false>(a, multiprocessors, stream);

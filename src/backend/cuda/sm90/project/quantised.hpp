@@ -1,4 +1,4 @@
-// Products of few rows with quantised weights, which are read once and as they are: y[n, h, o] = sum over i of
+// Products of rows with quantised weights, which are read as they are: y[n, h, o] = sum over i of
 // x[n, h, i] * value(w[h, o, i]).
 #pragma once
 
@@ -10,7 +10,7 @@
 
 namespace mla::cuda::sm90 {
 
-struct FewRows {
+struct QuantisedProduct {
   const uint8_t* codes = nullptr;          ///< [heads, out, in], 16-byte aligned: e4m3, or e2m1 two a byte, low first
   bool e4m3 = true;                        ///< none of them NaN
   const float* scales = nullptr;           ///< [heads, row_blocks, scale_stride], or one
@@ -28,9 +28,12 @@ struct FewRows {
   int64_t rows = 0, heads = 1, out = 0, in = 0;
 };
 
-/// Multiples of 128 inputs; fp8 with one scale, or blocks of a multiple of 64
-/// outputs and of 128 inputs.
-bool serves_few_rows(const Linear& w, Dtype y);
-void multiply_few_rows(const FewRows& a, int multiprocessors, cudaStream_t stream);
+/// Multiples of 128 inputs; fp8 with one scale, or blocks of a multiple of 32 outputs and of 128 inputs.
+bool serves_quantised(const Linear& w, Dtype y);
+/// Weights straight to registers, once for every 8 to 32 rows.
+void multiply_few_rows(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream);
+/// Weights through shared memory, once for every 32, 64 or 128 rows, which are bf16 and in order (no x_rows). heads out
+/// below 2^31.
+void multiply_many_rows(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream);
 
 }  // namespace mla::cuda::sm90
