@@ -23,8 +23,8 @@
 namespace mla::cuda::sm90 {
 namespace {
 
-constexpr int kPair = 256,
-              kFill = 128;  // threads: of two warpgroups that multiply; of one that gives them its registers
+constexpr int kPair = 256;  // threads of two warpgroups that multiply
+constexpr int kFill = 128;  // of one that fills the ring, by one thread, and gives the others its registers
 constexpr int kMathBarrier = 1;
 constexpr int kStep = 128, kWindow = 64;  // inputs; a row of 128 bytes, swizzled, holds a window
 constexpr int kOuts = 128;                // of a tile
@@ -34,12 +34,9 @@ template <bool e4m3, int kRows>
 struct Ring {
   // Pairs of warpgroups take turns at the steps: while one waits for its products the other one widens.
   static constexpr int kPairs = kRows == 128 ? 1 : 2, kMath = kPairs * kPair, kThreads = kMath + kFill;
-  static constexpr int kMathRegisters = kPairs == 1   ? 224
-                                        : kRows == 64 ? 112
-                                                      : 104,
-                       kFillRegisters = kPairs == 1   ? 56
-                                        : kRows == 64 ? 32
-                                                      : 40;
+  // The compiler gives each thread 65536 registers / kThreads, in fours of warps: 168, or 96.
+  static constexpr int kFillRegisters = kPairs == 1 ? 56 : kRows == 64 ? 32 : 40;
+  static constexpr int kMathRegisters = kPairs == 1 ? 224 : kRows == 64 ? 112 : 104;
   static constexpr int kStages = kRows == 128 ? 3 : kRows == 64 ? 5 : 6;
   static constexpr int kPanel = kRows * 2 * kWindow;         // rows of a window
   static constexpr int kCodeRow = e4m3 ? kStep : kStep / 2;  // bytes of an output
