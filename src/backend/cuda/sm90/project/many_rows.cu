@@ -37,13 +37,15 @@ struct Ring {
   // The compiler gives each thread 65536 registers / kThreads, in fours of warps: 168, or 96.
   static constexpr int kFillRegisters = kPairs == 1 ? 56 : kRows == 64 ? 32 : 40;
   static constexpr int kMathRegisters = kPairs == 1 ? 224 : kRows == 64 ? 112 : 104;
-  static constexpr int kStages = kRows == 128 ? 3 : kRows == 64 ? 5 : 6;
-  static constexpr int kPanel = kRows * 2 * kWindow;         // rows of a window
+  static constexpr int kStages = kRows == 128 ? 3 : 6;
+  static_assert(kStages % kPairs == 0);               // a stage is one pair's: no other waits for its barrier's phases
+  static constexpr int kPanel = kRows * 2 * kWindow;  // rows of a window
   static constexpr int kCodeRow = e4m3 ? kStep : kStep / 2;  // bytes of an output
   static constexpr int kCodesAt = kPanel * (kStep / kWindow), kScalesAt = kCodesAt + kOuts * kCodeRow;
   static constexpr int kFilled = kScalesAt + (e4m3 ? 0 : kOuts * 16);
   static constexpr int kStage = (kFilled + 1023) / 1024 * 1024;
   static constexpr int kBytes = 1024 + kStages * kStage + kRows * kPitch * 4;  // the begin is rounded up; and sums
+  static_assert(kBytes + 2 * kStages * 8 <= 227 * 1024);
   // Where the copy engine's swizzle, as wide as a row of codes, puts 16 bytes of an output: lanes that read together
   // touch all banks.
   __device__ static int place(int out, int chunk) { return chunk ^ (e4m3 ? out & 7 : out >> 1 & 3); }
