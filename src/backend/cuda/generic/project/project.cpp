@@ -76,12 +76,18 @@ bool loses(const ops::ProjectArgs& a, Widens by) {
   return by == Widens::nowhere || a.rows > 64 || !is_large(*a.weights);
 }
 
+// Do rows lie as a tensor map can say?
+bool can_be_mapped(const sm90::QuantisedProduct& f) {
+  const auto can = [](int64_t stride, int64_t count) { return count < 2 || (stride > 0 && stride < int64_t{1} << 38); };
+  return can(f.x_row, f.rows) && can(f.x_head, f.heads);
+}
+
 void project_widened(const Queue& queue, const ops::ProjectArgs& a, const generic::QuantisedLinear& w, Widens by) {
   sm90::QuantisedProduct f{.codes = w.codes.as<const uint8_t>(),
                            .e4m3 = w.format == WeightFormat::fp8,
                            .scales = w.scales.as<const float>(),
                            .scale_rows = w.scale_rows,
-                           .scale_cols = w.scale_cols,
+                           .scale_cols = std::min(w.scale_cols, w.in),
                            .row_blocks = w.row_blocks,
                            .scale_stride = w.scale_stride,
                            .y = a.y.data(),
@@ -108,8 +114,8 @@ void project_widened(const Queue& queue, const ops::ProjectArgs& a, const generi
         queue.stream(),
         {.x = x, .x_rows = x_rows, .rows = a.rows, .padded = a.rows, .codes = at, .scales = scales, .overlap = true});
     f.x = at, f.x_scales = scales, f.x_scale_row = a.rows;
-  } else if (x.dtype() != Dtype::bf16 || (x_rows && by == Widens::many_rows) ||
-             reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 || f.x_head % 8 != 0) {
+  } else if (x.dtype() != Dtype::bf16 || reinterpret_cast<uintptr_t>(f.x) % 16 != 0 || f.x_row % 8 != 0 ||
+             f.x_head % 8 != 0 || (by == Widens::many_rows && (x_rows || !can_be_mapped(f)))) {
     const AnyMutableView<Token, Head, In> taken(Dtype::bf16, a.scratch.data, x.extents());
     generic::copy_rows(queue, {.x = x, .y = taken, .x_rows = x_rows, .y_rows = nullptr, .rows = a.rows}, "project");
     f.x = taken.data();

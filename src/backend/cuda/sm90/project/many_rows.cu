@@ -101,7 +101,7 @@ __device__ void fill(const QuantisedProduct& a, const Maps& maps, const Work& w,
       mbarrier_arrive_expect(bar, R::kFilled);
       tma_load(stage + R::kCodesAt, maps.codes, bar, step * R::kCodeRow, out);
       if (!e4m3) tma_load(stage + R::kScalesAt, maps.scales, bar, step * (kStep / 32), out);
-      if (n == 0) wait_for_previous_grids();  // weights are nobody's to write
+      if (n == 0) wait_for_previous_grids(), allow_next_grid();  // weights are nobody's to write
 #pragma unroll
       for (int window = 0; window < kStep / kWindow; ++window)
         tma_load(stage + static_cast<uint32_t>(window * R::kPanel), maps.rows, bar, step * kStep + window * kWindow,
@@ -175,11 +175,12 @@ __device__ void multiply_rows(const QuantisedProduct& a, const Work& w, const ui
         });
         wgmma_commit();
       });
-      wgmma_wait<0>();  // of all four warps, each of which has read its codes before
+      wgmma_wait<0>();
       wgmma_pin(part);
       wgmma_pin(operands[0]);
       wgmma_pin(operands[1]);
-      if (thread % 128 == 0) mbarrier_arrive(empty + bar);
+      __syncwarp();
+      if (thread % 32 == 0) mbarrier_arrive(empty + bar);
 #pragma unroll
       for (int i = 0; i < kRows / 2; ++i) acc[i] = fmaf(part[i], scale, acc[i]);
     }
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(Ring<e4m3, kRows>::kThreads, 1)
   float* const sums = reinterpret_cast<float*>(ring + R::kStages * R::kStage);
   const uint32_t full = shared_address(barriers), empty = shared_address(barriers + R::kStages);
   if (threadIdx.x == 0) {
-    for (uint32_t i = 0; i < R::kStages; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, kPair / 128);
+    for (uint32_t i = 0; i < R::kStages; ++i) mbarrier_init(full + 8 * i, 1), mbarrier_init(empty + 8 * i, kPair / 32);
     mbarrier_init_fence();
   }
   __syncthreads();
@@ -221,7 +222,6 @@ __global__ void __launch_bounds__(Ring<e4m3, kRows>::kThreads, 1)
     give_registers<R::kFillRegisters>();
     if (threadIdx.x == R::kMath) fill<e4m3, kRows>(a, maps, w, shared_address(ring), full, empty);
     __syncwarp();
-    allow_next_grid();
     if (cluster > 1) cluster_sync();
   } else {
     take_registers<R::kMathRegisters>();
