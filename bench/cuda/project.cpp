@@ -19,6 +19,7 @@ namespace mla::cuda {
 namespace {
 
 constexpr Device kGpu{DeviceKind::cuda, 0};
+
 struct Map {
   const char* name;
   int64_t heads, out, in;

@@ -3,7 +3,6 @@
 // integer operations, and meet the rows in products of a warp (mma) whose inputs stand in an order of their own: a
 // lane's 16 neighbouring codes. Rows may be codes, too, with a scale for each 128 inputs. The warps of a CTA and the
 // CTAs of a cluster share out outputs and inputs; sums of different inputs are added in the inputs' order.
-#include <string>
 #include <type_traits>
 
 #include "backend/cuda/core/launch.hpp"
@@ -185,10 +184,7 @@ void run(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
           .block = dim3(kThreads),
           .cluster = cluster,
           .overlap = true},
-         stream, "project", "few_rows",
-         "rows " + std::to_string(a.rows) + ", heads " + std::to_string(a.heads) + ", out " + std::to_string(a.out) +
-             ", in " + std::to_string(a.in),
-         a, cluster);
+         stream, "project", "few_rows", shape_of(a), a, cluster);
 }
 
 template <bool e4m3, int n_tiles, bool row_codes>

@@ -6,7 +6,6 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
-#include <string>
 
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mbarrier.cuh"
@@ -145,7 +144,7 @@ __device__ void multiply_rows(const QuantisedProduct& a, const Work& w, const ui
   const int thread = static_cast<int>(threadIdx.x) % kPair, warp = thread / 32, g = thread % 32 / 4, q = thread % 4;
   const int pair = static_cast<int>(threadIdx.x) / kPair, out = 16 * warp + g;
   float acc[kRows / 2] = {}, part[kRows / 2];
-  const int steps_a_scale = a.scale_rows > 0 ? static_cast<int>(a.scale_cols / kStep) : 0;
+  const int steps_a_scale = static_cast<int>((a.scale_rows > 0 ? a.scale_cols : a.in) / kStep);
   int n = 0;  // steps so far, both pairs'
   for (int64_t at = w.tile; at < w.tiles; at += w.stride) {
     const Tile tile(a, w, kRows, at);
@@ -161,10 +160,7 @@ __device__ void multiply_rows(const QuantisedProduct& a, const Work& w, const ui
       mbarrier_wait(full + bar, n / R::kStages % 2);
       const uint64_t rows = warp_operand_128b(shared_address(stage));
       const int step = step_of(w, tile, n - begin);
-      const float scale = e4m3 ? __ldg(scales + (steps_a_scale == 1   ? step
-                                                 : steps_a_scale == 0 ? 0
-                                                                      : step / steps_a_scale))
-                               : 1.0f;
+      const float scale = e4m3 ? __ldg(scales + (steps_a_scale == 1 ? step : step / steps_a_scale)) : 1.0f;
       static_for<2>([&](auto window) {
         widen<R, e4m3>(stage, out, q, window, operands[window]);
         wgmma_pin(operands[window]);
@@ -262,10 +258,7 @@ void run(const QuantisedProduct& a, int multiprocessors, cudaStream_t stream) {
        .shared_bytes = R::kBytes,
        .cluster = cluster,
        .overlap = true},
-      stream, "project", "many_rows",
-      "rows " + std::to_string(a.rows) + ", heads " + std::to_string(a.heads) + ", out " + std::to_string(a.out) +
-          ", in " + std::to_string(a.in),
-      a, maps_of<e4m3, kRows>(a), cluster);
+      stream, "project", "many_rows", shape_of(a), a, maps_of<e4m3, kRows>(a), cluster);
 }
 
 template <bool e4m3>

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <string>
 
 #include "mla/weights.hpp"
 
@@ -27,6 +28,12 @@ struct QuantisedProduct {
   const int32_t* y_rows = nullptr;  ///< device: rows of y, below 0: nowhere; null: in order
   int64_t rows = 0, heads = 1, out = 0, in = 0;
 };
+
+/// For messages.
+inline std::string shape_of(const QuantisedProduct& a) {
+  return "rows " + std::to_string(a.rows) + ", heads " + std::to_string(a.heads) + ", out " + std::to_string(a.out) +
+         ", in " + std::to_string(a.in);
+}
 
 /// Multiples of 128 inputs; fp8 with one scale, or blocks of a multiple of 32 outputs and of 128 inputs.
 bool serves_quantised(const Linear& w, Dtype y);
