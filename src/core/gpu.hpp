@@ -73,10 +73,10 @@ class Mark {
   void* event_ = nullptr;
 };
 
-/// A queue does nothing more until the gate, a host object, is opened.
+/// A queue does nothing more until the gate, a host object, is opened, or a second has passed.
 std::shared_ptr<void> hold(cuda::Queue& queue);
 void open_gate(void* gate) noexcept;
-/// Is a gate of the queue closed? Whoever waits for the queue then waits for ever.
+/// Has a gate of the queue not been opened? Whoever waits for the queue then waits for the gate's second.
 bool held(const cuda::Queue& queue);
 
 /// The device's time between two points of a queue.

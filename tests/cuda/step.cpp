@@ -273,6 +273,17 @@ TEST(LayerOnGpu, SparseStepsAreProfiledOnAHeldStream) {
   EXPECT_EQ(row->flops, 2.0 * 3 * 64 * 16 * (576 + 512));
 }
 
+// The driver keeps about a thousand commands of a stream: who queues the next one waits, and cannot let the stream go.
+TEST(Streams, MoreIsQueuedOnAHeldStreamThanTheDriverKeeps) {
+  Stream stream(kDevice);
+  const Buffer from(256, kDevice), to(256, kDevice);
+  {
+    const HeldStream held(stream);
+    for (int i = 0; i < 5000; ++i) copy(stream, to.data(), from.data(), 256);
+  }
+  stream.synchronize();
+}
+
 TEST(CapturedStep, LargerStepsAreRefusedByName) {
   Decode d(full_dims(16), CacheFormat::bf16, SplitPolicy::fast, 2, 100);
   d.capture();

@@ -87,12 +87,14 @@ class NcclCarrier final : public DeviceCarrier {
   void exchange(Queue& queue, const DeviceExchange& e) override {
     begin(queue, e.step, e.deadline);
     // NCCL's messages are dense: rows that are apart go through the staging. Whatever the rows, both ends cut a message
-    // alike, into pieces for which all messages have room there.
+    // alike, into pieces for which all messages between ranks have room there.
     const size_t ranks = static_cast<size_t>(ranks_), self = static_cast<size_t>(rank_), count = e.send.size();
-    const int64_t room = terms_bytes_ * ranks_ / (2 * static_cast<int64_t>(count)) / 16 * 16;
+    const auto between = static_cast<int64_t>(count - count / ranks);
+    const int64_t room = terms_bytes_ * ranks_ / (2 * std::max<int64_t>(between, 1)) / 16 * 16;
     const auto rows_of = [](const auto& m) {
       return Rows<std::remove_pointer_t<decltype(m.data)>>{m.data, m.rows, m.bytes, m.apart};
     };
+    for (size_t i = self; i < count; i += ranks) copy_own(queue, e.step, rows_of(e.send[i]), rows_of(e.receive[i]));
     std::vector<Exchange::Send> send(count);
     std::vector<Exchange::Receive> receive(count);
     bool more = true;
@@ -102,18 +104,17 @@ class NcclCarrier final : public DeviceCarrier {
         more |= rows.size() > first + room;
         return std::clamp<int64_t>(rows.size() - first, 0, room);
       };
+      std::byte* staged = terms_.get();
       for (size_t i = 0; i < count; ++i) {
+        if (i % ranks == self) continue;
         const auto from = rows_of(e.send[i]);
         const auto to = rows_of(e.receive[i]);
         const int64_t sent = piece(from), got = piece(to);
-        std::byte* const staged = terms_.get() + 2 * static_cast<int64_t>(i) * room;
         send[i] = {staged, static_cast<size_t>(sent)}, receive[i] = {staged + room, static_cast<size_t>(got)};
-        const bool own = i % ranks == self;
-        if (own && from.data == to.data) continue;
         if (!from.dense()) copy(queue, e.step, staged, from, first, sent);
         else if (sent > 0) send[i].data = static_cast<const std::byte*>(from.data) + first;
-        if (own) copy(queue, e.step, send[i].data, to, first, got);
-        else if (to.dense() && got > 0) receive[i].data = static_cast<std::byte*>(to.data) + first;
+        if (to.dense() && got > 0) receive[i].data = static_cast<std::byte*>(to.data) + first;
+        staged += 2 * room;
       }
       messages(queue, send, receive);
       for (size_t i = 0; i < count; ++i)
@@ -153,6 +154,20 @@ class NcclCarrier final : public DeviceCarrier {
     int64_t size() const { return rows * bytes; }
     bool dense() const { return rows <= 1 || apart == bytes; }
   };
+  // What a rank sends itself: in one copy, but for rows of two widths.
+  void copy_own(Queue& queue, std::string_view step, const Rows<const void>& from, const Rows<void>& to) const {
+    if (from.data == to.data) return;
+    if (from.dense()) return copy(queue, step, from.data, to, 0, from.size());
+    if (to.dense()) return copy(queue, step, static_cast<std::byte*>(to.data), from, 0, from.size());
+    if (from.bytes == to.bytes)
+      return copy(queue, step, to.data, to.apart, from.data, from.apart, from.bytes, from.rows);
+    const int64_t room = terms_bytes_ * ranks_;
+    for (int64_t first = 0; first < from.size(); first += room) {
+      const int64_t bytes = std::min(room, from.size() - first);
+      copy(queue, step, terms_.get(), from, first, bytes);
+      copy(queue, step, terms_.get(), to, first, bytes);
+    }
+  }
   // Bytes [first, first + count) of what lies in rows, from them to a dense place or from there to them.
   static void copy(Queue& queue, std::string_view step, std::byte* to, const Rows<const void>& from, int64_t first,
                    int64_t count) {

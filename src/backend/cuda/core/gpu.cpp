@@ -2,8 +2,9 @@
 
 #include <cuda_runtime_api.h>
 
-#include <atomic>
 #include <chrono>
+#include <condition_variable>
+#include <mutex>
 #include <thread>
 
 #include "backend/cuda/core/check.hpp"
@@ -203,8 +204,12 @@ void Mark::wait() const {
 namespace {
 struct Gate {
   cuda::Queue& queue;
-  std::atomic<bool> open{false};
+  std::mutex mutex;
+  std::condition_variable opened;
+  bool open = false;
 };
+// The driver keeps some 1,000 commands of a stream: whoever queues more waits for the stream, and cannot open its gate.
+constexpr std::chrono::seconds kPatience{1};
 }  // namespace
 
 std::shared_ptr<void> hold(cuda::Queue& queue) {
@@ -215,7 +220,8 @@ std::shared_ptr<void> hold(cuda::Queue& queue) {
       queue.stream(),
       [](void* p) {
         const std::unique_ptr<std::shared_ptr<Gate>> g(static_cast<std::shared_ptr<Gate>*>(p));
-        (*g)->open.wait(false);
+        std::unique_lock lock((*g)->mutex);
+        (*g)->opened.wait_for(lock, kPatience, [&] { return (*g)->open; });
       },
       kept);
   if (status != cudaSuccess) delete kept;
@@ -224,9 +230,13 @@ std::shared_ptr<void> hold(cuda::Queue& queue) {
   return gate;
 }
 void open_gate(void* gate) noexcept {
-  static_cast<Gate*>(gate)->queue.let_go();
-  static_cast<Gate*>(gate)->open = true;
-  static_cast<Gate*>(gate)->open.notify_all();
+  Gate& g = *static_cast<Gate*>(gate);
+  g.queue.let_go();
+  {
+    const std::lock_guard lock(g.mutex);
+    g.open = true;
+  }
+  g.opened.notify_all();
 }
 bool held(const cuda::Queue& queue) { return queue.held(); }
 
