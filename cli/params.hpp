@@ -14,6 +14,7 @@
 #include "core/one_line.hpp"
 #include "mla/error.hpp"
 #include "mla/model.hpp"
+#include "mla/plan.hpp"
 
 namespace mla::cli {
 
@@ -104,6 +105,18 @@ class DeviceFlag {
 
  private:
   std::string name_ = "cpu";
+};
+
+/// --q-scale and --decode: fp8 queries of the latent path, and what they are multiplied as.
+class Fp8QueryFlags {
+ public:
+  explicit Fp8QueryFlags(CLI::App& command);
+  /// InputError for --decode without --q-scale, and for names that are none.
+  void read(PlanOptions& options) const;
+
+ private:
+  double scale_ = 0;
+  std::string decode_ = "compute";
 };
 
 /// --allow-unknown: goes on past keys and tensors of a model that are not understood.

@@ -35,6 +35,7 @@ struct Flags {
   ReadOptions read;
   std::vector<std::string> queries, contexts;
   std::unique_ptr<DeviceFlag> device;
+  std::unique_ptr<Fp8QueryFlags> fp8_query;
 };
 
 ModelConfig model_of(const std::string& name, const ReadOptions& options) {
@@ -213,6 +214,7 @@ void run(const CLI::App& command, Flags& f) {
   options.activations = parse_choice("--activations", f.activations, parse_activations);
   options.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   options.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
+  f.fp8_query->read(options);
   options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   options.tensor_parallel = f.tp;
@@ -292,6 +294,7 @@ void add_plan(CLI::App& app, int&) {
                 "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "
                 "(faster on Hopper, its error grows with the context)")
       ->capture_default_str();
+  f->fp8_query = std::make_unique<Fp8QueryFlags>(*c);
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
       ->capture_default_str();
   c->add_option("--form", f->form,

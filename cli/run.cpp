@@ -44,6 +44,7 @@ struct Flags {
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
   std::unique_ptr<DeviceFlag> device;
+  std::unique_ptr<Fp8QueryFlags> fp8_query;
 };
 
 // A line on stderr that is drawn anew on a terminal, and now and then elsewhere.
@@ -163,6 +164,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.plan.activations = parse_choice("--activations", f.activations, parse_activations);
   o.plan.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   o.plan.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
+  f.fp8_query->read(o.plan);
   refuse_unread(command, f);
   o.format = parse_choice("--cache", f.cache, parse_cache_format);
   o.plan.path = parse_choice("--path", f.path, parse_path_policy);
@@ -354,6 +356,7 @@ void add_run(CLI::App& app, int& status) {
                 "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "
                 "(faster on Hopper, its error grows with the context)")
       ->capture_default_str();
+  f->fp8_query = std::make_unique<Fp8QueryFlags>(*c);
   c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--kv-scales", f->kv_scales,

@@ -212,6 +212,8 @@ void print_summary(const RunReport& report) {
   if (o.plan.activations != Activations::plain) held += ", activations " + name(o.plan.activations);
   if (o.plan.activation_dtype != ActivationDtype::native) held += ", hidden states in " + name(o.plan.activation_dtype);
   if (o.plan.prefill != PrefillOperands::compute) held += ", prefill " + name(o.plan.prefill);
+  if (o.plan.fp8_query) held += ", fp8 queries";
+  if (o.plan.decode != DecodeOperands::compute) held += ", decode " + name(o.plan.decode);
   if (o.plan.tensor_parallel > 1)
     held += (o.context_parallel == o.plan.tensor_parallel ? ", heads and cached tokens over " : ", heads over ") +
             counted(o.plan.tensor_parallel, "rank") +

@@ -29,6 +29,7 @@ struct Shape {
   CacheFormat cache = CacheFormat::bf16;
   bool invariant = false;
   bool alone = false;
+  bool codes = false;  // are queries e4m3, as the cache is, and products of codes?
 };
 
 /// Of all requests whose lengths differ: as many as in the sample that peers were measured with.
@@ -85,6 +86,19 @@ const Shape shapes[] = {
     {"fp8 b128 h16 4K page17", 128, 16, 1, 4096, 0, 17, CacheFormat::fp8},
     {"fp8 b128 h16 4K page1", 128, 16, 1, 4096, 0, 1, CacheFormat::fp8},
     {"fp8 b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8, true},
+    {"codes b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b1 h128 64K", 1, 128, 1, 65536, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b8 h128 4K", 8, 128, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b32 h128 4K", 32, 128, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 h16 4K", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 h64 4K", 128, 64, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 h128 4K", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 h128 4K varlen", 128, 128, 1, 4096, 2048, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, CacheFormat::fp8, false, false, true},
+    {"codes b128 h128 4K page16", 128, 128, 1, 4096, 0, 16, CacheFormat::fp8, false, false, true},
+    {"codes b128 h128 4K page1", 128, 128, 1, 4096, 0, 1, CacheFormat::fp8, false, false, true},
+    {"codes b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8, true, false, true},
     {"ds b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
     {"ds b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
     {"ds b1 h16 64K", 1, 16, 1, 65536, 0, 64, CacheFormat::fp8_ds_mla},
@@ -224,7 +238,9 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   else
     fill_random<<<1024, 256>>>(reinterpret_cast<uint16_t*>(cache.data()), cache.size() / 2, 1,
                                s.cache == CacheFormat::bf16);
-  fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
+  if (s.codes)  // a row of codes where it would lie in bf16
+    fill_fp8<<<8192, 192>>>(reinterpret_cast<uint8_t*>(q.data()), q_elements * sets / 576, 2, false);
+  else fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
   check(cudaDeviceSynchronize(), "bench", "fill");
   std::vector<int32_t> order(pages), table(s.batch * stride, -1);
   std::iota(order.begin(), order.end(), 0);
@@ -246,7 +262,8 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                                   .seq_len = longest,
                                   .positions = positions,
                                   .batch_invariant = s.invariant};
-  AttendLatentChoice choice = attend_latent_choice(limits, s.page_size, processors, s.cache);
+  AttendLatentChoice choice =
+      attend_latent_choice(limits, s.page_size, processors, s.cache, s.codes ? Dtype::fp8_e4m3 : Dtype::bf16);
   choice.settled = !s.alone;  // no call writes the cache
   for (size_t at = 0; at < variant.size();) {
     const size_t end = std::min(variant.find(',', at), variant.size()), colon = variant.find(':', at);
@@ -267,6 +284,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   DeviceArray<std::byte> partials(attend_latent_partials(limits, choice));
   DeviceArray<unsigned> counters(attend_latent_counters(limits, choice), 0);
   AttendLatent args{.limits = limits,
+                    .q_dtype = s.codes ? Dtype::fp8_e4m3 : Dtype::bf16,
                     .format = s.cache,
                     .k_scale = k_scale,
                     .pages = pages,
@@ -274,7 +292,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                     .items = d_items.data(),
                     .block_table = d_table.data(),
                     .table_stride = stride,
-                    .scale = 0.0721688f,
+                    .scale = 0.0721688f * (s.codes ? k_scale : 1.0f),
                     .out = out.data(),
                     .out_dtype = Dtype::bf16,
                     .lse = lse.data(),
@@ -284,9 +302,10 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
                     .partials = partials.data(),
                     .partials_bytes = partials.size()};
   DeviceArray<std::byte> schedule(attend_latent_schedule_bytes(choice));
+  const size_t q_step = s.codes ? 2 : 1;               // queries in 16 bits
   const auto call = [&](int i, cudaStream_t stream) {  // the i-th of calls in a row
     const int set = i % sets;
-    args.q = q.data() + q_elements * set, args.cache = cache.data() + page_bytes * pages * set;
+    args.q = q.data() + q_elements * set / q_step, args.cache = cache.data() + page_bytes * pages * set;
     if (s.alone) return attend_latent(args, choice, stream);
     args.schedule = schedule.data(), args.schedule_bytes = schedule.size();
     if (i == 0) attend_latent_schedule(args, choice, stream), args.schedule = nullptr;  // for those after this one
@@ -311,18 +330,20 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
       format.decode(spec, page.data(), 0, count, &rows[static_cast<size_t>(at) * 576], 576);
     }
     const size_t row = (static_cast<size_t>(starts[r]) + token) * s.heads + head;
-    const auto q_bits = q.download(q_elements + row * 576, 576), got = out.download(row * 512, 512);
+    const auto q_bits = q.download((q_elements + row * 576) / q_step, 576 / q_step), got = out.download(row * 512, 512);
     float query[576];
-    for (int i = 0; i < 576; ++i) query[i] = as_float(q_bits[i]);
-    const LatentRow want = attend_row(query, n, args.scale, s.cache == CacheFormat::f16 ? Dtype::f16 : Dtype::bf16,
-                                      [&](int j) { return &rows[static_cast<size_t>(j) * 576]; });
+    for (int i = 0; i < 576; ++i)
+      query[i] = s.codes ? to_float(fp8_e4m3{reinterpret_cast<const uint8_t*>(q_bits.data())[i]}) : as_float(q_bits[i]);
+    const Dtype probabilities = s.codes ? Dtype::fp8_e4m3 : s.cache == CacheFormat::f16 ? Dtype::f16 : Dtype::bf16;
+    const LatentRow want =
+        attend_row(query, n, args.scale, probabilities, [&](int j) { return &rows[static_cast<size_t>(j) * 576]; });
     for (int i = 0; i < 512; ++i) {
       worst = std::max(worst, std::abs(as_float(got[i]) - want.out[i]));
       plain = std::max(plain, std::abs(to_float(to_bf16(want.plain[i])) - want.out[i]));
       square += want.out[i] * want.out[i];
       if (std::isnan(as_float(got[i]))) worst = 1e30;
     }
-    if (!(std::abs(lse.download(row, 1)[0] - want.lse) < 1e-3)) worst = 1e30;
+    if (!(std::abs(lse.download(row, 1)[0] - want.lse) < (s.codes ? 1e-2 : 1e-3))) worst = 1e30;
   }
   const double rms = std::sqrt(square / (3 * 512));
   result.error = worst / rms, result.bound = 2 * plain / rms;

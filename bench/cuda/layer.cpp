@@ -26,6 +26,7 @@ struct Shape {
   const char* output = nullptr;  ///< the attention form's, by its name
   bool batch_invariant = false;
   PathPolicy path = PathPolicy::automatic;
+  DecodeOperands decode = DecodeOperands::compute;
 };
 /// The attention form over a bf16 cache, with an output by its name.
 constexpr Shape attention(const char* name, int64_t requests, int64_t query, int64_t context, const char* output) {
@@ -51,6 +52,13 @@ constexpr Shape kShapes[] = {
     {"decode b128 4K", 128, 1, 4095, CacheFormat::bf16},
     {"decode b128 4K fp8", 128, 1, 4095, CacheFormat::fp8},
     {"decode b128 4K fp8, fp8 queries", 128, 1, 4095, CacheFormat::fp8, true},
+    {.name = "decode b128 4K fp8, products of codes",
+     .requests = 128,
+     .query = 1,
+     .context = 4095,
+     .format = CacheFormat::fp8,
+     .fp8_query = true,
+     .decode = DecodeOperands::fp8},
     {"prefill 8K", 1, 8192, 0, CacheFormat::bf16},
     {"prefill 16 x 512", 16, 512, 0, CacheFormat::bf16},
     {"prefill 8K, e4m3", 1, 8192, 0, CacheFormat::bf16, false, PrefillOperands::fp8},
@@ -112,6 +120,7 @@ class Layer {
     const Batch batch{starts, lengths, {table.data(), {s.requests, pages}}, slots};
     PlanOptions options = options_;
     options.fp8_query = s.fp8_query;
+    options.decode = s.decode;
     options.prefill = s.prefill;
     options.path = s.path;
     if (s.batch_invariant) options.split = SplitPolicy::batch_invariant;

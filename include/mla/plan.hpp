@@ -60,6 +60,12 @@ enum class PrefillOperands : uint8_t {
   fp8_raw,  ///< the same, faster on Hopper: sums are what its tensor cores add, some 14 bits of them; their error grows
             ///< with the keys (docs/numerics.md). Elsewhere as fp8
 };
+/// What the latent path multiplies where queries are fp8 (PlanOptions::fp8_query).
+enum class DecodeOperands : uint8_t {
+  compute,  ///< queries and cached rows as they dequantise
+  fp8,      ///< on Hopper their codes, with probabilities in e4m3, too (docs/numerics.md): half of the arithmetic.
+            ///< Elsewhere, and where pages have an odd number of tokens, as compute
+};
 /// Dtype of the rows that calls take and give. Rows between ops and operands of products are what they are with native:
 /// rows of another dtype are cast on the way in, and results are rounded once, from f32, on the way out.
 enum class ActivationDtype : uint8_t {
@@ -84,6 +90,7 @@ std::string_view to_string(PathPolicy p);
 std::string_view to_string(SplitPolicy p);
 std::string_view to_string(SparsePolicy p);
 std::string_view to_string(PrefillOperands p);
+std::string_view to_string(DecodeOperands d);
 std::string_view to_string(ActivationDtype t);
 std::string_view to_string(LayerForm f);
 std::string_view to_string(CacheUse u);
@@ -91,6 +98,7 @@ PathPolicy parse_path_policy(std::string_view name);
 SplitPolicy parse_split_policy(std::string_view name);
 SparsePolicy parse_sparse_policy(std::string_view name);
 PrefillOperands parse_prefill_operands(std::string_view name);
+DecodeOperands parse_decode_operands(std::string_view name);
 ActivationDtype parse_activation_dtype(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 CacheUse parse_cache_use(std::string_view name);
@@ -201,6 +209,8 @@ struct PlanOptions {
   /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
   bool fp8_query = false;
   float q_scale = 1.0f;
+  /// UnsupportedError for other than compute without fp8_query, and for a model with an indexer.
+  DecodeOperands decode = DecodeOperands::compute;
   /// What the attention form writes; none: f32 heads. Its scale and global_scale are not read: they come with the
   /// output itself, for they differ from layer to layer. The block form has no quantised output.
   OutputSpec output;

@@ -153,7 +153,7 @@ void bind_plan(nb::module_& m) {
              std::string_view activations, bool fp8_query, float q_scale, std::string_view index_format,
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
              std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
-             std::string_view prefill, std::string_view activation_dtype, int tensor_parallel,
+             std::string_view prefill, std::string_view decode, std::string_view activation_dtype, int tensor_parallel,
              const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads) {
             if (!sharding && (rank != 0 || !rank_heads.empty()))
               throw InputError("PlanOptions: rank and rank_heads are read with sharding, which is None");
@@ -175,6 +175,7 @@ void bind_plan(nb::module_& m) {
                                    .prefill = parse_prefill_operands(prefill),
                                    .fp8_query = fp8_query,
                                    .q_scale = q_scale,
+                                   .decode = parse_decode_operands(decode),
                                    .sparse = parse_sparse_policy(sparse),
                                    .index_format = parse_index_cache_format(index_format),
                                    .index_hadamard = index_hadamard,
@@ -189,9 +190,9 @@ void bind_plan(nb::module_& m) {
           nb::arg("q_scale") = 1.0f, nb::arg("index_format") = "fp8", nb::arg("index_hadamard") = false,
           nb::arg("context_rows") = 0, nb::arg("max_model_len") = 0, nb::arg("max_requests") = 0,
           nb::arg("form") = "block", nb::arg("cache_use") = "append", nb::arg("dummy") = false,
-          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("activation_dtype") = "native",
-          nb::arg("tensor_parallel") = 1, nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0,
-          nb::arg("rank_heads") = std::vector<int64_t>(),
+          nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("decode") = "compute",
+          nb::arg("activation_dtype") = "native", nb::arg("tensor_parallel") = 1,
+          nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
           "path: automatic, latent, expanded or by_length. split: fast, or batch_invariant, by which a request's bits\n"
           "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
           "(paths\n"
@@ -205,6 +206,7 @@ void bind_plan(nb::module_& m) {
           "index_arithmetic, of scores of an fp8 index cache: exact products, or fp8, which Hopper GPUs are up to "
           "twice\n"
           "as fast with. prefill, what the expanded path multiplies: compute, or e4m3 codes as fp8 or fp8_raw.\n"
+          "decode, what the latent path multiplies with fp8_query: compute, or fp8, on Hopper GPUs codes by codes.\n"
           "activation_dtype: of hidden states, or of attend's q, kv_c and k_pe: f32, bf16 or f16, or native: hidden\n"
           "states of f32 or bf16, as each call has them, the others f32 (on a GPU of compute's dtype).\n"
           "tensor_parallel: ranks that split the heads, each with a plan of its own; forward() then sums their hidden\n"
@@ -219,6 +221,7 @@ void bind_plan(nb::module_& m) {
       .def_prop_ro("path", [](const PlanOptions& o) { return std::string(to_string(o.path)); })
       .def_prop_ro("split", [](const PlanOptions& o) { return std::string(to_string(o.split)); })
       .def_prop_ro("activation_dtype", [](const PlanOptions& o) { return std::string(to_string(o.activation_dtype)); })
+      .def_prop_ro("decode", [](const PlanOptions& o) { return std::string(to_string(o.decode)); })
       .def_prop_ro("prefill", [](const PlanOptions& o) { return std::string(to_string(o.prefill)); })
       .def_prop_ro("compute", [](const PlanOptions& o) { return std::string(to_string(o.compute)); })
       .def_prop_ro("sparse", [](const PlanOptions& o) { return std::string(to_string(o.sparse)); })

@@ -15,6 +15,7 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::expanded) == MLA_PATHS_EXPANDED &&
               static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
+static_assert(static_cast<int>(DecodeOperands::fp8) == MLA_DECODE_FP8);
 static_assert(static_cast<int>(PrefillOperands::fp8) == MLA_PREFILL_FP8 &&
               static_cast<int>(PrefillOperands::fp8_raw) == MLA_PREFILL_FP8_RAW);
 static_assert(static_cast<int>(ActivationDtype::native) == MLA_ACTIVATION_DTYPE_NATIVE &&
@@ -77,6 +78,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.index_format = read_enum("options index_format", o.index_format, IndexCacheFormat::fp8);
   p.index_hadamard = read_flag("options index_hadamard", o.index_hadamard);
   p.prefill = read_enum("options prefill", o.prefill, PrefillOperands::fp8_raw);
+  p.decode = read_enum("options decode", o.decode, DecodeOperands::fp8);
   p.index_arithmetic = read_enum("options index_arithmetic", o.index_arithmetic, IndexArithmetic::fp8);
   if (o.output) p.output = read_output_spec("options output", o.output);
   p.context_rows = read_range("options context_rows", o.context_rows, 0, kMost);

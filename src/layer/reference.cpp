@@ -299,8 +299,9 @@ class Sequence {
 
   // Relative to the largest, which is 1.
   void round_probabilities(std::span<T> p) const {
-    if (!r_.prefill || r_.path != Path::expanded) return round(r_.compute, p);
-    if (r_.prefill_probabilities != Dtype::fp8_e4m3) return round(r_.prefill_probabilities, p);
+    Dtype to = r_.latent_codes && r_.path == Path::latent ? Dtype::fp8_e4m3 : r_.compute;
+    if (r_.prefill && r_.path == Path::expanded) to = r_.prefill_probabilities;
+    if (to != Dtype::fp8_e4m3) return round(to, p);
     for (T& e : p) e = to_float(to_fp8_e4m3(static_cast<float>(e * 128))) / T(128);
   }
 

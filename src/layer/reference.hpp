@@ -46,6 +46,8 @@ struct Rounding {
   std::optional<CacheSpec> cache;           ///< keys go through this format's codec
   Path path = Path::latent;
   float q_scale = 0;  ///< above 0: latent queries go through e4m3 with this scale
+  /// The latent path's probabilities go through e4m3, 2^7 at the largest.
+  bool latent_codes = false;
   /// The expanded path's queries, keys and values go through e4m3, by these scales.
   const StoredScales* prefill = nullptr;
   Dtype prefill_probabilities = Dtype::bf16;  ///< beside those; e4m3: 2^7 at the largest

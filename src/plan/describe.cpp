@@ -56,7 +56,10 @@ std::string Plan::describe() const {
                              " that hold " + counted(shared.sharding.interleave(), "token") + " in turn";
   line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
-       held.c_str(), std::string(to_string(options.compute)).c_str(), options.fp8_query ? ", fp8 queries" : "",
+       held.c_str(), std::string(to_string(options.compute)).c_str(),
+       !options.fp8_query                          ? ""
+       : options.decode == DecodeOperands::compute ? ", fp8 queries"
+                                                   : ", fp8 queries and products of codes",
        options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(), calls.c_str(),
        options.form == LayerForm::attention ? ", attention form" : "",
        options.cache_use == CacheUse::append ? ""

@@ -14,9 +14,11 @@ constexpr int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to;
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
-/// What fp8 queries are held in: codes, or, for GPUs, whose kernels take 16-bit queries, what the codes stand for.
+/// What fp8 queries are held in: codes, or, for kernels of GPUs that take 16-bit queries, what the codes stand for.
 inline Dtype query_codes(const Plan& plan) {
-  return plan.device.device.kind == DeviceKind::cpu ? Dtype::fp8_e4m3 : Dtype::bf16;
+  const bool codes = plan.device.device.kind == DeviceKind::cpu ||
+                     (plan.options.decode == DecodeOperands::fp8 && plan.cache.page_size % 2 == 0);
+  return codes ? Dtype::fp8_e4m3 : Dtype::bf16;
 }
 
 /// Of e4m3 keys of the expanded path: they begin at multiples of these rows, for their values lie with rows innermost

@@ -67,6 +67,14 @@ std::string_view to_string(PrefillOperands p) {
   return "?";
 }
 
+std::string_view to_string(DecodeOperands d) {
+  switch (d) {
+    case DecodeOperands::compute: return "compute";
+    case DecodeOperands::fp8: return "fp8";
+  }
+  return "?";
+}
+
 std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
 
 std::string_view to_string(CacheUse u) {
@@ -96,6 +104,10 @@ SparsePolicy parse_sparse_policy(std::string_view name) {
 PrefillOperands parse_prefill_operands(std::string_view name) {
   return parse("prefill operands", name,
                std::array{PrefillOperands::compute, PrefillOperands::fp8, PrefillOperands::fp8_raw});
+}
+
+DecodeOperands parse_decode_operands(std::string_view name) {
+  return parse("decode operands", name, std::array{DecodeOperands::compute, DecodeOperands::fp8});
 }
 
 ActivationDtype parse_activation_dtype(std::string_view name) {

@@ -55,6 +55,9 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
                            std::string(to_string(cache.format)));
   if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
     throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
+  if (o.decode != DecodeOperands::compute && (!o.fp8_query || model.indexer))
+    throw UnsupportedError("plan: decode " + std::string(to_string(o.decode)) +
+                           (model.indexer ? " is of models without an indexer" : " needs fp8 queries (fp8_query)"));
   OutputSpec format = o.output;
   format.scale = format.global_scale = 1;  // not the plan's
   format.validate();
@@ -135,6 +138,7 @@ PlanDigest digest_of(const Plan& p) {
   if (shared) {
     add(static_cast<int64_t>(p.cache.format));
     add(o.fp8_query ? std::bit_cast<int32_t>(o.q_scale) : 0);
+    add(static_cast<int64_t>(o.decode));
     add(o.absorbed);
     for (const ContextChunk& c : p.chunks) add(c.rows);
     // What is selected, and in which order rows stand.

@@ -109,6 +109,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .cache = cache_of(o, layer),
           .path = furthest.path,
           .q_scale = o.plan.fp8_query && furthest.path != Path::expanded ? o.plan.q_scale : 0.0f,
+          .latent_codes = o.plan.decode == DecodeOperands::fp8 && o.device.kind != DeviceKind::cpu,
           .prefill = o.plan.prefill != PrefillOperands::compute ? &tensors.scales : nullptr,
           .prefill_probabilities = o.device.kind == DeviceKind::cpu ? Dtype::bf16 : Dtype::fp8_e4m3,
           .index_cache = index_spec,

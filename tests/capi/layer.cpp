@@ -363,6 +363,12 @@ TEST(CLayer, PrefillsOfCodes) {
   mla_plan* none = nullptr;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
                "options prefill is 3, allowed 0 to 2");
+  s.options.prefill = MLA_PREFILL_COMPUTE, s.options.decode = 2;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "options decode is 2, allowed 0 to 1");
+  s.options.decode = MLA_DECODE_FP8;
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, &none),
+               "plan: decode fp8 is of models without an indexer");
 }
 
 TEST(CLayer, F16Activations) {

@@ -6,6 +6,7 @@
 #include <memory>
 #include <numeric>
 #include <optional>
+#include <string_view>
 
 #include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "cache/codec.hpp"
@@ -36,6 +37,7 @@ struct Case {
   int gap = 0;          // bytes between pages
   float q_size = 1.0f;  // of queries, with a scale that makes up for it
   int tile_rows = 0;    // forced
+  bool codes = false;   // are queries e4m3, too, and products of codes?
 };
 
 int multiprocessor_count() {
@@ -96,10 +98,15 @@ class Inputs {
     }
     std::vector<uint16_t> q(static_cast<size_t>(tokens_) * c.heads * 576);
     q_.resize(q.size());
+    std::vector<fp8_e4m3> codes(c.codes ? q.size() : 0);
     for (size_t i = 0; i < q.size(); ++i) {
-      const bf16 b = to_bf16(c.q_size * c.spread * normal(random_));
-      q[i] = b.bits, q_[i] = to_float(b);
+      const float x = c.q_size * c.spread * normal(random_);
+      const bf16 b = to_bf16(x);
+      const fp8_e4m3 code = to_fp8_e4m3(x);
+      q[i] = b.bits, q_[i] = c.codes ? to_float(code) : to_float(b);
+      if (c.codes) codes[i] = code;
     }
+    if (c.codes) std::memcpy(q.data(), codes.data(), codes.size());
     std::vector<LatentItem> items;
     for (int r = 0; r < requests; ++r)
       items.push_back({.request = r,
@@ -117,7 +124,8 @@ class Inputs {
          .query_tokens = *std::max_element(c.q_lens.begin(), c.q_lens.end()),
          .seq_len = longest,
          .batch_invariant = c.invariant};
-    choice = attend_latent_choice(l, c.page_size, multiprocessor_count(), c.format);
+    args.q_dtype = c.codes ? Dtype::fp8_e4m3 : Dtype::bf16;
+    choice = attend_latent_choice(l, c.page_size, multiprocessor_count(), c.format, args.q_dtype);
     if (c.tile_rows) choice.tile_rows = c.tile_rows;
     if (choice.converts && c.format == ds)  // fp8's codes are bf16 as they are
       for (auto& rows : rows_)
@@ -186,10 +194,11 @@ class Inputs {
       Error& e = errors[i];
       const int visible =
           std::min(c_.seq_lens[at.request] - c_.q_lens[at.request] + at.token + 1, c_.seq_lens[at.request]);
-      const LatentRow want = attend_row(&q_[at.row * 576], visible, args.scale, Dtype::bf16,
-                                        [&](int j) { return &rows_[at.request][static_cast<int64_t>(j) * 576]; });
+      const LatentRow want =
+          attend_row(&q_[at.row * 576], visible, args.scale, c_.codes ? Dtype::fp8_e4m3 : Dtype::bf16,
+                     [&](int j) { return &rows_[at.request][static_cast<int64_t>(j) * 576]; });
       for (int group = 0; group < 4; ++group) {
-        double out = 0, plain_out = 0, square = 0;
+        double out = 0, plain_out = 0, square = 0, squares = 0, plain_squares = 0, sizes = 0;
         for (int k = group * 128; k < group * 128 + 128; ++k) {
           float got, plain = want.plain[k];
           if (c_.out == Dtype::f32) {
@@ -204,20 +213,33 @@ class Inputs {
           out = std::max(out, std::abs(got - want.out[k]));
           plain_out = std::max(plain_out, std::abs(plain - want.out[k]));
           square += want.out[k] * want.out[k];
-          if (choice.converts) {
+          squares += (got - want.out[k]) * (got - want.out[k]);
+          plain_squares += (plain - want.out[k]) * (plain - want.out[k]);
+          sizes += want.size[k] * want.size[k];
+          if (choice.codes) {
+            // Each probability to 4 bits, small ones to 2^-10 of 2^7; and sums of 18 products, 13 bits each.
+            double allowed = (0x1p-4 + 0x1p-6 * c_.spread) * want.size[k] + (visible * 0x1p-17 + 0x1p-11) * largest;
+            if (c_.out == Dtype::bf16) allowed += 0x1p-8 * (std::abs(want.out[k]) + allowed);
+            e.worst = std::max(e.worst, std::abs(got - want.out[k]) / (allowed + 1e-30));
+          } else if (choice.converts) {
             double allowed = (0x1p-8 + 0x1p-12) * want.size[k] + 0x1p-11 * largest;
             if (c_.out == Dtype::bf16) allowed += 0x1p-8 * (std::abs(want.out[k]) + allowed);
             e.worst = std::max(e.worst, std::abs(got - want.out[k]) / (allowed + 1e-30));
           }
         }
-        if (!choice.converts)
+        // Of few keys' probabilities a plain computation may round none.
+        const double luck = visible < 100 ? 0x1p-10 * sizes : 0x1p-16 * square;
+        if (choice.codes)
+          e.worst = std::max(e.worst, std::sqrt(squares) / (2 * std::sqrt(plain_squares) + std::sqrt(luck) + 1e-30));
+        else if (!choice.converts)
           e.worst = std::max(e.worst, out / (2 * plain_out + 0x1p-9 * std::sqrt(square / 128) + 1e-30));
       }
       const float l = lse[at.row];
       if (visible <= 0) {
         if (!(l == -std::numeric_limits<float>::infinity())) e.empty = false;
       } else {
-        e.lse = std::isfinite(l) ? std::abs(l - want.lse) / (3e-5 * (1 + std::abs(want.lse))) : 1e30;
+        const double allowed = (choice.codes ? 1e-3 * c_.spread : 3e-5) * (1 + std::abs(want.lse));
+        e.lse = std::isfinite(l) ? std::abs(l - want.lse) / allowed : 1e30;
       }
     });
     for (size_t i = 0; i < rows.size(); ++i) {
@@ -321,6 +343,21 @@ std::vector<Case> cases() {
     };
     all.insert(all.end(), of_format.begin(), of_format.end());
   }
+  for (const char* const name :
+       {"one_position",  "one_block",  "h16_4k",         "h16_ragged",  "h16_none",         "h1",
+        "h5_q3",         "h20",        "h16_bf16_out",   "h16_spread",  "h16_page8",        "h16_page2",
+        "h16_page1",     "h16_page17", "h16_page128",    "h16_gap",     "h64_one_position", "h64_4k",
+        "h64_ragged",    "h40",        "h20_q3",         "h64_none",    "h64_bf16_out",     "h64_invariant",
+        "h64_page17",    "h64_spread", "h128_one_block", "h128_ragged", "h128_q2",          "h20_q4_ragged",
+        "h128_bf16_out", "h128_page1", "h128_line"}) {
+    Case c = *std::find_if(all.begin(), all.end(),
+                           [&](const Case& of) { return of.format == fp8 && std::string_view(of.name) == name; });
+    c.codes = true;
+    all.push_back(c);
+  }
+  Case invariant{"h128_invariant", fp8, 128, 64, three, {5000, 333, 2049}, Dtype::f32, true};
+  invariant.codes = true;
+  all.push_back(invariant);
   for (const int heads : {16, 32, 64})
     for (const Scales scales : {Scales::power_of_two, Scales::any})
       all.push_back({scales == Scales::any ? "any_scale" : "power_of_two_scale",
@@ -340,23 +377,34 @@ std::vector<Case> cases() {
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, AttendLatentFp8, testing::ValuesIn(cases()), [](const auto& at) {
-  return std::string(at.param.format == fp8 ? "fp8_" : "ds_") + at.param.name + "_" + std::to_string(at.param.heads) +
-         "_" + std::to_string(at.index);
+  return std::string(at.param.codes           ? "codes_"
+                     : at.param.format == fp8 ? "fp8_"
+                                              : "ds_") +
+         at.param.name + "_" + std::to_string(at.param.heads) + "_" + std::to_string(at.index);
 });
+
+struct Form {
+  CacheFormat format;
+  bool codes;
+};
+constexpr Form kForms[] = {{fp8, false}, {ds, false}, {fp8, true}};
 
 /// batch_invariant: a request's bits stay, whatever stands beside it.
 TEST(AttendLatentFp8Bits, BatchInvariant) {
   if (!have_hopper()) GTEST_SKIP() << "no Hopper GPU: skipped";
-  for (const CacheFormat format : {fp8, ds})
+  for (const auto [format, codes] : kForms)
     for (const int heads : {16, 64, 128}) {
-      Inputs b({"beside", format, heads, 64, {1, 7, 1, 3}, {5000, 9000, 100, 3000}, Dtype::f32, true}, 5);
+      Case c{"beside", format, heads, 64, {1, 7, 1, 3}, {5000, 9000, 100, 3000}, Dtype::f32, true};
+      c.codes = codes;
+      Inputs b(c, 5);
       attend_latent(b.args, b.choice, nullptr);
       synchronize();
       const auto together = b.out();
       AttendLatent one = b.args;
       one.limits.requests = one.limits.tokens = one.limits.query_tokens = 1;
       b.poison();
-      attend_latent(one, attend_latent_choice(one.limits, one.page_size, b.choice.workers, format), nullptr);
+      attend_latent(one, attend_latent_choice(one.limits, one.page_size, b.choice.workers, format, one.q_dtype),
+                    nullptr);
       synchronize();
       const auto single = b.out();
       EXPECT_EQ(0, std::memcmp(together.data(), single.data(), static_cast<size_t>(heads) * 512 * 4))
@@ -368,10 +416,12 @@ TEST(AttendLatentFp8Bits, BatchInvariant) {
 // takes a block for there because a later one is.
 TEST(AttendLatentFp8Bits, BlocksArriveInAnyOrder) {
   if (!have_hopper()) GTEST_SKIP() << "no Hopper GPU: skipped";
-  for (const CacheFormat format : {fp8, ds})
+  for (const auto [format, codes] : kForms)
     for (const int heads : {16, 32, 64, 128})
       for (const bool invariant : {true, false}) {
-        Inputs s({"host", format, heads, 64, {3, 1}, {4100, 40}, Dtype::f32, invariant});
+        Case c{"host", format, heads, 64, {3, 1}, {4100, 40}, Dtype::f32, invariant};
+        c.codes = codes;
+        Inputs s(c);
         attend_latent(s.args, s.choice, nullptr);
         synchronize();
         const auto want = s.out();

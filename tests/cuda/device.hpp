@@ -73,7 +73,7 @@ void parallel(int64_t n, F task) {
     });
 }
 
-/// One row of latent attention: in float64, and as a plain computation with 16-bit probabilities makes it.
+/// One row of latent attention: in float64, and as a plain computation with probabilities of 16 or 8 bits makes it.
 struct LatentRow {
   std::vector<double> out, size;  // size: sums of p |v| where out has sums of p v
   std::vector<float> plain;
@@ -96,14 +96,17 @@ LatentRow attend_row(const float* q, int visible, double scale, Dtype probabilit
   }
   // An online softmax rounds probabilities relative to an earlier maximum, so that none of them need be exactly 1.
   double reference = *std::max_element(s.begin(), s.begin() + std::min(visible, 64));
-  reference = top - std::fmod(top - reference, 5.5);
+  const bool e4m3 = probabilities == Dtype::fp8_e4m3;  // 2^7 at the reference, 2^8 at most
+  reference = top - std::fmod(top - reference, e4m3 ? 0.69 : 5.5);
   double total = 0;
   float plain_total = 0;
   for (int j = 0; j < visible; ++j) {
     const float* k = row(j);
     const double p = std::exp(s[j] - top);
     const float e = std::exp(static_cast<float>(s[j]) - static_cast<float>(reference));
-    const float rounded = probabilities == Dtype::bf16 ? to_float(to_bf16(e)) : to_float(to_f16(e));
+    const float rounded = e4m3                           ? to_float(to_fp8_e4m3(e * 0x1p7f)) * 0x1p-7f
+                          : probabilities == Dtype::bf16 ? to_float(to_bf16(e))
+                                                         : to_float(to_f16(e));
     total += p;
     plain_total += e;
     for (int i = 0; i < 512; ++i) {

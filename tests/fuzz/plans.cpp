@@ -237,7 +237,7 @@ PlanOptions options_of(fuzz::Source& in, int64_t scale) {
   o.max_model_len = in.byte() < 32 ? in.odd(0, 200) : 0;
   o.max_requests = in.byte() < 32 ? in.odd(0, 8) : 0;
   o.fp8_query = in.byte() < 32;
-  if (in.byte() < 16) o.q_scale = in.raw<float>();
+  if (in.byte() < 16) o.q_scale = in.raw<float>(), o.decode = in.flag() ? DecodeOperands::fp8 : DecodeOperands::compute;
   o.absorbed = in.byte() < 8;
   if (in.byte() < 16) o.output = OutputSpec{.kind = OutputKind::fp8};
   if (in.byte() < 16)

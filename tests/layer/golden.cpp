@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "layer/reference.hpp"
+#include "support/batches.hpp"
 #include "support/engine.hpp"
 
 namespace mla::test {
@@ -23,7 +24,7 @@ struct Loaded {
   Golden golden;
   std::map<Dtype, LayerWeights> weights;
   std::vector<double> exact;
-  std::map<std::tuple<Dtype, Dtype, Path, std::optional<CacheFormat>, bool>, double> plain_errors;
+  std::map<std::tuple<Dtype, Dtype, Path, std::optional<CacheFormat>, bool, bool>, double> plain_errors;
 
   const LayerWeights& prepared(Dtype t) {
     auto [it, fresh] = weights.try_emplace(t);
@@ -38,15 +39,17 @@ struct Loaded {
   }
 
   /// Error of a plain computation that rounds where the layer does.
-  double plain(Dtype weights_dtype, Dtype compute, Path path, std::optional<CacheFormat> format, bool fp8_query) {
-    auto [it, fresh] = plain_errors.try_emplace({weights_dtype, compute, path, format, fp8_query});
+  double plain(Dtype weights_dtype, Dtype compute, Path path, std::optional<CacheFormat> format, bool fp8_query,
+               bool codes = false) {
+    auto [it, fresh] = plain_errors.try_emplace({weights_dtype, compute, path, format, fp8_query, codes});
     if (fresh) {
       reference::Rounding rounding{.weights = weights_dtype,
                                    .compute = compute,
                                    .activations = kOnGpu ? compute : Dtype::f32,
                                    .cache = {},
                                    .path = path,
-                                   .q_scale = fp8_query ? kQueryScale : 0.0f};
+                                   .q_scale = fp8_query ? kQueryScale : 0.0f,
+                                   .latent_codes = codes};
       if (format) rounding.cache = cache_spec(golden.config, *format);
       const auto y = reference::output_rows(golden.config, reference::plain_weights(golden.tensors, weights_dtype),
                                             golden.hidden, rows(), &rounding);
@@ -218,6 +221,21 @@ TEST_P(GoldenFile, Fp8Query) {
                 {.plan = {.path = PathPolicy::latent, .fp8_query = true, .q_scale = Loaded::kQueryScale}});
   judge(engine.run_alone(engine.add(g.hidden), g.length, 40),
         bound(Dtype::f32, Dtype::f32, PathPolicy::latent, CacheFormat::fp8, true), "fp8 query");
+}
+
+TEST_P(GoldenFile, Fp8QueryByCodes) {
+  const Golden& g = l().golden;
+  const PlanOptions options{
+      .path = PathPolicy::latent, .fp8_query = true, .q_scale = Loaded::kQueryScale, .decode = DecodeOperands::fp8};
+  const CacheSpec spec = cache_spec(g.config, CacheFormat::fp8);
+  if (g.config.indexer) {
+    const Made made({1}, {4}, spec.page_size);
+    EXPECT_THROW(plan(g.config, spec, 4, made.batch(), {}, options), UnsupportedError);
+    return;
+  }
+  Engine engine(l().prepared(Dtype::f32), spec, {.plan = options});
+  const double latent = l().plain(Dtype::f32, Dtype::f32, Path::latent, CacheFormat::fp8, true, kOnGpu);
+  judge(engine.run_alone(engine.add(g.hidden), g.length, 40), 2 * latent + kFloor, "fp8 query by codes");
 }
 
 TEST(Names, OfParametersAreNoBytes) {

@@ -442,6 +442,13 @@ TEST(Plan, OptionsThatCannotBe) {
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o),
             "plan: fp8 queries need cache format fp8, this one is bf16");
   o = {};
+  o.decode = DecodeOperands::fp8;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o), "plan: decode fp8 needs fp8 queries (fp8_query)");
+  o.fp8_query = true;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o), "planned");
+  EXPECT_EQ(message(test::small_sparse(), cache_spec(test::small_sparse(), CacheFormat::fp8), o),
+            "plan: decode fp8 is of models without an indexer");
+  o = {};
   o.compute = Dtype::f16;
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::bf16), o), "plan: compute dtype is f16; f32 and bf16 are supported");
   o = {};

@@ -210,6 +210,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
         o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
     if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : coin() ? "nvfp4" : "mxfp4");
     o.fp8_query = coin();
+    if (o.fp8_query && !sparse && coin()) o.decode = DecodeOperands::fp8;
     o.activation_dtype = static_cast<ActivationDtype>(random.integer(0, 3));
     if (!o.absorbed && coin()) o.prefill = coin() ? PrefillOperands::fp8 : PrefillOperands::fp8_raw;
     const Device device{coin() ? DeviceKind::cpu : DeviceKind::cuda};

@@ -189,6 +189,18 @@ def test_prefill_of_codes(small_model, stream, prefill, scales):
         assert 0.005 < error < 0.1, error
 
 
+def test_decode_of_codes(small_model, stream):
+    world = World(small_model, "fp8")
+    options = mla.PlanOptions(path="latent", fp8_query=True, q_scale=0.05, decode="fp8")
+    assert options.decode == "fp8"
+    step = mla.plan(world.model, world.cache, world.batch(STEPS[0]), stream=stream, options=options)
+    assert "products of codes" in step.describe()
+    with pytest.raises(mla.UnsupportedError, match="decode fp8 needs fp8 queries"):
+        mla.plan(world.model, world.cache, world.batch(STEPS[0]), stream=stream, options=mla.PlanOptions(decode="fp8"))
+    with pytest.raises(mla.InputError, match="unknown decode operands 'e5m2'"):
+        mla.PlanOptions(decode="e5m2")
+
+
 def test_prefill_scales_are_checked(small_model):
     tensors = mla.random_layer(small_model)
     with pytest.raises(mla.InputError, match="no scales are called 'o'"):

@@ -28,6 +28,7 @@ enum {
 /// Queries, keys and values of the expanded path: in the plan's compute dtype, or as e4m3 codes by the scales that the
 /// layer was made with; raw sums are faster on Hopper GPUs and less exact.
 enum { MLA_PREFILL_COMPUTE = 0, MLA_PREFILL_FP8 = 1, MLA_PREFILL_FP8_RAW = 2 };
+enum { MLA_DECODE_COMPUTE = 0, MLA_DECODE_FP8 = 1 };
 /// Dtype of the rows that calls take and give: hidden states, or the attention form's q, kv_c and k_pe. NATIVE: hidden
 /// states of f32 or bf16, as each call has them, and the others of mla_plan_info.activations. Others: all are of that
 /// dtype, cast on the way in; results are rounded from f32 on the way out, and may also be f32 or bf16.
@@ -121,7 +122,8 @@ typedef struct mla_plan_options {
                                   ///< leave those of the outputs past the batch's alone; NULL: of the batch alone.
                                   ///< MLA_ERROR_UNSUPPORTED with paths expanded, no cache, dummy, and an output format
   int32_t activation_dtype;       ///< MLA_ACTIVATION_DTYPE_... of the calls' rows; default native
-  int32_t reserved;               ///< 0
+  int32_t decode;                 ///< MLA_DECODE_...: what the latent path multiplies where fp8_query is 1; default
+                                  ///< compute
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

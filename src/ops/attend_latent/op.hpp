@@ -15,8 +15,10 @@
 namespace mla::ops {
 
 struct AttendLatentArgs {
-  AnyView<Token, Head, Entry> q;  ///< f32, bf16 or fp8_e4m3 (times q_scale), Entry dense
-  float q_scale = 1.0f;           ///< fp8 queries only
+  /// f32, bf16 or fp8_e4m3 (times q_scale), Entry dense. On Hopper queries of e4m3 multiply a cache of fp8 as codes,
+  /// and probabilities become e4m3, too (docs/numerics.md).
+  AnyView<Token, Head, Entry> q;
+  float q_scale = 1.0f;  ///< fp8 queries only
   CacheView cache;
   BlockTable block_table;
   List<LatentItem> items;  ///< of one without query rows nothing else is looked at

@@ -101,14 +101,18 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   require(a.format != CacheFormat::fp8 || (a.k_scale > 0 && std::isfinite(a.k_scale)),
           "k_scale is " + std::to_string(a.k_scale) + ", a positive number is needed");
   const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
-  require(!fp8 || (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
+  require(c.codes == (a.q_dtype == Dtype::fp8_e4m3) && (!c.codes || (c.box_rows >= 1 && c.tile_rows >= 64)),
+          "the choice was made for other queries than " + std::string(to_string(a.q_dtype)));
+  require(!fp8 || c.codes ||
+              (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
               std::to_string(c.box_rows));
   if (a.max_logits && !attend_latent_gives_max_logits(c, a.format))
     throw UnsupportedError("attend_latent: largest logits of an fp8 cache are not made by tiles of few rows on sm90");
   const bool half = a.q_dtype == Dtype::f16 && a.format == CacheFormat::f16;
-  if (a.q_dtype != Dtype::bf16 && !half)
-    throw UnsupportedError("attend_latent: q of bf16, or over a cache of f16 of f16, is needed on sm90");
+  if (a.q_dtype != Dtype::bf16 && !half && !(c.codes && a.format == CacheFormat::fp8))
+    throw UnsupportedError(
+        "attend_latent: q of bf16, or over a cache of f16 of f16, over one of fp8 of fp8_e4m3, is needed on sm90");
   if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32 && !(half && a.out_dtype == Dtype::f16))
     throw UnsupportedError("attend_latent: out of bf16 or f32, or of f16 queries of f16, is needed on sm90");
   const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
@@ -156,7 +160,8 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.q_f16 = a.q_dtype == Dtype::f16;
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
   p.row_bytes = static_cast<uint16_t>(number_bytes(a));
-  p.page_step = static_cast<int>(p.page_stride / p.row_bytes);
+  // Boxes of codes have pages as a dimension: rows are numbered as if pages followed one another.
+  p.page_step = c.codes ? a.page_size : static_cast<int>(p.page_stride / p.row_bytes);
   p.requests = l.requests;
   p.heads = l.heads;
   p.page_size = a.page_size;
@@ -190,7 +195,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
   p.patience = c.patience;
   p.partial_out = static_cast<float*>(a.partials);
-  const bool half = c.tile_rows >= 64 && (!is_fp8(a.format) || c.converts);  // partials of the wide kernel
+  const bool half = c.tile_rows >= 64 && (!is_fp8(a.format) || c.converts || c.codes);  // partials of the wide kernel
   p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
   // partial_lse has two numbers a row where partials are halves.
   p.partial_max = p.partial_lse + partial_slots(l, c) * c.tile_rows * (half ? 2 : 1);
@@ -213,7 +218,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
 }  // namespace
 
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_size, int multiprocessors,
-                                        CacheFormat format) {
+                                        CacheFormat format, Dtype q_dtype) {
   AttendLatentChoice c;
   // Kernels sum in different orders: which one runs must then not follow from the longest query.
   const int64_t rows = l.batch_invariant ? l.heads : static_cast<int64_t>(l.heads) * l.query_tokens;
@@ -227,10 +232,14 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
     c.converts = c.tile_rows == 128 || (c.tile_rows == 64 && format != CacheFormat::fp8);
     if (!c.converts) c.line_overhead = 6;
   }
+  if (q_dtype == Dtype::fp8_e4m3) {
+    c.codes = true, c.converts = false, c.line_overhead = 3;
+    c.tile_rows = std::max(c.tile_rows, 64), c.box_rows = fit;
+  }
   const int64_t tiles = up(static_cast<int64_t>(l.query_tokens) * l.heads, c.tile_rows) / c.tile_rows * l.requests,
                 blocks = (l.seq_len + latent::block_tokens - 1) / latent::block_tokens;
   // Without conversion e4m3's warpgroups take blocks in turn; converted, more than 32 pieces gain less than they cost.
-  c.min_blocks = c.converts ? (blocks > 32 ? 2 : 1) : c.tile_rows <= 32 && !is_fp8(format) ? 1 : 2;
+  c.min_blocks = c.converts || c.codes ? (blocks > 32 ? 2 : 1) : c.tile_rows <= 32 && !is_fp8(format) ? 1 : 2;
   if (l.batch_invariant)
     c.split_blocks =
         std::max(invariant_blocks, static_cast<int>((blocks + latent::most_pieces - 1) / latent::most_pieces));
@@ -243,7 +252,7 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& l, int page_si
 }
 
 bool attend_latent_gives_max_logits(const AttendLatentChoice& c, CacheFormat format) {
-  return !is_fp8(format) || c.converts;
+  return !is_fp8(format) || c.converts || c.codes;
 }
 
 // A tile's pieces are counted by number of its first piece, or of its first worker; then a word for each piece.
@@ -264,8 +273,8 @@ void attend_latent_schedule(const AttendLatent& a, const AttendLatentChoice& c, 
   check_args(a, c);
   require(a.schedule, "there is no room for a schedule");
   if (a.limits.tokens == 0 || a.limits.requests == 0) return;
-  latent::launch_starts(is_fp8(a.format), c, params_of(a, c), static_cast<latent::Start*>(a.schedule), shape_of(a),
-                        stream);
+  latent::launch_starts(is_fp8(a.format) && !c.codes, c, params_of(a, c), static_cast<latent::Start*>(a.schedule),
+                        shape_of(a), stream);
 }
 
 void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
@@ -274,6 +283,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   if (l.tokens == 0 || l.requests == 0) return;
   const std::string shape = shape_of(a);
   const latent::Params p = params_of(a, c);
+  if (c.codes) return latent::launch_codes(a, c, p, shape, stream);
 
   const uint64_t row_bytes = static_cast<uint64_t>(q_width(a.format)) * 2;
   const uint64_t q_extents[2] = {row_bytes / 2, static_cast<uint64_t>(l.tokens) * l.heads};

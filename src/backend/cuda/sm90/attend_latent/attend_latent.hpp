@@ -31,7 +31,7 @@ struct AttendLatentLimits {
 struct AttendLatent {
   AttendLatentLimits limits;
   /// [tokens, heads, 576]: 512 latent, 64 rope; fp8_ds_v4: 512 in all. 16-byte aligned, dense. bf16, or over a cache of
-  /// f16 also f16.
+  /// f16 also f16, over one of fp8 also fp8_e4m3: then products are of codes (codes.cuh) and probabilities e4m3.
   const void* q = nullptr;
   Dtype q_dtype = Dtype::bf16;
   /// [pages, page_size, row] as the format lays it out, 16-byte aligned. What unused slots hold never reaches an
@@ -110,6 +110,8 @@ struct AttendLatentChoice {
   int box_rows = 64;
   /// e4m3, tiles of 128 rows: cached rows become bf16 in shared memory, for the kernel over caches of 16 bits.
   bool converts = false;
+  /// Queries are e4m3, as the cache is: products of codes, tiles of 64 and 128 rows, boxes of any number of rows.
+  bool codes = false;
   int split_blocks = 0;   ///< blocks of 64 positions in a batch-invariant piece; 0: pieces follow from the batch
   int min_blocks = 1;     ///< least blocks of a piece otherwise
   int line_overhead = 3;  ///< what a tile costs beside its blocks, in blocks, where workers take equal stretches of all
@@ -131,7 +133,7 @@ struct AttendLatentChoice {
   int ctas() const { return tile_rows == 128 ? 2 : 1; }  ///< of a worker
 };
 AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int page_size, int multiprocessors,
-                                        CacheFormat format = CacheFormat::bf16);
+                                        CacheFormat format = CacheFormat::bf16, Dtype q_dtype = Dtype::bf16);
 
 /// Does such a call give largest logits?
 bool attend_latent_gives_max_logits(const AttendLatentChoice& choice, CacheFormat format);

@@ -1,5 +1,5 @@
-// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu, kernels_fp8.cu and
-// kernels_converted.cu.
+// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu, kernels_fp8.cu,
+// kernels_converted.cu and kernels_codes.cu.
 #pragma once
 
 #include <cuda.h>
@@ -25,6 +25,10 @@ void launch_fp8(bool ds_mla, bool listed, const AttendLatentChoice& choice, cons
 /// Params::lists, as fp8_ds_v4 always is and fp8 never.
 void launch_converted(CacheFormat format, bool listed, const AttendLatentChoice& choice, const Params& p,
                       const CUtensorMap& q_map, std::string_view shape, cudaStream_t stream);
+
+/// fp8 by queries of e4m3: products of codes.
+void launch_codes(const AttendLatent& a, const AttendLatentChoice& choice, const Params& p, std::string_view shape,
+                  cudaStream_t stream);
 
 /// What each worker begins with, to starts[workers].
 void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, Start* starts, std::string_view shape,

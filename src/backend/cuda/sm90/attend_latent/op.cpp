@@ -37,9 +37,9 @@ struct Run {
 Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, size_t room) {
   const auto first = [&](size_t count) {
     const AttendLatentLimits limits = limits_of(a.items.subspan(begin, count), a);
-    Run run{
-        count, limits,
-        attend_latent_choice(limits, static_cast<int>(a.cache.spec.page_size), multiprocessors, a.cache.spec.format)};
+    Run run{count, limits,
+            attend_latent_choice(limits, static_cast<int>(a.cache.spec.page_size), multiprocessors, a.cache.spec.format,
+                                 a.q.dtype())};
     if (is_16_bit(a.cache.spec.format) && a.cache.page_stride % (a.cache.spec.entry() * 2) != 0)
       run.choice.box_rows = 0;
     return run;
@@ -81,6 +81,7 @@ void use_schedule(const Queue& queue, AttendLatent& args, AttendLatentChoice& ch
                               choice.tile_rows,
                               choice.workers,
                               choice.box_rows,
+                              choice.codes,
                               choice.split_blocks,
                               choice.min_blocks,
                               choice.line_overhead};
@@ -106,9 +107,11 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a) {
   const CacheSpec& spec = a.cache.spec;
   const bool whole =
       std::all_of(a.items.begin(), a.items.end(), [](const LatentItem& i) { return i.kv_begin == 0 && i.partial < 0; });
-  return gpu.hopper && whole && !a.items.empty() && spec.format != CacheFormat::fp8_ds_v4 && serves_rows(a, a.cache) &&
-         a.cache.page_stride % 16 == 0 && a.cache.page_stride >= static_cast<size_t>(spec.page_bytes()) &&
-         a.block_table.stride<Page>() == 1 &&
+  return gpu.hopper && whole && !a.items.empty() && spec.format != CacheFormat::fp8_ds_v4 &&
+         serves_rows(a, a.cache, true) &&
+         // Boxes of the rope's codes begin at multiples of two rows.
+         (a.q.dtype() != Dtype::fp8_e4m3 || spec.page_size % 2 == 0) && a.cache.page_stride % 16 == 0 &&
+         a.cache.page_stride >= static_cast<size_t>(spec.page_bytes()) && a.block_table.stride<Page>() == 1 &&
          // Rows of e4m3 are found by 32-bit numbers of 16 bytes, others by signed ones, of rows if pages lie so apart.
          static_cast<uint64_t>(a.cache.pages) * a.cache.page_stride / 16 <=
              (is_e4m3(spec.format) ? std::numeric_limits<uint32_t>::max()
@@ -122,8 +125,9 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a)
   std::string names;
   for (size_t begin = 0; begin < a.items.size();) {
     const Run run = run_at(begin, a, gpu.multiprocessors, a.scratch.per_worker - partials_at(a));
-    const std::string name =
-        (run.choice.tile_rows <= 32 ? "narrow, " : "wide, ") + std::to_string(run.choice.tile_rows) + " rows";
+    const std::string name = (run.choice.tile_rows <= 32 ? "narrow, " : "wide, ") +
+                             std::to_string(run.choice.tile_rows) + " rows" +
+                             (run.choice.codes ? " of e4m3 products" : "");
     if (names.find(name) == std::string::npos) names += (names.empty() ? "" : " and ") + name;
     begin += run.count;
   }
@@ -145,6 +149,7 @@ void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const Cal
     choice.settled = a.cache_settled;
     AttendLatent args = call_of(queue, a, a.cache, caller);
     args.limits = limits;
+    if (choice.codes) args.scale *= a.q_scale;
     args.pages = a.cache.pages, args.page_size = page_size;
     args.page_stride = static_cast<int64_t>(a.cache.page_stride);
     if (caller) args.given_q_scale = caller->q_scale, args.given_k_scale = caller->k_scale;
