@@ -125,6 +125,7 @@ start_sanitizers() {
   local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row
   local calls='*Paged*/h16:*Paged*/f16_h128_gap:*Paged*/fp8_codes_h128_scales:*ListAttention*/h16_q1_lengths:*Schedule*'
   local fp8='*_one_position_*:*/fp8_h16_4k_*:*/ds_h16_4k_*:*_h128_one_block_*'
+  local codes='*codes_one_position_*:*codes_h64_one_position_*:*codes_h128_one_block_*:*codes_h20_q3_*'
   for tool in memcheck initcheck synccheck; do
     sanitize $tool.test_cuda_ops $tool test_cuda_ops '*EveryOpOnGpu*' MLA_TEST_MAX_FLOPS=3e6
     sanitize $tool.test_cuda_sparse $tool test_cuda_sparse '*.Heads/*' MLA_TEST_MAX_FLOPS=3e6
@@ -139,7 +140,12 @@ start_sanitizers() {
   sanitize racecheck.test_cuda_device_attention racecheck test_cuda_device_attention '*Paged*/h16'
   sanitize racecheck.test_cuda_attend_latent.wide racecheck test_cuda_attend_latent "$wide"
   for tool in memcheck racecheck initcheck synccheck; do
-    sanitize $tool.test_cuda_attend_latent_fp8 $tool test_cuda_attend_latent_fp8 "$fp8"
+    if [[ $tool == racecheck ]]; then  # a kernel of its own, with exchanges of its own
+      sanitize racecheck.test_cuda_attend_latent_fp8 racecheck test_cuda_attend_latent_fp8 "$fp8-*codes_*"
+      sanitize racecheck.test_cuda_attend_latent_fp8.codes racecheck test_cuda_attend_latent_fp8 "$codes"
+    else
+      sanitize $tool.test_cuda_attend_latent_fp8 $tool test_cuda_attend_latent_fp8 "$fp8:$codes"
+    fi
     sanitize $tool.test_cuda_attend_expanded $tool test_cuda_attend_expanded \
       'AttendExpanded.NoKeysAtAll:AttendExpanded.MergesIntoEveryOutputType:AttendExpanded.LastPartsBecomeCodes'
     sanitize $tool.test_cuda_attend_expanded_fp8 $tool test_cuda_attend_expanded_fp8 \
@@ -147,7 +153,7 @@ start_sanitizers() {
   done
 }
 # racecheck's false reports, of pairs of instructions in one kernel, at most so many in each way that it is compiled:
-# exchanges of attend_latent's wide kernel's warpgroups, and scales of attend_expanded's e4m3 kernel, which are read in
+# exchanges of attend_latent's wide kernel's warpgroups and of those of its kernel of codes, and scales of attend_expanded's e4m3 kernel, which are read in
 # front of the turns' barriers (their READMEs, at the end). Anything else it reports is a failure.
 #   judge_known NAME KERNEL MOST
 judge_known() {
@@ -203,6 +209,8 @@ done
 for tool in "${tools[@]}"; do
   if [[ $tool =~ ^racecheck.test_cuda_(attend_latent(.wide|_fp8)|sparse)$ && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
     judge_known "$tool" wide_kernel 4
+  elif [[ $tool == racecheck.test_cuda_attend_latent_fp8.codes && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
+    judge_known "$tool" codes_kernel 4
   elif [[ $tool == racecheck.test_cuda_attend_expanded_fp8 && $(cut -d' ' -f1 "$logs/$tool.end") == 9 ]]; then
     judge_known "$tool" attend_expanded_fp8_kernel 3
   else

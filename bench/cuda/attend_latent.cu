@@ -97,7 +97,6 @@ const Shape shapes[] = {
     {"codes b128 h128 4K varlen", 128, 128, 1, 4096, 2048, 64, CacheFormat::fp8, false, false, true},
     {"codes b128 s2 h128 4K", 128, 128, 2, 4096, 0, 64, CacheFormat::fp8, false, false, true},
     {"codes b128 h128 4K page16", 128, 128, 1, 4096, 0, 16, CacheFormat::fp8, false, false, true},
-    {"codes b128 h128 4K page1", 128, 128, 1, 4096, 0, 1, CacheFormat::fp8, false, false, true},
     {"codes b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8, true, false, true},
     {"ds b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},
     {"ds b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla},

@@ -103,6 +103,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   const int most = a.format == CacheFormat::fp8 ? 64 : 16;  // rows of a tile, where they are not converted
   require(c.codes == (a.q_dtype == Dtype::fp8_e4m3) && (!c.codes || (c.box_rows >= 1 && c.tile_rows >= 64)),
           "the choice was made for other queries than " + std::string(to_string(a.q_dtype)));
+  require(!c.codes || c.box_rows % 2 == 0,
+          "q of fp8_e4m3 needs pages of an even number of rows, page size is " + std::to_string(a.page_size));
   require(!fp8 || c.codes ||
               (c.box_rows >= 1 && c.box_rows <= 16 && (c.converts ? c.tile_rows >= 64 : c.tile_rows <= most)),
           "the choice was made for another cache format: tile of " + std::to_string(c.tile_rows) + " rows, copies of " +
