@@ -163,9 +163,10 @@ void validate(const Batch& b, int64_t pages, int64_t page_size) {
 void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, const ContextParallel& c) {
   validate_pages(b, pages, page_size,
                  [&](int64_t r) { return c.sharding.pages(c.member(), b.seq_lens[r], page_size); });
-  std::vector<int32_t> written;
+  std::vector<int32_t> written;  // once for each request and page, as check_slots()
   for (int64_t r = 0; r < b.requests(); ++r) {
     const int64_t first = b.context_len(r) - b.query_start_loc[r];  // position - token
+    int64_t last = -1;
     for (int64_t t = b.query_start_loc[r]; t < b.query_start_loc[r + 1]; ++t) {
       const int64_t slot = b.slot_mapping[t], position = first + t;
       if (slot < 0) continue;
@@ -178,7 +179,7 @@ void planning::validate_held(const Batch& b, int64_t pages, int64_t page_size, c
       if (slot != id * page_size + at % page_size)
         fail_at(r, found() + " is slot " + n(id * page_size + at % page_size) + " of this rank (block_table[" +
                        n(page) + "] is " + n(id) + ", pages of " + n(page_size) + "); below 0 writes nothing");
-      if (written.empty() || written.back() != id) written.push_back(static_cast<int32_t>(id));
+      if (page != last) written.push_back(static_cast<int32_t>(id)), last = page;
     }
   }
   check_single_writers(b, written);

@@ -221,8 +221,8 @@ class Inputs {
           plain_squares += (plain - want.out[k]) * (plain - want.out[k]);
           sizes += want.size[k] * want.size[k];
           if (choice.codes) {
-            // Each probability to 4 bits, small ones to 2^-10 of 2^7; and sums of 18 products, 13 bits each.
-            double allowed = (0x1p-4 + 0x1p-6 * c_.spread) * want.size[k] + (visible * 0x1p-17 + 0x1p-11) * largest;
+            // Each probability to 4 bits, small ones to 2^-10 of 2^7; and what scores err by.
+            double allowed = (0x1p-4 + score_error(8)) * want.size[k] + (visible * 0x1p-17 + 0x1p-11) * largest;
             if (c_.out == Dtype::bf16) allowed += 0x1p-8 * (std::abs(want.out[k]) + allowed);
             e.worst = std::max(e.worst, std::abs(got - want.out[k]) / (allowed + 1e-30));
           } else if (choice.converts) {
@@ -232,7 +232,7 @@ class Inputs {
           }
         }
         // Of few keys' probabilities a plain computation may round none.
-        const double luck = visible < 100 ? 0x1p-10 * sizes : 0x1p-16 * square;
+        const double luck = (visible < 100 ? 0x1p-10 * sizes : 0x1p-16 * square) + std::pow(score_error(1), 2) * sizes;
         if (choice.codes)
           e.worst = std::max(e.worst, std::sqrt(squares) / (2 * std::sqrt(plain_squares) + std::sqrt(luck) + 1e-30));
         else if (!choice.converts)
@@ -242,7 +242,8 @@ class Inputs {
       if (visible <= 0) {
         if (!(l == -std::numeric_limits<float>::infinity())) e.empty = false;
       } else {
-        const double allowed = (choice.codes ? 1e-3 * c_.spread : 3e-5) * (1 + std::abs(want.lse));
+        const double allowed =
+            choice.codes ? score_error(4) + kCuts * std::abs(want.lse) : 3e-5 * (1 + std::abs(want.lse));
         e.lse = std::isfinite(l) ? std::abs(l - want.lse) / allowed : 1e30;
       }
     });
@@ -280,6 +281,11 @@ class Inputs {
   AttendLatentChoice choice;
 
  private:
+  /// Of scores by codes: 18 sums of 32 products, cut off 13 bits below the largest addend, which is some times the
+  /// spread of scores.
+  static constexpr double kCuts = 18 * 0x1p-13;
+  double score_error(double times) const { return kCuts * times * c_.spread; }
+
   Case c_;
   std::mt19937_64 random_;
   int tokens_ = 0;

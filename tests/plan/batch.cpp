@@ -8,6 +8,8 @@
 #include <numeric>
 #include <random>
 
+#include "plan/internal.hpp"
+
 namespace mla {
 namespace {
 
@@ -115,6 +117,7 @@ TEST(Batch, TwoTokensWithOneSlot) {
   a.table = {2, 2, 0, 0, 0, 0};
   a.slots = {8, 9, 10, 11, 8};
   EXPECT_EQ(violation(a), "batch: slot_mapping[4] is 8, the slot of token 0 too: one of them would be lost");
+  EXPECT_THROW(planning::validate_held(a.batch(), 6, 4, {.sharding = CacheSharding(2, 64)}), BatchError);
 }
 
 // Random steps, whole and with one slot moved: what a table of every slot's owner says.
@@ -154,6 +157,14 @@ TEST(Batch, SlotsOfRandomSteps) {
       a.lengths.push_back(length);
     }
     const Batch batch{a.starts, a.lengths, {ids.data(), {requests, columns}}, a.slots};
+    // A rank of a split cache that holds all of it judges alike.
+    bool held = true;
+    try {
+      planning::validate_held(batch, pages, page_size, {.sharding = CacheSharding(2, 1 << 20), .rank = 0});
+    } catch (const BatchError&) {
+      held = false;
+    }
+    EXPECT_EQ(held, valid) << "as a rank's, round " << round;
     std::string found = "valid";
     try {
       validate(batch, pages, page_size);
