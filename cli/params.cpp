@@ -163,16 +163,20 @@ void add_threads(CLI::App& command, int& threads) {
 }
 
 Fp8QueryFlags::Fp8QueryFlags(CLI::App& command) {
-  add_number(command, "--q-scale", scale_, "latent queries as fp8 of this scale, over a cache of fp8; 0: they are not",
-             0.0, 1e30);
+  command
+      .add_option(
+          "--q-scale", scale_,
+          "latent queries as fp8, over a cache of fp8: their scale, or auto: the checkpoint's, a layer's own each")
+      ->capture_default_str();
   command
       .add_option("--decode", decode_,
                   "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes")
       ->capture_default_str();
 }
 void Fp8QueryFlags::read(PlanOptions& options) const {
-  options.fp8_query = scale_ > 0;
-  if (options.fp8_query) options.q_scale = static_cast<float>(scale_);
+  options.fp8_query = scale_ != "none";
+  if (scale_ == "auto") options.q_scale = 0;
+  else if (options.fp8_query) options.q_scale = static_cast<float>(parse_number("--q-scale", scale_, 1e-30, 1e30));
   options.decode = parse_choice("--decode", decode_, parse_decode_operands);
   if (options.decode != DecodeOperands::compute && !options.fp8_query)
     throw InputError("--decode " + decode_ + " is of fp8 queries, --q-scale gives their scale");

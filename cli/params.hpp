@@ -115,7 +115,7 @@ class Fp8QueryFlags {
   void read(PlanOptions& options) const;
 
  private:
-  double scale_ = 0;
+  std::string scale_ = "none";
   std::string decode_ = "compute";
 };
 

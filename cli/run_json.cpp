@@ -109,7 +109,9 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"activations", to_string(o.plan.activations)},
               {"activation_dtype", to_string(o.plan.activation_dtype)},
               {"prefill", to_string(o.plan.prefill)},
-              {"q_scale", o.plan.fp8_query ? o.plan.q_scale : 0.0f},
+              {"q_scale", !o.plan.fp8_query     ? nlohmann::json()
+                          : o.plan.q_scale == 0 ? nlohmann::json("auto")
+                                                : nlohmann::json(o.plan.q_scale)},
               {"decode", to_string(o.plan.decode)},
               {"weight_bytes", r.weight_bytes}}},
             {"machine",

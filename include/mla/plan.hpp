@@ -206,7 +206,8 @@ struct PlanOptions {
   Dtype compute = Dtype::f32;
   /// Of the expanded path. With fully absorbed weights, which do not serve it: UnsupportedError for other than compute.
   PrefillOperands prefill = PrefillOperands::compute;
-  /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating.
+  /// Latent queries as fp8 e4m3 with a static scale: stored q / q_scale, saturating. 0: each layer's own
+  /// (LayerWeights::query_scale); not over a cache that ranks share, where it must be one number for all.
   bool fp8_query = false;
   float q_scale = 1.0f;
   /// UnsupportedError for other than compute without fp8_query, and for a model with an indexer.

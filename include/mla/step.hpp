@@ -144,7 +144,7 @@ struct Cast {
   Operand<Token, Head, In> x;
   RowList x_rows;
   Operand<Token, Head, In> y;
-  float scale = 1.0f;
+  float scale = 1.0f;  ///< 0: the layer's, of queries (LayerWeights::query_scale)
   Scales scales = Scales::none;
   bool through_e4m3 = false;
   RowList y_rows = {};
@@ -204,9 +204,9 @@ struct GatherRows {
 };
 struct AttendLatent {
   Operand<Token, Head, Entry> q;
-  float q_scale = 1.0f;
+  float q_scale = 1.0f;  ///< of e4m3 queries; 0: the layer's
   ListOf<LatentItem> items;
-  float scale = 1.0f;
+  float scale = 1.0f;  ///< 0: the softmax's times the layer's of queries
   Operand<Token, Head, Value> out;
   Operand<Token, Head> lse;
   Operand<Partial, Head, Value> partial_out;
@@ -234,7 +234,7 @@ struct AttendExpanded {
 };
 struct AttendSparse {
   Operand<Token, Head, Entry> q;
-  float q_scale = 1.0f;
+  float q_scale = 1.0f;          ///< as AttendLatent's, and so is scale
   Operand<Key, Entry> gathered;  ///< none: cache rows are read in place
   Operand<Token, Topk> slots;
   ListOf<SparseItem> items;

@@ -264,6 +264,9 @@ struct LayerWeights {
   WeightVector query_norm, kv_norm;
   std::optional<IndexerWeights> indexer;  ///< of a layer that has its own
   PrefillScales prefill;                  ///< of LayerTensors::scales
+  /// Of their queries, where all heads have the same: that of fp8 latent queries, if PlanOptions::q_scale is 0; 0:
+  /// there is none.
+  float query_scale = 0;
 
   // Runtime absorption; null otherwise.
   std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)

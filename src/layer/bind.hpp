@@ -138,6 +138,11 @@ class Binder {
     return {c_.batch.block_table, c_.staged ? c_.staged->block_table(c_.batch.block_table) : nullptr};
   }
   const Linear& weights(Weight w) const;
+  /// The layer's own scale of fp8 queries; 1 where weights are but outlined.
+  float query_scale() const { return c_.weights.query_scale > 0 ? c_.weights.query_scale : 1.0f; }
+  float scale_of(float softmax) const {
+    return softmax > 0 ? softmax : static_cast<float>(plan_.model.softmax_scale()) * query_scale();
+  }
   View<const float, Head> scales(Scales s) const;
 
   const LayerContext& c_;

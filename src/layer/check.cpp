@@ -146,6 +146,11 @@ void check(const LayerContext& c, Device here, int workers) {
   if (c.weights.up() != c.plan.options.up)
     throw UnsupportedError("layer: weights hold W_UK and W_UV as " + std::string(to_string(c.weights.up())) +
                            ", the plan is for " + std::string(to_string(c.plan.options.up)) + " (PlanOptions::up)");
+  if (c.plan.options.fp8_query && c.plan.options.q_scale == 0 && !(c.weights.query_scale > 0))
+    throw UnsupportedError(
+        "layer: plan was made for the layer's own scale of fp8 queries (q_scale 0), these weights came without one "
+        "that "
+        "all heads share");
   if (c.plan.options.activations != Activations::plain && !c.weights.any_fp8())
     throw UnsupportedError("layer: plan was made for activations " +
                            std::string(to_string(c.plan.options.activations)) +

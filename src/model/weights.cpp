@@ -101,6 +101,7 @@ class Preparation {
     w.kv_norm = vector(t_.kv_norm, "kv_norm", m_.latent, m_.latent_scale);
     if (t_.indexer) w.indexer = indexer(*t_.indexer);
     w.prefill = prefill_scales();
+    if (const auto& q = t_.scales.q; !q.empty() && std::ranges::count(q, q[0]) == std::ssize(q)) w.query_scale = q[0];
 
     const int64_t query_out = m_.heads * m_.query_key(), up_out = m_.heads * (m_.nope + m_.value),
                   value_in = m_.heads * m_.value;

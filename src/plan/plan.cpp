@@ -53,8 +53,11 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   if (o.fp8_query && cache.format != CacheFormat::fp8)
     throw UnsupportedError("plan: fp8 queries need cache format fp8, this one is " +
                            std::string(to_string(cache.format)));
-  if (o.fp8_query && (!(o.q_scale > 0) || !std::isfinite(o.q_scale)))
-    throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) + ", must be finite and above 0");
+  if (o.fp8_query && (!(o.q_scale >= 0) || !std::isfinite(o.q_scale)))
+    throw ShapeError("plan: q_scale is " + std::to_string(o.q_scale) +
+                     ", must be finite and above 0, or 0: the layers'");
+  if (o.fp8_query && o.q_scale == 0 && o.context_parallel.shared())
+    throw UnsupportedError("plan: q_scale is 0, the layers' own; over a cache that ranks share it must be one number");
   if (o.decode != DecodeOperands::compute && (!o.fp8_query || model.indexer))
     throw UnsupportedError("plan: decode " + std::string(to_string(o.decode)) +
                            (model.indexer ? " is of models without an indexer" : " needs fp8 queries (fp8_query)"));

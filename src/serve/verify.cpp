@@ -108,7 +108,9 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .outputs = o.plan.activation_dtype == ActivationDtype::native ? Dtype::f32 : hidden_dtype(o),
           .cache = cache_of(o, layer),
           .path = furthest.path,
-          .q_scale = o.plan.fp8_query && furthest.path != Path::expanded ? o.plan.q_scale : 0.0f,
+          .q_scale = !o.plan.fp8_query || furthest.path == Path::expanded ? 0.0f
+                     : o.plan.q_scale > 0                                 ? o.plan.q_scale
+                                                                          : tensors.scales.q.at(0),
           .latent_codes = o.plan.decode == DecodeOperands::fp8 && o.device.kind != DeviceKind::cpu,
           .prefill = o.plan.prefill != PrefillOperands::compute ? &tensors.scales : nullptr,
           .prefill_probabilities = o.device.kind == DeviceKind::cpu ? Dtype::bf16 : Dtype::fp8_e4m3,

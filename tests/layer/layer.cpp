@@ -40,6 +40,28 @@ TEST(Layer, OddDimensionsWithoutRopeAgreeWithFloat64) {
   }
 }
 
+TEST(Layer, QueriesOfFp8TakeTheLayersOwnScale) {
+  const ModelConfig m = small_deepseek();
+  const auto hidden = cases::random_values(70 * m.hidden, 5);
+  LayerTensors tensors = random_layer(m, 0, 3, Dtype::f32);
+  const auto run = [&](float q_scale, DecodeOperands decode) {
+    const LayerWeights weights = prepare(m, tensors, Dtype::f32, kDevice);
+    Engine engine(weights, cache_spec(m, CacheFormat::fp8),
+                  {.plan = {.path = PathPolicy::latent, .fp8_query = true, .q_scale = q_scale, .decode = decode}});
+    return engine.run_alone(engine.add(hidden), 70, 19);
+  };
+  for (const DecodeOperands decode : {DecodeOperands::compute, DecodeOperands::fp8}) {
+    tensors.scales.q = {};
+    const auto given = run(0.125f, decode);
+    EXPECT_NE(message_of([&] { run(0, decode); }).find("these weights came without one"), std::string::npos);
+    tensors.scales.q.assign(static_cast<size_t>(m.heads), 0.125f);
+    EXPECT_EQ(run(0, decode), given) << to_string(decode);
+    EXPECT_NE(run(0.5f, decode), given);  // the plan's own goes before
+    tensors.scales.q[1] = 0.25f;
+    EXPECT_NE(message_of([&] { run(0, decode); }).find("without one that all heads share"), std::string::npos);
+  }
+}
+
 struct Step {
   ModelConfig model = small_deepseek();
   LayerTensors tensors = random_layer(model, 0, 1, Dtype::f32);

@@ -446,6 +446,16 @@ TEST(Plan, OptionsThatCannotBe) {
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o), "plan: decode fp8 needs fp8 queries (fp8_query)");
   o.fp8_query = true;
   EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o), "planned");
+  o.q_scale = 0;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o), "planned");
+  o.q_scale = -1;
+  EXPECT_EQ(message(m, cache_spec(m, CacheFormat::fp8), o),
+            "plan: q_scale is -1.000000, must be finite and above 0, or 0: the layers'");
+  o.q_scale = 0, o.tensor_parallel = 2;
+  o.context_parallel = {.sharding = CacheSharding(2, 4), .rank = 0, .heads = {m.heads, m.heads}};
+  EXPECT_NE(message(m, cache_spec(m, CacheFormat::fp8), o).find("over a cache that ranks share it must be one number"),
+            std::string::npos);
+  o.tensor_parallel = 1, o.context_parallel = {};
   EXPECT_EQ(message(test::small_sparse(), cache_spec(test::small_sparse(), CacheFormat::fp8), o),
             "plan: decode fp8 is of models without an indexer");
   o = {};

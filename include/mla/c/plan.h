@@ -94,7 +94,7 @@ typedef struct mla_plan_options {
   int32_t up;                       ///< MLA_WEIGHTS_... of W_UK and W_UV; default plain
   int32_t compute;                  ///< operands of attention's products: MLA_F32 (default) or MLA_BF16
   int32_t fp8_query;                ///< 1: latent queries as fp8 with q_scale; default 0
-  float q_scale;                    ///< default 1
+  float q_scale;                    ///< default 1; 0: each layer's own, mla_layer_tensors.q_scales, if heads share it
   int32_t sparse;                   ///< MLA_SPARSE_...; default automatic
   int32_t index_format;             ///< MLA_INDEX_CACHE_...; default fp8
   int32_t index_hadamard;           ///< 1: the indexer's queries and keys are rotated; default 0
