@@ -123,8 +123,8 @@ class Graph {
   std::shared_ptr<void> graph_;
 };
 
-/// Holds a GPU's stream back while it lives, for a second at most: calls made meanwhile are queued and begin together. A
-/// driver keeps some 1,000 commands of a stream; who queues more waits until the second is over. Nothing on the CPU.
+/// Holds a GPU's stream back while it lives, for a second at most: calls made meanwhile are queued and begin together.
+/// A driver keeps some 1,000 commands of a stream; who queues more waits until the second is over. Nothing on the CPU.
 class HeldStream {
  public:
   explicit HeldStream(Stream& stream);
