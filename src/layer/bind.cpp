@@ -74,7 +74,7 @@ ops::CastArgs Binder::operator()(const steps::Cast& s) const {
   return {.x = in(s.x),
           .x_rows = list(s.x_rows),
           .y = out(s.y),
-          .scale = s.scale > 0 ? s.scale : query_scale(),
+          .scale = query_scale(s.scale),
           .scales = scales(s.scales),
           .through_e4m3 = s.through_e4m3,
           .y_rows = list(s.y_rows)};
@@ -148,11 +148,11 @@ ops::GatherArgs Binder::operator()(const steps::PackRows& s) const {
 
 ops::AttendLatentArgs Binder::operator()(const steps::AttendLatent& s) const {
   return {.q = in(s.q),
-          .q_scale = s.q_scale > 0 ? s.q_scale : query_scale(),
+          .q_scale = query_scale(s.q_scale),
           .cache = c_.cache,
           .block_table = block_table(),
           .items = list(s.items),
-          .scale = scale_of(s.scale),
+          .scale = score_scale(s.scale),
           .out = out(s.out),
           .lse = values<float>(s.lse),
           .partial_out = values<float>(s.partial_out),
@@ -200,13 +200,13 @@ ops::AttendSparseArgs Binder::operator()(const steps::AttendSparse& s) {
     source_.cache = {spec, find(s.gathered).writable, s.gathered.extent<Key>(), spec.page_bytes()};
   }
   return {.q = in(s.q),
-          .q_scale = s.q_scale > 0 ? s.q_scale : query_scale(),
+          .q_scale = query_scale(s.q_scale),
           .sources = {&source_, 1},
           .items = list(s.items),
           .part_keys = s.part_keys,
           .many_holes = s.many_holes,
           .shared_keys = s.shared_keys,
-          .scale = scale_of(s.scale),
+          .scale = score_scale(s.scale),
           .sinks = {},
           .out = out(s.out),
           .lse = values<float>(s.lse),

@@ -138,10 +138,13 @@ class Binder {
     return {c_.batch.block_table, c_.staged ? c_.staged->block_table(c_.batch.block_table) : nullptr};
   }
   const Linear& weights(Weight w) const;
-  /// The layer's own scale of fp8 queries; 1 where weights are but outlined.
-  float query_scale() const { return c_.weights.query_scale > 0 ? c_.weights.query_scale : 1.0f; }
-  float scale_of(float softmax) const {
-    return softmax > 0 ? softmax : static_cast<float>(plan_.model.softmax_scale()) * query_scale();
+  /// A step's scale of fp8 queries, or for 0 the layer's own; 1 where weights are but outlined.
+  float query_scale(float planned) const {
+    return planned > 0 ? planned : c_.weights.query_scale > 0 ? c_.weights.query_scale : 1.0f;
+  }
+  /// A step's scale of scores, or for 0 the softmax's times the layer's own of queries.
+  float score_scale(float planned) const {
+    return planned > 0 ? planned : static_cast<float>(plan_.model.softmax_scale()) * query_scale(0);
   }
   View<const float, Head> scales(Scales s) const;
 

@@ -22,7 +22,6 @@ struct CodeMaps {
 constexpr int code_threads = 512;  // warpgroups 0, 1: outputs; 2: scores; 3: a warp copies, two turn over, one walks
 constexpr int code_boxes = 4, code_rope_bytes = block_tokens * 64, code_block_bytes = block_tokens * entry;
 
-template <int ctas, bool invariant>
 struct CodesShared {
   static constexpr int buffers = 3;
   alignas(1024) char kv[buffers][code_block_bytes];  // four boxes of 128 codes, one of 64; later the merge's
@@ -91,7 +90,7 @@ class TurnedValues {
 template <int ctas, bool invariant>
 __global__ void __launch_bounds__(code_threads, 1)
     codes_kernel(const __grid_constant__ Params p, const __grid_constant__ CodeMaps maps) {
-  using Shared = CodesShared<ctas, invariant>;
+  using Shared = CodesShared;
   using Order = FragmentOrder<__nv_bfloat16, invariant>;
   using Walk = Walk<64 * ctas, invariant>;
   constexpr int buffers = Shared::buffers, merge_bytes = sizeof Shared::kv;

@@ -28,11 +28,11 @@ void launch_codes(const AttendLatent& a, const AttendLatentChoice& choice, const
                       .q_rope = map("q", a.q, q_extents, q_strides, 64, {64}),
                       .cache = map("cache", a.cache, cache_extents, strides, 128, {rows, 1}),
                       .cache_rope = map("cache", a.cache, cache_extents, strides, 64, {rows, 1})};
+  static_assert(sizeof(CodesShared) <= 232448);
   const auto go = [&]<int ctas, bool invariant>(std::integral_constant<int, ctas>, std::bool_constant<invariant>) {
-    static_assert(sizeof(CodesShared<ctas, invariant>) <= 232448);
     const LaunchConfig config{.grid = dim3(choice.workers * ctas),
                               .block = dim3(code_threads),
-                              .shared_bytes = sizeof(CodesShared<ctas, invariant>),
+                              .shared_bytes = sizeof(CodesShared),
                               .cluster = ctas,
                               .overlap = choice.overlap};
     launch(codes_kernel<ctas, invariant>, config, stream, "attend_latent",
