@@ -111,7 +111,7 @@ Times collectives(Self s, int64_t rows, int64_t hidden, bool shares, int replays
     if (shares) {
       s.comm->exchange(s.stream, {.step = "gather_queries", .most_bytes = rows * kHeads * kEntry * 2}, send_queries,
                        place_queries);
-      s.comm->exchange(s.stream, {.step = "exchange_found", .most_bytes = rows * kHeads * kValue * f}, send_found,
+      s.comm->exchange(s.stream, {.step = "exchange_found", .most_bytes = rows * kHeads * (kValue + 1) * f}, send_found,
                        place_found);
     }
     if (hidden > 0) s.comm->all_reduce(s.stream, {"all_reduce"}, Dtype::f32, part.data(), part.data(), rows * hidden);

@@ -38,8 +38,8 @@ class RankError : public DeviceError {
 struct Collective {
   std::string_view step;  ///< what it is for, in messages; the same on all ranks; at most 63 bytes
   std::chrono::nanoseconds deadline = std::chrono::minutes(1);  ///< how long this rank waits for the others; <= 1 day
-  /// Of all_to_all and exchange on a GPU: the most bytes of any message of any rank, the same number on all ranks. 0:
-  /// they fit into the group's staging, whatever they are.
+  /// Of all_to_all and exchange on a GPU: the most bytes of any message of any rank, a message's parts together; the same
+  /// number on all ranks. 0: they fit into the group's staging, whatever they are.
   int64_t most_bytes = 0;
   /// Of the plan that the call belongs to: ranks with another one are named by the RankError. Costs no message on the
   /// CPU; on a GPU the ranks of several processes meet on the host for the first call of each plan.

@@ -21,7 +21,7 @@ struct DeviceExchange {
   std::chrono::nanoseconds deadline;
   std::span<const SendRows> send;  ///< [parts, ranks], one or two parts; to itself as many bytes as from itself
   std::span<const ReceiveRows> receive;
-  int64_t most_bytes = 0;  ///< of any message of any rank: the same number on all ranks; 0: unknown
+  int64_t most_bytes = 0;  ///< of any message of any rank, its parts together: the same on all ranks; 0: unknown
 };
 
 /// Each rank's terms of a sum: send[r] to rank r; out[i] = terms of rank 0 + ... in f32, rounded once, i < count.

@@ -202,8 +202,8 @@ class Walk {
       }
       return head;
     };
-    const int64_t width = s.found.extent<Value>(), head = part(s.found, s.got, width) + part(s.found_lse, s.got_lse, 1);
-    exchange(name, static_cast<double>(rows * (all - own) * head), rows * p.most * width * int64_t{sizeof(float)}, m);
+    const int64_t head = part(s.found, s.got, s.found.extent<Value>()) + part(s.found_lse, s.got_lse, 1);
+    exchange(name, static_cast<double>(rows * (all - own) * head), rows * p.most * head, m);
   }
   void run(std::string_view name, const steps::GatherRows& s) {
     const std::vector<int64_t>& held = plan_.chunks[static_cast<size_t>(s.chunk)].held_rows;
@@ -235,7 +235,7 @@ class Walk {
     };
     part(s.positions, s.all_positions);
     part(s.scores, s.all_scores);
-    exchange(name, static_cast<double>(2 * rows * sent * (members - 1)), rows * sent, m);
+    exchange(name, static_cast<double>(2 * rows * sent * (members - 1)), 2 * rows * sent, m);
   }
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));

@@ -19,6 +19,7 @@ using Clock = std::chrono::steady_clock;
 struct Group {
   GpuLink link;
   int ranks;
+  bool lines = true;  // of peers, where the link brings them
 };
 class GpuRanks : public testing::TestWithParam<Group> {
  protected:
@@ -29,16 +30,21 @@ class GpuRanks : public testing::TestWithParam<Group> {
         if (e.find("NCCL is not there") != std::string::npos) GTEST_SKIP() << e;
     if (gpu_count() < GetParam().ranks)
       GTEST_SKIP() << GetParam().ranks << " ranks need as many GPUs, there are " << gpu_count();
+    setenv("MLA_PEER_LINES", GetParam().lines ? "1" : "0", 1);
   }
+  void TearDown() override { unsetenv("MLA_PEER_LINES"); }
   std::vector<std::string> run(const std::function<void(Self)>& work, size_t staging = size_t{1} << 20) const {
     return on_gpus(GetParam().link, GetParam().ranks, work, staging);
   }
 };
 INSTANTIATE_TEST_SUITE_P(Links, GpuRanks,
                          testing::Values(Group{GpuLink::peer, 1}, Group{GpuLink::peer, 2}, Group{GpuLink::peer, 3},
-                                         Group{GpuLink::peer, 4}, Group{GpuLink::nccl, 1}, Group{GpuLink::nccl, 2}),
+                                         Group{GpuLink::peer, 4}, Group{GpuLink::peer, 2, false},
+                                         Group{GpuLink::peer, 4, false}, Group{GpuLink::nccl, 1},
+                                         Group{GpuLink::nccl, 2}),
                          [](const auto& p) {
-                           return std::string(to_string(p.param.link)) + std::to_string(p.param.ranks);
+                           return std::string(to_string(p.param.link)) + std::to_string(p.param.ranks) +
+                                  (p.param.lines ? "" : "_flags");
                          });
 
 std::vector<std::byte> bytes_of(uint64_t seed, size_t n) {
@@ -176,7 +182,7 @@ TEST_P(GpuRanks, RowsComeToTheirPlaces) {
       std::vector<SendRows> device_send;
       std::vector<ReceiveRows> device_receive;
       messages(from.data(), to.data(), device_send, device_receive);
-      s.comm.exchange(s.stream, {.step = "rows", .most_bytes = rows * n * unit}, device_send, device_receive);
+      s.comm.exchange(s.stream, {.step = "rows", .most_bytes = 2 * rows * n * unit}, device_send, device_receive);
       ASSERT_TRUE(back(s, to.data(), out.size()) == out) << unit << " bytes";
     }
   }));
@@ -212,6 +218,36 @@ TEST_P(GpuRanks, CapturedCallsAreRepeated) {
         }
         ASSERT_EQ(sum[static_cast<size_t>(i)], want) << "turn " << turn;
       }
+    }
+  }));
+}
+
+// Bytes go round all ranks and are turned by eight in every round, so that no round brings what an earlier one brought
+// to the same place, and what is lost once stays lost.
+TEST_P(GpuRanks, ThousandsOfRoundsLoseNothing) {
+  expect_none(run([&](Self s) {
+    for (const size_t bytes : {size_t{40'008}, size_t{1} << 20}) {
+      const auto of = [&](int rank) { return bytes_of(bytes + static_cast<size_t>(rank), bytes); };
+      Buffer x = on(s, of(s.rank)), y(bytes, s.device);
+      const auto length = static_cast<int64_t>(bytes);
+      const size_t n = static_cast<size_t>(s.ranks), next = static_cast<size_t>((s.rank + 1) % s.ranks),
+                   before = static_cast<size_t>((s.rank + s.ranks - 1) % s.ranks);
+      const auto turn = [&](const Buffer& from, const Buffer& to) {
+        std::vector<SendRows> send(2 * n);
+        std::vector<ReceiveRows> receive(2 * n);
+        send[next] = {from.data() + 8, 1, length - 8, 0}, send[n + next] = {from.data(), 1, 8, 0};
+        receive[before] = {to.data(), 1, length - 8, 0}, receive[n + before] = {to.data() + length - 8, 1, 8, 0};
+        s.comm.exchange(s.stream, {.step = "turn", .most_bytes = length}, send, receive);
+      };
+      const int rounds = 24 * s.ranks;  // even, and bytes are at home
+      const Graph graph(s.stream, [&] {
+        for (int i = 0; i < rounds; i += 2) turn(x, y), turn(y, x);
+      });
+      const int launches = 40;
+      for (int i = 0; i < launches; ++i) graph.launch(s.stream);
+      std::vector<std::byte> want = of(s.rank);
+      std::rotate(want.begin(), want.begin() + 8 * rounds * launches % length, want.end());
+      ASSERT_TRUE(back(s, x.data(), bytes) == want) << bytes << " bytes";
     }
   }));
 }

@@ -1,341 +1,28 @@
-// Ranks' messages and sums by stores into each other's memory: one kernel a call.
-//
-// A block brings its piece of every message: it stores the piece into its region of the receiver's slot, sets its flag
-// there, waits for the others' flags in its own memory, and takes what has come. Blocks of one kernel wait for the same
-// blocks of the others' kernels alone.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+// Ranks' messages and sums by stores into each other's memory: one kernel a call, by lines where all ranks reach each
+// other over NVLink, else by flags.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <map>
 #include <mutex>
 #include <string>
 
+#include "backend/cuda/comm/flags.cuh"
 #include "backend/cuda/comm/group.hpp"
-#include "backend/cuda/comm/signal.cuh"
+#include "backend/cuda/comm/lines.cuh"
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "core/gpu.hpp"
 
 namespace mla::cuda {
 namespace {
 
-/// Bytes that lie as rows; one row: `bytes` of them.
-struct Rows {
-  std::byte* data;
-  int64_t apart;
-  int64_t row_bytes, bytes;  // of a row; of all
-};
-/// Where element i of T lies.
-template <class T>
-__device__ T* element(const Rows& m, int64_t i) {
-  if (m.row_bytes == m.bytes) return reinterpret_cast<T*>(m.data) + i;
-  const auto width = static_cast<unsigned>(m.row_bytes / int64_t{sizeof(T)}), at = static_cast<unsigned>(i);
-  const unsigned row = at / width;
-  return reinterpret_cast<T*>(m.data + row * m.apart) + (at - row * width);
-}
-
-// By the block, past the first caches: what is read may have been written by another device.
-template <class T, class To, class From>
-__device__ void copy_as(const To& to, const From& from, int64_t begin, int64_t n) {
-  constexpr int kUnroll = 4;
-  int64_t i = threadIdx.x;
-  for (; i + (kUnroll - 1) * kPeerThreads < n; i += kUnroll * kPeerThreads) {
-    T v[kUnroll];
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) v[k] = __ldcg(from(begin + i + k * kPeerThreads));
-#pragma unroll
-    for (int k = 0; k < kUnroll; ++k) *to(begin + i + k * kPeerThreads) = v[k];
-  }
-  for (; i < n; i += kPeerThreads) *to(begin + i) = __ldcg(from(begin + i));
-}
-
-__device__ inline uint64_t bits_of(const Rows& m) {
-  const bool one = m.row_bytes == m.bytes;
-  return reinterpret_cast<uint64_t>(m.data) | static_cast<uint64_t>(m.bytes) |
-         (one ? 0 : static_cast<uint64_t>(m.row_bytes | m.apart));
-}
-/// f(element type) with the widest that divides all of it.
-template <class F>
-__device__ void by_width(uint64_t bits, F&& f) {
-  if (bits % 16 == 0) f(uint4{});
-  else if (bits % 4 == 0) f(0u);
-  else f(static_cast<unsigned char>(0));
-}
-/// A piece of a message, which lies densely at the other end.
-__device__ void copy_out(const Rows& m, const Piece& piece, std::byte* to) {
-  by_width(bits_of(m), [&](auto x) {
-    using T = decltype(x);
-    constexpr int64_t kSize = sizeof(T);
-    T* const y = reinterpret_cast<T*>(to) - piece.begin / kSize;
-    copy_as<T>([&](int64_t i) { return y + i; }, [&](int64_t i) { return element<T>(m, i); }, piece.begin / kSize,
-               piece.bytes / kSize);
-  });
-}
-__device__ void copy_in(const std::byte* from, const Rows& m, const Piece& piece) {
-  by_width(bits_of(m), [&](auto x) {
-    using T = decltype(x);
-    constexpr int64_t kSize = sizeof(T);
-    const T* const y = reinterpret_cast<const T*>(from) - piece.begin / kSize;
-    copy_as<T>([&](int64_t i) { return element<T>(m, i); }, [&](int64_t i) { return y + i; }, piece.begin / kSize,
-               piece.bytes / kSize);
-  });
-}
-__device__ void copy_own(const Rows& from, const Rows& to, const Piece& piece) {
-  by_width(bits_of(from) | bits_of(to), [&](auto x) {
-    using T = decltype(x);
-    constexpr int64_t kSize = sizeof(T);
-    copy_as<T>([&](int64_t i) { return element<T>(to, i); }, [&](int64_t i) { return element<T>(from, i); },
-               piece.begin / kSize, piece.bytes / kSize);
-  });
-}
-
-struct Messages {
-  Rows send[kMostParts][kMostPeers], receive[kMostParts][kMostPeers];
-};
-
-template <int parts>
-__global__ void __launch_bounds__(kPeerThreads)
-    exchange_kernel(Peers p, const __grid_constant__ Messages m, int64_t most, uint64_t deadline_ns, int step) {
-  wait_for_previous_grids();
-  allow_next_grid();
-  unsigned round;
-  if (!begin_rounds(p, round)) return;
-  const int block = static_cast<int>(blockIdx.x);
-  const int64_t share = p.region_bytes / parts / 16 * 16;  // of a region: each part's
-  const auto piece_at = [&](const Rows& rows, int64_t first) { return piece_of(rows.bytes, first, share, 16); };
-  for (int64_t first = 0; first == 0 || first < most; first += gridDim.x * share) {
-    ++round;
-#pragma unroll
-    for (int part = 0; part < parts; ++part) {
-      for (int i = 1; i < p.ranks; ++i) {  // not all to the same rank at first
-        const int r = (p.rank + i) % p.ranks;
-        copy_out(m.send[part][r], piece_at(m.send[part][r], first), p.region(r, p.rank, round, block) + part * share);
-      }
-    }
-    tell(p, round);
-#pragma unroll
-    for (int part = 0; part < parts; ++part) {  // meanwhile
-      const Rows &from = m.send[part][p.rank], &to = m.receive[part][p.rank];
-      if (from.data != to.data) copy_own(from, to, piece_at(from, first));
-    }
-    if (!wait_for_others(p, round, deadline_ns, step)) return;
-#pragma unroll
-    for (int part = 0; part < parts; ++part)
-      for (int i = 1; i < p.ranks; ++i) {
-        const int r = (p.rank + i) % p.ranks;
-        copy_in(p.region(p.rank, r, round, block) + part * share, m.receive[part][r],
-                piece_at(m.receive[part][r], first));
-      }
-  }
-  if (threadIdx.x == 0) p.rounds[block] = round;
-}
-
-/// Eight bytes of a message, from its byte `at` on; bytes past its end are 0, or left alone.
-__device__ uint2 load_bytes(const Rows& m, int64_t at) {
-  if (bits_of(m) % 8 == 0) return __ldcg(element<uint2>(m, at / 8));
-  uint2 value{};
-  for (int i = 0; i < 8 && at + i < m.bytes; ++i)
-    reinterpret_cast<unsigned char*>(&value)[i] = __ldcg(element<unsigned char>(m, at + i));
-  return value;
-}
-__device__ void store_bytes(const Rows& m, int64_t at, uint2 value) {
-  if (bits_of(m) % 8 == 0) {
-    *element<uint2>(m, at / 8) = value;
-    return;
-  }
-  for (int i = 0; i < 8 && at + i < m.bytes; ++i)
-    *element<unsigned char>(m, at + i) = reinterpret_cast<const unsigned char*>(&value)[i];
-}
-
-/// Of messages of at most kMostBlocks * kShortBytes each: a word a thread, by way of words that carry their round.
-///
-/// A word from each rank is waited for even where it has no bytes to send: who has one of round k - 1 knows that the
-/// rank's kernel of round k - 2 has ended, so that its set is free again.
-template <int parts>
-__global__ void __launch_bounds__(kPeerThreads)
-    short_exchange_kernel(Peers p, const __grid_constant__ Messages m, uint64_t deadline_ns, int step) {
-  wait_for_previous_grids();
-  allow_next_grid();
-  unsigned round;
-  if (!begin_rounds(p, round)) return;
-  ++round;
-  const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const int64_t at = int64_t{block} * kShortBytes + thread * 8;
-#pragma unroll
-  for (int part = 0; part < parts; ++part)
-    for (int i = 1; i < p.ranks; ++i) {
-      const int r = (p.rank + i) % p.ranks;
-      Word* const to = p.words(r, p.rank, round, part, block);
-      const Rows& from = m.send[part][r];
-      if (at < from.bytes) store_word(to + thread, load_bytes(from, at), round);
-      if (thread == 0) store_word(to + kPeerThreads, {0, 0}, round);
-    }
-#pragma unroll
-  for (int part = 0; part < parts; ++part) {
-    const Rows &from = m.send[part][p.rank], &to = m.receive[part][p.rank];
-    if (from.data != to.data && at < from.bytes) store_bytes(to, at, load_bytes(from, at));
-  }
-  bool here = true;
-#pragma unroll
-  for (int part = 0; part < parts; ++part)
-    for (int i = 1; i < p.ranks; ++i) {
-      const int r = (p.rank + i) % p.ranks;
-      const Rows& to = m.receive[part][r];
-      uint2 value;
-      if (here && at < to.bytes) {
-        here = take_word(p, r, round, part, thread, deadline_ns, step, value);
-        if (here) store_bytes(to, at, value);
-      }
-      if (here && thread == 0) here = take_word(p, r, round, part, kPeerThreads, deadline_ns, step, value);
-    }
-  if (__syncthreads_and(here) && thread == 0) p.rounds[block] = round;
-}
-
-/// T values of n bytes each: 16 bytes, or one element.
-template <class T, int n>
-struct alignas(n * sizeof(T)) Values {
-  T v[n];
-};
-template <class T, int n>
-__device__ Values<T, n> read_values(const T* from) {
-  Values<T, n> x;
-  if constexpr (sizeof x == 16) {
-    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(from));
-    memcpy(&x, &raw, 16);
-  } else {
-    x.v[0] = *static_cast<const volatile T*>(from);
-  }
-  return x;
-}
-
-template <class Format>
-struct Number;  // Bits: as it lies in memory
-template <>
-struct Number<float> {
-  using Bits = float;
-  static __device__ float read(float x) { return x; }
-  static __device__ float write(float x) { return x; }
-};
-template <>
-struct Number<bf16> {
-  using Bits = uint16_t;
-  static __device__ float read(uint16_t x) { return __bfloat162float(__ushort_as_bfloat16(x)); }
-  static __device__ uint16_t write(float x) { return __bfloat16_as_ushort(__float2bfloat16_rn(x)); }
-};
-template <>
-struct Number<f16> {
-  using Bits = uint16_t;
-  static __device__ float read(uint16_t x) { return __half2float(__ushort_as_half(x)); }
-  static __device__ uint16_t write(float x) { return __half_as_ushort(__float2half_rn(x)); }
-};
-
-/// out[i] = sum over ranks of terms(r)[i], i < count, by the threads thread, thread + threads, ...
-template <class N, int n, class Terms>
-__device__ void add_up(const Terms& terms, int ranks, typename N::Bits* out, int64_t count, int64_t thread,
-                       int64_t threads) {
-  using Bits = typename N::Bits;
-  for (int64_t i = thread * n; i < count; i += threads * n) {
-    float total[n];
-    for (int r = 0; r < ranks; ++r) {
-      const Values<Bits, n> x = read_values<Bits, n>(terms(r) + i);
-#pragma unroll
-      for (int e = 0; e < n; ++e) total[e] = r == 0 ? N::read(x.v[e]) : total[e] + N::read(x.v[e]);
-    }
-    Values<Bits, n> y;
-#pragma unroll
-    for (int e = 0; e < n; ++e) y.v[e] = N::write(total[e]);
-    *reinterpret_cast<Values<Bits, n>*>(out + i) = y;
-  }
-}
-
-struct Terms {
-  const std::byte* send[kMostPeers];
-  int64_t sent[kMostPeers];  // bytes
-  std::byte* out;
-  int64_t count;  // elements
-};
-
-template <class Format, bool wide>
-__global__ void __launch_bounds__(kPeerThreads)
-    sum_kernel(Peers p, Terms t, int64_t most, uint64_t deadline_ns, int step) {
-  using N = Number<Format>;
-  using Bits = typename N::Bits;
-  constexpr int64_t kSize = sizeof(Bits);
-  constexpr int n = wide ? 16 / kSize : 1;
-  wait_for_previous_grids();
-  allow_next_grid();
-  unsigned round;
-  if (!begin_rounds(p, round)) return;
-  const int block = static_cast<int>(blockIdx.x);
-  for (int64_t first = 0; first == 0 || first < most; first += gridDim.x * p.region_bytes) {
-    ++round;
-    for (int i = 1; i < p.ranks; ++i) {
-      const int r = (p.rank + i) % p.ranks;
-      const Piece piece = piece_of(t.sent[r], first, p.region_bytes, 16);
-      copy_out({const_cast<std::byte*>(t.send[r]), 0, t.sent[r], t.sent[r]}, piece, p.region(r, p.rank, round, block));
-    }
-    tell(p, round);
-    if (!wait_for_others(p, round, deadline_ns, step)) return;
-    const Piece piece = piece_of(t.count * kSize, first, p.region_bytes, 16);
-    const auto terms = [&](int r) {
-      return reinterpret_cast<const Bits*>(r == p.rank ? t.send[r] + piece.begin : p.region(p.rank, r, round, block));
-    };
-    add_up<N, n>(terms, p.ranks, reinterpret_cast<Bits*>(t.out + piece.begin), piece.bytes / kSize, threadIdx.x,
-                 kPeerThreads);
-  }
-  if (threadIdx.x == 0) p.rounds[block] = round;
-}
-
-template <class Format>
-__global__ void __launch_bounds__(kPeerThreads) short_sum_kernel(Peers p, Terms t, uint64_t deadline_ns, int step) {
-  using N = Number<Format>;
-  using Bits = typename N::Bits;
-  constexpr int n = 8 / int{sizeof(Bits)};
-  wait_for_previous_grids();
-  allow_next_grid();
-  unsigned round;
-  if (!begin_rounds(p, round)) return;
-  ++round;
-  const int block = static_cast<int>(blockIdx.x), thread = static_cast<int>(threadIdx.x);
-  const int64_t at = int64_t{block} * kShortBytes + thread * 8;
-  const auto sent = [&](int r) { return Rows{const_cast<std::byte*>(t.send[r]), 0, t.sent[r], t.sent[r]}; };
-  for (int i = 1; i < p.ranks; ++i) {
-    const int r = (p.rank + i) % p.ranks;
-    Word* const to = p.words(r, p.rank, round, 0, block);
-    if (at < t.sent[r]) store_word(to + thread, load_bytes(sent(r), at), round);
-    if (thread == 0) store_word(to + kPeerThreads, {0, 0}, round);
-  }
-  const int64_t bytes = t.count * int64_t{sizeof(Bits)};
-  bool here = true;
-  uint2 word;
-  if (at < bytes) {
-    float total[n];
-    for (int r = 0; r < p.ranks && here; ++r) {
-      if (r == p.rank) word = load_bytes(sent(r), at);
-      else here = take_word(p, r, round, 0, thread, deadline_ns, step, word);
-      Values<Bits, n> x;
-      memcpy(&x, &word, 8);
-#pragma unroll
-      for (int e = 0; e < n; ++e) total[e] = r == 0 ? N::read(x.v[e]) : total[e] + N::read(x.v[e]);
-    }
-    Values<Bits, n> y;
-#pragma unroll
-    for (int e = 0; e < n; ++e) y.v[e] = N::write(total[e]);
-    memcpy(&word, &y, 8);
-    if (here) store_bytes({t.out, 0, bytes, bytes}, at, word);
-  }
-  if (thread == 0)
-    for (int i = 1; i < p.ranks && here; ++i)
-      here = take_word(p, (p.rank + i) % p.ranks, round, 0, kPeerThreads, deadline_ns, step, word);
-  if (__syncthreads_and(here) && thread == 0) p.rounds[block] = round;
-}
+using namespace peers;
 
 template <class Format, bool wide>
 __global__ void __launch_bounds__(kPeerThreads)
@@ -375,7 +62,6 @@ class PeerCarrier final : public DeviceCarrier {
     Messages m{};
     const size_t ranks = static_cast<size_t>(peers_.ranks), parts = e.send.size() / ranks;
     const auto rows = [&](const auto& x) {
-      require_fits(e.step, x.rows * x.bytes, e.most_bytes, parts);
       auto* data = static_cast<std::byte*>(const_cast<void*>(static_cast<const void*>(x.data)));
       const bool one = x.rows <= 1 || x.apart == x.bytes;
       if (!one && x.rows * x.bytes > std::numeric_limits<uint32_t>::max())
@@ -383,19 +69,31 @@ class PeerCarrier final : public DeviceCarrier {
                          " bytes that lie apart, at most 2^32 - 1 are brought at once");
       return Rows{data, x.apart, one ? x.rows * x.bytes : x.bytes, x.rows * x.bytes};
     };
-    for (size_t i = 0; i < e.send.size(); ++i) {
-      m.send[i / ranks][i % ranks] = rows(e.send[i]);
-      m.receive[i / ranks][i % ranks] = rows(e.receive[i]);
-    }
     // Of unknown sizes all ranks have to take as many blocks.
-    const int64_t most = e.most_bytes > 0 ? e.most_bytes : room(parts);
-    run(queue, e.step, e.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
-      if (is_short(most))
-        launch(parts == 1 ? short_exchange_kernel<1> : short_exchange_kernel<2>, config, queue.stream(), e.step,
-               "short exchange", "", peers_, m, ns, step);
-      else
-        launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
-               peers_, m, most, ns, step);
+    const int64_t most = e.most_bytes > 0 ? e.most_bytes : room(static_cast<int>(parts));
+    for (size_t r = 0; r < ranks; ++r) {
+      int64_t sent = 0, received = 0;
+      for (size_t part = 0; part < parts; ++part) {
+        m.send[part][r] = rows(e.send[part * ranks + r]);
+        m.receive[part][r] = rows(e.receive[part * ranks + r]);
+        sent += m.send[part][r].bytes, received += m.receive[part][r].bytes;
+      }
+      if (const int64_t bytes = std::max(sent, received); bytes > most)
+        throw ShapeError("step '" + std::string(e.step) + "': a message of " + std::to_string(bytes) + " bytes, " +
+                         (e.most_bytes > 0 ? "most_bytes is " : "without most_bytes the group's staging takes ") +
+                         std::to_string(most));
+    }
+    if (peers_.lines) {
+      const int64_t groups = groups_of(most) + static_cast<int64_t>(parts) - 1;
+      return run(queue, e.step, e.deadline, blocks_of(groups, kPeerWarps),
+                 [&](const LaunchConfig& config, uint64_t ns, int step) {
+                   launch(parts == 1 ? exchange_lines_kernel<1> : exchange_lines_kernel<2>, config, queue.stream(),
+                          e.step, "exchange of lines", "", peers_, m, groups, ns, step);
+                 });
+    }
+    run(queue, e.step, e.deadline, blocks_of(most, kFlagBytes), [&](const LaunchConfig& config, uint64_t ns, int step) {
+      launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
+             peers_, m, most, ns, step);
     });
   }
 
@@ -407,12 +105,15 @@ class PeerCarrier final : public DeviceCarrier {
     }
     t.out = static_cast<std::byte*>(s.out), t.count = s.count;
     const auto size = static_cast<int64_t>(size_of(s.dtype)), most = s.most * size;
-    run(queue, s.step, s.deadline, most, [&](const LaunchConfig& config, uint64_t ns, int step) {
-      if (is_short(most))
-        return for_format(s.dtype, true, [&](auto format, auto) {
-          launch(short_sum_kernel<decltype(format)>, config, queue.stream(), s.step, "short sum", "", peers_, t, ns,
-                 step);
-        });
+    if (peers_.lines)
+      return run(queue, s.step, s.deadline, blocks_of(groups_of(most), kPeerWarps),
+                 [&](const LaunchConfig& config, uint64_t ns, int step) {
+                   for_format(s.dtype, true, [&](auto format, auto) {
+                     launch(sum_lines_kernel<decltype(format)>, config, queue.stream(), s.step, "sum of lines", "",
+                            peers_, t, groups_of(most), ns, step);
+                   });
+                 });
+    run(queue, s.step, s.deadline, blocks_of(most, kFlagBytes), [&](const LaunchConfig& config, uint64_t ns, int step) {
       for_format(s.dtype, wide(t.send[peers_.rank], t.out, s.count * size), [&](auto format, auto is_wide) {
         launch(sum_kernel<decltype(format), decltype(is_wide)::value>, config, queue.stream(), s.step, "sum", "",
                peers_, t, most, ns, step);
@@ -453,24 +154,32 @@ class PeerCarrier final : public DeviceCarrier {
     Steps steps;
   };
 
-  static bool is_short(int64_t most) { return most <= int64_t{kMostBlocks} * kShortBytes; }
-  int64_t room(size_t parts) const {
-    return kMostBlocks * (peers_.region_bytes / static_cast<int64_t>(parts) / 16 * 16);
+  /// Of a message in one round.
+  int64_t room(int parts) const {
+    if (peers_.lines) return (int64_t{peers_.blocks} * kPeerWarps * kGroups - (parts - 1)) * kGroupBytes;
+    return peers_.blocks * (peers_.region_bytes / parts / 16 * 16);
   }
-  void require_fits(std::string_view step, int64_t bytes, int64_t most, size_t parts) const {
-    const int64_t allowed = most > 0 ? most : room(parts);
-    if (bytes > allowed)
-      throw ShapeError("step '" + std::string(step) + "': a message of " + std::to_string(bytes) + " bytes, " +
-                       (most > 0 ? "most_bytes is " : "without most_bytes the group's staging takes ") +
-                       std::to_string(allowed));
+  int64_t blocks_of(int64_t units, int64_t of_a_block) const {
+    return std::clamp<int64_t>((units + of_a_block - 1) / of_a_block, 1, peers_.blocks);
+  }
+  /// Regions for each rank's messages, twice, in so much memory.
+  void lay_out(bool lines, size_t staging_bytes) {
+    const int64_t sets = int64_t{2} * peers_.ranks, bytes = static_cast<int64_t>(staging_bytes);
+    peers_.lines = lines;
+    if (lines) {
+      peers_.region_bytes = kStoredBytes;
+      peers_.blocks = static_cast<int>(std::clamp<int64_t>(bytes / (sets * kStoredBytes), 1, kMostBlocks));
+    } else {
+      peers_.blocks = kFlagBlocks;
+      peers_.region_bytes = std::max<int64_t>(bytes / (sets * kFlagBlocks) / 256 * 256, 256);
+    }
   }
 
   template <class F>
-  void run(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline, int64_t most, F&& start) {
+  void run(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline, int64_t blocks, F&& start) {
     watch_->check(false);
     if (gpu::capturing(queue)) queue.capture(watch_);
     else queue.watch(watch_);
-    const int64_t blocks = std::clamp<int64_t>((most + kShortBytes - 1) / kShortBytes, 1, kMostBlocks);
     start(LaunchConfig{.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kPeerThreads), .overlap = true},
           static_cast<uint64_t>(deadline.count()), watch_->steps.number_of(step));
   }
@@ -519,6 +228,19 @@ struct Home {
   cudaIpcMemHandle_t handle{};
 };
 
+/// Does `device` reach the card over NVLink? Atomic operations on another GPU's memory tell it from PCI Express. A card
+/// that this process does not see counts as one that it does not.
+bool over_nvlink(int device, const char* card) {
+  int other = 0, native = 0;
+  if (cudaDeviceGetByPCIBusId(&other, card) != cudaSuccess) {
+    cudaGetLastError();
+    return false;
+  }
+  check(cudaDeviceGetP2PAttribute(&native, cudaDevP2PAttrNativeAtomicSupported, device, other), "communicator",
+        "the link between two GPUs");
+  return native != 0;
+}
+
 std::shared_ptr<std::byte> reach(const Home& mine, const Home& theirs, int rank) {
   const std::string what = "rank " + std::to_string(rank) + "'s memory";
   if (std::strcmp(mine.machine, theirs.machine) != 0)
@@ -549,14 +271,17 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   if (ranks > kMostPeers)
     throw UnsupportedError("communicator: " + std::to_string(ranks) + " ranks over peers, at most " +
                            std::to_string(kMostPeers));
-  const auto slots = static_cast<size_t>(2 * ranks * kMostBlocks);
   peers_.rank = rank, peers_.ranks = ranks, peers_.failure = watch_->failure;
-  peers_.region_bytes = static_cast<int64_t>(std::max<size_t>(g.staging_bytes / slots / 256 * 256, 256));
-  const auto bytes = static_cast<size_t>(Peers::bytes(ranks, peers_.region_bytes));
+  int64_t most_bytes = 0;  // which way is known only when all have said whom they reach how
+  for (const bool lines : {false, true}) {
+    lay_out(lines, g.staging_bytes);
+    most_bytes = std::max(most_bytes, peers_.bytes());
+  }
+  const auto bytes = static_cast<size_t>(most_bytes);
   const std::shared_ptr<std::byte> own = shared_memory(bytes, device_, "staging of ranks' messages");
   rounds_ = shared_memory((kMostBlocks + 1) * sizeof(unsigned), device_, "rounds of ranks' messages");
   peers_.rounds = reinterpret_cast<unsigned*>(rounds_.get());
-  check(cudaMemset(own.get(), 0, bytes), "communicator", "flags");  // round 0 in all words
+  check(cudaMemset(own.get(), 0, bytes), "communicator", "flags");  // and round 0 in all lines
   check(cudaMemset(rounds_.get(), 0, (kMostBlocks + 1) * sizeof(unsigned)), "communicator", "rounds");
   check(cudaDeviceSynchronize(), "communicator", "flags");
 
@@ -574,22 +299,31 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
       if (std::strcmp(homes[a].machine, homes[b].machine) == 0 && std::strcmp(homes[a].card, homes[b].card) == 0)
         throw DeviceError("communicator: ranks " + std::to_string(b) + " and " + std::to_string(a) +
                           " are on one GPU, " + homes[a].card + "; each needs one of its own");
+  // MLA_PEER_LINES=0 is the way out for a machine whose links do not bring 128 bytes whole.
+  const char* const allowed = std::getenv("MLA_PEER_LINES");
+  bool lines = allowed == nullptr || std::string_view(allowed) != "0";
   for (int r = 0; r < ranks; ++r) {
-    memories_[static_cast<size_t>(r)] = r == rank ? own : reach(mine, homes[static_cast<size_t>(r)], r);
+    const Home& theirs = homes[static_cast<size_t>(r)];
+    memories_[static_cast<size_t>(r)] = r == rank ? own : reach(mine, theirs, r);
     peers_.memory[r] = memories_[static_cast<size_t>(r)].get();
+    lines = lines && (r == rank || over_nvlink(device_, theirs.card));
   }
+  std::vector<int64_t> all(static_cast<size_t>(ranks), lines);
+  g.host.all_gather({"peers' links", g.deadline}, &all[static_cast<size_t>(rank)], all.data(),
+                    std::vector<int64_t>(all.size(), int64_t{sizeof(int64_t)}));
+  lay_out(std::all_of(all.begin(), all.end(), [](int64_t x) { return x != 0; }), g.staging_bytes);
   // Kernels are loaded now: loading may wait for kernels that wait for this rank.
   cudaFuncAttributes attributes{};
-  check(cudaFuncGetAttributes(&attributes, short_exchange_kernel<1>), "communicator", "short exchange");
-  check(cudaFuncGetAttributes(&attributes, short_exchange_kernel<2>), "communicator", "short exchange");
-  check(cudaFuncGetAttributes(&attributes, exchange_kernel<1>), "communicator", "exchange");
-  check(cudaFuncGetAttributes(&attributes, exchange_kernel<2>), "communicator", "exchange");
+  const auto load = [&](auto kernel, const char* name) {
+    check(cudaFuncGetAttributes(&attributes, kernel), "communicator", name);
+  };
+  load(exchange_lines_kernel<1>, "exchange of lines"), load(exchange_lines_kernel<2>, "exchange of lines");
+  load(exchange_kernel<1>, "exchange"), load(exchange_kernel<2>, "exchange");
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const bool is_wide : {false, true})
       for_format(dtype, is_wide, [&](auto format, auto w) {
-        check(cudaFuncGetAttributes(&attributes, short_sum_kernel<decltype(format)>), "communicator", "short sum");
-        check(cudaFuncGetAttributes(&attributes, sum_kernel<decltype(format), decltype(w)::value>), "communicator",
-              "sum");
+        load(sum_lines_kernel<decltype(format)>, "sum of lines");
+        load(sum_kernel<decltype(format), decltype(w)::value>, "sum");
       });
   g.host.barrier({"peers", g.deadline});
 }
