@@ -49,10 +49,11 @@ __device__ inline Units received_units(const uint4* from) {
   return u;
 }
 
-/// One warp's share of the messages between two ranks: groups first, first + stride, ..., kGroups of them a round.
+/// One warp's share of the messages between two ranks: groups first, first + stride, ..., `most` of them a round.
 ///
 /// Its first line is sent and waited for even where it has nothing of a message: who has one of round k - 1 knows that
 /// the other rank's warp has read its round k - 2, so that its set is free again.
+template <int most>
 struct WarpLines {
   int64_t first, stride;
   __device__ int64_t group(int j) const { return first + j * stride; }
@@ -64,30 +65,33 @@ struct WarpLines {
   /// load(group): the thread's units.
   template <class Load>
   __device__ void send(const Peers& p, int to, unsigned round, int64_t groups, Load&& load) const {
-    Units u[kGroups];
+    Units u[most];
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) u[j] = group(j) < groups ? load(group(j)) : Units{};
+    for (int j = 0; j < most; ++j) u[j] = group(j) < groups ? load(group(j)) : Units{};
+    __syncwarp();  // one instruction stores a line
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j)
+    for (int j = 0; j < most; ++j)
       if (j == 0 || group(j) < groups) send_units(place(p, to, p.rank, round, j), u[j], round);
   }
   /// False when they did not come in time; for the warp's threads alike.
   __device__ bool take(const Peers& p, int from, unsigned round, int64_t groups, uint64_t deadline_ns, int step,
-                       Units (&u)[kGroups]) const {
-    return wait_until<true>(p, from, deadline_ns, step, [&] {
-      bool here = true;
+                       Units (&u)[most]) const {
+    const auto read = [&](int j) {
+      u[j] = received_units(place(p, p.rank, from, round, j));
+      return __all_sync(~0u, !ends_line() || (u[j].second.x == round && u[j].second.y == round)) != 0;
+    };
+    __syncwarp();
+    // The last one first: it was sent behind the others, and looking for it alone leaves memory to what comes.
+    bool here = true;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
-        if (j > 0 && group(j) >= groups) continue;
-        u[j] = received_units(place(p, p.rank, from, round, j));
-        here = here && (!ends_line() || (u[j].second.x == round && u[j].second.y == round));
-      }
-      return __all_sync(~0u, here) != 0;
-    });
+    for (int j = most - 1; j >= 0; --j)
+      if (here && (j == 0 || group(j) < groups))
+        here = wait_until<true>(p, from, deadline_ns, step, [&] { return read(j); });
+    return here;
   }
 };
 /// Calls work(lines, whether it is the first round) for each round, until it fails.
-template <class Work>
+template <int most, class Work>
 __device__ inline void in_rounds(const Peers& p, int64_t groups, Work&& work) {
   wait_for_previous_grids();
   allow_next_grid();
@@ -95,15 +99,15 @@ __device__ inline void in_rounds(const Peers& p, int64_t groups, Work&& work) {
   if (!begin_rounds(p, round)) return;
   const int64_t warps = int64_t{gridDim.x} * kPeerWarps, warp = int64_t{blockIdx.x} * kPeerWarps + threadIdx.x / 32;
   bool here = true;
-  for (int64_t first = 0; here && (first == 0 || first < groups); first += kGroups * warps)
-    here = work(WarpLines{first + warp, warps}, ++round, first == 0);
+  for (int64_t first = 0; here && (first == 0 || first < groups); first += most * warps)
+    here = work(WarpLines<most>{first + warp, warps}, ++round, first == 0);
   if (__syncthreads_and(here) && threadIdx.x == 0) p.rounds[blockIdx.x] = round;
 }
 
 __host__ __device__ inline int64_t groups_of(int64_t bytes) { return (bytes + kGroupBytes - 1) / kGroupBytes; }
 
-/// groups: of the longest message.
-template <int parts>
+/// groups: of the longest message; most: that a warp takes in a round, 1 or kGroups.
+template <int parts, int most>
 __global__ void __launch_bounds__(kPeerThreads, 1)
     exchange_lines_kernel(Peers p, const __grid_constant__ Messages m, int64_t groups, uint64_t deadline_ns, int step) {
   // A message's parts one behind the other, each in groups of its own.
@@ -117,7 +121,7 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
   const auto groups_with = [](const Rows(&rows)[kMostParts][kMostPeers], int r) {
     return groups_of(rows[0][r].bytes) + (parts == 2 ? groups_of(rows[1][r].bytes) : 0);
   };
-  in_rounds(p, groups, [&](const WarpLines& lines, unsigned round, bool first) {
+  in_rounds<most>(p, groups, [&](const WarpLines<most>& lines, unsigned round, bool first) {
     for (int i = 1; i < p.ranks; ++i) {  // not all to the same rank at first
       const int r = (p.rank + i) % p.ranks;
       lines.send(p, r, round, groups_with(m.send, r), [&](int64_t group) {
@@ -135,10 +139,10 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
     for (int i = 1; i < p.ranks; ++i) {
       const int r = (p.rank + i) % p.ranks;
       const int64_t come = groups_with(m.receive, r);
-      Units u[kGroups];
+      Units u[most];
       if (!lines.take(p, r, round, come, deadline_ns, step, u)) return false;
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int j = 0; j < most; ++j) {
         int64_t group = lines.group(j);
         if (group >= come) continue;
         const Rows& to = part_of(m.receive, r, group);
@@ -149,7 +153,7 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
   });
 }
 
-template <class Format>
+template <class Format, int most>
 __global__ void __launch_bounds__(kPeerThreads, 1)
     sum_lines_kernel(Peers p, Terms t, int64_t groups, uint64_t deadline_ns, int step) {
   using N = Number<Format>;
@@ -157,24 +161,24 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
   constexpr int n = 8 / int{sizeof(Bits)};
   const Rows out = one_row(t.out, t.count * int64_t{sizeof(Bits)});
   const int64_t come = groups_of(out.bytes);
-  in_rounds(p, groups, [&](const WarpLines& lines, unsigned round, bool) {
+  in_rounds<most>(p, groups, [&](const WarpLines<most>& lines, unsigned round, bool) {
     const auto sent = [&](int r) { return one_row(t.send[r], t.sent[r]); };
     for (int i = 1; i < p.ranks; ++i) {
       const int r = (p.rank + i) % p.ranks;
       lines.send(p, r, round, groups_of(t.sent[r]), [&](int64_t group) { return load_units(sent(r), group); });
     }
-    float total[kGroups][2][n];
+    float total[most][2][n];
     for (int r = 0; r < p.ranks; ++r) {
-      Units u[kGroups];
+      Units u[most];
       if (r != p.rank) {
         if (!lines.take(p, r, round, come, deadline_ns, step, u)) return false;
       } else {
 #pragma unroll
-        for (int j = 0; j < kGroups; ++j)
+        for (int j = 0; j < most; ++j)
           if (lines.group(j) < come) u[j] = load_units(sent(r), lines.group(j));
       }
 #pragma unroll
-      for (int j = 0; j < kGroups; ++j) {
+      for (int j = 0; j < most; ++j) {
         Values<Bits, n> x[2];
         memcpy(x, &u[j], 16);
 #pragma unroll
@@ -185,7 +189,7 @@ __global__ void __launch_bounds__(kPeerThreads, 1)
       }
     }
 #pragma unroll
-    for (int j = 0; j < kGroups; ++j) {
+    for (int j = 0; j < most; ++j) {
       if (lines.group(j) >= come) continue;
       Values<Bits, n> y[2];
 #pragma unroll

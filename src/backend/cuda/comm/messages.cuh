@@ -66,24 +66,27 @@ __device__ inline void copy_own(const Rows& from, const Rows& to, const Piece& p
   });
 }
 
-/// Eight bytes of a message, from its byte `at` on; bytes past its end are 0, or left alone.
-__device__ inline uint2 load_bytes(const Rows& m, int64_t at) {
-  if (bits_of(m) % 8 == 0) return __ldcg(element<uint2>(m, at / 8));
+/// Of a message whose bytes do not lie by eights. Rare, and kept out of the kernels' way.
+__device__ __noinline__ inline uint2 load_single_bytes(Rows m, int64_t at) {
   uint64_t value = 0;
 #pragma unroll 1
   for (int i = 0; i < 8 && at + i < m.bytes; ++i)
     value |= uint64_t{__ldcg(element<unsigned char>(m, at + i))} << (8 * i);
   return {static_cast<unsigned>(value), static_cast<unsigned>(value >> 32)};
 }
-__device__ inline void store_bytes(const Rows& m, int64_t at, uint2 value) {
-  if (bits_of(m) % 8 == 0) {
-    *element<uint2>(m, at / 8) = value;
-    return;
-  }
+__device__ __noinline__ inline void store_single_bytes(Rows m, int64_t at, uint2 value) {
   uint64_t left = value.x | uint64_t{value.y} << 32;
 #pragma unroll 1
   for (int i = 0; i < 8 && at + i < m.bytes; ++i, left >>= 8)
     *element<unsigned char>(m, at + i) = static_cast<unsigned char>(left);
+}
+/// Eight bytes of a message, from its byte `at` on; bytes past its end are 0, or left alone.
+__device__ inline uint2 load_bytes(const Rows& m, int64_t at) {
+  return bits_of(m) % 8 == 0 ? __ldcg(element<uint2>(m, at / 8)) : load_single_bytes(m, at);
+}
+__device__ inline void store_bytes(const Rows& m, int64_t at, uint2 value) {
+  if (bits_of(m) % 8 == 0) *element<uint2>(m, at / 8) = value;
+  else store_single_bytes(m, at, value);
 }
 
 struct Messages {

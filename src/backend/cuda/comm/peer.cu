@@ -83,14 +83,14 @@ class PeerCarrier final : public DeviceCarrier {
                          (e.most_bytes > 0 ? "most_bytes is " : "without most_bytes the group's staging takes ") +
                          std::to_string(most));
     }
-    if (peers_.lines) {
-      const int64_t groups = groups_of(most) + static_cast<int64_t>(parts) - 1;
-      return run(queue, e.step, e.deadline, blocks_of(groups, kPeerWarps),
-                 [&](const LaunchConfig& config, uint64_t ns, int step) {
-                   launch(parts == 1 ? exchange_lines_kernel<1> : exchange_lines_kernel<2>, config, queue.stream(),
-                          e.step, "exchange of lines", "", peers_, m, groups, ns, step);
-                 });
-    }
+    if (peers_.lines)
+      return run_lines(
+          queue, e.step, e.deadline, groups_of(most) + static_cast<int64_t>(parts) - 1,
+          [&](auto of_a_warp, auto&&... arguments) {
+            constexpr int n = decltype(of_a_warp)::value;
+            launch(parts == 1 ? exchange_lines_kernel<1, n> : exchange_lines_kernel<2, n>, arguments...);
+          },
+          "exchange of lines", m);
     run(queue, e.step, e.deadline, blocks_of(most, kFlagBytes), [&](const LaunchConfig& config, uint64_t ns, int step) {
       launch(parts == 1 ? exchange_kernel<1> : exchange_kernel<2>, config, queue.stream(), e.step, "exchange", "",
              peers_, m, most, ns, step);
@@ -106,13 +106,14 @@ class PeerCarrier final : public DeviceCarrier {
     t.out = static_cast<std::byte*>(s.out), t.count = s.count;
     const auto size = static_cast<int64_t>(size_of(s.dtype)), most = s.most * size;
     if (peers_.lines)
-      return run(queue, s.step, s.deadline, blocks_of(groups_of(most), kPeerWarps),
-                 [&](const LaunchConfig& config, uint64_t ns, int step) {
-                   for_format(s.dtype, true, [&](auto format, auto) {
-                     launch(sum_lines_kernel<decltype(format)>, config, queue.stream(), s.step, "sum of lines", "",
-                            peers_, t, groups_of(most), ns, step);
-                   });
-                 });
+      return for_format(s.dtype, true, [&](auto format, auto) {
+        run_lines(
+            queue, s.step, s.deadline, groups_of(most),
+            [&](auto of_a_warp, auto&&... arguments) {
+              launch(sum_lines_kernel<decltype(format), decltype(of_a_warp)::value>, arguments...);
+            },
+            "sum of lines", t);
+      });
     run(queue, s.step, s.deadline, blocks_of(most, kFlagBytes), [&](const LaunchConfig& config, uint64_t ns, int step) {
       for_format(s.dtype, wide(t.send[peers_.rank], t.out, s.count * size), [&](auto format, auto is_wide) {
         launch(sum_kernel<decltype(format), decltype(is_wide)::value>, config, queue.stream(), s.step, "sum", "",
@@ -182,6 +183,20 @@ class PeerCarrier final : public DeviceCarrier {
     else queue.watch(watch_);
     start(LaunchConfig{.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kPeerThreads), .overlap = true},
           static_cast<uint64_t>(deadline.count()), watch_->steps.number_of(step));
+  }
+
+  /// Of messages of so many groups at most: a group a warp, while there are warps enough.
+  template <class Start, class What>
+  void run_lines(Queue& queue, std::string_view step, std::chrono::nanoseconds deadline, int64_t groups, Start&& start,
+                 const char* name, const What& what) {
+    const int64_t blocks = blocks_of(groups, kPeerWarps);
+    run(queue, step, deadline, blocks, [&](const LaunchConfig& config, uint64_t ns, int number) {
+      const auto with = [&](auto of_a_warp) {
+        start(of_a_warp, config, queue.stream(), step, name, "", peers_, what, groups, ns, number);
+      };
+      if (groups <= blocks * kPeerWarps) with(std::integral_constant<int, 1>{});
+      else with(std::integral_constant<int, kGroups>{});
+    });
   }
 
   int device_;
@@ -317,12 +332,15 @@ PeerCarrier::PeerCarrier(const DeviceGroup& g)
   const auto load = [&](auto kernel, const char* name) {
     check(cudaFuncGetAttributes(&attributes, kernel), "communicator", name);
   };
-  load(exchange_lines_kernel<1>, "exchange of lines"), load(exchange_lines_kernel<2>, "exchange of lines");
+  load(exchange_lines_kernel<1, 1>, "exchange of lines"), load(exchange_lines_kernel<2, 1>, "exchange of lines");
+  load(exchange_lines_kernel<1, kGroups>, "exchange of lines"),
+      load(exchange_lines_kernel<2, kGroups>, "exchange of lines");
   load(exchange_kernel<1>, "exchange"), load(exchange_kernel<2>, "exchange");
   for (const Dtype dtype : {Dtype::f32, Dtype::bf16, Dtype::f16})
     for (const bool is_wide : {false, true})
       for_format(dtype, is_wide, [&](auto format, auto w) {
-        load(sum_lines_kernel<decltype(format)>, "sum of lines");
+        load(sum_lines_kernel<decltype(format), 1>, "sum of lines");
+        load(sum_lines_kernel<decltype(format), kGroups>, "sum of lines");
         load(sum_kernel<decltype(format), decltype(w)::value>, "sum");
       });
   g.host.barrier({"peers", g.deadline});
