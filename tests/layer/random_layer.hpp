@@ -67,12 +67,10 @@ struct Layer {
   }
   void reset() {
     const auto rows = random_values(static_cast<int64_t>(spec.page_bytes()) * kPages / 4, 7);
+    const auto keys = random_values(model.indexer ? static_cast<int64_t>(index.spec().page_bytes()) * kPages / 4 : 0, 8);
     copy(stream, cache.view().data, rows.data(), rows.size() * sizeof(float));
-    if (model.indexer) {
-      const auto keys = random_values(static_cast<int64_t>(index.spec().page_bytes()) * kPages / 4, 8);
-      copy(stream, index.view().data, keys.data(), keys.size() * sizeof(float));
-    }
-    stream.synchronize();
+    if (model.indexer) copy(stream, index.view().data, keys.data(), keys.size() * sizeof(float));
+    stream.synchronize();  // while both are there
   }
   PlanOptions planned(PlanOptions o) const {
     o.index_format = IndexCacheFormat::f32;
