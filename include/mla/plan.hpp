@@ -391,6 +391,13 @@ struct Plan {
   bool reads_new_rows() const {
     return !options.dummy && (options.cache_use != CacheUse::read || !expanded_tokens.empty());
   }
+  /// Whether each of the ranks on CPUs that split the heads makes a range of what their products with shared weights
+  /// give, instead of all of it. Fewer rows than so many a rank cost the reading of the weights, and an exchange more.
+  bool divides_rows() const {
+    constexpr int64_t kRows = 8;
+    return device.device.kind == DeviceKind::cpu && options.tensor_parallel > 1 &&
+           tokens >= kRows * options.tensor_parallel;
+  }
   /// Whether calls exchange what ranks that share a cache found.
   bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
   /// Whether calls get cached rows that other ranks hold.

@@ -139,6 +139,7 @@ struct Project {
   RowList y_rows;
   int64_t rows = 0;
   bool quantized = false;  ///< finishes heads of a quantised output
+  bool divided = false;    ///< each rank makes a range of the rows; an AllGather brings them together
 };
 struct Cast {
   Operand<Token, Head, In> x;
@@ -325,6 +326,10 @@ struct ExchangeFound {
 struct AllReduce {
   Operand<Token, In> x;  ///< dense
 };
+/// Rows of which each rank has made its range, in their place, on all of them.
+struct AllGather {
+  Operand<Token, Head, Out> y;  ///< dense
+};
 /// Zeros, of a dummy step.
 struct Zero {
   Operand<Token, Head, In> y;
@@ -345,7 +350,7 @@ using Work =
     std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
                  AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
                  IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots, MapToWorkspace,
-                 Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce, Zero, BeginChoice, EndChoice>;
+                 Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

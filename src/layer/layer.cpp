@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "comm/on_device.hpp"
 #include "core/clear.hpp"
 #include "layer/bind.hpp"
 #include "layer/call.hpp"
@@ -122,6 +123,17 @@ class Walk {
     if (survey_) survey_->note(name, bind_(work));
     else call(*stream_, c_.profile, name, bind_(work));
   }
+  void run(std::string_view name, const steps::Project& s) {
+    ops::ProjectArgs a = bind_(s);
+    if (s.divided) {
+      const std::vector<int64_t> at = comm::even_ranges(s.rows, plan_.options.tensor_parallel);
+      const int64_t begin = at[rank()], count = at[rank() + 1] - begin;
+      a.x = a.x.slice<Token>(begin, count), a.y = a.y.slice<Token>(begin, count), a.rows = count;
+    }
+    if (survey_) survey_->note(name, a);
+    else call(*stream_, c_.profile, name, a);
+  }
+  size_t rank() const { return survey_ ? 0 : static_cast<size_t>(c_.ranks->rank()); }
   // One of the ranks' calls, of which this rank sends so much.
   template <class Call>
   void collective(std::string_view name, int ranks, const ops::Cost& cost, Call&& call) {
@@ -136,6 +148,18 @@ class Walk {
     collective(
         name, ranks, {elements * static_cast<double>(size_of(x.dtype())), elements * (ranks - 1)},
         [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
+  }
+  void run(std::string_view name, const steps::AllGather& s) {
+    const AnyMutableView<Token, Head, Out> y = bind_(s);
+    const int ranks = plan_.options.tensor_parallel;
+    const int64_t row = y.stride<Token>() * static_cast<int64_t>(size_of(y.dtype()));
+    const std::vector<int64_t> at = comm::even_ranges(y.extent<Token>(), ranks);
+    std::vector<int64_t> bytes;
+    for (size_t r = 0; r + 1 < at.size(); ++r) bytes.push_back((at[r + 1] - at[r]) * row);
+    auto* all = static_cast<std::byte*>(y.data());
+    collective(name, ranks, {static_cast<double>(bytes[rank()] * (ranks - 1)), 0}, [&](const Collective& call) {
+      c_.ranks->all_gather(*stream_, call, all + at[rank()] * row, all, bytes);
+    });
   }
   // Heads of a row by member of the group that shares a cache. The most of any rank's, for all groups must know alike
   // how large messages get.

@@ -16,8 +16,10 @@ Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& 
   const int64_t width = s.m.query_latent;
   if (width == 0) return hidden;
   const auto latents = s.region<Token, Head, In>("query_latent", s.act, {s.tokens, 1, width});
-  s.project("query_down", kForward, hidden, {}, Weight::query_down,
-            s.region<Token, Head, Out>("query_latent", s.act, {s.tokens, 1, width}), {}, s.tokens);
+  const auto made = s.region<Token, Head, Out>("query_latent", s.act, {s.tokens, 1, width});
+  // An indexer selects by them: what one rank would, to the bit.
+  if (s.m.indexer) s.project("query_down", kForward, hidden, {}, Weight::query_down, made, {}, s.tokens);
+  else s.project_shared("query_down", kForward, hidden, Weight::query_down, made);
   steps::Norm norm{.x = s.region<Token, In>("query_latent", s.act, {s.tokens, width}), .eps = s.m.rms_eps};
   // The rows' maps and rotation are linear, so that queries grow with them.
   if (s.m.query_growth_beta > 0) {
@@ -32,8 +34,8 @@ Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& 
 void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe) {
   const ModelConfig& m = s.m;
   const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
-  s.project("kv_down", kForward, hidden, {}, Weight::kv_down,
-            s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, m.entry()}), {}, s.tokens);
+  s.project_shared("kv_down", kForward, hidden, Weight::kv_down,
+                   s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, m.entry()}));
   s.add("norm_rope_append", kForward,
         steps::NormRopeAppend{.q_pe = q_pe,
                               .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),

@@ -22,6 +22,14 @@ class Steps {
     add(name, calls, steps::Project{x, x_rows, weights, y, y_rows, rows, quantized});
   }
 
+  /// Of weights that all ranks have: where enough rows are there, each rank makes a range of them.
+  void project_shared(std::string_view name, Calls calls, const Operand<Token, Head, In>& x, Weight weights,
+                      const Operand<Token, Head, Out>& y) {
+    const bool divided = plan.divides_rows();
+    add(name, calls, steps::Project{x, {}, weights, y, {}, tokens, false, divided});
+    if (divided) add("all_gather", calls, steps::AllGather{y});
+  }
+
   /// A dense array at the beginning of a region.
   template <class... D>
   Operand<D...> region(std::string_view name, Dtype dtype, const typename Operand<D...>::Extents& extents) const {
