@@ -21,6 +21,9 @@ struct Group {
   int ranks;
   bool lines = true;  // of peers, where the link brings them
 };
+void PrintTo(const Group& g, std::ostream* out) {
+  *out << g.ranks << " ranks, " << to_string(g.link) << (g.lines ? "" : " by flags");
+}
 class GpuRanks : public testing::TestWithParam<Group> {
  protected:
   void SetUp() override {

@@ -194,6 +194,42 @@ TEST(TensorParallel, TheSumIsAStep) {
   EXPECT_TRUE(noted);
 }
 
+// What all ranks' products would give alike, each makes a range of.
+TEST(TensorParallel, RanksDivideTheRowsOfSharedProducts) {
+  const Requests many({1, 7, 30}, {20, 40, 0});
+  const auto divided = [](const Plan& p) {
+    std::string names;
+    for (const Step& s : p.steps) {
+      const auto* product = std::get_if<steps::Project>(&s.work);
+      if (product && product->divided) names += std::string(s.name) + " ";
+      if (std::holds_alternative<steps::AllGather>(s.work)) names += "| ";
+    }
+    return names;
+  };
+  Layer dense(small_deepseek()), sparse(small_sparse());
+  const auto planned = [&](Layer& l, int ranks, const Batch& b) {
+    return divided(l.plan_of(b, {.tensor_parallel = ranks}));
+  };
+  const std::string none = "", both = "query_down | kv_down | ";
+  EXPECT_EQ(planned(dense, 1, many.batch()), none);
+  EXPECT_EQ(planned(dense, 4, many.batch()), kOnGpu ? none : both);
+  EXPECT_EQ(planned(dense, 5, many.batch()), none);  // 38 rows
+  EXPECT_EQ(planned(sparse, 4, many.batch()), kOnGpu ? none : "kv_down | ");
+  for (const Kind& k : kinds()) {
+    if (k.plan.path != PathPolicy::by_length || k.absorbed) continue;
+    const ModelConfig model = model_of(k.sparse);
+    Layer whole(model);
+    const std::vector<float> right = run<float>(whole, many.batch(), k.plan, nullptr, -7.0f);
+    float largest = 0;
+    for (float x : right) largest = std::max(largest, std::abs(x));
+    const auto out = run_ranks<float>(k, model, shares(model.heads, 3), many.batch(), -7.0f);
+    for (size_t i = 0; i < right.size(); ++i) {
+      ASSERT_NEAR(out[0][i], right[i], 1e-5f * largest) << k.name << ", element " << i;
+      for (const auto& other : out) ASSERT_EQ(std::memcmp(&other[i], &out[0][i], sizeof(float)), 0) << k.name;
+    }
+  }
+}
+
 TEST(TensorParallel, WhatDoesNotFitIsNamed) {
   Layer l(small_deepseek());
   const Batch batch = requests().batch();
