@@ -37,6 +37,7 @@ Job::Job() {
   MPI_Comm here = MPI_COMM_NULL;
   MPI_Comm_split_type(MPI_COMM_WORLD, MPI_COMM_TYPE_SHARED, 0, MPI_INFO_NULL, &here);
   MPI_Comm_size(here, &neighbours_);
+  MPI_Comm_rank(here, &local_rank_);
   MPI_Comm_free(&here);
   MPI_Comm own = MPI_COMM_NULL;
   MPI_Comm_dup(MPI_COMM_WORLD, &own);

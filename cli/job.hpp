@@ -19,8 +19,9 @@ class Job {
 
   int rank() const { return rank_; }
   int ranks() const { return ranks_; }
-  /// Of the job's processes, those on this machine.
+  /// Of the job's processes, those on this machine, and this one's number among them.
   int neighbours() const { return neighbours_; }
+  int local_rank() const { return local_rank_; }
 
   /// Does this process's part of the command's work, which leaves its exit code in `status`; then waits for the others,
   /// and leaves the largest of all exit codes there. What is thrown ends the other ranks' work too, by a RankError that
@@ -30,7 +31,7 @@ class Job {
 
  private:
   bool meet(int& status, bool patient);
-  int rank_ = 0, ranks_ = 1, neighbours_ = 1;
+  int rank_ = 0, ranks_ = 1, neighbours_ = 1, local_rank_ = 0;
   int comm_ = 0;  // what the ranks tell each other beside their work, as Fortran's handle: here MPI need not be known
 };
 

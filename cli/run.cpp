@@ -128,15 +128,21 @@ void read_scales(const Flags& f, serve::Options& o) {
   else o.k_scales.assign(static_cast<size_t>(layers), 0.0f);
 }
 
-// Of ranks that are processes: all are there, and this one's threads.
+// Of ranks that are processes: all are there; this one's GPU, and its threads.
 void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve::Options& o) {
   if (f.tp != job.ranks())
     throw InputError("--tp is " + std::to_string(f.tp) + ", the MPI job has " + std::to_string(job.ranks()) +
                      (job.ranks() == 1 ? " process" : " processes") + ": start it as mpirun -n " +
                      std::to_string(f.tp) + " mla run --comm mpi --tp " + std::to_string(f.tp));
-  if (o.device.kind != DeviceKind::cpu)
-    throw UnsupportedError("--comm mpi is for ranks on the CPU, --device is " + to_string(o.device) +
-                           ": ranks on GPUs are threads of one process (--comm peer or nccl)");
+  if (o.device.kind == DeviceKind::cuda) {
+    const Device first = o.device;
+    // Launchers may show each process a GPU of its own alone.
+    if (gpu_count() != 1) o.device.index += job.local_rank();
+    if (o.device.index >= gpu_count())
+      throw DeviceError(counted(job.neighbours(), "process") + " on this machine with GPUs from " + to_string(first) +
+                        " on, it has " + std::to_string(gpu_count()));
+    o.link = job.neighbours() == job.ranks() ? GpuLink::peer : GpuLink::nccl;
+  }
   // Processes that were bound to processors of their own have those; others share the machine's.
   const bool bound = bench::this_machine().cores < sysconf(_SC_NPROCESSORS_ONLN);
   if (command.get_option("--threads")->count() == 0 && !bound) o.threads = std::max(1, f.threads / job.neighbours());
@@ -400,9 +406,10 @@ void add_run(CLI::App& app, int& status) {
   number("--dcp", f->dcp,
          "ranks of a group that splits every sequence's cached tokens; divides --tp. --page-size is a rank's", 1, 1024);
   number("--dcp-interleave", f->interleave, "tokens in turn on a rank; divides --page-size", 1, 1 << 24);
-  c->add_option("--comm", f->comm,
-                "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2); mpi: ranks on the CPU are the "
-                "processes of an MPI job, --threads is each one's")
+  c->add_option(
+       "--comm", f->comm,
+       "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2); mpi: ranks are the processes of an MPI "
+       "job, --threads is each one's; GPUs of one machine are then peers, others take NCCL")
       ->capture_default_str();
   number("--comm-seconds", f->patience, "that a rank waits for the others before the run fails", 1e-3, 86400);
   c->footer(

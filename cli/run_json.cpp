@@ -77,6 +77,12 @@ nlohmann::json series_json(const serve::Result& r) {
   return j;
 }
 
+std::string link_of(const serve::Options& o) {
+  if (o.plan.tensor_parallel == 1) return "none";
+  if (o.device.kind == DeviceKind::cpu) return o.group ? "mpi" : "threads";
+  return (o.group ? "mpi, " : "") + std::string(to_string(o.link));
+}
+
 }  // namespace
 
 nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
@@ -98,10 +104,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"tensor_parallel", o.plan.tensor_parallel},
               {"context_parallel", o.context_parallel},
               {"context_parallel_interleave", o.context_parallel > 1 ? o.interleave : 0},
-              {"link", o.plan.tensor_parallel == 1        ? "none"
-                       : o.group                          ? "mpi"
-                       : o.device.kind == DeviceKind::cpu ? "threads"
-                                                          : to_string(o.link)},
+              {"link", link_of(o)},
               {"weights", to_string(o.weights)},
               {"absorption", to_string(o.absorption)},
               {"up_weights", to_string(o.up)},

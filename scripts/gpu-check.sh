@@ -221,11 +221,12 @@ for tool in "${tools[@]}"; do
 done
 
 # ---- the command and the package: whole replays, sparse ones among them, and frameworks' captures; none may hang --------
+launcher=()  # of processes that are ranks
 replay() {  # NAME ARGUMENT...
   local name=run.$1
   shift
   echo "== $name"
-  if ! timeout -k 10 180 "$bin/mla" run --device cuda --verify 4 --json "$logs/$name.json" "$@" >"$logs/$name.log" 2>&1 ||
+  if ! timeout -k 10 180 "${launcher[@]}" "$bin/mla" run --device cuda --verify 4 --json "$logs/$name.json" "$@" >"$logs/$name.log" 2>&1 ||
     ! grep -q 'verified.* 0 failed' "$logs/$name.log"; then
     tail -20 "$logs/$name.log"
     failed+=("$name")
@@ -250,6 +251,14 @@ if wanted run; then
             --rate 0 --token-budget 8192 --tp "$gpus" --dcp "$group" --comm "$link"
         done
       done
+      if command -v mpirun >/dev/null; then
+        launcher=(mpirun --allow-run-as-root -n "$gpus")
+        replay "ranks_processes.$gpus" --model deepseek-v2-lite --layers 2 --requests 8 --input-len 500 --output-len 8 --rate 0 \
+          --tp "$gpus" --dcp "$gpus" --comm mpi
+        launcher=()
+      else
+        echo "ranks that are processes: left out, mpirun is not here"
+      fi
     else
       echo "ranks: left out, on one GPU (--gpus 2)"
     fi

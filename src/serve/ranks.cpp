@@ -13,6 +13,7 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
   const int n = o.plan.tensor_parallel;
   if (o.group) {
     const int rank = o.group->rank();
+    if (o.device.kind == DeviceKind::cuda) o.group->connect(o.device, o.link);
     const Engine::Part part{head_share(o.model.heads, rank, n), o.group,
                             context_share(o.model.heads, rank, n, o.context_parallel, o.interleave)};
     alone_ = std::make_unique<Engine>(o, part, positions, pool, stop, r);

@@ -163,8 +163,6 @@ Options resolved(const Trace& trace, Options o) {
   if (o.group && o.group->ranks() != ranks)
     throw InputError("tensor_parallel is " + std::to_string(ranks) + ", the group has " +
                      counted(o.group->ranks(), "rank"));
-  if (o.group && o.device.kind != DeviceKind::cpu)
-    throw UnsupportedError("ranks that are processes run on the CPU, the device is " + to_string(o.device));
   if (sharing > 1 && o.limits.page_size % (sharing * o.interleave) != 0)
     throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(sharing) +
                      " ranks, " + std::to_string(o.interleave) +

@@ -28,9 +28,9 @@ struct Options {
   WeightFormat up = WeightFormat::plain;        ///< of W_UK and W_UV on the latent path
   WeightFormat products = WeightFormat::plain;  ///< of the other products
   CacheFormat format = CacheFormat::bf16;
-  /// Of plan.tensor_parallel ranks, on threads: rank r's GPU is device.index + r.
+  /// Of plan.tensor_parallel ranks on GPUs; where they are threads, rank r's is device.index + r.
   GpuLink link = GpuLink::peer;
-  /// Ranks that are processes: this one's place among them, of as many as plan.tensor_parallel says, on the CPU. All
+  /// Ranks that are processes: this one's place among them, of as many as plan.tensor_parallel says. All
   /// replay the same trace with the same options; whoever's call throws ends the others' by abort(). Null: ranks are
   /// threads.
   Communicator* group = nullptr;
