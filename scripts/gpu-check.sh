@@ -139,6 +139,11 @@ start_sanitizers() {
   # Without the graph that forks: there racecheck ends the process without a word.
   sanitize racecheck.test_cuda_device_attention racecheck test_cuda_device_attention '*Paged*/h16'
   sanitize racecheck.test_cuda_attend_latent.wide racecheck test_cuda_attend_latent "$wide"
+  if ((gpus >= 2)); then
+    for tool in memcheck initcheck synccheck; do  # nothing of them lies in shared memory
+      sanitize $tool.test_cuda_ranks $tool test_cuda_ranks '*GpuRanks.EveryCall*/peer2*:*GpuRanks.Rows*/peer2*'
+    done
+  fi
   for tool in memcheck racecheck initcheck synccheck; do
     if [[ $tool == racecheck ]]; then  # a kernel of its own, with exchanges of its own
       sanitize racecheck.test_cuda_attend_latent_fp8 racecheck test_cuda_attend_latent_fp8 "$fp8-*codes_*"
@@ -221,12 +226,12 @@ for tool in "${tools[@]}"; do
 done
 
 # ---- the command and the package: whole replays, sparse ones among them, and frameworks' captures; none may hang --------
-launcher=()  # of processes that are ranks
+launcher=() device=cuda  # launcher: of processes that are ranks
 replay() {  # NAME ARGUMENT...
   local name=run.$1
   shift
   echo "== $name"
-  if ! timeout -k 10 180 "${launcher[@]}" "$bin/mla" run --device cuda --verify 4 --json "$logs/$name.json" "$@" >"$logs/$name.log" 2>&1 ||
+  if ! timeout -k 10 180 "${launcher[@]}" "$bin/mla" run --device "$device" --verify 4 --json "$logs/$name.json" "$@" >"$logs/$name.log" 2>&1 ||
     ! grep -q 'verified.* 0 failed' "$logs/$name.log"; then
     tail -20 "$logs/$name.log"
     failed+=("$name")
@@ -241,6 +246,9 @@ if wanted run; then
     replay sparse_ds_mla --model deepseek-v3.2 --layers 2 --requests 3 --input-len 2500 --output-len 20 --rate 0 \
       --cache fp8_ds_mla --token-budget 4096
     if ((gpus >= 2)); then
+      device=cuda:1
+      replay second --model deepseek-v2-lite --layers 1 --requests 2 --input-len 100 --output-len 4 --rate 0
+      device=cuda
       groups=("$gpus")  # ranks that share a cache: all, and half of them where there are four
       ((gpus % 4 != 0)) || groups+=($((gpus / 2)))
       for link in peer nccl; do

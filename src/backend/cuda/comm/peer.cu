@@ -9,7 +9,9 @@
 #include <limits>
 #include <map>
 #include <mutex>
+#include <set>
 #include <string>
+#include <utility>
 
 #include "backend/cuda/comm/flags.cuh"
 #include "backend/cuda/comm/group.hpp"
@@ -256,6 +258,18 @@ bool over_nvlink(int device, const char* card) {
   return native != 0;
 }
 
+/// Once a process for each pair; others in the process may have done so, too.
+void enable_peer(int device, int other, const std::string& what) {
+  static std::mutex mutex;
+  static std::set<std::pair<int, int>> enabled;
+  const std::lock_guard lock(mutex);
+  if (enabled.contains({device, other})) return;
+  const cudaError_t status = cudaDeviceEnablePeerAccess(other, 0);
+  if (status == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
+  else check(status, "communicator", what);
+  enabled.insert({device, other});
+}
+
 std::shared_ptr<std::byte> reach(const Home& mine, const Home& theirs, int rank) {
   const std::string what = "rank " + std::to_string(rank) + "'s memory";
   if (std::strcmp(mine.machine, theirs.machine) != 0)
@@ -268,9 +282,7 @@ std::shared_ptr<std::byte> reach(const Home& mine, const Home& theirs, int rank)
       if (!can)
         throw DeviceError("communicator: cuda:" + std::to_string(mine.device) + " does not reach " + what +
                           " on cuda:" + std::to_string(theirs.device));
-      const cudaError_t status = cudaDeviceEnablePeerAccess(theirs.device, 0);
-      if (status == cudaErrorPeerAccessAlreadyEnabled) cudaGetLastError();
-      else check(status, "communicator", what);
+      enable_peer(mine.device, theirs.device, what);
     }
     if (std::shared_ptr<std::byte> memory = Registry::get().find(theirs.memory)) return memory;
     throw DeviceError("communicator: " + what + " is gone: the rank has left");
