@@ -32,6 +32,7 @@ struct Case {
   int tile_rows = 0;              // forced
   std::vector<int> visible = {};  // of the items; empty: seq_len - q_len, as in a causal step
   enum { dense, by_head, none } lse = dense;
+  friend void PrintTo(const Case& c, std::ostream* to) { *to << c.name; }
 };
 
 int multiprocessor_count() {

@@ -40,6 +40,7 @@ struct Case {
   int tile_rows = 0;    // forced
   bool codes = false;   // are queries e4m3, too, and products of codes?
   bool needle = false;  // does one key in the middle carry the first row's answer?
+  friend void PrintTo(const Case& c, std::ostream* to) { *to << c.name; }
 };
 
 int multiprocessor_count() {

@@ -66,6 +66,7 @@ struct Setting {
   PlanOptions plan = {};
   StepMaxima maxima = {};
   int layers = 1;  ///< of one indexer: layers behind the first take its choice
+  friend void PrintTo(const Setting& s, std::ostream* to) { *to << s.name; }
 };
 
 /// A batch with its own pages; the plan by its own lengths, and the one of the maxima.

@@ -15,6 +15,7 @@
 #include <sstream>
 
 #include "ranks.hpp"
+#include "support/print.hpp"
 
 extern char** environ;
 

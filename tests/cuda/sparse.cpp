@@ -9,6 +9,7 @@
 #include "cases/compare.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
+#include "support/print.hpp"
 
 namespace mla::cases {
 namespace {

@@ -16,6 +16,9 @@ struct Mode {
   PathPolicy path;
   Dtype compute;
   CacheFormat format;
+  friend void PrintTo(const Mode& m, std::ostream* to) {
+    *to << to_string(m.path) << ", " << to_string(m.compute) << ", " << to_string(m.format);
+  }
 };
 
 class Invariance : public testing::TestWithParam<Mode> {
