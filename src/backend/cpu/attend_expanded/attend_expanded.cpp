@@ -129,7 +129,7 @@ class Kernel {
   void begin(const ExpandedItem& item, int64_t head, int64_t first, int64_t rows, const ScaleRow& scales,
              const Scratch<Form>& scratch, RowTile& tile) const {
     tile.rows = rows;
-    tile.width = RowTile::width_for(rows);
+    tile.width = RowTile::width_for(rows, Form::kLeast);
     for (int64_t lane = 0; lane < rows; ++lane)
       tile.last[lane] = static_cast<int32_t>(std::clamp<int64_t>(first + lane + item.visible, -1, item.k_count - 1));
     const float* queries = kCodes ? scratch.queries : &q_(item.q_begin + first, head, 0);

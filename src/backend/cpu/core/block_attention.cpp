@@ -11,11 +11,10 @@ namespace mla::cpu::HWY_NAMESPACE {
 
 // scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the
 // registers; each multiplication takes its key element as a broadcast from memory.
-template <int G, int N>
-HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k, int64_t stride,
-                            int64_t dim, float* HWY_RESTRICT scores) {
-  const hn::ScalableTag<float> df;
-  using V = hn::Vec<decltype(df)>;
+template <class D, int G, int N>
+HWY_NOINLINE void ScoreTile(D df, const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k,
+                            int64_t stride, int64_t dim, float* HWY_RESTRICT scores) {
+  using V = hn::Vec<D>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   V acc[N][G];
 #pragma GCC unroll 32
@@ -44,11 +43,10 @@ HWY_NOINLINE void ScoreTile(const float* HWY_RESTRICT q, int64_t width, const fl
 }
 
 // o[d][..] = o[d][..] * alpha + sum over keys of p[key][..] * v[key][d], for N dims.
-template <int G, int N>
-HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v, int64_t stride,
-                            int64_t keys, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
-  const hn::ScalableTag<float> df;
-  using V = hn::Vec<decltype(df)>;
+template <class D, int G, int N>
+HWY_NOINLINE void ValueTile(D df, const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v,
+                            int64_t stride, int64_t keys, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
+  using V = hn::Vec<D>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df));
   V acc[N][G];
 #pragma GCC unroll 32
@@ -73,30 +71,30 @@ HWY_NOINLINE void ValueTile(const float* HWY_RESTRICT p, int64_t width, const fl
     for (int g = 0; g < G; ++g) hn::StoreU(acc[n][g], df, o + n * width + g * lanes);
 }
 
-template <int G, int kKeys, int kDims>
-void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
-  const int64_t lanes = static_cast<int64_t>(hn::Lanes(hn::ScalableTag<float>())), w = tile.width;
+template <int G, int kKeys, int kDims, class D>
+void BlockOf(D df, const RowTile& tile, const KeyBlock& b, float* scores) {
+  const int64_t lanes = static_cast<int64_t>(hn::Lanes(df)), w = tile.width;
   const float* q = static_cast<const float*>(tile.q);
   const float* k = static_cast<const float*>(b.k);
   const float* v = static_cast<const float*>(b.v);
   for (int64_t n = 0; n < b.count; n += kKeys)
     for (int64_t g = 0; g < w; g += G * lanes)
-      ScoreTile<G, kKeys>(q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
+      ScoreTile<D, G, kKeys>(df, q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
   auto values = [&](int64_t from, int64_t to, const float* factor) {
     const float *p = scores + from * w, *rows = v + from * b.v_stride;
     for (int64_t g = 0; g < w; g += G * lanes) {
       int64_t d = 0;
       for (; d + kDims <= b.v_dim; d += kDims)
-        ValueTile<G, kDims>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<D, G, kDims>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
       for (; d + 4 <= b.v_dim; d += 4)
-        ValueTile<G, 4>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<D, G, 4>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
       for (; d < b.v_dim; ++d)
-        ValueTile<G, 1>(p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<D, G, 1>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
     }
   };
   float alpha[kTileRows];
   bool skip[kBlockKeys];
-  if (!Softmax(tile, b, scores, alpha, skip)) return values(0, b.count, alpha);
+  if (!Softmax(df, tile, b, scores, alpha, skip)) return values(0, b.count, alpha);
   // Runs of keys between those that are left out; every row's sums keep their order.
   values(0, 0, alpha);
   std::fill_n(alpha, w, 1.0f);
@@ -109,7 +107,8 @@ void BlockOf(const RowTile& tile, const KeyBlock& b, float* scores) {
 bool AllFiniteFloats(const float* x, int64_t n) { return FiniteFloats(x, n); }
 
 bool SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip) {
-  return Softmax(tile, block, scores, alpha, skip);
+  if (tile.width == kTinyTile) return Softmax(hn::CappedTag<float, kTinyTile>(), tile, block, scores, alpha, skip);
+  return Softmax(hn::ScalableTag<float>(), tile, block, scores, alpha, skip);
 }
 
 bool KeepOutOf(const RowTile& tile, const KeyBlock& block, const float* scores, int64_t from, bool odd, bool* skip) {
@@ -117,11 +116,16 @@ bool KeepOutOf(const RowTile& tile, const KeyBlock& block, const float* scores, 
 }
 
 void Block(const RowTile& tile, const KeyBlock& block, float* scores) {
-  // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12.
-  const size_t lanes = hn::Lanes(hn::ScalableTag<float>());
-  if (lanes == 16 && tile.width == 16) BlockOf<1, 24, 16>(tile, block, scores);
-  else if (lanes == 16) BlockOf<2, 12, 8>(tile, block, scores);
-  else if (lanes <= 8) BlockOf<2, 6, 4>(tile, block, scores);
+  // 32 registers hold 24 accumulators beside the rows and a broadcast, 16 hold 12. Few rows take half of a vector of
+  // 16, which costs half of one where it is two passes.
+  const hn::ScalableTag<float> df;
+  const hn::CappedTag<float, kTinyTile> tiny;
+  const size_t lanes = hn::Lanes(df);
+  if (lanes == 16 && tile.width == kTinyTile) BlockOf<1, 24, 16>(tiny, tile, block, scores);
+  else if (lanes == 16 && tile.width == kSmallTile) BlockOf<1, 24, 16>(df, tile, block, scores);
+  else if (lanes == 16) BlockOf<2, 12, 8>(df, tile, block, scores);
+  else if (lanes == 8 && tile.width == kTinyTile) BlockOf<1, 12, 8>(df, tile, block, scores);
+  else if (lanes <= 8) BlockOf<2, 6, 4>(df, tile, block, scores);
   else HWY_ABORT("vectors of %d floats are not expected", static_cast<int>(lanes));
 }
 

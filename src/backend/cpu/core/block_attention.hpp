@@ -20,8 +20,8 @@ namespace mla::cpu {
 
 /// Keys a block holds at most: a multiple of every register tile (24, 12, 6).
 constexpr int64_t kBlockKeys = 96;
-/// Rows a tile holds at most; tiles of up to kSmallTile rows use half the lanes.
-constexpr int64_t kTileRows = 32, kSmallTile = 16;
+/// Rows a tile holds at most; tiles of up to kSmallTile rows use half the lanes, and of up to kTinyTile half of those.
+constexpr int64_t kTileRows = 32, kSmallTile = 16, kTinyTile = 8;
 /// Key rows past the last one are read up to a multiple of this and must be zero.
 constexpr int64_t kKeyPad = 24;
 /// The same of the AMX form; there values are read past the last key, too.
@@ -45,7 +45,7 @@ struct KeyGroup {
 /// One tile of query rows and its running softmax. Memory is the caller's scratch.
 struct RowTile {
   int64_t rows = 0;         ///< lanes in use
-  int64_t width = 0;        ///< lanes: kSmallTile or kTileRows
+  int64_t width = 0;        ///< lanes: kTinyTile (not of the AMX form), kSmallTile or kTileRows
   void* q = nullptr;        ///< [qk_dim][width] f32, or [ceil(qk_dim / 2)][width] pairs of bf16 (AMX: up to whole 16)
   float* o = nullptr;       ///< [v_dim][width], or [width][o_stride]
   int64_t o_stride = 0;     ///< floats of an output row; 0: outputs are columns
@@ -56,7 +56,9 @@ struct RowTile {
   int32_t first_last = 0;   ///< smallest `last` of the rows in use
   int32_t last_last = 0;    ///< largest
 
-  static constexpr int64_t width_for(int64_t rows) { return rows <= kSmallTile ? kSmallTile : kTileRows; }
+  static constexpr int64_t width_for(int64_t rows, int64_t least) {
+    return rows <= least ? least : rows <= kSmallTile ? kSmallTile : kTileRows;
+  }
 };
 
 /// A block's keys and values, either f32 rows or bf16 (values as pairs of keys: [key / 2][v_dim] of (key, key + 1)).

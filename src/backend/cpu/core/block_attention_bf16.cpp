@@ -22,11 +22,40 @@
 namespace mla::cpu {
 namespace {
 
-constexpr int64_t kLanes = 16;
-
-MLA_BF16_DOT inline __m512 dot(__m512 sum, __m512i a, uint32_t pair) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)));
-}
+// Vectors of rows: of 16, or of 8 for tiny tiles, which costs half where 512 bits are two passes.
+struct Sixteen {
+  using Floats = __m512;
+  using Pairs = __m512i;
+  static constexpr int64_t kLanes = 16;
+  MLA_BF16_DOT static Floats load(const float* x) { return _mm512_loadu_ps(x); }
+  MLA_BF16_DOT static Pairs load(const uint32_t* x) { return _mm512_loadu_si512(x); }
+  MLA_BF16_DOT static void store(float* x, Floats v) { _mm512_storeu_ps(x, v); }
+  MLA_BF16_DOT static void store(uint32_t* x, Pairs v) { _mm512_storeu_si512(x, v); }
+  MLA_BF16_DOT static Floats zero() { return _mm512_setzero_ps(); }
+  MLA_BF16_DOT static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  MLA_BF16_DOT static Floats dot(Floats sum, Pairs a, uint32_t pair) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)));
+  }
+  MLA_BF16_DOT static Pairs round(Floats x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
+  MLA_BF16_DOT static Pairs join(Pairs low, Pairs high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
+};
+struct Eight {
+  using Floats = __m256;
+  using Pairs = __m256i;
+  static constexpr int64_t kLanes = 8;
+  MLA_BF16_DOT static Floats load(const float* x) { return _mm256_loadu_ps(x); }
+  MLA_BF16_DOT static Pairs load(const uint32_t* x) { return _mm256_loadu_si256(reinterpret_cast<const Pairs*>(x)); }
+  MLA_BF16_DOT static void store(float* x, Floats v) { _mm256_storeu_ps(x, v); }
+  MLA_BF16_DOT static void store(uint32_t* x, Pairs v) { _mm256_storeu_si256(reinterpret_cast<Pairs*>(x), v); }
+  MLA_BF16_DOT static Floats zero() { return _mm256_setzero_ps(); }
+  MLA_BF16_DOT static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  MLA_BF16_DOT static Floats dot(Floats sum, Pairs a, uint32_t pair) {
+    return _mm256_dpbf16_ps(sum, (__m256bh)a, (__m256bh)_mm256_set1_epi32(static_cast<int>(pair)));
+  }
+  MLA_BF16_DOT static Pairs round(Floats x) { return _mm256_cvtepu16_epi32((__m128i)_mm256_cvtneps_pbh(x)); }
+  MLA_BF16_DOT static Pairs join(Pairs low, Pairs high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 16)); }
+};
+constexpr int64_t kLanes = Sixteen::kLanes;
 
 MLA_BF16_DOT inline uint32_t pair_at(const bf16* x) {
   uint32_t pair;
@@ -35,127 +64,127 @@ MLA_BF16_DOT inline uint32_t pair_at(const bf16* x) {
 }
 
 // scores[n][..] = sum over pairs of q[pair][..] . k[n][pair]
-template <int G, int N>
+template <class V, int G, int N>
 MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k,
                                                int64_t stride, int64_t pairs, float* __restrict scores) {
-  __m512 acc[N][G];
+  typename V::Floats acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) acc[n][g] = _mm512_setzero_ps();
+    for (int g = 0; g < G; ++g) acc[n][g] = V::zero();
   constexpr int kPerBase = 8;
   for (int64_t d = 0; d < pairs; ++d) {
-    __m512i rows[G];
+    typename V::Pairs rows[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) rows[g] = _mm512_loadu_si512(q + d * width + g * kLanes);
+    for (int g = 0; g < G; ++g) rows[g] = V::load(q + d * width + g * V::kLanes);
 #pragma GCC unroll 32
     for (int n = 0; n < N; ++n) {
       const bf16* base = k + static_cast<int64_t>(n / kPerBase) * kPerBase * stride;
       const uint32_t pair = pair_at(base + (n % kPerBase) * stride + 2 * d);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[n][g] = dot(acc[n][g], rows[g], pair);
+      for (int g = 0; g < G; ++g) acc[n][g] = V::dot(acc[n][g], rows[g], pair);
     }
   }
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) _mm512_storeu_ps(scores + n * width + g * kLanes, acc[n][g]);
+    for (int g = 0; g < G; ++g) V::store(scores + n * width + g * V::kLanes, acc[n][g]);
 }
 
 // o[d][..] = o[d][..] * alpha + sum over key pairs of p[pair][..] . v[pair][d]
-template <int G, int N>
+template <class V, int G, int N>
 MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int64_t width,
                                                const uint32_t* __restrict v, int64_t stride, int64_t pairs,
                                                const float* __restrict alpha, float* __restrict o) {
-  __m512 acc[N][G];
+  typename V::Floats acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g)
-      acc[n][g] = _mm512_mul_ps(_mm512_loadu_ps(o + n * width + g * kLanes), _mm512_loadu_ps(alpha + g * kLanes));
+      acc[n][g] = V::multiply(V::load(o + n * width + g * V::kLanes), V::load(alpha + g * V::kLanes));
   for (int64_t t = 0; t < pairs; ++t) {
-    __m512i rows[G];
+    typename V::Pairs rows[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) rows[g] = _mm512_loadu_si512(p + t * width + g * kLanes);
+    for (int g = 0; g < G; ++g) rows[g] = V::load(p + t * width + g * V::kLanes);
 #pragma GCC unroll 32
     for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[n][g] = dot(acc[n][g], rows[g], v[t * stride + n]);
+      for (int g = 0; g < G; ++g) acc[n][g] = V::dot(acc[n][g], rows[g], v[t * stride + n]);
   }
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) _mm512_storeu_ps(o + n * width + g * kLanes, acc[n][g]);
+    for (int g = 0; g < G; ++g) V::store(o + n * width + g * V::kLanes, acc[n][g]);
 }
 
 // Probabilities of keys 2t and 2t + 1 as pairs, in place over row 2t of the scores' memory: pair row t is written after
 // rows 2t and 2t + 1 were read. A missing last key counts 0.
+template <class V>
 MLA_BF16_DOT void pair_probabilities(float* scores, int64_t width, int64_t count) {
   uint32_t* pairs = reinterpret_cast<uint32_t*>(scores);
   for (int64_t t = 0; t < count; t += 2)
-    for (int64_t g = 0; g < width; g += kLanes) {
-      const __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + t * width + g)));
-      __m512i high = _mm512_setzero_si512();
-      if (t + 1 < count)
-        high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(scores + (t + 1) * width + g)));
-      _mm512_storeu_si512(pairs + t / 2 * width + g, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    for (int64_t g = 0; g < width; g += V::kLanes) {
+      const auto low = V::round(V::load(scores + t * width + g));
+      const auto high = V::round(t + 1 < count ? V::load(scores + (t + 1) * width + g) : V::zero());
+      V::store(pairs + t / 2 * width + g, V::join(low, high));
     }
 }
 
 // Value tiles over all dims.
-template <int G, int kDims>
+template <class V, int G, int kDims>
 MLA_BF16_DOT void values(const uint32_t* p, int64_t w, const uint32_t* v, int64_t stride, int64_t v_dim, int64_t pairs,
                          const float* alpha, float* o) {
   int64_t d = 0;
-  for (; d + kDims <= v_dim; d += kDims) value_tile<G, kDims>(p, w, v + d, stride, pairs, alpha, o + d * w);
-  for (; d + 4 <= v_dim; d += 4) value_tile<G, 4>(p, w, v + d, stride, pairs, alpha, o + d * w);
-  for (; d < v_dim; ++d) value_tile<G, 1>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (; d + kDims <= v_dim; d += kDims) value_tile<V, G, kDims>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (; d + 4 <= v_dim; d += 4) value_tile<V, G, 4>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (; d < v_dim; ++d) value_tile<V, G, 1>(p, w, v + d, stride, pairs, alpha, o + d * w);
 }
 
 // The same without the keys in `skip`: pairs between theirs as they are, in order, and theirs with a half zeroed.
-template <int G, int kDims>
+template <class V, int G, int kDims>
 void values_but(const bool* skip, const uint32_t* p, int64_t w, const KeyBlock& b, float* alpha, float* o) {
   const uint32_t* v = static_cast<const uint32_t*>(b.v);
   const int64_t pairs = (b.count + 1) / 2;
-  values<G, kDims>(p, w, v, b.v_stride, b.v_dim, 0, alpha, o);
+  values<V, G, kDims>(p, w, v, b.v_stride, b.v_dim, 0, alpha, o);
   std::fill_n(alpha, w, 1.0f);
   for (int64_t t = 0; t < pairs;) {
     int64_t end = t;
     while (end < pairs && !skip[2 * end] && !skip[2 * end + 1]) ++end;
-    if (end > t) values<G, kDims>(p + t * w, w, v + t * b.v_stride, b.v_stride, b.v_dim, end - t, alpha, o);
+    if (end > t) values<V, G, kDims>(p + t * w, w, v + t * b.v_stride, b.v_stride, b.v_dim, end - t, alpha, o);
     if ((t = end) == pairs) break;
     const uint32_t kept = (skip[2 * t] ? 0 : 0xffffu) | (skip[2 * t + 1] ? 0 : 0xffff0000u);
     for (int64_t d = 0; kept != 0 && d < b.v_dim; d += kDims) {
       const int64_t n = std::min<int64_t>(kDims, b.v_dim - d);
       uint32_t half[kDims];
       for (int64_t i = 0; i < n; ++i) half[i] = v[t * b.v_stride + d + i] & kept;
-      values<G, kDims>(p + t * w, w, half, 0, n, 1, alpha, o + d * w);
+      values<V, G, kDims>(p + t * w, w, half, 0, n, 1, alpha, o + d * w);
     }
     ++t;
   }
 }
 
-template <int G, int kKeys, int kDims>
+template <class V, int G, int kKeys, int kDims>
 MLA_BF16_DOT void block_of(const RowTile& tile, const KeyBlock& b, float* scores) {
   const int64_t w = tile.width;
   const uint32_t* q = static_cast<const uint32_t*>(tile.q);
   const bf16* k = static_cast<const bf16*>(b.k);
   for (int64_t n = 0; n < b.count; n += kKeys)
-    score_tile<G, kKeys>(q, w, k + n * b.k_stride, b.k_stride, (b.qk_dim + 1) / 2, scores + n * w);
+    score_tile<V, G, kKeys>(q, w, k + n * b.k_stride, b.k_stride, (b.qk_dim + 1) / 2, scores + n * w);
   float alpha[kTileRows];
   bool skip[kBlockKeys];
   const bool skips = softmax_block(tile, b, scores, alpha, skip);
-  pair_probabilities(scores, w, b.count);
+  pair_probabilities<V>(scores, w, b.count);
   const uint32_t* p = reinterpret_cast<const uint32_t*>(scores);
-  if (skips) return values_but<G, kDims>(skip, p, w, b, alpha, tile.o);
-  values<G, kDims>(p, w, static_cast<const uint32_t*>(b.v), b.v_stride, b.v_dim, (b.count + 1) / 2, alpha, tile.o);
+  if (skips) return values_but<V, G, kDims>(skip, p, w, b, alpha, tile.o);
+  values<V, G, kDims>(p, w, static_cast<const uint32_t*>(b.v), b.v_stride, b.v_dim, (b.count + 1) / 2, alpha, tile.o);
 }
 
 }  // namespace
 
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores) {
-  if (tile.width == kSmallTile) block_of<1, 24, 16>(tile, block, scores);
-  else block_of<2, 12, 8>(tile, block, scores);
+  if (tile.width == kTinyTile) block_of<Eight, 1, 24, 16>(tile, block, scores);
+  else if (tile.width == kSmallTile) block_of<Sixteen, 1, 24, 16>(tile, block, scores);
+  else block_of<Sixteen, 2, 12, 8>(tile, block, scores);
 }
 
 MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n) {

@@ -11,6 +11,7 @@ struct F32Form {
   using Element = float;                        ///< of queries, keys and values
   static constexpr int64_t kKeys = kBlockKeys;  ///< of a block, at most
   static constexpr int64_t kStep = kKeyPad;     ///< keys are read up to a multiple of this
+  static constexpr int64_t kLeast = kTinyTile;  ///< rows that a tile has room for, at least
   static constexpr int kLatentTiles = 2;        ///< tiles that share a block of cached rows
   static constexpr int kExpandedTiles = 8;      ///< the same of a head's keys: they, their outputs and the block fit L2
   static constexpr bool kPairs = false;         ///< values come as pairs of keys
@@ -29,7 +30,7 @@ struct F32Form {
 /// Dot products of pairs of bf16.
 struct DotForm {
   using Element = bf16;
-  static constexpr int64_t kKeys = kBlockKeys, kStep = kKeyPad;
+  static constexpr int64_t kKeys = kBlockKeys, kStep = kKeyPad, kLeast = kTinyTile;
   static constexpr int kLatentTiles = 2, kExpandedTiles = 8;
   static constexpr bool kPairs = true, kRowsOut = false;
   static constexpr int64_t kScores = kKeys * kTileRows, kProbabilities = 0;
@@ -44,7 +45,7 @@ struct DotForm {
 /// bf16 in AMX's tile registers. Its blocks are attended by several tiles at once (block_attention.hpp).
 struct AmxForm {
   using Element = bf16;
-  static constexpr int64_t kKeys = kAmxBlockKeys, kStep = kAmxKeyPad;
+  static constexpr int64_t kKeys = kAmxBlockKeys, kStep = kAmxKeyPad, kLeast = kSmallTile;
   // Sharing a block is worth more where its products take less time.
   static constexpr int kLatentTiles = 4, kExpandedTiles = 16;
   static constexpr bool kPairs = true, kRowsOut = true;

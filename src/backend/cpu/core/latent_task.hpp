@@ -60,7 +60,7 @@ void set_queries(RowTile& tile, int64_t rows, const AnyView<Token, Head, Entry>&
                  const LatentScratch<Form>& s, At&& at) {
   const int64_t entry = q.extent<Entry>();
   tile.rows = rows;
-  tile.width = RowTile::width_for(rows);
+  tile.width = RowTile::width_for(rows, Form::kLeast);
   if constexpr (std::is_same_v<Form, AmxForm>) {
     const bf16* from[kTileRows];
     for (int64_t lane = 0; lane < rows; ++lane) {

@@ -79,11 +79,12 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
 // In: scores [count][width], unscaled. Out: probabilities relative to the new maximum; alpha[width], the factor for
 // what was summed before. Updates the tile's maximum and sum. True: the values of the keys in skip[count, rounded up
 // to even] are to be left out of all products. A hidden key's score is -inf, whatever it was, and so is a masked key's.
-HWY_INLINE bool Softmax(const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores, float* HWY_RESTRICT alpha,
-                        bool* HWY_RESTRICT skip) {
-  const hn::ScalableTag<float> df;
-  const hn::RebindToSigned<decltype(df)> di;
-  using V = hn::Vec<decltype(df)>;
+// df: of vectors that are no wider than the tile.
+template <class D>
+HWY_INLINE bool Softmax(D df, const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores,
+                        float* HWY_RESTRICT alpha, bool* HWY_RESTRICT skip) {
+  const hn::RebindToSigned<D> di;
+  using V = hn::Vec<D>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df)), w = tile.width;
   const int64_t seen = std::clamp<int64_t>(tile.first_last + 1 - b.first_key, 0, b.count);  // by all rows
   const bool masked = seen < b.count;
