@@ -23,12 +23,14 @@ if [[ $python && ${#presets[@]} == 1 ]]; then
 elif [[ $python ]]; then
   scripts/test-python.sh "build/$python" >"build/$python/python.log" 2>&1 &
   python_tests=$!
+  trap 'kill "$python_tests" 2>/dev/null || true' EXIT  # not left behind by an end before its own
 fi
 for preset in "${presets[@]}"; do
   failed=0
   ctest --preset "$preset" -j"$(nproc)" || failed=1
   if [[ $python ]]; then
     wait "$python_tests" || failed=1
+    trap - EXIT
     cat "build/$python/python.log"
     python=
   fi
