@@ -217,9 +217,9 @@ std::vector<Use> planned(int ranks, Device device, const LinkRates& link) {
     o.context_parallel = serve::context_share(model.heads, 0, ranks, ranks, 64);
     const Plan p = plan(own, spec, lengths.pages(), lengths.batch(), device_info(device, 1, own), o);
     for (const layer::KernelUse& u : layer::kernels(p, lengths.batch(), {.dtype = Dtype::bf16})) {
-      const Kind kind = u.op == "gather_queries"   ? Kind::all_gather
-                        : u.op == "exchange_found" ? Kind::all_to_all
-                                                   : Kind::all_reduce;
+      const Kind kind = u.op.starts_with("gather_") ? Kind::all_gather
+                        : u.op == "exchange_found"  ? Kind::all_to_all
+                                                    : Kind::all_reduce;
       if (kind == Kind::all_reduce && u.op != "all_reduce") continue;
       all.push_back({std::string(u.op) + ", " + counted(requests, "token"), kind, static_cast<int64_t>(u.bytes),
                      u.seconds / static_cast<double>(u.calls)});

@@ -367,7 +367,7 @@ def test_a_rank_with_another_plan_is_named(model, hidden, kind):
     _, errors = on_ranks(GROUPS[kind](3), work)
     for e in errors:
         assert isinstance(e, mla.RankError)
-        assert e.rank == 1 and e.step == "all_reduce" and "their plans differ" in str(e)
+        assert e.rank == 1 and e.step == "gather_kv_down" and "their plans differ" in str(e)
 
 
 def test_functions_that_fail():

@@ -19,7 +19,7 @@ Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& 
   const auto made = s.region<Token, Head, Out>("query_latent", s.act, {s.tokens, 1, width});
   // An indexer selects by them: what one rank would, to the bit.
   if (s.m.indexer) s.project("query_down", kForward, hidden, {}, Weight::query_down, made, {}, s.tokens);
-  else s.project_shared("query_down", kForward, hidden, Weight::query_down, made);
+  else s.project_shared("query_down", "gather_query_down", kForward, hidden, Weight::query_down, made);
   steps::Norm norm{.x = s.region<Token, In>("query_latent", s.act, {s.tokens, width}), .eps = s.m.rms_eps};
   // The rows' maps and rotation are linear, so that queries grow with them.
   if (s.m.query_growth_beta > 0) {
@@ -34,7 +34,7 @@ Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& 
 void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe) {
   const ModelConfig& m = s.m;
   const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
-  s.project_shared("kv_down", kForward, hidden, Weight::kv_down,
+  s.project_shared("kv_down", "gather_kv_down", kForward, hidden, Weight::kv_down,
                    s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, m.entry()}));
   s.add("norm_rope_append", kForward,
         steps::NormRopeAppend{.q_pe = q_pe,

@@ -23,11 +23,11 @@ class Steps {
   }
 
   /// Of weights that all ranks have: where enough rows are there, each rank makes a range of them.
-  void project_shared(std::string_view name, Calls calls, const Operand<Token, Head, In>& x, Weight weights,
-                      const Operand<Token, Head, Out>& y) {
+  void project_shared(std::string_view name, std::string_view gather, Calls calls, const Operand<Token, Head, In>& x,
+                      Weight weights, const Operand<Token, Head, Out>& y) {
     const bool divided = plan.divides_rows();
     add(name, calls, steps::Project{x, {}, weights, y, {}, tokens, false, divided});
-    if (divided) add("all_gather", calls, steps::AllGather{y});
+    if (divided) add(gather, calls, steps::AllGather{y});
   }
 
   /// A dense array at the beginning of a region.
