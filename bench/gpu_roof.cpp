@@ -54,7 +54,7 @@ double product_gflops(Stream& gpu, int64_t n, Dtype dtype) {
 }  // namespace
 
 Roof measure_roof(Stream& gpu) {
-  const mla::gpu::OnDevice on(gpu.device());
+  const gpu::OnDevice on(gpu.device());
   Roof r;
   {
     constexpr size_t kBytes = size_t{1} << 30;

@@ -11,7 +11,7 @@ namespace mla::cpu::HWY_NAMESPACE {
 
 // scores[n][..] = sum over d of q[d][..] * k[n][d], for N keys and G vectors of rows. The accumulators fill the
 // registers; each multiplication takes its key element as a broadcast from memory.
-template <class D, int G, int N>
+template <int G, int N, class D>
 HWY_NOINLINE void ScoreTile(D df, const float* HWY_RESTRICT q, int64_t width, const float* HWY_RESTRICT k,
                             int64_t stride, int64_t dim, float* HWY_RESTRICT scores) {
   using V = hn::Vec<D>;
@@ -43,7 +43,7 @@ HWY_NOINLINE void ScoreTile(D df, const float* HWY_RESTRICT q, int64_t width, co
 }
 
 // o[d][..] = o[d][..] * alpha + sum over keys of p[key][..] * v[key][d], for N dims.
-template <class D, int G, int N>
+template <int G, int N, class D>
 HWY_NOINLINE void ValueTile(D df, const float* HWY_RESTRICT p, int64_t width, const float* HWY_RESTRICT v,
                             int64_t stride, int64_t keys, const float* HWY_RESTRICT alpha, float* HWY_RESTRICT o) {
   using V = hn::Vec<D>;
@@ -79,17 +79,17 @@ void BlockOf(D df, const RowTile& tile, const KeyBlock& b, float* scores) {
   const float* v = static_cast<const float*>(b.v);
   for (int64_t n = 0; n < b.count; n += kKeys)
     for (int64_t g = 0; g < w; g += G * lanes)
-      ScoreTile<D, G, kKeys>(df, q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
+      ScoreTile<G, kKeys>(df, q + g, w, k + n * b.k_stride, b.k_stride, b.qk_dim, scores + n * w + g);
   auto values = [&](int64_t from, int64_t to, const float* factor) {
     const float *p = scores + from * w, *rows = v + from * b.v_stride;
     for (int64_t g = 0; g < w; g += G * lanes) {
       int64_t d = 0;
       for (; d + kDims <= b.v_dim; d += kDims)
-        ValueTile<D, G, kDims>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<G, kDims>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
       for (; d + 4 <= b.v_dim; d += 4)
-        ValueTile<D, G, 4>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<G, 4>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
       for (; d < b.v_dim; ++d)
-        ValueTile<D, G, 1>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
+        ValueTile<G, 1>(df, p + g, w, rows + d, b.v_stride, to - from, factor + g, tile.o + d * w + g);
     }
   };
   float alpha[kTileRows];
