@@ -13,6 +13,9 @@
 
 namespace mla::cuda {
 
+/// Threads of a block of kernels that ask for no number of their own.
+constexpr int kBlockThreads = 256;
+
 struct LaunchConfig {
   dim3 grid, block;
   size_t shared_bytes = 0;

@@ -13,16 +13,14 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 // Element groups of `n`, numbered through row, head and group.
 template <class X, class Y, int n>
 __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64_t groups, int64_t x_row,
                             int64_t x_head, int64_t y_row, int64_t y_head, int64_t y_in, const int32_t* x_rows,
                             const int32_t* y_rows, const float* scales, int64_t scales_head, float one_scale,
                             bool through_e4m3) {
-  const int64_t count = rows * heads * groups, step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+  const int64_t count = rows * heads * groups, step = static_cast<int64_t>(gridDim.x) * kBlockThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x; i < count; i += step) {
     const int64_t g = i % groups, h = i / groups % heads, t = i / groups / heads;
     const int64_t from = x_rows ? x_rows[t] : t, to = y_rows ? y_rows[t] : t;
     if (to < 0) continue;
@@ -53,10 +51,10 @@ void run(const Queue& queue, const CopyRows& c, std::string_view op) {
   const std::string shape =
       "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
   launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>,
-         strided(count, kThreads, int64_t{queue.multiprocessors()} * 32), queue.stream(), op, "copy of rows", shape,
-         static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups, c.x.stride<Token>(),
-         c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.y.stride<In>(), c.x_rows, c.y_rows, c.scales,
-         c.scales_head, c.scale, c.through_e4m3);
+         strided(count, kBlockThreads, int64_t{queue.multiprocessors()} * 32), queue.stream(), op, "copy of rows",
+         shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups,
+         c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.y.stride<In>(), c.x_rows,
+         c.y_rows, c.scales, c.scales_head, c.scale, c.through_e4m3);
 }
 
 // Codes of bf16 numbers, for which the index arithmetic above would take longer than memory does.
@@ -81,8 +79,8 @@ __device__ __forceinline__ uint32_t codes_of(uint32_t a, uint32_t b, float scale
 }
 
 /// A thread has 16 neighbouring numbers of a row of one head.
-__global__ void __launch_bounds__(kThreads) codes_kernel(const Codes c) {
-  const int pieces = c.width / 16, rows = kThreads / pieces, row = static_cast<int>(threadIdx.x) / pieces,
+__global__ void __launch_bounds__(kBlockThreads) codes_kernel(const Codes c) {
+  const int pieces = c.width / 16, rows = kBlockThreads / pieces, row = static_cast<int>(threadIdx.x) / pieces,
             piece = static_cast<int>(threadIdx.x) % pieces, head = static_cast<int>(blockIdx.y);
   const int64_t t = static_cast<int64_t>(blockIdx.x) * rows + row;
   if (row >= rows || t >= c.rows) return;
@@ -97,13 +95,13 @@ constexpr int kTurned = 128;  // rows and columns of a block that turns them
 
 /// The same with a head's rows innermost: codes of four rows are put together in registers, and a warp stores 128 of
 /// them side by side.
-__global__ void __launch_bounds__(kThreads) turned_codes_kernel(const Codes c) {
+__global__ void __launch_bounds__(kBlockThreads) turned_codes_kernel(const Codes c) {
   __shared__ uint32_t words[kTurned][kTurned / 4];
   const int head = static_cast<int>(blockIdx.y), first_column = static_cast<int>(blockIdx.z) * kTurned;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kTurned;
   const int octets = min(c.width - first_column, kTurned) / 8;
   const float scale = c.scale_of(head);
-  for (int i = static_cast<int>(threadIdx.x); i < octets * (kTurned / 4); i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < octets * (kTurned / 4); i += kBlockThreads) {
     const int octet = i % octets, quad = i / octets;
     uint32_t code[4][2];
 #pragma unroll
@@ -125,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) turned_codes_kernel(const Codes c) {
   __syncthreads();
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = first + 4 * lane;
-  for (int column = static_cast<int>(threadIdx.x) / 32; column < octets * 8; column += kThreads / 32) {
+  for (int column = static_cast<int>(threadIdx.x) / 32; column < octets * 8; column += kBlockThreads / 32) {
     const uint32_t word = words[column][lane ^ column / 8 * 2 % (kTurned / 4)];
     uint8_t* const to = c.y + head * c.y_head + (first_column + column) * c.y_in + at;
     if (at + 4 <= c.rows) {
@@ -162,17 +160,17 @@ bool copy_codes(const Queue& queue, const CopyRows& c, std::string_view op) {
       "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
   const auto blocks = [&](int64_t rows) { return static_cast<unsigned>((c.rows + rows - 1) / rows); };
   const auto h = static_cast<unsigned>(heads);
-  if (codes.y_in == 1 && width % 16 == 0 && width <= 16 * kThreads &&
+  if (codes.y_in == 1 && width % 16 == 0 && width <= 16 * kBlockThreads &&
       (to | static_cast<uint64_t>(codes.y_row)) % 16 == 0) {
-    launch(codes_kernel, {.grid = dim3(blocks(kThreads / (width / 16)), h), .block = dim3(kThreads)}, queue.stream(),
-           op, "codes of rows", shape, codes);
+    launch(codes_kernel, {.grid = dim3(blocks(kBlockThreads / (width / 16)), h), .block = dim3(kBlockThreads)},
+           queue.stream(), op, "codes of rows", shape, codes);
     return true;
   }
   if (codes.y_row == 1 && width % 8 == 0 && width <= 65535 * kTurned &&
       (to | static_cast<uint64_t>(codes.y_in)) % 4 == 0) {
     launch(turned_codes_kernel,
            {.grid = dim3(blocks(kTurned), h, static_cast<unsigned>((width + kTurned - 1) / kTurned)),
-            .block = dim3(kThreads)},
+            .block = dim3(kBlockThreads)},
            queue.stream(), op, "codes of rows, turned", shape, codes);
     return true;
   }

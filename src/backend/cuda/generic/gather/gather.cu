@@ -15,7 +15,7 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256, kMostRun = 16;  // rows of a warp
+constexpr int kMostRun = 16;  // rows of a warp
 
 template <class T>
 struct GatherRows {
@@ -125,7 +125,7 @@ __device__ void gather_batch(const GatherRows<T>& a, const CacheRow<f>& places, 
 }
 
 template <CacheFormat f, class T>
-__global__ void __launch_bounds__(kThreads, CacheTraits<f>::kGrouped ? 3 : 4)
+__global__ void __launch_bounds__(kBlockThreads, CacheTraits<f>::kGrouped ? 3 : 4)
     gather_batches_kernel(GatherRows<T> a, int32_t run) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const auto rows_of = [](const GatherPiece& p) { return p.count; };
@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(kThreads, CacheTraits<f>::kGrouped ? 3 : 4)
 }
 
 template <CacheFormat f, class T, bool wide>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 4) gather_kernel(GatherRows<T> a, int32_t run) {
+__global__ void __launch_bounds__(kBlockThreads, sizeof(T) == 2 ? 5 : 4) gather_kernel(GatherRows<T> a, int32_t run) {
   const int lane = static_cast<int>(threadIdx.x % 32);
   const auto rows_of = [](const GatherPiece& p) { return p.count; };
   for_item_rows(a.pieces, a.count, run, rows_of, [&](const GatherPiece& piece, int64_t first, int32_t count) {
@@ -177,15 +177,15 @@ void run(const Queue& queue, const ops::GatherArgs& a) {
   for_format(r.cache.format, [&](auto format) {
     constexpr CacheFormat f = decltype(format)::value;
     if constexpr (sizeof(T) == 2 && std::is_same_v<typename CacheTraits<f>::Element, fp8_e4m3>) {
-      const ItemGrid grid(rows, queue.multiprocessors(), kThreads, kMostRun, RowBatch<f>::kRows);
+      const ItemGrid grid(rows, queue.multiprocessors(), kBlockThreads, kMostRun, RowBatch<f>::kRows);
       if (wide && grid.run >= RowBatch<f>::kRows && RowBatch<f>::fits(r.cache))
-        return launch(gather_batches_kernel<f, T>, {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(),
-                      "gather", "gather_batches_kernel", what, r, grid.run);
+        return launch(gather_batches_kernel<f, T>, {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads)},
+                      queue.stream(), "gather", "gather_batches_kernel", what, r, grid.run);
     }
-    const ItemGrid grid(rows, queue.multiprocessors(), kThreads, kMostRun);
+    const ItemGrid grid(rows, queue.multiprocessors(), kBlockThreads, kMostRun);
     launch(wide ? gather_kernel<f, T, true> : gather_kernel<f, T, false>,
-           {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "gather", "gather_kernel", what, r,
-           grid.run);
+           {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads)}, queue.stream(), "gather", "gather_kernel", what,
+           r, grid.run);
   });
 }
 

@@ -12,8 +12,6 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct HadamardRows {
   float* x = nullptr;
   int64_t token = 0, head = 0;
@@ -27,9 +25,9 @@ struct HadamardRows {
 };
 
 template <int n, bool wide>
-__global__ void __launch_bounds__(kThreads) lanes_kernel(HadamardRows a) {
+__global__ void __launch_bounds__(kBlockThreads) lanes_kernel(HadamardRows a) {
   const int lane = static_cast<int>(threadIdx.x % 32), i = n * lane;
-  const uint32_t r = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const uint32_t r = blockIdx.x * (kBlockThreads / 32) + threadIdx.x / 32;
   if (r >= a.rows) return;
   float* const row = a.row(r);
   float x[n] = {};
@@ -54,10 +52,10 @@ __global__ void __launch_bounds__(kThreads) lanes_kernel(HadamardRows a) {
   if (i < a.width) store<wide>(x, row + i);
 }
 
-__global__ void __launch_bounds__(kThreads) block_kernel(HadamardRows a) {
+__global__ void __launch_bounds__(kBlockThreads) block_kernel(HadamardRows a) {
   float* const row = a.row(blockIdx.x);
   for (int d = 1; d < a.width; d *= 2) {
-    for (int p = static_cast<int>(threadIdx.x); p < a.width / 2; p += kThreads) {
+    for (int p = static_cast<int>(threadIdx.x); p < a.width / 2; p += kBlockThreads) {
       const int i = p / d * 2 * d + p % d;
       const float low = row[i], high = row[i + d];
       row[i] = low + high;
@@ -65,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) block_kernel(HadamardRows a) {
     }
     __syncthreads();
   }
-  for (int i = static_cast<int>(threadIdx.x); i < a.width; i += kThreads) row[i] *= a.factor;
+  for (int i = static_cast<int>(threadIdx.x); i < a.width; i += kBlockThreads) row[i] *= a.factor;
 }
 
 void rotate(const Queue& queue, HadamardRows a, int64_t rows) {
@@ -75,10 +73,10 @@ void rotate(const Queue& queue, HadamardRows a, int64_t rows) {
   a.rows = static_cast<uint32_t>(rows);
   a.factor = static_cast<float>(1.0 / std::sqrt(static_cast<double>(a.width)));
   const auto run = [&](auto* kernel, int64_t blocks) {
-    launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, queue.stream(), "hadamard",
-           "hadamard kernel", what, a);
+    launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads)}, queue.stream(),
+           "hadamard", "hadamard kernel", what, a);
   };
-  const int64_t blocks = (rows + kThreads / 32 - 1) / (kThreads / 32);
+  const int64_t blocks = (rows + kBlockThreads / 32 - 1) / (kBlockThreads / 32);
   const bool wide = reinterpret_cast<uintptr_t>(a.x) % 16 == 0 && a.token % 4 == 0 && a.head % 4 == 0;
   if (a.width <= 32) run(lanes_kernel<1, false>, blocks);
   else if (a.width <= 128 && wide) run(lanes_kernel<4, true>, blocks);

@@ -10,14 +10,12 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 template <class T, bool wide>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     index_append_kernel(const float* keys, int64_t stride, const int32_t* slots, int64_t tokens, IndexMemory cache) {
   constexpr int n = wide ? 4 : 1;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  const int64_t token = static_cast<int64_t>(blockIdx.x) * (kBlockThreads / 32) + threadIdx.x / 32;
   if (token >= tokens) return;
   const int32_t slot = slots[token];
   if (slot < 0) return;
@@ -42,7 +40,7 @@ __global__ void __launch_bounds__(kThreads)
 
 void index_append(Stream& stream, const ops::IndexAppendArgs& a) {
   const Queue& queue = stream.queue();
-  const int64_t tokens = static_cast<int64_t>(a.slots.size()), warps = generic::kThreads / 32,
+  const int64_t tokens = static_cast<int64_t>(a.slots.size()), warps = kBlockThreads / 32,
                 blocks = (tokens + warps - 1) / warps, stride = a.keys.stride<Token>();
   if (tokens == 0) return;
   const IndexMemory cache("index_append", a.cache);
@@ -50,7 +48,7 @@ void index_append(Stream& stream, const ops::IndexAppendArgs& a) {
   if (blocks > INT32_MAX) throw ShapeError("index_append: too many rows for one call (" + what + ")");
   const bool wide = cache.wide(4) && reinterpret_cast<uintptr_t>(a.keys.data()) % 16 == 0 && stride % 4 == 0;
   const auto run = [&](auto* kernel) {
-    launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(generic::kThreads)}, queue.stream(),
+    launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads)}, queue.stream(),
            "index_append", "index_append_kernel", what, a.keys.data(), stride,
            queue.reads(a.slots, "index_append", "slots"), tokens, cache);
   };

@@ -14,8 +14,6 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 template <class T>
 struct KeyRows {
   IndexMemory cache;
@@ -58,7 +56,7 @@ __device__ void copy_row(const KeyRows<T>& a, int32_t page, int32_t offset, int6
 }
 
 template <class S, class T, bool wide>
-__global__ void __launch_bounds__(kThreads) index_gather_kernel(KeyRows<T> a, int32_t run, int lanes) {
+__global__ void __launch_bounds__(kBlockThreads) index_gather_kernel(KeyRows<T> a, int32_t run, int lanes) {
   const int lane = static_cast<int>(threadIdx.x % 32), share = 32 / lanes;
   const auto rows_of = [](const GatherPiece& p) { return p.count; };
   for_item_rows(a.pieces, a.count, run, rows_of, [&](const GatherPiece& piece, int64_t first, int32_t count) {
@@ -97,9 +95,10 @@ void run(const Queue& queue, const ops::IndexGatherArgs& a) {
       r.cache.wide(8) && reinterpret_cast<uintptr_t>(r.keys) % 16 == 0 && r.keys_row * sizeof(T) % 16 == 0;
   int lanes = 32;
   while (lanes > 1 && (wide ? 8 : 1) * lanes / 2 >= r.cache.dim) lanes /= 2;
-  const ItemGrid grid(rows, queue.multiprocessors(), kThreads, 32);
+  const ItemGrid grid(rows, queue.multiprocessors(), kBlockThreads, 32);
   launch(wide ? index_gather_kernel<S, T, true> : index_gather_kernel<S, T, false>,
-         {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "index_gather", "index_gather_kernel",
+         {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads)}, queue.stream(), "index_gather",
+         "index_gather_kernel",
          "rows " + std::to_string(rows) + ", pieces " + std::to_string(a.pieces.size()) + ", dim " +
              std::to_string(r.cache.dim),
          r, grid.run, lanes);

@@ -10,8 +10,6 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct QueryRows {
   const float *q = nullptr, *weights = nullptr;
   fp8_e4m3* codes = nullptr;
@@ -23,9 +21,9 @@ struct QueryRows {
 };
 
 template <bool wide>
-__global__ void __launch_bounds__(kThreads) index_query_kernel(QueryRows a) {
+__global__ void __launch_bounds__(kBlockThreads) index_query_kernel(QueryRows a) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint32_t r = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const uint32_t r = blockIdx.x * (kBlockThreads / 32) + threadIdx.x / 32;
   if (r >= a.rows) return;
   const int64_t t = r / a.heads, h = r % a.heads;
   const float weight = a.weights[t * a.weights_token + h * a.weights_head];
@@ -63,9 +61,9 @@ void index_query(Stream& stream, const ops::IndexQueryArgs& a) {
   const bool wide = r.width % 4 == 0 && reinterpret_cast<uintptr_t>(r.q) % 16 == 0 && r.q_token % 4 == 0 &&
                     r.q_head % 4 == 0 && reinterpret_cast<uintptr_t>(r.codes) % 4 == 0 && r.codes_token % 4 == 0 &&
                     r.codes_head % 4 == 0;
-  constexpr int64_t warps = generic::kThreads / 32;
+  constexpr int64_t warps = kBlockThreads / 32;
   launch(wide ? generic::index_query_kernel<true> : generic::index_query_kernel<false>,
-         {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)), .block = dim3(generic::kThreads)},
+         {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)), .block = dim3(kBlockThreads)},
          stream.queue().stream(), "index_query", "index_query_kernel", what, r);
 }
 

@@ -13,8 +13,6 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct Entries {
   const int32_t *from = nullptr, *requests = nullptr;
   int32_t* to = nullptr;
@@ -28,7 +26,7 @@ template <bool wide, class Map>
 __device__ void map_entries(const Entries& a, Map&& map) {
   constexpr int n = wide ? 4 : 1;
   const uint32_t row = blockIdx.x / a.chunks;
-  const int i = static_cast<int>((blockIdx.x - row * a.chunks) * kThreads + threadIdx.x) * n;
+  const int i = static_cast<int>((blockIdx.x - row * a.chunks) * kBlockThreads + threadIdx.x) * n;
   if (i >= a.topk) return;
   int32_t x[n];
   load<wide>(a.from + row * a.from_row + i, x);
@@ -47,7 +45,7 @@ struct Table {
 };
 
 template <bool wide>
-__global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table table, HeldRows held) {
+__global__ void __launch_bounds__(kBlockThreads) map_to_slots_kernel(Entries a, Table table, HeldRows held) {
   map_entries<wide>(a, [&](int32_t request) {
     const int32_t* const row = table.data + request * table.request;
     const int64_t limit = request < 0 ? 0 : table.limit,
@@ -65,7 +63,7 @@ __global__ void __launch_bounds__(kThreads) map_to_slots_kernel(Entries a, Table
 }
 
 template <bool wide>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kBlockThreads)
     map_to_workspace_kernel(Entries a, const int32_t* starts, const int32_t* counts, HeldRows held) {
   map_entries<wide>(a, [&](int32_t request) {
     const int32_t start = request < 0 ? 0 : starts[request], count = request < 0 ? 0 : counts[request];
@@ -93,12 +91,13 @@ void run(const Queue& queue, std::string_view op, void (*wide_kernel)(Entries, P
     return reinterpret_cast<uintptr_t>(p) % 16 == 0 && row % 4 == 0;
   };
   const bool wide = a.topk % 4 == 0 && aligned(a.from, a.from_row) && aligned(a.to, a.to_row);
-  const int64_t threads = wide ? a.topk / 4 : a.topk, chunks = (threads + kThreads - 1) / kThreads;
+  const int64_t threads = wide ? a.topk / 4 : a.topk, chunks = (threads + kBlockThreads - 1) / kBlockThreads;
   a.chunks = static_cast<uint32_t>(chunks);
   const std::string what = "rows " + std::to_string(rows) + ", topk " + std::to_string(a.topk);
   if (rows * chunks > INT32_MAX) throw ShapeError(std::string(op) + ": too many rows for one call (" + what + ")");
-  launch(wide ? wide_kernel : kernel, {.grid = dim3(static_cast<unsigned>(rows * chunks)), .block = dim3(kThreads)},
-         queue.stream(), op, op, what, a, args...);
+  launch(wide ? wide_kernel : kernel,
+         {.grid = dim3(static_cast<unsigned>(rows * chunks)), .block = dim3(kBlockThreads)}, queue.stream(), op, op,
+         what, a, args...);
 }
 
 }  // namespace

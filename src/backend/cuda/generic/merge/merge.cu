@@ -13,8 +13,6 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 __device__ inline float empty_lse() { return -INFINITY; }
 /// What came from outside as +inf or NaN counts as empty. But NaN beside a NaN is attention's own: of a row that is
 /// NaN.
@@ -48,11 +46,12 @@ bool aligned(const Part<T>& p) {
 }
 
 template <bool wide, int rounds>
-__global__ void __launch_bounds__(kThreads) merge_kernel(Part<float> to, Part<const float> other, const int32_t* rows,
-                                                         uint32_t count, uint32_t heads, int width) {
+__global__ void __launch_bounds__(kBlockThreads)
+    merge_kernel(Part<float> to, Part<const float> other, const int32_t* rows, uint32_t count, uint32_t heads,
+                 int width) {
   constexpr int n = wide ? 4 : 1;
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const uint32_t unit = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const uint32_t unit = blockIdx.x * (kBlockThreads / 32) + threadIdx.x / 32;
   if (unit >= count) return;
   const uint32_t t = unit / heads, h = unit - t * heads;
   const int64_t row = rows ? rows[t] : t;
@@ -92,7 +91,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(Part<float> to, Part<co
 // Units of an item: rows, then heads, then spans of `blocks` times 32 n columns. The first splits' rows are on their
 // way while lanes find the splits' weights, 32 at a time.
 template <bool wide, int blocks>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kBlockThreads, 3)
     merge_splits_kernel(Part<float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
                         int width) {
   constexpr int n = wide ? 4 : 1, unroll = 8 / blocks;
@@ -164,8 +163,9 @@ void merge(Stream& stream, const ops::MergeArgs& a) {
   const std::string what = shape_of(rows, heads, width);
   if (units > INT32_MAX) throw ShapeError("merge: too many rows for one call (" + what + ")");
   const bool wide = width % 4 == 0 && aligned(to) && aligned(other);
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>((units + kThreads / 32 - 1) / (kThreads / 32))),
-                            .block = dim3(kThreads)};
+  const LaunchConfig config{
+      .grid = dim3(static_cast<unsigned>((units + kBlockThreads / 32 - 1) / (kBlockThreads / 32))),
+      .block = dim3(kBlockThreads)};
   launch(!wide          ? merge_kernel<false, 1>
          : width <= 128 ? merge_kernel<true, 1>
                         : merge_kernel<true, 4>,
@@ -185,8 +185,8 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
   if (rows * heads == 0) return;
   const auto go = [&](auto kernel, int64_t columns) {
     const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
-    const ItemGrid grid(units, queue.multiprocessors(), kThreads, 1);
-    launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kThreads)}, queue.stream(), "merge_splits",
+    const ItemGrid grid(units, queue.multiprocessors(), kBlockThreads, 1);
+    launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads)}, queue.stream(), "merge_splits",
            "merge_splits_kernel", shape_of(rows, heads, width), to, from, queue.reads(a.items, "merge_splits", "items"),
            static_cast<int32_t>(a.items.size()), static_cast<int>(heads), static_cast<int>(width));
   };

@@ -12,7 +12,7 @@
 namespace mla::cuda::generic {
 namespace {
 
-constexpr int kThreads = 256, kN = 4, kGroup = 32 * kN;
+constexpr int kN = 4, kGroup = 32 * kN;
 
 struct Rows {
   const void* x = nullptr;
@@ -26,10 +26,10 @@ struct Rows {
 
 // Y: e4m3 codes, or the dtype of the values that they stand for.
 template <class X, class Y, bool wide>
-__global__ void __launch_bounds__(kThreads) activation_kernel(Rows a) {
+__global__ void __launch_bounds__(kBlockThreads) activation_kernel(Rows a) {
   wait_for_previous_grids();
   allow_next_grid();
-  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32,
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kBlockThreads / 32) + threadIdx.x / 32,
                 line = unit / a.groups;  // row and head
   const int64_t row = line / a.heads;
   if (row >= a.padded) return;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads) activation_kernel(Rows a) {
 
 void quantise_activations(cudaStream_t stream, const ActivationRows& a) {
   const int64_t heads = a.x.extent<Head>(), in = a.x.extent<In>(), groups = (in + kGroup - 1) / kGroup;
-  const int64_t blocks = (a.padded * heads * groups + kThreads / 32 - 1) / (kThreads / 32);
+  const int64_t blocks = (a.padded * heads * groups + kBlockThreads / 32 - 1) / (kBlockThreads / 32);
   if (blocks == 0) return;
   const std::string shape =
       "rows " + std::to_string(a.padded) + ", heads " + std::to_string(heads) + ", in " + std::to_string(in);
@@ -108,7 +108,7 @@ void quantise_activations(cudaStream_t stream, const ActivationRows& a) {
     const bool wide = in % kN == 0 && rows.x_row % kN == 0 && rows.x_head % kN == 0 &&
                       multiple(rows.x, kN * sizeof(X)) && multiple(rows.to, kN * sizeof(Y));
     launch(wide ? activation_kernel<X, Y, true> : activation_kernel<X, Y, false>,
-           {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads), .overlap = a.overlap}, stream,
+           {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads), .overlap = a.overlap}, stream,
            "project", "quantised activations", shape, rows);
   };
   for_activation(a.x.dtype(), [&](auto x) {

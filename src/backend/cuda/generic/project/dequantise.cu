@@ -10,8 +10,6 @@
 namespace mla::cuda::generic {
 namespace {
 
-constexpr int kThreads = 256;
-
 struct Dequantise {
   const uint8_t* codes;
   const float* scales;
@@ -29,8 +27,8 @@ __device__ __forceinline__ float value_of(uint8_t code) {
 template <class T, bool e4m3, int kPiece>
 __global__ void dequantise_kernel(Dequantise d, T* to) {
   using Codes = std::conditional_t<kPiece == 1, uint8_t, std::conditional_t<e4m3, uint4, uint2>>;
-  const int64_t pieces = d.in / kPiece, total = d.heads * d.count * pieces, step = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < total; i += step) {
+  const int64_t pieces = d.in / kPiece, total = d.heads * d.count * pieces, step = int64_t{gridDim.x} * kBlockThreads;
+  for (int64_t i = int64_t{blockIdx.x} * kBlockThreads + threadIdx.x; i < total; i += step) {
     const int64_t row = i / pieces, c = i % pieces * kPiece, h = row / d.count, o = row % d.count + d.first;
     const int64_t at = (h * d.out + o) * d.in + c;
     const float scale = d.block_rows == 0
@@ -60,7 +58,8 @@ void dequantise(const Queue& queue, const QuantisedLinear& w, int64_t first, int
   if (total == 0) return;
   const bool whole = w.in % kPiece == 0 && (w.scale_rows == 0 || w.scale_cols % kPiece == 0) &&
                      reinterpret_cast<uintptr_t>(to) % 16 == 0;
-  const LaunchConfig config = strided(total / (whole ? kPiece : 1), kThreads, int64_t{queue.multiprocessors()} * 64);
+  const LaunchConfig config =
+      strided(total / (whole ? kPiece : 1), kBlockThreads, int64_t{queue.multiprocessors()} * 64);
   const std::string shape =
       "heads " + std::to_string(w.heads) + ", outputs " + std::to_string(count) + ", in " + std::to_string(w.in);
   const Dequantise d{w.codes.as<const uint8_t>(),

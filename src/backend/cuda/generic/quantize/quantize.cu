@@ -18,7 +18,7 @@ namespace mla::cuda {
 namespace generic {
 namespace {
 
-constexpr int kThreads = 256, kN = 16, kColumns = 32 * kN;
+constexpr int kN = 16, kColumns = 32 * kN;
 
 enum class Form : uint8_t { fp8, groups_f32, groups_power, groups_packed, nvfp4, mxfp4 };
 
@@ -143,14 +143,15 @@ __device__ inline void store_pairs(const uint32_t (&words)[2], uint8_t* codes, i
 }
 
 template <class T, Form form, int group, bool wide>
-__global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsigned row_blocks) {
+__global__ void __launch_bounds__(kBlockThreads) quantize_kernel(QuantizeRows a, unsigned row_blocks) {
   if (blockIdx.x >= row_blocks) {
-    const int64_t i = static_cast<int64_t>(blockIdx.x - row_blocks) * kThreads + threadIdx.x;
+    const int64_t i = static_cast<int64_t>(blockIdx.x - row_blocks) * kBlockThreads + threadIdx.x;
     if (i < a.padding.count()) a.padding.clear(a.scales, i);
     return;
   }
   const int lane = static_cast<int>(threadIdx.x % 32);
-  const int unit = static_cast<int>(blockIdx.x * (kThreads / 32) + threadIdx.x / 32), line = a.by_chunks.divide(unit);
+  const int unit = static_cast<int>(blockIdx.x * (kBlockThreads / 32) + threadIdx.x / 32),
+            line = a.by_chunks.divide(unit);
   if (line >= a.rows) return;
   const int64_t row = a.list ? a.list[line] : line;
   if (row < 0) return;
@@ -265,8 +266,8 @@ __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeRows a, unsi
   }
 }
 
-__global__ void __launch_bounds__(kThreads) padding_kernel(ScalePlaces scales, Padding padding) {
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+__global__ void __launch_bounds__(kBlockThreads) padding_kernel(ScalePlaces scales, Padding padding) {
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x;
   if (i < padding.count()) padding.clear(scales, i);
 }
 
@@ -284,7 +285,7 @@ Padding padding_of(const QuantizedView& y, int64_t used) {
   return p;
 }
 
-int64_t blocks_of(int64_t count) { return (count + kThreads - 1) / kThreads; }
+int64_t blocks_of(int64_t count) { return (count + kBlockThreads - 1) / kBlockThreads; }
 
 template <class T, Form form, int group>
 void run(const Queue& queue, const QuantizeRows& a, const ops::QuantizeArgs& args) {
@@ -293,14 +294,14 @@ void run(const Queue& queue, const QuantizeRows& a, const ops::QuantizeArgs& arg
   };
   const bool wide = a.width % kN == 0 && multiple_of(a.x, a.x_row * static_cast<int64_t>(sizeof(T)), 16) &&
                     multiple_of(a.codes, a.codes_row, form == Form::nvfp4 || form == Form::mxfp4 ? 8 : 16);
-  const int64_t warps = kThreads / 32, row_blocks = (a.rows * a.chunks + warps - 1) / warps,
+  const int64_t warps = kBlockThreads / 32, row_blocks = (a.rows * a.chunks + warps - 1) / warps,
                 blocks = row_blocks + blocks_of(a.padding.count());
   if (blocks == 0) return;
   const std::string what =
       "rows " + std::to_string(a.rows) + ", width " + std::to_string(a.width) + ", output " + to_string(args.y.spec);
   if (blocks > INT32_MAX / warps) throw ShapeError("quantize: too much for one call (" + what + ")");
   launch(wide ? quantize_kernel<T, form, group, true> : quantize_kernel<T, form, group, false>,
-         {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kThreads)}, queue.stream(), "quantize",
+         {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads)}, queue.stream(), "quantize",
          "quantize_kernel", what, a, static_cast<unsigned>(row_blocks));
 }
 
@@ -347,7 +348,7 @@ void quantize_padding(Stream& stream, const ops::QuantizePaddingArgs& a) {
   const generic::Padding padding = generic::padding_of(a.y, a.rows);
   const int64_t blocks = generic::blocks_of(padding.count());
   if (blocks == 0) return;
-  launch(generic::padding_kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(generic::kThreads)},
+  launch(generic::padding_kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads)},
          stream.queue().stream(), "quantize_padding", "padding_kernel", "rows " + std::to_string(a.rows),
          scale_places(a.y), padding);
 }
