@@ -28,9 +28,28 @@ if(MLA_CUDA AND NOT MLA_SANITIZE)  # compute-sanitizer looks after kernels
   endif()
 endif()
 
+option(MLA_CUDA_FAST_COMPILE "Compile CUDA kernels in half of the time, as slow kernels: for a machine that has nvcc and no GPU" OFF)
+
 # What every target with CUDA sources is compiled with.
 function(mla_cuda_target_defaults target)
+  if(MLA_CUDA_FAST_COMPILE AND CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13.0)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--Ofast-compile=max>)
+  endif()
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES 90a CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+endfunction()
+
+# As mla_together, for CUDA sources, which CMake 3.25 does not compile as one: takes these of the list `of` out and has one
+# that includes them instead.
+function(mla_cuda_together of)
+  if(MLA_TOGETHER)
+    string(MAKE_C_IDENTIFIER ${ARGV1} group)
+    set(one ${CMAKE_CURRENT_BINARY_DIR}/together_${group}.cu)
+    list(TRANSFORM ARGN REPLACE ".+" "#include \"${CMAKE_CURRENT_SOURCE_DIR}/\\0\"\n" OUTPUT_VARIABLE includes)
+    list(JOIN includes "" includes)
+    file(CONFIGURE OUTPUT ${one} CONTENT "${includes}" @ONLY)
+    list(REMOVE_ITEM ${of} ${ARGN})
+    set(${of} ${${of}} ${one} PARENT_SCOPE)
+  endif()
 endfunction()

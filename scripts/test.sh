@@ -6,9 +6,12 @@ source scripts/setup.sh
 presets=("$@")
 ((${#presets[@]})) || presets=(release)
 for preset in "${presets[@]}"; do
-  together=()  # where nothing is built yet: else all would be built again
-  [[ -e build/$preset/CMakeCache.txt ]] || together=(-DMLA_TOGETHER=ON)
-  cmake --preset "$preset" "${launcher[@]}" "${together[@]}" >/dev/null
+  quick=()  # where nothing is built yet: else all would be built again
+  if [[ ! -e build/$preset/CMakeCache.txt ]]; then
+    quick=(-DMLA_TOGETHER=ON)
+    [[ -e /dev/nvidiactl ]] || quick+=(-DMLA_CUDA_FAST_COMPILE=ON)
+  fi
+  cmake --preset "$preset" "${launcher[@]}" "${quick[@]}" >/dev/null
   cmake --build --preset "$preset"
 done
 # The Python package is tested over the last of these builds that has no sanitizer, beside the tests of the first build:
@@ -27,7 +30,7 @@ elif [[ $python ]]; then
 fi
 for preset in "${presets[@]}"; do
   failed=0
-  ctest --preset "$preset" -j"$(nproc)" || failed=1
+  ctest --preset "$preset" -j"$(($(nproc) + 1))" || failed=1  # some wait for deadlines
   if [[ $python ]]; then
     wait "$python_tests" || failed=1
     trap - EXIT
