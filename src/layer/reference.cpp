@@ -10,6 +10,7 @@
 #include "cache/format.hpp"
 #include "cache/index/codec.hpp"
 #include "core/quantised_weights.hpp"
+#include "mla/parallel.hpp"
 #include "mla/rotary.hpp"
 #include "model/outline.hpp"
 #include "ops/index_score/cut_product.hpp"
@@ -275,6 +276,7 @@ class Sequence {
       x = product(x, w_.query_down, w_.fp8_products);
       round(r_.activations, x);
       norm(x, w_.query_norm);
+      scale_query(x, position);
       round(r_.activations, x);
     }
     return x;
@@ -282,7 +284,6 @@ class Sequence {
 
   std::vector<T> query(int64_t position) const {
     std::vector<T> q = product(query_source(position), w_.query, w_.fp8_query());
-    scale_query(q, position);
     round(r_.activations, q);
     for (int64_t h = 0; h < m_.heads; ++h)
       rotate(std::span<T>(q.data() + h * m_.query_key() + m_.nope, m_.rope), position);
@@ -290,7 +291,8 @@ class Sequence {
     return q;
   }
 
-  // What a model multiplies its queries by, or maps of them: LongCat's constant, Mistral's growth with the position.
+  // What a model multiplies its queries by: LongCat's constant, Mistral's growth with the position. As the layer does, it
+  // is the latents that are multiplied, before they round.
   void scale_query(std::span<T> q, int64_t position) const {
     const double factor = m_.query_scale * m_.query_growth(position);
     if (factor != 1)
@@ -323,8 +325,7 @@ class Sequence {
   void absorbed_output(int64_t position, std::span<const int32_t> keys, std::span<double> y) const {
     const int64_t latent = m_.heads * m_.latent;
     const std::vector<T> q = query(position);
-    std::vector<T> latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
-    scale_query(latent_q, position);
+    const std::vector<T> latent_q = product(query_source(position), w_.absorbed_query, w_.fp8_absorbed);
     std::vector<T> latents(latent), entry(m_.entry());
     for (int64_t h = 0; h < m_.heads && !stopped(); ++h) {
       std::copy_n(latent_q.begin() + h * m_.latent, m_.latent, entry.begin());
@@ -491,7 +492,10 @@ Weights plain_weights(const LayerTensors& tensors, Dtype dtype) {
           .index_head_weights = plain(index.head_weights, true)};
 }
 
-Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o) {
+namespace {
+
+// What one rank holds.
+Weights part_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o, double moved) {
   Weights w = plain_weights(tensors, o.dtype);
   const bool runtime = o.absorption == Absorption::runtime;
   w.fp8_up = runtime && o.up == WeightFormat::fp8;
@@ -544,10 +548,52 @@ Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const P
       for (int64_t v = 0; v < m.value; ++v)
         add_scaled(&out[(row * n + h) * l], output[(row * n + h) * m.value + v], &up[(h * per_head + m.nope + v) * l],
                    static_cast<size_t>(l));
+  // Sums in f32 before they become codes, whose error goes with their terms.
+  for (std::vector<float>* x : {&q, &out}) {
+    double squares = 0;
+    for (float e : *x) squares += double{e} * e;
+    const double usual = std::sqrt(squares / static_cast<double>(x->size()));
+    for (float& e : *x) e = static_cast<float>(e + std::copysign(4 * moved * std::max<double>(std::fabs(e), usual), e));
+  }
   const WeightFormat format = o.absorption == Absorption::full ? WeightFormat::plain : WeightFormat::fp8;
   w.absorbed_query = held(q, n, l, in, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
   w.absorbed_output = held(out, 1, m.hidden, n * l, format, m.fp8_block_rows, m.fp8_block_cols, o.dtype);
   return w;
+}
+
+// The columns of `part` behind those of `all`, in each of `rows` rows.
+void append_columns(std::vector<float>& all, const std::vector<float>& part, int64_t rows) {
+  if (part.empty()) return;
+  const size_t have = all.size() / rows, more = part.size() / rows;
+  std::vector<float> joined;
+  joined.reserve(all.size() + part.size());
+  for (int64_t r = 0; r < rows; ++r) {
+    joined.insert(joined.end(), all.begin() + r * have, all.begin() + (r + 1) * have);
+    joined.insert(joined.end(), part.begin() + r * more, part.begin() + (r + 1) * more);
+  }
+  all = std::move(joined);
+}
+
+}  // namespace
+
+Weights plain_weights(const ModelConfig& m, const LayerTensors& tensors, const PrepareOptions& o, int ranks,
+                      double moved) {
+  if (ranks == 1) return part_weights(m, tensors, o, moved);
+  // A rank's scales are of what it holds, so that codes are not those of one rank.
+  Weights all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const HeadRange heads = head_share(m.heads, rank, ranks);
+    Weights part = part_weights(part_of(m, heads), part_of(m, tensors, heads), o, moved);
+    if (rank == 0) {
+      all = std::move(part);
+      continue;
+    }
+    for (const auto rows : {&Weights::query, &Weights::kv_up, &Weights::latent_up, &Weights::absorbed_query})
+      (all.*rows).insert((all.*rows).end(), (part.*rows).begin(), (part.*rows).end());
+    for (const auto columns : {&Weights::output, &Weights::absorbed_output})
+      append_columns(all.*columns, part.*columns, m.hidden);
+  }
+  return all;
 }
 
 std::vector<double> output_rows(const ModelConfig& config, const Weights& weights, std::span<const float> hidden,

@@ -30,8 +30,10 @@ struct Weights {
   std::vector<float> index_query, index_key, index_key_norm, index_key_norm_bias, index_head_weights;  ///< or empty
 };
 Weights plain_weights(const LayerTensors& tensors, Dtype dtype);
-/// What prepare() makes of the tensors under these options, by plain loops.
-Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, const PrepareOptions& options);
+/// What prepare() makes of the tensors under these options, by plain loops, of each rank's heads by itself. Products of
+/// weights are moved by this part of themselves before they become codes (Rounding::moved).
+Weights plain_weights(const ModelConfig& config, const LayerTensors& tensors, const PrepareOptions& options,
+                      int ranks = 1, double moved = 0);
 
 /// Rows as this dtype holds them.
 void round_rows(Dtype dtype, std::span<float> rows);
