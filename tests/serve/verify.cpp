@@ -47,10 +47,11 @@ std::string text(const Verification& v) {
 class Folder {
  public:
   Folder(const ModelConfig& m, double factor) {
-    test::write_file(
-        folder_ / "config.json",
-        R"({"model_type":"deepseek_v3","hidden_size":96,"num_hidden_layers":1,"num_attention_heads":3,)"
-        R"("q_lora_rank":48,"kv_lora_rank":512,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128})");
+    test::write_file(folder_ / "config.json",
+                     R"({"model_type":"deepseek_v3","hidden_size":)" + std::to_string(m.hidden) +
+                         R"(,"num_hidden_layers":1,"num_attention_heads":3,"q_lora_rank":)" +
+                         std::to_string(m.query_latent) +
+                         R"(,"kv_lora_rank":512,"qk_nope_head_dim":128,"qk_rope_head_dim":64,"v_head_dim":128})");
     const LayerTensors t = random_layer(m, 0, 1, Dtype::bf16);
     test::SafetensorsWriter w;
     const auto add = [&](const char* role, const HostTensor& tensor, int64_t first, int64_t last) {
@@ -150,6 +151,58 @@ TEST(Verify, CleanRunsPassWithRoom) {
                                      << to_string(a.weights) << " compute " << to_string(a.compute) << " "
                                      << to_string(a.products) << " " << to_string(a.activations) << ": " << text(v);
       }
+}
+
+// Whatever the layer rounds, and where: factors of families, what ranks hold, products of weights, few elements a row.
+TEST(Verify, CleanRunsOfOtherKindsPassWithRoom) {
+  struct Kind {
+    const char* name;
+    std::function<void(Options&)> make;
+  };
+  const auto grown = [](ModelConfig& m) { m.query_growth_beta = 0.1, m.query_growth_length = 8; };
+  const auto scaled = [](ModelConfig& m) { m.query_scale = 1.3, m.latent_scale = 0.7; };
+  const auto ranks_of = [](Options& o, int ranks) {
+    o.model.heads = 5;
+    o.model.nope = o.model.value = 40;
+    o.plan.tensor_parallel = ranks;
+  };
+  const auto tiny = [](ModelConfig& m) {
+    m.hidden = 64, m.query_latent = 16, m.latent = 32, m.heads = 2, m.nope = m.rope = m.value = 16;
+  };
+  const std::vector<Kind> kinds{
+      {"queries grow", [&](Options& o) { grown(o.model); }},
+      {"queries grow, f32", [&](Options& o) { grown(o.model), o.plan.compute = Dtype::f32; }},
+      {"scaled", [&](Options& o) { scaled(o.model); }},
+      {"scaled, absorbed",
+       [&](Options& o) { scaled(o.model), o.absorption = Absorption::full, o.plan.path = PathPolicy::latent; }},
+      {"2 ranks, maps in fp8", [&](Options& o) { ranks_of(o, 2), o.up = WeightFormat::fp8; }},
+      {"3 ranks, products in fp8", [&](Options& o) { ranks_of(o, 3), o.products = WeightFormat::fp8; }},
+      {"2 ranks, absorbed in fp8",
+       [&](Options& o) {
+         ranks_of(o, 2);
+         o.absorption = Absorption::full_fp8, o.plan.path = PathPolicy::latent;
+       }},
+      {"absorbed in fp8, f32",
+       [](Options& o) {
+         o.absorption = Absorption::full_fp8, o.plan.path = PathPolicy::latent;
+         o.plan.compute = o.weights = Dtype::f32;
+       }},
+      {"narrow", [&](Options& o) { tiny(o.model); }},
+      {"narrow, fp8", [&](Options& o) { tiny(o.model), o.format = CacheFormat::fp8; }},
+      {"narrow, products in fp8", [&](Options& o) { tiny(o.model), o.products = WeightFormat::fp8; }},
+      {"narrow, products of fp8 by fp8",
+       [&](Options& o) { tiny(o.model), o.products = WeightFormat::fp8, o.plan.activations = Activations::fp8_128; }}};
+  for (const Kind& kind : kinds)
+    for (uint64_t seed = 1; seed <= 3; ++seed) {
+      Verified run;
+      kind.make(run.options);
+      run.options.seed = seed;
+      run.options.verify = 60;
+      const Verification v = run.judge(run.options);
+      EXPECT_GT(v.rows, 0) << kind.name;
+      EXPECT_EQ(v.failed, 0) << kind.name << ", seed " << seed << ": " << text(v);
+      EXPECT_LT(v.tightest, 0.85) << kind.name << ", seed " << seed << ": " << text(v);
+    }
 }
 
 TEST(Verify, CleanRunsPassForAnyNumberOfThreadsAndRealDimensions) {
