@@ -130,16 +130,17 @@ class PeerCarrier final : public DeviceCarrier {
     explicit Watch(const DeviceGroup& g)
         : carrier(&g.carrier), barrier(g.barrier), meets(g.one_process), patience(g.deadline) {
       failure = reinterpret_cast<PeerFailure*>(gpu::allocate_pinned(sizeof(PeerFailure)));
-      *failure = {-1, 0, 0};
+      *failure = {PeerFailure::kNone, 0};
     }
     ~Watch() override { gpu::release_pinned(reinterpret_cast<std::byte*>(failure)); }
     void launching() override {
       if (carrier && meets) barrier({"captured step", patience});
     }
     void check(bool) override {
-      const int late = *static_cast<volatile int*>(&failure->rank);
-      if (late >= 0) {
-        const std::string step = steps.name(failure->step);
+      const unsigned long long failed = *static_cast<volatile unsigned long long*>(&failure->late);
+      if (failed != PeerFailure::kNone) {
+        const int late = static_cast<int>(failed >> 32);
+        const std::string step = steps.name(static_cast<int>(failed & 0xffffffff));
         throw RankError(late, step, step + ": rank " + std::to_string(late) + " did not come before the deadline");
       }
       try {

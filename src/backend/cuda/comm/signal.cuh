@@ -15,9 +15,15 @@ constexpr int kFlagBytes = 8 * kPeerThreads;  // of a message, a block that tell
 
 /// In host memory that the device writes, and reads: why a group cannot go on.
 struct PeerFailure {
-  int rank;  ///< the one that did not come; -1: nothing has failed
-  int step;
+  /// The rank that did not come, 0 to ranks - 1, above the step's number; kNone: nothing has failed. One word, so that
+  /// who sees the rank sees the step.
+  unsigned long long late;
   int stop;  ///< set by the host: kernels that wait shall end
+
+  static constexpr unsigned long long kNone = ~0ull;
+  static __host__ __device__ unsigned long long of(int rank, int step) {
+    return static_cast<unsigned long long>(rank) << 32 | static_cast<unsigned>(step);
+  }
 };
 
 /// Lines: 128 bytes that arrive whole, 120 of a message and the number of their round. A warp's 32 threads store and
@@ -100,7 +106,7 @@ __device__ inline bool wait_until(const Peers& p, int other, uint64_t deadline_n
     if (i % 512 != 0) continue;
     const bool stop = any(*static_cast<volatile int*>(&p.failure->stop) != 0);
     if (!stop && !any(nanoseconds() - start >= deadline_ns)) continue;
-    if (!stop && atomicCAS_system(&p.failure->rank, -1, other) == -1) p.failure->step = step;
+    if (!stop) atomicCAS_system(&p.failure->late, PeerFailure::kNone, PeerFailure::of(other, step));
     p.rounds[kMostBlocks] = 1;
     __threadfence_system();
     return false;
