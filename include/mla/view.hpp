@@ -35,7 +35,8 @@ constexpr std::array<int64_t, Rank> dense_strides(const std::array<int64_t, Rank
   int64_t step = 1;
   for (size_t i = Rank; i-- > 0;) {
     strides[i] = step;
-    step *= extents[i];
+    // Of impossible extents, which whoever takes the view refuses, it wraps around.
+    step = static_cast<int64_t>(static_cast<uint64_t>(step) * static_cast<uint64_t>(extents[i]));
   }
   return strides;
 }
