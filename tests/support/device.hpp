@@ -1,4 +1,5 @@
-// The device that the layer's tests run on: the CPU, or, in the programs built for it, the first GPU.
+// The device that the layer's tests run on: the CPU, or, in the programs for it, the first GPU. A program says which by
+// what it links, support/on_cpu.cpp or cuda/on_gpu.cpp, so that tests are compiled once for both.
 #pragma once
 
 #include <cstddef>
@@ -8,12 +9,8 @@
 
 namespace mla::test {
 
-#if MLA_TEST_ON_GPU
-constexpr Device kDevice{DeviceKind::cuda, 0};
-#else
-constexpr Device kDevice{};
-#endif
-constexpr bool kOnGpu = kDevice.kind == DeviceKind::cuda;
+extern const Device kDevice;
+extern const bool kOnGpu;
 
 inline Stream stream_on_device(ThreadPool& pool) { return kOnGpu ? Stream(kDevice) : Stream(pool); }
 

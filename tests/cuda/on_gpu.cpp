@@ -1,10 +1,15 @@
-// Programs whose every test needs a GPU: without one they skip, and say so.
+// Programs whose every test runs on the first GPU: without one they skip, and say so.
 #include <gtest/gtest.h>
 
 #include "mla/device.hpp"
 #include "support/count_allocations.hpp"
+#include "support/device.hpp"
 
 namespace mla::test {
+
+constinit const Device kDevice{DeviceKind::cuda, 0};
+constinit const bool kOnGpu = true;
+
 namespace {
 
 class SkipWithoutGpu : public testing::Environment {
