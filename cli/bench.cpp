@@ -236,12 +236,12 @@ class Bench {
                10000);
     add_number(command, "--min-time", options_.min_time, "Seconds of calls a row, over all rounds", 0.0, 600.0);
     command.add_flag("--cold", options_.cold, "Empty the caches before each call, in every row");
-    command.add_option("--json", json_file_, "Also write machine, roof, options and rows to this file");
-    command.add_option("--report", report_file_,
-                       "Also write the rows as tables and charts to this file: one HTML page that needs no network");
-    command.add_option("--peers", peers_file_,
-                       "Times of other implementations, for --json and --report: a JSON file of\n"
-                       "[{\"row\": name of a row, \"peer\": name, \"us\": microseconds}, ...]");
+    add_file(command, "--json", json_file_, "Also write machine, roof, options and rows to this file");
+    add_file(command, "--report", report_file_,
+             "Also write the rows as tables and charts to this file: one HTML page that needs no network");
+    add_file(command, "--peers", peers_file_,
+             "Times of other implementations, for --json and --report: a JSON file of\n"
+             "[{\"row\": name of a row, \"peer\": name, \"us\": microseconds}, ...]");
     std::string names;
     for (const cases::CaseType& c : cases::all()) names += " " + std::string(c.op);
     command.footer(

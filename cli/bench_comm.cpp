@@ -431,7 +431,7 @@ CLI::App* add_bench_comm(CLI::App& parent, int& status) {
                 "what a rank sends in a call, separated by commas (default 1024 to 4 MiB, times 4)");
   add_number(*c, "--min-time", f->min_time, "Seconds of calls a row, at least 7 rounds", 0.0, 600.0);
   add_number(*c, "--comm-seconds", f->patience, "that a rank waits for the others before the run fails", 1e-3, 86400.0);
-  c->add_option("--json", f->json, "Also write rows, link and expected times to this file");
+  add_file(*c, "--json", f->json, "Also write rows, link and expected times to this file");
   c->footer(
       "Examples:\n"
       "  mla bench comm --ranks 4\n"

@@ -76,7 +76,9 @@ bool is_descriptor(int descriptor, const struct stat& file) {
 
 bool same_file(const fs::path& a, const fs::path& b) {
   std::error_code error;
-  return fs::equivalent(a, b, error) || fs::weakly_canonical(a, error) == fs::weakly_canonical(b, error);
+  // Absolute first: what is not there yet stays as it is spelled otherwise.
+  const auto place = [&](const fs::path& p) { return fs::weakly_canonical(fs::absolute(p, error), error); };
+  return fs::equivalent(a, b, error) || place(a) == place(b);
 }
 
 bool reads(const fs::path& input, const fs::path& output) {

@@ -51,6 +51,17 @@ CLI::Option* add_number(CLI::App& command, const std::string& flag, T& value, co
   return command.add_option(flag, value, help)->capture_default_str()->check(std::move(strict));
 }
 
+/// An option whose value is the name of a file: an empty one is a mistake, of a variable that was not set for instance.
+inline CLI::Option* add_file(CLI::App& command, const std::string& flag, std::string& value, const std::string& help) {
+  return command.add_option(flag, value, help)
+      ->check(CLI::Validator(
+          [=](std::string& text) {
+            if (text.empty()) throw InputError(flag + " is '': the name of a file is needed");
+            return std::string();
+          },
+          ""));
+}
+
 /// A value by its name, as `parse` reads it; the error of an unknown one says which flag it was for.
 template <class Parse>
 auto parse_choice(const char* flag, const std::string& text, Parse&& parse) {

@@ -269,7 +269,7 @@ void add_plan(CLI::App& app, int&) {
   add_allow_unknown(*c, f->read);
   c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)");
   c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)");
-  c->add_option("--batch", f->batch, "JSON file with arrays query_lens and contexts, instead of the two flags");
+  add_file(*c, "--batch", f->batch, "JSON file with arrays query_lens and contexts, instead of the two flags");
   c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   add_number<int64_t>(*c, "--page-size", f->page_size, "tokens a page", 1, kMostTokens);
   c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
@@ -317,7 +317,7 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--link", f->link,
                 "GB/s that a rank sends and microseconds of a call, as in 200,7: for expected times of what ranks "
                 "exchange");
-  c->add_option("--json", f->json, "write the plan and its kernels to this file");
+  add_file(*c, "--json", f->json, "write the plan and its kernels to this file");
   f->threads = bench::this_machine().cores;
   add_number(*c, "--threads", f->threads, "Threads, whatever this machine has", 1, 4096);
   c->add_flag(

@@ -334,7 +334,7 @@ void add_run(CLI::App& app, int& status) {
     using T = std::remove_reference_t<decltype(value)>;
     add_number<T>(*c, flag, value, help, static_cast<T>(least), static_cast<T>(most));
   };
-  c->add_option("--trace", f->trace, "Mooncake jsonl, Azure csv or BurstGPT csv; without it a trace is generated");
+  add_file(*c, "--trace", f->trace, "Mooncake jsonl, Azure csv or BurstGPT csv; without it a trace is generated");
   number("--requests", f->generated.requests, "generated trace: requests", 1, kMost);
   number("--input-len", f->generated.input, "generated trace: mean prompt tokens", 1, kMost);
   number("--output-len", f->generated.output, "generated trace: mean generated tokens", 1, kMost);
@@ -394,11 +394,11 @@ void add_run(CLI::App& app, int& status) {
   c->add_flag("--no-prefix-reuse", f->no_prefix_reuse, "compute every prompt from its start");
   add_number(*c, "--seed", f->seed, "of weights, hidden states and generated traces");
   number("--verify", f->verify, "recompute this many sampled output rows in float64", 0, kMostSamples);
-  c->add_option("--json", f->json, "write everything measured to this file");
-  c->add_option("--report", f->report,
-                "write charts and tables of the run to this file: one HTML page that needs no network");
-  c->add_option("--chrome-trace", f->chrome_trace,
-                "write steps and op calls as trace events to this file, for ui.perfetto.dev or chrome://tracing");
+  add_file(*c, "--json", f->json, "write everything measured to this file");
+  add_file(*c, "--report", f->report,
+           "write charts and tables of the run to this file: one HTML page that needs no network");
+  add_file(*c, "--chrome-trace", f->chrome_trace,
+           "write steps and op calls as trace events to this file, for ui.perfetto.dev or chrome://tracing");
   f->device = std::make_unique<DeviceFlag>(*c);
   add_threads(*c, f->threads);
   number("--tp", f->tp, "ranks that split the heads among them, and the threads; on GPUs, one each from --device on", 1,

@@ -111,6 +111,7 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
     }
     for (auto& m : made) weights_.push_back(m.get());
   }
+  const bool touches = !gpu() && positions > 1;  // where no request fits nothing is written
   for (int64_t l = 0; l < static_cast<int64_t>(weights_.size()); ++l) {
     caches_.emplace_back(spec_, o.limits.pages, o.device);
     r.weight_bytes += weights_[static_cast<size_t>(l)].bytes();
@@ -118,11 +119,12 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
     // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
     // memory.
     const CacheView cache = caches_.back().view();
-    if (!gpu()) pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec_.page_bytes()); });
+    if (touches)
+      pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec_.page_bytes()); });
     if (!model_.layer_has_indexer(l)) continue;
     IndexCache& index = index_caches_[static_cast<size_t>(l)] = IndexCache(index_spec_, o.limits.pages, o.device);
     r.index_cache_bytes += index_spec_.page_bytes() * static_cast<size_t>(o.limits.pages);
-    if (!gpu())
+    if (touches)
       pool.run(index.pages(),
                [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec_.page_bytes()); });
   }

@@ -87,7 +87,8 @@ class IndexScoreCase final : public Case {
     int64_t page = 0;
     std::vector<float> key(static_cast<size_t>(p.index_dim));
     for (int64_t r = 0; r < p.requests; ++r) {
-      const int32_t count = static_cast<int32_t>(p.ragged ? random.integer(r == 1 ? 0 : 1, p.query_len) : p.query_len);
+      const int32_t count = static_cast<int32_t>(
+          p.ragged ? random.integer(r == 1 ? 0 : std::min<int64_t>(1, p.query_len), p.query_len) : p.query_len);
       const int32_t context = static_cast<int32_t>(p.ragged ? random.integer(0, p.context) : p.context),
                     length = context + count;
       for (int64_t i = 0; i < length; ++i) {

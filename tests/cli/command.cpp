@@ -942,6 +942,13 @@ TEST_F(Command, OutputsThatWouldDestroyAreRefused) {
   fs::create_hard_link(trace, folder_ / "hard.csv");
   expect_bad("run --json " + a + " --report " + a, {"--report is", "--json writes"});
   expect_bad("run --json " + a + " --chrome-trace " + same, {"--chrome-trace is", "--json writes"});
+  // Neither is there yet.
+  const std::string here = fs::current_path().string();
+  expect_bad("run --json ./never-there --report never-there", {"--report is", "--json writes"});
+  expect_bad("run --json never-there --chrome-trace " + here + "/never-there", {"--chrome-trace is", "--json writes"});
+  for (const char* flag : {"--json", "--report", "--chrome-trace", "--trace"})
+    expect_bad(std::string("run ") + flag + " ''", {std::string(flag) + " is ''"});
+  expect_bad("plan --batch ''", {"--batch is ''"});
   expect_bad("run --trace " + trace.string() + " --json " + trace.string(), {"--json is", "--trace reads"});
   expect_bad("run --trace " + trace.string() + " --json " + (folder_ / "hard.csv").string(), {"--trace reads"});
   expect_bad("run --model " + config.string() + " --report " + config.string(), {"--report is", "--model reads"});
@@ -957,6 +964,13 @@ TEST_F(Command, OutputsThatWouldDestroyAreRefused) {
   expect_bad("run --trace " + fifo.string(), {"fifo", "not a regular file"});
   expect_bad("plan --batch " + fifo.string(), {"fifo", "not a regular file"});
   expect_bad("run --trace -", {"--trace", "standard input"});
+}
+
+TEST_F(Command, ChecksOfNoQueriesEnd) {
+  for (const char* op : {"index_score", "attend_latent", "attend_expanded", "attend_sparse", "append"}) {
+    const Outcome o = mla(std::string("check ") + op + " --ragged --requests 3 --query-len 0 --context 5");
+    EXPECT_TRUE(o.status == 0 || o.status == 2) << op << ": " << o.status << " " << o.err;
+  }
 }
 
 TEST_F(Command, PlanRehearsesMoreThreadsThanThereAre) {
