@@ -22,7 +22,7 @@ struct Draw {
   ModelConfig model;
   CacheSpec spec;
   Engine::Options engine;
-  Dtype weights = Dtype::f32;
+  PrepareOptions weights;
   std::vector<int64_t> lengths;
   std::vector<std::vector<Engine::Piece>> steps;
   bool odd = false;  ///< some hidden states are NaN or infinite
@@ -58,7 +58,7 @@ struct Draw {
     plan.path = one_of(r, kPaths);
     plan.reorder_batch_threshold = r.integer(0, 8);
     plan.split = r.integer(0, 1) == 0 ? SplitPolicy::fast : SplitPolicy::batch_invariant;
-    plan.compute = weights = r.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16;
+    plan.compute = weights.dtype = r.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16;
     if (r.integer(0, 3) == 0) {
       constexpr SparsePolicy kSparse[] = {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
                                           SparsePolicy::upconvert, SparsePolicy::dense};
@@ -98,6 +98,32 @@ struct Draw {
     // Small enough for contexts to come in several chunks.
     if (r.integer(0, 1) == 0) plan.context_rows = r.integer(1, 8) * std::max<int64_t>(spec.page_size, 8);
     odd = r.integer(0, 2) == 0;
+    factors(r);
+    formats(r);
+  }
+
+  // What families multiply queries and latents by.
+  void factors(Random& r) {
+    if (r.integer(0, 3) == 0) model.latent_scale = 0.5 + 0.25 * static_cast<double>(r.integer(0, 6));
+    if (model.query_latent == 0) return;
+    if (r.integer(0, 3) == 0) model.query_scale = 0.5 + 0.25 * static_cast<double>(r.integer(0, 6));
+    if (r.integer(0, 3) != 0) return;
+    model.query_growth_beta = 0.1 * static_cast<double>(r.integer(1, 5));
+    model.query_growth_length = r.integer(1, 40);
+  }
+
+  // How weights are held.
+  void formats(Random& r) {
+    PlanOptions& plan = engine.plan;
+    const int64_t kind = r.integer(0, 7);
+    if (kind == 0) plan.up = weights.up = WeightFormat::fp8;
+    if (kind == 1) plan.up = weights.up = WeightFormat::mxfp4;
+    if (kind == 2) weights.products = WeightFormat::fp8;
+    if (kind == 2 && r.integer(0, 1) == 0) plan.activations = Activations::fp8_128;
+    const bool latent = plan.path == PathPolicy::automatic || plan.path == PathPolicy::latent;
+    if (kind != 3 || model.indexer || !latent) return;
+    weights.absorption = r.integer(0, 1) == 0 ? Absorption::full : Absorption::full_fp8;
+    plan.absorbed = true;
   }
 
   std::string text() const {
@@ -113,7 +139,13 @@ struct Draw {
            " " + std::string(to_string(engine.plan.sparse)) + " keys " +
            std::string(to_string(engine.plan.index_format)) + (engine.plan.index_hadamard ? " hadamard" : "") +
            (engine.plan.index_arithmetic == IndexArithmetic::fp8 ? " by fp8 products" : "");
-    t += ", lengths";
+    if (model.query_scale != 1 || model.latent_scale != 1 || model.query_growth_beta > 0)
+      t += ", queries times " + std::to_string(model.query_scale) + " growing by " +
+           std::to_string(model.query_growth_beta) + " in" + n(model.query_growth_length) + ", latents times " +
+           std::to_string(model.latent_scale);
+    t += ", weights " + std::string(to_string(weights.products)) + " maps " + std::string(to_string(weights.up)) +
+         " absorption " + std::string(to_string(weights.absorption)) + " activations " +
+         std::string(to_string(engine.plan.activations)) + ", lengths";
     for (int64_t l : lengths) t += n(l);
     return t + (odd ? ", NaN and infinities" : "");
   }
@@ -156,14 +188,17 @@ std::string at(size_t sequence, int64_t row) {
 std::string judge(const Draw& d, const LayerTensors& tensors, const std::vector<std::vector<float>>& hidden,
                   const Ran& ran) {
   const reference::Weights exact_weights = reference::plain_weights(tensors, Dtype::f32),
-                           weights = reference::plain_weights(tensors, d.weights);
+                           weights = reference::plain_weights(d.model, tensors, d.weights);
   for (size_t s = 0; s < hidden.size(); ++s) {
     std::vector<int64_t> rows(static_cast<size_t>(d.lengths[s]));
     std::iota(rows.begin(), rows.end(), 0);
     const auto exact = reference::output_rows(d.model, exact_weights, hidden[s], rows, nullptr, ran.selected[s]);
     const Dtype compute = d.engine.plan.compute;
-    reference::Rounding rounding{
-        .weights = d.weights, .compute = compute, .activations = kOnGpu ? compute : Dtype::f32, .cache = d.spec};
+    reference::Rounding rounding{.weights = d.weights.dtype,
+                                 .compute = compute,
+                                 .inputs = d.engine.plan.activations,
+                                 .activations = kOnGpu ? compute : Dtype::f32,
+                                 .cache = d.spec};
     if (d.model.indexer) {
       rounding.index_cache = index_cache_spec(d.model, d.spec, d.engine.plan.index_format);
       rounding.index_hadamard = d.engine.plan.index_hadamard;

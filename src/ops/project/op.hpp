@@ -7,8 +7,8 @@
 // then not used.
 //
 // Activations fp8_128, for fp8 weights: x, as it is given, first becomes e4m3 codes in groups of 128 along In, bit for
-// bit as quantize's fp8_128 (a head's groups are its own, the last may be short); its values, code times scale, are
-// then multiplied as above.
+// bit as quantize's fp8_128 (a head's groups are its own, the last may be short), but that an infinity makes its group
+// NaN; its values, code times scale, are then multiplied as above.
 #pragma once
 
 #include <span>

@@ -1,6 +1,8 @@
 // Products with weights. Weights are cut into column panels, rows into blocks. A row's sums do not depend on either
 // cut, so results do not depend on the number of threads, nor on the other rows. See README.md for figures.
 #include <algorithm>
+#include <cfloat>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <optional>
@@ -75,9 +77,15 @@ class Fp8Row {
       from = values;
     }
     writer_.write(0, nullptr, 1, 0, from, 0, count);
-    for (int64_t i = 0; i < count; i += kSpec.group)
-      convert(reinterpret_cast<const fp8_e4m3*>(codes_ + i), values + i, std::min(kSpec.group, count - i),
-              scales_[i / kSpec.group]);
+    for (int64_t i = 0; i < count; i += kSpec.group) {
+      const int64_t here = std::min(kSpec.group, count - i);
+      float scale = scales_[i / kSpec.group];
+      // An infinity, which the codes saturate, makes its group NaN, as it makes a sum.
+      const auto infinite = [](float e) { return std::isinf(e); };
+      if (scale >= FLT_MAX / 448 && std::any_of(from + i, from + i + here, infinite))
+        scale = std::numeric_limits<float>::quiet_NaN();
+      convert(reinterpret_cast<const fp8_e4m3*>(codes_ + i), values + i, here, scale);
+    }
   }
 
  private:

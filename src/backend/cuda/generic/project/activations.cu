@@ -50,7 +50,9 @@ __global__ void __launch_bounds__(kBlockThreads) activation_kernel(Rows a) {
         if (e < here) x[e] = widen(at[e]);
     }
   }
-  const float most = warp_max(largest_of(x)), scale = group_scale(most);
+  const float most = warp_max(largest_of(x));
+  // An infinity makes its group NaN, as it makes a sum.
+  const float scale = most > FLT_MAX ? __uint_as_float(0x7fc00000u) : group_scale(most);
   float quotients[kN];
   divide_all(x, scale, most, quotients);
   fp8_e4m3 codes[kN];
