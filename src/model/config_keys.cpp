@@ -4,6 +4,7 @@
 #include <array>
 #include <cctype>
 #include <string>
+#include <unordered_map>
 #include <unordered_set>
 #include <vector>
 
@@ -68,12 +69,10 @@ const Names& bookkeeping() {
                            "_attn_implementation_autoset",
                            "_attn_implementation_internal",
                            "attn_implementation",
-                           "add_cross_attention",
                            "attention_dropout",
                            "attn_dropout",
                            "attention_probs_dropout_prob",
                            "chunk_size_feed_forward",
-                           "cross_attention_hidden_size",
                            "dim_model_base",
                            "emb_scale",
                            "ep_size",
@@ -98,7 +97,6 @@ const Names& bookkeeping() {
                            "n_mtp_layers",
                            "output_attentions",
                            "output_scores",
-                           "pruned_heads",
                            "qk_head_dim",
                            "return_dict_in_generate",
                            "route_scale",
@@ -116,7 +114,7 @@ const Names& bookkeeping() {
                            "use_grouped_topk",
                            "n_expert_groups",
                            "n_limited_groups",
-                           "use_mla"};
+                           "ignore_index"};
   return names;
 }
 
@@ -156,6 +154,8 @@ constexpr std::array kRefused{
     Refusal{"attn_logit_soft_cap", "a logit soft cap"},
     Refusal{"alibi", "ALiBi"},
     Refusal{"num_kv_shared_layers", "KV sharing between layers"},
+    Refusal{"use_cla", "KV sharing between layers"},
+    Refusal{"pruned_heads", "pruning of heads"},
     Refusal{"attention_bias", "a bias in attention's projections"},
     Refusal{"attn_bias", "a bias in attention's projections"},
     Refusal{"qkv_bias", "a bias in attention's projections"},
@@ -163,7 +163,14 @@ constexpr std::array kRefused{
     Refusal{"use_bias", "a bias in attention's projections"},
     Refusal{"use_qk_norm", "a norm of queries and keys per head"},
     Refusal{"qk_norm", "a norm of queries and keys per head"},
+    Refusal{"use_qk_layernorm", "a norm of queries and keys per head"},
     Refusal{"qk_layernorm", "a norm of queries and keys per head"},
+    Refusal{"zero_centered_norm", "a norm whose weights are added to 1"},
+    Refusal{"norm_zero_centered", "a norm whose weights are added to 1"},
+    Refusal{"zero_centered_gamma", "a norm whose weights are added to 1"},
+    Refusal{"use_zero_centered_gamma", "a norm whose weights are added to 1"},
+    Refusal{"layernorm_zero_centered_gamma", "a norm whose weights are added to 1"},
+    Refusal{"apply_layernorm_1p", "a norm whose weights are added to 1"},
     Refusal{"mla_use_output_gate", "an output gate"},
     Refusal{"use_output_gate", "an output gate"},
     Refusal{"attn_output_gate", "an output gate"},
@@ -180,84 +187,107 @@ constexpr std::array kRefused{
     Refusal{"compress_rates", "compressed attention"},
     Refusal{"cross_attention", "cross attention"},
     Refusal{"add_cross_attention", "cross attention"},
+    Refusal{"cross_attention_hidden_size", "cross attention"},
 };
 
 bool nothing(const Json& v) { return v == false || v == 0 || v == "" || (v.is_structured() && v.empty()); }
 
 // Attention's vocabulary.
 const Names& attention_words() {
-  static const Names words{"attn",       "attention",
-                           "attentions", "rope",
-                           "rotary",     "nope",
-                           "yarn",       "ntk",
-                           "mscale",     "theta",
-                           "beta",       "head",
-                           "heads",      "q",
-                           "k",          "v",
-                           "o",          "kv",
-                           "qk",         "qkv",
-                           "query",      "queries",
-                           "key",        "keys",
-                           "value",      "values",
-                           "lora",       "rank",
-                           "ranks",      "index",
-                           "indexer",    "indexers",
-                           "topk",       "window",
-                           "windows",    "windowed",
-                           "sliding",    "swa",
-                           "sink",       "sinks",
-                           "softcap",    "softcapping",
-                           "cap",        "capping",
-                           "gate",       "gates",
-                           "gated",      "gating",
-                           "scale",      "scales",
-                           "scaled",     "scaling",
-                           "mla",        "mha",
-                           "mqa",        "gqa",
-                           "latent",     "latents",
-                           "position",   "positions",
-                           "positional", "layer",
-                           "layers",     "linear",
-                           "conv",       "norm",
-                           "norms",      "layernorm",
-                           "rmsnorm",    "alibi",
-                           "bias",       "biases",
-                           "dsa",        "nsa",
-                           "csa",        "hca",
-                           "kda",        "gdn",
-                           "mamba",      "ssm",
-                           "recurrent",  "delta",
-                           "hybrid",     "compress",
-                           "compressed", "compression",
-                           "compressor", "kpool",
-                           "pool",       "pooled",
-                           "mask",       "masked",
-                           "causal",     "share",
-                           "shared",     "local",
-                           "global",     "chunk",
-                           "chunked",    "block",
-                           "blocks",     "sparse",
-                           "sparsity",   "full",
-                           "cross",      "bidirectional",
-                           "logn",       "softmax",
-                           "sigmoid",    "absorb",
-                           "hadamard",   "temperature"};
+  static const Names words{"attn",        "attention",
+                           "attentions",  "rope",
+                           "rotary",      "nope",
+                           "yarn",        "ntk",
+                           "mscale",      "theta",
+                           "beta",        "head",
+                           "heads",       "q",
+                           "k",           "v",
+                           "o",           "kv",
+                           "qk",          "qkv",
+                           "query",       "queries",
+                           "key",         "keys",
+                           "value",       "values",
+                           "lora",        "rank",
+                           "ranks",       "index",
+                           "indexer",     "indexers",
+                           "topk",        "window",
+                           "windows",     "windowed",
+                           "sliding",     "swa",
+                           "sink",        "sinks",
+                           "softcap",     "softcapping",
+                           "cap",         "capping",
+                           "gate",        "gates",
+                           "gated",       "gating",
+                           "scale",       "scales",
+                           "scaled",      "scaling",
+                           "mla",         "mha",
+                           "mqa",         "gqa",
+                           "latent",      "latents",
+                           "position",    "positions",
+                           "positional",  "layer",
+                           "layers",      "linear",
+                           "conv",        "norm",
+                           "norms",       "layernorm",
+                           "rmsnorm",     "alibi",
+                           "bias",        "biases",
+                           "dsa",         "nsa",
+                           "csa",         "hca",
+                           "kda",         "gdn",
+                           "mamba",       "ssm",
+                           "recurrent",   "delta",
+                           "hybrid",      "compress",
+                           "compressed",  "compression",
+                           "compressor",  "kpool",
+                           "pool",        "pooled",
+                           "mask",        "masked",
+                           "causal",      "share",
+                           "shared",      "local",
+                           "global",      "chunk",
+                           "chunked",     "block",
+                           "blocks",      "sparse",
+                           "sparsity",    "full",
+                           "cross",       "bidirectional",
+                           "logn",        "softmax",
+                           "sigmoid",     "absorb",
+                           "hadamard",    "temperature",
+                           "neox",        "interleave",
+                           "interleaved", "interleaving",
+                           "rotate",      "rotated",
+                           "rotates",     "rotating",
+                           "rotation",    "xpos",
+                           "cla",         "yoco",
+                           "gla",         "retention",
+                           "rwkv",        "gamma",
+                           "rms",         "centered",
+                           "centred",     "offset",
+                           "span"};
+  return words;
+}
+// What stands beside those in words that are written together: ropetheta, useqknorm.
+const Names& fillers() {
+  static const Names words{"use",   "num",    "dim", "dims", "size", "type",
+                           "style", "factor", "eps", "freq", "mode", "len"};
   return words;
 }
 // Of something else, unless one of the plainest of attention's is there too.
 const Names& other_words() {
-  static const Names words{"moe",        "expert",      "experts",   "router",     "routed",     "routing", "mlp",
-                           "ffn",        "vision",      "visual",    "image",      "images",     "audio",   "video",
-                           "token",      "tokens",      "tokenizer", "vocab",      "embed",      "emb",     "embd",
-                           "embedding",  "embeddings",  "word",      "lm",         "aux",        "loss",    "dropout",
-                           "init",       "initializer", "act",       "activation", "ngram",      "zero",    "swiglu",
-                           "generation", "beam",        "beams",     "cls",        "classifier", "hc",      "logits",
-                           "training",   "pretraining", "dtype",     "ep",         "tp",         "pp"};
+  static const Names words{
+      "moe",     "expert", "experts",     "router",     "routed",     "routing",  "mlp",         "ffn",        "vision",
+      "visual",  "image",  "images",      "audio",      "video",      "token",    "tokens",      "tokenizer",  "vocab",
+      "embed",   "emb",    "embd",        "embedding",  "embeddings", "word",     "lm",          "aux",        "loss",
+      "dropout", "init",   "initializer", "act",        "activation", "ngram",    "swiglu",      "generation", "beam",
+      "beams",   "cls",    "classifier",  "hc",         "logits",     "training", "pretraining", "dtype",      "ep",
+      "tp",      "pp",     "projector",   "multimodal", "mm",         "media",    "view"};
   return words;
 }
 const Names& plainest_words() {
-  static const Names words{"attn",   "attention", "mla",   "rope",     "rotary",    "q",          "qk",     "kv",
-                           "latent", "sink",      "sinks", "position", "positions", "positional", "indexer"};
+  static const Names words{
+      "attn",     "attention", "mla",      "rope",      "rotary",     "q",       "qk",       "kv",      "latent",
+      "sink",     "sinks",     "position", "positions", "positional", "indexer", "neox",     "rotate",  "rotated",
+      "rotation", "nope",      "yarn",     "ntk",       "mscale",     "theta",   "alibi",    "xpos",    "qkv",
+      "latents",  "mha",       "mqa",      "gqa",       "window",     "windows", "windowed", "sliding", "swa",
+      "cla",      "yoco",      "dsa",      "nsa",       "csa",        "hca",     "kda",      "gdn",     "gla",
+      "mamba",    "ssm",       "kpool",    "causal",    "softcap",    "logn"};
   return words;
 }
 // Of layers past the model's own, for speculative decoding.
@@ -277,13 +307,58 @@ std::vector<std::string> words_of(std::string_view key) {
   return words;
 }
 
+// The words that one consists of: "qknorm" of qk and norm. Empty unless all of it is of attention's and fillers.
+std::vector<std::string_view> parts_of(std::string_view word) {
+  constexpr size_t kLongest = 32;  // a longer one could be taken apart in too many ways
+  if (attention_words().contains(word)) return {word};
+  if (word.size() > kLongest) return {};
+  for (size_t n = word.size(); n-- > 2;) {  // single letters would be found everywhere
+    const std::string_view first = word.substr(0, n), rest = word.substr(n);
+    const bool filler = fillers().contains(first);
+    if (!filler && !attention_words().contains(first)) continue;
+    std::vector<std::string_view> parts = parts_of(rest);
+    const bool ends = !filler && fillers().contains(rest);
+    if (parts.empty() && !ends) continue;
+    if (parts.size() == 1 && parts[0].size() < 2) continue;
+    if (!filler) parts.push_back(first);
+    return parts;
+  }
+  return {};
+}
+
 bool looks_like_attention(std::string_view key) {
   const std::vector<std::string> words = words_of(key);
   const auto any = [&](const Names& names) {
     return std::any_of(words.begin(), words.end(), [&](const std::string& w) { return names.contains(w); });
   };
-  if (!any(attention_words()) || any(speculative_words())) return false;
-  return any(plainest_words()) || !any(other_words());
+  if (any(speculative_words())) return false;
+  bool attention = false, plainest = words[0] == "index";  // the indexer's keys begin so; image_token_index is none
+  for (std::string_view word : words) {
+    // norm2, layernorm1
+    while (word.size() > 2 && std::isdigit(static_cast<unsigned char>(word.back()))) word.remove_suffix(1);
+    for (const std::string_view part : parts_of(word)) {
+      attention = true;
+      plainest = plainest || plainest_words().contains(part);
+    }
+  }
+  return attention && (plainest || !any(other_words()));
+}
+
+// The same for useQkNorm, use_qknorm and use_qk_norm.
+std::string letters_of(std::string_view key) {
+  std::string letters;
+  for (const std::string& word : words_of(key)) letters += word;
+  return letters;
+}
+
+const Refusal* refusal_of(std::string_view key) {
+  static const auto by_letters = [] {
+    std::unordered_map<std::string, const Refusal*> map;
+    for (const Refusal& r : kRefused) map.emplace(letters_of(r.key), &r);
+    return map;
+  }();
+  const auto at = by_letters.find(letters_of(key));
+  return at == by_letters.end() ? nullptr : at->second;
 }
 
 [[noreturn]] void refuse_key(std::string_view where, const std::string& key, const Json& value,
@@ -307,10 +382,12 @@ void check_keys(const Json& object, KeysOf keys, std::string_view where) {
       refuse_key(where, key, value, "latents without norms are not supported");
     if (key == "qk_latent_layernorm" && value == true) continue;
     if (key == "attention_method" && value == "MLA") continue;
+    if (key == "use_mla") {
+      if (value != true && value != 1) refuse_key(where, key, value, "attention other than MLA is not supported");
+      continue;
+    }
     if (key == "position_embedding_type" && (value == "rope" || value == "rotary")) continue;
-    const auto refusal =
-        std::find_if(kRefused.begin(), kRefused.end(), [&, &k = key](const Refusal& r) { return r.key == k; });
-    if (refusal != kRefused.end()) {
+    if (const Refusal* refusal = refusal_of(key)) {
       const bool window = key.find("window") != std::string::npos;
       if (!nothing(value) && !(window && no_window))
         refuse_key(where, key, value, std::string(refusal->what) + " is not supported");

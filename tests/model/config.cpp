@@ -635,6 +635,18 @@ TEST(Config, WhatIsNotDoneIsRefusedByName) {
            {R"(,"sliding_window":4096)", "sliding_window is 4096"},
            {R"(,"attention_bias":true)", "attention_bias is true"},
            {R"(,"use_qk_norm":true)", "use_qk_norm is true"},
+           {R"(,"use_qknorm":true)", "use_qknorm is true"},
+           {R"(,"qknorm":true)", "qknorm is true"},
+           {R"(,"useQkNorm":true)", "useQkNorm is true"},
+           {R"(,"zero_centered_norm":true)", "zero_centered_norm is true"},
+           {R"(,"use_zero_centered_gamma":true)", "use_zero_centered_gamma is true"},
+           {R"(,"norm_zero_centered":true)", "norm_zero_centered is true"},
+           {R"(,"use_cla":true)", "use_cla is true"},
+           {R"(,"use_mla":false)", "use_mla is false"},
+           {R"(,"use_mla":0)", "use_mla is 0"},
+           {R"(,"use_mla":"yes")", "use_mla is \"yes\""},
+           {R"(,"pruned_heads":{"0":[1]})", "pruned_heads is {\"0\":[1]}"},
+           {R"(,"cross_attention_hidden_size":64)", "cross_attention_hidden_size is 64"},
            {R"(,"use_bias":true)", "use_bias is true"},
            {R"(,"use_qkv_bias":true)", "use_qkv_bias is true"},
            {R"(,"mla_use_output_gate":true)", "mla_use_output_gate is true"},
@@ -687,7 +699,15 @@ TEST(Config, UnknownKeysThatLookLikeAttentions) {
                           "score_scale",     "latent_twist",
                           "position_twist",  "linear_twist",
                           "conv_size",       "moe_attention_twist",
-                          "kvTwist",         "attention-twist"}) {
+                          "kvTwist",         "attention-twist",
+                          "is_neox_style",   "interleave",
+                          "rotate_half",     "zero_centered_twist",
+                          "twist_gamma",     "unit_offset",
+                          "rms_twist",       "norm2",
+                          "ropetheta",       "useropestyle",
+                          "kvnormsize",      "cla_share_factor",
+                          "window_tokens",   "index_init_tokens",
+                          "rotate_tokens",   "key_centred"}) {
     const std::string text = config(",\"" + std::string(key) + "\":7");
     EXPECT_EQ(message(text), "c.json: " + std::string(key) +
                                  " is 7: a key that looks as if it concerned attention and is not known (allow_unknown "
@@ -695,8 +715,10 @@ TEST(Config, UnknownKeysThatLookLikeAttentions) {
     EXPECT_EQ(parse_config(text, "c.json", {.allow_unknown = true}).latent, 40);
     EXPECT_EQ(message(config(",\"" + std::string(key) + "\":null")), "read");
   }
-  for (const char* key : {"moe_gate_bias", "router_scaling", "expert_norm", "mtp_attention_twist", "tokenizer_index",
-                          "hc_mult", "swiglu_limit", "twist", "mlp_layer_types", "image_scale"}) {
+  for (const char* key :
+       {"moe_gate_bias", "router_scaling", "expert_norm", "mtp_attention_twist", "tokenizer_index", "hc_mult",
+        "swiglu_limit", "twist", "mlp_layer_types", "image_scale", "zero_expert_num", "image_token_index",
+        "mask_token_id", "num_query_tokens", "ignore_index", "properties", "keynote", "ropes1ze"}) {
     EXPECT_EQ(message(config(",\"" + std::string(key) + "\":7")), "read") << key;
   }
   // Past what is missing or impossible it does not go.
@@ -1086,6 +1108,17 @@ TEST(Config, KeysThatSayNothing) {
   EXPECT_EQ(message(config(R"(,"position_embedding_type":"rotary")")), "read");
   EXPECT_NE(message(config(R"(,"position_embedding_type":"alibi")")), "read");
   EXPECT_EQ(message(config(R"(,"attention_method":"MLA")")), "read");
+  for (const char* usual : {R"("use_mla":true)", R"("use_mla":1)", R"("use_mla":null)", R"("use_qknorm":false)",
+                            R"("zero_centered_norm":false)", R"("use_cla":false)", R"("pruned_heads":{})",
+                            R"("add_cross_attention":false)", R"("cross_attention_hidden_size":null)"})
+    EXPECT_EQ(message(config("," + std::string(usual))), "read");
+}
+
+// A word that could be taken apart in very many ways is not.
+TEST(Config, LongWordsTakeNoTime) {
+  std::string word;
+  for (int i = 0; i < 40; ++i) word += "layernorm";
+  EXPECT_EQ(message(config(",\"" + word + "x\":1")), "read");
 }
 
 TEST(Config, RandomDamageNeverEscapes) {
