@@ -128,12 +128,12 @@ struct ReadOptions {
 /// openPangu's own code. What a key's absence means follows from model_type. `where` names the source in messages.
 ///
 /// CheckpointError names the key that is missing, misshaped or impossible. UnsupportedError names what this library
-/// does not do, by a list of what it does: a model_type that is not known is refused, and so is every key that looks as
-/// if it concerned attention and is not understood. A key looks so when one of its words (parts between underscores) is
-/// of attention's vocabulary, such as attn, rope, head, q, kv, lora, index, window, sink, gate, norm, scale, position,
-/// layer, linear or conv, or consists of them; not when a word says that it is of something else, such as moe, expert,
-/// router, mlp, vision or mtp, and none of the plainest of attention's does. Bookkeeping keys are known by name. Null
-/// is as good as absent. `allow_unknown` goes on past the refused keys, and past nothing else.
+/// does not do, by a list of what it does: a model_type that is not known, or without one an architecture, one of other
+/// attention beside it, and every key that looks as if it concerned attention and is not understood. A key looks so if
+/// one of its words (parts between underscores) is of attention's vocabulary, such as attn, rope, head, q, kv, lora,
+/// index, window, sink, gate, norm, scale, position, layer, linear or conv, or consists of them; not when one is of
+/// something else, such as moe, expert, router, mlp, vision or mtp, and none of the plainest of attention's is there.
+/// Bookkeeping keys are known by name. Null is as good as absent. `allow_unknown` goes on past what is refused alone.
 ModelConfig parse_config(std::string_view json, std::string_view where = "config.json",
                          const ReadOptions& options = {});
 ModelConfig read_config(const std::filesystem::path& file, const ReadOptions& options = {});

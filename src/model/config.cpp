@@ -75,25 +75,37 @@ constexpr std::array kOthers{
     Other{"mistral_large4", "layers that share keys or do not rotate"},
 };
 
-// The class that an architecture's name says, for configs without a model_type.
-constexpr std::array<std::pair<std::string_view, std::string_view>, 17> kArchitectures{{
+// The class that an architecture's name says before "ForCausalLM" and the like.
+constexpr std::array<std::pair<std::string_view, std::string_view>, 29> kArchitectures{{
     {"DeepseekV2", "deepseek_v2"},
-    {"DeepseekV32", "deepseek_v32"},
     {"DeepseekV3", "deepseek_v3"},
-    {"DeepseekV4", "deepseek_v4"},
+    {"DeepseekV32", "deepseek_v32"},
+    {"MistralLarge3", "deepseek_v3"},
+    {"KimiK2", "kimi_k2"},
+    {"KimiK25", "kimi_k2"},
     {"GlmMoeDsa", "glm_moe_dsa"},
     {"Glm4MoeLite", "glm4_moe_lite"},
     {"LongcatFlash", "longcat_flash"},
+    {"LongcatFlashNgram", "longcat_flash"},
     {"Longcat", "longcat_flash"},
     {"Mistral4", "mistral4"},
     {"KimiLinear", "kimi_linear"},
     {"MiniCPM3", "minicpm3"},
     {"Youtu", "youtu"},
+    {"YoutuLLM", "youtu"},
     {"AXK1", "axk1"},
     {"PanguUltraMoE", "pangu_ultra_moe"},
+    {"DeepseekV4", "deepseek_v4"},
     {"HYV4", "hy_v4"},
     {"KimiK3", "kimi_k3"},
     {"Glm5Next", "glm5_next"},
+    {"BailingHybrid", "bailing_hybrid"},
+    {"BailingMoeLinear", "bailing_moe_linear"},
+    {"BailingMoeV2_5", "bailing_moe_v2_5"},
+    {"GigaChat35", "gigachat3_5"},
+    {"AXK2", "axk2"},
+    {"Dots3Note", "dots3_note"},
+    {"MistralLarge4", "mistral_large4"},
 }};
 
 // Names by which a class is known elsewhere.
@@ -107,15 +119,64 @@ std::string canonical(std::string type) {
   return type;
 }
 
-std::string type_of(const Reader& config) {
-  std::string type = config.text("model_type", "");
-  if (!type.empty()) return type;
+// A class as a config names it.
+struct ClassName {
+  std::string said;   // "model_type is 'kimi_k2'"
+  std::string type;   // as kFamilies and kOthers have it; of an architecture that is not known: empty
+  std::string model;  // what a model of it is called
+};
+
+// By model_type first, then by each of the architectures.
+std::vector<ClassName> class_names(const Reader& config) {
+  std::vector<ClassName> names;
+  if (const std::string type = config.text("model_type", ""); !type.empty())
+    names.push_back({"model_type is '" + type + "'", canonical(type), type});
   const Json* architectures = config.list("architectures");
-  if (!architectures || architectures->empty() || !architectures->front().is_string()) return "";
-  const std::string name = architectures->front().get<std::string>();
-  for (const auto& [prefix, known] : kArchitectures)
-    if (name.starts_with(prefix)) return std::string(known);
-  return "";
+  if (!architectures) return names;
+  for (const Json& e : *architectures) {
+    if (!e.is_string()) config.fail("architectures", "holds " + e.dump() + ", a string is needed");
+    const std::string name = e.get<std::string>();
+    const std::string_view stem =
+        std::string_view(name).substr(0, std::min({name.find("ForCausalLM"), name.find("ForConditionalGeneration"),
+                                                   name.find("CausalLM"), name.find("Model")}));
+    const auto known =
+        std::find_if(kArchitectures.begin(), kArchitectures.end(), [&](const auto& a) { return a.first == stem; });
+    const std::string type(known == kArchitectures.end() ? "" : known->second);
+    names.push_back({"architectures holds '" + name + "'", type, type});
+  }
+  return names;
+}
+
+const Family* family_of(std::string_view type) {
+  const auto at = std::find_if(kFamilies.begin(), kFamilies.end(), [&](const Family& f) { return f.type == type; });
+  return at == kFamilies.end() ? nullptr : &*at;
+}
+
+// Whether a class's attention is DeepSeek V3's in all but defaults.
+bool plain(const Family& f) {
+  return f.index_topk == 0 && f.type != "longcat_flash" && f.type != "mistral4" && f.type != "kimi_linear" &&
+         f.type != "minicpm3";
+}
+
+// The first of the names is the one that counts; the others must not be of another attention.
+void check_classes(const Reader& config, const std::vector<ClassName>& names, bool own_names_of_dims) {
+  for (const ClassName& n : names)
+    for (const Other& o : kOthers)
+      if (n.type == o.type) config.unsupported(n.said + ": " + std::string(o.what) + ", not supported");
+  if (names.empty()) return;
+  const Family* first = family_of(names[0].type);
+  if (!first) {
+    if (own_names_of_dims) return;
+    std::string known;
+    for (const Family& f : kFamilies) known += " " + std::string(f.type);
+    config.unsupported(names[0].said + ", which is not known; known are" + known +
+                       " (allow_unknown reads it by its keys)");
+  }
+  for (const ClassName& n : names) {
+    const Family* other = family_of(n.type);
+    if (other && other != first && !(plain(*other) && plain(*first)))
+      config.unsupported(names[0].said + ", " + n.said + ": their attention differs (allow_unknown goes by the first)");
+  }
 }
 
 // The names of openPangu's, Mistral's and DeepSeek's own parameter files as Hugging Face's, where they are there. What
@@ -515,26 +576,27 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   const Json& renamed = renames ? renamed_document.root : given.json();
   const Reader config(renamed, std::string(where));
 
-  const std::string type = type_of(config), known = canonical(type);
-  if (!options.allow_unknown)
-    for (const Other& o : kOthers)
-      if (known == o.type)
-        config.unsupported("model_type is '" + type + "': " + std::string(o.what) + ", not supported");
-  const auto found = std::find_if(kFamilies.begin(), kFamilies.end(), [&](const Family& f) { return f.type == known; });
+  // Wrappers have classes of their own, which count where the language model's config names none.
+  std::vector<ClassName> classes = class_names(config);
+  const size_t own = classes.size();
+  if (nested)
+    for (ClassName& n : class_names(outer)) classes.push_back(std::move(n));
   const bool pangu = given.has("attention_kv_lora_dim");
-  if (found == kFamilies.end() && !type.empty() && !pangu && !options.allow_unknown) {
-    std::string names;
-    for (const Family& f : kFamilies) names += " " + std::string(f.type);
-    config.unsupported("model_type is '" + type + "', which is not known; known are" + names +
-                       " (allow_unknown reads it by its keys)");
+  if (!options.allow_unknown) check_classes(config, classes, pangu);
+  const Family* found = classes.empty() ? nullptr : family_of(classes[0].type);
+  const Family& family = found ? *found : pangu ? kFamilies.back() : kUnknown;
+  if (!options.allow_unknown) {
+    const KeysOf keys = family.type == "kimi_linear" ? KeysOf::kimi_linear : KeysOf::model;
+    check_keys(renamed, keys, where);
+    if (nested) check_keys_around(root, renamed, keys, where);
   }
-  const Family& family = found != kFamilies.end() ? *found : pangu ? kFamilies.back() : kUnknown;
-  if (!options.allow_unknown)
-    check_keys(renamed, family.type == "kimi_linear" ? KeysOf::kimi_linear : KeysOf::model, where);
 
   ModelConfig m;
   m.name = "model";
-  if (!type.empty()) m.name = one_line(type);
+  if (!classes.empty() && !classes[0].model.empty()) m.name = one_line(classes[0].model);
+  for (size_t i = 1; i < own; ++i)
+    if (classes[i].type.empty())
+      m.notes.push_back(one_line(classes[i].said + ", which is not known: " + classes[0].said));
   m.hidden = config.integer_of("hidden_size", family.hidden);
   m.heads = config.integer_of("num_attention_heads", family.heads);
   // Null says that there is none.
@@ -551,7 +613,7 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   read_rope(config, family, options, m);
   read_indexer(config, family, options, m);
   if (family.type != "kimi_linear" && !options.allow_unknown) check_layer_types(config, m);
-  if (m.rms_eps != 1e-6 && found != kFamilies.end() && !pangu)
+  if (m.rms_eps != 1e-6 && found && !pangu)
     m.notes.push_back(
         format("norms of latents take rms_norm_eps %g, as servers do; transformers takes 1e-06", m.rms_eps));
 

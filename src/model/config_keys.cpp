@@ -55,6 +55,12 @@ const Names& understood() {
   return names;
 }
 
+// Of the understood ones, those that an object around the language model's has for itself, or for both.
+const Names& of_wrappers() {
+  static const Names names{"model_type", "architectures", "quantization_config", "quantization"};
+  return names;
+}
+
 // Of layers with linear attention, which are not read: they have no cache of ours.
 const Names& linear_attention() {
   static const Names names{"linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads",
@@ -366,9 +372,8 @@ const Refusal* refusal_of(std::string_view key) {
   throw UnsupportedError(std::string(where) + ": " + key + " is " + value.dump() + ": " + why);
 }
 
-}  // namespace
-
-void check_keys(const Json& object, KeysOf keys, std::string_view where) {
+// `inner`: what is read instead of this object, if it is not read itself.
+void check(const Json& object, const Json* inner, KeysOf keys, std::string_view where) {
   const auto windowless = object.find("use_sliding_window");
   const bool no_window = windowless != object.end() && windowless->is_boolean() && !windowless->get<bool>();
   for (const auto& [key, value] : object.items()) {
@@ -393,12 +398,29 @@ void check_keys(const Json& object, KeysOf keys, std::string_view where) {
         refuse_key(where, key, value, std::string(refusal->what) + " is not supported");
       continue;
     }
-    if (understood().contains(key) || bookkeeping().contains(key)) continue;
+    if (bookkeeping().contains(key) || (understood().contains(key) && (!inner || of_wrappers().contains(key))))
+      continue;
+    if (understood().contains(key)) {
+      const auto read = inner->find(key);
+      if (read == inner->end() || *read != value)
+        refuse_key(where, key, value,
+                   "beside the language model's own config, where it is " +
+                       (read == inner->end() ? "missing" : read->dump()) + " (allow_unknown takes the latter)");
+      continue;
+    }
     if (keys == KeysOf::kimi_linear && linear_attention().contains(key)) continue;
     if (looks_like_attention(key))
       refuse_key(where, key, value,
                  "a key that looks as if it concerned attention and is not known (allow_unknown goes on past it)");
   }
+}
+
+}  // namespace
+
+void check_keys(const Json& object, KeysOf keys, std::string_view where) { check(object, nullptr, keys, where); }
+
+void check_keys_around(const Json& outer, const Json& inner, KeysOf keys, std::string_view where) {
+  check(outer, &inner, keys, where);
 }
 
 }  // namespace mla

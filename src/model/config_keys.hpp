@@ -17,4 +17,7 @@ enum class KeysOf {
 /// library does not do or that looks as if it concerned attention and is not understood.
 void check_keys(const nlohmann::json& object, KeysOf keys, std::string_view where);
 
+/// The same for an object around the one that is read: a key that is read there must say the same here.
+void check_keys_around(const nlohmann::json& outer, const nlohmann::json& inner, KeysOf keys, std::string_view where);
+
 }  // namespace mla

@@ -853,13 +853,123 @@ TEST(Config, NamesOfClasses) {
   std::string pairs = R"({"model_type":"longcat_flash_ngram","hidden_size":96,"q_lora_rank":24,"kv_lora_rank":6})";
   EXPECT_EQ(parse_config(pairs).attentions_per_layer, 2);
   for (const char* by : {R"("architectures":["DeepseekV3ForCausalLM"])", R"("architectures":[])",
-                         R"("architectures":[3])", R"("architectures":["SomeNewForCausalLM"])"})
+                         R"("architectures":null)", R"("architectures":["DeepseekV3ForCausalLMNextN"])",
+                         R"("model_type":"kimi_k2","architectures":["DeepseekV3ForCausalLM"])",
+                         R"("model_type":"axk1","architectures":["AXK1ForCausalLM"])"})
     EXPECT_EQ(named(by), "read") << by;
+  EXPECT_EQ(named(R"("architectures":[3])"), "c.json: architectures holds 3, a string is needed");
   EXPECT_EQ(named(R"("model_type":"some_new")").rfind("c.json: model_type is 'some_new', which is not known", 0), 0u);
   EXPECT_EQ(parse_config(config(""), "c.json", {.allow_unknown = true}).latent, 40);
   std::string other = config("");
   other.replace(other.find("deepseek_v3"), 11, "some_new");
   EXPECT_EQ(parse_config(other, "c.json", {.allow_unknown = true}).name, "some_new");
+}
+
+// What architectures say counts beside a model_type, too.
+TEST(Config, ArchitecturesOfOtherAttention) {
+  const auto named = [](const std::string& name, const ReadOptions& options = {}) {
+    std::string text = config("");
+    text.replace(text.find(R"("model_type":"deepseek_v3")"), 26, name);
+    try {
+      return "read as " + parse_config(text, "c.json", options).name;
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  };
+  for (const std::string type : {"", R"("model_type":"deepseek_v3",)"}) {
+    for (const char* other : {"DeepseekV4ForCausalLM", "KimiK3ForConditionalGeneration", "GigaChat35ForCausalLM",
+                              "BailingMoeV2_5ForCausalLM", "BailingMoeLinearForCausalLM", "AXK2ForCausalLM",
+                              "HYV4ForCausalLM", "Glm5NextForCausalLM", "Dots3NoteForCausalLM"}) {
+      const std::string text = type + R"("architectures":[")" + other + "\"]",
+                        says = "c.json: architectures holds '" + std::string(other) + "': ";
+      EXPECT_EQ(named(text).rfind(says, 0), 0u) << named(text);
+      EXPECT_TRUE(named(text).ends_with(", not supported")) << named(text);
+      EXPECT_EQ(named(text, {.allow_unknown = true}).rfind("read as ", 0), 0u) << named(text);
+    }
+    EXPECT_NE(named(type + R"("architectures":["DeepseekV3ForCausalLM","KimiK3ForCausalLM"])").find("an output gate"),
+              std::string::npos);
+  }
+  for (const char* unknown : {"SomeNewForCausalLM", "LlamaForCausalLM", "DeepseekV5ForCausalLM",
+                              "LongcatTwoForCausalLM", "DeepseekForCausalLM", ""}) {
+    const std::string text = R"("architectures":[")" + std::string(unknown) + "\"]";
+    EXPECT_EQ(named(text).rfind("c.json: architectures holds '" + std::string(unknown) +
+                                    "', which is not known; known are deepseek_v2 ",
+                                0),
+              0u)
+        << named(text);
+    EXPECT_EQ(named(text, {.allow_unknown = true}), "read as model");
+  }
+  // A name that says nothing beside a model_type that is known.
+  EXPECT_EQ(named(R"("model_type":"deepseek_v3","architectures":["SomeNewForCausalLM"])"), "read as deepseek_v3");
+  std::string beside = config(R"(,"architectures":["SomeNewForCausalLM"])");
+  EXPECT_EQ(parse_config(beside).notes,
+            std::vector<std::string>{
+                "architectures holds 'SomeNewForCausalLM', which is not known: model_type is 'deepseek_v3'"});
+  // Two classes that are known and attend differently.
+  EXPECT_EQ(
+      named(R"("model_type":"deepseek_v3","architectures":["DeepseekV32ForCausalLM"])"),
+      "c.json: model_type is 'deepseek_v3', architectures holds 'DeepseekV32ForCausalLM': their attention differs "
+      "(allow_unknown goes by the first)");
+  EXPECT_EQ(named(R"("model_type":"deepseek_v3","architectures":["MiniCPM3ForCausalLM"])", {.allow_unknown = true}),
+            "read as deepseek_v3");
+}
+
+// What stands around a language model's config is not read, and must not say otherwise.
+TEST(Config, WhatLiesAroundALanguageModel) {
+  const auto around = [](const std::string& more, const std::string& inside, const ReadOptions& options = {}) {
+    try {
+      return "read as " + parse_config(R"({"text_config":)" + inside + more + "}", "c.json", options).name;
+    } catch (const Error& e) {
+      return std::string(e.what());
+    }
+  };
+  std::string inside = config(""), unnamed = config("");
+  unnamed.erase(unnamed.find(R"("model_type")"), 27);
+  EXPECT_EQ(around("", unnamed), "read as model");
+  EXPECT_EQ(around(R"(,"model_type":"kimi_k3","mla_use_output_gate":true)", unnamed),
+            "c.json: model_type is 'kimi_k3': an output gate, not supported");
+  EXPECT_EQ(around(R"(,"model_type":"kimi_k3")", inside),
+            "c.json: model_type is 'kimi_k3': an output gate, not supported");
+  EXPECT_EQ(around(R"(,"architectures":["KimiK3ForConditionalGeneration"])", inside),
+            "c.json: architectures holds 'KimiK3ForConditionalGeneration': an output gate, not supported");
+  EXPECT_EQ(around(R"(,"mla_use_output_gate":true)", inside),
+            "c.json: mla_use_output_gate is true: an output gate is not supported");
+  EXPECT_EQ(around(R"(,"model_type":"kimi_k3","mla_use_output_gate":true)", inside, {.allow_unknown = true}),
+            "read as deepseek_v3");
+  EXPECT_NE(around(R"(,"attention_twist":1)", inside).find("attention_twist is 1: a key that looks"),
+            std::string::npos);
+  // The class of the wrapper counts where the model's own says none.
+  EXPECT_EQ(around(R"(,"model_type":"deepseek_v3")", unnamed), "read as deepseek_v3");
+  EXPECT_EQ(around(R"(,"model_type":"some_wrapper")", inside), "read as deepseek_v3");
+  EXPECT_EQ(around(R"(,"model_type":"some_wrapper")", unnamed).rfind("c.json: model_type is 'some_wrapper', which", 0),
+            0u);
+  EXPECT_NE(around(R"(,"model_type":"glm_moe_dsa")", inside).find("their attention differs"), std::string::npos);
+  // Keys that would be read inside.
+  EXPECT_EQ(around(R"(,"hidden_size":48,"rope_theta":null)", inside), "read as deepseek_v3");
+  EXPECT_EQ(
+      around(R"(,"hidden_size":64)", inside),
+      "c.json: hidden_size is 64: beside the language model's own config, where it is 48 (allow_unknown takes the "
+      "latter)");
+  EXPECT_EQ(around(R"(,"rope_interleave":false)", inside),
+            "c.json: rope_interleave is false: beside the language model's own config, where it is missing "
+            "(allow_unknown takes the latter)");
+  EXPECT_EQ(around(R"(,"rope_interleave":false)", inside, {.allow_unknown = true}), "read as deepseek_v3");
+  // As wrappers are published.
+  EXPECT_EQ(around(R"(,"architectures":["KimiK25ForConditionalGeneration"],"ignore_index":-100,)"
+                   R"("media_placeholder_token_id":163605,"model_type":"kimi_k25","use_unified_vision_chunk":true,)"
+                   R"("video_placeholder":"<|x|>","vision_config":{"vt_num_attention_heads":16}, "dtype":"bfloat16",)"
+                   R"("quantization_config":{"quant_method":"fp8"},"tie_word_embeddings":false)",
+                   inside),
+            "read as deepseek_v3");
+  EXPECT_EQ(around(R"(,"architectures":["Mistral3ForConditionalGeneration"],"image_token_index":10,)"
+                   R"("model_type":"mistral3","multimodal_projector_bias":false,"projector_hidden_act":"gelu",)"
+                   R"("spatial_merge_size":2,"vision_feature_layer":-1,"vision_config":{"rope_theta":1e4})",
+                   inside),
+            "read as deepseek_v3");
+  EXPECT_EQ(around(R"(,"candidate_resolutions":[[384,384]],"global_view_pos":"head","tile_tag":"2D",)"
+                   R"("model_type":"deepseek_vl_v2","projector_config":{"n_embed":1280})",
+                   inside),
+            "read as deepseek_v3");
 }
 
 TEST(Config, WhereALanguageModelLies) {
