@@ -623,6 +623,7 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   }
   try {
     m.validate();
+    if (m.rotary.rotate) (void)inverse_frequencies(m.rotary, m.rope);
   } catch (const ShapeError& e) {
     refuse(where, e.what());
   } catch (const UnsupportedError& e) {

@@ -1,10 +1,12 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <string>
 
 #include "mla/error.hpp"
 #include "mla/model.hpp"
+#include "mla/rotary.hpp"
 
 namespace mla {
 namespace {
@@ -180,7 +182,19 @@ void ModelConfig::validate() const {
     if (!fits || !std::isfinite(found))
       throw ShapeError("model " + name + ": " + what + " is " + std::to_string(found) + ", must " + limit);
   };
+  // What follows from constants that are finite themselves; kernels take it in f32.
+  auto require_f32 = [&](const char* what, double found) {
+    const float f = static_cast<float>(found);
+    if (std::isfinite(f) && f > 0) return;
+    char text[160];
+    const int n = std::snprintf(text, sizeof text, "%g", found);
+    if (rotary.scaling == RopeConfig::Scaling::yarn)
+      std::snprintf(text + n, sizeof text - static_cast<size_t>(n), " by rope factor %g, mscale %g, mscale_all_dim %g",
+                    rotary.factor, rotary.mscale, rotary.mscale_all_dim);
+    throw ShapeError("model " + name + ": " + what + " is " + text + ", must be within f32's range");
+  };
   require_number("rms_eps", rms_eps, rms_eps >= 0, "not be negative");
+  require_number("rms_eps", rms_eps, rms_eps <= 1, "be at most 1");
   require_number("rope theta", rotary.theta, rotary.theta > 0, "be above 0");
   require_number("query scale", query_scale, query_scale > 0, "be above 0");
   require_number("latent scale", latent_scale, latent_scale > 0, "be above 0");
@@ -188,6 +202,7 @@ void ModelConfig::validate() const {
   if (query_growth_beta > 0 && (query_growth_length < 1 || query_growth_length > INT32_MAX))
     throw ShapeError("model " + name + ": query growth length is " + std::to_string(query_growth_length) +
                      ", allowed 1 to " + std::to_string(INT32_MAX));
+  if (query_growth_beta > 0) require_f32("query growth at the last position", query_growth(INT32_MAX));
   if (query_latent == 0 && (query_scale != 1 || query_growth_beta != 0))
     throw UnsupportedError("model " + name + ": queries that are scaled need a query latent, its q_lora_rank is 0");
   require("attentions per layer", attentions_per_layer, 1);
@@ -216,6 +231,7 @@ void ModelConfig::validate() const {
                          ", rope " + std::to_string(rope) + " needs " + std::to_string(rope / 2));
       for (double d : *divisors) require_number("rope factor of a pair", d, d > 0, "be above 0");
     }
+    require_f32("magnitude of cos and sin", rotary_magnitude(rotary));
     return;
   }
   // YaRN divides by ln(theta), and by a temperature that is at least 1 for mscales of at least 0.
@@ -225,6 +241,8 @@ void ModelConfig::validate() const {
   require_number("rope beta_slow", rotary.beta_slow, rotary.beta_slow > 0, "be above 0");
   require_number("rope mscale", rotary.mscale, rotary.mscale >= 0, "not be negative");
   require_number("rope mscale_all_dim", rotary.mscale_all_dim, rotary.mscale_all_dim >= 0, "not be negative");
+  require_f32("softmax scale", softmax_scale());
+  require_f32("magnitude of cos and sin", rotary_magnitude(rotary));
 }
 
 }  // namespace mla

@@ -10,7 +10,11 @@
 
 namespace mla {
 
-std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
+namespace {
+
+constexpr int64_t kMostPositions = int64_t{1} << 30;  // of a table
+
+std::vector<double> frequencies_of(const RopeConfig& c, int64_t rope) {
   const int64_t pairs = rope / 2;
   std::vector<double> frequencies(pairs);
   for (int64_t i = 0; i < pairs; ++i)
@@ -41,6 +45,20 @@ std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
   for (int64_t i = 0; i < pairs; ++i) {
     const double interpolated = std::clamp((static_cast<double>(i) - low) / (high - low), 0.0, 1.0);
     frequencies[i] *= (1 - interpolated) + interpolated / c.factor;
+  }
+  return frequencies;
+}
+
+}  // namespace
+
+std::vector<double> inverse_frequencies(const RopeConfig& c, int64_t rope) {
+  std::vector<double> frequencies = frequencies_of(c, rope);
+  // Constants that are finite may come to angles that are not.
+  for (size_t i = 0; i < frequencies.size(); ++i) {
+    if (std::isfinite(frequencies[i] * static_cast<double>(kMostPositions))) continue;
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", frequencies[i]);
+    throw ShapeError("rope frequency of pair " + std::to_string(i) + " is " + text + ", its angles must be finite");
   }
   return frequencies;
 }
@@ -79,7 +97,6 @@ RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positio
     : positions_(positions), pairs_(rope / 2), rotates_(config.rotate && rope > 0), config_(config) {
   if (rope < 0 || rope % 2 != 0)
     throw ShapeError("rotary table: rope is " + std::to_string(rope) + ", must be even and not negative");
-  constexpr int64_t kMostPositions = int64_t{1} << 30;
   if (positions < 1 || positions > kMostPositions)
     throw ShapeError("rotary table: positions is " + std::to_string(positions) + ", allowed 1 to " +
                      std::to_string(kMostPositions));

@@ -233,7 +233,7 @@ std::string message(const std::string& text) {
 }
 
 TEST(Config, ErrorsNameKeyAndValue) {
-  EXPECT_EQ(message("{"), "c.json: not valid JSON");
+  EXPECT_EQ(message("{"), "c.json: not valid JSON at byte 1: it ends there");
   EXPECT_EQ(message("[]"), "c.json: not a JSON object");
   EXPECT_EQ(message("{}"), "c.json: hidden_size is missing");
   EXPECT_EQ(message(R"({"hidden_size":1,"num_hidden_layers":1})"), "c.json: num_attention_heads is missing");
@@ -294,6 +294,37 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(yarn(R"(,"attn_factor":0)"), where + "attention factor is 0.000000, must be above 0");
   EXPECT_EQ(yarn(R"(,"original_max_position_embeddings":0)"), where + "original max position is 0, must be above 0");
   EXPECT_THROW(read_config("/nowhere/config.json"), CheckpointError);
+}
+
+// Constants that are finite, and numbers that would follow from them and are not.
+TEST(Config, WhatFollowsIsFinite) {
+  const std::string where = "c.json: model deepseek_v3: ";
+  const auto yarn = [](const std::string& keys) {
+    return message(config(R"(,"rope_scaling":{"type":"yarn",)" + keys + "}"));
+  };
+  EXPECT_EQ(yarn(R"("factor":1e300,"mscale_all_dim":1e300)"),
+            where +
+                "softmax scale is inf by rope factor 1e+300, mscale 1, mscale_all_dim 1e+300, must be within f32's "
+                "range");
+  EXPECT_NE(yarn(R"("factor":40,"mscale_all_dim":1e25)").find("softmax scale is"), std::string::npos);
+  EXPECT_NE(yarn(R"("factor":40,"mscale":1e300,"mscale_all_dim":1)").find("magnitude of cos and sin is"),
+            std::string::npos);
+  EXPECT_NE(yarn(R"("factor":40,"attention_factor":1e300)").find("magnitude of cos and sin is"), std::string::npos);
+  EXPECT_EQ(yarn(R"("factor":1e-310)"), "c.json: rope frequency of pair 2 is inf, its angles must be finite");
+  EXPECT_NE(yarn(R"("factor":40,"beta_fast":1e-320,"beta_slow":1e-320)").find("its angles must be finite"),
+            std::string::npos);
+  std::string wide = config(R"(,"rope_theta":5e-324)");
+  wide.replace(wide.find("rope_head_dim\":8") + 15, 1, "64");
+  EXPECT_EQ(message(wide), "c.json: rope frequency of pair 30 is 1.2577e+303, its angles must be finite");
+  EXPECT_NE(
+      message(config(R"(,"rope_scaling":{"type":"longrope","short_factor":[1,1e-315,1,1],"long_factor":[1,1,1,1]})"))
+          .find("c.json: rope frequency of pair 1 is inf"),
+      std::string::npos);
+  EXPECT_EQ(message(config(R"(,"rms_norm_eps":2)")), where + "rms_eps is 2.000000, must be at most 1");
+  EXPECT_NE(
+      message(config(R"(,"q_lora_rank":20,"llama_4_scaling":{"beta":1e300,"original_max_position_embeddings":32})"))
+          .find("query growth at the last position is"),
+      std::string::npos);
 }
 
 TEST(Config, MessagesStayOnOneReadableLine) {
