@@ -5,6 +5,7 @@
 
 #include "bench/batch.hpp"
 #include "cases/compare.hpp"
+#include "core/named_buffer.hpp"
 #include "layer/reference.hpp"
 
 namespace mla::bench {
@@ -26,7 +27,7 @@ class LayerCase final : public cases::Case {
     fill_context(stream);
     plan_ = mla::plan(model.config, cache_.spec(), cache_.pages(), batch_.view(), device_info(stream, model.config),
                       step.plan);
-    workspace_ = Buffer(plan_.workspace_bytes);
+    workspace_ = named_buffer("workspace", plan_.workspace_bytes);
     Profile profile;
     forward_once(stream, &profile);
     for (const Profile::Row& row : profile.rows()) cost_ += {row.bytes, row.flops};
@@ -70,7 +71,7 @@ class LayerCase final : public cases::Case {
     const Lengths prompt{step_.context, 0};
     const OwnedBatch one({&prompt, 1}, kPageSize);  // its pages are the first request's
     const Plan prefill = mla::plan(m, cache_.spec(), cache_.pages(), one.view(), device_info(stream, m));
-    const Buffer workspace(prefill.workspace_bytes);
+    const Buffer workspace = named_buffer("workspace of a prefill", prefill.workspace_bytes);
     std::vector<float> out(context_.size());
     forward(stream,
             {prefill, one.view(), model_.weights, model_.rotary, cache_.view(), {workspace.data(), workspace.size()}},

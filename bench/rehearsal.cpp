@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cases/compare.hpp"
+#include "core/named_buffer.hpp"
 #include "core/threads.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/layer.hpp"
@@ -44,7 +45,7 @@ std::vector<RehearsedStep> rehearse(const ModelConfig& model, const PrepareOptio
     fill_pages(index.view(), pages, p.index_cache.page_bytes(), random);
     index_rotary = RotaryTable(model.index_rotary(), model.rope, positions);
   }
-  Buffer workspace(p.workspace_bytes), selection(p.selection_bytes);
+  Buffer workspace = named_buffer("workspace", p.workspace_bytes), selection(p.selection_bytes);
   const std::vector<float> hidden = cases::random_values(p.tokens * model.hidden, kSeed);
   std::vector<float> out(hidden.size());
 

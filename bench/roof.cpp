@@ -12,6 +12,7 @@
 #include "backend/cpu/core/target.hpp"
 #include "backend/cpu/core/tile_registers.hpp"
 #include "bench/kernels.hpp"
+#include "core/named_buffer.hpp"
 
 namespace mla::bench {
 namespace {
@@ -53,7 +54,8 @@ double together(ThreadPool& pool, double seconds, F&& work) {
 
 }  // namespace
 
-Probe::Probe(ThreadPool& pool) : pool_(pool), buffer_(past_last_level_cache()) {
+Probe::Probe(ThreadPool& pool)
+    : pool_(pool), buffer_(named_buffer("probe of memory bandwidth", past_last_level_cache())) {
   // Written once: untouched pages would all be the kernel's one page of zeros, read from cache.
   const size_t step = 4096;
   for (size_t i = 0; i < buffer_.size(); i += step) buffer_.data()[i] = std::byte{1};

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstring>
@@ -75,7 +76,12 @@ class Builder : public nlohmann::json_sax<Json> {
     member_ = &at->second;
     return true;
   }
-  bool parse_error(size_t, const std::string&, const nlohmann::detail::exception&) override { return false; }
+  bool parse_error(size_t read, const std::string&, const nlohmann::detail::exception&) override {
+    read_ = read;
+    return false;
+  }
+  /// Bytes up to an error, with the one that it was seen at.
+  size_t read() const { return read_; }
 
  private:
   static constexpr size_t kMostDepth = 64;  // printing a value and taking it apart recurse
@@ -106,7 +112,25 @@ class Builder : public nlohmann::json_sax<Json> {
   std::array<Json*, kMostDepth> open_{};  // the objects and arrays around the place
   size_t depth_ = 0;
   Json* member_ = nullptr;  // of the object that is read
+  size_t read_ = 0;
 };
+
+// Where text is no JSON: bytes count from 0, lines and columns from 1.
+std::string place(std::string_view text, size_t read) {
+  if (text.find_first_not_of(" \t\r\n") == text.npos) return ": it is empty";
+  constexpr size_t kShown = 20;
+  const bool ended = read > text.size();
+  const size_t at = ended ? text.size() : std::max<size_t>(read, 1) - 1;
+  const std::string_view before = text.substr(0, at);
+  const size_t newline = before.rfind('\n'), line = newline == before.npos ? 0 : newline + 1;
+  std::string s = " at byte " + std::to_string(at);
+  if (line > 0)
+    s += " (line " + std::to_string(1 + std::count(before.begin(), before.end(), '\n')) + ", column " +
+         std::to_string(at - line + 1) + ")";
+  if (ended) return s + ": it ends there";
+  const size_t first = std::max(line, at - std::min(at, kShown));
+  return s + ", the end of '" + std::string(text.substr(first, at + 1 - first)) + "'";
+}
 
 }  // namespace
 
@@ -117,7 +141,7 @@ JsonDocument parse_strict(std::string_view text, const std::function<void(const 
   if (const size_t at = text.find('\0'); at != text.npos) fail("not valid JSON: a NUL at byte " + std::to_string(at));
   JsonDocument document;
   Builder builder(document.root, fail);
-  if (!Json::sax_parse(text, &builder)) fail("not valid JSON");
+  if (!Json::sax_parse(text, &builder)) fail("not valid JSON" + place(text, builder.read()));
   return document;
 }
 

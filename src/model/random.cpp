@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
 
@@ -41,7 +42,8 @@ LayerTensors random_layer(const ModelConfig& m, int64_t layer, uint64_t seed, Dt
     t.dtype = dtype;
     t.shape = std::move(shape);
     const uint64_t key = mix(mix(seed ^ 0x6d6c61u) + static_cast<uint64_t>(layer) * 64 + role++);
-    auto memory = std::make_shared<Buffer>(static_cast<size_t>(t.size()) * size_of(dtype));
+    auto memory = std::make_shared<Buffer>(
+        named_buffer("random weights '" + t.name + "'", static_cast<size_t>(t.size()) * size_of(dtype)));
     switch (dtype) {
       case Dtype::bf16: fill(memory->as<bf16>(), t.size(), key, mean, stddev); break;
       case Dtype::f16: fill(memory->as<f16>(), t.size(), key, mean, stddev); break;

@@ -110,7 +110,11 @@ RotaryTable::RotaryTable(const RopeConfig& config, int64_t rope, int64_t positio
       table[2 * p * pairs_ + i] = static_cast<float>(std::cos(angle) * magnitude);
       table[(2 * p + 1) * pairs_ + i] = static_cast<float>(std::sin(angle) * magnitude);
     }
-  table_ = std::make_shared<Buffer>(Buffer::copy_of(table.data(), table.size() * sizeof(float), device));
+  try {
+    table_ = std::make_shared<Buffer>(Buffer::copy_of(table.data(), table.size() * sizeof(float), device));
+  } catch (const DeviceError& e) {
+    throw DeviceError("rotary table of " + std::to_string(positions) + " positions: " + e.what());
+  }
 }
 
 }  // namespace mla

@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "core/named_buffer.hpp"
 #include "mla/error.hpp"
 #include "mla/weights.hpp"
 #include "model/text.hpp"
@@ -297,7 +298,7 @@ struct Safetensors::File {
     if (fstat(fd, &info) != 0) fail(std::string("cannot be examined: ") + std::strerror(errno));
     if (!S_ISREG(info.st_mode)) fail("not a regular file");
     size = static_cast<uint64_t>(info.st_size);
-    if (size < 8) fail("has " + std::to_string(size) + " bytes, a header length alone takes 8");
+    if (size < 8) fail("not a safetensors file: has " + std::to_string(size) + " bytes, a header length alone takes 8");
   }
 
   /// `before`: bytes of `what` that lie in front of these, `whole`: all that it has.
@@ -325,7 +326,8 @@ struct Safetensors::File {
     uint64_t header = 0;
     read(0, &header, 8, "the header's length");
     if (header > kMostHeader)
-      fail("header of " + std::to_string(header) + " bytes, at most " + std::to_string(kMostHeader));
+      fail("not a safetensors file: its first 8 bytes would be the length of a header of " + std::to_string(header) +
+           " bytes, at most " + std::to_string(kMostHeader));
     if (header > size - 8)
       fail("header of " + std::to_string(header) + " bytes ends past the file's " + std::to_string(size));
     data = 8 + header;
@@ -396,7 +398,7 @@ const std::string* Safetensors::metadata(std::string_view key) const {
 }
 
 Buffer Safetensors::bytes(const SafetensorsEntry& e) const {
-  Buffer b(static_cast<size_t>(e.end - e.begin));
+  Buffer b = named_buffer("tensor '" + e.name + "'", static_cast<size_t>(e.end - e.begin));
   file_->read(e, 0, b.data(), b.size());
   return b;
 }
@@ -411,7 +413,7 @@ Buffer Safetensors::bytes(const SafetensorsEntry& e, const ByteRows& p) const {
     throw InputError("tensor '" + e.name + "': rows from " + std::to_string(p.row) + " on, " + std::to_string(p.rows) +
                      " of " + std::to_string(rows) + ", and bytes from " + std::to_string(p.first) + " on, " +
                      std::to_string(p.size) + " of " + std::to_string(p.row_bytes) + ", are not all in it");
-  Buffer b(static_cast<size_t>(p.rows * p.size));
+  Buffer b = named_buffer("rows of tensor '" + e.name + "'", static_cast<size_t>(p.rows * p.size));
   if (p.size == p.row_bytes) {
     file_->read(e, p.row * p.row_bytes, b.data(), b.size());
     return b;

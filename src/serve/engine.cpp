@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <future>
+#include <new>
 
 #include "backend/run.hpp"
 #include "core/named_buffer.hpp"
@@ -104,7 +105,11 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
       for (int64_t l = first; l < std::min(o.layers, first + at_once); ++l)
         made.push_back(
             std::async(at_once > 1 ? std::launch::async : std::launch::deferred, [&o, &part, &model = model_, l] {
-              return prepare(model, tensors_of(o, l, part.heads), prepare_options(o), o.device);
+              try {
+                return prepare(model, tensors_of(o, l, part.heads), prepare_options(o), o.device);
+              } catch (const std::bad_alloc&) {
+                throw DeviceError("weights of layer " + std::to_string(l) + ": no memory is left to prepare them in");
+              }
             }));
     } catch (const std::system_error& e) {
       throw DeviceError("a thread that prepares weights could not be started: " + std::string(e.what()));

@@ -110,7 +110,7 @@ TEST_F(CheckpointFolder, ShardsAndTheirIndex) {
     test::write_file(index, text);
     return refusal(folder_.path());
   };
-  EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not valid JSON");
+  EXPECT_EQ(with("{"), "F/model.safetensors.index.json: not valid JSON at byte 1: it ends there");
   EXPECT_EQ(with("[]"), "F/model.safetensors.index.json: not a JSON object");
   EXPECT_EQ(with("{}"), "F/model.safetensors.index.json: weight_map is missing or not an object");
   EXPECT_EQ(with(R"({"weight_map":["a"]})"), "F/model.safetensors.index.json: weight_map is missing or not an object");

@@ -33,9 +33,10 @@ TEST(StrictJson, KeysOccurOnceInEachObject) {
 
 TEST(StrictJson, NothingBesideTheObject) {
   EXPECT_EQ(refusal(" {\"a\":1}\r\n\t "), "read");
-  EXPECT_EQ(refusal("{}x"), "f.json: not valid JSON");
-  EXPECT_EQ(refusal("{}{}"), "f.json: not valid JSON");
-  EXPECT_EQ(refusal(""), "f.json: not valid JSON");
+  EXPECT_EQ(refusal("{}x"), "f.json: not valid JSON at byte 2, the end of '{}x'");
+  EXPECT_EQ(refusal("{}{}"), "f.json: not valid JSON at byte 2, the end of '{}{'");
+  EXPECT_EQ(refusal(""), "f.json: not valid JSON: it is empty");
+  EXPECT_EQ(refusal(" \r\n\t"), "f.json: not valid JSON: it is empty");
   EXPECT_EQ(refusal("\"a\""), "f.json: not a JSON object");
   using namespace std::string_literals;
   EXPECT_EQ(refusal("{}\0garbage"s), "f.json: not valid JSON: a NUL at byte 2");
@@ -43,8 +44,21 @@ TEST(StrictJson, NothingBesideTheObject) {
   EXPECT_EQ(refusal("{\"a\0b\":1}"s), "f.json: not valid JSON: a NUL at byte 3");
   EXPECT_EQ(refusal("\0"s), "f.json: not valid JSON: a NUL at byte 0");
   EXPECT_EQ(refusal(R"({"a":"\u0000"})"), "read");  // escaped, it is text like any other
-  EXPECT_EQ(refusal("{\"a\":1e999}"), "f.json: not valid JSON");
-  EXPECT_EQ(refusal("{\"a\":\"\xff\"}"), "f.json: not valid JSON");
+  EXPECT_EQ(refusal("{\"a\":1e999}"), "f.json: not valid JSON at byte 9, the end of '{\"a\":1e999'");
+  EXPECT_EQ(refusal("{\"a\":\"\xff\"}"), "f.json: not valid JSON at byte 6, the end of '{\"a\":\"\\xff'");
+}
+
+// Bytes count from 0, lines and columns from 1; a line is named where there is more than one.
+TEST(StrictJson, ErrorsSayWhere) {
+  EXPECT_EQ(refusal("{\"a\":1,,\"b\":2}"), "f.json: not valid JSON at byte 7, the end of '{\"a\":1,,'");
+  EXPECT_EQ(refusal("{\n  \"a\": 1,\n  ,\n}"),
+            "f.json: not valid JSON at byte 14 (line 3, column 3), the end of '  ,'");
+  EXPECT_EQ(refusal("{\"a\":[1,\n2"), "f.json: not valid JSON at byte 10 (line 2, column 2): it ends there");
+  EXPECT_EQ(refusal("{\"a\":tru}"), "f.json: not valid JSON at byte 8, the end of '{\"a\":tru}'");
+  EXPECT_EQ(refusal("\xef\xbb\xbf{,"), "f.json: not valid JSON at byte 4, the end of '\xef\xbb\xbf{,'");
+  const std::string large = refusal("{\"a\":1 \"" + std::string(1 << 20, 'x') + "\"}");
+  EXPECT_EQ(large, "f.json: not valid JSON at byte 1048584, the end of '" + std::string(20, 'x') + "\"'");
+  EXPECT_EQ(refusal("{\"a\":1 \"b\n\"}").find('\n'), std::string::npos);
 }
 
 TEST(StrictJson, DepthIsBounded) {

@@ -58,9 +58,11 @@ TEST_F(SafetensorsFile, ReadsWhatIsWellFormed) {
 }
 
 TEST_F(SafetensorsFile, RefusesByName) {
-  EXPECT_EQ(refusal("short"), "has 5 bytes, a header length alone takes 8");
-  EXPECT_EQ(refusal(std::string("\xff\xff\xff\xff\xff\xff\xff\x7f", 8) + "{}"),
-            "header of 9223372036854775807 bytes, at most 100000000");
+  EXPECT_EQ(refusal("short"), "not a safetensors file: has 5 bytes, a header length alone takes 8");
+  EXPECT_EQ(
+      refusal(std::string("\xff\xff\xff\xff\xff\xff\xff\x7f", 8) + "{}"),
+      "not a safetensors file: its first 8 bytes would be the length of a header of 9223372036854775807 bytes, at "
+      "most 100000000");
   EXPECT_EQ(refusal(std::string("\x20\0\0\0\0\0\0\0", 8) + "{}"), "header of 32 bytes ends past the file's 10");
   EXPECT_EQ(refusal("", 0), "'{' is needed in the header at byte 0");
   EXPECT_EQ(refusal("{}x", 0), "header has text after its object at byte 2");

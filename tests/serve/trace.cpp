@@ -111,7 +111,7 @@ TEST(Trace, MalformedLinesAreNamed) {
   EXPECT_EQ(refusal("Timestamp,Response tokens\n"), "t:1: column 'Request tokens' of a BurstGPT csv is missing");
   EXPECT_EQ(refusal("Timestamp,Request tokens,Response tokens\n1,2,0\n"), "t: holds no request");
   const std::string good(kMooncake);
-  EXPECT_EQ(refusal(good + "{\"timestamp\": 1\n"), "t:4: not valid JSON");
+  EXPECT_EQ(refusal(good + "{\"timestamp\": 1\n"), "t:4: not valid JSON at byte 15: it ends there");
   EXPECT_EQ(refusal(good + R"({"timestamp":1,"timestamp":2})"), "t:4: key 'timestamp' occurs twice");
   EXPECT_EQ(refusal(good + "{}" + '\0' + "{"), "t:4: not valid JSON: a NUL at byte 2");
   EXPECT_EQ(refusal(good + "[1]\n"), "t:4: not a JSON object");
