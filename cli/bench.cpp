@@ -212,6 +212,9 @@ std::vector<Peer> read_peers(const std::string& file) {
       return p[key].get<std::string>();
     };
     Peer peer{.row = text("row"), .name = text("peer")};
+    for (const auto& [key, value] : p.items())
+      if (key != "row" && key != "peer" && key != "us")
+        throw InputError(where + ": \"" + key + "\" is not known, \"row\", \"peer\" and \"us\" are");
     if (!p.contains("us") || !p["us"].is_number()) throw InputError(where + " has no number \"us\"");
     peer.microseconds = p["us"].get<double>();
     if (!(peer.microseconds > 0)) throw InputError(where + ": \"us\" is " + p["us"].dump() + ", above 0 is needed");
@@ -275,7 +278,7 @@ class Bench {
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
     Outputs files({{"--json", json_file_}, {"--report", report_file_}}, {{"--peers", peers_file_}});
-    if (!peers_file_.empty()) peers_ = read_peers(peers_file_);
+    if (!peers_file_.empty()) peers_ = parse_choice("--peers", peers_file_, read_peers);
     if (!peers_file_.empty() && !files.wants_any()) throw InputError("--peers goes with --report or --json");
     cpu::restrict_target(target_);
 

@@ -69,6 +69,15 @@ std::string unexpected(const CLI::App& app) {
   return all + meant;
 }
 
+// What is wrong with a command line beside names: an option that may stand once and did not, else what CLI11 says.
+std::string misused(const CLI::App& app, const CLI::ParseError& e) {
+  for (const CLI::App* command : app.get_subcommands())
+    for (const CLI::Option* o : command->get_options(nullptr))
+      if (o->count() > 1 && o->count() > static_cast<size_t>(o->get_items_expected_max()))
+        return o->get_name() + " was given " + (o->count() == 2 ? "twice" : std::to_string(o->count()) + " times");
+  return e.what();
+}
+
 int run(int argc, char** argv) try {
   CLI::App app("Multi-head Latent Attention for LLM serving: replay, measure, check, plan", "mla");
   app.set_version_flag("--version", std::string(MLA_VERSION) + " (commit " + mla::cli::commit() + ")");
@@ -93,7 +102,7 @@ int run(int argc, char** argv) try {
       return fail("unknown command or option '" + rest[0] + "'; commands:" + known + nearest_name(app, rest[0]));
     }
     const std::string extras = dynamic_cast<const CLI::ExtrasError*>(&e) ? unexpected(app) : "";
-    return fail((extras.empty() ? e.what() : "not expected:" + extras) + " (see mla --help)");
+    return fail((extras.empty() ? misused(app, e) : "not expected:" + extras) + " (see mla --help)");
   }
   return status;
 } catch (const mla::cli::OutputError& e) {

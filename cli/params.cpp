@@ -1,7 +1,9 @@
 #include "cli/params.hpp"
 
+#include <algorithm>
 #include <charconv>
 #include <cstdio>
+#include <filesystem>
 
 #include "backend/cpu/core/target.hpp"
 #include "bench/machine.hpp"
@@ -46,6 +48,20 @@ std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<st
       at = end + 1;
     }
   return numbers;
+}
+
+ModelConfig read_model(const std::string& name, const ReadOptions& options) {
+  namespace fs = std::filesystem;
+  return parse_choice("--model", name, [&](const std::string& text) {
+    const fs::path path(text);
+    std::error_code error;
+    if (fs::is_directory(path, error)) return read_config(path / "config.json", options);
+    if (text.ends_with(".json")) return read_config(path, options);
+    const auto names = preset_names();
+    if (fs::exists(path, error) && std::find(names.begin(), names.end(), text) == names.end())
+      throw InputError(text + " is neither a folder nor a file whose name ends in .json");
+    return preset(text);
+  });
 }
 
 void require_fp8_products(const std::string& activations, const std::string& products) {
@@ -173,8 +189,11 @@ Fp8QueryFlags::Fp8QueryFlags(CLI::App& command) {
                   "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes")
       ->capture_default_str();
 }
-void Fp8QueryFlags::read(PlanOptions& options) const {
+void Fp8QueryFlags::read(PlanOptions& options, CacheFormat cache) const {
   options.fp8_query = scale_ != "none";
+  if (options.fp8_query && cache != CacheFormat::fp8)
+    throw InputError("--q-scale is " + scale_ + ", --cache is " + std::string(to_string(cache)) +
+                     ": fp8 queries need a cache of fp8");
   if (scale_ == "auto") options.q_scale = 0;
   else if (options.fp8_query) options.q_scale = static_cast<float>(parse_number("--q-scale", scale_, 1e-30, 1e30));
   options.decode = parse_choice("--decode", decode_, parse_decode_operands);

@@ -79,6 +79,9 @@ Dtype parse_operands(const char* flag, const std::string& text);
 std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<std::string>& texts, int64_t least,
                                    int64_t most);
 
+/// The config of --model: a preset, a config.json, or a checkpoint folder's.
+ModelConfig read_model(const std::string& name, const ReadOptions& options);
+
 /// InputError for fp8 activations without fp8 products, whose inputs they are.
 void require_fp8_products(const std::string& activations, const std::string& products);
 
@@ -122,8 +125,8 @@ class DeviceFlag {
 class Fp8QueryFlags {
  public:
   explicit Fp8QueryFlags(CLI::App& command);
-  /// InputError for --decode without --q-scale, and for names that are none.
-  void read(PlanOptions& options) const;
+  /// InputError for --q-scale with another --cache than fp8, for --decode without it, and for names that are none.
+  void read(PlanOptions& options, CacheFormat cache) const;
 
  private:
   std::string scale_ = "none";

@@ -38,11 +38,6 @@ struct Flags {
   std::unique_ptr<Fp8QueryFlags> fp8_query;
 };
 
-ModelConfig model_of(const std::string& name, const ReadOptions& options) {
-  if (std::filesystem::is_directory(name)) return read_config(std::filesystem::path(name) / "config.json", options);
-  return name.ends_with(".json") ? read_config(name, options) : preset(name);
-}
-
 // Kernels in the order of their first call, each with the ops that it serves.
 std::vector<std::pair<std::string, std::string>> by_kernel(const std::vector<layer::KernelUse>& uses) {
   std::vector<std::pair<std::string, std::string>> rows;
@@ -189,11 +184,13 @@ void run(const CLI::App& command, Flags& f) {
     throw InputError("--rehearse is of --device cpu, --tp 1, --form block and --output none");
   BatchLengths lengths{parse_numbers("--queries", f.queries, 0, kMostTokens),
                        parse_numbers("--contexts", f.contexts, 0, kMostTokens)};
-  if (!f.batch.empty()) lengths = parse_batch(read_text(f.batch), f.batch);
+  if (!f.batch.empty())
+    lengths =
+        parse_choice("--batch", f.batch, [](const std::string& file) { return parse_batch(read_text(file), file); });
   else if (lengths.queries.empty()) lengths.queries = {1};
   if (lengths.contexts.empty()) lengths.contexts.assign(lengths.queries.size(), 0);
   if (lengths.contexts.size() == 1) lengths.contexts.assign(lengths.queries.size(), lengths.contexts[0]);
-  ModelConfig model = model_of(f.model, f.read);
+  ModelConfig model = read_model(f.model, f.read);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
   const CacheSpec spec = cache_spec(model, parse_choice("--cache", f.cache, parse_cache_format), f.page_size);
@@ -214,7 +211,7 @@ void run(const CLI::App& command, Flags& f) {
   options.activations = parse_choice("--activations", f.activations, parse_activations);
   options.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   options.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
-  f.fp8_query->read(options);
+  f.fp8_query->read(options, spec.format);
   options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
   options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   options.tensor_parallel = f.tp;

@@ -123,7 +123,9 @@ void read_scales(const Flags& f, serve::Options& o) {
   if (o.format != CacheFormat::fp8)
     throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.cache + ": fp8 has scales of its own");
   const int64_t layers = o.layers == 0 ? o.model.layers : std::min(o.layers, o.model.layers);
-  if (f.kv_scales != "auto") o.k_scales = serve::read_k_scales(f.kv_scales, o.model, layers);
+  if (f.kv_scales != "auto")
+    o.k_scales = parse_choice("--kv-scales", f.kv_scales,
+                              [&](const std::string& file) { return serve::read_k_scales(file, o.model, layers); });
   else if (o.checkpoint) o.k_scales = serve::checkpoint_k_scales(*o.checkpoint, layers);
   else o.k_scales.assign(static_cast<size_t>(layers), 0.0f);
 }
@@ -153,12 +155,10 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   serve::Options o;
   o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
-    o.checkpoint.emplace(f.model, f.read);
+    o.checkpoint = parse_choice("--model", f.model, [&](const std::string& path) { return Checkpoint(path, f.read); });
     o.model = o.checkpoint->config();
-  } else if (f.model.ends_with(".json")) {
-    o.model = read_config(f.model, f.read);
   } else {
-    o.model = parse_choice("--model", f.model, preset);
+    o.model = read_model(f.model, f.read);
   }
   require_indexer(command, o.model);
   reduce(f, o);
@@ -170,9 +170,9 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.plan.activations = parse_choice("--activations", f.activations, parse_activations);
   o.plan.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
   o.plan.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
-  f.fp8_query->read(o.plan);
-  refuse_unread(command, f);
   o.format = parse_choice("--cache", f.cache, parse_cache_format);
+  f.fp8_query->read(o.plan, o.format);
+  refuse_unread(command, f);
   o.plan.path = parse_choice("--path", f.path, parse_path_policy);
   if (command.get_option("--decode-length")->count() > 0 && o.plan.path != PathPolicy::by_length && !o.model.indexer)
     throw InputError("--decode-length is read with --path by_length, or of a sparse model");
@@ -215,7 +215,9 @@ serve::Trace trace_of(const Flags& f) {
   serve::Trace t;
   if (f.trace == "-") throw InputError("--trace is -, standard input is not read: name a file");
   if (!f.trace.empty()) {
-    t = serve::read_trace(std::filesystem::path(f.trace), f.max_requests);
+    t = parse_choice("--trace", f.trace, [&](const std::string& file) {
+      return serve::read_trace(std::filesystem::path(file), f.max_requests);
+    });
   } else {
     serve::Generated g = f.generated;
     g.seed = f.seed;

@@ -42,7 +42,7 @@ int64_t page_budget(const Trace& trace, int64_t page_size, size_t page_bytes, si
   const int64_t pages =
       std::min({all, static_cast<int64_t>(bytes / page_bytes), std::numeric_limits<int32_t>::max() / page_size});
   if (pages > 0) return pages;
-  throw InputError("cache-gib: " + counted(static_cast<int64_t>(bytes), "byte") + " cannot hold a page: one of " +
+  throw InputError("--cache-gib: " + counted(static_cast<int64_t>(bytes), "byte") + " cannot hold a page: one of " +
                    counted(page_size, "token") + " takes " + std::to_string(page_bytes) + " in all layers");
 }
 
@@ -153,7 +153,7 @@ Options resolved(const Trace& trace, Options o) {
   o.plan.up = o.up;
   if (o.layers == 0) o.layers = o.model.layers;
   if (o.layers < 1 || o.layers > o.model.layers)
-    throw InputError("layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
+    throw InputError("--layers is " + std::to_string(o.layers) + ", " + o.model.name + " has 1 to " +
                      std::to_string(o.model.layers));
   const int64_t ranks = o.plan.tensor_parallel, sharing = o.context_parallel;
   if (sharing < 1 || ranks % sharing != 0)
@@ -166,7 +166,7 @@ Options resolved(const Trace& trace, Options o) {
   if (sharing > 1 && o.limits.page_size % (sharing * o.interleave) != 0)
     throw InputError("pages of " + std::to_string(o.limits.page_size) + " tokens over " + std::to_string(sharing) +
                      " ranks, " + std::to_string(o.interleave) +
-                     " in turn: a rank's share of a page must be whole turns");
+                     " in turn: a rank's share of a page (--page-size) must be whole turns (--dcp-interleave)");
   const CacheSpec spec = cache_spec(o.model, o.format, o.limits.page_size);
   spec.validate();
   require_k_scales(o);

@@ -277,11 +277,11 @@ Trace generate_trace(const Generated& o) {
       throw InputError(std::string("generated trace: ") + what + " is " + std::to_string(x) + ", allowed 1 to " +
                        std::to_string(most));
   };
-  within("requests", o.requests, kMostRequests);
-  within("input length", o.input, kMostTokens);
-  within("output length", o.output, kMostTokens);
+  within("--requests", o.requests, kMostRequests);
+  within("--input-len", o.input, kMostTokens);
+  within("--output-len", o.output, kMostTokens);
   if (!(o.rate >= 0 && std::isfinite(o.rate)))
-    throw InputError("generated trace: rate is " + shortest(o.rate) + ", a number from 0 is needed");
+    throw InputError("generated trace: --rate is " + shortest(o.rate) + ", a number from 0 is needed");
   Trace t;
   t.source = "generated, seed " + std::to_string(o.seed);
   t.format = "generated";
@@ -296,7 +296,7 @@ Trace generate_trace(const Generated& o) {
   for (int64_t i = 0; i < o.requests; ++i) {
     TraceRequest r{.own = static_cast<uint64_t>(i)};
     if (!(now < kMostSeconds))
-      throw InputError("generated trace: rate is " + shortest(o.rate) + ", request " + std::to_string(i) +
+      throw InputError("generated trace: --rate is " + shortest(o.rate) + ", request " + std::to_string(i) +
                        " would arrive after 1e12 seconds");
     r.arrival = now;
     if (o.rate > 0) now += -std::log(1 - uniform()) / o.rate;
@@ -317,7 +317,7 @@ Trace generate_trace(const Generated& o) {
 
 Trace scale_lengths(Trace t, double factor) {
   if (!(factor > 0 && factor <= 1))
-    throw InputError("scale-lengths is " + shortest(factor) + ", above 0 and at most 1 is needed");
+    throw InputError("--scale-lengths is " + shortest(factor) + ", above 0 and at most 1 is needed");
   if (factor == 1) return t;
   auto scaled = [&](int64_t n) { return std::max<int64_t>(1, std::llround(static_cast<double>(n) * factor)); };
   const int64_t block_tokens = scaled(t.block_tokens);

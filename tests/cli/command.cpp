@@ -1165,6 +1165,36 @@ TEST_F(Command, NumbersAreTakenWholeOrNotAtAll) {
   EXPECT_EQ(mla("plan --queries 1,2 --contexts 3,4").out, mla("plan --queries 1 2 --contexts 3 4").out);
 }
 
+TEST_F(Command, AnOptionIsGivenOnce) {
+  expect_bad("run --layers 1 --layers 2", {"mla: --layers was given twice (see mla --help)"});
+  expect_bad("check norm --threads=1 --threads 1 --threads 1", {"mla: --threads was given 3 times"});
+  EXPECT_EQ(mla("plan --queries 1 --queries 2 --contexts 3 --contexts 4").status, 0);
+}
+
+TEST_F(Command, FilesThatAreNotWhatTheyShouldBe) {
+  expect_bad("info " + write("words", "these are words and no tensors").string(),
+             {"words: not a safetensors file: its first 8 bytes would be the length of a header of ", "at most "});
+  expect_bad("info " + write("empty.json", "").string(), {"empty.json: not valid JSON: it is empty"});
+  expect_bad("info " + write("commas.json", "{\n\"a\": 1,,\n}").string(),
+             {"commas.json: not valid JSON at byte 9 (line 2, column 8), the end of '\"a\": 1,,'"});
+  expect_bad("plan --batch " + write("b.json", R"({"query_lens":[1],"contexts":[2],"q_scale":-3})").string(),
+             {"b.json: q_scale is not known, query_lens and contexts are"});
+  expect_bad("run --layers 1 --cache fp8 --kv-scales " + write("k.json", R"({"k_scale":1,"q_scale":-3})").string(),
+             {"k.json: q_scale is -3, k_scale and v_scale are known"});
+  expect_bad("bench norm --json j --peers " + write("p.json", R"([{"row":"a","peer":"b","us":1,"ms":2}])").string(),
+             {"p.json: entry 0: \"ms\" is not known"});
+}
+
+TEST_F(Command, MemoryThatIsNotThereIsNamed) {
+  if (mla::test::kSanitized) GTEST_SKIP() << "a sanitizer's shadow memory takes more addresses than any limit leaves";
+  const Outcome o = shell("ulimit -v 120000; mla info --threads 1");
+  EXPECT_EQ(o.status, 2);
+  EXPECT_EQ(o.err.rfind("mla: probe of memory bandwidth: cpu has no ", 0), 0u) << o.err;
+  const Outcome run = shell("ulimit -v 400000; mla run --model deepseek-v3 --layers 1 --threads 1");
+  EXPECT_EQ(run.status, 2);
+  EXPECT_NE(run.err.find("weights"), std::string::npos) << run.err;
+}
+
 TEST_F(Command, MisspelledNamesAreGuessed) {
   expect_bad("runn", {"'runn'; commands: run", "did you mean 'run'?"});
   expect_bad("--versoin", {"did you mean '--version'?"});
@@ -1187,6 +1217,19 @@ TEST_F(Command, WhatWouldNotBeReadIsRefused) {
 }
 
 TEST_F(Command, ErrorsNameTheOption) {
+  const std::string fifo = (folder_ / "ff").string();
+  ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
+  for (const std::string command : {"run", "plan"}) {
+    expect_bad(command + " --model " + fifo, {"--model: " + fifo + " is neither a folder nor a file whose name ends"});
+    expect_bad(command + " --model /no/such.json", {"--model: /no/such.json: cannot be read"});
+    expect_bad(command + " --q-scale auto", {"--q-scale is auto, --cache is bf16: fp8 queries need a cache of fp8"});
+  }
+  expect_bad("run --layers 28", {"mla: --layers is 28, deepseek-v2-lite has 1 to 27"});
+  expect_bad(small_run() + "--cache-gib 1e-9", {"mla: --cache-gib: 1 byte cannot hold a page"});
+  expect_bad("run --layers 1 --cache fp8 --kv-scales 0", {"--kv-scales: 0: cannot be read"});
+  expect_bad("run --trace /no/such.jsonl", {"--trace: /no/such.jsonl: cannot be read"});
+  expect_bad("plan --batch /no/such.json", {"--batch: /no/such.json: cannot be read"});
+  expect_bad("run --requests 100000000", {"--requests is 100000000, allowed 1 to 8388608"});
   expect_bad("run --cache q8", {"--cache: unknown cache format 'q8'"});
   expect_bad("run --path fast", {"--path: ", "'fast'"});
   expect_bad("run --model gpt-2", {"--model: ", "'gpt-2'"});

@@ -210,8 +210,8 @@ TEST(Replay, AProcessThatIsNotAlikeIsNamed) {
   Processes p(3);
   p.runs[2]->options.layers = 99;
   p.go();
-  EXPECT_EQ(p.errors[2].substr(0, 12), "layers is 99");
-  EXPECT_NE(p.errors[0].find("rank 2 aborted: layers is 99"), std::string::npos) << p.errors[0];
+  EXPECT_EQ(p.errors[2].substr(0, 14), "--layers is 99");
+  EXPECT_NE(p.errors[0].find("rank 2 aborted: --layers is 99"), std::string::npos) << p.errors[0];
 
   Processes two(2);
   for (auto& run : two.runs) run->options.plan.tensor_parallel = 3;

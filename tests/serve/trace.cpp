@@ -364,7 +364,7 @@ TEST(Trace, GeneratedOnesAreReproducible) {
     generate_trace({.requests = 8, .rate = 1e-308});
     FAIL() << "a request arrived at no time";
   } catch (const InputError& e) {
-    EXPECT_STREQ(e.what(), "generated trace: rate is 1e-308, request 1 would arrive after 1e12 seconds");
+    EXPECT_STREQ(e.what(), "generated trace: --rate is 1e-308, request 1 would arrive after 1e12 seconds");
   }
   EXPECT_THROW(generate_trace({.requests = int64_t{1} << 24}), InputError);
   EXPECT_THROW(generate_trace({.requests = 1000, .input = 100'000'000}), InputError);
