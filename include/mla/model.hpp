@@ -106,7 +106,7 @@ struct ModelConfig {
   /// has more than one.
   std::string attention_name(int64_t index) const;
   /// ShapeError naming the field when a dimension is impossible (negative, zero where it may not be, odd rope), or a
-  /// constant of the norms or of the rotary embedding is.
+  /// constant of the norms or of the rotary embedding is, or what follows from them is not finite in f32.
   void validate() const;
 };
 

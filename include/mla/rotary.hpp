@@ -12,7 +12,7 @@
 namespace mla {
 
 /// Inverse frequencies [rope / 2] of a config, YaRN's blend or longrope's divisors included, in float64. ShapeError
-/// when longrope has another number of divisors.
+/// when longrope has another number of divisors, or an angle would not be finite.
 std::vector<double> inverse_frequencies(const RopeConfig& config, int64_t rope);
 /// The factor YaRN or longrope puts on cos and sin; 1 without them.
 double rotary_magnitude(const RopeConfig& config);

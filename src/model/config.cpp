@@ -75,7 +75,7 @@ constexpr std::array kOthers{
     Other{"mistral_large4", "layers that share keys or do not rotate"},
 };
 
-// The class that an architecture's name says before "ForCausalLM" and the like.
+// The class that an architecture's name says before "For", "CausalLM" or "Model".
 constexpr std::array<std::pair<std::string_view, std::string_view>, 29> kArchitectures{{
     {"DeepseekV2", "deepseek_v2"},
     {"DeepseekV3", "deepseek_v3"},
@@ -137,8 +137,7 @@ std::vector<ClassName> class_names(const Reader& config) {
     if (!e.is_string()) config.fail("architectures", "holds " + e.dump() + ", a string is needed");
     const std::string name = e.get<std::string>();
     const std::string_view stem =
-        std::string_view(name).substr(0, std::min({name.find("ForCausalLM"), name.find("ForConditionalGeneration"),
-                                                   name.find("CausalLM"), name.find("Model")}));
+        std::string_view(name).substr(0, std::min({name.find("For"), name.find("CausalLM"), name.find("Model")}));
     const auto known =
         std::find_if(kArchitectures.begin(), kArchitectures.end(), [&](const auto& a) { return a.first == stem; });
     const std::string type(known == kArchitectures.end() ? "" : known->second);

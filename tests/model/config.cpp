@@ -883,10 +883,12 @@ TEST(Config, NamesOfClasses) {
     EXPECT_EQ(named(R"("model_type":")" + std::string(known) + "\""), "read") << known;
   std::string pairs = R"({"model_type":"longcat_flash_ngram","hidden_size":96,"q_lora_rank":24,"kv_lora_rank":6})";
   EXPECT_EQ(parse_config(pairs).attentions_per_layer, 2);
-  for (const char* by : {R"("architectures":["DeepseekV3ForCausalLM"])", R"("architectures":[])",
-                         R"("architectures":null)", R"("architectures":["DeepseekV3ForCausalLMNextN"])",
-                         R"("model_type":"kimi_k2","architectures":["DeepseekV3ForCausalLM"])",
-                         R"("model_type":"axk1","architectures":["AXK1ForCausalLM"])"})
+  for (const char* by :
+       {R"("architectures":["DeepseekV3ForCausalLM"])", R"("architectures":[])", R"("architectures":null)",
+        R"("architectures":["DeepseekV3ForCausalLMNextN"])",
+        R"("architectures":["DeepseekV3ForSequenceClassification"])", R"("architectures":["DeepseekV3Model"])",
+        R"("model_type":"kimi_k2","architectures":["DeepseekV3ForCausalLM"])",
+        R"("model_type":"axk1","architectures":["AXK1ForCausalLM"])"})
     EXPECT_EQ(named(by), "read") << by;
   EXPECT_EQ(named(R"("architectures":[3])"), "c.json: architectures holds 3, a string is needed");
   EXPECT_EQ(named(R"("model_type":"some_new")").rfind("c.json: model_type is 'some_new', which is not known", 0), 0u);
