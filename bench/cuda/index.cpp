@@ -2,8 +2,6 @@
 // Answers are checked in the same run: sampled scores against float64, selections exactly. The floor's peak is a cool
 // card's.
 //   index_bench [json=FILE] [only=SUBSTRING]... [replays=N]
-#include <cuda_fp8.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,6 +11,7 @@
 #include "backend/run.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/staged.hpp"
 #include "mla/device.hpp"
 #include "mla/error.hpp"
@@ -52,41 +51,6 @@ const Shape shapes[] = {
     {"select b1 s1024 16K", 1, 1024, 16384, true},
 };
 
-__device__ uint64_t hash(uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull;
-  return x ^ x >> 31;
-}
-__device__ float normal(uint64_t seed) {
-  const uint64_t a = hash(seed), b = hash(seed ^ 0x5555555555555555ull);
-  return sqrtf(-2 * logf((static_cast<float>(a >> 40) + 0.5f) * 0x1p-24f)) *
-         cospif(2 * static_cast<float>(b >> 40) * 0x1p-24f);
-}
-// Codes of random numbers, and behind those of each page its scales.
-__global__ void fill_pages(uint8_t* to, int64_t pages) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < pages * kPageBytes / 4;
-       i += int64_t{gridDim.x} * blockDim.x) {
-    const int64_t at = i * 4 % kPageBytes;
-    uint32_t word = 0;
-    if (at < kPage * kDim) {
-      for (int b = 0; b < 4; ++b)
-        word |= static_cast<uint32_t>(__nv_cvt_float_to_fp8(100 * normal(4 * i + b), __NV_SATFINITE, __NV_E4M3))
-                << (8 * b);
-    } else {
-      word = __float_as_uint(0.01f + 1e-6f * static_cast<float>(hash(i) & 1023));
-    }
-    reinterpret_cast<uint32_t*>(to)[i] = word;
-  }
-}
-__global__ void fill_codes(uint8_t* to, int64_t n) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
-    to[i] = __nv_cvt_float_to_fp8(100 * normal(i + 77), __NV_SATFINITE, __NV_E4M3);
-}
-__global__ void fill_normal(float* to, int64_t n, uint64_t seed, float deviation) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < n; i += int64_t{gridDim.x} * blockDim.x)
-    to[i] = deviation * normal(i + seed);
-}
-
 struct Result {
   bench::Times times;
   double floor, bytes, flops, error, bound;
@@ -123,8 +87,8 @@ Result measure_score(const Shape& s, int replays, Stream& stream, const DeviceAr
   const int64_t q_bytes = int64_t{tokens} * kHeads * kDim;
   DeviceArray<uint8_t> q(q_bytes);
   DeviceArray<float> weights(int64_t{tokens} * kHeads), scores(int64_t{tokens} * s.context);
-  fill_codes<<<1024, 256>>>(q.data(), q_bytes);
-  fill_normal<<<1024, 256>>>(weights.data(), weights.size(), 3, 0.01f);
+  bench::fill_normal(nullptr, Dtype::fp8_e4m3, q.data(), q.size(), 1, 100.0f);
+  bench::fill_normal(nullptr, Dtype::f32, weights.data(), weights.size(), 2, 0.01f);
   check(cudaDeviceSynchronize(), "bench", "fill");
   DeviceArray<std::byte> scratch(64);
   IndexCacheView view{{.format = IndexCacheFormat::fp8, .dim = kDim, .page_size = kPage},
@@ -234,8 +198,8 @@ void measure_all(bench::Report& report) {
   const int64_t pages = (int64_t{3} << 30) / kPageBytes;
   DeviceArray<uint8_t> cache(pages * kPageBytes);
   DeviceArray<float> scores(size_t{160} << 20);
-  fill_pages<<<4096, 256>>>(cache.data(), pages);
-  fill_normal<<<4096, 256>>>(scores.data(), static_cast<int64_t>(scores.size()), 5, 1.0f);
+  bench::fill_index_pages(nullptr, cache.data(), pages);
+  bench::fill_normal(nullptr, Dtype::f32, scores.data(), scores.size(), 3);
   check(cudaDeviceSynchronize(), "bench", "fill");
   for (const Shape& s : shapes) {
     if (!report.wants(s.name)) continue;

@@ -2,8 +2,7 @@
 // other as a step's layers do: one block table, a cache each, a schedule made once in front of them (in their time)
 // unless each finds its own (alone).
 //   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,over:0]...
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
+#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 
 #include <cstdlib>
 #include <numeric>
@@ -11,10 +10,10 @@
 #include <string_view>
 
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
 #include "cache/format.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -113,63 +112,7 @@ const Shape shapes[] = {
     {"ds b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8_ds_mla, true},
 };
 
-/// Number i of a stream, nearly normal: the sum of four uniform ones.
-__device__ float random_number(size_t i, uint32_t seed) {
-  uint64_t x = i * 0x9e3779b97f4a7c15ull + seed * 0xd1342543de82ef95ull + 0x2545f4914f6cdd1dull;
-  float sum = 0;
-  for (int k = 0; k < 2; ++k) {
-    x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull, x ^= x >> 31;
-    sum += static_cast<float>(x & 0xffffff) + static_cast<float>(x >> 40);
-  }
-  return (sum * 0x1p-24f - 2.0f) * 1.7320508f;
-}
-
-__global__ void fill_random(uint16_t* to, size_t n, uint32_t seed, bool bf16) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    const float v = random_number(i, seed);
-    if (bf16) {
-      const __nv_bfloat16 b = __float2bfloat16(v);
-      to[i] = reinterpret_cast<const uint16_t&>(b);
-    } else {
-      const __half b = __float2half(v);
-      to[i] = reinterpret_cast<const uint16_t&>(b);
-    }
-  }
-}
-
 constexpr float k_scale = 0.0123f;  // of the fp8 cache
-
-/// Rows of fp8 (576 bytes) or fp8_ds_mla (656), one a block of threads.
-__global__ void fill_fp8(uint8_t* to, size_t rows, uint32_t seed, bool ds_mla) {
-  const int bytes = ds_mla ? 656 : 576;
-  for (size_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    uint8_t* at = to + row * bytes;
-    for (int i = threadIdx.x; i < 576; i += blockDim.x) {
-      const float v = random_number(row * 576 + i, seed);
-      if (ds_mla && i >= 512) {
-        reinterpret_cast<__nv_bfloat16*>(at + 528)[i - 512] = __float2bfloat16(v);
-      } else {
-        const float scale = ds_mla ? (1 + (row * 4 + i / 128) % 7) * 0.003f : k_scale;
-        at[i] = __nv_cvt_float_to_fp8(v / scale, __NV_SATFINITE, __NV_E4M3);
-        if (ds_mla && i % 128 == 0) reinterpret_cast<float*>(at + 512)[i / 128] = scale;
-      }
-    }
-  }
-}
-
-__global__ void read_all(const uint4* from, size_t n, uint4* to) {
-  uint4 sum = {0, 0, 0, 0};
-  const size_t step = static_cast<size_t>(gridDim.x) * blockDim.x;
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n; i += 8 * step) {
-    uint4 v[8];
-#pragma unroll
-    for (int k = 0; k < 8; ++k) v[k] = i + k * step < n ? __ldcs(from + i + k * step) : uint4{};
-#pragma unroll
-    for (int k = 0; k < 8; ++k) sum.x ^= v[k].x, sum.y ^= v[k].y, sum.z ^= v[k].z, sum.w ^= v[k].w;
-  }
-  if ((sum.x & sum.y & sum.z & sum.w) == 0x12345678) *to = sum;
-}
 
 /// GB/s of a plain read of 4 GB, the best of a few: this card's roof.
 double read_roof() {
@@ -181,7 +124,7 @@ double read_roof() {
   float best = 1e30f;
   for (int i = 0; i < 20; ++i) {
     check(cudaEventRecord(begin), "bench", "event");
-    read_all<<<blocks, 256>>>(data.data(), data.size(), data.data());
+    bench::read_all(nullptr, blocks, data.data(), data.size());
     check(cudaEventRecord(end), "bench", "event");
     check(cudaDeviceSynchronize(), "bench", "read");
     float ms = 0;
@@ -218,7 +161,6 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     for (int i = 0; i < s.query_tokens; ++i) visible += n - s.query_tokens + i + 1;
   }
   const int tokens = s.batch * s.query_tokens;
-  const bool fp8 = s.cache == CacheFormat::fp8 || s.cache == CacheFormat::fp8_ds_mla;
   CacheSpec spec;
   spec.format = s.cache, spec.page_size = s.page_size, spec.k_scale = k_scale;
   const cache::Format& format = cache::format(s.cache);
@@ -231,15 +173,19 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
   const size_t page_bytes = spec.page_bytes(), q_elements = static_cast<size_t>(tokens) * s.heads * 576;
   DeviceArray<std::byte> cache(pages * sets * page_bytes);
   DeviceArray<uint16_t> q(q_elements * sets);
-  if (fp8)
-    fill_fp8<<<8192, 192>>>(reinterpret_cast<uint8_t*>(cache.data()), pages * sets * s.page_size, 1,
-                            s.cache == CacheFormat::fp8_ds_mla);
-  else
-    fill_random<<<1024, 256>>>(reinterpret_cast<uint16_t*>(cache.data()), cache.size() / 2, 1,
-                               s.cache == CacheFormat::bf16);
-  if (s.codes)  // a row of codes where it would lie in bf16
-    fill_fp8<<<8192, 192>>>(reinterpret_cast<uint8_t*>(q.data()), q_elements * sets / 576, 2, false);
-  else fill_random<<<1024, 256>>>(q.data(), q.size(), 2, true);
+  switch (s.cache) {
+    case CacheFormat::fp8:
+      bench::fill_bounded(nullptr, Dtype::fp8_e4m3, cache.data(), cache.size(), 1, 1 / k_scale);
+      break;
+    case CacheFormat::fp8_ds_mla:
+      bench::fill_ds_mla(nullptr, cache.data(), cache.size() / 656, 1, bench::DsMlaScales::seven);
+      break;
+    default:
+      bench::fill_bounded(nullptr, s.cache == CacheFormat::f16 ? Dtype::f16 : Dtype::bf16, cache.data(),
+                          cache.size() / 2, 1);
+  }
+  if (s.codes) bench::fill_bounded(nullptr, Dtype::fp8_e4m3, q.data(), q_elements * sets, 2, 1 / k_scale);
+  else bench::fill_bounded(nullptr, Dtype::bf16, q.data(), q.size(), 2);
   check(cudaDeviceSynchronize(), "bench", "fill");
   std::vector<int32_t> order(pages), table(s.batch * stride, -1);
   std::iota(order.begin(), order.end(), 0);

@@ -14,6 +14,7 @@
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -25,29 +26,6 @@ constexpr int nope = 128, rope = 64, value = 128, latent = 512, row = latent + r
 struct Shape {
   int tokens, context, heads, chunk;
 };
-
-__global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed, float size) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t z = (static_cast<uint64_t>(seed) << 40) + static_cast<uint64_t>(i) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    z ^= z >> 31;
-    const float a = (static_cast<float>(z & 0xffffff) + 1.0f) / 16777217.0f,
-                b = static_cast<float>((z >> 24) & 0xffffff) / 16777216.0f;
-    const uint32_t u = __float_as_uint(size * sqrtf(-2.0f * logf(a)) * cospif(2.0f * b));
-    data[i] = static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-  }
-}
-
-/// Rows [start, start + count) of a request's paged cache to flat rows.
-__global__ void gather_rows(const uint4* cache, const int32_t* block_table, int start, int count, uint4* out) {
-  constexpr int width = row * 2 / 16;
-  const int64_t all = int64_t{count} * width;
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < all; i += int64_t{gridDim.x} * blockDim.x) {
-    const int position = start + static_cast<int>(i / width);
-    out[i] = cache[(int64_t{block_table[position / page]} * page + position % page) * width + i % width];
-  }
-}
 
 struct Prefill {
   Shape s;
@@ -64,8 +42,7 @@ struct Prefill {
       : s(shape), kv(shape.heads * (nope + value)), blas(products), stream(on) {
     const auto array = [&](int64_t count, uint32_t seed, float size) {
       DeviceArray<uint16_t> a(count);
-      fill_normal<<<1024, 256, 0, stream>>>(a.data(), count, seed, size);
-      check(cudaGetLastError(), "bench", "fill");
+      bench::fill_normal(stream, Dtype::bf16, a.data(), a.size(), seed, size);
       return a;
     };
     const int pages = (s.context + page - 1) / page;
@@ -92,9 +69,7 @@ struct Prefill {
   int length(int c) const { return std::min(s.chunk, s.context - c * s.chunk); }
 
   void gather(int c) {
-    gather_rows<<<blocks, 256, 0, stream>>>(reinterpret_cast<const uint4*>(cache.data()), block_table.data(),
-                                            c * s.chunk, length(c), reinterpret_cast<uint4*>(rows.data()));
-    check(cudaGetLastError(), "bench", "gather");
+    bench::gather_rows(stream, blocks, cache.data(), block_table.data(), c * s.chunk, length(c), rows.data());
   }
   void expand(int c) {
     blas.multiply({.rows = length(c),

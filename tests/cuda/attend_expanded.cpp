@@ -1,4 +1,6 @@
 // attend_expanded on Hopper against float64: ragged items, merging, poison, bits.
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -9,7 +11,6 @@
 #include <string>
 #include <thread>
 
-#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/device.hpp"
 #include "cuda/expanded_codes.hpp"
 

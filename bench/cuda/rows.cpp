@@ -1,8 +1,6 @@
 // Times the GPU's row ops, whole calls, against the bytes that must be read and written at a copy's speed. Answers are
 // checked in the same run, sampled rows against a plain computation on the host.
 //   rows_bench [json=FILE] [only=SUBSTRING]... [replays=N]     only: of an op's name
-#include <cuda_runtime.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,6 +16,7 @@
 #include "cache/format.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 #include "cuda/staged.hpp"
 #include "mla/device.hpp"
 #include "mla/rotary.hpp"
@@ -31,29 +30,10 @@ using test::DeviceArray;
 constexpr Device kGpu{DeviceKind::cuda, 0};
 constexpr double kCopyRoof = 3996;  // GB/s, read and written, of an H200
 
-/// Uniform in [-2, 2) from a hash of the index.
-__global__ void fill_f32(float* x, size_t n, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < n; i += size_t{gridDim.x} * blockDim.x) {
-    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
-    h = (h ^ (h >> 15)) * 2246822519u;
-    h = (h ^ (h >> 13)) * 3266489917u;
-    x[i] = static_cast<float>(static_cast<int32_t>(h ^ (h >> 16))) * 0x1p-30f;
-  }
-}
-__global__ void fill_bf16(bf16* x, size_t n, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t{blockDim.x} + threadIdx.x; i < n; i += size_t{gridDim.x} * blockDim.x) {
-    uint32_t h = static_cast<uint32_t>(i) * 2654435761u + seed;
-    h = (h ^ (h >> 15)) * 2246822519u;
-    h = (h ^ (h >> 13)) * 3266489917u;
-    x[i] = to_bf16(static_cast<float>(static_cast<int32_t>(h ^ (h >> 16))) * 0x1p-30f);
-  }
-}
-
 template <class T>
 DeviceArray<T> random_array(size_t n, uint32_t seed) {
   DeviceArray<T> a(n);
-  if constexpr (std::is_same_v<T, float>) fill_f32<<<2048, 256>>>(a.data(), n, seed);
-  else fill_bf16<<<2048, 256>>>(a.data(), n, seed);
+  bench::fill_uniform(nullptr, dtype_of<T>::value, a.data(), n, seed);
   return a;
 }
 

@@ -14,6 +14,7 @@
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
 #include "cuda/expanded_fp8.hpp"
+#include "cuda/kernels.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -72,19 +73,6 @@ std::vector<Shape> shapes() {
                   .heads = 128,
                   .block_scales = true});
   return list;
-}
-
-__global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t z = (static_cast<uint64_t>(seed) << 40) + static_cast<uint64_t>(i) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    z ^= z >> 31;
-    const float a = (static_cast<float>(z & 0xffffff) + 1.0f) / 16777217.0f,
-                b = static_cast<float>((z >> 24) & 0xffffff) / 16777216.0f;
-    const uint32_t u = __float_as_uint(sqrtf(-2.0f * logf(a)) * cospif(2.0f * b));
-    data[i] = static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16);
-  }
 }
 
 std::vector<int32_t> starts(const std::vector<int32_t>& lengths) {
@@ -240,8 +228,7 @@ struct Problem {
     cudaStream_t stream = queue.stream();
     const auto array = [&](int64_t count, uint32_t seed) {
       DeviceArray<uint16_t> a(static_cast<size_t>(count));
-      fill_normal<<<1024, 256, 0, stream>>>(a.data(), count, seed);
-      check(cudaGetLastError(), "bench", "fill");
+      bench::fill_normal(stream, Dtype::bf16, a.data(), a.size(), seed);
       return a;
     };
     for (int i = 0; i < sets; ++i) {

@@ -1,9 +1,6 @@
 // Times whole calls of attend_sparse on a GPU, answers checked against float64 in the same run. Calls above 500 GFLOP
 // are timed in graphs of 2.
 //   attend_sparse_bench [json=FILE] [only=SUBSTRING]... [replays=N]
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
-
 #include <cstring>
 
 #include "backend/cuda/backend.hpp"
@@ -11,6 +8,7 @@
 #include "backend/cuda/core/queue.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 #include "mla/device.hpp"
 
 namespace mla::cuda {
@@ -58,61 +56,6 @@ const Shape shapes[] = {
 };
 constexpr int kWidth = 512, kPage = 64;
 int entry_of(CacheFormat format) { return format == kV4 ? 512 : 576; }
-
-__device__ __host__ inline uint64_t mixed(uint64_t x) {
-  x = x * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
-  x ^= x >> 30, x *= 0xbf58476d1ce4e5b9ull, x ^= x >> 27, x *= 0x94d049bb133111ebull;
-  return x ^ x >> 31;
-}
-/// Nearly normal: the sum of four uniform numbers.
-__device__ inline float normal(uint64_t i) {
-  const uint64_t a = mixed(2 * i), b = mixed(2 * i + 1);
-  const float sum = static_cast<float>(a & 0xffffff) + static_cast<float>(a >> 40) + static_cast<float>(b & 0xffffff) +
-                    static_cast<float>(b >> 40);
-  return (sum * 0x1p-24f - 2.0f) * 1.7320508f;
-}
-
-__global__ void fill_bf16(__nv_bfloat16* to, size_t n, uint64_t seed) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < n;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x)
-    to[i] = __float2bfloat16(normal(i + (seed << 40)));
-}
-/// A block a row of 656 bytes: codes about 2^6 of deviation, scales of 2^-6 and 2^-7.
-__global__ void fill_fp8(std::byte* to, size_t rows) {
-  for (size_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    std::byte* const at = to + row * 656;
-    for (int i = threadIdx.x; i < 512; i += blockDim.x)
-      at[i] = static_cast<std::byte>(__nv_cvt_float_to_fp8(64 * normal(row * 576 + i), __NV_SATFINITE, __NV_E4M3));
-    if (threadIdx.x < 4)
-      reinterpret_cast<float*>(at + 512)[threadIdx.x] = mixed(row * 4 + threadIdx.x) & 1 ? 0x1p-6f : 0x1p-7f;
-    for (int i = threadIdx.x; i < 64; i += blockDim.x)
-      reinterpret_cast<__nv_bfloat16*>(at + 528)[i] = __float2bfloat16(normal(row * 576 + 512 + i));
-  }
-}
-/// A block a page: 64 rows of 448 codes and 64 rope numbers, then 8 exponents for each row.
-__global__ void fill_v4(std::byte* to, size_t pages) {
-  for (size_t page = blockIdx.x; page < pages; page += gridDim.x) {
-    std::byte* const at = to + page * kPage * 584;
-    for (int i = threadIdx.x; i < kPage * 512; i += blockDim.x) {
-      const int row = i / 512, column = i % 512;
-      const float x = normal(page * kPage * 512 + i);
-      if (column < 448)
-        at[row * 576 + column] = static_cast<std::byte>(__nv_cvt_float_to_fp8(64 * x, __NV_SATFINITE, __NV_E4M3));
-      else reinterpret_cast<__nv_bfloat16*>(at + row * 576 + 448)[column - 448] = __float2bfloat16(x);
-    }
-    for (int i = threadIdx.x; i < kPage * 8; i += blockDim.x)
-      at[kPage * 576 + i] = static_cast<std::byte>(i % 8 == 7 ? 0 : 121 - (mixed(page * kPage * 8 + i) & 1));
-  }
-}
-/// Distinct slots of each row's own request, in random order: `topk` steps of an odd stride over its context.
-__global__ void fill_slots(int32_t* to, size_t rows, int topk, int context, int query_tokens, int64_t seed) {
-  for (size_t i = blockIdx.x * static_cast<size_t>(blockDim.x) + threadIdx.x; i < rows * topk;
-       i += static_cast<size_t>(gridDim.x) * blockDim.x) {
-    const uint64_t row = i / topk, k = i % topk, a = mixed(row + (seed << 32));
-    const uint64_t odd = (a >> 20 | 1) * 2654435761u | 1;  // context is a power of two
-    to[i] = static_cast<int32_t>(row / query_tokens * context + ((a + k * odd) & (context - 1)));
-  }
-}
 
 // Row `slot` of a cache.
 std::vector<float> decoded(const DeviceArray<std::byte>& cache, int64_t slot, CacheFormat format) {
@@ -170,22 +113,22 @@ Result measure(const Shape& s, int replays) {
                          ? sources
                          : std::max(sources, static_cast<int>(std::ceil(400e6 / (positions * row_bytes))));
   DeviceArray<std::byte> cache(static_cast<size_t>(caches * positions * row_bytes));
-  if (s.format == kBf16) fill_bf16<<<1024, 256>>>(reinterpret_cast<__nv_bfloat16*>(cache.data()), cache.size() / 2, 1);
-  else if (s.format == kV4) fill_v4<<<4096, 128>>>(cache.data(), cache.size() / (kPage * 584));
-  else fill_fp8<<<4096, 128>>>(cache.data(), cache.size() / 656);
+  if (s.format == kBf16) bench::fill_bounded(nullptr, Dtype::bf16, cache.data(), cache.size() / 2, 1);
+  else if (s.format == kV4) bench::fill_ds_v4(nullptr, cache.data(), cache.size() / (kPage * 584));
+  else bench::fill_ds_mla(nullptr, cache.data(), cache.size() / 656, 0, bench::DsMlaScales::powers_of_two);
   const size_t q_elements = static_cast<size_t>(rows) * s.heads * entry, slot_count = static_cast<size_t>(rows) * all;
   const int q_sets = std::min<int>(sets, static_cast<int>(1e9 / (q_elements * 2)) + 1);
-  DeviceArray<__nv_bfloat16> q(q_elements * q_sets), out(static_cast<size_t>(rows) * s.heads * kWidth);
+  DeviceArray<bf16> q(q_elements * q_sets), out(static_cast<size_t>(rows) * s.heads * kWidth);
   DeviceArray<int32_t> slots(slot_count * sets);
   DeviceArray<float> lse(static_cast<size_t>(rows) * s.heads);
-  fill_bf16<<<1024, 256>>>(q.data(), q.size(), 2);
+  bench::fill_bounded(nullptr, Dtype::bf16, q.data(), q.size(), 2);
   const auto first_slot = [&](int set, int source) {
     return set * slot_count + (source ? static_cast<size_t>(rows) * s.topk : 0);
   };
   for (int set = 0; set < sets; ++set)
     for (int source = 0; source < sources; ++source)
-      fill_slots<<<1024, 256>>>(slots.data() + first_slot(set, source), rows, topks[source], s.context, s.query_tokens,
-                                2 * set + source);
+      bench::fill_slots(nullptr, slots.data() + first_slot(set, source), rows, topks[source], s.context, s.query_tokens,
+                        2 * set + source);
   DeviceArray<std::byte> scratch(kScratch);
   check(cudaDeviceSynchronize(), "bench", "fill");
 
@@ -228,11 +171,11 @@ Result measure(const Shape& s, int replays) {
     const auto q_bits = q.download(1 % q_sets * q_elements + at * entry, entry),
                got = out.download(at * kWidth, kWidth);
     std::vector<float> query(576, 0.0f);
-    for (int i = 0; i < entry; ++i) query[i] = __bfloat162float(q_bits[i]);
+    for (int i = 0; i < entry; ++i) query[i] = to_float(q_bits[i]);
     for (std::vector<float>& key : keys) key.resize(576, 0.0f);  // no rope: zeros
     const LatentRow want = attend_row(query.data(), all, scale, Dtype::bf16, [&](int j) { return keys[j].data(); });
     for (int i = 0; i < kWidth; ++i) {
-      const double x = __bfloat162float(got[i]);
+      const double x = to_float(got[i]);
       worst = std::max(worst, std::abs(x - want.out[i]));
       plain = std::max(plain, std::abs(to_float(to_bf16(want.plain[i])) - want.out[i]));
       square += want.out[i] * want.out[i];

@@ -1,7 +1,7 @@
 // Times whole calls of attend_expanded on Hopper, answers checked against float64 in the same run.
 //   attend_expanded_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 // With MLA_EXPANDED_TILE=128, 192 or 256 in the environment: that tile for every shape that has it.
-#include <cuda_fp16.h>
+#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 
 #include <algorithm>
 #include <cmath>
@@ -12,9 +12,9 @@
 #include <string>
 #include <utility>
 
-#include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"
+#include "cuda/kernels.hpp"
 
 namespace mla::cuda {
 namespace {
@@ -96,20 +96,6 @@ std::vector<Shape> shapes() {
        .nope = 192,
        .value = 256},
   };
-}
-
-__global__ void fill_normal(uint16_t* data, int64_t count, uint32_t seed, bool bf16) {
-  for (int64_t i = blockIdx.x * int64_t{blockDim.x} + threadIdx.x; i < count; i += int64_t{gridDim.x} * blockDim.x) {
-    uint64_t z = (static_cast<uint64_t>(seed) << 40) + static_cast<uint64_t>(i) + 0x9e3779b97f4a7c15ull;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
-    z ^= z >> 31;
-    const float a = (static_cast<float>(z & 0xffffff) + 1.0f) / 16777217.0f,
-                b = static_cast<float>((z >> 24) & 0xffffff) / 16777216.0f;
-    const float x = sqrtf(-2.0f * logf(a)) * cospif(2.0f * b);
-    const uint32_t u = __float_as_uint(x);
-    data[i] = bf16 ? static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16) : __half_as_ushort(__float2half(x));
-  }
 }
 
 std::vector<int32_t> starts(const std::vector<int32_t>& lengths) {
@@ -229,8 +215,7 @@ Result measure(const Shape& s, cudaStream_t stream, int replays) {
   std::vector<Input> inputs;
   const auto array = [&](int64_t count, uint32_t seed) {
     DeviceArray<uint16_t> a(count);
-    fill_normal<<<1024, 256, 0, stream>>>(a.data(), count, seed, s.dtype == Dtype::bf16);
-    check(cudaGetLastError(), "bench", "fill");
+    bench::fill_normal(stream, s.dtype, a.data(), a.size(), seed);
     return a;
   };
   for (int i = 0; i < sets; ++i) {
