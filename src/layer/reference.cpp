@@ -291,8 +291,8 @@ class Sequence {
     return q;
   }
 
-  // What a model multiplies its queries by: LongCat's constant, Mistral's growth with the position. As the layer does, it
-  // is the latents that are multiplied, before they round.
+  // What a model multiplies its queries by: LongCat's constant, Mistral's growth with the position. As the layer does,
+  // it is the latents that are multiplied, before they round.
   void scale_query(std::span<T> q, int64_t position) const {
     const double factor = m_.query_scale * m_.query_growth(position);
     if (factor != 1)

@@ -2,9 +2,9 @@
 // (per head nope -> latent) and the projection of latent outputs by W_UV (per head latent -> value).
 //
 // Operands: f32 weights take x in f32; bf16 weights take x rounded to bf16 (nearest even). Quantised weights multiply
-// as code times scale, rounded to the same dtype as x, or without that rounding, where codes are multiplied as they are.
-// Sums are f32; y is stored in its dtype, or, given a quantised output, goes there from f32 while it is in cache: y is
-// then not used.
+// as code times scale, rounded to the same dtype as x, or without that rounding, where codes are multiplied as they
+// are. Sums are f32; y is stored in its dtype, or, given a quantised output, goes there from f32 while it is in cache:
+// y is then not used.
 //
 // Activations fp8_128, for fp8 weights: x, as it is given, first becomes e4m3 codes in groups of 128 along In, bit for
 // bit as quantize's fp8_128 (a head's groups are its own, the last may be short), but that an infinity makes its group
