@@ -1,3 +1,7 @@
+#include <algorithm>
+#include <utility>
+#include <vector>
+
 #include "capi/op.hpp"
 
 using namespace mla;
@@ -8,6 +12,31 @@ static_assert(offsetof(GatherPiece, start) == offsetof(mla_gather_piece, start) 
               offsetof(GatherPiece, count) == offsetof(mla_gather_piece, count) &&
               offsetof(GatherPiece, row) == offsetof(mla_gather_piece, row));
 
+namespace {
+
+// Pages are copied at once: what is written is neither read nor written by another copy.
+std::span<const ops::PageCopy> read_copies(const mla_page_copy* data, int64_t count) {
+  const std::span<const mla_page_copy> given = read_list("copies", data, count);
+  const std::span<const ops::PageCopy> copies(reinterpret_cast<const ops::PageCopy*>(given.data()), given.size());
+  if (copies.size() < 2) return copies;
+  std::vector<std::pair<int32_t, size_t>> written;  // with their copies
+  for (size_t i = 0; i < copies.size(); ++i) written.emplace_back(copies[i].to, i);
+  std::sort(written.begin(), written.end());
+  const auto fail = [&](size_t i, const char* end, size_t other) {
+    throw ShapeError("copies[" + std::to_string(i) + "]" + end + " is page " + std::to_string(copies[other].to) +
+                     ", which copies[" + std::to_string(other) + "] writes");
+  };
+  for (size_t i = 1; i < written.size(); ++i)
+    if (written[i].first == written[i - 1].first) fail(written[i].second, ".to", written[i - 1].second);
+  for (size_t i = 0; i < copies.size(); ++i) {
+    const auto at = std::lower_bound(written.begin(), written.end(), std::pair(copies[i].from, size_t{0}));
+    if (at != written.end() && at->first == copies[i].from && at->second != i) fail(i, ".from", at->second);
+  }
+  return copies;
+}
+
+}  // namespace
+
 mla_status mla_append(mla_stream* stream, const mla_append_args* args) {
   return op("mla_append", stream, args, [](const OpCall& c, const mla_append_args& a) {
     const auto cache = c.cache("cache", a.cache);
@@ -15,7 +44,7 @@ mla_status mla_append(mla_stream* stream, const mla_append_args* args) {
         dtypes = c.device().kind == DeviceKind::cpu ? cpu : c.rows();
     c.run(ops::AppendArgs{.kv_c = c.tensors.read<Token, Latent>("kv_c", a.kv_c, dtypes),
                           .k_pe = c.tensors.read<Token, Rope>("k_pe", a.k_pe, dtypes),
-                          .slots = read_list("slots", a.slots, a.slots_count),
+                          .slots = read_slots(a.slots, a.slots_count),
                           .cache = cache->view});
   });
 }
@@ -29,7 +58,7 @@ mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args)
                               .k_pe = c.tensors.write<Token, Rope>("k_pe", a.k_pe, c.rows()),
                               .positions = read_list("positions", a.positions, a.positions_count),
                               .table = &table->table,
-                              .slots = read_list("slots", a.slots, a.slots_count),
+                              .slots = read_slots(a.slots, a.slots_count),
                               .cache = cache->view});
   });
 }
@@ -45,7 +74,7 @@ mla_status mla_norm_rope_append(mla_stream* stream, const mla_norm_rope_append_a
                                   .eps = a.eps,
                                   .positions = read_list("positions", a.positions, a.positions_count),
                                   .table = &table->table,
-                                  .slots = read_list("slots", a.slots, a.slots_count),
+                                  .slots = read_slots(a.slots, a.slots_count),
                                   .cache = cache->view});
   });
 }
@@ -55,8 +84,7 @@ mla_status mla_copy_pages(mla_stream* stream, const mla_copy_pages_args* args) {
     if ((a.cache != nullptr) == (a.index_cache != nullptr))
       throw InputError(a.cache ? "cache and index_cache are both given, one is needed"
                                : "neither cache nor index_cache is given");
-    const std::span<const mla_page_copy> list = read_list("copies", a.copies, a.copies_count);
-    const std::span<const ops::PageCopy> copies(reinterpret_cast<const ops::PageCopy*>(list.data()), list.size());
+    const std::span<const ops::PageCopy> copies = read_copies(a.copies, a.copies_count);
     if (a.cache) {
       const auto cache = c.cache("cache", a.cache);
       c.run(ops::CopyPagesArgs{cache->view, copies});

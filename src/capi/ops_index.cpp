@@ -30,7 +30,7 @@ mla_status mla_index_append(mla_stream* stream, const mla_index_append_args* arg
   return op("mla_index_append", stream, args, [](const OpCall& c, const mla_index_append_args& a) {
     const auto cache = c.cache("cache", a.cache);
     c.run(ops::IndexAppendArgs{.keys = c.tensors.read_as<float, Token, IndexDim>("keys", a.keys),
-                               .slots = read_list("slots", a.slots, a.slots_count),
+                               .slots = read_slots(a.slots, a.slots_count),
                                .cache = cache->view});
   });
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
+#include <vector>
 
 namespace mla::capi {
 namespace {
@@ -204,6 +205,24 @@ Checked Tensors::check(const char* name, const DLTensor* t, std::initializer_lis
                      std::to_string(size_of(*found)));
   c.data = static_cast<char*>(t->data) + t->byte_offset;
   return c;
+}
+
+std::span<const int32_t> read_slots(const int32_t* slots, int64_t count) {
+  const std::span<const int32_t> list = read_list("slots", slots, count);
+  // Mostly they rise, as positions do in pages that were taken one after the other.
+  int32_t last = -1;
+  if (std::all_of(list.begin(), list.end(), [&](int32_t slot) { return slot < 0 || slot > std::exchange(last, slot); }))
+    return list;
+  std::vector<std::pair<int32_t, size_t>> written;  // with their tokens
+  for (size_t t = 0; t < list.size(); ++t)
+    if (list[t] >= 0) written.emplace_back(list[t], t);
+  std::sort(written.begin(), written.end());
+  for (size_t i = 1; i < written.size(); ++i)
+    if (written[i].first == written[i - 1].first)
+      throw ShapeError("slots[" + std::to_string(written[i].second) + "] is " + std::to_string(written[i].first) +
+                       ", the slot of token " + std::to_string(written[i - 1].second) +
+                       " too: one of them would be lost");
+  return list;
 }
 
 }  // namespace mla::capi

@@ -117,4 +117,7 @@ std::span<const T> read_list(const char* name, const T* data, int64_t count) {
   return {count > 0 ? data : nullptr, static_cast<size_t>(count)};
 }
 
+/// Where tokens' rows go: rows are written in no order, so that two of them with one slot are refused.
+std::span<const int32_t> read_slots(const int32_t* slots, int64_t count);
+
 }  // namespace mla::capi

@@ -1,5 +1,8 @@
 #include "ops/require.hpp"
 
+#include <cmath>
+#include <cstdio>
+
 namespace mla::ops {
 
 namespace detail {
@@ -20,6 +23,14 @@ void refuse_view(std::string_view op, std::string_view name, const Extents& v) {
 }
 
 }  // namespace detail
+
+void require_eps(std::string_view op, double eps) {
+  if (!(eps >= 0 && std::isfinite(eps))) {
+    char text[32];
+    std::snprintf(text, sizeof text, "%g", eps);
+    throw ShapeError(std::string(op) + ": eps is " + text + ", a finite number from 0 on is needed");
+  }
+}
 
 namespace {
 

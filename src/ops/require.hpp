@@ -99,6 +99,9 @@ inline void require_range(std::string_view op, std::string_view what, int64_t fo
                      std::to_string(lo) + " to " + std::to_string(hi - 1));
 }
 
+/// "norm: eps is -1, a finite number from 0 on is needed"
+void require_eps(std::string_view op, double eps);
+
 /// "rope: q Rope has stride 2, 1 is needed"
 template <class D, class A>
 void require_dense(std::string_view op, std::string_view name, const A& a) {

@@ -29,6 +29,19 @@ TEST(COps, LayerNorm) {
   }
   a.bias = nullptr;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_layer_norm(s, &a), "mla_layer_norm: bias is missing");
+  a.bias = b;
+  mla_norm_args n = make<mla_norm_args>();
+  n.x = n.y = x;
+  n.weight = w;
+  for (const auto& [eps, text] : {std::pair(-1.0, "eps is -1, a finite number"), std::pair(std::nan(""), "eps is nan"),
+                                  std::pair(HUGE_VAL, "eps is inf")}) {
+    a.eps = n.eps = eps;
+    EXPECT_FAILS(MLA_ERROR_SHAPE, mla_layer_norm(s, &a), text);
+    EXPECT_FAILS(MLA_ERROR_SHAPE, mla_norm(s, &n), text);
+  }
+  a.eps = n.eps = 0;
+  EXPECT_OK(mla_layer_norm(s, &a));
+  EXPECT_OK(mla_norm(s, &n));
 }
 
 // Pair i of position p turns by p * theta^(-2i/R), pairs (2i, 2i+1).
@@ -190,6 +203,31 @@ TEST(COps, RopeAndAppendAndGather) {
   const int32_t past[] = {20, -1, 5};
   ap.slots = past;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_append(s, &ap), "slot of token 0 is 20, the cache has 20");
+
+  // What would be written twice, in no order: an error before anything is.
+  std::vector<char> before(static_cast<const char*>(narrow_data), static_cast<const char*>(narrow_data) + 5 * page);
+  const int32_t twice[] = {5, 17, 5}, none[] = {-1, -1, -1}, falling[] = {6, 5, -1};
+  ap.slots = nra.slots = twice;
+  nra.cache = narrow;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_append(s, &ap), "mla_append: slots[2] is 5, the slot of token 0 too");
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_norm_rope_append(s, &nra), "slots[2] is 5, the slot of token 0 too");
+  EXPECT_EQ(k.data, turned);
+  const mla_page_copy to_one[] = {{0, 3}, {1, 2}, {4, 3}}, chain[] = {{0, 3}, {1, 2}, {2, 4}},
+                      itself[] = {{0, 0}, {1, 2}};
+  cp.cache = narrow;
+  cp.copies = to_one;
+  cp.copies_count = 3;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_copy_pages(s, &cp), "copies[2].to is page 3, which copies[0] writes");
+  cp.copies = chain;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_copy_pages(s, &cp), "copies[2].from is page 2, which copies[1] writes");
+  ap.slots = none;
+  EXPECT_OK(mla_append(s, &ap));
+  EXPECT_EQ(std::memcmp(narrow_data, before.data(), before.size()), 0);
+  ap.slots = falling;
+  EXPECT_OK(mla_append(s, &ap));
+  cp.copies = itself;
+  cp.copies_count = 2;
+  EXPECT_OK(mla_copy_pages(s, &cp));
 }
 
 TEST(COps, CastPicksRowsAndSaturates) {

@@ -31,6 +31,10 @@ struct Index {
     a.slots_count = kKeys;
     a.cache = cache;
     EXPECT_OK(mla_index_append(s, &a));
+    const int32_t twice[] = {3, 3};
+    a.slots = twice;
+    a.slots_count = 2;
+    EXPECT_FAILS(MLA_ERROR_SHAPE, mla_index_append(s, &a), "slots[1] is 3, the slot of token 0 too");
   }
   double score(int t, int j) {
     double sum = 0;

@@ -82,7 +82,7 @@ typedef struct mla_norm_args {
   size_t struct_size;
   const DLTensor* x;       ///< [Token, In], rows, In dense
   const DLTensor* weight;  ///< [In], f32, dense
-  double eps;              ///< such as 1e-6
+  double eps;              ///< such as 1e-6; finite, from 0 on
   const DLTensor* y;       ///< as x, or x itself
 } mla_norm_args;
 MLA_API mla_status mla_norm(mla_stream* stream, const mla_norm_args* args);
@@ -92,8 +92,8 @@ typedef struct mla_layer_norm_args {
   size_t struct_size;
   const DLTensor* x;              ///< [Token, In], f32, In dense
   const DLTensor *weight, *bias;  ///< [In], f32, dense
-  double eps;
-  const DLTensor* y;  ///< as x, or x itself
+  double eps;                     ///< finite, from 0 on
+  const DLTensor* y;              ///< as x, or x itself
 } mla_layer_norm_args;
 MLA_API mla_status mla_layer_norm(mla_stream* stream, const mla_layer_norm_args* args);
 
@@ -165,7 +165,7 @@ MLA_API mla_status mla_hadamard(mla_stream* stream, const mla_hadamard_args* arg
 
 // ---- The cache.
 
-/// New tokens' rows into the cache, one for each slot; a negative slot writes nothing.
+/// New tokens' rows into the cache, one for each slot; a negative slot writes nothing. No two tokens may have one slot.
 typedef struct mla_append_args {
   size_t struct_size;
   const DLTensor* kv_c;  ///< [Token, Latent], f32 or bf16, on the CPU f16 too; Latent dense; at least as many rows as
@@ -177,7 +177,7 @@ typedef struct mla_append_args {
 } mla_append_args;
 MLA_API mla_status mla_append(mla_stream* stream, const mla_append_args* args);
 
-/// rope and append in one pass. Rows with a negative slot are rotated all the same.
+/// rope and append in one pass. Rows with a negative slot are rotated all the same; no two others may have one slot.
 typedef struct mla_rope_append_args {
   size_t struct_size;
   const DLTensor* q_pe;      ///< [Token, Head, Rope], rows, Rope dense; rotated in place
@@ -193,14 +193,14 @@ typedef struct mla_rope_append_args {
 MLA_API mla_status mla_rope_append(mla_stream* stream, const mla_rope_append_args* args);
 
 /// mla_norm of kv_c in place, then mla_rope_append, in one pass. Rows with a negative slot are normed and rotated all
-/// the same.
+/// the same; no two others may have one slot.
 typedef struct mla_norm_rope_append_args {
   size_t struct_size;
   const DLTensor* q_pe;      ///< [Token, Head, Rope], rows, Rope dense; rotated in place
   const DLTensor* kv_c;      ///< [Token, Latent], dtype of q_pe, Latent dense; normed in place
   const DLTensor* k_pe;      ///< [Token, Rope], dtype of q_pe, Rope dense; rotated in place
   const DLTensor* weight;    ///< [Latent], f32, dense
-  double eps;                ///< such as 1e-6
+  double eps;                ///< such as 1e-6; finite, from 0 on
   const int32_t* positions;  ///< one for each slot
   int64_t positions_count;
   const mla_rotary* table;
@@ -210,7 +210,8 @@ typedef struct mla_norm_rope_append_args {
 } mla_norm_rope_append_args;
 MLA_API mla_status mla_norm_rope_append(mla_stream* stream, const mla_norm_rope_append_args* args);
 
-/// Whole pages within a cache (copy on write): of latent rows, or of index keys. Give one of the two caches.
+/// Whole pages within a cache (copy on write): of latent rows, or of index keys. Give one of the two caches. Pages are
+/// copied in no order: no page may be written twice, or written and read.
 typedef struct mla_copy_pages_args {
   size_t struct_size;
   mla_cache* cache;

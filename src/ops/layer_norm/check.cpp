@@ -12,6 +12,7 @@ void check(const LayerNormArgs& a) {
   require_dense<In>("layer_norm", "y", a.y);
   require_equal("layer_norm", "weight length", static_cast<int64_t>(a.weight.size()), "x In", a.x.extent<In>());
   require_equal("layer_norm", "bias length", static_cast<int64_t>(a.bias.size()), "x In", a.x.extent<In>());
+  require_eps("layer_norm", a.eps);
 }
 
 bool writes_nothing(const LayerNormArgs& a) { return is_empty(a.y); }

@@ -13,6 +13,7 @@ void check(const NormArgs& a) {
   require_dense<In>("norm", "x", a.x);
   require_dense<In>("norm", "y", a.y);
   require_equal("norm", "weight length", static_cast<int64_t>(a.weight.size()), "x In", a.x.extent<In>());
+  require_eps("norm", a.eps);
   if (a.growth.positions.empty()) return;
   require_equal("norm", "positions", static_cast<int64_t>(a.growth.positions.size()), "x Token", a.x.extent<Token>());
   require_range("norm", "growth length", a.growth.length, 1, int64_t{1} << 31);
