@@ -11,9 +11,7 @@ namespace mla::cli {
 BatchLengths parse_batch(std::string_view text, std::string_view where) {
   const JsonDocument document = parse_object(text, where);
   const nlohmann::json& json = document.root;
-  for (const auto& [key, value] : json.items())
-    if (key != "query_lens" && key != "contexts")
-      throw InputError(std::string(where) + ": " + key + " is not known, query_lens and contexts are");
+  require_keys(json, {"query_lens", "contexts"}, where);
   auto lengths = [&](const char* key) {
     const auto it = json.find(key);
     if (it == json.end() || !it->is_array())

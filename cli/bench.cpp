@@ -212,9 +212,7 @@ std::vector<Peer> read_peers(const std::string& file) {
       return p[key].get<std::string>();
     };
     Peer peer{.row = text("row"), .name = text("peer")};
-    for (const auto& [key, value] : p.items())
-      if (key != "row" && key != "peer" && key != "us")
-        throw InputError(where + ": \"" + key + "\" is not known, \"row\", \"peer\" and \"us\" are");
+    require_keys(p, {"row", "peer", "us"}, where);
     if (!p.contains("us") || !p["us"].is_number()) throw InputError(where + " has no number \"us\"");
     peer.microseconds = p["us"].get<double>();
     if (!(peer.microseconds > 0)) throw InputError(where + ": \"us\" is " + p["us"].dump() + ", above 0 is needed");
@@ -278,7 +276,7 @@ class Bench {
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
     Outputs files({{"--json", json_file_}, {"--report", report_file_}}, {{"--peers", peers_file_}});
-    if (!peers_file_.empty()) peers_ = parse_choice("--peers", peers_file_, read_peers);
+    if (!peers_file_.empty()) peers_ = read_option("--peers", peers_file_, read_peers);
     if (!peers_file_.empty() && !files.wants_any()) throw InputError("--peers goes with --report or --json");
     cpu::restrict_target(target_);
 
@@ -302,6 +300,7 @@ class Bench {
     }
     if (!all_right_) std::printf("FAILED: a row's error is above its bound\n");
     add_peers();
+    if (interrupted_ && rows_.empty()) files.keep_old();
     if (files.wants_any()) {
       const json all = everything(roof);
       files.write("--json", [&](std::ostream& out) { out << dump(all) << '\n'; });

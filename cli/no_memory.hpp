@@ -9,8 +9,8 @@
 
 namespace mla::cli {
 
-/// For std::set_terminate: CLI11's noexcept look-ups and nlohmann's destructors allocate. An allocation that fails there
-/// ends the program with exit code 2 and a line, as one that fails anywhere else does.
+/// For std::set_terminate: CLI11's noexcept look-ups and nlohmann's destructors allocate. An allocation that fails
+/// there ends the program with exit code 2 and a line, as one that fails anywhere else does.
 [[noreturn]] inline void end_without_memory() {
   try {
     if (std::current_exception()) throw;

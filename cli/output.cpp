@@ -137,6 +137,7 @@ Outputs::File Outputs::open(const NamedPath& name) {
     refuse(std::strerror(errno));
   } else {
     file.mode = there.st_mode & 07777;
+    file.old = true;
   }
   if (file.descriptor >= 0) return file;
   file.target = fs::weakly_canonical(name.path);
@@ -173,6 +174,8 @@ bool Outputs::wants(std::string_view flag) const {
 }
 
 void Outputs::put(File& file, const Fill& fill) {
+  file.kept = keep_old_ && file.old && !file.written;
+  if (file.kept) return;
   file.written = true;
   file.error.clear();
   if (file.descriptor >= 0) {
@@ -211,14 +214,16 @@ void Outputs::write_so_far(std::string_view flag, const Fill& fill) {
 }
 
 void Outputs::finish() {
-  std::string errors, written;
+  std::string errors, written, kept;
   for (const File& file : files_) {
+    if (file.kept) kept += (kept.empty() ? "" : ", ") + file.path;
     if (!file.written) continue;
     if (!file.error.empty())
       errors += (errors.empty() ? "" : "; ") + file.flag + ": " + file.path + " was not written: " + file.error;
     else if (file.descriptor < 0) written += (written.empty() ? "" : ", ") + file.path;
   }
   if (!written.empty()) std::printf("written    %s\n", written.c_str());
+  if (!kept.empty()) std::printf("kept       %s as it was\n", kept.c_str());
   if (!errors.empty()) throw OutputError(errors);
 }
 

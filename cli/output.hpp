@@ -43,7 +43,9 @@ class Outputs {
   void write(std::string_view flag, const Fill& fill);
   /// The same with what is known so far, to be written again; not to what can only be written once.
   void write_so_far(std::string_view flag, const Fill& fill);
-  /// Says what was written; OutputError when something could not be.
+  /// For a run that has nothing to tell: from here on files that were there before it stay as they are.
+  void keep_old() { keep_old_ = true; }
+  /// Says what was written and what was kept; OutputError when something could not be written.
   void finish();
 
  private:
@@ -52,12 +54,14 @@ class Outputs {
     std::filesystem::path target;  ///< without links
     int descriptor = -1;           ///< of what is not a regular file
     unsigned mode = 0;
-    bool written = false;
+    bool old = false;  ///< a regular file that was there before
+    bool written = false, kept = false;
     std::string error;
   };
   static File open(const NamedPath& name);
   void put(File& file, const Fill& fill);
   std::vector<File> files_;
+  bool keep_old_ = false;
 };
 
 /// Standard descriptors that are closed would be taken by the first files to be opened: they get ones that fail.

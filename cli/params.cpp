@@ -31,7 +31,7 @@ std::string number_text(double x) {
 }
 
 Dtype parse_operands(const char* flag, const std::string& text) {
-  const Dtype dtype = parse_choice(flag, text, parse_dtype);
+  const Dtype dtype = read_option(flag, text, parse_dtype);
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw InputError(std::string(flag) + " is " + text + ", it must be f32 or bf16");
   return dtype;
@@ -52,7 +52,7 @@ std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<st
 
 ModelConfig read_model(const std::string& name, const ReadOptions& options) {
   namespace fs = std::filesystem;
-  return parse_choice("--model", name, [&](const std::string& text) {
+  return read_option("--model", name, [&](const std::string& text) {
     const fs::path path(text);
     std::error_code error;
     if (fs::is_directory(path, error)) return read_config(path / "config.json", options);
@@ -65,7 +65,7 @@ ModelConfig read_model(const std::string& name, const ReadOptions& options) {
 }
 
 void require_fp8_products(const std::string& activations, const std::string& products) {
-  if (parse_choice("--activations", activations, parse_activations) != Activations::plain && products == "plain")
+  if (read_option("--activations", activations, parse_activations) != Activations::plain && products == "plain")
     throw InputError("--activations " + activations + " needs --product-weights fp8: it is their inputs' format");
 }
 
@@ -137,14 +137,14 @@ bool ShapeFlags::any() const {
 
 cases::Params ShapeFlags::params() const {
   cases::Params p = p_;
-  p.format = parse_choice("--format", format_, parse_cache_format);
-  p.dtype = parse_choice("--dtype", dtype_, parse_dtype);
-  p.weights = parse_choice("--weights", weights_, parse_weight_format);
-  p.inputs = parse_choice("--activations", inputs_, parse_activations);
-  p.index_format = parse_choice("--index-format", index_format_, parse_index_cache_format);
-  p.index_arithmetic = parse_choice("--index-arithmetic", index_arithmetic_, parse_index_arithmetic);
+  p.format = read_option("--format", format_, parse_cache_format);
+  p.dtype = read_option("--dtype", dtype_, parse_dtype);
+  p.weights = read_option("--weights", weights_, parse_weight_format);
+  p.inputs = read_option("--activations", inputs_, parse_activations);
+  p.index_format = read_option("--index-format", index_format_, parse_index_cache_format);
+  p.index_arithmetic = read_option("--index-arithmetic", index_arithmetic_, parse_index_arithmetic);
   p.causal = !full_;
-  p.output = parse_choice("--output", output_, parse_output_spec);
+  p.output = read_option("--output", output_, parse_output_spec);
   require("--requests", p.requests, 0, kMostTokens);
   require("--query-len", p.query_len, 0, kMostTokens);
   require("--context", p.context, 0, kMostTokens);
@@ -196,7 +196,7 @@ void Fp8QueryFlags::read(PlanOptions& options, CacheFormat cache) const {
                      ": fp8 queries need a cache of fp8");
   if (scale_ == "auto") options.q_scale = 0;
   else if (options.fp8_query) options.q_scale = static_cast<float>(parse_number("--q-scale", scale_, 1e-30, 1e30));
-  options.decode = parse_choice("--decode", decode_, parse_decode_operands);
+  options.decode = read_option("--decode", decode_, parse_decode_operands);
   if (options.decode != DecodeOperands::compute && !options.fp8_query)
     throw InputError("--decode " + decode_ + " is of fp8 queries, --q-scale gives their scale");
 }

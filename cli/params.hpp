@@ -62,9 +62,9 @@ inline CLI::Option* add_file(CLI::App& command, const std::string& flag, std::st
           ""));
 }
 
-/// A value by its name, as `parse` reads it; the error of an unknown one says which flag it was for.
+/// An option's value as `parse` reads it: a choice by its name, a file, a model. Errors say which option it was of.
 template <class Parse>
-auto parse_choice(const char* flag, const std::string& text, Parse&& parse) {
+auto read_option(const char* flag, const std::string& text, Parse&& parse) {
   try {
     return parse(text);
   } catch (const Error& e) {

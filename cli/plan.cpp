@@ -186,34 +186,34 @@ void run(const CLI::App& command, Flags& f) {
                        parse_numbers("--contexts", f.contexts, 0, kMostTokens)};
   if (!f.batch.empty())
     lengths =
-        parse_choice("--batch", f.batch, [](const std::string& file) { return parse_batch(read_text(file), file); });
+        read_option("--batch", f.batch, [](const std::string& file) { return parse_batch(read_text(file), file); });
   else if (lengths.queries.empty()) lengths.queries = {1};
   if (lengths.contexts.empty()) lengths.contexts.assign(lengths.queries.size(), 0);
   if (lengths.contexts.size() == 1) lengths.contexts.assign(lengths.queries.size(), lengths.contexts[0]);
   ModelConfig model = read_model(f.model, f.read);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
-  const CacheSpec spec = cache_spec(model, parse_choice("--cache", f.cache, parse_cache_format), f.page_size);
+  const CacheSpec spec = cache_spec(model, read_option("--cache", f.cache, parse_cache_format), f.page_size);
   spec.validate();
 
   PlanOptions options;
-  options.form = parse_choice("--form", f.form, parse_layer_form);
-  options.path = parse_choice("--path", f.path, parse_path_policy);
-  options.split = parse_choice("--split", f.split, parse_split_policy);
+  options.form = read_option("--form", f.form, parse_layer_form);
+  options.path = read_option("--path", f.path, parse_path_policy);
+  options.split = read_option("--split", f.split, parse_split_policy);
   const Dtype weights = parse_operands("--weights", f.weights);
   options.compute = f.compute.empty() ? weights : parse_operands("--compute", f.compute);
-  options.output = parse_choice("--output", f.output, parse_output_spec);
+  options.output = read_option("--output", f.output, parse_output_spec);
   options.context_rows = f.context_rows;
   options.reorder_batch_threshold = f.reorder_threshold;
-  options.sparse = parse_choice("--sparse", f.sparse, parse_sparse_policy);
+  options.sparse = read_option("--sparse", f.sparse, parse_sparse_policy);
   options.absorbed = f.absorbed;
-  options.up = parse_choice("--up-weights", f.up, parse_weight_format);
-  options.activations = parse_choice("--activations", f.activations, parse_activations);
-  options.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
-  options.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
+  options.up = read_option("--up-weights", f.up, parse_weight_format);
+  options.activations = read_option("--activations", f.activations, parse_activations);
+  options.activation_dtype = read_option("--activation-dtype", f.activation_dtype, parse_activation_dtype);
+  options.prefill = read_option("--prefill", f.prefill, parse_prefill_operands);
   f.fp8_query->read(options, spec.format);
-  options.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
-  options.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
+  options.index_format = read_option("--index-cache", f.index_cache, parse_index_cache_format);
+  options.index_arithmetic = read_option("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   options.tensor_parallel = f.tp;
   options.link = parse_link(f.link);
   require_dcp(f.dcp, f.tp);
@@ -221,7 +221,7 @@ void run(const CLI::App& command, Flags& f) {
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
                                 .up = options.up,
-                                .products = parse_choice("--product-weights", f.products, parse_weight_format)};
+                                .products = read_option("--product-weights", f.products, parse_weight_format)};
   const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
   const auto step = [&](const BatchLengths& of, int dcp) {
     PlanOptions o = options;

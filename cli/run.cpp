@@ -124,8 +124,8 @@ void read_scales(const Flags& f, serve::Options& o) {
     throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.cache + ": fp8 has scales of its own");
   const int64_t layers = o.layers == 0 ? o.model.layers : std::min(o.layers, o.model.layers);
   if (f.kv_scales != "auto")
-    o.k_scales = parse_choice("--kv-scales", f.kv_scales,
-                              [&](const std::string& file) { return serve::read_k_scales(file, o.model, layers); });
+    o.k_scales = read_option("--kv-scales", f.kv_scales,
+                             [&](const std::string& file) { return serve::read_k_scales(file, o.model, layers); });
   else if (o.checkpoint) o.k_scales = serve::checkpoint_k_scales(*o.checkpoint, layers);
   else o.k_scales.assign(static_cast<size_t>(layers), 0.0f);
 }
@@ -155,7 +155,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   serve::Options o;
   o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
-    o.checkpoint = parse_choice("--model", f.model, [&](const std::string& path) { return Checkpoint(path, f.read); });
+    o.checkpoint = read_option("--model", f.model, [&](const std::string& path) { return Checkpoint(path, f.read); });
     o.model = o.checkpoint->config();
   } else {
     o.model = read_model(f.model, f.read);
@@ -164,26 +164,26 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   reduce(f, o);
   o.layers = f.layers;
   o.weights = parse_operands("--weights", f.weights);
-  o.absorption = parse_choice("--absorption", f.absorption, parse_absorption);
-  o.up = parse_choice("--up-weights", f.up, parse_weight_format);
-  o.products = parse_choice("--product-weights", f.products, parse_weight_format);
-  o.plan.activations = parse_choice("--activations", f.activations, parse_activations);
-  o.plan.activation_dtype = parse_choice("--activation-dtype", f.activation_dtype, parse_activation_dtype);
-  o.plan.prefill = parse_choice("--prefill", f.prefill, parse_prefill_operands);
-  o.format = parse_choice("--cache", f.cache, parse_cache_format);
+  o.absorption = read_option("--absorption", f.absorption, parse_absorption);
+  o.up = read_option("--up-weights", f.up, parse_weight_format);
+  o.products = read_option("--product-weights", f.products, parse_weight_format);
+  o.plan.activations = read_option("--activations", f.activations, parse_activations);
+  o.plan.activation_dtype = read_option("--activation-dtype", f.activation_dtype, parse_activation_dtype);
+  o.plan.prefill = read_option("--prefill", f.prefill, parse_prefill_operands);
+  o.format = read_option("--cache", f.cache, parse_cache_format);
   f.fp8_query->read(o.plan, o.format);
   refuse_unread(command, f);
-  o.plan.path = parse_choice("--path", f.path, parse_path_policy);
+  o.plan.path = read_option("--path", f.path, parse_path_policy);
   if (command.get_option("--decode-length")->count() > 0 && o.plan.path != PathPolicy::by_length && !o.model.indexer)
     throw InputError("--decode-length is read with --path by_length, or of a sparse model");
-  o.plan.split = parse_choice("--split", f.split, parse_split_policy);
+  o.plan.split = read_option("--split", f.split, parse_split_policy);
   o.plan.reorder_batch_threshold = f.reorder_threshold;
   o.plan.compute = f.compute.empty() ? o.weights : parse_operands("--compute", f.compute);
   o.plan.context_rows = f.context_rows;
-  o.plan.sparse = parse_choice("--sparse", f.sparse, parse_sparse_policy);
-  o.plan.index_format = parse_choice("--index-cache", f.index_cache, parse_index_cache_format);
+  o.plan.sparse = read_option("--sparse", f.sparse, parse_sparse_policy);
+  o.plan.index_format = read_option("--index-cache", f.index_cache, parse_index_cache_format);
   o.plan.index_hadamard = f.hadamard;
-  o.plan.index_arithmetic = parse_choice("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
+  o.plan.index_arithmetic = read_option("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   o.limits = {.pages = f.pages,
               .page_size = f.page_size * f.dcp,
               .token_budget = f.token_budget,
@@ -191,7 +191,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
   o.threads = f.threads;
   o.plan.tensor_parallel = f.tp;
-  if (!job) o.link = parse_choice("--comm", f.comm, parse_gpu_link);
+  if (!job) o.link = read_option("--comm", f.comm, parse_gpu_link);
   o.group = group;
   o.patience = std::chrono::nanoseconds(static_cast<int64_t>(f.patience * 1e9));
   o.context_parallel = f.dcp;
@@ -215,7 +215,7 @@ serve::Trace trace_of(const Flags& f) {
   serve::Trace t;
   if (f.trace == "-") throw InputError("--trace is -, standard input is not read: name a file");
   if (!f.trace.empty()) {
-    t = parse_choice("--trace", f.trace, [&](const std::string& file) {
+    t = read_option("--trace", f.trace, [&](const std::string& file) {
       return serve::read_trace(std::filesystem::path(file), f.max_requests);
     });
   } else {
@@ -278,6 +278,7 @@ void lead(const CLI::App& command, const Flags& f, const StopOnSignal& signals, 
   warn_of_saturation(r);
   warn_of_unread_scales(f, o);
 
+  if (r.interrupted && r.steps == 0) files.keep_old();
   const auto write = [&](auto&& to) {
     if (!files.wants("--json") && !files.wants("--report")) return;
     const nlohmann::json all = json_of(report, command);

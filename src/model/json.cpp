@@ -151,4 +151,13 @@ JsonDocument parse_object(std::string_view text, std::string_view where) {
   return document;
 }
 
+void require_keys(const Json& object, std::initializer_list<std::string_view> known, std::string_view where) {
+  for (const auto& [key, value] : object.items()) {
+    if (std::find(known.begin(), known.end(), key) != known.end()) continue;
+    std::string list;
+    for (const std::string_view k : known) list.append(list.empty() ? "" : ", ").append(k);
+    throw InputError(std::string(where) + ": " + key + " is " + value.dump() + ", known are " + list);
+  }
+}
+
 }  // namespace mla

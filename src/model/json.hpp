@@ -3,6 +3,7 @@
 
 #include <filesystem>
 #include <functional>
+#include <initializer_list>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
@@ -35,5 +36,9 @@ JsonDocument parse_strict(std::string_view text, const std::function<void(const 
 
 /// The same for an object; CheckpointError for anything else.
 JsonDocument parse_object(std::string_view text, std::string_view where);
+
+/// InputError for a key of an object that is none of `known`: "FILE: qeury_lens is [1], known are query_lens,
+/// contexts".
+void require_keys(const nlohmann::json& object, std::initializer_list<std::string_view> known, std::string_view where);
 
 }  // namespace mla

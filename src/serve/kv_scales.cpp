@@ -32,9 +32,7 @@ std::vector<float> spread(const std::string& where, std::vector<float> x, int64_
 std::vector<float> from_json(const std::filesystem::path& file, int64_t layers) {
   const std::string where = file.string();
   const JsonDocument document = parse_object(read_text(file), where);
-  for (const auto& [key, value] : document.root.items())
-    if (key != "k_scale" && key != "v_scale")  // a latent's row has the keys' scale alone
-      throw InputError(where + ": " + key + " is " + value.dump() + ", k_scale and v_scale are known");
+  require_keys(document.root, {"k_scale", "v_scale"}, where);  // a latent's row has the keys' scale alone
   const auto found = document.root.find("k_scale");
   if (found == document.root.end()) throw InputError(where + ": k_scale is missing");
   const nlohmann::json list = found->is_array() ? *found : nlohmann::json::array({*found});

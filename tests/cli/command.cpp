@@ -1095,6 +1095,13 @@ TEST_F(Command, SignalsEndSetUpVerificationAndBench) {
   EXPECT_EQ(o.status, 128 + SIGTERM) << o.err;
   ASSERT_TRUE(whole(data));
   EXPECT_EQ(json::parse(contents(data))["steps"], 0);
+  // What an earlier run gave is worth more than that.
+  write("j.json", "{\"earlier\": true}");
+  o = signalled({"run", "--model", "deepseek-v3", "--requests", "1", "--threads", "1", "--json", data}, SIGTERM,
+                [](const std::string&) { return usleep(1'500'000) == 0; });
+  EXPECT_EQ(o.status, 128 + SIGTERM) << o.err;
+  EXPECT_EQ(contents(data), "{\"earlier\": true}");
+  EXPECT_NE(o.out.find("kept       " + data.string() + " as it was"), std::string::npos) << o.out;
 
   fs::remove(data);
   o = signalled({"run", "--layers", "1", "--requests", "4", "--input-len", "600", "--output-len", "2", "--threads", "2",
@@ -1178,11 +1185,11 @@ TEST_F(Command, FilesThatAreNotWhatTheyShouldBe) {
   expect_bad("info " + write("commas.json", "{\n\"a\": 1,,\n}").string(),
              {"commas.json: not valid JSON at byte 9 (line 2, column 8), the end of '\"a\": 1,,'"});
   expect_bad("plan --batch " + write("b.json", R"({"query_lens":[1],"contexts":[2],"q_scale":-3})").string(),
-             {"b.json: q_scale is not known, query_lens and contexts are"});
+             {"b.json: q_scale is -3, known are query_lens, contexts"});
   expect_bad("run --layers 1 --cache fp8 --kv-scales " + write("k.json", R"({"k_scale":1,"q_scale":-3})").string(),
-             {"k.json: q_scale is -3, k_scale and v_scale are known"});
+             {"k.json: q_scale is -3, known are k_scale, v_scale"});
   expect_bad("bench norm --json j --peers " + write("p.json", R"([{"row":"a","peer":"b","us":1,"ms":2}])").string(),
-             {"p.json: entry 0: \"ms\" is not known"});
+             {"p.json: entry 0: ms is 2, known are row, peer, us"});
 }
 
 TEST_F(Command, MemoryThatIsNotThereIsNamed) {

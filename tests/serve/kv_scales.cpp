@@ -141,7 +141,7 @@ TEST(KvScales, FilesOfThem) {
   EXPECT_EQ(json(R"({"k_scale":[1,2,3],"v_scale":7})"), (List{1, 2, 3}));
   for (const auto& [text, why] :
        {std::pair(R"({})", "k_scale is missing"),
-        {R"({"k_scale":1,"q_scale":-3})", "q_scale is -3, k_scale and v_scale are known"},
+        {R"({"k_scale":1,"q_scale":-3})", "q_scale is -3, known are k_scale, v_scale"},
         {R"({"k_scale":[1,2]})", "k_scale has 2 elements, 1 or one for each of 3 layers is needed"},
         {R"({"k_scale":[1,"a",2]})", "k_scale holds \"a\", a number is needed"},
         {R"({"k_scale":[]})", "k_scale has 0 elements, 1 or one for each of 3 layers is needed"},
