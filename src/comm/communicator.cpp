@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "comm/carrier.hpp"
+#include "comm/even_ranges.hpp"
 #include "comm/on_device.hpp"
 #include "comm/transport.hpp"
 #include "core/gpu.hpp"

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "comm/even_ranges.hpp"
 #include "core/gpu.hpp"
 
 namespace mla::comm {
@@ -30,12 +31,6 @@ std::vector<ReceiveRows> places(void* to, const std::vector<int64_t>& at) {
 }
 
 }  // namespace
-
-std::vector<int64_t> even_ranges(int64_t count, int ranks) {
-  std::vector<int64_t> at;
-  for (int r = 0; r <= ranks; ++r) at.push_back(count / ranks * r + std::min<int64_t>(r, count % ranks));
-  return at;
-}
 
 void all_gather(const OnDevice& on, const void* in, void* out, const std::vector<int64_t>& at) {
   const gpu::OnDevice device(on.carrier.device());

@@ -14,9 +14,6 @@ struct OnDevice {
   int rank, ranks;
 };
 
-/// `count` elements in as many ranges as there are ranks, as even as may be; where each begins, the end last.
-std::vector<int64_t> even_ranges(int64_t count, int ranks);
-
 void all_reduce(const OnDevice& on, Dtype dtype, const void* in, void* out, int64_t count);
 /// at: where each rank's bytes begin, the end last; as in what follows.
 void all_gather(const OnDevice& on, const void* in, void* out, const std::vector<int64_t>& at);

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "comm/on_device.hpp"
+#include "comm/even_ranges.hpp"
 #include "core/clear.hpp"
 #include "layer/bind.hpp"
 #include "layer/call.hpp"

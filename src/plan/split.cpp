@@ -164,16 +164,16 @@ LatentWork plan_latent(std::span<const LatentRows> rows, SplitPolicy split, int6
     for (const LatentRows& r : rows)
       for (int32_t q = 0; q < r.q_count; q += kTileTokens) visit(r, q, std::min<int32_t>(kTileTokens, r.q_count - q));
   };
-  int64_t total = 0, tiles = 0, parts = 0;
+  int64_t total = 0, tiles = 0, partial_rows = 0;
   each_tile([&](const LatentRows& r, int32_t q, int32_t count) {
     const int64_t length = end_of(r, q, count);
     total += length;
-    parts += count * ceil_div(length, kInvariantKeys);
+    partial_rows += count * ceil_div(length, kInvariantKeys);
     ++tiles;
   });
   // fast splits at most kUnits tiles into at most kUnits ranges each.
-  if (constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); invariant && parts > kMost)
-    throw UnsupportedError("plan: the latent path needs " + std::to_string(parts) +
+  if (constexpr int64_t kMost = std::numeric_limits<int32_t>::max(); invariant && partial_rows > kMost)
+    throw UnsupportedError("plan: the latent path needs " + std::to_string(partial_rows) +
                            " partial rows under batch_invariant, at most " + std::to_string(kMost) + " are possible");
   const int64_t longest = invariant ? kInvariantKeys : std::min(range_length(total, kUnits, split_keys), kLongest);
 

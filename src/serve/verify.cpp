@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <mutex>
@@ -25,7 +26,7 @@ struct Judged {
 
 bool holds(const Judged& j) { return j.error <= j.bound && j.rounded_error <= j.rounded_bound && j.selection <= 1; }
 
-// The computations that a row is judged by.
+// The computations that a row is judged by; in kPlainUp and kPlainDown what is about to be rounded is moved.
 enum Pass { kExact, kRounded, kPlainUp, kPlainDown, kPasses };
 
 // How far a result in f32 may be from float64, as a part of itself, before it is rounded to something narrower
@@ -78,16 +79,19 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
   for (size_t begin = 0; begin < order.size() && !stop;) {
     const int64_t layer = samples[order[begin]].layer;
     const LayerTensors tensors = tensors_of(o, layer);
-    const reference::Weights exact_weights = reference::plain_weights(tensors, Dtype::f32);
-    const double moved = moved_in_narrow_rows(o);
-    const auto held = [&](double by) {
-      return reference::plain_weights(o.model, tensors, prepare_options(o), o.plan.tensor_parallel, by);
-    };
-    const reference::Weights held_weights = held(0);
-    // Codes of products of weights are at a border, too.
-    const bool moves = o.absorption == Absorption::full_fp8;
-    const reference::Weights up_weights = moves ? held(moved) : reference::Weights{},
-                             down_weights = moves ? held(-moved) : reference::Weights{};
+    const double most = moved_in_narrow_rows(o);
+    const std::array<double, kPasses> moved{0, 0, most, -most};
+    std::array<reference::Weights, kPasses> own_weights;
+    std::array<const reference::Weights*, kPasses> weights;
+    for (const Pass pass : {kExact, kRounded, kPlainUp, kPlainDown}) {
+      // Codes of products of weights are at a border, too; other weights are held as they are.
+      const bool own = pass <= kRounded || o.absorption == Absorption::full_fp8;
+      weights[pass] = &own_weights[own ? pass : kRounded];
+      if (pass == kExact) own_weights[pass] = reference::plain_weights(tensors, Dtype::f32);
+      else if (own)
+        own_weights[pass] =
+            reference::plain_weights(o.model, tensors, prepare_options(o), o.plan.tensor_parallel, moved[pass]);
+    }
     std::vector<std::pair<size_t, size_t>> groups;  // ranges of `order`
     size_t end = begin;
     while (end < order.size() && samples[order[end]].layer == layer) {
@@ -119,7 +123,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
         if (o.plan.split == SplitPolicy::fast) contexts.push_back(samples[order[i]].context);
         selections.push_back(samples[order[i]].selected);
       }
-      const int64_t pass = task % kPasses;
+      const auto pass = static_cast<Pass>(task % kPasses);
       const reference::Rounding rounding{
           .weights = o.weights,
           .compute = o.plan.compute,
@@ -138,21 +142,15 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .index_hadamard = o.plan.index_hadamard,
           .index_arithmetic = o.plan.index_arithmetic,
           .float64 = pass == kRounded,
-          .moved = pass == kPlainUp     ? moved
-                   : pass == kPlainDown ? -moved
-                                        : 0,
+          .moved = moved[pass],
           .round_keys = pass != kRounded && o.device.kind != DeviceKind::cpu};
-      const bool exact = pass == kExact;
-      const reference::Weights& weights = exact                         ? exact_weights
-                                          : moves && pass == kPlainUp   ? up_weights
-                                          : moves && pass == kPlainDown ? down_weights
-                                                                        : held_weights;
-      const reference::Rounding* rounds = exact ? nullptr : &rounding;
+      const reference::Rounding* rounds = pass == kExact ? nullptr : &rounding;
       results[static_cast<size_t>(task)] =
-          reference::output_rows(o.model, weights, hidden, rows, rounds, selections, contexts, &stop);
+          reference::output_rows(o.model, *weights[pass], hidden, rows, rounds, selections, contexts, &stop);
       // A layer that shares a selection has no scores of its own to judge it by.
-      if (furthest.path == Path::sparse && tensors.indexer && (exact || pass == kPlainUp))
-        scores[static_cast<size_t>(task)] = reference::index_scores(o.model, weights, hidden, rows, rounds, &stop);
+      if (furthest.path == Path::sparse && tensors.indexer && (pass == kExact || pass == kPlainUp))
+        scores[static_cast<size_t>(task)] =
+            reference::index_scores(o.model, *weights[pass], hidden, rows, rounds, &stop);
       if (stop) return;
       const std::lock_guard lock(progress_mutex);
       for (size_t i = first; i < last; ++i)
