@@ -11,6 +11,7 @@
 #include "support/invariance.hpp"
 #include "support/message.hpp"
 #include "support/models.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla::test {
 namespace {
@@ -120,7 +121,7 @@ TEST_P(AbsorbedGolden, TokenByTokenInMixedBatches) {
   EXPECT_LE(reference::relative_error(fast_out, exact), 6e-6);
 }
 
-INSTANTIATE_TEST_SUITE_P(Files, AbsorbedGolden, testing::ValuesIn(golden_cases()),
+INSTANTIATE_TEST_SUITE_P(Files, AbsorbedGolden, testing::ValuesIn(sampled(golden_cases(), 3)),
                          [](const auto& i) { return i.param.name(); });
 
 // Every model's head shapes, few heads and a narrow hidden state.

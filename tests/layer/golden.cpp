@@ -10,6 +10,7 @@
 #include "layer/reference.hpp"
 #include "support/batches.hpp"
 #include "support/engine.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla::test {
 namespace {
@@ -242,7 +243,7 @@ TEST(Names, OfParametersAreNoBytes) {
   EXPECT_EQ(testing::PrintToString(GoldenCase{"folder/name.safetensors", 1}), "name_1");
 }
 
-INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(golden_cases()),
+INSTANTIATE_TEST_SUITE_P(Files, GoldenFile, testing::ValuesIn(sampled(golden_cases(), 2)),
                          [](const auto& i) { return i.param.name(); });
 
 }  // namespace

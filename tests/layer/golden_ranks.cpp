@@ -8,6 +8,7 @@
 #include "layer/shares.hpp"
 #include "mla/mla.hpp"
 #include "support/golden.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla::test {
 namespace {
@@ -210,7 +211,7 @@ TEST_P(GoldenRanksThatSelect, ReproduceTheFile) {
 
 INSTANTIATE_TEST_SUITE_P(Files, GoldenRanksThatSelect, testing::ValuesIn(with_indexer()),
                          [](const auto& i) { return i.param.name(); });
-INSTANTIATE_TEST_SUITE_P(Files, GoldenRanks, testing::ValuesIn(golden_cases()),
+INSTANTIATE_TEST_SUITE_P(Files, GoldenRanks, testing::ValuesIn(sampled(golden_cases(), 3)),
                          [](const auto& i) { return i.param.name(); });
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "support/engine.hpp"
 #include "support/golden.hpp"
 #include "support/models.hpp"
+#include "support/sanitized.hpp"
 
 namespace mla::test {
 namespace {
@@ -136,11 +137,13 @@ TEST(SparseGolden, IndexerPairsAndSharedChoicesOfGlm) {
 
 TEST(SparseGolden, PrefillAndChunksOnEveryModeAndFormat) {
   const Golden& g = v32().golden;
+  Sample sample(3);
   for (CacheFormat format :
        {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
     for (SparsePolicy policy :
          {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert})
       for (int64_t chunk : {g.length, int64_t{23}}) {
+        if (!sample.take()) continue;
         const IndexCacheFormat index = chunk == 23 ? IndexCacheFormat::fp8 : IndexCacheFormat::f32;
         Engine engine(v32().weights, cache_spec(g.config, format, chunk == 23 ? 3 : 64),
                       {.plan = {.sparse = policy, .index_format = index}});

@@ -56,7 +56,7 @@ TEST_P(IndexOnTarget, PassesItsCases) {
   for (const cases::CaseType* type : {&cases::index_append, &cases::index_gather, &cases::index_query,
                                       &cases::index_score, &cases::select_topk, &cases::hadamard}) {
     const std::vector<cases::Params> sweep = type->sweep(31);
-    for (size_t i = 0; i < sweep.size(); i += test::kSanitized ? 5 : 2) {
+    for (size_t i = 0; i < sweep.size(); i += test::stride_of_sweep(2, 5)) {
       const auto c = type->make(sweep[i]);
       c->run(stream);
       const cases::Verdict v = c->verify();
