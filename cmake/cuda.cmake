@@ -28,7 +28,7 @@ if(MLA_CUDA AND NOT MLA_SANITIZE)  # compute-sanitizer looks after kernels
   endif()
 endif()
 
-option(MLA_CUDA_FAST_COMPILE "Compile CUDA kernels in half of the time, as slow kernels: for a machine that has nvcc and no GPU" OFF)
+option(MLA_CUDA_FAST_COMPILE "Compile CUDA kernels, and what tests and measures them, in half of the time, as slow ones: for a machine that has nvcc and no GPU" OFF)
 
 # What every target with CUDA sources is compiled with.
 function(mla_cuda_target_defaults target)
@@ -38,6 +38,15 @@ function(mla_cuda_target_defaults target)
   set_target_properties(${target} PROPERTIES CUDA_ARCHITECTURES 90a CUDA_STANDARD 20 CUDA_STANDARD_REQUIRED ON CUDA_RUNTIME_LIBRARY Static)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--expt-relaxed-constexpr>)
   target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/include ${PROJECT_SOURCE_DIR}/src)
+endfunction()
+
+# Programs that need a GPU to do anything, where there is none.
+function(mla_needs_gpu)
+  if(MLA_CUDA_FAST_COMPILE)
+    foreach(target IN LISTS ARGN)
+      target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-O0>)
+    endforeach()
+  endif()
 endfunction()
 
 # As mla_together, for CUDA sources, which CMake 3.25 does not compile as one: takes these of the list `of` out and has one

@@ -17,10 +17,12 @@ function(mla_target_defaults target)
   endif()
 endfunction()
 
-# What runs little is compiled with sanitizers in half of the time.
-function(mla_sanitized_quickly target)
+# What runs little is compiled in half of the time: with sanitizers, and in a build from nothing.
+function(mla_compiled_quickly target)
   if(MLA_SANITIZE)
     target_compile_options(${target} PRIVATE -O0)
+  elseif(MLA_TOGETHER)
+    target_compile_options(${target} PRIVATE $<$<CONFIG:Release>:-O1>)
   endif()
 endfunction()
 
