@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the fuzz targets and runs them, two at a time: scripts/fuzz.sh [seconds each, 60] [targets, all].
+# Builds the fuzz targets and runs them, one more at a time than there are cores: scripts/fuzz.sh [seconds each, 60] [targets, all].
 # With clang they run under libFuzzer; MLA_FUZZ=replay takes the default compiler, and random damage to the corpus.
 # MLA_FUZZ_SEED makes a run start as another did; without it every run goes its own way.
 # What ends a target is kept in build/<preset>/found and printed in hex, with the command that runs it again. What a
@@ -48,9 +48,10 @@ fuzz() {
 }
 
 failed=0
-for ((i = 0; i < ${#targets[@]}; i += 2)); do
+together=$(($(nproc) + 1))
+for ((i = 0; i < ${#targets[@]}; i += together)); do
   running=()
-  for name in "${targets[@]:i:2}"; do
+  for name in "${targets[@]:i:together}"; do
     fuzz "$name" &
     running+=($!)
   done

@@ -30,7 +30,7 @@ elif [[ $python ]]; then
 fi
 for preset in "${presets[@]}"; do
   failed=0
-  ctest --preset "$preset" -j"$(($(nproc) + 1))" || failed=1  # some wait for deadlines
+  ctest --preset "$preset" -j"$(($(nproc) + 2))" || failed=1  # some wait for deadlines
   if [[ $python ]]; then
     wait "$python_tests" || failed=1
     trap - EXIT
