@@ -152,12 +152,14 @@ std::vector<ModelConfig> small_models() {
 }
 
 TEST(Absorption, EveryModelsShapes) {
+  Sample sample(3);
   for (const ModelConfig& m : small_models()) {
     const LayerTensors tensors = random_layer(m, 1, 4, Dtype::bf16);
     const std::vector<float> hidden = cases::random_values(40 * m.hidden, 9);
     const std::vector<int64_t> rows = first_rows(40);
     const auto exact = reference::output_rows(m, reference::plain_weights(tensors, Dtype::f32), hidden, rows);
     for (const Choice& c : choices()) {
+      if (!sample.take()) continue;
       const ModelConfig config = with_block(m, c.block);
       const LayerWeights weights = prepare(config, tensors, c.options, kDevice);
       const reference::Rounding rounding{.weights = c.options.dtype};

@@ -25,13 +25,14 @@ const Lengths& ragged() {
 
 TEST(ContextParallelSparse, SelectionsAreOneRanks) {
   const ModelConfig m = model_of();
+  Sample sample(3);
   for (const IndexCacheFormat index : {IndexCacheFormat::f32, IndexCacheFormat::bf16, IndexCacheFormat::fp8}) {
     const Formats formats{.index = index};
     const Ran right = by_one(m, ragged(), formats);
     ASSERT_GT(right.chosen.size(), 24u * 8);
     for (const auto& [ranks, members] : {std::pair{2, 2}, {3, 3}, {4, 2}, {6, 6}})
       for (const int64_t interleave : {1, 2, 4, 16, 64}) {
-        if (index != IndexCacheFormat::f32 && interleave % 8 != 0) continue;
+        if ((index != IndexCacheFormat::f32 && interleave % 8 != 0) || !sample.take()) continue;
         const Grid g = grid_of(m, ranks, members, interleave);
         expect_same(by_ranks(m, g, ragged(), formats), right, 1e-5f, g.name() + ", " + std::string(to_string(index)));
       }

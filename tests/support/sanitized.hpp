@@ -14,10 +14,10 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-/// From one case of a sweep to the next that is taken: `plain`, or `sanitized` in such a build; four times as far where
+/// From one case of a sweep to the next that is taken: `plain`, or `sanitized` in such a build; five times as far where
 /// MLA_TEST_EMULATED says that an emulator runs it (scripts/test-arm.sh).
 inline size_t stride_of_sweep(size_t plain, size_t sanitized) {
-  return (kSanitized ? sanitized : plain) * (std::getenv("MLA_TEST_EMULATED") ? 4 : 1);
+  return (kSanitized ? sanitized : plain) * (std::getenv("MLA_TEST_EMULATED") ? 5 : 1);
 }
 
 /// Which of a test's cases are taken: every one; of a sanitized build's each so many-th, from the first on.
