@@ -353,7 +353,7 @@ MLA_API mla_status mla_merge_sparse(mla_stream* stream, const mla_merge_sparse_a
 
 // ---- The sparse indexer.
 
-/// New tokens' indexer keys into the index cache.
+/// New tokens' indexer keys into the index cache. No two tokens may have one slot.
 typedef struct mla_index_append_args {
   size_t struct_size;
   const DLTensor* keys;  ///< [Token, IndexDim], f32, IndexDim dense; at least as many rows as slots
