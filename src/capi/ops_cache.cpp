@@ -1,6 +1,4 @@
-#include <algorithm>
-#include <utility>
-#include <vector>
+#include <unordered_map>
 
 #include "capi/op.hpp"
 
@@ -18,20 +16,16 @@ namespace {
 std::span<const ops::PageCopy> read_copies(const mla_page_copy* data, int64_t count) {
   const std::span<const mla_page_copy> given = read_list("copies", data, count);
   const std::span<const ops::PageCopy> copies(reinterpret_cast<const ops::PageCopy*>(given.data()), given.size());
-  if (copies.size() < 2) return copies;
-  std::vector<std::pair<int32_t, size_t>> written;  // with their copies
-  for (size_t i = 0; i < copies.size(); ++i) written.emplace_back(copies[i].to, i);
-  std::sort(written.begin(), written.end());
+  std::unordered_map<int32_t, size_t> writers;  // of pages
   const auto fail = [&](size_t i, const char* end, size_t other) {
     throw ShapeError("copies[" + std::to_string(i) + "]" + end + " is page " + std::to_string(copies[other].to) +
                      ", which copies[" + std::to_string(other) + "] writes");
   };
-  for (size_t i = 1; i < written.size(); ++i)
-    if (written[i].first == written[i - 1].first) fail(written[i].second, ".to", written[i - 1].second);
-  for (size_t i = 0; i < copies.size(); ++i) {
-    const auto at = std::lower_bound(written.begin(), written.end(), std::pair(copies[i].from, size_t{0}));
-    if (at != written.end() && at->first == copies[i].from && at->second != i) fail(i, ".from", at->second);
-  }
+  for (size_t i = 0; i < copies.size(); ++i)
+    if (const auto [writer, first] = writers.emplace(copies[i].to, i); !first) fail(i, ".to", writer->second);
+  for (size_t i = 0; i < copies.size(); ++i)
+    if (const auto writer = writers.find(copies[i].from); writer != writers.end() && writer->second != i)
+      fail(i, ".from", writer->second);
   return copies;
 }
 

@@ -3,7 +3,8 @@
 #include <algorithm>
 #include <optional>
 #include <utility>
-#include <vector>
+
+#include "core/find_twice.hpp"
 
 namespace mla::capi {
 namespace {
@@ -213,15 +214,9 @@ std::span<const int32_t> read_slots(const int32_t* slots, int64_t count) {
   int32_t last = -1;
   if (std::all_of(list.begin(), list.end(), [&](int32_t slot) { return slot < 0 || slot > std::exchange(last, slot); }))
     return list;
-  std::vector<std::pair<int32_t, size_t>> written;  // with their tokens
-  for (size_t t = 0; t < list.size(); ++t)
-    if (list[t] >= 0) written.emplace_back(list[t], t);
-  std::sort(written.begin(), written.end());
-  for (size_t i = 1; i < written.size(); ++i)
-    if (written[i].first == written[i - 1].first)
-      throw ShapeError("slots[" + std::to_string(written[i].second) + "] is " + std::to_string(written[i].first) +
-                       ", the slot of token " + std::to_string(written[i - 1].second) +
-                       " too: one of them would be lost");
+  if (const auto tokens = find_twice(list))
+    throw ShapeError("slots[" + std::to_string(tokens->second) + "] is " + std::to_string(list[tokens->second]) +
+                     ", the slot of token " + std::to_string(tokens->first) + " too: one of them would be lost");
   return list;
 }
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "core/find_twice.hpp"
 #include "mla/error.hpp"
 #include "plan/internal.hpp"
 
@@ -74,14 +75,11 @@ bool any_twice(std::span<const int32_t> pages) {
 // Two tokens with one slot: only in a page that is written for two requests, or stands twice in a block table.
 void check_single_writers(const Batch& b, std::span<const int32_t> written) {
   if (!any_twice(written)) return;
-  std::vector<std::pair<int32_t, int32_t>> slots;  // with their tokens
-  for (size_t t = 0; t < b.slot_mapping.size(); ++t)
-    if (b.slot_mapping[t] >= 0) slots.emplace_back(b.slot_mapping[t], static_cast<int32_t>(t));
-  std::sort(slots.begin(), slots.end());
-  for (size_t i = 1; i < slots.size(); ++i)
-    if (slots[i].first == slots[i - 1].first)
-      fail("slot_mapping[" + n(slots[i].second) + "] is " + n(slots[i].first) + ", the slot of token " +
-           n(slots[i - 1].second) + " too: one of them would be lost");
+  if (const auto tokens = find_twice(b.slot_mapping)) {
+    const auto [first, second] = *tokens;
+    fail("slot_mapping[" + std::to_string(second) + "] is " + n(b.slot_mapping[second]) + ", the slot of token " +
+         std::to_string(first) + " too: one of them would be lost");
+  }
 }
 
 void require_data(const char* name, const int32_t* data, bool entries) {
