@@ -55,12 +55,11 @@ TEST_P(IndexOnTarget, PassesItsCases) {
   Stream stream(pool);
   for (const cases::CaseType* type : {&cases::index_append, &cases::index_gather, &cases::index_query,
                                       &cases::index_score, &cases::select_topk, &cases::hadamard}) {
-    const std::vector<cases::Params> sweep = type->sweep(31);
-    for (size_t i = 0; i < sweep.size(); i += test::stride_of_sweep(2, 5)) {
-      const auto c = type->make(sweep[i]);
+    for (const cases::Params& p : test::sampled(type->sweep(31), 5, 2)) {
+      const auto c = type->make(p);
       c->run(stream);
       const cases::Verdict v = c->verify();
-      EXPECT_TRUE(v.ok) << describe(sweep[i], type->op) << ": error " << v.error << " above bound " << v.bound << "; "
+      EXPECT_TRUE(v.ok) << describe(p, type->op) << ": error " << v.error << " above bound " << v.bound << "; "
                         << v.detail;
     }
   }

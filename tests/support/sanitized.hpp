@@ -2,6 +2,7 @@
 // the optimised build, some five times as fast as a sanitized one, takes all.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdlib>
 #include <vector>
@@ -14,26 +15,28 @@ inline constexpr bool kSanitized = true;
 inline constexpr bool kSanitized = false;
 #endif
 
-/// From one case of a sweep to the next that is taken: `plain`, or `sanitized` in such a build; five times as far where
-/// MLA_TEST_EMULATED says that an emulator runs it (scripts/test-arm.sh).
-inline size_t stride_of_sweep(size_t plain, size_t sanitized) {
-  return (kSanitized ? sanitized : plain) * (std::getenv("MLA_TEST_EMULATED") ? 5 : 1);
-}
-
-/// Which of a test's cases are taken: every one; of a sanitized build's each so many-th, from the first on.
+/// Which of a test's cases are taken: one of `plain`, or one of `sanitized` in such a build; a fifth of those where
+/// MLA_TEST_EMULATED says that an emulator runs it (scripts/test-arm.sh). The first is, and then at irregular
+/// distances, so that cases in nested loops are not always of the same inner ones.
 class Sample {
  public:
-  explicit Sample(size_t sanitized) : stride_(stride_of_sweep(1, sanitized)) {}
-  bool take() { return seen_++ % stride_ == 0; }
+  explicit Sample(size_t sanitized, size_t plain = 1)
+      : share_(1.0 /
+               static_cast<double>((kSanitized ? sanitized : plain) * (std::getenv("MLA_TEST_EMULATED") ? 5 : 1))) {}
+  bool take() {
+    constexpr double kGoldenRatio = 0.6180339887498949;  // its multiples' fractions spread evenly
+    return std::fmod(static_cast<double>(seen_++) * kGoldenRatio, 1) < share_;
+  }
 
  private:
-  size_t stride_, seen_ = 0;
+  double share_;
+  size_t seen_ = 0;
 };
 
-/// The same of a test's parameters.
+/// The same of a list of cases.
 template <class T>
-std::vector<T> sampled(std::vector<T> all, size_t sanitized) {
-  Sample sample(sanitized);
+std::vector<T> sampled(std::vector<T> all, size_t sanitized, size_t plain = 1) {
+  Sample sample(sanitized, plain);
   std::erase_if(all, [&](const T&) { return !sample.take(); });
   return all;
 }
