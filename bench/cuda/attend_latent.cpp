@@ -274,8 +274,8 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
       const auto page = cache.download(page_at(at / s.page_size) * page_bytes, page_bytes);
       format.decode(spec, page.data(), 0, count, &rows[static_cast<size_t>(at) * 576], 576);
     }
-    if (choice.converts &&
-        s.cache == CacheFormat::fp8_ds_mla)  // the kernel's rows are bf16; codes of fp8 are as they are
+    // The kernel's rows are bf16; codes of fp8 are as they are.
+    if (choice.converts && s.cache == CacheFormat::fp8_ds_mla)
       for (float& x : rows) x = to_float(to_bf16(x));
     const size_t row = (static_cast<size_t>(starts[r]) + token) * s.heads + head;
     const auto q_bits = q.download((q_elements + row * 576) / q_step, 576 / q_step), got = out.download(row * 512, 512);
