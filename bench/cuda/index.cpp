@@ -29,6 +29,7 @@ struct Shape {
   const char* name;
   int batch, tokens, context;        // new tokens a request, positions that the last one sees
   bool select = false, fp8 = false;  // fp8: IndexArithmetic::fp8
+  bool equal = false;                // all scores
 };
 const Shape shapes[] = {
     {"score b64 s1 128K", 64, 1, 131072},
@@ -49,6 +50,9 @@ const Shape shapes[] = {
     {"select b1 s1 64K", 1, 1, 65536, true},
     {"select b8 s1 32K", 8, 1, 32768, true},
     {"select b1 s1024 16K", 1, 1024, 16384, true},
+    // What a sample tells nothing of.
+    {"select b64 s1 128K, equal scores", 64, 1, 131072, true, false, true},
+    {"select b1 s1024 16K, equal scores", 1, 1024, 16384, true, false, true},
 };
 
 struct Result {
@@ -168,10 +172,8 @@ Result measure_select(const Shape& s, int replays, Stream& stream, const DeviceA
                                          .positions = {},
                                          .begin = true,
                                          .state = topk,
-                                         .scratch = {scratch.data(), scratch.size()}});
-    ops::run(stream,
-             ops::FinishTopkArgs{
-                 .state = topk, .items = items.list(), .indices = {indices.data(), {rows, kTopk}}, .scores = {}});
+                                         .scratch = {scratch.data(), scratch.size()},
+                                         .indices = {indices.data(), {rows, kTopk}}});
   };
   call(sets - 1);
   stream.synchronize();
@@ -203,6 +205,7 @@ void measure_all(bench::Report& report) {
   check(cudaDeviceSynchronize(), "bench", "fill");
   for (const Shape& s : shapes) {
     if (!report.wants(s.name)) continue;
+    if (s.equal) check(cudaMemset(scores.data(), 0, scores.size() * sizeof(float)), "bench", "equal scores");
     const Result r = s.select ? measure_select(s, report.replays(), stream, scores)
                               : measure_score(s, report.replays(), stream, cache, pages);
     report.add({{"op", s.select ? "select_topk" : "index_score"},

@@ -279,6 +279,7 @@ struct SelectTopk {
   int64_t first = 0;
   Operand<Token, Topk> state;
   Operand<Token, Key> positions = {};  ///< of the scores; none: those of the items
+  Operand<Token, Topk> indices = {};   ///< of a last window, for which no FinishTopk follows
 };
 struct FinishTopk {
   Operand<Token, Topk> state;
@@ -346,11 +347,11 @@ struct QuantizePadding {
 struct BeginChoice {};
 struct EndChoice {};
 
-using Work =
-    std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
-                 AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend, IndexQuery,
-                 IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots, MapToWorkspace,
-                 Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice>;
+using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
+                          GatherRows, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
+                          IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows,
+                          MapToSlots, MapToWorkspace, Quantize, QuantizePadding, GatherQueries, ExchangeFound,
+                          AllReduce, AllGather, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps
 

@@ -86,7 +86,8 @@ mla_status mla_select_topk(mla_stream* stream, const mla_select_topk_args* args)
                               .positions = c.tensors.read_optional_as<int32_t, Token, Key>("positions", a.positions),
                               .begin = read_flag("begin", a.begin),
                               .state = read_state(a.state, a.state_bytes, a.topk),
-                              .scratch = c.scratch(a.scratch, a.scratch_bytes)});
+                              .scratch = c.scratch(a.scratch, a.scratch_bytes),
+                              .indices = c.tensors.write_optional_as<int32_t, Token, Topk>("indices", a.indices)});
   });
 }
 

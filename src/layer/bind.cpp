@@ -257,7 +257,8 @@ ops::SelectTopkArgs Binder::operator()(const steps::SelectTopk& s) const {
           .positions = columns(s.positions),
           .begin = s.first == 0,
           .state = state(s.state),
-          .scratch = scratch_};
+          .scratch = scratch_,
+          .indices = positions(s.indices)};
 }
 
 ops::FinishTopkArgs Binder::operator()(const steps::FinishTopk& s) const {

@@ -109,6 +109,7 @@ class Binder {
     return out(o).template as<T>();
   }
   View<int32_t, Token, Topk> positions(const Operand<Token, Topk>& o) const {
+    if (!o) return {};
     const auto f = find(o);
     return {reinterpret_cast<int32_t*>(f.writable), o.extents(), f.strides};
   }

@@ -103,6 +103,11 @@ TEST(COpsIndex, ScoreAndSelect) {
       EXPECT_EQ(best[t * kTopk + i], scores[t * kKeys + order[i]]);
     }
   }
+  Tensor<int32_t> at_once({2, kTopk});
+  sel.indices = at_once;
+  ASSERT_OK(mla_select_topk(x.s, &sel));
+  for (int i = 0; i < 2 * kTopk; ++i) EXPECT_EQ(at_once[i], indices[i]);
+  sel.indices = nullptr;
   sel.state_bytes = 2 * row_bytes - 1;
   EXPECT_EQ(MLA_ERROR_SHAPE, mla_select_topk(x.s, &sel));
   sel.topk = 0;

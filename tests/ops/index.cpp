@@ -652,8 +652,18 @@ TEST(IndexArguments, EveryViolationIsNamed) {
               a.scores = {x, {2, 6}, {12, 2}};
             }),
             "select_topk: scores Key has stride 2, 1 is needed");
-
   std::vector<int32_t> indices(100);
+  EXPECT_EQ(selected([&](T& a) { a.indices = {indices.data(), {2, 4}}; }), "accepted");
+  EXPECT_EQ(selected([&](T& a) { a.indices = {indices.data(), {2, 5}}; }), "select_topk: indices Topk is 5, topk is 4");
+  EXPECT_EQ(selected([&](T& a) {
+              a.indices = {indices.data(), {2, 4}, {8, 2}};
+            }),
+            "select_topk: indices Topk has stride 2, 1 is needed");
+  EXPECT_EQ(selected([&](T& a) {
+              a.indices = {indices.data(), {1, 4}};
+            }),
+            "select_topk: item q_begin is 1, allowed 0 to 0");
+
   const ops::FinishTopkArgs finish{.state = state, .items = items, .indices = {indices.data(), {2, 4}}, .scores = {}};
   using F = ops::FinishTopkArgs;
   auto finished = [&](auto change) {

@@ -67,7 +67,7 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   const Plan p = make(m, Made({1, 2}, {m.indexer->topk + 10, 0}, 16));
   const std::string indexed =
       "begin_choice index_key index_norm index_rope index_append index_query index_rope index_weights index_quantise "
-      "index_score select_topk select_topk map_indices end_choice";
+      "index_score select_topk map_indices end_choice";
   const std::string chosen = "begin_choice map_indices map_indices end_choice";
   EXPECT_EQ(names(p, kIndexer), indexed);
   EXPECT_EQ(names(p, kSelect), chosen);

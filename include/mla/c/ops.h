@@ -423,6 +423,8 @@ typedef struct mla_select_topk_args {
   size_t scratch_bytes;
   int32_t begin;  ///< 1: these rows' selections begin here
   int32_t reserved;
+  /// Optional: int32 [Token, Topk], Topk dense. Of rows whose last window this is: what mla_finish_topk would write.
+  const DLTensor* indices;
 } mla_select_topk_args;
 MLA_API mla_status mla_select_topk(mla_stream* stream, const mla_select_topk_args* args);
 

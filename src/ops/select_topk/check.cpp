@@ -15,6 +15,13 @@ void check_output(std::string_view op, std::span<const IndexItem> items, int64_t
   for (const IndexItem& i : items) require_range(op, "item q_begin", i.q_begin, 0, tokens - i.q_count + 1);
 }
 
+void check_indices(std::string_view op, View<int32_t, Token, Topk> indices, std::span<const IndexItem> items,
+                   int64_t topk) {
+  require_equal(op, "indices Topk", indices.extent<Topk>(), "topk", topk);
+  require_dense<Topk>(op, "indices", indices);
+  check_output(op, items, indices.extent<Token>());
+}
+
 constexpr int64_t kAnyColumns = int64_t{1} << 31;
 
 }  // namespace
@@ -32,6 +39,8 @@ void check(const SelectTopkArgs& a) {
   }
   require_range(op, "first", a.first, 0, kAnyColumns);
   require_items(op, a.items, std::min(a.scores.extent<Token>(), a.state.rows));
+  require_view(op, "indices", a.indices);
+  if (a.indices) check_indices(op, a.indices, a.items, a.state.topk);
 }
 
 void check(const FinishTopkArgs& a) {
@@ -39,10 +48,8 @@ void check(const FinishTopkArgs& a) {
   require_view(op, "indices", a.indices);
   require_view(op, "scores", a.scores);
   check_state(op, a.state, a.items);
-  require_equal(op, "indices Topk", a.indices.extent<Topk>(), "topk", a.state.topk);
-  require_dense<Topk>(op, "indices", a.indices);
   require_items(op, a.items, a.state.rows);
-  check_output(op, a.items, a.indices.extent<Token>());
+  check_indices(op, a.indices, a.items, a.state.topk);
   require_range(op, "held rank", a.held.rank, 0, a.held.sharding.ranks());
   if (!a.scores) return;
   require_same<Topk>(op, "scores", a.scores, "indices", a.indices);

@@ -17,7 +17,9 @@ Cost cost(const SelectTopkArgs& a) {
     const IndexItem i = clipped(item, a.first, a.scores.extent<Key>());
     for (int64_t r = 0; r < i.q_count; ++r) pairs += i.columns(r);
   }
-  return {.bytes = pairs * (a.positions ? 8 : 4), .flops = 0};
+  Cost c{.bytes = pairs * (a.positions ? 8 : 4), .flops = 0};
+  if (a.indices) c += output(a.items, a.state.topk, 4);
+  return c;
 }
 
 Cost cost(const FinishTopkArgs& a) { return output(a.items, a.state.topk, a.scores ? 16 : 12); }

@@ -4,7 +4,7 @@
 //
 //   select_topk(begin = true)  one call a window; each position of a row once, in any order
 //   select_topk                ...
-//   finish_topk                ascending positions, then -1
+//   finish_topk                ascending positions, then -1; or the last window's call, where it is given indices
 //   fill_topk                  instead, where everything a row sees fits topk: no scores needed
 #pragma once
 
@@ -51,6 +51,9 @@ struct SelectTopkArgs {
   bool begin = false;  ///< these rows' selections begin here: what their state held is dropped
   TopkState state;     ///< row item.row + i of the items
   Scratch scratch;     ///< a GPU's; the CPU needs none
+  /// Of rows whose last window this is: their selections, as finish_topk writes them; the state is spent afterwards.
+  /// Empty (null): selections stay in the state.
+  View<int32_t, Token, Topk> indices = {};
 };
 
 /// Row item.q_begin + i of the output from state row item.row + i. The state is spent afterwards.

@@ -61,9 +61,12 @@ void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operan
     for (int64_t r = 0; r < rounds; ++r) {
       s.add("index_score", kIndexer,
             steps::IndexScore{q, weights, scale, items, r * keys, scores, s.plan.options.index_arithmetic});
-      s.add("select_topk", kIndexer, steps::SelectTopk{scores, items, r * keys, state});
+      steps::SelectTopk step{scores, items, r * keys, state};
+      if (!shared && r == rounds - 1) step.indices = selected(s);
+      s.add("select_topk", kIndexer, step);
     }
-    if (shared) join_candidates(s, i, state);
+    if (!shared) continue;
+    join_candidates(s, i, state);
     s.add("select_topk", kIndexer, steps::FinishTopk{state, items, selected(s)});
   }
 }

@@ -48,6 +48,21 @@ void sort_by_position(Selection& s) {
   }
 }
 
+// The best of a selection in order of positions, with their keys.
+Selection finished(const ops::TopkState& state, int64_t row) {
+  Selection s = selection(state, row);
+  select_reduce(s);
+  sort_by_position(s);
+  return s;
+}
+
+void write_positions(const Selection& s, const ops::HeldTokens& held, int32_t* to) {
+  const int64_t n = s.row->count;
+  if (held.all()) std::copy_n(s.positions, n, to);
+  else std::transform(s.positions, s.positions + n, to, [&](int32_t own) { return held.position(own); });
+  std::fill(to + n, to + s.topk, -1);
+}
+
 }  // namespace
 
 void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
@@ -58,22 +73,18 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
     // Every key is above the lowest number.
     if (a.begin) *s.row = {.count = 0, .key = std::numeric_limits<int32_t>::min(), .position = 0};
     const int64_t columns = item.columns(i);
-    if (columns == 0) return;
-    select_feed(s, &a.scores(row, 0), columns, a.positions ? &a.positions(row, 0) : nullptr, item.kv_begin);
+    if (columns > 0)
+      select_feed(s, &a.scores(row, 0), columns, a.positions ? &a.positions(row, 0) : nullptr, item.kv_begin);
+    if (a.indices) write_positions(finished(a.state, row), {}, &a.indices(item.q_begin + i, 0));
   });
 }
 
 void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
   for_rows(stream, a.items, [&](const IndexItem& item, int64_t i) {
-    Selection s = selection(a.state, item.row + i);
-    select_reduce(s);
-    sort_by_position(s);
-    int32_t* to = &a.indices(item.q_begin + i, 0);
-    const int64_t n = s.row->count;
-    if (a.held.all()) std::copy_n(s.positions, n, to);
-    else std::transform(s.positions, s.positions + n, to, [&](int32_t own) { return a.held.position(own); });
-    std::fill(to + n, to + s.topk, -1);
+    const Selection s = finished(a.state, item.row + i);
+    write_positions(s, a.held, &a.indices(item.q_begin + i, 0));
     if (!a.scores) return;
+    const int64_t n = s.row->count;
     float* scores = &a.scores(item.q_begin + i, 0);
     for (int64_t k = 0; k < n; ++k) scores[k] = key_score(s.keys[k]);
     std::fill(scores + n, scores + s.topk, -std::numeric_limits<float>::infinity());

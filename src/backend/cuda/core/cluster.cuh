@@ -39,6 +39,14 @@ __device__ __forceinline__ uint32_t load_remote(uint32_t address) {
   asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
+__device__ __forceinline__ uint4 load_remote_four(uint32_t address) {
+  uint4 x;
+  asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "r"(address)
+               : "memory");
+  return x;
+}
 template <class T>
 __device__ __forceinline__ void store_remote(uint32_t address, const T& x) {
   uint32_t words[sizeof(T) / 4];

@@ -59,13 +59,9 @@ __device__ inline uint32_t scan_before(uint32_t x, uint32_t (&warps)[kWarps], ui
   __syncthreads();  // an earlier scan's sums are read
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
-  uint32_t before = 0;
-  total = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
-    if (w < warp) before += warps[w];
-    total += warps[w];
-  }
+  const uint32_t of = lane < kWarps ? warps[lane] : 0;
+  total = __reduce_add_sync(0xffffffffu, of);
+  const uint32_t before = __reduce_add_sync(0xffffffffu, lane < warp ? of : 0);
   return before + sum - x;
 }
 

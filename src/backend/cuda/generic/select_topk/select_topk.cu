@@ -346,7 +346,7 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   for (const IndexItem& i : a.items)
     if (i.q_count > 0)
       columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
-  if (sm90::serves(model_of(queue), a, rows, columns)) return sm90::select_topk(queue, a, rows, columns);
+  if (sm90::serves(model_of(queue), a)) return sm90::select_topk(queue, a, rows, columns);
   const int64_t part = std::min(rows, kRowsPerLaunch);
   const int64_t histogram_bytes = part * kBuffers * kBins * static_cast<int64_t>(sizeof(uint32_t)),
                 needed = histogram_bytes + part * kListed * static_cast<int64_t>(sizeof(uint2));
@@ -397,6 +397,7 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
       (std::integer_sequence<int, 4, 8, 16, kMostPerThread>());
     }
   }
+  if (a.indices) finish_topk(stream, {.state = a.state, .items = a.items, .indices = a.indices, .scores = {}});
 }
 
 void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {

@@ -11,9 +11,9 @@ class Queue;
 
 namespace mla::cuda::sm90 {
 
-/// Selections of `rows` rows that begin with this window, of `columns` at most, whose columns are positions in order.
-bool serves(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a, int64_t rows, int64_t columns);
-/// The state's `rows` first rows; their selections are in order of positions.
+/// Selections that begin with this window, whose columns are positions in order.
+bool serves(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a);
+/// The state's `rows` first rows, of `columns` at most; their selections are in order of positions.
 void select_topk(const Queue& queue, const ops::SelectTopkArgs& a, int64_t rows, int64_t columns);
 
 }  // namespace mla::cuda::sm90
