@@ -603,6 +603,10 @@ ModelConfig parse_config(std::string_view text, std::string_view where, const Re
   m.latent = config.integer_of("kv_lora_rank", family.latent);
   m.nope = config.integer_of("qk_nope_head_dim", family.nope);
   m.rope = config.integer_of("qk_rope_head_dim", family.rope);
+  if (const int64_t width = config.integer("qk_head_dim", m.nope + m.rope);
+      width != m.nope + m.rope && !options.allow_unknown)
+    config.unsupported("qk_head_dim is " + std::to_string(width) + ", qk_nope_head_dim and qk_rope_head_dim are " +
+                       std::to_string(m.nope) + " and " + std::to_string(m.rope) + ": their sum is needed");
   if (family.type == "minicpm3" && m.heads > 0) m.value = config.integer("v_head_dim", m.hidden / m.heads);
   else m.value = config.integer_of("v_head_dim", family.value);
   m.rms_eps = config.number("rms_norm_eps", family.eps);

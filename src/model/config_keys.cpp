@@ -68,8 +68,9 @@ const Names& linear_attention() {
   return names;
 }
 
-// None of attention's, or nothing that changes it, though their words look so: head_dim and qk_head_dim repeat others,
-// key-value heads are one latent, norms are those between layers, and the rest are of experts, training or generation.
+// None of attention's, or nothing that changes it, though their words look so: head_dim repeats others, as qk_head_dim
+// must, key-value heads are one latent, norms are those between layers, and the rest are of experts, training or
+// generation.
 const Names& bookkeeping() {
   static const Names names{"_attn_implementation",
                            "_attn_implementation_autoset",

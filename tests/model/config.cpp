@@ -246,6 +246,8 @@ TEST(Config, ErrorsNameKeyAndValue) {
   EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"longrope"})")), "c.json: rope: short_factor is missing");
   EXPECT_EQ(message(config(R"(,"rope_scaling":{"type":"llama3","factor":8})")),
             "c.json: rope type 'llama3' is not supported (default, yarn and longrope are)");
+  EXPECT_EQ(message(config(R"(,"qk_head_dim":100)")),
+            "c.json: qk_head_dim is 100, qk_nope_head_dim and qk_rope_head_dim are 24 and 8: their sum is needed");
   EXPECT_EQ(message(config(R"(,"sliding_window":4096)")),
             "c.json: sliding_window is 4096: a sliding window is not supported");
   EXPECT_EQ(message(config(R"(,"use_sliding_window":false,"sliding_window":4096)")), "read");
