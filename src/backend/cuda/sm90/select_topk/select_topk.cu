@@ -185,18 +185,16 @@ __device__ __noinline__ void select_by_histograms(const Rows& a, const float* sc
   constexpr int kColumns = 16;
   const int thread = static_cast<int>(threadIdx.x), blocks = a.blocks;
   const uint32_t rank = blocks > 1 ? cluster_rank() : 0;
-  // A thread's columns of a pass, neighbours or, faster, a warp's side by side; as many passes for all threads.
-  const auto each = [&]<bool neighbours>(std::bool_constant<neighbours>, auto&& visit) {
-    constexpr int kApart = neighbours ? 1 : kThreads;
+  const auto each = [&](auto&& visit) {  // a thread's columns of a pass; as many passes for all threads
 #pragma unroll 1
     for (int64_t from = begin; from < end; from += kThreads * kColumns) {
-      const int64_t first = from + thread * (neighbours ? kColumns : 1);
+      const int64_t first = from + thread * kColumns;
       float x[kColumns];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) x[i] = first + i * kApart < end ? scores[first + i * kApart] : 0;
+      for (int i = 0; i < kColumns; ++i) x[i] = first + i < end ? scores[first + i] : 0;
       uint32_t key[kColumns];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) key[i] = first + i * kApart < end ? key_of(x[i]) : 0;
+      for (int i = 0; i < kColumns; ++i) key[i] = first + i < end ? key_of(x[i]) : 0;
       visit(first, key);
     }
   };
@@ -208,10 +206,14 @@ __device__ __noinline__ void select_by_histograms(const Rows& a, const float* sc
   Range r{0, ~0u, static_cast<uint32_t>(a.state.topk)};
   for (int level = 0; level < kKeyLevels; ++level) {
     clear_bins();
-    each(std::false_type(), [&](int64_t, const uint32_t(&key)[kColumns]) {
+    each([&](int64_t, const uint32_t(&key)[kColumns]) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i)
-        if (key[i] != 0 && r.has(key[i])) atomicAdd(&s.bins[(key[i] - r.low) >> kShift[level]], 1u);
+      for (int i = 0; i < kColumns; ++i) {
+        const uint32_t bin = key[i] != 0 && r.has(key[i]) ? (key[i] - r.low) >> kShift[level] : kBins;
+        // Scores that are alike are counted at once: additions to one bin take turns.
+        const bool alike = __all_sync(0xffffffffu, bin == __shfl_sync(0xffffffffu, bin, 0));
+        if (bin < kBins && (!alike || thread % 32 == 0)) atomicAdd(&s.bins[bin], alike ? 32u : 1u);
+      }
     });
     all_here();
     uint4 four = *reinterpret_cast<const uint4*>(s.bins + own_bins());
@@ -238,7 +240,7 @@ __device__ __noinline__ void select_by_histograms(const Rows& a, const float* sc
     return m;
   };
   uint32_t above = 0, at_it = 0;
-  each(std::false_type(), [&](int64_t, const uint32_t(&key)[kColumns]) {
+  each([&](int64_t, const uint32_t(&key)[kColumns]) {
     const uint32_t m = marks(key);
     above += __popc(m & 0xffff), at_it += __popc(m >> 16);
   });
@@ -252,7 +254,7 @@ __device__ __noinline__ void select_by_histograms(const Rows& a, const float* sc
     cluster_sync();
     for (uint32_t b = 0; b < rank; ++b) above += s.counts[0][b], at_it += s.counts[1][b];
   }
-  each(std::true_type(), [&](int64_t first, const uint32_t(&key)[kColumns]) {
+  each([&](int64_t first, const uint32_t(&key)[kColumns]) {
     const uint32_t m = marks(key);
     const auto [before, total] = scan(static_cast<uint32_t>(__popc(m & 0xffff) | __popc(m >> 16) << 16));
     uint32_t in = above + (before & 0xffff), of = at_it + (before >> 16);
