@@ -13,8 +13,8 @@ namespace {
 // items or items of the tile by turns, and finished; the answer must be the definition's, exactly. Ragged: lengths
 // vary, tiles have random borders and come in random order, and scores are of a kind that the seed chooses: normal, few
 // distinct ones, all equal, rising, falling, with NaN and infinities, or high in one stretch or at every sixteenth
-// column alone. Scores that a row does not see are NaN. Every third
-// seed's positions number the tokens of one rank of several; of every other third the last tile's call finishes.
+// column alone. Scores that a row does not see are NaN. Every third seed's positions number the tokens of one rank of
+// several; of every other third the last tile's call finishes.
 class SelectTopkCase final : public Case {
  public:
   explicit SelectTopkCase(const Params& p) : SelectTopkCase(p, Random(p.seed)) {}

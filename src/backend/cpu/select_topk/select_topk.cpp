@@ -49,8 +49,7 @@ void sort_by_position(Selection& s) {
 }
 
 // The best of a selection in order of positions, with their keys.
-Selection finished(const ops::TopkState& state, int64_t row) {
-  Selection s = selection(state, row);
+Selection finished(Selection s) {
   select_reduce(s);
   sort_by_position(s);
   return s;
@@ -75,13 +74,13 @@ void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
     const int64_t columns = item.columns(i);
     if (columns > 0)
       select_feed(s, &a.scores(row, 0), columns, a.positions ? &a.positions(row, 0) : nullptr, item.kv_begin);
-    if (a.indices) write_positions(finished(a.state, row), {}, &a.indices(item.q_begin + i, 0));
+    if (a.indices) write_positions(finished(s), {}, &a.indices(item.q_begin + i, 0));
   });
 }
 
 void finish_topk(Stream& stream, const ops::FinishTopkArgs& a) {
   for_rows(stream, a.items, [&](const IndexItem& item, int64_t i) {
-    const Selection s = finished(a.state, item.row + i);
+    const Selection s = finished(selection(a.state, item.row + i));
     write_positions(s, a.held, &a.indices(item.q_begin + i, 0));
     if (!a.scores) return;
     const int64_t n = s.row->count;

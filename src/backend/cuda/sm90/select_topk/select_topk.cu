@@ -208,12 +208,8 @@ __device__ __noinline__ void select_by_histograms(const Rows& a, const float* sc
     clear_bins();
     each([&](int64_t, const uint32_t(&key)[kColumns]) {
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) {
-        const uint32_t bin = key[i] != 0 && r.has(key[i]) ? (key[i] - r.low) >> kShift[level] : kBins;
-        // Scores that are alike are counted at once: additions to one bin take turns.
-        const bool alike = __all_sync(0xffffffffu, bin == __shfl_sync(0xffffffffu, bin, 0));
-        if (bin < kBins && (!alike || thread % 32 == 0)) atomicAdd(&s.bins[bin], alike ? 32u : 1u);
-      }
+      for (int i = 0; i < kColumns; ++i)
+        if (key[i] != 0 && r.has(key[i])) atomicAdd(&s.bins[(key[i] - r.low) >> kShift[level]], 1u);
     });
     all_here();
     uint4 four = *reinterpret_cast<const uint4*>(s.bins + own_bins());
