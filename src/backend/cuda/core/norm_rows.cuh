@@ -7,6 +7,8 @@
 
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
+#include "backend/cuda/core/queue.hpp"
 #include "mla/error.hpp"
 
 namespace mla::cuda {
@@ -47,6 +49,7 @@ __device__ inline float row_sum(float s, float* partial) {
 template <class T, int n, int rounds, bool mean_and_bias>
 __global__ void __launch_bounds__(kNormThreads) norm_rows_kernel(NormRows<T> a) {
   __shared__ float partial[32 * 8];
+  take_turn();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * blockDim.y + threadIdx.y;
   const bool real = row < a.rows;
   const T* const from = a.x + (real ? row : 0) * a.x_row;
@@ -112,7 +115,7 @@ __global__ void __launch_bounds__(kNormThreads) norm_rows_kernel(NormRows<T> a) 
 }
 
 template <bool mean_and_bias, class T>
-void norm_rows(cudaStream_t stream, const NormRows<T>& a, std::string_view op) {
+void norm_rows(const Queue& queue, const NormRows<T>& a, std::string_view op) {
   if (a.rows == 0 || a.width == 0) return;
   constexpr int n = 16 / static_cast<int>(sizeof(T));
   const auto aligned = [](const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; };
@@ -130,11 +133,12 @@ void norm_rows(cudaStream_t stream, const NormRows<T>& a, std::string_view op) {
   const std::string what = "rows " + std::to_string(a.rows) + ", width " + std::to_string(a.width);
   if (blocks > INT32_MAX) throw ShapeError(std::string(op) + ": too many rows for one call (" + what + ")");
   const LaunchConfig config{.grid = dim3(static_cast<unsigned>(blocks)),
-                            .block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(per_block))};
+                            .block = dim3(static_cast<unsigned>(threads), static_cast<unsigned>(per_block)),
+                            .overlap = queue.hopper()};
   launch(!wide   ? norm_rows_kernel<T, 1, 0, mean_and_bias>
          : !fits ? norm_rows_kernel<T, n, 0, mean_and_bias>
                  : norm_rows_kernel<T, n, 2, mean_and_bias>,
-         config, stream, op, "norm_rows_kernel", what, a);
+         config, queue.stream(), op, "norm_rows_kernel", what, a);
 }
 
 }  // namespace mla::cuda

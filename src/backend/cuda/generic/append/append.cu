@@ -8,6 +8,7 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/cache_row.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/rotate.cuh"
 #include "backend/cuda/core/row_batch.cuh"
@@ -156,6 +157,7 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
 template <CacheFormat f, class T, bool wide>
 __global__ void __launch_bounds__(256, wide && sizeof(T) == 2 ? 3 : 1)
     append_kernel(AppendRows<T> a, unsigned row_blocks, int rows, int chunks) {
+  take_turn();
   if (blockIdx.x < row_blocks) {
     const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
                    warps = blockDim.x * blockDim.y * blockDim.z / 32;
@@ -274,6 +276,7 @@ constexpr int kBatchThreads = 128;
 
 template <CacheFormat f>
 __global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale) {
+  take_turn();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * (kBatchThreads / 32) + threadIdx.x / 32;
   append_batch<f, false>(a, by_k_scale, warp * RowBatch<f>::kRows, static_cast<int>(threadIdx.x % 32));
 }
@@ -282,6 +285,7 @@ __global__ void __launch_bounds__(kBatchThreads) append_batches_kernel(AppendRow
 template <CacheFormat f>
 __global__ void __launch_bounds__(256, 3)
     rope_append_batches_kernel(AppendRows<bf16> a, Reciprocal by_k_scale, unsigned row_blocks, int rows, int chunks) {
+  take_turn();
   if (blockIdx.x < row_blocks) {
     const unsigned thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x,
                    warps = blockDim.x * blockDim.y * blockDim.z / 32;
@@ -324,7 +328,8 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
                            std::to_string(a.cache.latent) + ", rope " + std::to_string(a.cache.rope) + ", format " +
                            std::string(to_string(a.cache.format));
   if (blocks > INT32_MAX) throw ShapeError(std::string(op) + ": too many rows for one call (" + what + ")");
-  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block};
+  const bool overlap = queue.hopper();
+  const LaunchConfig config{.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block, .overlap = overlap};
   for_format(a.cache.format, [&](auto format) {
     constexpr CacheFormat f = decltype(format)::value;
     if constexpr (std::is_same_v<T, bf16> && f != CacheFormat::f32 && f != CacheFormat::f16) {
@@ -334,13 +339,16 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
           return (a.tokens + warps * RowBatch<f>::kRows - 1) / (warps * RowBatch<f>::kRows);
         };
         if (!rotates)
-          return launch(
-              append_batches_kernel<f>,
-              {.grid = dim3(static_cast<unsigned>(blocks_of(kBatchThreads / 32))), .block = dim3(kBatchThreads)},
-              queue.stream(), op, "append_batches_kernel", what, a, by_k_scale);
+          return launch(append_batches_kernel<f>,
+                        {.grid = dim3(static_cast<unsigned>(blocks_of(kBatchThreads / 32))),
+                         .block = dim3(kBatchThreads),
+                         .overlap = overlap},
+                        queue.stream(), op, "append_batches_kernel", what, a, by_k_scale);
         const int64_t batches = blocks_of(warps);
         return launch(rope_append_batches_kernel<f>,
-                      {.grid = dim3(static_cast<unsigned>(batches + shape.blocks(a.tokens))), .block = shape.block},
+                      {.grid = dim3(static_cast<unsigned>(batches + shape.blocks(a.tokens))),
+                       .block = shape.block,
+                       .overlap = overlap},
                       queue.stream(), op, "rope_append_batches_kernel", what, a, by_k_scale,
                       static_cast<unsigned>(batches), shape.rows, std::max(shape.chunks, 1));
       }

@@ -6,6 +6,7 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/generic/cast/cast.hpp"
 
@@ -19,6 +20,7 @@ __global__ void copy_kernel(const X* x, Y* y, int64_t rows, int64_t heads, int64
                             int64_t x_head, int64_t y_row, int64_t y_head, int64_t y_in, const int32_t* x_rows,
                             const int32_t* y_rows, const float* scales, int64_t scales_head, float one_scale,
                             bool through_e4m3) {
+  take_turn();
   const int64_t count = rows * heads * groups, step = static_cast<int64_t>(gridDim.x) * kBlockThreads;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * kBlockThreads + threadIdx.x; i < count; i += step) {
     const int64_t g = i % groups, h = i / groups % heads, t = i / groups / heads;
@@ -50,11 +52,12 @@ void run(const Queue& queue, const CopyRows& c, std::string_view op) {
   if (count == 0) return;
   const std::string shape =
       "rows " + std::to_string(c.rows) + ", heads " + std::to_string(heads) + ", width " + std::to_string(width);
-  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>,
-         strided(count, kBlockThreads, int64_t{queue.multiprocessors()} * 32), queue.stream(), op, "copy of rows",
-         shape, static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups,
-         c.x.stride<Token>(), c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.y.stride<In>(), c.x_rows,
-         c.y_rows, c.scales, c.scales_head, c.scale, c.through_e4m3);
+  LaunchConfig config = strided(count, kBlockThreads, int64_t{queue.multiprocessors()} * 32);
+  config.overlap = queue.hopper();
+  launch(wide ? copy_kernel<X, Y, n> : copy_kernel<X, Y, 1>, config, queue.stream(), op, "copy of rows", shape,
+         static_cast<const X*>(c.x.data()), static_cast<Y*>(c.y.data()), c.rows, heads, groups, c.x.stride<Token>(),
+         c.x.stride<Head>(), c.y.stride<Token>(), c.y.stride<Head>(), c.y.stride<In>(), c.x_rows, c.y_rows, c.scales,
+         c.scales_head, c.scale, c.through_e4m3);
 }
 
 // Codes of bf16 numbers, for which the index arithmetic above would take longer than memory does.

@@ -4,6 +4,7 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/index_row.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 
 namespace mla::cuda {
@@ -13,6 +14,7 @@ namespace {
 template <class T, bool wide>
 __global__ void __launch_bounds__(kBlockThreads)
     index_append_kernel(const float* keys, int64_t stride, const int32_t* slots, int64_t tokens, IndexMemory cache) {
+  take_turn();
   constexpr int n = wide ? 4 : 1;
   const int lane = static_cast<int>(threadIdx.x % 32);
   const int64_t token = static_cast<int64_t>(blockIdx.x) * (kBlockThreads / 32) + threadIdx.x / 32;
@@ -48,8 +50,9 @@ void index_append(Stream& stream, const ops::IndexAppendArgs& a) {
   if (blocks > INT32_MAX) throw ShapeError("index_append: too many rows for one call (" + what + ")");
   const bool wide = cache.wide(4) && reinterpret_cast<uintptr_t>(a.keys.data()) % 16 == 0 && stride % 4 == 0;
   const auto run = [&](auto* kernel) {
-    launch(kernel, {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads)}, queue.stream(),
-           "index_append", "index_append_kernel", what, a.keys.data(), stride,
+    launch(kernel,
+           {.grid = dim3(static_cast<unsigned>(blocks)), .block = dim3(kBlockThreads), .overlap = queue.hopper()},
+           queue.stream(), "index_append", "index_append_kernel", what, a.keys.data(), stride,
            queue.reads(a.slots, "index_append", "slots"), tokens, cache);
   };
   using namespace generic;

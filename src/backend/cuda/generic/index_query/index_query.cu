@@ -4,6 +4,7 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/index_row.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 
 namespace mla::cuda {
@@ -22,6 +23,7 @@ struct QueryRows {
 
 template <bool wide>
 __global__ void __launch_bounds__(kBlockThreads) index_query_kernel(QueryRows a) {
+  take_turn();
   const int lane = static_cast<int>(threadIdx.x % 32);
   const uint32_t r = blockIdx.x * (kBlockThreads / 32) + threadIdx.x / 32;
   if (r >= a.rows) return;
@@ -63,7 +65,9 @@ void index_query(Stream& stream, const ops::IndexQueryArgs& a) {
                     r.codes_head % 4 == 0;
   constexpr int64_t warps = kBlockThreads / 32;
   launch(wide ? generic::index_query_kernel<true> : generic::index_query_kernel<false>,
-         {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)), .block = dim3(kBlockThreads)},
+         {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)),
+          .block = dim3(kBlockThreads),
+          .overlap = stream.queue().hopper()},
          stream.queue().stream(), "index_query", "index_query_kernel", what, r);
 }
 

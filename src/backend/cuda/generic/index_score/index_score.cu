@@ -239,13 +239,14 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   }
   s.tokens = static_cast<int>(std::clamp<int64_t>(kQueryBytes / (chunks * 64 * 256), 1, most_tokens));
   s.groups = static_cast<int>((most_tokens + s.tokens - 1) / s.tokens);
-  // What a group of several tokens pays for its queries tells in short ranges, more than that groups see unequally much.
+  // What a group of several tokens pays for its queries tells in short ranges, more than that groups see unequally
+  // much.
   const int64_t blocks = s.groups > 1 ? divide(1, 256, 8192) : divide(2, 256, 32768);
   const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = s.q_dtype == Dtype::fp8_e4m3;
-  if (kernel == Kernel::warpgroups) score_by_warpgroups(queue.stream(), s, blocks, shape);
-  else if (fp8_keys && fp8_queries) launch_by_heads<fp8_e4m3, f16, WarpProduct>(queue.stream(), s, blocks, shape);
-  else if (fp8_keys) launch_by_heads<fp8_e4m3, bf16, WarpProduct>(queue.stream(), s, blocks, shape);
-  else launch_by_heads<bf16, bf16, WarpProduct>(queue.stream(), s, blocks, shape);
+  if (kernel == Kernel::warpgroups) score_by_warpgroups(queue, s, blocks, shape);
+  else if (fp8_keys && fp8_queries) launch_by_heads<fp8_e4m3, f16, WarpProduct>(queue, s, blocks, shape);
+  else if (fp8_keys) launch_by_heads<fp8_e4m3, bf16, WarpProduct>(queue, s, blocks, shape);
+  else launch_by_heads<bf16, bf16, WarpProduct>(queue, s, blocks, shape);
 }
 
 }  // namespace mla::cuda

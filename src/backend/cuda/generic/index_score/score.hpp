@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <string>
 
+#include "backend/cuda/core/queue.hpp"
 #include "mla/dtype.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/work.hpp"
@@ -43,7 +44,7 @@ struct IndexScore {
 constexpr int kIndexDim = 128;
 
 /// Products by wgmma, where key and query are both fp8 (their products exact in f16) or both bf16. On Hopper.
-void score_by_warpgroups(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape);
+void score_by_warpgroups(const Queue& queue, const IndexScore& a, int64_t blocks, const std::string& shape);
 
 /// Heads that IndexArithmetic::fp8 is served for, and what a page's tokens are a multiple of.
 constexpr int kFp8Heads = 128, kFp8Page = 16;

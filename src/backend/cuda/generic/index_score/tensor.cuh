@@ -13,6 +13,7 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mbarrier.cuh"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/generic/index_score/score.hpp"
 
 namespace mla::cuda::generic {
@@ -146,6 +147,7 @@ __device__ void stage_queries(const IndexScore& a, int64_t token, int tokens, in
 template <class Key, class T, int N, class Product>
 __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScore a) {
   extern __shared__ std::byte shared[];
+  take_turn();
   const int64_t unit = blockIdx.x;
   const IndexItem item = clipped(a.items[unit / (a.groups * a.ranges)], a.first, a.columns);
   const int group = static_cast<int>(unit / a.ranges % a.groups);
@@ -251,20 +253,21 @@ int query_bytes(const IndexScore& a) {
 }
 
 template <class Key, class T, int N, template <class, int> class Product>
-void launch_score(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape) {
+void launch_score(const Queue& queue, const IndexScore& a, int64_t blocks, const std::string& shape) {
   launch(score_kernel<Key, T, N, Product<T, N>>,
          {.grid = dim3(static_cast<unsigned>(blocks)),
           .block = dim3(kScoreThreads),
-          .shared_bytes = static_cast<size_t>(query_bytes<N>(a)) + 1024},
-         stream, "index_score", "scores", shape, a);
+          .shared_bytes = static_cast<size_t>(query_bytes<N>(a)) + 1024,
+          .overlap = queue.hopper()},
+         queue.stream(), "index_score", "scores", shape, a);
 }
 
 /// By the number of heads that a product takes at a time.
 template <class Key, class T, template <class, int> class Product>
-void launch_by_heads(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape) {
-  if (a.heads > 32) launch_score<Key, T, 64, Product>(stream, a, blocks, shape);
-  else if (a.heads > 16) launch_score<Key, T, 32, Product>(stream, a, blocks, shape);
-  else launch_score<Key, T, 16, Product>(stream, a, blocks, shape);
+void launch_by_heads(const Queue& queue, const IndexScore& a, int64_t blocks, const std::string& shape) {
+  if (a.heads > 32) launch_score<Key, T, 64, Product>(queue, a, blocks, shape);
+  else if (a.heads > 16) launch_score<Key, T, 32, Product>(queue, a, blocks, shape);
+  else launch_score<Key, T, 16, Product>(queue, a, blocks, shape);
 }
 
 }  // namespace mla::cuda::generic

@@ -15,7 +15,7 @@ void layer_norm(Stream& stream, const ops::LayerNormArgs& a) {
   rows.weight = a.weight.data();
   rows.bias = a.bias.data();
   rows.eps = static_cast<float>(a.eps);
-  norm_rows<true>(stream.queue().stream(), rows, "layer_norm");
+  norm_rows<true>(stream.queue(), rows, "layer_norm");
 }
 
 }  // namespace mla::cuda

@@ -7,6 +7,7 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/held_rows.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 
 namespace mla::cuda {
@@ -24,6 +25,7 @@ struct Entries {
 /// map(request) gives what maps a position of that request.
 template <bool wide, class Map>
 __device__ void map_entries(const Entries& a, Map&& map) {
+  take_turn();
   constexpr int n = wide ? 4 : 1;
   const uint32_t row = blockIdx.x / a.chunks;
   const int i = static_cast<int>((blockIdx.x - row * a.chunks) * kBlockThreads + threadIdx.x) * n;
@@ -96,8 +98,8 @@ void run(const Queue& queue, std::string_view op, void (*wide_kernel)(Entries, P
   const std::string what = "rows " + std::to_string(rows) + ", topk " + std::to_string(a.topk);
   if (rows * chunks > INT32_MAX) throw ShapeError(std::string(op) + ": too many rows for one call (" + what + ")");
   launch(wide ? wide_kernel : kernel,
-         {.grid = dim3(static_cast<unsigned>(rows * chunks)), .block = dim3(kBlockThreads)}, queue.stream(), op, op,
-         what, a, args...);
+         {.grid = dim3(static_cast<unsigned>(rows * chunks)), .block = dim3(kBlockThreads), .overlap = queue.hopper()},
+         queue.stream(), op, op, what, a, args...);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "backend/cuda/core/convert.cuh"
 #include "backend/cuda/core/item_rows.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 
 namespace mla::cuda {
@@ -94,6 +95,7 @@ template <bool wide, int blocks>
 __global__ void __launch_bounds__(kBlockThreads, 3)
     merge_splits_kernel(Part<float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
                         int width) {
+  take_turn();
   constexpr int n = wide ? 4 : 1, unroll = 8 / blocks;
   const int lane = static_cast<int>(threadIdx.x % 32), spans = (width + blocks * 32 * n - 1) / (blocks * 32 * n);
   const auto units_of = [&](const SplitRows& s) { return int64_t{s.rows} * heads * spans; };
@@ -186,9 +188,10 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
   const auto go = [&](auto kernel, int64_t columns) {
     const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
     const ItemGrid grid(units, queue.multiprocessors(), kBlockThreads, 1);
-    launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads)}, queue.stream(), "merge_splits",
-           "merge_splits_kernel", shape_of(rows, heads, width), to, from, queue.reads(a.items, "merge_splits", "items"),
-           static_cast<int32_t>(a.items.size()), static_cast<int>(heads), static_cast<int>(width));
+    launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads), .overlap = queue.hopper()}, queue.stream(),
+           "merge_splits", "merge_splits_kernel", shape_of(rows, heads, width), to, from,
+           queue.reads(a.items, "merge_splits", "items"), static_cast<int32_t>(a.items.size()), static_cast<int>(heads),
+           static_cast<int>(width));
   };
   // A warp takes a whole row of 512 where rows are many: its weights are found once.
   if (!wide) go(merge_splits_kernel<false, 1>, 32);

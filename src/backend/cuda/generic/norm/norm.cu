@@ -21,7 +21,7 @@ void norm(Stream& stream, const ops::NormArgs& a) {
       rows.beta = static_cast<float>(a.growth.beta);
       rows.length = a.growth.length;
     }
-    norm_rows<false>(stream.queue().stream(), rows, "norm");
+    norm_rows<false>(stream.queue(), rows, "norm");
   });
 }
 

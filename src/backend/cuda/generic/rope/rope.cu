@@ -5,6 +5,7 @@
 
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/rotate.cuh"
 
@@ -17,6 +18,7 @@ template <class T, bool wide>
 __global__ void __launch_bounds__(256)
     rope_kernel(HeadRows<T> q, HeadRows<T> k, Rotation rotation, const int32_t* positions, int64_t tokens,
                 unsigned q_blocks, int rows, int chunks) {
+  take_turn();
   if (blockIdx.x < q_blocks) return rotate_heads<wide>(q, rotation, positions, tokens, blockIdx.x, rows, chunks);
   constexpr int m = wide ? 4 : 1;
   const int64_t token =
@@ -42,9 +44,9 @@ void run(const Queue& queue, const HeadRows<T>& q, const HeadRows<T>& k, const o
     throw ShapeError("rope: tokens times heads is too large: " + std::to_string(tokens) + " tokens, " +
                      std::to_string(q.heads) + " heads");
   launch(wide ? rope_kernel<T, true> : rope_kernel<T, false>,
-         {.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block}, queue.stream(), "rope", "rope_kernel",
-         "tokens " + std::to_string(tokens) + ", heads " + std::to_string(q.heads), q, k, rotation,
-         queue.reads(a.positions, "rope", "positions"), tokens, static_cast<unsigned>(q_blocks), shape.rows,
+         {.grid = dim3(static_cast<unsigned>(blocks)), .block = shape.block, .overlap = queue.hopper()}, queue.stream(),
+         "rope", "rope_kernel", "tokens " + std::to_string(tokens) + ", heads " + std::to_string(q.heads), q, k,
+         rotation, queue.reads(a.positions, "rope", "positions"), tokens, static_cast<unsigned>(q_blocks), shape.rows,
          std::max(shape.chunks, 1));
 }
 

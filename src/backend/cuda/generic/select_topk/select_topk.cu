@@ -321,6 +321,7 @@ constexpr int kFillThreads = 256;
 __global__ void __launch_bounds__(kFillThreads)
     fill_kernel(const IndexItem* items, int item_count, int32_t* indices, int64_t indices_row, int64_t topk) {
   __shared__ IndexItem item;
+  take_turn();
   const int64_t row = blockIdx.x;
   if (!find_item<kFillThreads>(items, item_count, &IndexItem::q_begin, row, item)) return;
   const int n = item.columns(row - item.q_begin);
@@ -415,9 +416,11 @@ void fill_topk(Stream& stream, const ops::FillTopkArgs& a) {
   const Queue& queue = stream.queue();
   const int64_t rows = rows_end(a.items, &IndexItem::q_begin);
   if (rows == 0 || a.indices.extent<Topk>() == 0) return;
-  launch(fill_kernel, {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kFillThreads)}, queue.stream(),
-         "fill_topk", "fill", "rows " + std::to_string(rows), queue.reads(a.items, "fill_topk", "items"),
-         static_cast<int>(a.items.size()), a.indices.data(), a.indices.stride<Token>(), a.indices.extent<Topk>());
+  launch(fill_kernel,
+         {.grid = dim3(static_cast<unsigned>(rows)), .block = dim3(kFillThreads), .overlap = model_of(queue).hopper},
+         queue.stream(), "fill_topk", "fill", "rows " + std::to_string(rows),
+         queue.reads(a.items, "fill_topk", "items"), static_cast<int>(a.items.size()), a.indices.data(),
+         a.indices.stride<Token>(), a.indices.extent<Topk>());
 }
 
 }  // namespace mla::cuda

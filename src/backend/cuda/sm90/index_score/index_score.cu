@@ -31,9 +31,9 @@ struct WarpgroupProduct {
 
 }  // namespace
 
-void score_by_warpgroups(cudaStream_t stream, const IndexScore& a, int64_t blocks, const std::string& shape) {
-  if (a.format == IndexCacheFormat::fp8) launch_by_heads<fp8_e4m3, f16, WarpgroupProduct>(stream, a, blocks, shape);
-  else launch_by_heads<bf16, bf16, WarpgroupProduct>(stream, a, blocks, shape);
+void score_by_warpgroups(const Queue& queue, const IndexScore& a, int64_t blocks, const std::string& shape) {
+  if (a.format == IndexCacheFormat::fp8) launch_by_heads<fp8_e4m3, f16, WarpgroupProduct>(queue, a, blocks, shape);
+  else launch_by_heads<bf16, bf16, WarpgroupProduct>(queue, a, blocks, shape);
 }
 
 }  // namespace mla::cuda::generic
