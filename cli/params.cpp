@@ -116,6 +116,7 @@ ShapeFlags::ShapeFlags(CLI::App& command)
   flag("--neox", p_.neox, "rope: NeoX halves instead of interleaved pairs");
   number("--yarn-factor", p_.yarn_factor, "rope: above 1, YaRN with this factor");
   flag("--full", full_, "attend_expanded: not causal");
+  flag("--masked", p_.masked, "attend_expanded: a row sees only --topk of the keys, by a mask");
   flag("--batch-invariant", p_.batch_invariant, "Bits of a request do not depend on its neighbours");
   splits_ = number("--splits", p_.splits, "Parts a request's context is cut into");
   text("--output", output_,

@@ -32,6 +32,17 @@ struct Shape {
   bool causal = true;
   Dtype dtype = Dtype::bf16;
   bool accumulate = false;  // f32 outputs, merged with what they hold
+  int topk = 0;             // every row sees so many random keys at most, by a mask; 0: no masks
+};
+
+// Bits of one row's keys, [tokens, words], and where they lie on the device.
+struct Masks {
+  int64_t words = 0;
+  std::vector<uint32_t> bits;
+  DeviceArray<uint32_t> device;
+  bool names(int64_t token, int64_t key) const {
+    return words == 0 || (bits[static_cast<size_t>(token * words + key / 32)] >> key % 32 & 1);
+  }
 };
 
 std::vector<int32_t> repeat(int count, int32_t length) {
@@ -80,6 +91,17 @@ std::vector<Shape> shapes() {
        .heads = 128,
        .causal = false,
        .accumulate = true},
+      {.name = "h128 4K causal, masks of 2048", .queries = {4096}, .keys = {4096}, .heads = 128, .topk = 2048},
+      {.name = "h128 4K causal after 4K, masks of 2048", .queries = {4096}, .keys = {8192}, .heads = 128, .topk = 2048},
+      {.name = "h128 4K over 4K context, merged, masks of 2048",
+       .queries = {4096},
+       .keys = {4096},
+       .heads = 128,
+       .causal = false,
+       .accumulate = true,
+       .topk = 2048},
+      {.name = "h128 4K causal", .queries = {4096}, .keys = {4096}, .heads = 128},
+      {.name = "h128 4K causal after 4K", .queries = {4096}, .keys = {8192}, .heads = 128},
       {.name = "h16 8K causal f16", .queries = {8192}, .keys = {8192}, .heads = 16, .dtype = Dtype::f16},
       {.name = "192/64/256 h64 8K causal", .queries = {8192}, .keys = {8192}, .heads = 64, .nope = 192, .value = 256},
       {.name = "192/64/256 h64 4K over 16K context",
@@ -114,7 +136,7 @@ double to_double(Dtype t, uint16_t x) { return t == Dtype::bf16 ? to_float(bf16{
 
 /// Largest error over its bound of sampled rows, against float64 (see the test for the bound); NaN counts as infinite.
 /// Rows into which the same part was merged `times` times hold its outputs and an lse of log(times) more.
-double worst(const Shape& s, const Input& in, int times) {
+double worst(const Shape& s, const Input& in, const Masks& masks, int times) {
   const std::vector<int32_t> qs = starts(s.queries), ks = starts(s.keys);
   const int64_t h = s.heads, qk = s.nope + s.rope, kv = s.nope + s.value;
   const double u = s.dtype == Dtype::bf16 ? 0x1p-8 : 0x1p-11,
@@ -149,6 +171,7 @@ double worst(const Shape& s, const Input& in, int times) {
         magnitude(static_cast<size_t>(s.value));
     double high = -1e300, sum = 0;
     for (int64_t j = 0; j < seen; ++j) {
+      if (!masks.names(qs[r] + i, j)) continue;
       double dot = 0;
       for (int e = 0; e < s.nope; ++e)
         dot +=
@@ -160,6 +183,7 @@ double worst(const Shape& s, const Input& in, int times) {
       high = std::max(high, dot * scale);
     }
     for (int64_t j = 0; j < seen; ++j) {
+      if (!masks.names(qs[r] + i, j)) continue;
       const double w = std::exp(score[static_cast<size_t>(j)] - high);
       sum += w;
       for (int e = 0; e < s.value; ++e) {
@@ -179,6 +203,25 @@ double worst(const Shape& s, const Input& in, int times) {
     most = std::isfinite(error) ? std::max(most, error) : 1e9;
   }
   return most;
+}
+
+Masks masks_of(const Shape& s) {
+  Masks m;
+  if (s.topk == 0) return m;
+  const std::vector<int32_t> qs = starts(s.queries);
+  m.words = (*std::ranges::max_element(s.keys) + 31) / 32;
+  m.bits.resize(static_cast<size_t>(qs.back() * m.words));
+  std::mt19937 random(3);
+  for (size_t r = 0; r < s.queries.size(); ++r)
+    for (int32_t i = 0; i < s.queries[r]; ++i) {
+      uint32_t* const row = &m.bits[static_cast<size_t>((qs[r] + i) * m.words)];
+      const auto seen = static_cast<uint32_t>(s.causal ? i + 1 + s.keys[r] - s.queries[r] : s.keys[r]);
+      // A key is taken by its chance, so that a row has about as many as it may.
+      for (uint32_t j = 0; j < seen; ++j)
+        if (random() % seen < static_cast<uint32_t>(s.topk) || j + 1 == seen) row[j / 32] |= 1u << j % 32;
+    }
+  m.device = DeviceArray<uint32_t>(m.bits);
+  return m;
 }
 
 sm90::ExpandedTile forced_tile(const Shape& s) {
@@ -231,9 +274,11 @@ Result measure(const Shape& s, cudaStream_t stream, int replays) {
   std::vector<ExpandedItem> list;
   for (size_t r = 0; r < s.queries.size(); ++r)
     list.push_back({starts(s.queries)[r], s.queries[r], starts(s.keys)[r], s.keys[r],
-                    s.causal ? s.keys[r] - s.queries[r] : ExpandedItem::everything()});
+                    s.causal ? s.keys[r] - s.queries[r] : ExpandedItem::everything(), false, s.topk > 0, 0});
   const DeviceArray<ExpandedItem> items(list);
   const DeviceArray<int32_t> workspace(std::vector<int32_t>(4, 0));
+  const Masks masks = masks_of(s);
+  const DeviceArray<uint8_t> columns(s.topk > 0 ? (tokens + 256) * ((keys + 79) / 80) * 16 : 0);
   sm90::ExpandedTile tile{};
   const auto call = [&](const Input& in) {
     sm90::AttendExpandedArgs a;
@@ -248,6 +293,10 @@ Result measure(const Shape& s, cudaStream_t stream, int replays) {
     a.out = {s.accumulate ? Dtype::f32 : s.dtype, in.out.data(), {tokens, h, s.value}};
     a.accumulate = s.accumulate;
     a.tile = forced_tile(s);
+    if (s.topk > 0) {
+      a.mask = {masks.device.data(), {tokens, masks.words}};
+      a.columns = columns.data();
+    }
     a.lse = {in.lse.data(), {tokens, h}};
     a.workspace = workspace.data();
     tile = sm90::attend_expanded_tile(a);
@@ -262,7 +311,7 @@ Result measure(const Shape& s, cudaStream_t stream, int replays) {
           flops / times.median * 1e-6,
           bytes / times.median * 1e-3,
           std::max(bytes / read_gbps * 1e-3, flops / peak_tflops * 1e-6),
-          std::max(worst(s, inputs.front(), merges(0)), worst(s, inputs.back(), merges(sets - 1))),
+          std::max(worst(s, inputs.front(), masks, merges(0)), worst(s, inputs.back(), masks, merges(sets - 1))),
           tile == sm90::ExpandedTile::rows_128   ? 128
           : tile == sm90::ExpandedTile::rows_192 ? 192
                                                  : 256};
@@ -280,6 +329,7 @@ void measure_all(bench::Report& report) {
                 {"dims", {s.nope, s.rope, s.value}},
                 {"causal", s.causal},
                 {"merged", s.accumulate},
+                {"masks_of", s.topk},
                 {"tile", r.tile},
                 {"items", s.queries.size()},
                 {"tokens", starts(s.queries).back()},

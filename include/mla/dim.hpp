@@ -30,6 +30,7 @@ MLA_DIM(HeadValue);    // all heads' values of a token, [Head * Value] flat
 MLA_DIM(IndexHead);    // heads of the sparse indexer
 MLA_DIM(IndexDim);     // width of an indexer query or key
 MLA_DIM(Topk);         // selected keys of a query row, unused ones -1
+MLA_DIM(Word);         // 32 columns of a row's mask of keys
 MLA_DIM(Group);        // a group of output elements that share a quantisation scale
 
 #undef MLA_DIM

@@ -25,8 +25,10 @@ struct GatherPiece {
 struct ExpandedItem {
   int32_t q_begin = 0, q_count = 0;
   int32_t k_begin = 0, k_count = 0;
-  int32_t visible = 0;  ///< 0: causal over equal-length queries and keys; everything(): not causal
-  bool last = false;    ///< the rows' last part: what they hold after it is final
+  int32_t visible = 0;     ///< 0: causal over equal-length queries and keys; everything(): not causal
+  bool last = false;       ///< the rows' last part: what they hold after it is final
+  bool masked = false;     ///< rows see, of those keys, the ones that their masks name alone
+  int32_t mask_begin = 0;  ///< masked: column of the first key in the rows' masks
   static constexpr int32_t everything() { return std::numeric_limits<int32_t>::max() / 2; }
 };
 

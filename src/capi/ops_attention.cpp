@@ -10,7 +10,9 @@ static_assert(offsetof(ExpandedItem, q_count) == offsetof(mla_expanded_item, q_c
               offsetof(ExpandedItem, k_begin) == offsetof(mla_expanded_item, k_begin) &&
               offsetof(ExpandedItem, k_count) == offsetof(mla_expanded_item, k_count) &&
               offsetof(ExpandedItem, visible) == offsetof(mla_expanded_item, visible) &&
-              offsetof(ExpandedItem, last) == offsetof(mla_expanded_item, last));
+              offsetof(ExpandedItem, last) == offsetof(mla_expanded_item, last) &&
+              offsetof(ExpandedItem, masked) == offsetof(mla_expanded_item, masked) &&
+              offsetof(ExpandedItem, mask_begin) == offsetof(mla_expanded_item, mask_begin));
 static_assert(offsetof(LatentItem, q_begin) == offsetof(mla_latent_item, q_begin) &&
               offsetof(LatentItem, q_count) == offsetof(mla_latent_item, q_count) &&
               offsetof(LatentItem, kv_begin) == offsetof(mla_latent_item, kv_begin) &&
@@ -32,17 +34,24 @@ constexpr std::initializer_list<Dtype> kQueries{Dtype::f32, Dtype::bf16, Dtype::
 }  // namespace
 
 mla_status mla_attend_expanded(mla_stream* stream, const mla_attend_expanded_args* args) {
-  return op("mla_attend_expanded", stream, args, [](const OpCall& c, const mla_attend_expanded_args& a) {
+  return op("mla_attend_expanded", stream, args, [args](const OpCall& c, const mla_attend_expanded_args& a) {
+    if (args->struct_size < sizeof a && a.items_count > 0)
+      throw ShapeError("args struct_size is " + std::to_string(args->struct_size) + ": an older header's items, " +
+                       std::to_string(sizeof a) + " is needed");
     ops::AttendExpandedArgs e{.q = c.tensors.read<Token, Head, QueryKey>("q", a.q, c.rows()),
                               .k_nope = c.tensors.read<Key, Head, Nope>("k_nope", a.k_nope, kFloatOrBf16),
                               .k_pe = c.tensors.read<Key, Rope>("k_pe", a.k_pe, kFloatOrBf16),
                               .v = c.tensors.read<Key, Head, Value>("v", a.v, kFloatOrBf16),
                               .items = read_items<ExpandedItem>(a.items, a.items_count),
+                              .mask = as_words(c.tensors.read_optional_as<int32_t, Token, Word>("mask", a.mask)),
                               .scale = a.scale,
                               .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse),
                               .accumulate = read_flag("accumulate", a.accumulate),
                               .scratch = c.scratch(a.scratch, a.scratch_bytes)};
-    for (int64_t i = 0; i < a.items_count; ++i) read_flag("item last", a.items[i].last);
+    for (int64_t i = 0; i < a.items_count; ++i) {
+      read_flag("item last", a.items[i].last);
+      read_flag("item masked", a.items[i].masked);
+    }
     if (a.quantized) e.quantized = read_quantized("quantized", a.quantized, c.device());
     if (a.out || !a.quantized) e.out = c.tensors.write<Token, Head, Value>("out", a.out, c.rows());
     else e.out = {Dtype::f32, nullptr, {0, e.q.extent<Head>(), e.v.extent<Value>()}};

@@ -1,4 +1,5 @@
 #include "capi/op.hpp"
+#include "core/find_twice.hpp"
 
 using namespace mla;
 using namespace mla::capi;
@@ -16,6 +17,16 @@ int64_t read_topk(int64_t topk) {
   if (topk < 1 || topk > kMostTopk)
     throw ShapeError("topk is " + std::to_string(topk) + ", allowed 1 to " + std::to_string(kMostTopk));
   return topk;
+}
+
+// Rows that are written in no order.
+std::span<const int32_t> read_distinct(const char* name, const int32_t* data, int64_t count) {
+  const std::span<const int32_t> list = read_list(name, data, count);
+  if (const auto twice = find_twice(list))
+    throw ShapeError(std::string(name) + "[" + std::to_string(twice->second) + "] is " +
+                     std::to_string(list[twice->second]) + ", that of " + name + "[" + std::to_string(twice->first) +
+                     "] too");
+  return list;
 }
 
 // As many rows as the memory has room for.
@@ -134,5 +145,13 @@ mla_status mla_pick_rows(mla_stream* stream, const mla_pick_rows_args* args) {
     c.run(ops::PickRowsArgs{.positions = c.tensors.read_as<int32_t, Token, Topk>("positions", a.positions),
                             .rows = read_list("rows", a.rows, a.rows_count),
                             .picked = c.tensors.write_as<int32_t, Token, Topk>("picked", a.picked)});
+  });
+}
+
+mla_status mla_map_to_mask(mla_stream* stream, const mla_map_to_mask_args* args) {
+  return op("mla_map_to_mask", stream, args, [](const OpCall& c, const mla_map_to_mask_args& a) {
+    c.run(ops::MapToMaskArgs{.positions = c.tensors.read_as<int32_t, Token, Topk>("positions", a.positions),
+                             .rows = read_distinct("rows", a.rows, a.rows_count),
+                             .mask = as_words(c.tensors.write_as<int32_t, Token, Word>("mask", a.mask))});
   });
 }

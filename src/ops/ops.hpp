@@ -65,6 +65,7 @@
   X(map_to_slots, MapToSlotsArgs)          \
   X(map_to_workspace, MapToWorkspaceArgs)  \
   X(pick_rows, PickRowsArgs)               \
+  X(map_to_mask, MapToMaskArgs)            \
   X(attend_sparse, AttendSparseArgs)       \
   X(merge_sparse, MergeSparseArgs)         \
   X(index_append, IndexAppendArgs)         \

@@ -426,7 +426,7 @@ TEST(COps, AttendExpandedAndMerge) {
   kn.random(2);
   kp.random(3);
   v.random(4);
-  mla_expanded_item item{0, kTokens, 0, kKeys, 4, 0, {0, 0, 0}};
+  mla_expanded_item item{0, kTokens, 0, kKeys, 4, 0, 0, {0, 0}, 0};
   mla_attend_expanded_args a = make<mla_attend_expanded_args>();
   a.q = q;
   a.k_nope = kn;
@@ -459,7 +459,7 @@ TEST(COps, AttendExpandedAndMerge) {
   const std::vector<float> whole = out.data;
   item.k_count = 4;
   ASSERT_OK(mla_attend_expanded(s, &a));
-  item = {0, kTokens, 4, kKeys - 4, 0, 0, {0, 0, 0}};
+  item = {0, kTokens, 4, kKeys - 4, 0, 0, 0, {0, 0}, 0};
   a.out = other;
   a.lse = other_lse;
   ASSERT_OK(mla_attend_expanded(s, &a));
@@ -475,9 +475,44 @@ TEST(COps, AttendExpandedAndMerge) {
   m.rows_count = 5;
   EXPECT_FAILS(MLA_ERROR_SHAPE, mla_merge(s, &m), "rows entry is 5");
 
+  // The same by masks: of every row's first keys, from bit 30 on, and of the others.
+  const std::vector<float> second = other.data;
+  Tensor<int32_t> mask({kTokens, 2});
+  for (int t = 0; t < kTokens; ++t) {
+    mask[2 * t] = static_cast<int32_t>(~0u << 30);
+    mask[2 * t + 1] = 3;
+  }
+  item = {0, kTokens, 0, kKeys, 4, 0, 1, {0, 0}, 30};
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_attend_expanded(s, &a), "an item is masked, there is no mask");
+  a.mask = mask;
+  ASSERT_OK(mla_attend_expanded(s, &a));
+  const std::vector<float> first = other.data;
+  for (int t = 0; t < kTokens; ++t) {
+    mask[2 * t] = 0;
+    mask[2 * t + 1] = ~3;
+  }
+  ASSERT_OK(mla_attend_expanded(s, &a));
+  for (size_t i = 0; i < second.size(); ++i) EXPECT_NEAR(other[i], second[i], 1e-4f);
+  a.accumulate = 1;
+  for (int t = 0; t < kTokens; ++t) {
+    mask[2 * t] = static_cast<int32_t>(~0u << 30);
+    mask[2 * t + 1] = 3;
+  }
+  ASSERT_OK(mla_attend_expanded(s, &a));
+  for (size_t i = 0; i < whole.size(); ++i) EXPECT_NEAR(other[i], whole[i], 1e-4f);
+  a.accumulate = 0;
+  // Items of an older header lie closer together.
+  a.struct_size = offsetof(mla_attend_expanded_args, mask);
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_attend_expanded(s, &a), "args struct_size is 104: an older header's items");
+  a.struct_size = sizeof a;
+
   item.last = 2;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_attend_expanded(s, &a), "item last is 2");
   item.last = 0;
+  item.masked = 3;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_attend_expanded(s, &a), "item masked is 3");
+  item.masked = 0;
+  item.k_begin = 1;
   item.k_count = kKeys;
   EXPECT_EQ(MLA_ERROR_SHAPE, mla_attend_expanded(s, &a));
   a.items = nullptr;

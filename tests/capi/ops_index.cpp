@@ -217,6 +217,24 @@ TEST(COpsIndex, Maps) {
   p.picked = picked;
   ASSERT_OK(mla_pick_rows(s, &p));
   EXPECT_EQ(picked.data, (std::vector<int32_t>{5, 8, 100, 3, 0, 9, -1, 30, 5, 8, 100, 3}));
+
+  Tensor<int32_t> mask({3, 1}, 77);
+  int32_t to[] = {2, 0};
+  mla_map_to_mask_args m = make<mla_map_to_mask_args>();
+  m.positions = positions;
+  m.rows = to;
+  m.rows_count = 2;
+  m.mask = mask;
+  ASSERT_OK(mla_map_to_mask(s, &m));
+  EXPECT_EQ(mask.data, (std::vector<int32_t>{1 << 3 | 1 << 5 | 1 << 8, 77, 1 | 1 << 9 | 1 << 30}));
+  to[1] = -1;
+  ASSERT_OK(mla_map_to_mask(s, &m));
+  to[1] = 2;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_map_to_mask(s, &m), "rows[1] is 2, that of rows[0] too");
+  to[1] = 3;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_map_to_mask(s, &m), "row is 3, allowed 0 to 2");
+  m.mask = nullptr;
+  EXPECT_FAILS(MLA_ERROR_SHAPE, mla_map_to_mask(s, &m), "mask is missing");
 }
 
 template <class Args>
@@ -263,6 +281,7 @@ TEST(COpsIndex, EveryOpRefusesNothing) {
   REJECT(mla_map_to_slots);
   REJECT(mla_map_to_workspace);
   REJECT(mla_pick_rows);
+  REJECT(mla_map_to_mask);
 #undef REJECT
   mla_hadamard_args none = make<mla_hadamard_args>();  // both of its tensors are optional
   EXPECT_OK(mla_hadamard(s, &none));

@@ -43,6 +43,9 @@ struct Keys {
   int64_t rows = 0, heads = 0, nope = 0, rope = 0, value = 0;
   std::vector<std::byte> kv, k_pe;
   std::vector<ExpandedItem> items;
+  // Of masked items: [tokens, words], rows `words` + 1 apart. Bits of no item's keys are set.
+  std::vector<uint32_t> mask;
+  int64_t words = 0;
   // Of e4m3 operands.
   OperandScales k_scale, v_scale;
   std::vector<ops::ScaleRows> scale_rows;  // one an item where scales are of rows
@@ -90,6 +93,28 @@ struct Keys {
         fill_row(k_pe, j, rope);
       }
   }
+  /// Masks most of the items. Of their keys a row sees topk or, with 0, none, all, a run or any number.
+  void select(Random& random, int64_t tokens, int64_t topk) {
+    int64_t columns = 0;
+    for (ExpandedItem& i : items) {
+      i.masked = random.integer(0, 4) > 0;
+      i.mask_begin = static_cast<int32_t>(random.integer(0, 70));
+      columns = std::max<int64_t>(columns, i.mask_begin + i.k_count);
+    }
+    words = (columns + 31) / 32 + random.integer(0, 1);
+    mask.assign(static_cast<size_t>(tokens * (words + 1)), ~uint32_t{0});
+    for (const ExpandedItem& i : items)
+      for (int64_t t = i.q_begin; t < i.q_begin + i.q_count; ++t) {
+        const double share = topk > 0
+                                 ? static_cast<double>(topk) / i.k_count
+                                 : std::initializer_list<double>{0, 1, 1, 0.03, 0.5, 0.9}.begin()[random.integer(0, 5)];
+        const int64_t from = topk == 0 && random.integer(0, 2) == 0 ? random.integer(0, i.k_count) : 0;
+        for (int64_t j = 0; j < i.k_count; ++j) {
+          const int64_t c = i.mask_begin + j;
+          if (j < from || random.uniform() >= share) mask[t * (words + 1) + c / 32] &= ~(uint32_t{1} << c % 32);
+        }
+      }
+  }
   void describe(ops::AttendExpandedArgs& a) const {
     const int64_t width = nope + value;
     a.k_nope = {dtype, kv.data(), {rows, heads, nope}, {heads * width, width, 1}};
@@ -97,6 +122,8 @@ struct Keys {
         dtype, kv.data() + static_cast<size_t>(nope) * size_of(dtype), {rows, heads, value}, {heads * width, width, 1}};
     a.k_pe = {dtype, k_pe.data(), {rows, rope}};
     a.items = items;
+    a.mask = {};
+    if (!mask.empty()) a.mask = {mask.data(), {static_cast<int64_t>(mask.size()) / (words + 1), words}, {words + 1, 1}};
     if (!codes()) return;
     if (!turned.empty()) a.v = {dtype, turned.data(), {rows, heads, value}, {1, value * pitch, pitch}};
     a.scales.k = k_scale.view();
@@ -133,6 +160,11 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
         float m = -kInf, sum = 0;
         p.clear();
         for (int64_t j = 0; j < count; ++j) {
+          const int64_t column = item.mask_begin + j;
+          if (item.masked && !(a.mask(row, column / 32) >> column % 32 & 1)) {
+            p.push_back(-kInf);
+            continue;
+          }
           const float k_scale = scale_of(a.scales.k, first.k, j, h);
           float s = 0;
           for (int64_t d = 0; d < nope; ++d)
@@ -147,7 +179,8 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
         for (int64_t d = 0; d < width; ++d) {
           float x = 0;
           for (int64_t j = 0; j < count; ++j)
-            x += probability(p[j]) * rounded(a.v(item.k_begin + j, h, d) * scale_of(a.scales.v, first.k, j, h));
+            if (p[j] > 0)  // not of a hidden key, whatever its value
+              x += probability(p[j]) * rounded(a.v(item.k_begin + j, h, d) * scale_of(a.scales.v, first.k, j, h));
           out(row, h, d) = some ? x / sum : 0.0f;
         }
         lse(row, h) = some ? m + std::log(sum) : m;
@@ -157,7 +190,8 @@ void plain(const ops::AttendExpandedArgs& a, View<float, Token, Head, Value> out
 
 // New tokens among themselves (causal, or all of them); with a context, its keys are then merged in by a second,
 // accumulating call. Ragged: lengths vary, down to no queries, no keys and no context, and keys differ in number from
-// queries (rows aligned at the end, so that some see nothing). A row of NaN follows every item.
+// queries (rows aligned at the end, so that some see nothing). A row of NaN follows every item. Masked: most items of
+// either call, from any column on.
 class AttendExpandedCase final : public Case {
  public:
   explicit AttendExpandedCase(const Params& p)
@@ -194,6 +228,9 @@ class AttendExpandedCase final : public Case {
     out_ = {p.activations, {tokens, heads_, value_}};
     lse_ = {Dtype::f32, {tokens, heads_}};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 80.0f : 2.0f);
+    Random selection(p.seed + 2);
+    for (Keys* k : {&fresh_, &context_})
+      if (p.masked && !k->items.empty()) k->select(selection, tokens, p.ragged ? 0 : p.topk);
     used_.assign(static_cast<size_t>(tokens), false);
     for (const ExpandedItem& i : fresh_.items) std::fill_n(used_.begin() + i.q_begin, i.q_count, true);
     for (int64_t t = 0; t < tokens; ++t)
@@ -360,7 +397,9 @@ class AttendExpandedCase final : public Case {
                               .q_count = 1,
                               .k_begin = item.k_begin,
                               .k_count = item.k_count,
-                              .visible = item.visible + i});
+                              .visible = item.visible + i,
+                              .masked = item.masked,
+                              .mask_begin = item.mask_begin});
         if (keys.scale_rows.empty()) continue;
         ops::ScaleRows scales = keys.scale_rows[t];
         scales.q += i / static_cast<int32_t>(ops::ExpandedScales::kRows);
@@ -473,6 +512,25 @@ std::vector<Params> sweep(uint64_t seed) {
                          .heads = random.integer(1, 3),
                          .causal = i % 5 > 0,
                          .nonfinite = true});
+    // Masks: fewer keys than there are, then any number of them; the same with NaN and infinities.
+    for (int64_t n : {1, 31, 33, 97, 130})
+      for (bool causal : {true, false})
+        add({16, 8, 12}, {.requests = 2,
+                          .query_len = n,
+                          .context = 2 * n,
+                          .heads = 2,
+                          .causal = causal,
+                          .topk = (n + 1) / 2,
+                          .masked = true});
+    for (int i = 0; i < 60; ++i)
+      draw({20, 8, 40}, {.requests = random.integer(1, 4),
+                         .query_len = i % 10 == 0 ? random.integer(200, 600) : random.integer(1, 90),
+                         .context = i % 2 == 0 ? random.integer(1, 300) : 0,
+                         .ragged = true,
+                         .heads = random.integer(1, 3),
+                         .causal = i % 3 > 0,
+                         .masked = true,
+                         .nonfinite = i % 3 == 0});
   }
   return cases;
 }

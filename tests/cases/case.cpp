@@ -21,8 +21,8 @@ std::string describe(const Params& p, std::string_view op) {
          (p.inputs == Activations::plain ? "" : " inputs=" + std::string(to_string(p.inputs))) +
          (p.weight_block > 0 ? " weight_block=" + n(p.weight_block) : "") + " topk=" + n(p.topk) +
          " sources=" + n(p.sources) + (p.sinks ? " sinks" : "") + (p.max_logits ? "" : " no max_logits") +
-         (p.dense ? " dense" : "") + (p.nonfinite ? " nonfinite" : "") + " index_dim=" + n(p.index_dim) +
-         " index_format=" + std::string(to_string(p.index_format)) +
+         (p.dense ? " dense" : "") + (p.masked ? " masked" : "") + (p.nonfinite ? " nonfinite" : "") +
+         " index_dim=" + n(p.index_dim) + " index_format=" + std::string(to_string(p.index_format)) +
          " index_arithmetic=" + std::string(to_string(p.index_arithmetic)) + " seed=" + std::to_string(p.seed);
 }
 

@@ -50,6 +50,8 @@ struct Params {
   bool sinks = false;        ///< attend_sparse
   bool max_logits = true;    ///< attend_sparse: are they wanted?
   bool dense = false;        ///< attend_sparse: rows without gaps, pages at multiples of 16 bytes
+  /// attend_expanded: of most items rows see only what is selected, `topk` keys or, ragged, any number of them.
+  bool masked = false;
   /// Attention and merge: NaN, infinities and numbers whose products overflow are planted among the inputs. Rows that
   /// do not see one must have the bits of the same call without them.
   bool nonfinite = false;

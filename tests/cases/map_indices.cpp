@@ -1,4 +1,5 @@
 #include <limits>
+#include <utility>
 
 #include "backend/run.hpp"
 #include "cases/compare.hpp"
@@ -11,7 +12,8 @@ constexpr int32_t kSmallest = std::numeric_limits<int32_t>::min(), kLargest = st
 // Positions of requests * query_len rows, to slots of permuted pages. Ragged: rows of any request or none in any order,
 // positions that are unused, past the request, past the table or absurd, pages that do not exist, rows of the table and
 // of both arrays apart; and then the same positions to a workspace of requests one after another,
-// and some of their rows in any order. Every third ragged seed's memory holds the tokens of one rank of several.
+// some of their rows in any order, and all but some to rows of masks that end before the last positions, in any order.
+// Every third ragged seed's memory holds the tokens of one rank of several.
 class MapIndicesCase final : public Case {
  public:
   explicit MapIndicesCase(const Params& p)
@@ -68,6 +70,13 @@ class MapIndicesCase final : public Case {
                      .rows = view(workspace_),
                      .held = to_slots_.held};
     pick_ = {.positions = positions, .rows = rows_picked_, .picked = view(picked_)};
+    words_ = random.integer(0, p.context / 32 + 1);
+    for (int64_t row = 0; row < rows_; ++row) mask_rows_.push_back(static_cast<int32_t>(row));
+    for (int64_t row = rows_ - 1; row > 0; --row) std::swap(mask_rows_[row], mask_rows_[random.integer(0, row)]);
+    for (int32_t& row : mask_rows_)
+      if (random.integer(0, 4) == 0) row = pick<int32_t>(random, {-1, kSmallest});
+    mask_.assign(static_cast<size_t>(rows_ * (words_ + 3)), kUntouched);
+    to_mask_ = {.positions = positions, .rows = mask_rows_, .mask = mask_view(mask_)};
   }
 
   void run(Stream& stream) override {
@@ -75,17 +84,20 @@ class MapIndicesCase final : public Case {
     if (!p_.ragged) return;
     ops::run(stream, to_workspace_);
     ops::run(stream, pick_);
+    ops::run(stream, to_mask_);
   }
 
   Verdict verify() override {
     std::vector<int32_t> slots(slots_.size(), kUntouched), workspace = slots, picked = slots;
+    std::vector<uint32_t> mask(mask_.size(), kUntouched);
     ops::reference(to_slots_, view(slots));
     if (p_.ragged) {
       ops::reference(to_workspace_, view(workspace));
       ops::reference(pick_, view(picked));
+      ops::reference(to_mask_, mask_view(mask));
     }
     Verdict v{.error = 0, .bound = 0, .ok = true, .detail = {}};
-    auto compare = [&](const char* what, const std::vector<int32_t>& got, const std::vector<int32_t>& expected) {
+    auto compare = [&](const char* what, const auto& got, const auto& expected) {
       for (size_t i = 0; i < got.size(); ++i) {
         if (got[i] == expected[i]) continue;
         if (v.ok)
@@ -98,12 +110,13 @@ class MapIndicesCase final : public Case {
     compare("slots", slots_, slots);
     compare("workspace", workspace_, workspace);
     compare("picked", picked_, picked);
+    compare("mask", mask_, mask);
     return v;
   }
 
   ops::Cost cost() const override {
     ops::Cost c = ops::cost(to_slots_);
-    if (p_.ragged) (c += ops::cost(to_workspace_)) += ops::cost(pick_);
+    if (p_.ragged) ((c += ops::cost(to_workspace_)) += ops::cost(pick_)) += ops::cost(to_mask_);
     return c;
   }
 
@@ -116,13 +129,19 @@ class MapIndicesCase final : public Case {
   }
   View<int32_t, Token, Topk> view(std::vector<int32_t>& x) const { return {x.data(), {rows_, p_.topk}, {stride_, 1}}; }
 
+  View<uint32_t, Token, Word> mask_view(std::vector<uint32_t>& x) const {
+    return {x.data(), {rows_, words_}, {words_ + 3, 1}};
+  }
+
   Params p_;
-  int64_t rows_, stride_, columns_;
+  int64_t rows_, stride_, columns_, words_ = 0;
   std::vector<int32_t> table_, positions_, requests_, lengths_, starts_, counts_, slots_, workspace_, picked_,
-      rows_picked_;
+      rows_picked_, mask_rows_;
+  std::vector<uint32_t> mask_;
   ops::MapToSlotsArgs to_slots_;
   ops::MapToWorkspaceArgs to_workspace_;
   ops::PickRowsArgs pick_;
+  ops::MapToMaskArgs to_mask_;
 };
 
 std::vector<Params> sweep(uint64_t seed) {

@@ -40,7 +40,10 @@ struct Batch {
   bool lse_by_head = false, no_lse = false;
   bool padded = false;  // items of no rows between the others
   sm90::ExpandedTile tile = sm90::ExpandedTile::automatic;
+  double masked = 0;  // two of three items have masks that name this share of their keys; 0: none have
 
+  bool masks(size_t item) const { return masked > 0 && item % 3 < 2; }
+  int32_t mask_begin(size_t item) const { return 5 + 37 * static_cast<int32_t>(item); }
   std::vector<int32_t> starts(const std::vector<int32_t>& lengths) const {
     std::vector<int32_t> s{before};
     for (int32_t n : lengths) s.push_back(s.back() + n);
@@ -66,7 +69,8 @@ std::vector<ExpandedItem> items_of(const Batch& b, const std::vector<int32_t>& q
   const ExpandedItem none{.q_begin = 1 << 30, .k_begin = -(1 << 30), .k_count = 1 << 30};
   for (size_t r = 0; r < b.queries.size(); ++r) {
     if (b.padded && r % 2 == 0) items.push_back(none);
-    items.push_back({q_start[r], b.queries[r], k_start[r], b.keys[r], b.visible_of(r)});
+    items.push_back({q_start[r], b.queries[r], k_start[r], b.keys[r], b.visible_of(r), false, b.masks(r),
+                     b.masks(r) ? b.mask_begin(r) : 0});
   }
   if (b.padded) items.insert(items.end(), 40, none);
   return items;
@@ -80,6 +84,9 @@ struct Problem {
   int64_t tokens, keys, qk, kv;
   float scale;
   std::vector<uint16_t> q, k_v, k_pe;
+  std::vector<uint32_t> mask;  // [tokens, mask_words]
+  int64_t mask_words = 0;
+  DeviceArray<uint32_t> mask_dev, columns_dev;
   std::vector<uint32_t> out_before;  // bits of what the outputs hold before the run
   std::vector<float> lse_before;
   DeviceArray<uint16_t> q_dev, k_v_dev, k_pe_dev;
@@ -130,6 +137,29 @@ struct Problem {
       }
     }
     workspace = DeviceArray<int32_t>(std::vector<int32_t>(4, 0));
+    if (b.masked > 0) set_masks(random);
+  }
+
+  /// As many words as the widest item needs, of random bits; some rows of an item name no key at all.
+  void set_masks(std::mt19937& random) {
+    for (size_t r = 0; r < batch.keys.size(); ++r)
+      mask_words = std::max<int64_t>(mask_words, (batch.mask_begin(r) + batch.keys[r] + 31) / 32);
+    mask.resize(static_cast<size_t>(tokens * mask_words));
+    std::bernoulli_distribution sees(batch.masked);
+    for (int64_t t = 0; t < tokens; ++t) {
+      const bool none = random() % 9 == 0;
+      for (int64_t c = 0; c < 32 * mask_words; ++c)
+        if (!none && sees(random)) mask[static_cast<size_t>(t * mask_words + c / 32)] |= 1u << c % 32;
+    }
+    mask_dev = DeviceArray<uint32_t>(mask);
+    columns_dev =
+        DeviceArray<uint32_t>(std::vector<uint32_t>(sm90::masked_columns_bytes(args()) / sizeof(uint32_t), 0xdeadbeef));
+  }
+  /// Whether the mask of a token of an item names its key j.
+  bool names(size_t item, int64_t token, int64_t j) const {
+    if (!batch.masks(item)) return true;
+    const int64_t c = batch.mask_begin(item) + j;
+    return mask[static_cast<size_t>(token * mask_words + c / 32)] >> c % 32 & 1;
   }
 
   int64_t words() const { return batch.dims.value / (batch.out == Dtype::f32 ? 1 : 2); }  // of an output row
@@ -158,6 +188,10 @@ struct Problem {
       a.lse = {lse_dev.data(), {tokens, h}, {batch.lse_by_head ? 1 : h, batch.lse_by_head ? tokens : 1}};
     a.accumulate = batch.accumulate;
     a.tile = batch.tile;
+    if (batch.masked > 0) {
+      a.mask = {mask_dev.data(), {tokens, mask_words}};
+      a.columns = columns_dev.data();
+    }
     a.workspace = workspace.data();
     return a;
   }
@@ -228,7 +262,10 @@ std::string compare(const Problem& p) {
       const int64_t seen = std::clamp<int64_t>(i + 1 + b.visible_of(request), 0, nk);
       s.assign(static_cast<size_t>(seen), 0.0);
       double high = -std::numeric_limits<double>::infinity();
+      bool any = false;
       for (int64_t j = 0; j < seen; ++j) {
+        if (!p.names(request, token, j)) continue;
+        any = true;
         const float* qr = &q[static_cast<size_t>(row * p.qk)];
         const float* kr = &kv[static_cast<size_t>(((first + j) * b.heads + head) * p.kv)];
         const float* er = &pe[static_cast<size_t>((first + j) * d.rope)];
@@ -242,6 +279,7 @@ std::string compare(const Problem& p) {
       std::ranges::fill(o, 0.0);
       std::ranges::fill(magnitude, 0.0);
       for (int64_t j = 0; j < seen; ++j) {
+        if (!p.names(request, token, j)) continue;
         const double w = std::exp(s[static_cast<size_t>(j)] - high);
         const float* vr = &kv[static_cast<size_t>(((first + j) * b.heads + head) * p.kv + d.nope)];
         sum += w;
@@ -252,10 +290,10 @@ std::string compare(const Problem& p) {
       }
       double before = b.accumulate ? static_cast<double>(p.lse_before[lse_at]) : -inf;
       if (!(before < inf)) before = -inf;
-      const double part = seen ? high + std::log(sum) : -inf, most = std::max(before, part);
+      const double part = any ? high + std::log(sum) : -inf, most = std::max(before, part);
       const double whole = most > -inf ? std::exp(before - most) + std::exp(part - most) : 0;
       const double keep = whole > 0 ? std::exp(before - most) / whole : 0,
-                   take = whole > 0 && seen ? std::exp(part - most) / whole / sum : 0;
+                   take = whole > 0 && any ? std::exp(part - most) / whole / sum : 0;
       const double want_lse = whole > 0 ? most + std::log(whole) : -inf, got_lse = lse[lse_at];
       const double lse_bound = 2e-5 * (1 + std::abs(most));
       if (b.no_lse    ? std::bit_cast<uint32_t>(lse[lse_at]) != sentinel
@@ -300,11 +338,26 @@ std::vector<Batch> kinds() {
     return b;
   };
   const Dims deepseek{128, 64, 128}, glm{192, 64, 256};
-  return {batch(deepseek, Dtype::bf16, Dtype::bf16, rows_128), batch(deepseek, Dtype::bf16, Dtype::f32, rows_192),
-          batch(deepseek, Dtype::bf16, Dtype::bf16, rows_256), batch(deepseek, Dtype::bf16, Dtype::f32, rows_256),
-          batch(deepseek, Dtype::f16, Dtype::f16, rows_192),   batch(deepseek, Dtype::f16, Dtype::f32, rows_128),
-          batch(deepseek, Dtype::f16, Dtype::f16, rows_256),   batch(glm, Dtype::bf16, Dtype::bf16, rows_128),
-          batch(glm, Dtype::bf16, Dtype::f32, rows_256),       batch(glm, Dtype::f16, Dtype::f16, rows_256),
+  const auto masked = [&](Dims d, Dtype out, sm90::ExpandedTile tile, double share) {
+    Batch b = batch(d, Dtype::bf16, out, tile);
+    b.masked = share;
+    return b;
+  };
+  return {masked(deepseek, Dtype::bf16, rows_128, 0.5),
+          masked(deepseek, Dtype::f32, rows_256, 0.02),
+          masked(deepseek, Dtype::bf16, rows_256, 0.9),
+          masked(glm, Dtype::bf16, rows_128, 0.5),
+          masked(glm, Dtype::f32, rows_256, 0.1),
+          batch(deepseek, Dtype::bf16, Dtype::bf16, rows_128),
+          batch(deepseek, Dtype::bf16, Dtype::f32, rows_192),
+          batch(deepseek, Dtype::bf16, Dtype::bf16, rows_256),
+          batch(deepseek, Dtype::bf16, Dtype::f32, rows_256),
+          batch(deepseek, Dtype::f16, Dtype::f16, rows_192),
+          batch(deepseek, Dtype::f16, Dtype::f32, rows_128),
+          batch(deepseek, Dtype::f16, Dtype::f16, rows_256),
+          batch(glm, Dtype::bf16, Dtype::bf16, rows_128),
+          batch(glm, Dtype::bf16, Dtype::f32, rows_256),
+          batch(glm, Dtype::f16, Dtype::f16, rows_256),
           batch(glm, Dtype::f16, Dtype::f32, rows_128)};
 }
 
@@ -312,7 +365,8 @@ std::string name(const Batch& b) {
   std::string text = std::to_string(b.dims.nope) + "/" + std::to_string(b.dims.value) + " " +
                      std::string(to_string(b.dtype)) + " to " + std::string(to_string(b.out)) + ", tile " +
                      std::to_string(static_cast<int>(b.tile)) + (b.causal ? " causal" : "") +
-                     (b.accumulate ? " merged" : "") + ", heads " + std::to_string(b.heads) + ", q";
+                     (b.accumulate ? " merged" : "") + (b.masked > 0 ? ", masks of " + std::to_string(b.masked) : "") +
+                     ", heads " + std::to_string(b.heads) + ", q";
   for (int32_t n : b.queries) text += " " + std::to_string(n);
   text += ", k";
   for (int32_t n : b.keys) text += " " + std::to_string(n);
@@ -407,11 +461,16 @@ TEST_F(AttendExpanded, PartsMergeIntoTheWhole) {
     const std::string whole = compare(p);
     ASSERT_EQ(whole, "") << name(b);
     p.poison_outputs();
-    const std::vector<std::vector<ExpandedItem>> parts{
+    std::vector<std::vector<ExpandedItem>> parts{
         {{0, 300, 0, 129, ExpandedItem::everything()}, {300, 77, 1000, 300, 323}},
         {{0, 300, 129, 571, ExpandedItem::everything()}, {0, 0, 0, 0, 0}},
         {{300, 77, 1300, 100, 23}, {0, 300, 700, 300, 0}}};
     for (size_t i = 0; i < parts.size(); ++i) {
+      for (ExpandedItem& item : parts[i]) {
+        const size_t request = item.q_begin < 300 ? 0 : 1;
+        item.masked = b.masks(request);
+        if (item.masked) item.mask_begin = b.mask_begin(request) + item.k_begin - p.k_start[request];
+      }
       p.items_dev.upload(parts[i]);
       AttendExpandedArgs a = p.args();
       a.item_count = 2;
@@ -433,6 +492,7 @@ TEST_F(AttendExpanded, MergesIntoEveryOutputType) {
   for (Batch b : kinds())
     for (const Dtype out : {Dtype::bf16, Dtype::f16, Dtype::f32})
       for (const bool accumulate : {false, true}) {
+        if (b.masked > 0 && out == Dtype::f16) continue;
         b.out = out;
         b.accumulate = accumulate;
         b.heads = 1 + upto(4);
@@ -556,6 +616,52 @@ TEST_F(AttendExpanded, ARowsBitsDoNotDependOnItsNeighbours) {
   }
 }
 
+/// Keys and values that a mask hides may be anything; a row that sees a value that is no number becomes NaN.
+TEST_F(AttendExpanded, HiddenKeysReachNobody) {
+  for (Batch b : kinds()) {
+    if (b.masked == 0) continue;
+    b.masked = 0.5;
+    b.queries = {333, 70};
+    b.keys = {600, 500};
+    b.heads = 3;
+    b.after = 3;
+    Problem p(b, 71);
+    p.run();
+    const std::vector<uint32_t> out = p.out_bits(), lse = p.lse_bits();
+    const int64_t words = b.heads * p.words();
+    // A value of one head, and a key of all: of the first request's keys 40, 41, 300 and 577.
+    for (const int64_t key : {40, 41, 300, 577}) {
+      const size_t value = static_cast<size_t>((key * b.heads + 1) * p.kv + b.dims.nope + key % b.dims.value);
+      p.k_v[value] = key == 300 ? uint16_t{0x7f80} : nan16;
+    }
+    for (int64_t i = 0; i < b.dims.rope; ++i) p.k_pe[static_cast<size_t>(123 * b.dims.rope + i)] = nan16;
+    p.upload();
+    p.run();
+    const std::vector<uint32_t> out1 = p.out_bits();
+    int64_t clean = 0, poisoned = 0;
+    for (int64_t t = 0; t < 403; ++t)
+      for (int64_t h = 0; h < b.heads; ++h) {
+        const int64_t seen = t + 1 + 600 - 333;
+        bool bad = false;
+        if (t < 333) {
+          for (const int64_t key : {40, 41, 300, 577}) bad |= h == 1 && key < seen && p.names(0, t, key);
+          if (p.names(0, t, 123)) continue;  // a score that is no number: a NaN row, too, in whatever way
+        }
+        for (int64_t i = t * words + h * p.words(); i < t * words + (h + 1) * p.words(); ++i) {
+          if (!bad) ASSERT_EQ(out1[static_cast<size_t>(i)], out[static_cast<size_t>(i)]) << name(b) << " token " << t;
+          else if (b.out == Dtype::f32)
+            ASSERT_TRUE(std::isnan(std::bit_cast<float>(out1[static_cast<size_t>(i)]))) << name(b) << " token " << t;
+          else
+            for (const int shift : {0, 16})
+              ASSERT_TRUE(std::isnan(value_of(b.out, static_cast<uint16_t>(out1[static_cast<size_t>(i)] >> shift))))
+                  << name(b) << " token " << t;
+        }
+        (bad ? poisoned : clean) += 1;
+      }
+    EXPECT_TRUE(clean > 300 && poisoned > 30) << clean << " clean, " << poisoned << " poisoned";
+  }
+}
+
 TEST_F(AttendExpanded, TilesOf128And256RowsGiveTheSameBits) {
   for (Batch b : kinds()) {
     if (b.tile != sm90::ExpandedTile::rows_256) continue;
@@ -619,6 +725,22 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
                }),
                ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.scale = 0.0f; }), ShapeError);
+  const DeviceArray<uint32_t> mask(std::vector<uint32_t>(20)), columns(std::vector<uint32_t>(40));
+  const auto with_mask = [&](auto change) {
+    with([&](AttendExpandedArgs& a) {
+      a.mask = {mask.data(), {10, 2}};
+      a.columns = columns.data();
+      change(a);
+    });
+  };
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.mask = {mask.data(), {9, 2}}; }), ShapeError);
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.mask = {mask.data(), {10, 1}, {2, 2}}; }), ShapeError);
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.most_masked_keys = 11; }), ShapeError);
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.columns = nullptr; }), ShapeError);
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) {
+                 a.tile = sm90::ExpandedTile::rows_192;
+               }),
+               UnsupportedError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.workspace = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.items = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.item_count = -1; }), ShapeError);

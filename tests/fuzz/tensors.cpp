@@ -441,19 +441,29 @@ void attend_expanded(Source& in) {
   const int64_t tokens = in.within(1, 5), keys = in.within(0, 6), heads = in.within(1, 3);
   const DLDataType type = row_type(in);
   Tensor q(in, {tokens, heads, 12}, type), k(in, {keys, heads, 8}, type), pe(in, {keys, 4}, type),
-      v(in, {keys, heads, 8}, type), out(in, {tokens, heads, 8}, kF32), lse(in, {tokens, heads}, kF32);
+      v(in, {keys, heads, 8}, type), out(in, {tokens, heads, 8}, kF32), lse(in, {tokens, heads}, kF32),
+      mask(in, {tokens, in.within(1, 2)}, kI32);
   const int64_t count = in.within(0, 3);
   List<mla_expanded_item> items(in, count);
   int32_t row = 0;
   for (int64_t i = 0; i < count; ++i) {
     mla_expanded_item& p = items.items[i];
     const int32_t rows = static_cast<int32_t>(in.within(0, 2));
-    p = {row, rows, 0, static_cast<int32_t>(keys), static_cast<int32_t>(in.within(0, 6)), 1, {}};
+    p = {row,
+         rows,
+         0,
+         static_cast<int32_t>(keys),
+         static_cast<int32_t>(in.within(0, 6)),
+         1,
+         in.byte() < 64,
+         {},
+         static_cast<int32_t>(in.within(0, 40))};
     if (in.byte() > 220) {
-      int32_t* fields[] = {&p.q_begin, &p.q_count, &p.k_begin, &p.k_count, &p.visible};
-      *fields[in.within(0, 4)] = static_cast<int32_t>(in.odd(-2, 8));
+      int32_t* fields[] = {&p.q_begin, &p.q_count, &p.k_begin, &p.k_count, &p.visible, &p.mask_begin};
+      *fields[in.within(0, 5)] = static_cast<int32_t>(in.odd(-2, 8));
     }
     if (in.byte() > 240) p.last = in.byte();
+    if (in.byte() > 240) p.masked = in.byte();
     row += rows;
   }
   auto a = args_of<mla_attend_expanded_args>(in);
@@ -469,7 +479,8 @@ void attend_expanded(Source& in) {
   a.lse = lse;
   a.scratch = world().scratch_data;
   a.scratch_bytes = in.byte() < 240 ? world().scratch_bytes : static_cast<size_t>(in.within(0, 64));
-  call("mla_attend_expanded", a.struct_size == sizeof a, {&q, &k, &pe, &v, &out, &lse},
+  a.mask = mask.when(in.byte() < 200);
+  call("mla_attend_expanded", a.struct_size == sizeof a, {&q, &k, &pe, &v, &out, &lse, &mask},
        [&] { return mla_attend_expanded(world().stream, &a); });
 }
 

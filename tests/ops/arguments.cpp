@@ -123,6 +123,46 @@ TEST_F(Arguments, AttendExpandedOfCodes) {
             "attend_expanded: v Value has stride 168, 1 is needed");
 }
 
+// Masks: there for every masked item, with rows and columns for what it names.
+TEST_F(Arguments, AttendExpandedMasks) {
+  const std::vector<uint32_t> words(64);
+  std::vector<std::byte> scratch(64);
+  const auto with = [&](View<const uint32_t, Token, Word> mask, ExpandedItem item) -> std::string {
+    try {
+      ops::check(ops::AttendExpandedArgs{.q = {data_.data(), {6, 2, 8}},
+                                         .k_nope = {data_.data(), {90, 2, 6}},
+                                         .k_pe = {data_.data(), {90, 2}},
+                                         .v = {data_.data(), {90, 2, 3}},
+                                         .items = {&item, 1},
+                                         .mask = mask,
+                                         .out = {other_.data(), {6, 2, 3}},
+                                         .lse = {other_.data(), {6, 2}},
+                                         .scratch = {scratch.data(), scratch.size()}});
+    } catch (const ShapeError& e) {
+      EXPECT_EQ(std::string_view(e.what()).find('\n'), std::string_view::npos);
+      return e.what();
+    }
+    return "accepted";
+  };
+  const auto item = [](int32_t q_begin, int32_t k_count, int32_t mask_begin, bool masked = true) {
+    return ExpandedItem{
+        .q_begin = q_begin, .q_count = 2, .k_count = k_count, .masked = masked, .mask_begin = mask_begin};
+  };
+  const View<const uint32_t, Token, Word> mask(words.data(), {5, 3});
+  EXPECT_EQ(with(mask, item(3, 90, 6)), "accepted");
+  EXPECT_EQ(with(mask, item(3, 90, 7)), "attend_expanded: item mask_begin is 7, allowed 0 to 6");
+  EXPECT_EQ(with(mask, item(3, 90, -1)), "attend_expanded: item mask_begin is -1, allowed 0 to 6");
+  EXPECT_EQ(with({words.data(), {5, 2}}, item(3, 65, 0)).substr(0, 42), "attend_expanded: item mask_begin is 0, all");
+  EXPECT_EQ(with(mask, item(4, 90, 0)), "attend_expanded: item q_begin is 4, allowed 0 to 3");
+  EXPECT_EQ(with({words.data(), {1, 3}}, item(0, 90, 0)), "attend_expanded: item q_count is 2, allowed 0 to 1");
+  EXPECT_EQ(with({}, item(0, 90, 0)), "attend_expanded: an item is masked, there is no mask");
+  EXPECT_EQ(with({words.data(), {5, 3}, {1, 5}}, item(0, 90, 0)),
+            "attend_expanded: mask Word has stride 5, 1 is needed");
+  // Items without a mask, or without keys, need none, whatever they say of it.
+  EXPECT_EQ(with({}, item(4, 90, -7, false)), "accepted");
+  EXPECT_EQ(with({}, item(0, 0, -7)), "accepted");
+}
+
 // Views of no elements may be of nothing and of any other extents; all others have memory for what they say.
 TEST_F(Arguments, EmptyNullAndImpossibleViews) {
   constexpr int64_t kMany = int64_t{1} << 50;

@@ -72,6 +72,36 @@ TEST_F(MapIndices, PicksRows) {
   EXPECT_EQ(refusal(a), "map_indices: picked Topk is 3, positions Topk is 4");
 }
 
+TEST_F(MapIndices, ToMasks) {
+  constexpr uint32_t kPoison = 0xdeadbeef;
+  std::vector<uint32_t> words(9, kPoison);
+  // 31 and 32 lie beside the border of two words, 64 past the last one; a position may come twice.
+  const std::vector<int32_t> positions{31, 32, -1, 64, kSmallest, kLargest, 0, 0}, rows{2, 0}, none{2, -1}, far{0, 3},
+      three{0, 1, 2};
+  ops::MapToMaskArgs a{.positions = {positions.data(), {2, 4}}, .rows = rows, .mask = {words.data(), {3, 2}, {3, 1}}};
+  EXPECT_EQ(refusal(a), "accepted");
+  EXPECT_EQ(words, (std::vector<uint32_t>{1, 0, kPoison, kPoison, kPoison, kPoison, 1u << 31, 1, kPoison}));
+  words.assign(9, kPoison);
+  a.rows = none;
+  a.positions = {positions.data(), {2, 0}};
+  EXPECT_EQ(refusal(a), "accepted");
+  EXPECT_EQ(words, (std::vector<uint32_t>{kPoison, kPoison, kPoison, kPoison, kPoison, kPoison, 0, 0, kPoison}));
+  a.rows = far;
+  EXPECT_EQ(refusal(a), "map_indices: row is 3, allowed 0 to 2");
+  a.rows = three;
+  EXPECT_EQ(refusal(a), "map_indices: rows length is 3, allowed 0 to 2");
+  a.rows = rows;
+  a.mask = {words.data(), {3, 2}, {1, 3}};
+  EXPECT_EQ(refusal(a), "map_indices: mask Word has stride 3, 1 is needed");
+  a.mask = {};
+  a.positions = {positions.data(), {2, 4}, {1, 2}};
+  EXPECT_EQ(refusal(a), "map_indices: positions Topk has stride 2, 1 is needed");
+  const int64_t before = test::allocation_count();
+  ops::run(stream_, ops::MapToMaskArgs{
+                        .positions = {positions.data(), {2, 4}}, .rows = rows, .mask = {words.data(), {3, 2}, {3, 1}}});
+  EXPECT_EQ(test::allocation_count(), before);
+}
+
 TEST_F(MapIndices, InPlace) {
   slots_.slots = {positions_.data(), {2, 4}};
   EXPECT_EQ(refusal(slots_), "accepted");

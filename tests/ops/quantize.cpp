@@ -314,8 +314,12 @@ TEST_F(Quantize, AttendExpandedQuantisesARowsLastPart) {
                                k_pe = random_values(64 * kRope, random.next()),
                                v = random_values(64 * kHeads * value, random.next());
       // Four requests: without context; with; one whose rows see nothing of either part; one of another step's rows.
-      std::vector<ExpandedItem> fresh{{0, 20, 0, 20, 0, true}, {20, 15, 20, 15, 0, false}, {35, 4, 0, 0, 0, false}},
-          context{{20, 15, 0, 40, ExpandedItem::everything(), true}, {35, 4, 3, 0, 0, true}};
+      // Masks of the first two's last parts, from bit 3 on.
+      std::vector<ExpandedItem> fresh{
+          {0, 20, 0, 20, 0, true, true, 3}, {20, 15, 20, 15, 0, false}, {35, 4, 0, 0, 0, false}},
+          context{{20, 15, 0, 40, ExpandedItem::everything(), true, true, 3}, {35, 4, 3, 0, 0, true}};
+      std::vector<uint32_t> mask(2 * kTokens);
+      for (uint32_t& word : mask) word = static_cast<uint32_t>(random.next());
       const size_t per_worker =
           backend::backend({}).scratch_per_worker({.heads = kHeads, .rope = kRope, .nope = kNope, .value = value});
       Buffer scratch(per_worker * static_cast<size_t>(pool_.threads()));
@@ -326,6 +330,7 @@ TEST_F(Quantize, AttendExpandedQuantisesARowsLastPart) {
                                   .k_pe = View<const float, Key, Rope>(k_pe.data(), {64, kRope}),
                                   .v = View<const float, Key, Head, Value>(v.data(), {64, kHeads, value}),
                                   .items = fresh,
+                                  .mask = {mask.data(), {kTokens, 2}},
                                   .scale = 0.25f,
                                   .out = {out.data(), {rows, kHeads, value}},
                                   .lse = {lse.data(), {kTokens, kHeads}},

@@ -28,7 +28,9 @@ typedef struct mla_expanded_item {
   int32_t q_begin, q_count, k_begin, k_count;
   int32_t visible;     ///< 0: causal over equal-length queries and keys; INT32_MAX / 2: all keys
   uint8_t last;        ///< 1: the rows' last part, quantised where the call quantises; else 0
-  uint8_t padding[3];  ///< not read
+  uint8_t masked;      ///< 1: rows see, of those keys, the ones that the call's mask names alone; else 0
+  uint8_t padding[2];  ///< not read
+  int32_t mask_begin;  ///< masked: column of the first key in the mask
 } mla_expanded_item;
 
 /// Query rows of a request over its cached positions [kv_begin, kv_end): query i sees positions j <= visible + i.
@@ -252,6 +254,10 @@ typedef struct mla_attend_expanded_args {
   const mla_quantized* quantized;  ///< optional: where rows of items that are `last` go instead of out
   void* scratch;
   size_t scratch_bytes;
+  /// Optional, of masked items: int32 [Token, Word], Word dense, each 32 bits. Row t of q sees an item's key j where
+  /// bit c % 32 of word (t, c / 32) is set, c = mask_begin + j. A struct that ends before this field had shorter items
+  /// and is refused.
+  const DLTensor* mask;
 } mla_attend_expanded_args;
 MLA_API mla_status mla_attend_expanded(mla_stream* stream, const mla_attend_expanded_args* args);
 
@@ -485,6 +491,17 @@ typedef struct mla_pick_rows_args {
   const DLTensor* picked;  ///< as positions, apart from it
 } mla_pick_rows_args;
 MLA_API mla_status mla_pick_rows(mla_stream* stream, const mla_pick_rows_args* args);
+
+/// Positions to masks of them for mla_attend_expanded: bit t % 32 of word t / 32 is set for each position t of a row,
+/// all others are cleared. Positions below 0 or past the words are left out.
+typedef struct mla_map_to_mask_args {
+  size_t struct_size;
+  const DLTensor* positions;  ///< int32 [Token, Topk], Topk dense
+  const int32_t* rows;        ///< of each row of positions its row of mask, none twice; below 0: none
+  int64_t rows_count;
+  const DLTensor* mask;  ///< int32 [Token, Word], Word dense; rows that are not named are left alone
+} mla_map_to_mask_args;
+MLA_API mla_status mla_map_to_mask(mla_stream* stream, const mla_map_to_mask_args* args);
 
 #ifdef __cplusplus
 }

@@ -73,6 +73,10 @@ void check(const AttendExpandedArgs& a) {
   require_dtype(op, "k_pe", a.k_pe.dtype(), {a.k_nope.dtype()});
   require_dtype(op, "v", a.v.dtype(), {a.k_nope.dtype()});
   check_scales(op, a);
+  if (a.mask) {
+    require_view(op, "mask", a.mask);
+    require_dense<Word>(op, "mask", a.mask);
+  }
   if (a.quantized) check_quantized_heads(op, a.quantized, 0, a.q.extent<Head>(), a.v.extent<Value>());
   for (const ExpandedItem& i : a.items) {
     const bool quantised = a.quantized && i.last;
@@ -85,6 +89,10 @@ void check(const AttendExpandedArgs& a) {
       throw ShapeError("attend_expanded: item k_begin is " + std::to_string(i.k_begin) +
                        ", v with its keys innermost takes multiples of " + std::to_string(a.kTurnedKeys));
     require_range(op, "item k_begin", i.k_begin, 0, a.k_nope.extent<Key>() - i.k_count + 1);
+    if (!i.masked || i.q_count == 0 || i.k_count == 0) continue;
+    if (!a.mask) throw ShapeError("attend_expanded: an item is masked, there is no mask");
+    require_query_rows(op, i, a.mask.extent<Token>());
+    require_range(op, "item mask_begin", i.mask_begin, 0, 32 * a.mask.extent<Word>() - i.k_count + 1);
   }
   if (!a.scratch.data && !a.items.empty()) throw ShapeError("attend_expanded: no scratch");
 }

@@ -1,6 +1,7 @@
 // attend_expanded: multi-head attention over flat keys and values (the compute-friendly form).
-// For item t, query row i < q_count, head h: keys j in [0, k_count) with j <= i + visible are seen;
-// out = softmax(scale * ([q_nope | q_pe] . [k_nope | k_pe])) v, lse in nats. A row that sees nothing: out 0, lse -inf.
+// For item t, query row i < q_count, head h: keys j in [0, k_count) with j <= i + visible are seen
+// and, where the item is masked, set in the row's mask; out = softmax(scale * ([q_nope | q_pe] . [k_nope | k_pe])) v,
+// lse in nats. A row that sees nothing: out 0, lse -inf.
 // K comes as two operands; k_pe is shared by all heads and never copied per head. V keeps its own width.
 // Operands are f32 or bf16, or all of them are e4m3 codes, whose values are code times scale (ExpandedScales).
 // NaN and infinities: docs/numerics.md.
@@ -51,6 +52,9 @@ struct AttendExpandedArgs {
   ExpandedScales scales;  ///< of e4m3 operands only
   ExpandedSums sums = ExpandedSums::precise;
   List<ExpandedItem> items;
+  /// Of masked items: q's row t sees an item's key j where bit c % 32 of mask(t, c / 32) is set, c = mask_begin + j.
+  /// Word dense.
+  View<const uint32_t, Token, Word> mask;
   float scale = 1.0f;
   AnyMutableView<Token, Head, Value> out;  ///< f32 or bf16; rows of no item are left alone
   View<float, Token, Head> lse;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <vector>
 
 #include "ops/attend_expanded/op.hpp"
 #include "ops/attention_row.hpp"
@@ -25,18 +26,23 @@ void reference(const AttendExpandedArgs& a, View<double, Token, Head, Value> out
         bool usable = true;
         for (int64_t d = 0; d < nope + rope; ++d)
           usable = usable && a.q(row, h, d) < std::numeric_limits<float>::infinity();
+        std::vector<int64_t> seen;
+        for (int64_t j = 0; j < count; ++j) {
+          const int64_t column = item.mask_begin + j;
+          if (!item.masked || a.mask(row, column / 32) >> column % 32 & 1) seen.push_back(item.k_begin + j);
+        }
         const AttentionRow result(
-            usable, count, width,
-            [&](int64_t j) {
+            usable, std::ssize(seen), width,
+            [&](int64_t n) {
+              const int64_t key = seen[static_cast<size_t>(n)];
               double s = 0;
-              for (int64_t d = 0; d < nope; ++d)
-                s += static_cast<double>(a.q(row, h, d)) * a.k_nope(item.k_begin + j, h, d);
-              for (int64_t d = 0; d < rope; ++d)
-                s += static_cast<double>(a.q(row, h, nope + d)) * a.k_pe(item.k_begin + j, d);
-              return s * q_scale * scale_of(a.scales.k, group(first.k, j), h) * a.scale;
+              for (int64_t d = 0; d < nope; ++d) s += static_cast<double>(a.q(row, h, d)) * a.k_nope(key, h, d);
+              for (int64_t d = 0; d < rope; ++d) s += static_cast<double>(a.q(row, h, nope + d)) * a.k_pe(key, d);
+              return s * q_scale * scale_of(a.scales.k, group(first.k, key - item.k_begin), h) * a.scale;
             },
-            [&](int64_t j, int64_t d) {
-              return a.v(item.k_begin + j, h, d) * scale_of(a.scales.v, group(first.k, j), h);
+            [&](int64_t n, int64_t d) {
+              const int64_t key = seen[static_cast<size_t>(n)];
+              return a.v(key, h, d) * scale_of(a.scales.v, group(first.k, key - item.k_begin), h);
             });
         for (int64_t d = 0; d < width; ++d) out(row, h, d) = result.out[d];
         lse(row, h) = result.lse;

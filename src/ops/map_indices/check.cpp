@@ -53,6 +53,17 @@ void check(const MapToWorkspaceArgs& a) {
   check_rows(a.positions, a.requests, static_cast<int64_t>(a.starts.size()), "rows", a.rows);
 }
 
+void check(const MapToMaskArgs& a) {
+  constexpr std::string_view op = "map_indices";
+  require_view(op, "positions", a.positions);
+  require_view(op, "mask", a.mask);
+  require_dense<Topk>(op, "positions", a.positions);
+  require_dense<Word>(op, "mask", a.mask);
+  require_range(op, "rows length", static_cast<int64_t>(a.rows.size()), 0, a.positions.extent<Token>() + 1);
+  for (int32_t r : a.rows)
+    if (r >= 0) require_range(op, "row", r, 0, a.mask.extent<Token>());
+}
+
 void check(const PickRowsArgs& a) {
   constexpr std::string_view op = "map_indices";
   require_view(op, "positions", a.positions);

@@ -1,6 +1,7 @@
 // map_indices: selected positions, counted from their request's first token, to rows of the memory that holds them. An
 // unused entry (a position below 0) stays unused, and so does one whose row does not exist: -1. Done once a step and
-// group of layers that share a selection; attend_sparse reads the result.
+// group of layers that share a selection; attend_sparse reads the result. Or to masks of positions, which
+// attend_expanded reads.
 #pragma once
 
 #include "mla/view.hpp"
@@ -41,15 +42,27 @@ struct PickRowsArgs {
   View<int32_t, Token, Topk> picked;           ///< Topk dense; apart from `positions`
 };
 
+/// To masks: bit t % 32 of word t / 32 is set for each position t of the row, all others are cleared. Positions past the
+/// words are left out.
+struct MapToMaskArgs {
+  View<const int32_t, Token, Topk> positions;  ///< Topk dense; any numbers
+  /// Of each row its row of `mask`, none twice; its length is the number of rows mapped. Below 0: a row of none.
+  List<int32_t> rows;
+  View<uint32_t, Token, Word> mask;  ///< Word dense; rows that are not named are left alone
+};
+
 void check(const MapToSlotsArgs& a);
 void check(const MapToWorkspaceArgs& a);
 void check(const PickRowsArgs& a);
+void check(const MapToMaskArgs& a);
 Cost cost(const MapToSlotsArgs& a);
 Cost cost(const MapToWorkspaceArgs& a);
 Cost cost(const PickRowsArgs& a);
+Cost cost(const MapToMaskArgs& a);
 /// Exact in integers, so there is nothing in float64 here: what the op must write.
 void reference(const MapToSlotsArgs& a, View<int32_t, Token, Topk> slots);
 void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows);
 void reference(const PickRowsArgs& a, View<int32_t, Token, Topk> picked);
+void reference(const MapToMaskArgs& a, View<uint32_t, Token, Word> mask);
 
 }  // namespace mla::ops

@@ -28,6 +28,17 @@ void reference(const MapToWorkspaceArgs& a, View<int32_t, Token, Topk> rows) {
     }
 }
 
+void reference(const MapToMaskArgs& a, View<uint32_t, Token, Word> mask) {
+  for (size_t row = 0; row < a.rows.size(); ++row) {
+    if (a.rows[row] < 0) continue;
+    for (int64_t w = 0; w < mask.extent<Word>(); ++w) mask(a.rows[row], w) = 0;
+    for (int64_t k = 0; k < a.positions.extent<Topk>(); ++k) {
+      const int64_t t = a.positions(static_cast<int64_t>(row), k);
+      if (t >= 0 && t / 32 < mask.extent<Word>()) mask(a.rows[row], t / 32) |= uint32_t{1} << t % 32;
+    }
+  }
+}
+
 void reference(const PickRowsArgs& a, View<int32_t, Token, Topk> picked) {
   for (int64_t row = 0; row < static_cast<int64_t>(a.rows.size()); ++row)
     for (int64_t k = 0; k < a.positions.extent<Topk>(); ++k) picked(row, k) = a.positions(a.rows[row], k);

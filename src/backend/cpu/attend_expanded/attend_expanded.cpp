@@ -21,8 +21,9 @@ struct Scratch {
   using Element = typename Form::Element;
   static constexpr int kTiles = Form::kExpandedTiles;
   RowTiles<Form, kTiles, std::is_same_v<Form, AmxForm> ? 2 : 1> tiles;
-  Element* k;   // a block of keys
-  uint32_t* v;  // its values, in f32 or pairs of bf16
+  Element* k;       // a block of keys
+  uint32_t* v;      // its values, in f32 or pairs of bf16
+  uint32_t* shown;  // of a masked item: each tile's bits of the block's keys
   // Of e4m3 operands: a tile's queries, two keys' values, and a block's values with the keys outermost.
   float* queries;
   Element* rows;
@@ -31,9 +32,11 @@ struct Scratch {
       : tiles(cut, qk, width),
         k(cut.take<Element>(Form::kKeys * key_stride(qk))),
         v(cut.take<uint32_t>(Form::block_values(width))),
+        shown(cut.take<uint32_t>(kTiles * kShown)),
         queries(cut.take<float>(kTileRows * qk)),
         rows(cut.take<Element>(2 * width)),
         codes(cut.take<fp8_e4m3>(Form::kKeys * width)) {}
+  static constexpr int64_t kShown = Form::kKeys / 32 * kTileRows;  // words of a tile
   static int64_t key_stride(int64_t qk) { return tile_stride(Form::key_elements(qk), sizeof(Element)); }
 };
 
@@ -78,14 +81,22 @@ class Kernel {
       end = std::max<int64_t>(end, tiles[i].last_last + 1);
     }
     for (int64_t key = 0; key < end; key += Form::kKeys) {
-      KeyBlock block{.qk_dim = qk_, .v_dim = width_, .first_key = key, .scale = a_.scale};
-      load_block(item.k_begin, key, head, std::min(Form::kKeys, end - key), scales, scratch, block);
+      KeyBlock block{.qk_dim = qk_,
+                     .v_dim = width_,
+                     .first_key = key,
+                     .count = std::min(Form::kKeys, end - key),
+                     .scale = a_.scale};
+      load_block(item.k_begin, key, head, block.count, scales, scratch, block);
+      // All of a masked item's blocks may hide keys: their values are looked at once, not by every tile.
+      block.finite = item.masked && finite_values(block);
       AmxTile together[Form::kExpandedTiles];
       size_t count = 0;
       for (int64_t i = 0; i < used; ++i) {
         // Under a causal mask a tile sees no more than a part of its last block.
         block.count = std::min<int64_t>(Form::kKeys, tiles[i].last_last + 1 - key);
         if (block.count <= 0) continue;
+        if (item.masked && !show(item, first + i * kTileRows, block, scratch.shown + i * scratch.kShown, tiles[i]))
+          continue;
         if constexpr (kAmx) {
           together[count] = {&tiles[i], block.count,
                              scratch.tiles.scores + static_cast<int64_t>(count % 2) * Form::kScores};
@@ -149,6 +160,23 @@ class Kernel {
       }
     }
     begin_tile(tile, width_);
+  }
+
+  // The rows' bits of a block's first keys, from where they lie in the mask. False: no row sees any, and the block
+  // would leave the tile as it is.
+  bool show(const ExpandedItem& item, int64_t first, const KeyBlock& block, uint32_t* words, RowTile& tile) const {
+    const int64_t column = item.mask_begin + block.first_key, w = tile.width, count = (block.count + 31) / 32,
+                  after = a_.mask.extent<Word>() - column / 32, stride = a_.mask.stride<Token>();
+    const uint32_t* row = &a_.mask(item.q_begin + first, column / 32);
+    uint32_t any = 0;
+    for (int64_t lane = 0; lane < tile.rows; ++lane, row += stride)
+      for (int64_t n = 0; n < count; ++n) {
+        const uint64_t next = n + 1 < after ? row[n + 1] : 0;
+        any |= words[n * w + lane] = static_cast<uint32_t>((next << 32 | row[n]) >> column % 32);
+      }
+    for (int64_t n = 0; n < count; ++n) std::fill(words + n * w + tile.rows, words + (n + 1) * w, 0u);
+    tile.shown = words;
+    return any != 0;
   }
 
   // Keys far apart in memory become rows side by side: a head's rows lie a power of two apart and would share cache

@@ -106,6 +106,8 @@ void BlockOf(D df, const RowTile& tile, const KeyBlock& b, float* scores) {
 
 bool AllFiniteFloats(const float* x, int64_t n) { return FiniteFloats(x, n); }
 
+bool FiniteValuesOf(const KeyBlock& block) { return FiniteValues(block); }
+
 bool SoftmaxBlock(const RowTile& tile, const KeyBlock& block, float* scores, float* alpha, bool* skip) {
   if (tile.width == kTinyTile) return Softmax(hn::CappedTag<float, kTinyTile>(), tile, block, scores, alpha, skip);
   return Softmax(hn::ScalableTag<float>(), tile, block, scores, alpha, skip);
@@ -141,6 +143,7 @@ namespace mla::cpu {
 HWY_EXPORT(Block);
 HWY_EXPORT(SoftmaxBlock);
 HWY_EXPORT(KeepOutOf);
+HWY_EXPORT(FiniteValuesOf);
 HWY_EXPORT(AllFiniteFloats);
 
 void attend_block_f32(const RowTile& tile, const KeyBlock& block, float* scores) {
@@ -154,6 +157,8 @@ bool softmax_block(const RowTile& tile, const KeyBlock& block, float* scores, fl
 bool keep_out(const RowTile& tile, const KeyBlock& block, const float* scores, int64_t from, bool odd, bool* skip) {
   return HWY_DYNAMIC_DISPATCH(KeepOutOf)(tile, block, scores, from, odd, skip);
 }
+
+bool finite_values(const KeyBlock& block) { return HWY_DYNAMIC_DISPATCH(FiniteValuesOf)(block); }
 
 void begin_tile(RowTile& tile, int64_t v_dim) {
   if (tile.o_stride == 0) std::fill_n(tile.o, v_dim * tile.width, 0.0f);

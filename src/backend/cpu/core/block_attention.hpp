@@ -55,6 +55,9 @@ struct RowTile {
   int32_t* last = nullptr;  ///< [width] last key each row sees, counted as first_key is
   int32_t first_last = 0;   ///< smallest `last` of the rows in use
   int32_t last_last = 0;    ///< largest
+  /// Null, or [keys / 32][width] of the block that is joined next: bit t % 32 of (t / 32, row) says that a row sees its
+  /// key t, if `last` does not hide that.
+  const uint32_t* shown = nullptr;
 
   static constexpr int64_t width_for(int64_t rows, int64_t least) {
     return rows <= least ? least : rows <= kSmallTile ? kSmallTile : kTileRows;
@@ -69,6 +72,7 @@ struct KeyBlock {
   int64_t v_stride = 0;  ///< elements of a row (f32), or pairs of a pair row (bf16)
   bool paired = false;   ///< values are pairs
   bool squares = false;  ///< values lie in the AMX form's squares; keys are not asked for here
+  bool finite = false;   ///< values are known to be finite, those of half a last pair, too
   int64_t qk_dim = 0, v_dim = 0;
   int64_t first_key = 0, count = 0;
   float scale = 1;
@@ -80,6 +84,9 @@ constexpr int64_t tile_stride(int64_t elements, int64_t element_size) {
   return (lines | 1) * per_line;
 }
 
+/// Whether all values of the block's keys are finite, as KeyBlock::finite means it. Squares are looked at up to a whole
+/// one.
+bool finite_values(const KeyBlock& block);
 /// Empties a tile: no key seen yet. Sets first_last and last_last from `last`.
 void begin_tile(RowTile& tile, int64_t v_dim);
 /// Joins a block's keys into the tile.

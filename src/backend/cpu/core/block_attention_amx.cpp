@@ -92,7 +92,7 @@ class SoftmaxRows {
     block_ = block;
     scores_ = scores;
     rows_ = rows;
-    seen_ = std::clamp<int64_t>(tile.first_last + 1 - block.first_key, 0, block.count);
+    seen_ = tile.shown ? 0 : std::clamp<int64_t>(tile.first_last + 1 - block.first_key, 0, block.count);
     std::copy_n(tile.m, tile.width, maximum_);
     std::fill_n(zeros_, kLanes, 0.0f);
     group_ = key_ = part_ = 0;
@@ -141,11 +141,17 @@ class SoftmaxRows {
         }
     } else {
       const __m512i last = _mm512_loadu_si512(tile_->last + group_);
+      // A step's keys are those of one word.
+      static_assert(kTileInputs == 32);
+      __m512i words = _mm512_set1_epi32(-1);
+      if (tile_->shown) words = _mm512_loadu_si512(tile_->shown + key_ / kTileInputs * w + group_);
       for (int64_t t = key_; t < end; ++t, at += w) {
         const __m512 s = _mm512_mul_ps(_mm512_load_ps(at), scale);
         zeros[0] = _mm512_fmadd_ps(s, _mm512_setzero_ps(), zeros[0]);
-        const __mmask16 hidden =
-            _mm512_cmpgt_epi32_mask(_mm512_set1_epi32(static_cast<int>(block_.first_key + t)), last);
+        const __m512i key = _mm512_set1_epi32(static_cast<int>(block_.first_key + t));
+        const __mmask16 hidden = static_cast<__mmask16>(_mm512_cmpgt_epi32_mask(key, last) |
+                                                        _mm512_testn_epi32_mask(words, _mm512_set1_epi32(1)));
+        words = _mm512_srli_epi32(words, 1);
         const __m512 shown = _mm512_mask_blend_ps(hidden, s, none);
         m[0] = _mm512_max_ps(shown, m[0]);
         _mm512_store_ps(at, shown);
@@ -162,7 +168,8 @@ class SoftmaxRows {
   MLA_AMX void take_maxima() {
     const __m512 zeros = _mm512_load_ps(zeros_);
     const bool odd = _mm512_cmp_ps_mask(zeros, zeros, _CMP_UNORD_Q) != 0;
-    skips_ = (odd || seen_ < block_.count) && keep_out(*tile_, block_, scores_, odd ? 0 : seen_, odd, skip_);
+    const bool looks = !block_.finite && seen_ < block_.count;
+    skips_ = (odd || looks) && keep_out(*tile_, block_, scores_, odd ? 0 : seen_, odd, skip_);
     for (int64_t g = 0; g < tile_->width; g += kLanes) {
       const __m512 m = _mm512_load_ps(maximum_ + g);
       const __mmask16 empty = _mm512_cmp_ps_mask(m, _mm512_set1_ps(-kInfinity), _CMP_EQ_OQ);

@@ -38,6 +38,24 @@ HWY_NOINLINE bool FinitePairs(const uint32_t* x, int64_t n) {
   return AllFinite<int16_t>(reinterpret_cast<const int16_t*>(x), 2 * n, 0x7fff, 0x7f80);
 }
 
+HWY_INLINE bool FiniteValues(const KeyBlock& b) {
+  if (b.squares) {
+    const uint32_t* v = static_cast<const uint32_t*>(b.v);
+    for (int64_t n = 0; n < (b.count + 31) / 32 * value_squares(b.v_dim); ++n, v += kValueSquare)
+      if (!FinitePairs(v, kSquareRows * kSquareRows)) return false;
+    return true;
+  }
+  if (b.paired) {
+    for (int64_t pair = 0; pair < (b.count + 1) / 2; ++pair)
+      if (!for_pair_row(b, pair, FinitePairs)) return false;
+    return true;
+  }
+  const float* v = static_cast<const float*>(b.v);
+  for (int64_t t = 0; t < b.count; ++t, v += b.v_stride)
+    if (!FiniteFloats(v, b.v_dim)) return false;
+  return true;
+}
+
 // Keys [from, ..) of the block whose values hold NaN or infinity go to `skip`: a row that does not see one would meet
 // it with probability 0, and 0 times NaN is NaN. Rows that do see one become NaN, by their sums. With `odd`, some score
 // is no finite number: a row with a NaN or +inf among its scores, or in its query, becomes NaN, too.
@@ -45,7 +63,10 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
                           bool odd, bool* HWY_RESTRICT skip) {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN(), kInf = std::numeric_limits<float>::infinity();
   const int64_t w = tile.width;
-  auto sees = [&](int64_t lane, int64_t t) { return t < b.count && b.first_key + t <= tile.last[lane]; };
+  auto sees = [&](int64_t lane, int64_t t) {
+    return t < b.count && b.first_key + t <= tile.last[lane] &&
+           (!tile.shown || tile.shown[t / 32 * w + lane] >> t % 32 & 1);
+  };
   std::fill_n(skip, (b.count + 1) / 2 * 2, false);
   bool any = false;
   auto leave_out = [&](int64_t t) {
@@ -53,7 +74,7 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
     for (int64_t lane = 0; lane < tile.rows; ++lane)
       if (sees(lane, t)) tile.l[lane] = kNaN;
   };
-  if (b.paired) {
+  if (!b.finite && b.paired) {
     for (int64_t t = from / 2 * 2; t < b.count; t += 2) {
       if (for_pair_row(b, t / 2, FinitePairs)) continue;
       for (int half = 0; half < 2; ++half)
@@ -62,7 +83,7 @@ HWY_NOINLINE bool KeepOut(const RowTile& tile, const KeyBlock& b, const float* H
             }))
           leave_out(t + half);
     }
-  } else {
+  } else if (!b.finite) {
     const float* v = static_cast<const float*>(b.v) + from * b.v_stride;
     for (int64_t t = from; t < b.count; ++t, v += b.v_stride)
       if (!FiniteFloats(v, b.v_dim)) leave_out(t);
@@ -84,9 +105,12 @@ template <class D>
 HWY_INLINE bool Softmax(D df, const RowTile& tile, const KeyBlock& b, float* HWY_RESTRICT scores,
                         float* HWY_RESTRICT alpha, bool* HWY_RESTRICT skip) {
   const hn::RebindToSigned<D> di;
+  const hn::RebindToUnsigned<D> du;
   using V = hn::Vec<D>;
   const int64_t lanes = static_cast<int64_t>(hn::Lanes(df)), w = tile.width;
-  const int64_t seen = std::clamp<int64_t>(tile.first_last + 1 - b.first_key, 0, b.count);  // by all rows
+  const uint32_t* const shown = tile.shown;
+  // By all rows.
+  const int64_t seen = shown ? 0 : std::clamp<int64_t>(tile.first_last + 1 - b.first_key, 0, b.count);
   const bool masked = seen < b.count;
   const V scale = hn::Set(df, b.scale), none = hn::Set(df, -std::numeric_limits<float>::infinity());
   const auto magnitude = hn::Set(di, 0x7fffffff);
@@ -101,6 +125,10 @@ HWY_INLINE bool Softmax(D df, const RowTile& tile, const KeyBlock& b, float* HWY
       if (masked) {
         const auto hidden = hn::Gt(hn::Set(di, static_cast<int32_t>(b.first_key + t)), last);
         s = hn::IfThenElse(hn::RebindMask(df, hidden), none, s);
+        if (shown) {
+          const auto set = hn::TestBit(hn::LoadU(du, shown + t / 32 * w + g), hn::Set(du, uint32_t{1} << t % 32));
+          s = hn::IfThenElse(hn::RebindMask(df, set), s, none);
+        }
       }
       hn::StoreU(s, df, scores + t * w + g);
       m = hn::Max(m, s);
@@ -109,8 +137,8 @@ HWY_INLINE bool Softmax(D df, const RowTile& tile, const KeyBlock& b, float* HWY
   }
   const bool odd = !hn::AllTrue(di, hn::Lt(largest, hn::Set(di, 0x7f800000)));
   // The second half of a last pair belongs to no key.
-  const bool skips =
-      (odd || masked || (b.paired && b.count % 2 != 0)) && KeepOut(tile, b, scores, odd ? 0 : seen, odd, skip);
+  const bool looks = !b.finite && (masked || (b.paired && b.count % 2 != 0));
+  const bool skips = (odd || looks) && KeepOut(tile, b, scores, odd ? 0 : seen, odd, skip);
   for (int64_t g = 0; g < w; g += lanes) {
     const V m = hn::LoadU(df, maximum + g);
     const V from = hn::IfThenElse(hn::Eq(m, none), hn::Zero(df), m);  // nothing seen yet: no difference of infinities

@@ -116,6 +116,19 @@ void map_to_workspace(Stream& stream, const ops::MapToWorkspaceArgs& a) {
   });
 }
 
+void map_to_mask(Stream& stream, const ops::MapToMaskArgs& a) {
+  const int64_t topk = a.positions.extent<Topk>(), words = a.mask.extent<Word>();
+  if (words == 0) return;
+  const int64_t columns = 32 * words;
+  each_row(stream, static_cast<int64_t>(a.rows.size()), topk + words, [&](int64_t row) {
+    if (a.rows[row] < 0) return;
+    uint32_t* const mask = &a.mask(a.rows[row], 0);
+    std::fill_n(mask, words, 0u);
+    for (int64_t k = 0; k < topk; ++k)
+      if (const int32_t t = a.positions(row, k); t >= 0 && t < columns) mask[t / 32] |= uint32_t{1} << t % 32;
+  });
+}
+
 void pick_rows(Stream& stream, const ops::PickRowsArgs& a) {
   const int64_t topk = a.positions.extent<Topk>();
   if (topk == 0) return;

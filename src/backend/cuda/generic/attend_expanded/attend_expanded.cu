@@ -30,6 +30,7 @@ struct FlatAttention {
   int64_t value_step = 1;
   View<const float, Group, Head> q_scale, k_scale, v_scale;
   const ops::ScaleRows* scale_rows = nullptr;
+  View<const uint32_t, Token, Word> mask;
 };
 
 __device__ RowScales scales_of(const View<const float, Group, Head>& x, int64_t head, int32_t first, bool rows) {
@@ -82,6 +83,11 @@ __global__ void __launch_bounds__(Core::kThreads, Core::kBlocks)
                         a.rope_width,
                         a.value_width,
                         a.wide};
+  if (item.masked) {
+    from.mask = a.mask.data() + (item.q_begin + row0) * a.mask.stride<Token>();
+    from.mask_row = a.mask.stride<Token>();
+    from.mask_begin = item.mask_begin;
+  }
   float scale = a.scale;
   if constexpr (!std::is_same_v<Stored, typename Core::T>) {
     static_assert(ops::ExpandedScales::kRows % M == 0);  // a tile's queries have one scale
@@ -183,6 +189,7 @@ void attend_flat(const Queue& queue, const ops::AttendExpandedArgs& a) {
   call.value_step = a.v.stride<Value>();
   call.q_scale = a.scales.q, call.k_scale = a.scales.k, call.v_scale = a.scales.v;
   call.scale_rows = queue.reads(a.scales.rows, op, "scales' rows");
+  call.mask = a.mask;
   call.accumulate = a.accumulate;
   call.out = {.out = a.out.data(),
               .out_row = a.out.stride<Token>(),

@@ -424,7 +424,8 @@ struct RowEnd {
 ///   bool locate(int block)        finds where the block's keys lie; any of this thread's exists
 ///   void fetch(int block)         sends out their copies
 ///   void land(int block)          brings them to shared memory; keys that do not exist as zeros
-///   bool exists(int block, int n)
+///   bool shows(int row, int block, int n)  key n of the block exists, and is not hidden from the tile's row; `limit`
+///                                          is asked besides
 ///   int buffer(int block)         elements from the first block's keys to this one's
 template <class Core, class Keys>
 __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys& keys, int blocks, float scale,
@@ -462,8 +463,8 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
         const int key = (i * kRowThreads + part) * 2;
         const float2 y = *reinterpret_cast<const float2*>(s + row * Core::kScoreRow + key);
         strange |= !(fabsf(y.x) < INFINITY && fabsf(y.y) < INFINITY);  // of keys that the row does not see, too
-        const bool first = block * N + key < limit && keys.exists(block, key),
-                   second = block * N + key + 1 < limit && keys.exists(block, key + 1);
+        const bool first = block * N + key < limit && keys.shows(row, block, key),
+                   second = block * N + key + 1 < limit && keys.shows(row, block, key + 1);
         sees |= first || second;
         x[i][0] = first ? y.x * scale : -INFINITY;
         x[i][1] = second ? y.y * scale : -INFINITY;
@@ -501,7 +502,7 @@ __device__ RowEnd attend(Core& core, const Layout& l, Tile<Core::M>& tile, Keys&
         for (int i = 0; i < kPairs; ++i)
           for (int e = 0; e < 2; ++e) {
             const int key = (i * kRowThreads + part) * 2 + e;
-            if (block * N + key < limit && keys.exists(block, key) && (tile.bad[key / 32] >> key % 32 & 1)) sum = NAN;
+            if (block * N + key < limit && keys.shows(row, block, key) && (tile.bad[key / 32] >> key % 32 & 1)) sum = NAN;
           }
       }
       core.values(p, values, l.ld_v, columns, tile.alpha);

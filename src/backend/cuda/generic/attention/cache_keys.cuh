@@ -74,7 +74,7 @@ class CacheKeys {
     return true;
   }
 
-  __device__ bool exists(int block, int n) const { return sources()[block % 2 * N + n] >= 0; }
+  __device__ bool shows(int, int block, int n) const { return sources()[block % 2 * N + n] >= 0; }
 
   __device__ int buffer(int block) const { return copies_ == Copies::direct ? block % 2 * N * layout_.ld_q : 0; }
 

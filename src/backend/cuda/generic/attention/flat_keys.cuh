@@ -25,6 +25,10 @@ struct FlatRows {
   // Of codes.
   int64_t value_step = 1;  // from one element of a value to the next
   RowScales key_scale, value_scale;
+  // Of a masked item.
+  const uint32_t* mask = nullptr;  // of the tile's first row
+  int64_t mask_row = 0;            // stride
+  int32_t mask_begin = 0;          // column of the first key
 };
 
 template <class Core, class Stored>
@@ -39,7 +43,11 @@ class FlatKeys {
   __device__ bool locate(int) const { return true; }
   __device__ void fetch(int) const {}
   __device__ int buffer(int) const { return 0; }
-  __device__ bool exists(int, int) const { return true; }  // rows' limits end with the keys
+  __device__ bool shows(int row, int block, int n) const {  // rows' limits end with the keys
+    if (!from_.mask) return true;
+    const int64_t column = from_.mask_begin + block * N + n;
+    return __ldg(from_.mask + row * from_.mask_row + column / 32) >> column % 32 & 1;
+  }
 
   __device__ void land(int block) const {
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;

@@ -1,6 +1,7 @@
 // attend_expanded on Hopper: multi-head attention over flat keys and values, any number of work items in one launch.
 //
-// Of item t, query row i < q_count sees the keys j < k_count with j <= i + visible:
+// Of item t, query row i < q_count sees the keys j < k_count with j <= i + visible, of a masked item those of them
+// whose bit mask_begin + j is set in the row's mask:
 //   out = softmax(scale * ([q_nope | q_pe] . [k_nope | k_pe])) v,   lse = natural log of the sum of exponentials
 // A row that sees nothing: out 0, lse -inf. Rows of no item are left alone. No row belongs to two items of a call.
 //
@@ -34,8 +35,13 @@ struct AttendExpandedArgs {
   AnyView<Key, Head, Value> v;          ///< dtype of q; may be a slice of the array that k_nope is a slice of
   const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding
   int64_t item_count = 0;
-  int64_t most_queries = 0;                ///< no item has more query rows; 0: as many as q
-  float scale = 1.0f;                      ///< above 0
+  /// Of masked items: words of each row of q, Word dense. Of bf16 operands and outputs of bf16 or f32, by tiles other
+  /// than rows_192.
+  View<const uint32_t, Token, Word> mask;
+  int64_t most_masked_keys = 0;  ///< no masked item has more keys; 0: as many as k_nope
+  void* columns = nullptr;       ///< of calls with a mask: device, masked_columns_bytes; not for two launches at a time
+  int64_t most_queries = 0;      ///< no item has more query rows; 0: as many as q
+  float scale = 1.0f;            ///< above 0
   AnyMutableView<Token, Head, Value> out;  ///< bf16, f16 or f32; Value dense, rows aligned to 16 bytes
   View<float, Token, Head> lse;            ///< any strides; may be null unless accumulate
   /// true: out and lse already hold a part of each row's softmax; the result is merged into it. An lse of -inf, +inf or
@@ -52,6 +58,9 @@ struct AttendExpandedArgs {
 
 /// Bytes of workspace, whatever the shape.
 constexpr size_t attend_expanded_workspace = 16;
+
+/// Bytes of AttendExpandedArgs::columns, below 8 GiB.
+size_t masked_columns_bytes(const AttendExpandedArgs& args);
 
 /// Whether these kernels write such an output, of heads with `value` values.
 bool writes_codes(const QuantizedView& y, int64_t value);

@@ -163,8 +163,7 @@ struct KeyProducer {
         if (lane > 0 && lane < tile.cluster) {
           const uint32_t to = map_to_cta(smem_address(&shared.work[slot.index]), lane),
                          bar = map_to_cta(announced, lane);
-          store_remote_async(to, work.blocks, work.row, work.rows, work.key, bar);
-          store_remote_async(to + 16, work.keys, work.diagonal, work.head, work.item, bar);
+          send_tile(to, work, bar);
         }
       } else {
         if (lane == 0) mbarrier_arrive_expect(announced, sizeof(TileWork));

@@ -14,6 +14,36 @@ bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size, 
   return ((reinterpret_cast<uintptr_t>(data) | bytes(stride_a) | bytes(stride_b)) & (to - 1)) == 0;
 }
 
+// What follows from the host alone.
+AttendExpandedArgs arguments(const ops::AttendExpandedArgs& a) {
+  int64_t most = 0, masked = 0;
+  for (const ExpandedItem& i : a.items) {
+    most = std::max<int64_t>(most, i.q_count);
+    if (i.masked) masked = std::max<int64_t>(masked, i.k_count);
+  }
+  return {.q = a.q,
+          .k_nope = a.k_nope,
+          .k_pe = a.k_pe,
+          .v = a.v,
+          .item_count = static_cast<int64_t>(a.items.size()),
+          .mask = masked > 0 ? a.mask : View<const uint32_t, Token, Word>(),
+          .most_masked_keys = masked,
+          .columns = a.scratch.data,
+          .most_queries = most,
+          .scale = a.scale,
+          .out = a.out,
+          .lse = a.lse,
+          .accumulate = a.accumulate,
+          .quantized = a.quantized};
+}
+
+// Codes have no kernel for masks.
+bool serves_masks(const ops::AttendExpandedArgs& a) {
+  const AttendExpandedArgs args = arguments(a);
+  return !args.mask || (a.q.dtype() == Dtype::bf16 && a.mask.extent<Token>() >= a.q.extent<Token>() &&
+                        masked_columns_bytes(args) <= a.scratch.per_worker);
+}
+
 }  // namespace
 
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a) {
@@ -23,7 +53,7 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a) {
   const size_t size = size_of(a.q.dtype());
   const bool types = codes ? a.v.stride<Key>() == 1 || a.v.extent<Key>() <= 1
                            : a.q.dtype() == Dtype::bf16 && a.k_nope.dtype() == Dtype::bf16;
-  return gpu.hopper && dims && types && !a.items.empty() && a.scale > 0 &&
+  return gpu.hopper && dims && types && serves_masks(a) && !a.items.empty() && a.scale > 0 &&
          aligned(a.q.data(), a.q.stride<Token>(), a.q.stride<Head>(), size) &&
          aligned(a.k_nope.data(), a.k_nope.stride<Key>(), a.k_nope.stride<Head>(), size) &&
          aligned(a.k_pe.data(), a.k_pe.stride<Key>(), 0, size) &&
@@ -42,7 +72,8 @@ bool writes_codes(const ops::AttendExpandedArgs& a) {
 std::string kernel(const backend::GpuModel&, const ops::AttendExpandedArgs& a) {
   return std::to_string(a.k_nope.extent<Nope>()) + " + " + std::to_string(a.k_pe.extent<Rope>()) + " / " +
          std::to_string(a.v.extent<Value>()) +
-         (a.q.dtype() != Dtype::fp8_e4m3         ? ""
+         (a.mask                                 ? ", masked"
+          : a.q.dtype() != Dtype::fp8_e4m3       ? ""
           : a.sums == ops::ExpandedSums::precise ? ", e4m3"
                                                  : ", e4m3, raw sums");
 }
@@ -75,19 +106,10 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
                                           .workspace = queue.counters() + Queue::kSpare});
     return;
   }
-  attend_expanded(queue.stream(), AttendExpandedArgs{.q = a.q,
-                                                     .k_nope = a.k_nope,
-                                                     .k_pe = a.k_pe,
-                                                     .v = a.v,
-                                                     .items = queue.reads(a.items, "attend_expanded", "items"),
-                                                     .item_count = static_cast<int64_t>(a.items.size()),
-                                                     .most_queries = most,
-                                                     .scale = a.scale,
-                                                     .out = a.out,
-                                                     .lse = a.lse,
-                                                     .accumulate = a.accumulate,
-                                                     .quantized = a.quantized,
-                                                     .workspace = queue.counters() + Queue::kSpare});
+  AttendExpandedArgs args = arguments(a);
+  args.items = queue.reads(a.items, "attend_expanded", "items");
+  args.workspace = queue.counters() + Queue::kSpare;
+  attend_expanded(queue.stream(), args);
 }
 
 }  // namespace mla::cuda::sm90

@@ -29,7 +29,8 @@ struct TileSource {
   const ExpandedItem* items;
   int32_t items_count, heads;
   int32_t run_keys;   // keys a run of tiles may walk, about; 0: every run is one tile
-  int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done
+  int32_t* counters;  // [0] runs handed out beyond the first of each block, [1] blocks that are done, [2] whether some
+                      // value of a masked item is no number
 };
 
 /// What a math warpgroup needs to know of a tile: neighbouring query rows of one head of one item.
@@ -40,9 +41,17 @@ struct alignas(16) TileWork {
   int32_t diagonal;   // tile row r sees min(keys, diagonal + r) keys
   int32_t head;
   int32_t item;  // its number; of the rows' last part, its complement
+  int32_t mask;  // column of the first key in the rows' masks; below 0: they have none
   __device__ bool last() const { return item < 0; }
   __device__ int32_t number() const { return item < 0 ? ~item : item; }
 };
+
+/// A tile to another block of the cluster, whose barrier counts sizeof(TileWork) bytes.
+__device__ __forceinline__ void send_tile(uint32_t to, const TileWork& work, uint32_t bar) {
+  store_remote_async(to, work.blocks, work.row, work.rows, work.key, bar);
+  store_remote_async(to + 16, work.keys, work.diagonal, work.head, work.item, bar);
+  store_remote_async(to + 32, work.mask, 0, 0, 0, bar);
+}
 
 /// Item number `count` of a ring of `depth` slots: its slot, and the parity of the slot's round. The slot's `full`
 /// barrier is waited for with this parity, its `empty` barrier with the other.
@@ -68,6 +77,7 @@ struct TileOrder {
     int32_t row, queries, key, keys, visible;
     int32_t height, run;  // tiles of a head, and of a run
     bool last;
+    int32_t mask;
   };
   static __device__ Item item(const TileSource& p, int number) {
     const ExpandedItem& from = p.items[number];
@@ -80,6 +90,7 @@ struct TileOrder {
     i.height = (i.queries + tile_rows - 1) / tile_rows;
     i.run = max(p.run_keys / max(i.keys, 1), 1);
     i.last = from.last;
+    i.mask = from.masked ? from.mask_begin : -1;
     return i;
   }
 
@@ -124,6 +135,7 @@ struct TileOrder {
     w.keys = q.keys;
     w.diagonal = m * tile_rows + 1 + q.visible;
     w.item = q.last ? ~(group + owner) : group + owner;
+    w.mask = q.mask;
     count_blocks(w);
     return w;
   }
