@@ -297,7 +297,7 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--form", f->form,
                 "block: hidden states in and out; attention: queries in, heads out, nothing reserved for the indexer")
       ->capture_default_str();
-  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
+  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert, masked or dense")->capture_default_str();
   add_number<int64_t>(*c, "--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
   c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
       ->capture_default_str();

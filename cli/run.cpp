@@ -386,7 +386,7 @@ void add_run(CLI::App& app, int& status) {
   number("--heads", f->heads, "run with fewer heads than the model has, when memory is short; 0: all of them", 0,
          kMost);
   number("--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
-  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert or dense")->capture_default_str();
+  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert, masked or dense")->capture_default_str();
   c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
       ->capture_default_str();
   c->add_option("--index-arithmetic", f->index_arithmetic,

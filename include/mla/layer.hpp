@@ -114,7 +114,8 @@ void forward(Stream& stream, const LayerContext& context, AnyView<Token, Hidden>
 /// Puts the caller's own choice into context.selection, for layers without an indexer and for the attention form:
 /// positions [Token >= plan.tokens, topk], counted from each token's request's start, unused entries negative. Rows of
 /// tokens that the plan attends densely are not read. A position past the request's sequence counts as unused; one past
-/// its own token does not: what is chosen is attended. ShapeError when topk is not the plan's or memory is too small.
+/// its own token does not: what is chosen is attended. ShapeError when topk is not the plan's or memory is too small;
+/// UnsupportedError where the plan masks rows (SparsePolicy::masked, and automatic in the block form).
 void select(Stream& stream, const LayerContext& context, View<const int32_t, Token, Topk> positions);
 
 /// Attention form: q [Token, Head, nope + rope] rotated, kv_c normed, k_pe rotated, all of dtype plan.inputs();

@@ -42,16 +42,18 @@ enum class SplitPolicy : uint8_t {
   /// whole, their rows straight from the call: the bits are others than with a cache.
   batch_invariant,
 };
-/// How sparse attention reads the cache rows that the indexer selected. Requests whose whole sequence fits the
+/// How rows attend to what the indexer selected. Requests whose whole sequence fits the
 /// indexer's topk are attended densely, without scoring. Under SplitPolicy::batch_invariant they are sparse, too, and
 /// all rows are read in place.
 enum class SparsePolicy : uint8_t {
-  automatic,  ///< prefills by the cost model through a workspace or in place; all rows in place share a launch
+  automatic,  ///< prefills by the cost model masked, through a workspace or in place; all rows in place share a launch
   mixed,      ///< every row in one launch, cache rows read in place
   direct,     ///< decodes and prefills in launches of their own, cache rows read in place
   upconvert,  ///< prefills gather their whole sequences into a workspace in the compute dtype, in chunks; decodes in
               ///< place
   dense,      ///< no selection: everything is attended; the index cache is still filled
+  masked,  ///< prefills in the expanded form, over all keys of which masks hide those not selected; decodes in place.
+           ///< Of the block form, and not for select(): a mask names a position once, and none past the token
 };
 /// What the expanded path, which prefills take, multiplies.
 enum class PrefillOperands : uint8_t {
@@ -121,9 +123,14 @@ CostModel default_cost_model(Device device);
 double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path,
                  int64_t new_tokens, int64_t context);
 
-/// Seconds of bringing a sparse request's selected rows to its queries, in place or through a workspace that holds the
-/// whole sequence in 16 or 32 bits; what both have in common is left out.
-double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, bool upconvert,
+/// How a sparse request's rows meet their keys.
+enum class SparseForm : uint8_t {
+  direct,     ///< latent queries over selected cache rows, in place
+  upconvert,  ///< the same through a workspace that holds the whole sequence in 16 or 32 bits
+  masked,     ///< the expanded form over all keys, those not selected hidden
+};
+/// Seconds of a sparse request; what all forms have in common, the indexer, is left out.
+double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, SparseForm form,
                    int64_t new_tokens, int64_t context);
 
 /// A cache whose tokens are split over ranks, which split the heads, too (decode context parallelism). Ranks 0 ..
@@ -139,7 +146,7 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// heads, PlanOptions::link and PlanOptions::rates; where these are empty by default_cost_model, for what is measured
 /// may differ from rank to rank. On the sparse path a rank scores the keys that it holds, all members select the best
 /// of what each selected, and attention goes as on the latent path over what was selected; under
-/// SparsePolicy::automatic rows are read in place. UnsupportedError for CacheUse::none.
+/// SparsePolicy::automatic rows are read in place, none by masks. UnsupportedError for CacheUse::none.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel
@@ -261,6 +268,8 @@ DeviceInfo device_info(Device device, int threads, const ModelConfig& model);
 struct RequestPlan {
   Path path = Path::latent;
   int32_t q_begin = 0, query_len = 0, context = 0;
+  bool masked = false;  ///< of a sparse one: its rows attend on the expanded path, by masks
+  bool expands() const { return path == Path::expanded || masked; }
 };
 
 /// Cached rows gathered, expanded and attended together: of the context, under batch_invariant the step's own, too.
@@ -339,9 +348,13 @@ struct Plan {
   bool fused_output = false;
   int64_t head_rows = 0;  ///< token rows of f32 heads in the workspace
 
-  // Sparse path: its rows are those of latent_tokens from sparse_begin on, group by group.
+  // Sparse path: its rows are those of latent_tokens from sparse_begin on, group by group, then those of masked
+  // requests.
   int64_t topk = 0;  ///< positions selected for a row; 0: nothing is selected in this step
   int64_t sparse_begin = 0;
+  int64_t masked_begin = 0;               ///< sparse rows from here on are masked ones
+  int64_t mask_words = 0;                 ///< of a masked row: of as many positions as the longest sequence has
+  std::vector<int32_t> sparse_tokens;     ///< token of each sparse row
   std::vector<int32_t> sparse_requests;   ///< request of each sparse row
   std::vector<int32_t> sparse_positions;  ///< position of each sparse row in its sequence
   std::vector<SparseGroup> sparse_groups;
@@ -405,6 +418,7 @@ struct Plan {
   /// Whether calls look at the cache and the batch's block table.
   bool uses_cache() const { return !options.dummy && options.cache_use != CacheUse::none; }
   int64_t sparse_rows() const { return static_cast<int64_t>(sparse_requests.size()); }
+  int64_t masked_rows() const { return sparse_rows() - masked_begin; }
   /// Selected positions of each sparse row within a selection's memory, ascending, -1 where a row sees fewer.
   View<int32_t, Token, Topk> selected(std::span<std::byte> selection) const;
   /// The same as rows of the cache or of the workspace, as the row's group reads them.

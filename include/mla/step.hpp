@@ -103,6 +103,7 @@ enum class ListKind : uint8_t {
   context_placed,
   sparse_requests,
   sparse_positions,
+  sparse_tokens,
   gathered_starts,
   gathered_counts,
   sparse_items,  ///< of a group, as are the next two
@@ -226,6 +227,7 @@ struct AttendExpanded {
   Operand<Key, Rope> k_pe;
   Operand<Key, Head, Value> v;
   ListOf<ExpandedItem> items;
+  Operand<Token, Word> mask = {};  ///< of masked items
   float scale = 1.0f;
   Operand<Token, Head, Value> out;
   Operand<Token, Head> lse;
@@ -312,6 +314,11 @@ struct MapToWorkspace {
   RowList requests, starts, counts;
   Operand<Token, Topk> rows;
 };
+struct MapToMask {
+  Operand<Token, Topk> positions;
+  RowList rows;
+  Operand<Token, Word> mask;
+};
 /// Queries of every rank's heads on every rank, rank 0's heads first.
 struct GatherQueries {
   Operand<Token, Head, Entry> x, y;  ///< this rank's; all ranks'
@@ -350,7 +357,7 @@ struct EndChoice {};
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
                           GatherRows, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
                           IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows,
-                          MapToSlots, MapToWorkspace, Quantize, QuantizePadding, GatherQueries, ExchangeFound,
+                          MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound,
                           AllReduce, AllGather, Zero, BeginChoice, EndChoice>;
 
 }  // namespace steps

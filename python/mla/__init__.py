@@ -235,7 +235,8 @@ def select(
     """Puts a choice of one's own in the place of the indexer's: positions [tokens, topk], int32.
 
     Counted from each token's request's start, unused entries negative. For the attention form, and
-    for layers without an indexer.
+    for layers without an indexer. UnsupportedError where the plan masks rows (sparse "masked", and
+    "automatic" in the block form): plan with "mixed", "direct" or "upconvert".
     """
     settle(positions)
     _mla.select(

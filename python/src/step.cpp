@@ -197,7 +197,7 @@ void bind_plan(nb::module_& m) {
           "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
           "(paths\n"
           "automatic and by_length are then latent). compute: f32 or bf16\n"
-          "operands. sparse: automatic, mixed, direct, upconvert or dense. absorbed, up: as the weights were "
+          "operands. sparse: automatic, mixed, direct, upconvert, masked or dense. absorbed, up: as the weights were "
           "prepared.\n"
           "activations: what products with fp8 weights take their inputs as, plain or fp8_128. form: block, or\n"
           "attention for plans that attend() and select() alone are called with. cache_use, of form attention:\n"

@@ -72,6 +72,16 @@ inline View<const int32_t, Request, Page> read_block_table(const mla_block_table
   return {t.data, {t.requests, t.pages}, {stride, 1}};
 }
 
+/// Words of bits in an int32 tensor: few frameworks have unsigned ones.
+template <class... D>
+View<uint32_t, D...> as_words(const View<int32_t, D...>& t) {
+  return {reinterpret_cast<uint32_t*>(t.data()), t.extents(), t.strides()};
+}
+template <class... D>
+View<const uint32_t, D...> as_words(const View<const int32_t, D...>& t) {
+  return {reinterpret_cast<const uint32_t*>(t.data()), t.extents(), t.strides()};
+}
+
 /// Items as the ops' own structs, which have the same fields at the same places. A GPU's kernels read them where they
 /// lie.
 template <class To, class From>

@@ -28,7 +28,8 @@ static_assert(static_cast<int>(CacheUse::read) == MLA_CACHE_USE_READ &&
 static_assert(static_cast<int>(SparsePolicy::mixed) == MLA_SPARSE_MIXED &&
               static_cast<int>(SparsePolicy::direct) == MLA_SPARSE_DIRECT &&
               static_cast<int>(SparsePolicy::upconvert) == MLA_SPARSE_UPCONVERT &&
-              static_cast<int>(SparsePolicy::dense) == MLA_SPARSE_DENSE);
+              static_cast<int>(SparsePolicy::dense) == MLA_SPARSE_DENSE &&
+              static_cast<int>(SparsePolicy::masked) == MLA_SPARSE_MASKED);
 
 namespace {
 
@@ -74,7 +75,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.compute = read_enum("options compute", o.compute, Dtype::fp8_e4m3);
   p.fp8_query = read_flag("options fp8_query", o.fp8_query);
   p.q_scale = o.q_scale;
-  p.sparse = read_enum("options sparse", o.sparse, SparsePolicy::dense);
+  p.sparse = read_enum("options sparse", o.sparse, SparsePolicy::masked);
   p.index_format = read_enum("options index_format", o.index_format, IndexCacheFormat::fp8);
   p.index_hadamard = read_flag("options index_hadamard", o.index_hadamard);
   p.prefill = read_enum("options prefill", o.prefill, PrefillOperands::fp8_raw);
@@ -208,7 +209,7 @@ mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
     i.workspace_bytes = p.workspace_bytes;
     i.selection_bytes = p.selection_bytes;
     i.sparse_rows = p.sparse_rows();
-    i.latent_rows = static_cast<int64_t>(p.latent_tokens.size()) - i.sparse_rows;
+    i.latent_rows = static_cast<int64_t>(p.latent_tokens.size()) - p.masked_begin;
     for (const RequestPlan& r : p.requests)
       if (r.path == Path::expanded) i.expanded_rows += r.query_len;
     i.latent_items = static_cast<int64_t>(p.latent_items.size());

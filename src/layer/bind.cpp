@@ -183,6 +183,7 @@ ops::AttendExpandedArgs Binder::operator()(const steps::AttendExpanded& s) const
           .scales = of_codes,
           .sums = s.raw_sums ? ops::ExpandedSums::raw : ops::ExpandedSums::precise,
           .items = list(s.items),
+          .mask = words(s.mask),
           .scale = s.scale,
           .out = out(s.out),
           .lse = values<float>(s.lse),
@@ -293,6 +294,10 @@ ops::MapToWorkspaceArgs Binder::operator()(const steps::MapToWorkspace& s) const
           .counts = list(s.counts),
           .rows = positions(s.rows),
           .held = held()};
+}
+
+ops::MapToMaskArgs Binder::operator()(const steps::MapToMask& s) const {
+  return {.positions = chosen(s.positions), .rows = list(s.rows), .mask = words(s.mask)};
 }
 
 ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {

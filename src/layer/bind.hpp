@@ -59,6 +59,7 @@ class Binder {
   ops::PickRowsArgs operator()(const steps::PickRows& s) const;
   ops::MapToSlotsArgs operator()(const steps::MapToSlots& s) const;
   ops::MapToWorkspaceArgs operator()(const steps::MapToWorkspace& s) const;
+  ops::MapToMaskArgs operator()(const steps::MapToMask& s) const;
   ops::QuantizeArgs operator()(const steps::Quantize& s) const;
   ops::QuantizePaddingArgs operator()(const steps::QuantizePadding& s) const;
   /// Where an operand in the workspace begins.
@@ -112,6 +113,11 @@ class Binder {
     if (!o) return {};
     const auto f = find(o);
     return {reinterpret_cast<int32_t*>(f.writable), o.extents(), f.strides};
+  }
+  View<uint32_t, Token, Word> words(const Operand<Token, Word>& o) const {
+    if (!o) return {};
+    const auto f = find(o);
+    return {reinterpret_cast<uint32_t*>(f.writable), o.extents(), f.strides};
   }
   View<const int32_t, Token, Topk> chosen(const Operand<Token, Topk>& o) const {
     const auto f = find(o);

@@ -227,6 +227,10 @@ void check_choice(const LayerContext& c, View<const int32_t, Token, Topk> positi
   ops::require_equal("select", "positions Topk", positions.extent<Topk>(), "plan topk", c.plan.topk);
   ops::require_view("select", "positions", positions);
   ops::require_rows("select", "positions", positions.extent<Token>(), c.plan.tokens);
+  if (const int64_t masked = c.plan.masked_rows(); masked > 0)
+    throw UnsupportedError("select: " + counted(masked, "token") +
+                           " of the plan attend by masks, which name a position " +
+                           "once and none past the token: plan with sparse mixed, direct or upconvert");
 }
 
 }  // namespace mla::layer

@@ -157,6 +157,9 @@ std::string Plan::describe() const {
                ? "read in place"
                : ("through a workspace of " + counted(g.rows, "row") + ", " + count_of(g.pieces, "sequence")).c_str(),
            count_of(g.work.items, "item").c_str(), counted(g.work.partial_rows, "partial row").c_str());
+    if (masked_rows() > 0)
+      line(out, "    masked: %s on the expanded path, masks of %s", counted(masked_rows(), "row").c_str(),
+           counted(mask_words, "word").c_str());
     line(out, "    selection, kept by layers that share it: %s", readable_bytes(selection_bytes).c_str());
   } else if (model.indexer) {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",

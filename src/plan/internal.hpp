@@ -14,6 +14,9 @@ constexpr int64_t round_up(int64_t x, int64_t to) { return ceil_div(x, to) * to;
 /// Ranges of keys are multiples of this, so that kernels' blocks of positions start alike.
 constexpr int64_t kGrain = 64;
 
+/// What attention by masks takes against attention that sees all keys, with what makes the masks: measured on an H200.
+constexpr double kMasking = 1.1;
+
 /// What fp8 queries are held in: codes, or, for kernels of GPUs that take 16-bit queries, what the codes stand for.
 inline Dtype query_codes(const Plan& plan) {
   const bool codes = plan.device.device.kind == DeviceKind::cpu ||
@@ -86,6 +89,10 @@ int64_t chunk_rows(const Plan& plan, int64_t longest, int64_t requests);
 
 /// Bytes of the tiles that sparse rows are scored in.
 size_t index_tile_bytes(const Plan& plan);
+/// Whether a sparse request with so many new tokens attends by masks.
+bool masks(const Plan& plan, int64_t query_len, int64_t context);
+/// The longest context with which one of up to so many new tokens may; -1: none does.
+int64_t most_masked_context(const Plan& plan, int64_t query_len, int64_t seq_len);
 /// Whether sequences of sparse requests of up to so many new tokens may be gathered before they are attended.
 bool may_upconvert(const Plan& plan, int64_t query_len);
 /// Units of work that a launch of sparse rows is cut into.
@@ -118,6 +125,7 @@ struct WorkspaceRows {
   int64_t sparse = 0, indexed = 0, gathered = 0;  ///< selecting; of them those scored here; the largest group's
   IndexTiles tiles;
   int64_t candidates = 0;
+  int64_t mask_words = 0;
   Dtype head_dtype = Dtype::f32;
   bool shares_context = false;
 };

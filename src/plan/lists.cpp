@@ -32,6 +32,7 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::context_placed: return of("placed context", p.chunks[part].placed);
     case ListKind::sparse_requests: return of("sparse_requests", p.sparse_requests);
     case ListKind::sparse_positions: return of("sparse_positions", p.sparse_positions);
+    case ListKind::sparse_tokens: return rows("sparse_tokens", p.sparse_tokens);
     case ListKind::gathered_starts: return of("gathered_starts", p.gathered_starts);
     case ListKind::gathered_counts: return of("gathered_counts", p.gathered_counts);
     case ListKind::sparse_items: return of("sparse items", p.sparse_groups[part].work.items);

@@ -100,6 +100,8 @@ void pad_latent(Plan& p, const StepMaxima& m) {
 }
 
 void pad_sparse(Plan& p, const StepMaxima& m) {
+  p.sparse_tokens = p.latent_tokens;
+  p.masked_begin = m.tokens;
   pad(p.sparse_requests, m.tokens, -1, "sparse_requests");
   pad(p.sparse_positions, m.tokens, 0, "sparse_positions");
   if (p.sparse_groups.empty()) p.sparse_groups.emplace_back();
@@ -238,12 +240,14 @@ StepMemory step_memory(const ModelConfig& model, const CacheSpec& cache, const S
                   .heads = o.absorbed ? 0 : m.tokens,
                   .head_dtype = can.context ? Dtype::f32 : p.head_dtype(),
                   .shares_context = (can.latent || can.sparse) && o.context_parallel.shared()};
-  const int64_t grain = key_grain(p);
-  if (can.expanded && !ignores_cuts(p)) w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
-  if (can.context)
-    w.context = std::min(chunk_rows(p, m.seq_len, m.requests),
-                         m.requests * round_up(ignores_cuts(p) ? m.seq_len : m.seq_len - 1, grain));
-  if (p.fused_output && !can.context) w.heads = 0;
+  const int64_t grain = key_grain(p), masked = can.sparse ? most_masked_context(p, m.query_len, m.seq_len) : -1;
+  if ((can.expanded || masked >= 0) && !ignores_cuts(p))
+    w.expanded = m.tokens + (grain - 1) * std::min(m.requests, m.tokens);
+  const int64_t context = !can.context ? masked : ignores_cuts(p) ? m.seq_len : m.seq_len - 1;
+  if (context > 0) w.context = std::min(chunk_rows(p, m.seq_len, m.requests), m.requests * round_up(context, grain));
+  if (masked > 0) w.head_dtype = Dtype::f32;
+  if (masked >= 0) w.mask_words = ceil_div(std::min(masked + m.query_len, m.seq_len), 32);
+  if (p.fused_output && context <= 0) w.heads = 0;
   if (can.sparse) {
     w.sparse = m.tokens;
     w.indexed = p.serves_block() ? m.tokens : 0;

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "mla/error.hpp"
-#include "mla/plan.hpp"
+#include "plan/internal.hpp"
 
 namespace mla {
 namespace {
@@ -50,6 +50,7 @@ std::string_view to_string(SparsePolicy p) {
     case SparsePolicy::direct: return "direct";
     case SparsePolicy::upconvert: return "upconvert";
     case SparsePolicy::dense: return "dense";
+    case SparsePolicy::masked: return "masked";
   }
   return "?";
 }
@@ -98,7 +99,7 @@ SplitPolicy parse_split_policy(std::string_view name) {
 SparsePolicy parse_sparse_policy(std::string_view name) {
   return parse("sparse policy", name,
                std::array{SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert,
-                          SparsePolicy::dense});
+                          SparsePolicy::dense, SparsePolicy::masked});
 }
 
 PrefillOperands parse_prefill_operands(std::string_view name) {
@@ -141,16 +142,17 @@ CostModel default_cost_model(Device device) {
   return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9};
 }
 
-double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
-                 int64_t context) {
-  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context),
-               heads = static_cast<double>(m.heads);
-  const double pairs = t * c + t * (t + 1) / 2;
+namespace {
+
+// pairs: of a query and a key it attends to.
+double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, bool latent, double new_tokens,
+                 double context, double pairs) {
+  const double t = new_tokens, c = context, heads = static_cast<double>(m.heads);
   const double l = static_cast<double>(m.latent), p = static_cast<double>(m.nope), r = static_cast<double>(m.rope),
                v = static_cast<double>(m.value);
   const double moved = 2 * rates.row_element;
   double projected, attended, bytes;
-  if (path == Path::latent) {
+  if (latent) {
     projected = heads * t * 2 * l * (p + v);
     attended = heads * pairs * 2 * (l + r + static_cast<double>(cache.value_width()));
     // Cached rows, and queries and outputs in the latent space written and read.
@@ -160,21 +162,38 @@ double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
     attended = heads * pairs * 2 * (p + r + v);
     bytes = c * cache.token_bytes() + (c + t) * (heads * (p + v) + r) * moved;  // gathered; keys and values
   }
-  const double attention = attended / (path == Path::latent ? rates.latent_flops : rates.expanded_flops);
+  const double attention = attended / (latent ? rates.latent_flops : rates.expanded_flops);
   return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);
 }
 
-double sparse_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, bool upconvert,
+// Sum over new tokens of the keys that each sees, `most` of them at most.
+double pairs_of(double new_tokens, double context, double most) {
+  const double growing = std::clamp(most - context, 0.0, new_tokens);
+  return growing * context + growing * (growing + 1) / 2 + (new_tokens - growing) * most;
+}
+
+}  // namespace
+
+double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
+                 int64_t context) {
+  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context);
+  return form_cost(m, cache, rates, path == Path::latent, t, c, pairs_of(t, c, t + c));
+}
+
+double sparse_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, SparseForm form,
                    int64_t new_tokens, int64_t context) {
   auto over = [](double amount, double rate) { return rate > 0 ? amount / rate : 0.0; };
+  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context),
+               topk = static_cast<double>(m.indexer ? m.indexer->topk : 0);
+  if (form == SparseForm::masked)
+    return planning::kMasking * form_cost(m, cache, rates, false, t, c, pairs_of(t, c, t + c));
   const bool plain =
       cache.format == CacheFormat::f32 || cache.format == CacheFormat::bf16 || cache.format == CacheFormat::f16;
-  const double entry = static_cast<double>(m.entry()), length = static_cast<double>(context + new_tokens),
-               topk = static_cast<double>(m.indexer ? m.indexer->topk : 0);
-  const double loaded = static_cast<double>(new_tokens) * std::min(topk, length) * entry,
-               load = plain ? rates.plain_elements : rates.fp8_elements;
-  if (!upconvert) return over(loaded, load);
-  return over(length * entry, load) + over(length * entry * 2 * 2, rates.bytes) + over(loaded, rates.plain_elements);
+  const double pairs = pairs_of(t, c, topk), attended = form_cost(m, cache, rates, true, t, c, pairs);
+  const double entry = static_cast<double>(m.entry()), load = plain ? rates.plain_elements : rates.fp8_elements;
+  if (form == SparseForm::direct) return attended + over(pairs * entry, load);
+  return attended + over((c + t) * entry, load) + over((c + t) * entry * 2 * 2, rates.bytes) +
+         over(pairs * entry, rates.plain_elements);
 }
 
 }  // namespace mla

@@ -71,6 +71,16 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
   if (o.absorbed && o.prefill != PrefillOperands::compute)
     throw UnsupportedError("plan: prefill " + std::string(to_string(o.prefill)) +
                            " is the expanded path's, fully absorbed weights serve the latent path alone");
+  if (model.indexer && o.sparse == SparsePolicy::masked) {
+    if (o.absorbed)
+      throw UnsupportedError(
+          "plan: sparse masked attends on the expanded path, fully absorbed weights serve the latent path alone");
+    if (o.form == LayerForm::attention)
+      throw UnsupportedError(
+          "plan: sparse masked with form attention, whose choices are the caller's: masks name a position once and "
+          "none "
+          "past the token");
+  }
   if (o.cache_use != CacheUse::append && o.form != LayerForm::attention)
     throw UnsupportedError("plan: cache_use " + std::string(to_string(o.cache_use)) +
                            " is the attention form's (PlanOptions::form), this plan is for form " +
@@ -121,7 +131,7 @@ uint64_t stamp_of(const Plan& p, const Batch& batch) {
   for (size_t i = 0; i < p.sparse_requests.size(); ++i) {
     add(p.sparse_requests[i]);
     add(p.sparse_positions[i]);
-    add(batch.slot_mapping[static_cast<size_t>(p.latent_tokens[static_cast<size_t>(p.sparse_begin) + i])]);
+    add(batch.slot_mapping[static_cast<size_t>(p.sparse_tokens[i])]);
   }
   return stamp;
 }
@@ -159,7 +169,7 @@ PlanDigest digest_of(const Plan& p) {
   add(std::ssize(p.requests));
   for (const RequestPlan& r : p.requests) {
     add(int64_t{r.query_len} << 32 | static_cast<uint32_t>(r.context));
-    if (shared) add(static_cast<int64_t>(r.path));
+    if (shared) add(static_cast<int64_t>(r.path) << 1 | r.masked);
   }
   return {hash | 1, static_cast<int32_t>(p.tokens), static_cast<int32_t>(p.requests.size())};
 }
@@ -217,7 +227,7 @@ constexpr int64_t kFixedRows = 4096;
 // A request's queries over a piece of its context: all of them see all of it.
 void add_context_item(const RequestPlan& r, const GatherPiece& piece, std::vector<ExpandedItem>& items) {
   items.push_back({r.q_begin, r.query_len, piece.row, piece.count, ExpandedItem::everything(),
-                   /*last=*/piece.start + piece.count == r.context});
+                   /*last=*/piece.start + piece.count == r.context, r.masked, r.masked ? piece.start : 0});
 }
 
 // The same over a piece of its whole sequence: queries whose own rows lie in it end there, later ones see all of it.
@@ -280,7 +290,7 @@ void chunk_context(Plan& plan) {
   int64_t longest = 0, requests = 0;
   for (size_t r = 0; r < plan.requests.size(); ++r) {
     const RequestPlan& q = plan.requests[r];
-    if (q.path != Path::expanded || q.query_len == 0) continue;
+    if (!q.expands() || q.query_len == 0) continue;
     cached[r] = whole ? q.context + q.query_len : q.context;
     longest = std::max<int64_t>(longest, static_cast<int64_t>(q.context) + q.query_len);
     ++requests;
@@ -341,16 +351,17 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   for (int64_t r = 0; r < batch.requests(); ++r) {
-    const RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r)),
-                              .q_begin = batch.query_start_loc[r],
-                              .query_len = static_cast<int32_t>(batch.query_len(r)),
-                              .context = static_cast<int32_t>(batch.context_len(r))};
+    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r)),
+                        .q_begin = batch.query_start_loc[r],
+                        .query_len = static_cast<int32_t>(batch.query_len(r)),
+                        .context = static_cast<int32_t>(batch.context_len(r))};
+    request.masked = request.path == Path::sparse && planning::masks(p, request.query_len, request.context);
     p.requests.push_back(request);
     if (request.path == Path::sparse && options.cache_use == CacheUse::none)
       throw UnsupportedError("plan: request " + std::to_string(r) + " of " + std::to_string(request.query_len) +
                              " tokens attends to the " + std::to_string(p.topk) +
                              " that are selected for each, in a cache; cache_use is none");
-    const bool expanded = request.path == Path::expanded, from_cache = expanded && planning::ignores_cuts(p);
+    const bool expanded = request.expands(), from_cache = expanded && planning::ignores_cuts(p);
     if (expanded && options.absorbed)
       throw UnsupportedError("plan: request " + std::to_string(r) + " with " + std::to_string(request.query_len) +
                              " new tokens takes the expanded path by policy " + std::string(to_string(options.path)) +
@@ -358,7 +369,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     const auto first = p.positions.begin() + request.q_begin;
     std::iota(first, first + request.query_len, request.context);
     // Sparse ones follow the latent ones, group by group.
-    if (options.dummy || request.path == Path::sparse || from_cache) continue;
+    if (options.dummy || (request.path == Path::sparse && !request.masked) || from_cache) continue;
     if (expanded && request.query_len > 0 && !p.expanded_tokens.empty()) {
       const int64_t begin = planning::round_up(std::ssize(p.expanded_tokens), planning::key_grain(p));
       p.expanded_tokens.resize(static_cast<size_t>(begin), p.expanded_tokens.back());
@@ -366,7 +377,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     if (expanded && request.query_len > 0)
       p.suffix_items.push_back({request.q_begin, request.query_len, static_cast<int32_t>(p.expanded_tokens.size()),
                                 request.query_len, 0,
-                                /*last=*/request.context == 0});
+                                /*last=*/request.context == 0, request.masked, request.masked ? request.context : 0});
     std::vector<int32_t>& rows = expanded ? p.expanded_tokens : p.latent_tokens;
     rows.reserve(static_cast<size_t>(p.tokens));
     rows.resize(rows.size() + static_cast<size_t>(request.query_len));

@@ -58,6 +58,7 @@ WorkspaceRows workspace_rows(const Plan& p) {
                   .indexed = p.serves_block() ? p.sparse_rows() : 0,
                   .tiles = p.index_schedule.tiles,
                   .candidates = p.index_schedule.candidates,
+                  .mask_words = p.mask_words,
                   .head_dtype = p.head_dtype(),
                   .shares_context = p.shares_context()};
   for (const ContextChunk& c : p.chunks) w.context = std::max(w.context, c.rows);
@@ -130,6 +131,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     for (const std::string_view name : {"index_own", "index_own_scores"})
       add(name, tile_rows * static_cast<size_t>(plan.topk) * f);
     for (const std::string_view name : {"index_all", "index_all_scores"}) add(name, tile_rows * columns * f);
+    add("masks", static_cast<size_t>(w.tokens * w.mask_words) * sizeof(uint32_t));
     add("sparse_context", static_cast<size_t>(w.gathered) * entry * compute);
     const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;

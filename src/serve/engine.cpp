@@ -277,10 +277,10 @@ void Engine::take(WantedRow& row, const Plan& p, const std::byte* out, std::span
   std::vector<std::byte> raw(bytes);
   copy(stream_, raw.data(), out + static_cast<size_t>(row.row) * bytes, bytes);
   // What the token attended to; nothing when that was everything.
-  const auto first = p.latent_tokens.begin() + p.sparse_begin,
-             at = std::find(first, p.latent_tokens.end(), static_cast<int32_t>(row.row));
+  const auto first = p.sparse_tokens.begin(),
+             at = std::find(first, p.sparse_tokens.end(), static_cast<int32_t>(row.row));
   std::vector<int32_t> selected;
-  if (at != p.latent_tokens.end()) {
+  if (at != p.sparse_tokens.end()) {
     selected.resize(static_cast<size_t>(p.topk));
     const View<int32_t, Token, Topk> all = p.selected(selection);
     copy(stream_, selected.data(), all.data() + (at - first) * p.topk, selected.size() * sizeof(int32_t));
@@ -300,7 +300,7 @@ Engine::CapturedSteps* Engine::captured_for(const Batch& batch) {
   // Captured steps take the latent path, or the sparse one in place, whatever is asked for.
   if (!gpu() || tokens == 0 || tokens > kMostCaptured || requests > kMostCaptured || longest > kMostQuery ||
       plan_.path == PathPolicy::expanded || (plan_.path == PathPolicy::by_length && !short_enough) ||
-      (plan_.sparse == SparsePolicy::upconvert && !short_enough))
+      ((plan_.sparse == SparsePolicy::upconvert || plan_.sparse == SparsePolicy::masked) && !short_enough))
     return nullptr;
   const auto up = [](int64_t n) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n))); };
   const Size size{up(requests), longest == 1 ? up(requests) : up(tokens), longest == 1 ? 1 : kMostQuery};
@@ -384,7 +384,9 @@ StepTime Engine::run(const Batch& whole, std::span<const float> hidden, std::spa
 
   for (WantedRow& row : rows) {
     const auto request = std::upper_bound(batch.query_start_loc.begin(), batch.query_start_loc.end(), row.row);
-    row.path = p.requests[static_cast<size_t>(request - batch.query_start_loc.begin() - 1)].path;
+    const RequestPlan& of = p.requests[static_cast<size_t>(request - batch.query_start_loc.begin() - 1)];
+    row.path = of.path;
+    row.masked = of.masked;
   }
   const auto step = Clock::now();
   if (captured) {

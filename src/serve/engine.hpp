@@ -22,6 +22,7 @@ struct WantedRow {
   std::vector<float> out;
   std::vector<int32_t> selected;  ///< sparse path: the positions it attended to
   Path path = Path::latent;
+  bool masked = false;  ///< RequestPlan::masked
 };
 
 /// A step's measured time: `seconds`, of which the first `plan` went into its plan; and when it ran, on

@@ -250,6 +250,7 @@ Result replay(const Trace& trace, const Options& given, ThreadPool& pool, const 
                     .request = pieces[piece].request,
                     .position = pieces[piece].start + rows[i].row - input.starts[piece],
                     .path = rows[i].path,
+                    .masked = rows[i].masked,
                     .context = pieces[piece].start,
                     .row = std::move(rows[i].out),
                     .selected = std::move(rows[i].selected)};

@@ -55,6 +55,7 @@ struct Options {
 struct Sample {
   int64_t layer = 0, request = 0, position = 0;
   Path path = Path::latent;
+  bool masked = false;  ///< RequestPlan::masked
   int64_t context = 0;  ///< tokens of its request that were cached before its step
   std::vector<float> row;
   std::vector<int32_t> selected;  ///< sparse path: the positions it attended to, ascending

@@ -63,7 +63,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
   std::vector<size_t> order(samples.size());
   std::iota(order.begin(), order.end(), size_t{0});
   auto key = [&](size_t i) {
-    return std::tuple(samples[i].layer, samples[i].request, samples[i].path, samples[i].position);
+    return std::tuple(samples[i].layer, samples[i].request, samples[i].path, samples[i].masked, samples[i].position);
   };
   std::sort(order.begin(), order.end(), [&](size_t a, size_t b) { return key(a) < key(b); });
   std::vector<Judged> judged(samples.size());
@@ -98,7 +98,8 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
       const size_t first = end;
       while (end < order.size() && samples[order[end]].layer == layer &&
              samples[order[end]].request == samples[order[first]].request &&
-             samples[order[end]].path == samples[order[first]].path)
+             samples[order[end]].path == samples[order[first]].path &&
+             samples[order[end]].masked == samples[order[first]].masked)
         ++end;
       groups.emplace_back(first, end);
     }
@@ -124,6 +125,7 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
         selections.push_back(samples[order[i]].selected);
       }
       const auto pass = static_cast<Pass>(task % kPasses);
+      const Path path = furthest.masked ? Path::expanded : furthest.path;
       const reference::Rounding rounding{
           .weights = o.weights,
           .compute = o.plan.compute,
@@ -131,10 +133,10 @@ Verification verify(const Trace& trace, const Options& o, std::span<const Sample
           .activations = o.device.kind == DeviceKind::cpu ? Dtype::f32 : o.plan.compute,
           .outputs = o.plan.activation_dtype == ActivationDtype::native ? Dtype::f32 : hidden_dtype(o),
           .cache = cache_of(o, layer),
-          .path = furthest.path,
-          .q_scale = !o.plan.fp8_query || furthest.path == Path::expanded ? 0.0f
-                     : o.plan.q_scale > 0                                 ? o.plan.q_scale
-                                                                          : tensors.scales.q.at(0),
+          .path = path,
+          .q_scale = !o.plan.fp8_query || path == Path::expanded ? 0.0f
+                     : o.plan.q_scale > 0                        ? o.plan.q_scale
+                                                                 : tensors.scales.q.at(0),
           .latent_codes = o.plan.decode == DecodeOperands::fp8 && o.device.kind != DeviceKind::cpu,
           .prefill = o.plan.prefill != PrefillOperands::compute ? &tensors.scales : nullptr,
           .prefill_probabilities = o.device.kind == DeviceKind::cpu ? Dtype::bf16 : Dtype::fp8_e4m3,

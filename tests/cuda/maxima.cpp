@@ -227,7 +227,7 @@ class Captured {
     r.selected.resize(static_cast<size_t>(p.batch_tokens));
     const View<int32_t, Token, Topk> positions = p.selected(chosen);
     for (int64_t row = 0; row < p.sparse_rows(); ++row) {
-      const int32_t token = p.latent_tokens[static_cast<size_t>(p.sparse_begin + row)];
+      const int32_t token = p.sparse_tokens[static_cast<size_t>(row)];
       if (token >= p.batch_tokens) continue;
       for (int64_t k = 0; k < p.topk; ++k)
         if (positions(row, k) >= 0) r.selected[static_cast<size_t>(token)].push_back(positions(row, k));

@@ -105,6 +105,7 @@ inline void check_chunk(const Plan& p, const ContextChunk& c, const std::vector<
     const RequestPlan& r = p.requests[static_cast<size_t>(g->request)];
     FUZZ_CHECK(i.q_begin >= r.q_begin && i.q_begin + i.q_count <= r.q_begin + r.query_len);
     const int64_t first = g->start + i.k_begin - g->row;
+    FUZZ_CHECK(i.masked == r.masked && (!i.masked || i.mask_begin == first));
     for (int64_t q = 0; seen && q < i.q_count; ++q)
       if (const int64_t keys = std::min<int64_t>(i.k_count, int64_t{i.visible} + q + 1); keys > 0)
         seen->push_back({i.q_begin + q, first, first + keys});
@@ -137,14 +138,18 @@ inline void check_groups(const Plan& p, const std::vector<int64_t>& lengths, con
     }
     FUZZ_CHECK(row == g.rows);
   }
-  FUZZ_CHECK(sparse == p.sparse_rows());
+  FUZZ_CHECK(sparse == p.masked_begin && p.masked_begin <= p.sparse_rows());
+  FUZZ_CHECK(static_cast<int64_t>(p.sparse_tokens.size()) == p.sparse_rows());
   const std::vector<int64_t> ends(static_cast<size_t>(sparse), p.topk);
   if (invariant) check_cuts(seen, ends, kInvariantKeys);
   check_seen(seen, ends);
   for (int64_t i = 0; i < p.sparse_rows(); ++i) {
-    const int32_t token = p.latent_tokens[static_cast<size_t>(p.sparse_begin + i)],
+    const int32_t token = p.sparse_tokens[static_cast<size_t>(i)],
                   request = p.sparse_requests[static_cast<size_t>(i)];
     const RequestPlan& r = p.requests[static_cast<size_t>(request)];
+    FUZZ_CHECK(r.masked == (i >= p.masked_begin));
+    FUZZ_CHECK(r.masked || token == p.latent_tokens[static_cast<size_t>(p.sparse_begin + i)]);
+    FUZZ_CHECK(!r.masked || p.positions[static_cast<size_t>(token)] < 32 * p.mask_words);
     FUZZ_CHECK(r.path == Path::sparse && token >= r.q_begin && token < r.q_begin + r.query_len);
     FUZZ_CHECK(p.sparse_positions[static_cast<size_t>(i)] == p.positions[static_cast<size_t>(token)]);
   }
@@ -233,13 +238,13 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
       const size_t token = request_of.size();
       request_of.push_back(static_cast<int32_t>(&r - p.requests.data()));
       if (r.path == Path::latent) latent_ends[token] = who.held(int64_t{r.context} + i + 1);
-      if (r.path == Path::expanded) expanded_ends[token] = int64_t{r.context} + i + 1;
+      if (r.expands()) expanded_ends[token] = int64_t{r.context} + i + 1;
     }
 
   const int64_t compact = static_cast<int64_t>(p.latent_tokens.size());
   std::vector<uint8_t> named(static_cast<size_t>(tokens));
   for (int32_t t : p.latent_tokens) FUZZ_CHECK(t >= 0 && t < tokens && ++named[static_cast<size_t>(t)] == 1);
-  FUZZ_CHECK(p.sparse_begin >= 0 && p.sparse_begin + p.sparse_rows() == compact);
+  FUZZ_CHECK(p.sparse_begin >= 0 && p.sparse_begin + p.masked_begin == compact);
   std::vector<uint8_t> written(static_cast<size_t>(p.latent_items.empty() ? 0 : p.partial_rows));
   for (const LatentItem& i : p.latent_items) {
     FUZZ_CHECK(i.request >= 0 && i.request < static_cast<int64_t>(queries.size()));
@@ -281,6 +286,7 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
                request == request_of[static_cast<size_t>(i.q_begin)] &&
                request == request_of[static_cast<size_t>(i.q_begin + i.q_count - 1)]);
     const int64_t position = p.positions[static_cast<size_t>(first)];
+    FUZZ_CHECK(i.masked == p.requests[static_cast<size_t>(request)].masked && (!i.masked || i.mask_begin == position));
     for (int64_t q = 0; q < i.q_count; ++q)
       expanded.push_back(
           {i.q_begin + q, position, position + std::min<int64_t>(i.k_count, int64_t{i.visible} + q + 1)});

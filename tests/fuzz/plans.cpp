@@ -225,7 +225,7 @@ PlanOptions options_of(fuzz::Source& in, int64_t scale) {
   PlanOptions o;
   o.path = static_cast<PathPolicy>(in.within(0, 3));
   o.split = static_cast<SplitPolicy>(in.within(0, 1));
-  o.sparse = static_cast<SparsePolicy>(in.within(0, 4));
+  o.sparse = static_cast<SparsePolicy>(in.within(0, 5));
   o.compute = in.flag() ? Dtype::bf16 : Dtype::f32;
   o.index_format = static_cast<IndexCacheFormat>(in.within(0, 2));
   o.index_hadamard = in.byte() < 40;

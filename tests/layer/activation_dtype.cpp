@@ -129,8 +129,7 @@ TEST(ActivationDtype, TheBlockFormGivesWhatItGivesOfTheSameNumbersInF32) {
 
 TEST(ActivationDtype, TheAttentionFormGivesWhatItGivesOfTheSameNumbers) {
   Sample sample(5);
-  for (const Kind& k : kinds()) {
-    if (k.absorbed) continue;  // has no attention form
+  for (const Kind& k : attention_kinds()) {
     Layer l = layer_of(k);
     const ModelConfig& m = l.model;
     const Batch b = requests().batch();

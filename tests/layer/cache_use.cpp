@@ -60,8 +60,7 @@ Called planned_attend(Layer& l, const Batch& b, const PlanOptions& o, const Inpu
 }
 
 TEST(CacheUse, RowsThatAreThereAreAttendedToWithTheSameBits) {
-  for (const Kind& k : kinds()) {
-    if (k.absorbed) continue;  // has no attention form
+  for (const Kind& k : attention_kinds()) {
     for (const char* output : {"none", "fp8_128"}) {
       Layer l = layer_of(k);
       const Batch b = requests().batch();

@@ -43,12 +43,15 @@ TEST(ContextParallelSparse, EveryPolicyAndFormat) {
   const ModelConfig m = model_of();
   Sample sample(3);
   for (const SparsePolicy sparse : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
-                                    SparsePolicy::upconvert, SparsePolicy::dense})
+                                    SparsePolicy::upconvert, SparsePolicy::dense, SparsePolicy::masked})
     for (const CacheFormat format : {CacheFormat::f32, CacheFormat::bf16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
       for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
         if ((split != SplitPolicy::fast && format != CacheFormat::bf16) || !sample.take()) continue;
         const PlanOptions o{.path = PathPolicy::latent, .split = split, .sparse = sparse};
-        const Ran right = by_one(m, ragged(), {.cache = format}, o);
+        // Ranks take no masks by themselves, one may.
+        PlanOptions alone = o;
+        if (sparse == SparsePolicy::automatic) alone.sparse = SparsePolicy::mixed;
+        const Ran right = by_one(m, ragged(), {.cache = format}, alone);
         for (const Grid& g : {grid_of(m, 2, 2, 4), grid_of(m, 6, 3, 1), grid_of(m, 6, 6, 64)})
           expect_same(by_ranks(m, g, ragged(), {.cache = format}, o), right, 1e-5f,
                       g.name() + ", " + std::string(to_string(sparse)) + ", " + std::string(to_string(format)));

@@ -70,8 +70,7 @@ TEST(Dummy, TheBlockFormWritesZeros) {
 }
 
 TEST(Dummy, TheAttentionFormWritesZerosIntoRowsOfAnyStrides) {
-  for (const Kind& k : kinds()) {
-    if (k.absorbed) continue;
+  for (const Kind& k : attention_kinds()) {
     for (LayerForm form : {LayerForm::block, LayerForm::attention}) {
       PlanOptions o = k.plan;
       o.form = form;

@@ -44,6 +44,7 @@ std::vector<StepCase> step_cases() {
       {"fp8_query", small_deepseek(), bf16, plan({.path = PathPolicy::latent, .fp8_query = true, .q_scale = 0.125f}),
        CacheFormat::fp8},
       {"sparse", small_sparse(), bf16, plan({.index_hadamard = true})},
+      {"masked", small_sparse(), bf16, plan({.sparse = SparsePolicy::masked}), CacheFormat::fp8_ds_mla},
       {"upconvert", small_sparse(), bf16, plan({.sparse = SparsePolicy::upconvert}), CacheFormat::fp8_ds_mla},
       {"fp8_products",
        small_deepseek(),

@@ -120,8 +120,7 @@ TEST(Padding, TheBlockFormLeavesRowsPastTheTokensAlone) {
 }
 
 TEST(Padding, TheAttentionFormLeavesRowsPastTheTokensAlone) {
-  for (const Kind& k : kinds()) {
-    if (k.absorbed) continue;  // has no attention form
+  for (const Kind& k : attention_kinds()) {
     Layer l = layer_of(k);
     for (const char* output : {"none", "fp8", "fp8_128", "fp8_128_tma", "fp8_64_packed", "nvfp4", "mxfp4"})
       attend_leaves_rows_alone(l, requests(), k.plan, output, k.name);

@@ -67,7 +67,8 @@ struct Layer {
   }
   void reset() {
     const auto rows = random_values(static_cast<int64_t>(spec.page_bytes()) * kPages / 4, 7);
-    const auto keys = random_values(model.indexer ? static_cast<int64_t>(index.spec().page_bytes()) * kPages / 4 : 0, 8);
+    const auto keys =
+        random_values(model.indexer ? static_cast<int64_t>(index.spec().page_bytes()) * kPages / 4 : 0, 8);
     copy(stream, cache.view().data, rows.data(), rows.size() * sizeof(float));
     if (model.indexer) copy(stream, index.view().data, keys.data(), keys.size() * sizeof(float));
     stream.synchronize();  // while both are there
@@ -135,8 +136,18 @@ inline std::vector<Kind> kinds() {
       {"absorbed", false, true, {.absorbed = true}},
       {"sparse", true, false, {.path = PathPolicy::by_length}},
       {"upconverted", true, false, {.path = PathPolicy::by_length, .sparse = SparsePolicy::upconvert}},
+      {"masked", true, false, {.path = PathPolicy::by_length, .sparse = SparsePolicy::masked}},
       {"selected by nobody", true, false, {.path = PathPolicy::by_length, .sparse = SparsePolicy::dense}},
   };
+}
+
+// Those that have an attention form. Its choices are the caller's, which masks may not hold.
+inline std::vector<Kind> attention_kinds() {
+  std::vector<Kind> all = kinds();
+  std::erase_if(all, [](const Kind& k) { return k.absorbed || k.plan.sparse == SparsePolicy::masked; });
+  for (Kind& k : all)
+    if (k.plan.sparse == SparsePolicy::automatic) k.plan.sparse = SparsePolicy::mixed;
+  return all;
 }
 
 // Of prefills with and without context and decodes, below and above topk.

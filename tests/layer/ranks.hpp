@@ -103,7 +103,8 @@ struct Rank {
   IndexCache index;
   Communicator* group = nullptr;  ///< null: it is alone
   Buffer workspace, selection;
-  std::vector<int32_t> chosen;  ///< of the last step's sparse rows: positions [rows, topk]
+  std::vector<int32_t>
+      chosen;  ///< of the last step's sparse rows, in the order of their tokens: positions [rows, topk]
 
   Rank(const ModelConfig& whole, HeadRange own, CacheFormat format, IndexCacheFormat index_format)
       : model(part_of(whole, own)),
@@ -178,7 +179,11 @@ struct Rank {
   void take_choice(const Plan& p) {
     chosen.clear();
     const View<int32_t, Token, Topk> all = p.selected({selection.data(), selection.size()});
-    for (int64_t i = 0; i < p.sparse_rows(); ++i) chosen.insert(chosen.end(), &all(i, 0), &all(i, 0) + p.topk);
+    std::vector<int64_t> order(p.sparse_tokens.size());
+    std::iota(order.begin(), order.end(), 0);
+    std::sort(order.begin(), order.end(),
+              [&](int64_t a, int64_t b) { return p.sparse_tokens[a] < p.sparse_tokens[b]; });
+    for (const int64_t i : order) chosen.insert(chosen.end(), &all(i, 0), &all(i, 0) + p.topk);
   }
 };
 

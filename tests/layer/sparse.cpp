@@ -140,8 +140,8 @@ TEST(SparseGolden, PrefillAndChunksOnEveryModeAndFormat) {
   Sample sample(3);
   for (CacheFormat format :
        {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
-    for (SparsePolicy policy :
-         {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct, SparsePolicy::upconvert})
+    for (SparsePolicy policy : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
+                                SparsePolicy::upconvert, SparsePolicy::masked})
       for (int64_t chunk : {g.length, int64_t{23}}) {
         if (!sample.take()) continue;
         const IndexCacheFormat index = chunk == 23 ? IndexCacheFormat::fp8 : IndexCacheFormat::f32;
@@ -186,7 +186,8 @@ TEST(SparseGolden, DensePolicyAttendsToEverything) {
 // One request beside others, alone, in other orders and pages: the same bits, selection included.
 TEST(SparseInvariance, NeighboursThreadsAndPoison) {
   const Golden& g = v32().golden;
-  for (SparsePolicy policy : {SparsePolicy::mixed, SparsePolicy::automatic, SparsePolicy::upconvert})
+  for (SparsePolicy policy :
+       {SparsePolicy::mixed, SparsePolicy::automatic, SparsePolicy::upconvert, SparsePolicy::masked})
     for (Dtype compute : {Dtype::f32, Dtype::bf16}) {
       const Engine::Options options{
           .plan = {.split = SplitPolicy::batch_invariant, .compute = compute, .sparse = policy}};
@@ -253,7 +254,7 @@ TEST(SparseLayer, ASelectionsCostIsReadFromTheDevice) {
 
 TEST(SparseLayer, AllocatesNothingAfterThePlan) {
   const Golden& g = v32().golden;
-  for (SparsePolicy policy : {SparsePolicy::mixed, SparsePolicy::upconvert})
+  for (SparsePolicy policy : {SparsePolicy::mixed, SparsePolicy::upconvert, SparsePolicy::masked})
     for (IndexCacheFormat index : index_cache_formats()) {
       Engine engine(v32().weights, cache_spec(g.config, CacheFormat::bf16),
                     {.plan = {.sparse = policy, .index_format = index}});

@@ -35,7 +35,9 @@ struct Step {
     for (int32_t i = 0; i < 200; ++i) slots.push_back(i);
   }
   Batch batch() const { return {starts, lengths, {table.data(), {1, 4}}, slots}; }
-  Plan planned() const { return plan(model, spec, 4, batch(), device_info(stream, model)); }
+  Plan planned() const {
+    return plan(model, spec, 4, batch(), device_info(stream, model), {.sparse = SparsePolicy::mixed});
+  }
   std::string go(const LayerWeights& weights, const std::function<void(LayerContext&)>& breaks) {
     const Plan p = planned();
     const Batch b = batch();
@@ -241,12 +243,12 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
   std::vector<std::byte> chosen = read(s.stream, s.selection.data(), s.selection.size());
   const View<int32_t, Token, Topk> selected = block.selected(chosen);
   for (int64_t row = 0; row < block.sparse_rows(); ++row)
-    for (int64_t k = 0; k < block.topk; ++k)
-      choice[block.latent_tokens[block.sparse_begin + row] * block.topk + k] = selected(row, k);
+    for (int64_t k = 0; k < block.topk; ++k) choice[block.sparse_tokens[row] * block.topk + k] = selected(row, k);
 
   for (const char* name : {"none", "fp8_128_tma", "nvfp4", "mxfp4"}) {
     const OutputSpec spec = parse_output_spec(name);
-    const Plan p = plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec});
+    const Plan p =
+        plan(m, s.spec, 4, s.batch(), device_info(s.stream, m), {.output = spec, .sparse = SparsePolicy::mixed});
     const Batch b = s.batch();
     Cache cache(s.spec, 4, kDevice);
     const Buffer workspace(p.workspace_bytes, kDevice), selection(p.selection_bytes, kDevice);
@@ -286,6 +288,19 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
                        .selection = {s.selection.data(), s.selection.size()}};
   EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {200, p.topk - 1})), ShapeError);
   EXPECT_THROW(select(s.stream, c, View<const int32_t, Token, Topk>(choice.data(), {199, p.topk})), ShapeError);
+  const Plan masks = plan(m, s.spec, 4, b, device_info(s.stream, m), {.sparse = SparsePolicy::masked});
+  EXPECT_EQ(message_of([&] {
+              const LayerContext other{.plan = masks,
+                                       .batch = b,
+                                       .weights = s.v.without_indexer,
+                                       .rotary = s.rotary,
+                                       .cache = s.cache.view(),
+                                       .workspace = {s.workspace.data(), s.workspace.size()},
+                                       .selection = {s.selection.data(), s.selection.size()}};
+              select(s.stream, other, View<const int32_t, Token, Topk>(choice.data(), {200, masks.topk}));
+            }),
+            "select: 200 tokens of the plan attend by masks, which name a position once and none past the token: plan "
+            "with sparse mixed, direct or upconvert");
 }
 
 }  // namespace

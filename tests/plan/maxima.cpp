@@ -71,7 +71,8 @@ std::vector<Setting> settings() {
          {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length}) {
       const std::string how = std::string(to_string(path)) + ", " + std::string(to_string(split));
       add("dense, " + how, test::small_deepseek(), {.path = path, .split = split});
-      for (const SparsePolicy sparse : {SparsePolicy::automatic, SparsePolicy::direct, SparsePolicy::upconvert})
+      for (const SparsePolicy sparse :
+           {SparsePolicy::automatic, SparsePolicy::direct, SparsePolicy::upconvert, SparsePolicy::masked})
         add("sparse " + std::string(to_string(sparse)) + ", " + how, test::small_sparse(),
             {.path = path, .split = split, .sparse = sparse, .rates = loads});
     }
@@ -102,7 +103,7 @@ std::vector<Setting> settings() {
   shared.context_parallel = {.sharding = CacheSharding(2, 1), .rank = 2, .heads = {2, 3, 3, 1}};
   add("a rank of groups", test::small_deepseek(), shared);
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
-    for (const SparsePolicy sparse : {SparsePolicy::automatic, SparsePolicy::upconvert}) {
+    for (const SparsePolicy sparse : {SparsePolicy::automatic, SparsePolicy::upconvert, SparsePolicy::masked}) {
       PlanOptions selects{.tensor_parallel = 4, .split = split, .sparse = sparse};
       selects.context_parallel = {
           .sharding = CacheSharding(2, sparse == SparsePolicy::automatic ? 1 : 16), .rank = 2, .heads = {2, 3, 3, 1}};

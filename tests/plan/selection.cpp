@@ -7,12 +7,14 @@
 #include "mla/error.hpp"
 #include "mla/plan.hpp"
 #include "support/batches.hpp"
+#include "support/message.hpp"
 #include "support/models.hpp"
 
 namespace mla {
 namespace {
 
 using test::Made;
+using test::message_of;
 
 ModelConfig sparse_model(int64_t topk) {
   ModelConfig m = test::small_deepseek();
@@ -24,10 +26,10 @@ Plan make(const ModelConfig& m, CacheFormat format, const Made& b, PlanOptions o
   return plan(m, cache_spec(m, format, page_size), b.pages, b.batch(), {.threads = 2, .scratch_per_worker = 4096}, o);
 }
 
-// Every sparse row stands in one launch's items exactly once per key of its list, and is scored against exactly what it
-// sees, or filled.
+// Every sparse row stands in one launch's items exactly once per key of its list, or is a masked request's, and is
+// scored against exactly what it sees, or filled.
 void check(const Plan& p) {
-  std::vector<int> attended(static_cast<size_t>(p.sparse_rows()));
+  std::vector<int> attended(static_cast<size_t>(p.masked_begin));
   int32_t next = 0;
   for (const SparseGroup& g : p.sparse_groups) {
     EXPECT_EQ(g.begin, next);
@@ -40,7 +42,7 @@ void check(const Plan& p) {
       EXPECT_LE(p.gathered_starts[r] + p.gathered_counts[r], g.rows);
     }
   }
-  EXPECT_EQ(next, p.sparse_rows());
+  EXPECT_EQ(next, p.masked_begin);
   for (int n : attended) EXPECT_EQ(n, p.topk);
 
   std::vector<int64_t> scored(static_cast<size_t>(p.sparse_rows()));
@@ -70,7 +72,11 @@ void check(const Plan& p) {
   for (int64_t row = 0; row < p.sparse_rows(); ++row) {
     EXPECT_EQ(scored[row], p.sparse_positions[row] + 1) << row;
     EXPECT_EQ(finished[row], 1) << row;
-    const int32_t token = p.latent_tokens[p.sparse_begin + row];
+    const int32_t token = p.sparse_tokens[row];
+    if (row < p.masked_begin) {
+      EXPECT_EQ(p.latent_tokens[p.sparse_begin + row], token);
+    }
+    EXPECT_EQ(p.requests[p.sparse_requests[row]].masked, row >= p.masked_begin);
     EXPECT_EQ(p.positions[token], p.sparse_positions[row]);
   }
   std::set<int32_t> tokens(p.latent_tokens.begin(), p.latent_tokens.end());
@@ -80,7 +86,7 @@ void check(const Plan& p) {
 }
 
 constexpr SparsePolicy kPolicies[] = {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
-                                      SparsePolicy::upconvert, SparsePolicy::dense};
+                                      SparsePolicy::upconvert, SparsePolicy::dense, SparsePolicy::masked};
 
 TEST(Selection, RandomBatchesAreCoveredOnEveryMode) {
   cases::Random random(3);
@@ -123,21 +129,57 @@ TEST(Selection, ModesCutLaunchesAsTheirNamesSay) {
   // 200 rows alone, then 430: 110 more would not fit 450.
   EXPECT_EQ(counts(SparsePolicy::upconvert), (Groups{{2, false}, {200, true}, {30, true}, {100, true}}));
   EXPECT_EQ(counts(SparsePolicy::dense), Groups{});
+  EXPECT_EQ(counts(SparsePolicy::masked), (Groups{{2, false}}));
 }
 
 TEST(Selection, TheCostModelWeighsConversionOnceAgainstAtEveryUse) {
   const ModelConfig m = sparse_model(64);
   const CacheSpec spec = cache_spec(m, CacheFormat::fp8_ds_mla, 16);
-  CostModel rates{.bytes = 1e10, .plain_elements = 1e10, .fp8_elements = 1e9};
+  const CostModel rates{.bytes = 1e10, .plain_elements = 1e10, .fp8_elements = 1e9};
+  const auto cost = [&](SparseForm form, int64_t new_tokens, int64_t context) {
+    return sparse_cost(m, spec, rates, form, new_tokens, context);
+  };
   // Many queries over a short sequence: converting it once is cheaper. One query over a long one: it is not.
-  EXPECT_LT(sparse_cost(m, spec, rates, true, 300, 0), sparse_cost(m, spec, rates, false, 300, 0));
-  EXPECT_GT(sparse_cost(m, spec, rates, true, 2, 100000), sparse_cost(m, spec, rates, false, 2, 100000));
+  EXPECT_LT(cost(SparseForm::upconvert, 300, 0), cost(SparseForm::direct, 300, 0));
+  EXPECT_GT(cost(SparseForm::upconvert, 2, 100000), cost(SparseForm::direct, 2, 100000));
   const Made b({300, 2, 1}, {0, 3000, 900}, 16);
   const Plan p = make(m, CacheFormat::fp8_ds_mla, b, {.rates = rates});
   ASSERT_EQ(p.sparse_groups.size(), 2u);
   EXPECT_EQ(p.sparse_groups[0].count, 3);
   EXPECT_EQ(p.sparse_groups[0].rows, 0);
   EXPECT_EQ(p.sparse_groups[1].rows, 300);
+}
+
+// On a GPU: the expanded form while a row sees a few times what it selects, the latent one beyond.
+TEST(Selection, MasksWhereTheyCostLess) {
+  const ModelConfig m = preset("deepseek-v3.2");
+  const CacheSpec spec = cache_spec(m, CacheFormat::fp8_ds_mla, 64);
+  const DeviceInfo gpu{.device = {DeviceKind::cuda, 0}, .scratch_per_worker = 1 << 20};
+  const auto masked = [&](int64_t query, int64_t context, PlanOptions o) {
+    o.compute = Dtype::bf16;
+    const Made b({query, 1}, {context, 9000}, 64);
+    const Plan p = plan(m, spec, b.pages, b.batch(), gpu, o);
+    EXPECT_FALSE(p.requests[1].masked);
+    EXPECT_EQ(p.masked_rows(), p.requests[0].masked ? query : 0);
+    EXPECT_EQ(p.describe().find("on the expanded path, masks") != std::string::npos, p.requests[0].masked);
+    return p.requests[0].masked;
+  };
+  EXPECT_TRUE(masked(4096, 0, {}));
+  EXPECT_TRUE(masked(4096, 4096, {}));
+  EXPECT_FALSE(masked(4096, 16384, {}));
+  EXPECT_FALSE(masked(16, 4096, {})) << "too few rows share the keys that are expanded";
+  EXPECT_TRUE(masked(4096, 16384, {.sparse = SparsePolicy::masked}));
+  EXPECT_FALSE(masked(4096, 4096, {.sparse = SparsePolicy::upconvert}));
+  EXPECT_FALSE(masked(4096, 4096, {.form = LayerForm::attention})) << "the caller's choices may be no masks";
+  EXPECT_FALSE(masked(4096, 4096, {.split = SplitPolicy::batch_invariant}));
+  EXPECT_FALSE(masked(4096, 4096, {.split = SplitPolicy::batch_invariant, .sparse = SparsePolicy::masked}));
+  EXPECT_FALSE(masked(4096, 4096, {.prefill = PrefillOperands::fp8})) << "codes have no kernel for masks";
+  EXPECT_FALSE(masked(4096, 4096, {.absorbed = true}));
+  EXPECT_EQ(message_of([&] { masked(4096, 0, {.absorbed = true, .sparse = SparsePolicy::masked}); }),
+            "plan: sparse masked attends on the expanded path, fully absorbed weights serve the latent path alone");
+  EXPECT_EQ(message_of([&] { masked(4096, 0, {.form = LayerForm::attention, .sparse = SparsePolicy::masked}); }),
+            "plan: sparse masked with form attention, whose choices are the caller's: masks name a position once and "
+            "none past the token");
 }
 
 TEST(Selection, MemoryOfScoringDoesNotGrowWithContext) {

@@ -202,12 +202,14 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.path = static_cast<PathPolicy>(random.integer(0, 3));
     o.split = coin() ? SplitPolicy::fast : SplitPolicy::batch_invariant;
     o.compute = coin() ? Dtype::f32 : Dtype::bf16;
-    o.sparse = static_cast<SparsePolicy>(random.integer(0, 4));
+    o.sparse = static_cast<SparsePolicy>(random.integer(0, 5));
     o.index_format = static_cast<IndexCacheFormat>(random.integer(0, 2));
     o.index_hadamard = coin();
     o.index_arithmetic = coin() ? IndexArithmetic::exact : IndexArithmetic::fp8;
     o.absorbed =
         o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
+    if ((o.absorbed || o.form == LayerForm::attention) && o.sparse == SparsePolicy::masked)
+      o.sparse = SparsePolicy::direct;
     if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : coin() ? "nvfp4" : "mxfp4");
     o.fp8_query = coin();
     if (o.fp8_query && !sparse && coin()) o.decode = DecodeOperands::fp8;

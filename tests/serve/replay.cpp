@@ -221,7 +221,7 @@ TEST(Replay, AProcessThatIsNotAlikeIsNamed) {
 
 TEST(Replay, SparseModelsVerifyOnEveryModeAndFormat) {
   for (SparsePolicy policy : {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
-                              SparsePolicy::upconvert, SparsePolicy::dense})
+                              SparsePolicy::upconvert, SparsePolicy::dense, SparsePolicy::masked})
     for (IndexCacheFormat index : index_cache_formats()) {
       Replayed run;
       run.options.model = test::small_sparse();

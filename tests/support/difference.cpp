@@ -61,7 +61,7 @@ struct Draw {
     plan.compute = weights.dtype = r.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16;
     if (r.integer(0, 3) == 0) {
       constexpr SparsePolicy kSparse[] = {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
-                                          SparsePolicy::upconvert, SparsePolicy::dense};
+                                          SparsePolicy::upconvert, SparsePolicy::dense,  SparsePolicy::masked};
       constexpr IndexCacheFormat kIndex[] = {IndexCacheFormat::f32, IndexCacheFormat::bf16, IndexCacheFormat::fp8};
       model.query_latent = std::max<int64_t>(model.query_latent, 4);
       model.indexer = IndexerConfig{

@@ -114,7 +114,9 @@ class Engine {
 
     const Batch batch{
         starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
-    last_plan = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream_, m), options_.plan);
+    PlanOptions o = options_.plan;
+    if (chooser && o.sparse == SparsePolicy::automatic) o.sparse = SparsePolicy::mixed;  // a choice takes no masks
+    last_plan = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream_, m), o);
     const Plan& p = last_plan;
     const Buffer workspace = filled(p.workspace_bytes, poison());
     selection_ = filled(p.selection_bytes, poison());
@@ -149,7 +151,7 @@ class Engine {
     const View<int32_t, Token, Topk> all = last_plan.selected(selection);
     for (int64_t row = 0; row < last_plan.sparse_rows(); ++row)
       for (int64_t k = 0; k < last_plan.topk; ++k)
-        if (all(row, k) >= 0) rows[last_plan.latent_tokens[last_plan.sparse_begin + row]].push_back(all(row, k));
+        if (all(row, k) >= 0) rows[last_plan.sparse_tokens[row]].push_back(all(row, k));
     return rows;
   }
 

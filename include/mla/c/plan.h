@@ -24,6 +24,7 @@ enum {
   MLA_SPARSE_DIRECT = 2,
   MLA_SPARSE_UPCONVERT = 3,
   MLA_SPARSE_DENSE = 4,
+  MLA_SPARSE_MASKED = 5,
 };
 /// Queries, keys and values of the expanded path: in the plan's compute dtype, or as e4m3 codes by the scales that the
 /// layer was made with; raw sums are faster on Hopper GPUs and less exact.

@@ -68,7 +68,7 @@ Operand<Token, Head, QueryKey> queries(Steps& s, Calls calls) {
 }
 
 void attend(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q, const Expanded& e,
-            const ListOf<ExpandedItem>& items, bool accumulate) {
+            const ListOf<ExpandedItem>& items, const Operand<Token, Word>& mask, bool accumulate) {
   const ModelConfig& m = s.m;
   s.add(accumulate ? "attend_context" : "attend_expanded", calls,
         steps::AttendExpanded{
@@ -77,6 +77,7 @@ void attend(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q, cons
             .k_pe = e.k_pe,
             .v = e.v,
             .items = items,
+            .mask = mask,
             .scale = static_cast<float>(m.softmax_scale()),
             .out = s.input<Token, Head, Value>(Memory::heads, s.act, {s.plan.head_rows, m.heads, m.value}),
             .lse = s.region<Token, Head>("heads_lse", Dtype::f32, {s.tokens, m.heads}),
@@ -111,12 +112,13 @@ void expanded_steps(Steps& s, Calls calls) {
   const Plan& p = s.plan;
   const int64_t rows = static_cast<int64_t>(p.expanded_tokens.size());
   const auto q = queries(s, calls);
+  const auto mask = mask_steps(s, calls);
   if (rows > 0)
     attend(s, calls, q,
            expand(s, calls, s.input<Token, Head, In>(Memory::kv_c, s.act, {s.tokens, 1, m.latent}),
                   s.input<Token, Head, In>(Memory::k_pe, s.act, {s.tokens, 1, m.rope}),
                   s.list(ListKind::expanded_tokens, p.expanded_tokens), rows),
-           s.list(ListKind::suffix_items, p.suffix_items), false);
+           s.list(ListKind::suffix_items, p.suffix_items), mask, false);
   for (size_t c = 0; c < p.chunks.size(); ++c) {
     const ContextChunk& chunk = p.chunks[c];
     const auto context = s.region<Key, Entry>("context", s.act, {chunk.rows, m.entry()});
@@ -129,7 +131,7 @@ void expanded_steps(Steps& s, Calls calls) {
                                       {context.stride<Key>(), 0, 1});
     };
     attend(s, calls, q, expand(s, calls, flat(kv_c, m.latent), flat(k_pe, m.rope), {}, chunk.rows),
-           s.list(ListKind::context_items, chunk.items, c), !chunk.first);
+           s.list(ListKind::context_items, chunk.items, c), mask, !chunk.first);
   }
 }
 

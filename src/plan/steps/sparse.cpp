@@ -17,9 +17,7 @@ Operand<Token, Topk> selected_slots(const Steps& s) {
       Memory::selection, Dtype::f32, static_cast<int64_t>(s.plan.slots_offset()), {s.plan.sparse_rows(), s.plan.topk}};
 }
 
-RowList sparse_tokens(Steps& s) {
-  return Steps::slice(s.list(ListKind::latent_tokens, s.plan.latent_tokens), s.plan.sparse_begin, s.plan.sparse_rows());
-}
+RowList sparse_tokens(Steps& s) { return s.list(ListKind::sparse_tokens, s.plan.sparse_tokens); }
 
 // Each member's best of a tile's rows, then the best of all: the order of scores and positions is total, so that they
 // are those that one rank would select.
@@ -142,13 +140,25 @@ void choice_steps(Steps& s) {
   s.add("end_choice", kIndexer | kSelect, steps::EndChoice{});
 }
 
+Operand<Token, Word> mask_steps(Steps& s, Calls calls) {
+  const Plan& p = s.plan;
+  const int64_t rows = p.masked_rows();
+  if (rows == 0) return {};
+  const auto mask = s.region<Token, Word>("masks", Dtype::f32, {s.tokens, p.mask_words});
+  s.add("map_indices", calls,
+        steps::MapToMask{selected(s).rows(p.masked_begin, rows), Steps::slice(sparse_tokens(s), p.masked_begin, rows),
+                         mask});
+  return mask;
+}
+
 void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, const QueryScales& scales,
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const ModelConfig& m = s.m;
   const Dtype compute = s.plan.options.compute;
-  const auto requests = std::count_if(s.plan.requests.begin(), s.plan.requests.end(),
-                                      [](const RequestPlan& r) { return r.path == Path::sparse && r.query_len > 0; });
-  const bool shared_keys = s.plan.sparse_rows() >= 2 * requests;
+  const auto requests = std::count_if(s.plan.requests.begin(), s.plan.requests.end(), [](const RequestPlan& r) {
+    return r.path == Path::sparse && !r.masked && r.query_len > 0;
+  });
+  const bool shared_keys = s.plan.masked_begin >= 2 * requests;
   for (size_t i = 0; i < s.plan.sparse_groups.size(); ++i) {
     const SparseGroup& g = s.plan.sparse_groups[i];
     Operand<Key, Entry> gathered;

@@ -129,6 +129,8 @@ void expanded_steps(Steps& s, Calls calls);
 void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& query_source);
 /// Positions that were chosen, by whomever, become what each group's attention reads.
 void choice_steps(Steps& s);
+/// What was selected for rows of masked requests as masks of the step's tokens; none where there are no such rows.
+Operand<Token, Word> mask_steps(Steps& s, Calls calls);
 /// What scores of latent queries are multiplied by: a scale of codes, and softmax's.
 struct QueryScales {
   float codes, softmax;
