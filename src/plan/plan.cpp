@@ -78,8 +78,7 @@ void check_options(const ModelConfig& model, const CacheSpec& cache, const Devic
     if (o.form == LayerForm::attention)
       throw UnsupportedError(
           "plan: sparse masked with form attention, whose choices are the caller's: masks name a position once and "
-          "none "
-          "past the token");
+          "none past the token");
   }
   if (o.cache_use != CacheUse::append && o.form != LayerForm::attention)
     throw UnsupportedError("plan: cache_use " + std::string(to_string(o.cache_use)) +
