@@ -39,6 +39,7 @@ AttendExpandedArgs arguments(const ops::AttendExpandedArgs& a) {
 
 // Codes have no kernel for masks.
 bool serves_masks(const ops::AttendExpandedArgs& a) {
+  if (!a.mask) return true;
   const AttendExpandedArgs args = arguments(a);
   return !args.mask || (a.q.dtype() == Dtype::bf16 && a.mask.extent<Token>() >= a.q.extent<Token>() &&
                         masked_columns_bytes(args) <= a.scratch.per_worker);
