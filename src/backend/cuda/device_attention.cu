@@ -30,10 +30,9 @@
 namespace mla::gpu {
 namespace {
 
-using cuda::allow_next_grid;
 using cuda::kScratch;
 using cuda::Queue;
-using cuda::wait_for_previous_grids;
+using cuda::take_turn;
 
 constexpr int kThreads = 256;
 constexpr std::string_view kOp = "device_attention";
@@ -248,8 +247,7 @@ __device__ To converted(const From& from) {
 // A warp a row: each unit of it, converted.
 template <class Unit, class ToUnit>
 __global__ void __launch_bounds__(kThreads) copy_rows(const __grid_constant__ RowCopy a, int64_t rows) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   constexpr int kWarps = kThreads / 32;
   const int64_t units = a.row_bytes / static_cast<int64_t>(sizeof(Unit));
   for (int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32; row < rows;
@@ -297,8 +295,7 @@ struct PositionTable {
 
 // Which row of the cache, counted through its pages, a head of a position is.
 __global__ void __launch_bounds__(kThreads) list_positions(const PositionTable a) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= a.count) return;
   const int32_t position = static_cast<int32_t>(i % a.most);
@@ -383,8 +380,7 @@ void form(const Queue& queue, const View<float, Token, Head>& from, const View<f
 }
 
 __global__ void __launch_bounds__(kThreads) clear(unsigned* counters, int count) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) counters[i] = 0;
 }
 

@@ -30,8 +30,7 @@ __device__ inline void copy_in(const std::byte* from, const Rows& m, const Piece
 template <int parts>
 __global__ void __launch_bounds__(kPeerThreads)
     exchange_kernel(Peers p, const __grid_constant__ Messages m, int64_t most, uint64_t deadline_ns, int step) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int block = static_cast<int>(blockIdx.x);
@@ -90,8 +89,7 @@ __global__ void __launch_bounds__(kPeerThreads)
   using Bits = typename N::Bits;
   constexpr int64_t kSize = sizeof(Bits);
   constexpr int n = wide ? 16 / kSize : 1;
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int block = static_cast<int>(blockIdx.x);

@@ -93,8 +93,7 @@ struct WarpLines {
 /// Calls work(lines, whether it is the first round) for each round, until it fails.
 template <int most, class Work>
 __device__ inline void in_rounds(const Peers& p, int64_t groups, Work&& work) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   unsigned round;
   if (!begin_rounds(p, round)) return;
   const int64_t warps = int64_t{gridDim.x} * kPeerWarps, warp = int64_t{blockIdx.x} * kPeerWarps + threadIdx.x / 32;

@@ -16,8 +16,8 @@ __device__ __forceinline__ void allow_next_grid() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
-/// Both, before anything else that a kernel does: a short one's place is then taken without a pause. Every thread of
-/// every block waits, so that a kernel's end is the end of those before it, too.
+/// Both, before a kernel touches what others write or read: its place is then taken without a pause. Where every thread
+/// of every block does so, a kernel's end is the end of those before it, too.
 __device__ __forceinline__ void take_turn() {
   wait_for_previous_grids();
   allow_next_grid();

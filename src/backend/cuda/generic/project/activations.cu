@@ -27,8 +27,7 @@ struct Rows {
 // Y: e4m3 codes, or the dtype of the values that they stand for.
 template <class X, class Y, bool wide>
 __global__ void __launch_bounds__(kBlockThreads) activation_kernel(Rows a) {
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * (kBlockThreads / 32) + threadIdx.x / 32,
                 line = unit / a.groups;  // row and head
   const int64_t row = line / a.heads;

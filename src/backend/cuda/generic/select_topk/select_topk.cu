@@ -62,8 +62,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Select a) {
   __shared__ IndexItem shared_item;
   __shared__ unsigned place, list_place;
   __shared__ Digit shared_digit;
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   unsigned me = blockIdx.x;
   if (a.splits > 1) {
     if (threadIdx.x == 0) {
@@ -248,8 +247,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int w = 0; w < kWordsPerThread / 4; ++w) mine[w] = {0, 0, 0, 0};
   };
   clear();
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   const int64_t row = blockIdx.x;
   if (!find_item<kThreads>(items, item_count, &IndexItem::row, row, item)) return;
   const int64_t to = item.q_begin + (row - item.row);

@@ -414,8 +414,7 @@ __global__ void __launch_bounds__(code_threads, 1)
     barrier_arrive(merge_barrier, 128 + math_threads);  // blocks and queries are read
   } else {                                              // ---- outputs
     take_registers<output_registers>();
-    wait_for_previous_grids();
-    allow_next_grid();
+    take_turn();
     const uint32_t part = __reduce_max_sync(0xffffffffu, thread_index() / 32 % 4),
                    h = __reduce_max_sync(0xffffffffu, thread_index() / 128);
     float o[2][64];  // 128 latents each

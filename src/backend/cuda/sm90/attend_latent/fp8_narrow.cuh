@@ -107,8 +107,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- math
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   if (warp == 0) load_first_queries<n>(s, q_map);
   if constexpr (many_registers) take_registers<math_registers>();
   constexpr int tiles = width / 64, mine = n / 4;  // output tiles of 64 latents; rows of S a thread has positions of

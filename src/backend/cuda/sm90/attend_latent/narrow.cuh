@@ -119,8 +119,7 @@ __global__ void __launch_bounds__(threads, 1)
   }
 
   // ---- math
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   if (warp == 0) load_first_queries<Tile::rows>(s, q_map);
   constexpr int row_threads = math_threads / Tile::rows, chunks = Tile::rows / 16;  // of 4 positions a thread
   const int h = warpgroup, g = lane / 4, pair_row = lane % 4 * 2, warp_row = warp % 4 * 16;

@@ -647,8 +647,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     barrier_arrive(merge_barrier, 128 + math_threads);  // blocks and queries are read
   } else {                                              // ---- outputs
     take_registers<160>();
-    wait_for_previous_grids();
-    allow_next_grid();
+    take_turn();
     const int h = warpgroup, row = warp % 4 * 16 + lane / 4;  // and row + 8, of the CTA's 64
     float o[2][64];            // 128 columns each: a product of 256 would want 154 registers at launch
     int buffer = 0, turn = 0;  // turn: rope box of the next block, then its parity

@@ -17,8 +17,7 @@ __global__ void __launch_bounds__(kThreads) list_rows_kernel(const __grid_consta
                                                              const Divisor by_page0, const Divisor by_page1) {
   __shared__ int of_warp[2][kWarps];
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, warp = thread / 32;
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   const int32_t number = a.first_row + static_cast<int32_t>(blockIdx.x);
   const auto rows = [&](int32_t i) { return static_cast<int64_t>(a.items[i].q_count); };
   const Found found = a.items                   ? find_item(a.item_count, number, rows, rows)

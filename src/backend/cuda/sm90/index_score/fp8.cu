@@ -394,8 +394,7 @@ __global__ void __launch_bounds__(Columns::threads, Columns::blocks)
     mbarrier_init_fence();
   }
   __syncthreads();
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   if (threadIdx.x >= Columns::math_threads) {
     give_registers<kCopyRegisters>();
     copy_keys<Columns::tokens>(s, map, at, memory);

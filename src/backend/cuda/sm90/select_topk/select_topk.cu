@@ -334,8 +334,7 @@ __global__ void __launch_bounds__(kThreads, 2) select_kernel(const Rows a) {
   const float* const scores = a.scores + row * a.scores_row;
   // A warp's columns are neighbours; a lane has four of each 128, the first of which is this one.
   const int mine_at = warp * 32 * per_thread + 4 * lane;
-  wait_for_previous_grids();
-  allow_next_grid();
+  take_turn();
   // Asked for before it is known how many count: the others are there, whatever they hold.
   float x[per_thread];
   load(x, scores, begin + mine_at, a.columns, a.by_fours);
