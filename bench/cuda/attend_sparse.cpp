@@ -28,6 +28,7 @@ const Shape shapes[] = {
     {"decode b1 h64 fp8_ds_mla", 1, 1, 64, 32768, 2048, kFp8},
     {"decode b1 h128 fp8_ds_mla", 1, 1, 128, 32768, 2048, kFp8},
     {"decode b8 h128 fp8_ds_mla", 8, 1, 128, 32768, 2048, kFp8},
+    {"decode b16 h128 fp8_ds_mla", 16, 1, 128, 5120, 2048, kFp8},
     {"decode b64 h16 fp8_ds_mla", 64, 1, 16, 8192, 2048, kFp8},
     {"decode b128 h16 fp8_ds_mla", 128, 1, 16, 8192, 2048, kFp8},
     {"decode b64 h64 fp8_ds_mla", 64, 1, 64, 8192, 2048, kFp8},

@@ -1,10 +1,13 @@
-// One layer of deepseek-v3, or its attention form, on a GPU: decode steps as captured graphs, prefill and context steps
-// call by call, each beside the sum of its ops' own times. Rows of bf16 attention again with products in fp8, weights
-// and activations, by names that end in ", fp8 products".
+// One layer of deepseek-v3 or deepseek-v3.2, or its attention form, on a GPU: decode steps as captured graphs, prefill
+// and context steps call by call, each beside the sum of its ops' own times. Rows of bf16 attention again with products
+// in fp8, weights and activations, by names that end in ", fp8 products". Of deepseek-v3.2 decode steps over
+// fp8_ds_mla, with an indexer;
+// ", maxima": a step captured without a batch, for any of as many requests and twice the context.
 //   layer_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cstring>
 #include <memory>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -27,7 +30,18 @@ struct Shape {
   bool batch_invariant = false;
   PathPolicy path = PathPolicy::automatic;
   DecodeOperands decode = DecodeOperands::compute;
+  bool sparse = false;  ///< deepseek-v3.2
+  bool maxima = false;
 };
+constexpr Shape sparse(const char* name, int64_t requests, int64_t context, bool maxima = false) {
+  return {.name = name,
+          .requests = requests,
+          .query = 1,
+          .context = context,
+          .format = CacheFormat::fp8_ds_mla,
+          .sparse = true,
+          .maxima = maxima};
+}
 /// The attention form over a bf16 cache, with an output by its name.
 constexpr Shape attention(const char* name, int64_t requests, int64_t query, int64_t context, const char* output) {
   return {name, requests, query, context, CacheFormat::bf16, false, PrefillOperands::compute, output};
@@ -74,6 +88,12 @@ constexpr Shape kShapes[] = {
     invariant("prefill 16 x 512, batch invariant", 16, 512, 0),
     invariant("prefill 8K, batch invariant, path expanded", 1, 8192, 0, PathPolicy::expanded),
     invariant("prefill 16 x 512, batch invariant, path expanded", 16, 512, 0, PathPolicy::expanded),
+    sparse("v3.2 decode b1 5K", 1, 5119),
+    sparse("v3.2 decode b16 5K", 16, 5119),
+    sparse("v3.2 decode b16 5K, maxima", 16, 5119, true),
+    sparse("v3.2 decode b16 64K", 16, 65535),
+    sparse("v3.2 decode b64 5K", 64, 5119),
+    sparse("v3.2 decode b128 5K", 128, 5119),
     attention("attention 4 x 1024", 4, 1024, 0, "none"),
     attention("attention 4 x 1024, fp8 output", 4, 1024, 0, "fp8"),
     attention("attention 4 x 1024, fp8_128 output", 4, 1024, 0, "fp8_128"),
@@ -97,18 +117,26 @@ struct Measured {
 
 class Layer {
  public:
-  explicit Layer(bool fp8)
-      : model_(preset("deepseek-v3")),
+  Layer(bool fp8, bool sparse)
+      : model_(preset(sparse ? "deepseek-v3.2" : "deepseek-v3")),
         weights_(prepare(model_, random_layer(model_, 0, 1, Dtype::bf16),
                          {.dtype = Dtype::bf16, .products = fp8 ? WeightFormat::fp8 : WeightFormat::plain}, kGpu)),
         options_{.activations = fp8 ? Activations::fp8_128 : Activations::plain, .compute = Dtype::bf16} {}
 
   Measured measure(const Shape& s, int replays) {
     const CacheSpec spec = cache_spec(model_, s.format);
-    const int64_t length = s.context + s.query, pages = (length + 63) / 64, tokens = s.requests * s.query;
+    const int64_t length = s.context + s.query, pages = (length + 63) / 64, tokens = s.requests * s.query,
+                  most_length = s.maxima ? 2 * length : length;
     Cache cache(spec, s.requests * pages, kGpu);
     fill(cache, spec);
-    const RotaryTable rotary(model_.rotary, model_.rope, length, kGpu);
+    IndexCache index;
+    RotaryTable index_rotary;
+    if (s.sparse) {
+      index = IndexCache(index_cache_spec(model_, spec, IndexCacheFormat::fp8), s.requests * pages, kGpu);
+      fill(index);
+      index_rotary = RotaryTable(model_.index_rotary(), model_.rope, most_length, kGpu);
+    }
+    const RotaryTable rotary(model_.rotary, model_.rope, most_length, kGpu);
     std::vector<int32_t> starts{0}, lengths, table, slots;
     for (int64_t r = 0; r < s.requests; ++r) {
       starts.push_back(static_cast<int32_t>((r + 1) * s.query));
@@ -125,8 +153,16 @@ class Layer {
     options.path = s.path;
     if (s.batch_invariant) options.split = SplitPolicy::batch_invariant;
     if (s.output) options.form = LayerForm::attention, options.output = parse_output_spec(s.output);
-    const Plan p = plan(model_, spec, s.requests * pages, batch, device_info(stream_, model_), options);
-    const Buffer workspace(p.workspace_bytes, kGpu);
+    const DeviceInfo device = device_info(stream_, model_);
+    StepOfMaxima most;
+    if (s.maxima) {
+      options.maxima =
+          StepMaxima{.requests = s.requests, .tokens = tokens, .query_len = s.query, .seq_len = most_length};
+      most = plan_maxima(model_, spec, device, options);
+    }
+    const Plan own = plan(model_, spec, s.requests * pages, batch, device, options);
+    const Plan& p = s.maxima ? most.plan : own;
+    const Buffer workspace(p.workspace_bytes, kGpu), selection(p.selection_bytes, kGpu);
     // Hidden rows, or of the attention form q, kv_c and k_pe one behind another.
     const int64_t in_width = s.output ? model_.heads * model_.query_key() + model_.entry() : model_.hidden,
                   out_width = s.output ? model_.heads * model_.value : model_.hidden;
@@ -140,15 +176,18 @@ class Layer {
     const QuantizedView codes{options.output, tokens, out_width, out.data(), options.output.row_bytes(out_width),
                               scales.data()};
     StagedStep staged(stream_);
-    staged.stage(p, batch);
+    staged.stage(p, s.maxima ? most.batch : batch);
     const auto call = [&](Profile* profile) {
       const LayerContext context{.plan = p,
-                                 .batch = batch,
+                                 .batch = s.maxima ? most.batch : batch,
                                  .weights = weights_,
                                  .rotary = rotary,
                                  .cache = cache.view(),
                                  .workspace = {workspace.data(), workspace.size()},
                                  .profile = profile,
+                                 .index_cache = index.view(),
+                                 .index_rotary = &index_rotary,
+                                 .selection = {selection.data(), selection.size()},
                                  .staged = &staged};
       if (!s.output)
         return forward(stream_, context, AnyView<Token, Hidden>(Dtype::bf16, hidden.data(), {tokens, model_.hidden}),
@@ -162,6 +201,7 @@ class Layer {
       attend(stream_, context, queries, latents, ropes,
              AnyMutableView<Token, Head, Value>(Dtype::bf16, out.data(), {tokens, model_.heads, model_.value}));
     };
+    if (s.maxima) staged.restage(own, batch);
     call(nullptr);
     stream_.synchronize();
     if (codes) require_numbers(out, codes);
@@ -215,6 +255,20 @@ class Layer {
     for (int64_t i = 0; i < cache.pages(); ++i) copy(stream_, cache.view().page(i), page.data(), spec.page_bytes());
     stream_.synchronize();
   }
+  // Small codes, of each page its own, so that few scores are alike; scales of one.
+  void fill(IndexCache& cache) {
+    const IndexCacheSpec& spec = cache.spec();
+    const auto page = static_cast<int64_t>(spec.page_bytes());
+    std::vector<uint8_t> bytes(static_cast<size_t>(cache.pages() * page));
+    std::mt19937 random(5);
+    for (uint8_t& x : bytes) x = static_cast<uint8_t>(random() & 0xbf);
+    const float one = 1.0f;
+    for (int64_t i = 0; i < cache.pages(); ++i)
+      for (int64_t t = 0; t < spec.page_size; ++t)
+        std::memcpy(bytes.data() + i * page + spec.page_size * spec.dim + 4 * t, &one, sizeof one);
+    copy(stream_, cache.view().data, bytes.data(), bytes.size());
+    stream_.synchronize();
+  }
   void require_finite(const Buffer& out, size_t n) {
     std::vector<bf16> x(n);
     copy(stream_, x.data(), out.data(), n * 2);
@@ -241,14 +295,15 @@ class Layer {
 };
 
 void measure_all(cuda::bench::Report& report) {
-  std::unique_ptr<Layer> layers[2];
+  std::unique_ptr<Layer> layers[2][2];
   for (const Shape& s : kShapes)
     for (const bool fp8 : {false, true}) {
-      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute || s.output || s.batch_invariant)) continue;
+      if (fp8 && (s.fp8_query || s.prefill != PrefillOperands::compute || s.output || s.batch_invariant || s.sparse))
+        continue;
       const std::string name = std::string(s.name) + (fp8 ? ", fp8 products" : "");
       if (!report.wants(name)) continue;
-      std::unique_ptr<Layer>& layer = layers[fp8];
-      if (!layer) layer = std::make_unique<Layer>(fp8);
+      std::unique_ptr<Layer>& layer = layers[s.sparse][fp8];
+      if (!layer) layer = std::make_unique<Layer>(fp8, s.sparse);
       const Measured m = layer->measure(s, report.replays());
       cuda::bench::Row ops = cuda::bench::Row::array();
       for (const OpRow& r : m.ops)
@@ -259,6 +314,7 @@ void measure_all(cuda::bench::Report& report) {
                        {"flops", r.flops}});
       report.add({{"op", "layer"},
                   {"shape", name},
+                  {"model", s.sparse ? "deepseek-v3.2" : "deepseek-v3"},
                   {"products", fp8 ? "fp8" : "bf16"},
                   {"requests", s.requests},
                   {"query", s.query},
@@ -275,8 +331,9 @@ void measure_all(cuda::bench::Report& report) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return mla::cuda::bench::run(
-      argc, argv,
-      {.columns = {"sum_of_ops_us", "of_sum"}, .head = {{"model", "deepseek-v3, 1 layer"}}, .hopper = false},
-      measure_all);
+  return mla::cuda::bench::run(argc, argv,
+                               {.columns = {"sum_of_ops_us", "of_sum"},
+                                .head = {{"model", "deepseek-v3 or deepseek-v3.2, 1 layer"}},
+                                .hopper = false},
+                               measure_all);
 }

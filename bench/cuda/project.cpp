@@ -1,5 +1,6 @@
-// Times products as a layer of deepseek-v3 makes them, of bf16 rows with weights as they are or quantised, whole calls:
-// matrices are rotated past the caches. Answers are checked in the same run, some outputs against float64.
+// Times products as a layer of deepseek-v3 and the indexer of deepseek-v3.2 make them, of bf16 rows with weights as
+// they are or quantised, whole calls: matrices are rotated past the caches. Answers are checked in the same run, some
+// outputs against float64.
 //   project_bench [json=FILE] [only=SUBSTRING]... [replays=N]
 #include <algorithm>
 #include <cmath>
@@ -23,10 +24,18 @@ constexpr Device kGpu{DeviceKind::cuda, 0};
 struct Map {
   const char* name;
   int64_t heads, out, in;
+  Dtype y = Dtype::bf16;
   int64_t most_rows() const { return heads == 1 ? 4096 : 256; }
 };
-constexpr Map kMaps[] = {{"query_down", 1, 1536, 7168}, {"query", 1, 24576, 1536},   {"kv_down", 1, 576, 7168},
-                         {"absorb", 128, 512, 128},     {"value_up", 128, 128, 512}, {"output", 1, 7168, 16384}};
+constexpr Map kMaps[] = {{"query_down", 1, 1536, 7168},
+                         {"query", 1, 24576, 1536},
+                         {"kv_down", 1, 576, 7168},
+                         {"absorb", 128, 512, 128},
+                         {"value_up", 128, 128, 512},
+                         {"output", 1, 7168, 16384},
+                         {"index_query", 1, 8192, 1536, Dtype::f32},
+                         {"index_key", 1, 128, 7168, Dtype::f32},
+                         {"index_weights", 1, 64, 7168, Dtype::f32}};
 
 struct Kind {
   const char* name;
@@ -98,14 +107,14 @@ class Rows {
     x_.resize(static_cast<size_t>(m.most_rows() * m.heads * m.in));
     for (bf16& x : x_) x = to_bf16(normal(random));
     on_device_ = Buffer::copy_of(x_.data(), x_.size() * sizeof(bf16), kGpu);
-    y_ = Buffer(static_cast<size_t>(m.most_rows() * m.heads * m.out) * sizeof(bf16), kGpu);
+    y_ = Buffer(static_cast<size_t>(m.most_rows() * m.heads * m.out) * size_of(m.y), kGpu);
     scratch_ = Buffer(backend::backend(kGpu).scratch_per_worker({.heads = m.heads, .hidden = m.in}), kGpu);
   }
   void call(const Linear& w, int64_t rows, Activations activations) const {
     ops::run(stream_, ops::ProjectArgs{.x = {Dtype::bf16, on_device_.data(), {rows, map_.heads, map_.in}},
                                        .x_rows = {},
                                        .weights = &w,
-                                       .y = {Dtype::bf16, y_.data(), {rows, map_.heads, map_.out}},
+                                       .y = {map_.y, y_.data(), {rows, map_.heads, map_.out}},
                                        .y_rows = {},
                                        .rows = rows,
                                        .activations = activations,
@@ -114,9 +123,15 @@ class Rows {
   // Largest error of the checked outputs, of the root of the sum of squares of their terms.
   double error(const Matrices& w, int64_t rows, Activations activations) const {
     call(*w.sets[0], rows, activations);
-    std::vector<bf16> y(static_cast<size_t>(rows * map_.heads * map_.out));
-    copy(stream_, y.data(), y_.data(), y.size() * sizeof(bf16));
+    std::vector<float> y(static_cast<size_t>(rows * map_.heads * map_.out));
+    std::vector<std::byte> bytes(y.size() * size_of(map_.y));
+    copy(stream_, bytes.data(), y_.data(), bytes.size());
     stream_.synchronize();
+    if (map_.y == Dtype::f32) std::memcpy(y.data(), bytes.data(), bytes.size());
+    else
+      std::transform(reinterpret_cast<const bf16*>(bytes.data()),
+                     reinterpret_cast<const bf16*>(bytes.data()) + y.size(), y.data(),
+                     [](bf16 x) { return to_float(x); });
     double worst = 0;
     for (int64_t r : {int64_t{0}, rows - 1}) {
       const float* at = w.first.data();
@@ -127,7 +142,7 @@ class Rows {
             const double term = double{*at} * to_float(x_[static_cast<size_t>((r * map_.heads + h) * map_.in + i)]);
             sum += term, squares += term * term;
           }
-          const double got = to_float(y[static_cast<size_t>((r * map_.heads + h) * map_.out + o)]);
+          const double got = y[static_cast<size_t>((r * map_.heads + h) * map_.out + o)];
           const double e = std::abs(got - sum) / std::sqrt(squares);
           worst = e <= worst ? worst : std::isnan(e) ? 1e9 : e;
         }
@@ -150,7 +165,7 @@ void measure_all(bench::Report& report) {
       const bool up = m.heads > 1;
       if (k.activations != Activations::plain && up) continue;
       std::unique_ptr<Matrices> matrices;
-      for (int64_t n : {1, 4, 8, 16, 32, 64, 128, 256, 4096}) {
+      for (int64_t n : {1, 4, 8, 16, 32, 48, 64, 96, 128, 256, 4096}) {
         if (n > m.most_rows()) continue;
         const std::string shape = std::string(m.name) + ", " + k.name + ", rows " + std::to_string(n);
         if (!report.wants(shape)) continue;
@@ -160,8 +175,10 @@ void measure_all(bench::Report& report) {
         const bench::Times times = bench::time_calls(
             stream.queue().stream(), bench::calls_for(sets), report.replays(),
             [&](int i) { rows.call(*matrices->sets[static_cast<size_t>(i % sets)], n, k.activations); });
-        const double bytes = static_cast<double>(matrices->sets[0]->bytes) +
-                             static_cast<double>(n * m.heads * (m.in + m.out)) * sizeof(bf16);
+        const double bytes =
+            static_cast<double>(matrices->sets[0]->bytes) +
+            static_cast<double>(n * m.heads) * (static_cast<double>(m.in) * sizeof(bf16) +
+                                                static_cast<double>(m.out) * static_cast<double>(size_of(m.y)));
         report.add({{"op", "project"},
                     {"shape", shape},
                     {"map", m.name},
