@@ -2,6 +2,7 @@
 // warpgroups, sm90/index_score); plain f32 arithmetic for everything else: f32 on either side, and odd sizes.
 #include <algorithm>
 #include <bit>
+#include <limits>
 #include <string>
 
 #include "backend/cuda/backend.hpp"
@@ -140,6 +141,19 @@ __global__ void __launch_bounds__(kPlainThreads, 4) plain_kernel(const IndexScor
 int chunks_of(int64_t heads) { return static_cast<int>((heads + 63) / 64); }
 int token_bytes_of(int chunks) { return std::max(1, chunks) * 64 * 260; }
 
+// Blocks for each of so many groups' tiles, where so many run at a time: those that are done first, if each pays for
+// its queries what some tiles take.
+int64_t ranges_of(int64_t groups, int64_t tiles, int64_t places) {
+  constexpr int64_t kQueries = 6;  // an H200 takes 3.5 us for a token's, 0.6 for a tile
+  int64_t best = 1, least = std::numeric_limits<int64_t>::max();
+  for (int64_t waves = 1; waves <= 8; ++waves) {
+    const int64_t ranges = std::clamp<int64_t>(places * waves / groups, 1, tiles),
+                  time = (groups * ranges + places - 1) / places * (kQueries + (tiles + ranges - 1) / ranges);
+    if (time < least) best = ranges, least = time;
+  }
+  return best;
+}
+
 enum class Kernel : uint8_t { plain, warps, warpgroups, fp8 };
 
 Kernel kernel_for(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a) {
@@ -211,20 +225,16 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
                             std::to_string(s.dim);
   const int chunks = chunks_of(s.heads);
   const Kernel kernel = kernel_for(model_of(queue), a);
-  // Whole waves of two blocks a multiprocessor, each block with keys enough to be worth its queries' layout.
-  const auto divide = [&](int waves, int64_t least, int64_t most) {
-    const int64_t wanted = int64_t{queue.multiprocessors()} * 2 * waves,
-                  each = std::max<int64_t>(1, wanted / (items * s.groups));
-    s.range = std::clamp((columns / each + least - 1) / least * least, least, most);
-    s.ranges = (columns + s.range - 1) / s.range;
-    return items * s.groups * s.ranges;
-  };
   if (kernel == Kernel::plain) {
     if (s.dim > kMostPlainDim)
       throw UnsupportedError("index_score: cache dim is " + std::to_string(s.dim) + ", cuda serves up to " +
                              std::to_string(kMostPlainDim));
     s.groups = static_cast<int>(most_tokens);
-    const int64_t blocks = divide(8, 64, 1024);
+    // Whole waves of blocks, each with keys enough to be worth its queries' layout.
+    const int64_t each = std::max<int64_t>(1, int64_t{queue.multiprocessors()} * 16 / (items * s.groups));
+    s.range = std::clamp<int64_t>((columns / each + 63) / 64 * 64, 64, 1024);
+    s.ranges = (columns + s.range - 1) / s.range;
+    const int64_t blocks = items * s.groups * s.ranges;
     launch(plain_kernel,
            {.grid = dim3(static_cast<unsigned>(blocks)),
             .block = dim3(kPlainThreads),
@@ -239,9 +249,8 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
   }
   s.tokens = static_cast<int>(std::clamp<int64_t>(kQueryBytes / (chunks * 64 * 256), 1, most_tokens));
   s.groups = static_cast<int>((most_tokens + s.tokens - 1) / s.tokens);
-  // What a group of several tokens pays for its queries tells in short ranges, more than that groups see unequally
-  // much.
-  const int64_t blocks = s.groups > 1 ? divide(1, 256, 8192) : divide(2, 256, 32768);
+  s.ranges = ranges_of(items * s.groups, (columns + kTile - 1) / kTile, int64_t{queue.multiprocessors()} * 2);
+  const int64_t blocks = items * s.groups * s.ranges;
   const bool fp8_keys = spec.format == IndexCacheFormat::fp8, fp8_queries = s.q_dtype == Dtype::fp8_e4m3;
   if (kernel == Kernel::warpgroups) score_by_warpgroups(queue, s, blocks, shape);
   else if (fp8_keys && fp8_queries) launch_by_heads<fp8_e4m3, f16, WarpProduct>(queue, s, blocks, shape);

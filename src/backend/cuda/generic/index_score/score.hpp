@@ -34,8 +34,9 @@ struct IndexScore {
   int64_t first = 0, columns = 0;  // the window
   float* scores = nullptr;
   int64_t scores_row = 0;
-  // A block takes `tokens` of an item's over `range` of its columns, then those of the next group and range that no
-  // block has: items on the device may be other ones than those of the launch.
+  // A block takes `tokens` of an item's over every `ranges`-th tile of its columns (of `range`, by plain arithmetic),
+  // then those of the next group and tile that no block has: items on the device may be other ones than those of the
+  // launch.
   int tokens = 1, groups = 1;
   int64_t range = 0, ranges = 1;
 };

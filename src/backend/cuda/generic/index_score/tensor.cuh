@@ -19,7 +19,8 @@
 namespace mla::cuda::generic {
 
 constexpr int kScoreThreads = 256, kScoreWarps = kScoreThreads / 32;
-constexpr int kSteps = kIndexDim / 16;  // of a product's inner dimension
+constexpr int kTile = 16 * kScoreWarps;  // keys of a block at a time
+constexpr int kSteps = kIndexDim / 16;   // of a product's inner dimension
 /// Shared memory for queries, beside which two blocks fit a multiprocessor of every GPU served.
 constexpr int kQueryBytes = 64 << 10;
 
@@ -151,7 +152,6 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
   const int64_t unit = blockIdx.x;
   const IndexItem item = clipped(a.items[unit / (a.groups * a.ranges)], a.first, a.columns);
   const int group = static_cast<int>(unit / a.ranges % a.groups);
-  const int64_t range = unit % a.ranges;
   const int chunks = (a.heads + N - 1) / N, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   std::byte* queries = shared + (-smem_address(shared) & 1023);
   float* weights = reinterpret_cast<float*>(queries + a.tokens * chunks * (N * 256));
@@ -160,11 +160,14 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
   const bool whole = a.page_shift >= 4 && item.kv_begin % 16 == 0;
 
   for (int token = group * a.tokens; token < item.q_count; token += a.groups * a.tokens) {
-    const int tokens = min(a.tokens, item.q_count - token), columns = item.columns(token + tokens - 1);
-    if (range * a.range >= columns) continue;
-    // Columns that token t sees: first_seen + t, within [0, columns].
-    const int first_seen = static_cast<int>(
-        max(int64_t{-tokens}, min(int64_t{item.visible} + token + 1 - item.kv_begin, int64_t{columns})));
+    const int tokens = min(a.tokens, item.q_count - token), end = item.columns(token + tokens - 1);
+    // Blocks take tiles in turn: requests shorter than those that the launch was made for are shared out, too.
+    const int stride = kTile * static_cast<int>(a.ranges);
+    int tile = kTile * static_cast<int>(unit % a.ranges);
+    if (tile >= end) continue;
+    // Columns that token t sees: first_seen + t, within [0, end].
+    const int first_seen =
+        static_cast<int>(max(int64_t{-tokens}, min(int64_t{item.visible} + token + 1 - item.kv_begin, int64_t{end})));
     float* scores = a.scores + (item.row + token) * a.scores_row;
     __syncthreads();  // the last group's queries are read
     if (a.q_dtype == Dtype::fp8_e4m3)
@@ -172,75 +175,72 @@ __global__ void __launch_bounds__(kScoreThreads, 2) score_kernel(const IndexScor
     else stage_queries<Key, T, bf16, N>(a, item.q_begin + token, tokens, chunks, queries, weights);
     Product::publish();
     __syncthreads();
-    for (int64_t begin = range * a.range; begin < columns; begin += a.ranges * a.range) {
-      const int end = static_cast<int>(min(begin + a.range, int64_t{columns}));
-      constexpr int kStride = 16 * kScoreWarps;
-      constexpr int kRowBytes = KeyTile<Key>::kRowBytes;
-      KeyTile<Key> keys;
-      int32_t page[2];
-      uint32_t offset[2];
-      const auto look_up = [&](int tile) {
-        if (whole) {
-          const uint32_t at = item.kv_begin + min(tile + 16 * warp, (end - 1) & ~15);
-          page[0] = __ldg(table + (at >> a.page_shift));
-          offset[0] = (at & (a.page_size - 1)) + lane / 4;
-          return;
+    constexpr int kRowBytes = KeyTile<Key>::kRowBytes;
+    KeyTile<Key> keys;
+    int32_t page[2];
+    uint32_t offset[2];
+    const auto look_up = [&](int tile) {
+      if (whole) {
+        const uint32_t at = item.kv_begin + min(tile + 16 * warp, (end - 1) & ~15);
+        page[0] = __ldg(table + (at >> a.page_shift));
+        offset[0] = (at & (a.page_size - 1)) + lane / 4;
+        return;
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint32_t at = item.kv_begin + min(tile + 16 * warp + lane / 4 + 8 * r, end - 1);
+        const uint32_t p = at / a.page_size;
+        offset[r] = at - p * a.page_size;
+        page[r] = __ldg(table + p);
+      }
+    };
+    const auto load = [&] {
+      const std::byte* at = a.cache + page[0] * a.page_stride;
+      const std::byte* row = at + offset[0] * kRowBytes + lane % 4 * 16;
+      const float* scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[0];
+      keys.load(0, row, scale);
+      if (!whole) {
+        at = a.cache + page[1] * a.page_stride;
+        row = at + offset[1] * kRowBytes + lane % 4 * 16 - 8 * kRowBytes;
+        scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[1] - 8;
+      }
+      keys.load(1, row + 8 * kRowBytes, scale + 8);
+    };
+    // Behind its last tile a block asks for that once more: past the end all would ask for the same keys.
+    const auto within = [&](int next) { return next < end ? next : tile; };
+    look_up(tile);
+    load();
+    look_up(within(tile + stride));
+    for (; tile < end; tile += stride) {
+      uint32_t rows[kSteps][4];
+      keys.template widen<T>(rows);
+      const float scale[2] = {keys.scale[0], keys.scale[1]};
+      load();
+      look_up(within(tile + 2 * stride));
+      const int column = tile + 16 * warp + lane / 4;
+      float* to = scores + column;
+      for (int t = 0; t < tokens; ++t, to += a.scores_row) {
+        const int seen = min(first_seen + t, end);
+        if (tile >= seen) continue;
+        float sum[2] = {0, 0};
+        for (int c = 0; c < chunks; ++c) {
+          float acc[N / 2];
+          Product::multiply(acc, rows, smem_address(queries) + (t * chunks + c) * (N * 256));
+          const float2* w = reinterpret_cast<const float2*>(weights + (t * chunks + c) * N) + lane % 4;
+#pragma unroll
+          for (int j = 0; j < N / 8; ++j) {
+            const float2 v = w[4 * j];
+            sum[0] = fmaf(positive<T>(acc[4 * j]), v.x, sum[0]);
+            sum[1] = fmaf(positive<T>(acc[4 * j + 2]), v.x, sum[1]);
+            sum[0] = fmaf(positive<T>(acc[4 * j + 1]), v.y, sum[0]);
+            sum[1] = fmaf(positive<T>(acc[4 * j + 3]), v.y, sum[1]);
+          }
         }
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const uint32_t at = item.kv_begin + min(tile + 16 * warp + lane / 4 + 8 * r, end - 1);
-          const uint32_t p = at / a.page_size;
-          offset[r] = at - p * a.page_size;
-          page[r] = __ldg(table + p);
-        }
-      };
-      const auto load = [&] {
-        const std::byte* at = a.cache + page[0] * a.page_stride;
-        const std::byte* row = at + offset[0] * kRowBytes + lane % 4 * 16;
-        const float* scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[0];
-        keys.load(0, row, scale);
-        if (!whole) {
-          at = a.cache + page[1] * a.page_stride;
-          row = at + offset[1] * kRowBytes + lane % 4 * 16 - 8 * kRowBytes;
-          scale = reinterpret_cast<const float*>(at + a.page_size * kIndexDim) + offset[1] - 8;
-        }
-        keys.load(1, row + 8 * kRowBytes, scale + 8);
-      };
-      int tile = static_cast<int>(begin);
-      look_up(tile);
-      load();
-      look_up(tile + kStride);
-      for (; tile < end; tile += kStride) {
-        uint32_t rows[kSteps][4];
-        keys.template widen<T>(rows);
-        const float scale[2] = {keys.scale[0], keys.scale[1]};
-        load();
-        look_up(tile + 2 * kStride);
-        const int column = tile + 16 * warp + lane / 4;
-        float* to = scores + column;
-        for (int t = 0; t < tokens; ++t, to += a.scores_row) {
-          const int seen = min(first_seen + t, end);
-          if (tile >= seen) continue;
-          float sum[2] = {0, 0};
-          for (int c = 0; c < chunks; ++c) {
-            float acc[N / 2];
-            Product::multiply(acc, rows, smem_address(queries) + (t * chunks + c) * (N * 256));
-            const float2* w = reinterpret_cast<const float2*>(weights + (t * chunks + c) * N) + lane % 4;
-#pragma unroll
-            for (int j = 0; j < N / 8; ++j) {
-              const float2 v = w[4 * j];
-              sum[0] = fmaf(positive<T>(acc[4 * j]), v.x, sum[0]);
-              sum[1] = fmaf(positive<T>(acc[4 * j + 2]), v.x, sum[1]);
-              sum[0] = fmaf(positive<T>(acc[4 * j + 1]), v.y, sum[0]);
-              sum[1] = fmaf(positive<T>(acc[4 * j + 3]), v.y, sum[1]);
-            }
-          }
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
-            sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
-            if (lane % 4 == 0 && column + 8 * r < seen) to[8 * r] = sum[r] * scale[r];
-          }
+          sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 1);
+          sum[r] += __shfl_xor_sync(0xffffffffu, sum[r], 2);
+          if (lane % 4 == 0 && column + 8 * r < seen) to[8 * r] = sum[r] * scale[r];
         }
       }
     }
