@@ -84,6 +84,8 @@ class Stream {
   cuda::Queue& queue() const { return *queue_; }
   /// Of the layer, on a GPU.
   SelectionLog& selections() const { return *selections_; }
+  /// Of the layer, on a GPU: a stream of this one's, for steps of lane 1, 2, ... (Step::lane).
+  Stream lane(int number) const;
 
  private:
   ThreadPool* pool_ = nullptr;

@@ -353,12 +353,16 @@ struct QuantizePadding {
 /// The selection holds no choice from here, and this step's from here: what sharing layers are told.
 struct BeginChoice {};
 struct EndChoice {};
+/// The step's lane goes on when what lane `on` was given before is done.
+struct Wait {
+  int8_t on;
+};
 
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
                           GatherRows, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
                           IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows,
-                          MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound,
-                          AllReduce, AllGather, Zero, BeginChoice, EndChoice>;
+                          MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries,
+                          ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice, Wait>;
 
 }  // namespace steps
 
@@ -373,11 +377,17 @@ constexpr Calls kIndexer{2};   ///< forward() of a layer with an indexer
 constexpr Calls kAttend{4};    ///< attend()
 constexpr Calls kNarrowed{8};  ///< attend() into another dtype than heads are made in
 constexpr Calls kSelect{16};   ///< select()
+constexpr Calls kAnyCall{31};
+
+constexpr int kLanes = 3;
 
 struct Step {
   std::string_view name;  ///< as Profile has it: a literal
   Calls calls;
   steps::Work work;
+  /// Steps of a lane follow one another. Those of different lanes may run at once, each lane on a GPU's stream of its
+  /// own with scratch of its own, but for what a Wait orders; lane 0 is the call's stream.
+  int8_t lane = 0;
 };
 
 }  // namespace mla

@@ -48,6 +48,10 @@ class OnDevice {
   int previous_ = -1;
 };
 std::shared_ptr<cuda::Queue> open(int index, void* native);
+/// One of the queue's own for lanes 1, 2, ..., made with it; it lives as long.
+std::shared_ptr<cuda::Queue> lane(const std::shared_ptr<cuda::Queue>& queue, int number);
+/// What the queue is given from here on begins when the other has done what it was given so far.
+void wait(cuda::Queue& queue, cuda::Queue& other);
 void* native(const cuda::Queue& queue);
 void synchronize(cuda::Queue& queue);
 void copy(cuda::Queue& queue, void* to, const void* from, size_t bytes);

@@ -24,6 +24,8 @@ void release_pinned(std::byte*) noexcept {}
 int current() { return 0; }
 void make_current(int) {}
 std::shared_ptr<cuda::Queue> open(int index, void*) { none(index); }
+std::shared_ptr<cuda::Queue> lane(const std::shared_ptr<cuda::Queue>&, int) { return nullptr; }
+void wait(cuda::Queue&, cuda::Queue&) {}
 void* native(const cuda::Queue&) { return nullptr; }
 void synchronize(cuda::Queue&) {}
 void copy(cuda::Queue&, void*, const void*, size_t) {}

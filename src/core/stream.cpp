@@ -19,6 +19,12 @@ Stream::Stream(Device device, void* native) : device_(device) {
   selections_ = std::make_shared<SelectionLog>();
 }
 
+Stream Stream::lane(int number) const {
+  Stream s(*this);
+  s.queue_ = gpu::lane(queue_, number);
+  return s;
+}
+
 ThreadPool& Stream::pool() const {
   if (!pool_) throw UnsupportedError("stream: " + to_string(device_) + " has no thread pool");
   return *pool_;

@@ -15,8 +15,13 @@ class Binder {
   explicit Binder(const LayerContext& context)
       : c_(context),
         plan_(context.plan),
-        scratch_{region("scratch"), plan_.device.scratch_per_worker},
+        lane_scratch_{scratch_of("scratch", plan_.device.scratch_per_worker),
+                      scratch_of("scratch_1", plan_.region("scratch_1").bytes),
+                      scratch_of("scratch_2", plan_.region("scratch_2").bytes)},
         batch_invariant_(plan_.options.split == SplitPolicy::batch_invariant) {}
+
+  /// Whose the calls are that follow.
+  void use_lane(int lane) { scratch_ = lane_scratch_[static_cast<size_t>(lane)]; }
 
   /// Rows of the call's that are only read, and those that are written.
   template <class... D>
@@ -160,7 +165,9 @@ class Binder {
   const Plan& plan_;
   std::array<Rows, 14> rows_{};
   QuantizedView quantized_;
-  ops::Scratch scratch_;
+  ops::Scratch scratch_of(std::string_view name, size_t bytes) const { return {region(name), bytes}; }
+  std::array<ops::Scratch, kLanes> lane_scratch_;
+  ops::Scratch scratch_ = lane_scratch_[0];
   bool batch_invariant_;
   ops::SparseSource source_;
 };

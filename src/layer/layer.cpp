@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -115,13 +116,43 @@ class Walk {
   }
 
   void run(Calls calls) {
-    for (const Step& step : plan_.steps)
-      if (step.calls.any_of(calls)) std::visit([&](const auto& work) { run(step.name, work); }, step.work);
+    const Rejoined rejoined(*this);
+    for (const Step& step : plan_.steps) {
+      if (!step.calls.any_of(calls)) continue;
+      bind_.use_lane(step.lane);
+      // Under a profile steps follow one another, each with the device to itself.
+      lane_ = stream_ && !c_.profile ? step.lane : int8_t{0};
+      std::visit([&](const auto& work) { run(step.name, work); }, step.work);
+    }
+  }
+  // A call that fails leaves nothing running beside what its stream does next.
+  struct Rejoined {
+    explicit Rejoined(Walk& w) : walk(w) {}
+    ~Rejoined() {
+      try {
+        walk.lane_ = 0;
+        for (int8_t lane = 1; lane < kLanes; ++lane)
+          if (walk.runs_[lane]) walk.run("", steps::Wait{lane});
+      } catch (const DeviceError&) {  // a device that fails says so at the next call
+      }
+    }
+    Walk& walk;
+  };
+  void run(std::string_view, steps::Wait wait) {
+    if (!stream_ || c_.profile) return;
+    gpu::wait(stream(lane_).queue(), stream(wait.on).queue());
+    runs_[lane_] = true, runs_[wait.on] = false;
+  }
+  Stream& stream(int lane) {
+    if (lane == 0) return *stream_;
+    std::optional<Stream>& s = lanes_[lane - 1];
+    if (!s) s = stream_->lane(lane);
+    return *s;
   }
   template <class Work>
   void run(std::string_view name, const Work& work) {
     if (survey_) survey_->note(name, bind_(work));
-    else call(*stream_, c_.profile, name, bind_(work));
+    else call(stream(lane_), c_.profile, name, bind_(work));
   }
   void run(std::string_view name, const steps::Project& s) {
     ops::ProjectArgs a = bind_(s);
@@ -131,7 +162,7 @@ class Walk {
       a.x = a.x.slice<Token>(begin, count), a.y = a.y.slice<Token>(begin, count), a.rows = count;
     }
     if (survey_) survey_->note(name, a);
-    else call(*stream_, c_.profile, name, a);
+    else call(stream(lane_), c_.profile, name, a);
   }
   size_t rank() const { return survey_ ? 0 : static_cast<size_t>(c_.ranks->rank()); }
   // One of the ranks' calls, of which this rank sends so much.
@@ -273,6 +304,9 @@ class Walk {
 
   Stream* stream_ = nullptr;  // of a walk that runs; else
   Survey* survey_ = nullptr;
+  std::optional<Stream> lanes_[kLanes - 1];
+  int8_t lane_ = 0;
+  bool runs_[kLanes] = {};  // does a lane do what nobody waits for?
   const LayerContext& c_;
   const Plan& plan_ = c_.plan;
   const Dtype act_ = plan_.activations();

@@ -30,6 +30,15 @@ constexpr int64_t kCodeRows = 16;
 /// Where keys of the expanded path begin: at multiples of these rows.
 inline int64_t key_grain(const Plan& plan) { return plan.prefills_codes() ? kCodeRows : 1; }
 
+/// May a plan have several lanes? On a GPU a decode step is a chain of short kernels, each of which leaves most of it
+/// idle.
+inline bool may_fork(const Plan& plan) {
+  return plan.device.device.kind == DeviceKind::cuda && plan.serves_block() && !plan.options.dummy;
+}
+/// Beyond, kernels fill a GPU by themselves.
+constexpr int64_t kForkedTokens = 256;
+inline bool forks(const Plan& plan) { return may_fork(plan) && plan.tokens <= kForkedTokens; }
+
 inline bool invariant(const Plan& plan) { return plan.options.split == SplitPolicy::batch_invariant; }
 /// Whether a token's bits must not follow from what of its request came with it: there is a cache where the rest may
 /// have been before.

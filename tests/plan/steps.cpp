@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 #include <string>
 #include <variant>
@@ -37,7 +38,7 @@ TEST(Steps, AMixedBatchTakesBothPathsAndForwardAndAttendShareThem) {
                       {.path = PathPolicy::by_length, .reorder_batch_threshold = 1});
   const std::string attention =
       "absorb query_rope attend_latent value_up kv_up key_rope attend_expanded gather kv_up key_rope attend_context";
-  EXPECT_EQ(names(p, kForward), "query_down norm query kv_down norm_rope_append " + attention + " output");
+  EXPECT_EQ(names(p, kForward), "query_down norm kv_down query norm_rope_append " + attention + " output");
   EXPECT_EQ(names(p, kAttend), "append " + attention);
   EXPECT_EQ(names(p, kNarrowed), "cast");
   EXPECT_EQ(names(p, kSelect), "");
@@ -58,7 +59,7 @@ TEST(Steps, AbsorbedWeightsHaveNoHeads) {
   const Plan p = make(test::small_deepseek(), Made({1, 2}, {50, 0}, 16), {.absorbed = true});
   EXPECT_EQ(
       names(p, kForward),
-      "query_down norm query_rope kv_down norm_rope_append absorbed_query query_rope attend_latent absorbed_output");
+      "query_down norm kv_down query_rope norm_rope_append absorbed_query query_rope attend_latent absorbed_output");
   EXPECT_EQ(names(p, kAttend), "");
 }
 
@@ -66,7 +67,7 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   ModelConfig m = test::small_sparse();
   const Plan p = make(m, Made({1, 2}, {m.indexer->topk + 10, 0}, 16));
   const std::string indexed =
-      "begin_choice index_key index_norm index_rope index_append index_query index_rope index_weights index_quantise "
+      "index_key index_norm index_rope index_append index_weights begin_choice index_query index_rope index_quantise "
       "index_score select_topk map_indices end_choice";
   const std::string chosen = "begin_choice map_indices map_indices end_choice";
   EXPECT_EQ(names(p, kIndexer), indexed);
@@ -96,7 +97,7 @@ TEST(Steps, RowsOfAnotherDtypeAreCastOnTheWayInAndOut) {
   const Plan block = of(o);
   EXPECT_EQ(block.inputs(), Dtype::f16);
   EXPECT_EQ(names(block, kForward),
-            "cast query_down norm query kv_down norm_rope_append absorb query_rope attend_latent value_up output cast");
+            "cast query_down norm kv_down query norm_rope_append absorb query_rope attend_latent value_up output cast");
   EXPECT_EQ(names(block, kAttend), "cast cast cast append absorb query_rope attend_latent value_up");
   EXPECT_NE(block.describe().find("rows of calls in f16"), std::string::npos);
   o.form = LayerForm::attention;
@@ -174,7 +175,80 @@ struct InLists {
   void operator()(const T&) const {}
 };
 
+// What a step touches of memory that calls share.
+struct Touched {
+  struct Range {
+    Memory memory;
+    int64_t begin = 0, end = 0;
+    bool written = true;
+  };
+  std::vector<Range>& ranges;
+  bool written;
+  template <class... D>
+  void operator()(const Operand<D...>& o) const {
+    int64_t elements = 1;
+    for (size_t i = 0; i < o.extents().size(); ++i) {
+      if (o.extents()[i] == 0) return;
+      elements += (o.extents()[i] - 1) * o.strides()[i];
+    }
+    ranges.push_back({o.memory, o.offset, o.offset + elements * static_cast<int64_t>(size_of(o.dtype)), written});
+  }
+  template <class T>
+  void operator()(const T&) const {}
+};
+std::vector<Touched::Range> touched_by(const Step& step) {
+  std::vector<Touched::Range> ranges;
+  if (const auto* product = std::get_if<steps::Project>(&step.work)) {
+    Touched{ranges, false}(product->x), Touched{ranges, true}(product->y);
+  } else {
+    std::visit([&](const auto& work) { test::each_field(work, Touched{ranges, true}); }, step.work);
+  }
+  // The index cache, as memory of its own.
+  const auto index_cache = [&](bool written) { ranges.push_back({Memory::positions, -2, -1, written}); };
+  if (std::holds_alternative<steps::IndexAppend>(step.work)) index_cache(true);
+  if (std::holds_alternative<steps::IndexScore>(step.work)) index_cache(false);
+  return ranges;
+}
+
+// Steps of different lanes that no wait orders share no memory that one of them writes; lanes begin behind the first
+// one's earlier work, and it waits for all that they do.
+void check_lanes(const Plan& p, Calls calls) {
+  struct Done {
+    const Step* step;
+    int64_t number;                      // in its lane
+    std::array<int64_t, kLanes> before;  // steps of each lane that it comes after
+    std::vector<Touched::Range> ranges;
+  };
+  std::vector<Done> done;
+  std::array<std::array<int64_t, kLanes>, kLanes> before{};
+  bool begun[kLanes] = {true};
+  for (const Step& s : p.steps) {
+    if (!s.calls.any_of(calls)) continue;
+    const auto lane = static_cast<size_t>(s.lane);
+    if (const auto* wait = std::get_if<steps::Wait>(&s.work)) {
+      const auto on = static_cast<size_t>(wait->on);
+      ASSERT_TRUE(begun[on]) << "lane " << on << " is waited for before it begins";
+      begun[lane] = true;
+      for (size_t l = 0; l < kLanes; ++l) before[lane][l] = std::max(before[lane][l], before[on][l]);
+      continue;
+    }
+    ASSERT_TRUE(begun[lane]) << s.name << " begins lane " << lane << " without a wait";
+    Done now{&s, before[lane][lane]++, before[lane], touched_by(s)};
+    for (const Done& other : done) {
+      if (other.number < now.before[static_cast<size_t>(other.step->lane)]) continue;
+      for (const Touched::Range& a : now.ranges)
+        for (const Touched::Range& b : other.ranges)
+          ASSERT_FALSE(a.memory == b.memory && (a.written || b.written) && a.begin < b.end && b.begin < a.end)
+              << s.name << " of lane " << lane << " and " << other.step->name << " of lane "
+              << static_cast<int>(other.step->lane) << " share memory " << static_cast<int>(a.memory);
+    }
+    done.push_back(std::move(now));
+  }
+  for (size_t l = 1; l < kLanes; ++l) EXPECT_EQ(before[0][l], before[l][l]) << "lane " << l << " is not waited for";
+}
+
 void check(const Plan& p, const Batch& batch) {
+  for (const Calls calls : {kForward, kForward | kIndexer, kAttend, kSelect}) check_lanes(p, calls);
   std::vector<ListKey> named;
   for (const Step& s : p.steps)
     std::visit(
@@ -229,6 +303,31 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     check(p, b.batch());
     if (testing::Test::HasFailure()) return;
   }
+}
+
+TEST(Steps, ADecodeStepOnAGpuHasLanes) {
+  const auto lanes = [](const Plan& p, int8_t lane) {
+    std::string all;
+    for (const Step& s : p.steps)
+      if (s.lane == lane && s.calls.any_of(kForward | kIndexer)) all += (all.empty() ? "" : " ") + std::string(s.name);
+    return all;
+  };
+  const Device gpu{DeviceKind::cuda};
+  const Plan dense = make(test::small_deepseek(), Made({1, 1}, {50, 9}, 16), {}, CacheFormat::bf16, gpu);
+  EXPECT_EQ(lanes(dense, 1), "");
+  EXPECT_EQ(lanes(dense, 2), "wait kv_down");
+  const ModelConfig m = test::small_sparse();
+  const Made b({1}, {m.indexer->topk + 10}, 16);
+  const Plan sparse = make(m, b, {}, CacheFormat::bf16, gpu);
+  EXPECT_EQ(lanes(sparse, 1),
+            "wait index_query index_rope wait index_quantise index_score select_topk map_indices end_choice");
+  EXPECT_EQ(lanes(sparse, 2), "wait index_key index_norm index_rope index_append index_weights begin_choice");
+  EXPECT_TRUE(lanes(sparse, 0).starts_with("query_down norm kv_down query norm_rope_append absorb query_rope wait"));
+  // Not where kernels fill the device, nor on a CPU.
+  const Plan prefill = make(m, Made({300}, {0}, 16), {}, CacheFormat::bf16, gpu), cpu = make(m, b);
+  for (const Plan* p : {&prefill, &cpu})
+    for (const Step& s : p->steps) EXPECT_EQ(s.lane, 0) << s.name;
+  for (const Region& r : cpu.regions) EXPECT_TRUE(r.bytes == 0 || !r.name.starts_with("scratch_")) << r.name;
 }
 
 // Whole layers on an H200: latent took 373 us and expanded 469 for 128 tokens over 4096, 1021 and 1396 over 16384, 3351

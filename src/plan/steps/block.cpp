@@ -31,11 +31,15 @@ Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& 
   return latents;
 }
 
-void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe) {
+void new_rows(Steps& s, const Operand<Token, Head, In>& hidden) {
+  s.project_shared("kv_down", "gather_kv_down", kForward, hidden, Weight::kv_down,
+                   s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, s.m.entry()}));
+}
+
+void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe) {
   const ModelConfig& m = s.m;
   const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
-  s.project_shared("kv_down", "gather_kv_down", kForward, hidden, Weight::kv_down,
-                   s.region<Token, Head, Out>("kv", s.act, {s.tokens, 1, m.entry()}));
+  s.wait(kForward, 2);
   s.add("norm_rope_append", kForward,
         steps::NormRopeAppend{.q_pe = q_pe,
                               .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),
@@ -43,6 +47,31 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<To
                               .eps = m.rms_eps,
                               .positions = s.list(ListKind::positions, s.tokens),
                               .slots = s.list(ListKind::slot_mapping, s.tokens)});
+}
+
+Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& hidden) {
+  // An indexer's choice is what attention waits for longest: nothing else runs beside it than the queries' products.
+  // Ranks make their calls in one order, so that collectives stay in the first lane.
+  const bool index_beside = s.m.indexer && !s.plan.options.context_parallel.shared(),
+             rows_beside = !index_beside && !s.plan.divides_rows();
+  const auto beside = [&](int lane) { s.go_on_in(index_beside || rows_beside ? lane : 0); };
+  beside(2);
+  s.wait(index_beside ? kIndexer : kForward, 0);
+  s.go_on_in(0);
+  const auto source = query_source(s, hidden);
+  beside(2);
+  if (rows_beside) new_rows(s, hidden);
+  if (index_beside) index_keys(s, hidden);
+  s.go_on_in(0);
+  if (s.m.indexer && !index_beside) index_keys(s, hidden);
+  if (s.m.indexer) {
+    s.go_on_in(index_beside ? 1 : 0);
+    s.wait(kIndexer | kSelect, 0);
+    index_choice(s, source);
+    s.go_on_in(0);
+  }
+  if (!rows_beside) new_rows(s, hidden);
+  return source;
 }
 
 void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
@@ -70,13 +99,12 @@ void block_steps(Steps& s) {
   const int64_t t = s.tokens, n = m.heads;
   const auto hidden = hidden_rows(s);
   const auto q = s.region<Token, Head, QueryKey>("query", s.act, {t, n, m.query_key()});
-  const auto source = query_source(s, hidden);
+  const auto source = begin_block(s, hidden);
   s.project("query", kForward, source, {}, Weight::query,
             s.region<Token, Head, Out>("query", s.act, {t, 1, n * m.query_key()}), {}, t);
-  new_rows(s, hidden, q.part<Token, Head, Rope>(m.nope, {t, n, m.rope}));
-  if (m.indexer) index_steps(s, hidden, source);
-  choice_steps(s);
+  append_new_rows(s, q.part<Token, Head, Rope>(m.nope, {t, n, m.rope}));
   attention_steps(s, kForward | kAttend);
+  s.join(kAnyCall);
   project_hidden(s, "output", s.region<Token, Head, In>("heads", s.plan.head_dtype(), {t, 1, n * m.value}),
                  Weight::output, {}, t);
 }

@@ -42,8 +42,6 @@ void join_candidates(Steps& s, size_t at, const Operand<Token, Topk>& state) {
 void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operand<Token, IndexHead>& weights) {
   const IndexerConfig& x = *s.m.indexer;
   const IndexSchedule& schedule = s.plan.index_schedule;
-  if (!schedule.all.empty())
-    s.add("select_topk", kIndexer, steps::FillTopk{s.list(ListKind::index_rows, schedule.all), selected(s)});
   const int64_t rows = schedule.tiles.rows, keys = schedule.tiles.keys;
   const auto scores = s.region<Token, Key>("index_scores", Dtype::f32, {rows, keys});
   const auto state = s.region<Token, Topk>("index_topk", Dtype::f32, {rows, s.plan.topk});
@@ -87,11 +85,10 @@ void map(Steps& s) {
 
 }  // namespace
 
-void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& source) {
+void index_keys(Steps& s, const Operand<Token, Head, In>& hidden) {
   const ModelConfig& m = s.m;
   const IndexerConfig& x = *m.indexer;
   const int64_t t = s.tokens, rows = s.plan.sparse_rows();
-  if (rows > 0) s.add("begin_choice", kIndexer, steps::BeginChoice{});
   const auto keys = s.region<Token, IndexDim>("index_key", Dtype::f32, {t, x.dim});
   s.project("index_key", kIndexer, hidden, {}, Weight::index_key,
             s.region<Token, Head, Out>("index_key", Dtype::f32, {t, 1, x.dim}), {}, t);
@@ -101,7 +98,18 @@ void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand
   if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{{}, keys});
   s.add("index_append", kIndexer, steps::IndexAppend{keys, s.list(ListKind::slot_mapping, t)});
   if (rows == 0) return;
+  s.project("index_weights", kIndexer, hidden, sparse_tokens(s), Weight::index_head_weights,
+            s.region<Token, Head, Out>("index_weights", Dtype::f32, {rows, 1, x.heads}), {}, rows);
+  s.add("begin_choice", kIndexer, steps::BeginChoice{});
+  if (const auto& all = s.plan.index_schedule.all; !all.empty())
+    s.add("select_topk", kIndexer, steps::FillTopk{s.list(ListKind::index_rows, all), selected(s)});
+}
 
+void index_choice(Steps& s, const Operand<Token, Head, In>& source) {
+  const ModelConfig& m = s.m;
+  const IndexerConfig& x = *m.indexer;
+  const int64_t rows = s.plan.sparse_rows();
+  if (rows == 0) return;
   const RowList tokens = sparse_tokens(s);
   const auto q = s.region<Token, IndexHead, IndexDim>("index_query", Dtype::f32, {rows, x.heads, x.dim});
   s.project("index_query", kIndexer, source, tokens, Weight::index_query,
@@ -111,10 +119,9 @@ void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand
                       {},
                       s.list(ListKind::sparse_positions, s.plan.sparse_positions)});
   if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{q, {}});
-  const auto weights = s.region<Token, IndexHead>("index_weights", Dtype::f32, {rows, x.heads});
-  s.project("index_weights", kIndexer, hidden, tokens, Weight::index_head_weights,
-            s.region<Token, Head, Out>("index_weights", Dtype::f32, {rows, 1, x.heads}), {}, rows);
 
+  s.wait(kIndexer, 2);
+  const auto weights = s.region<Token, IndexHead>("index_weights", Dtype::f32, {rows, x.heads});
   Operand<Token, IndexHead, IndexDim> scored = q;
   if (s.plan.options.index_format == IndexCacheFormat::fp8) {
     scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::fp8_e4m3, q.extents());
@@ -127,6 +134,7 @@ void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand
                       .y = scored.part<Token, Head, In>(0, q.extents())});
   }
   select(s, scored, weights);
+  choice_steps(s);
 }
 
 void choice_steps(Steps& s) {
@@ -144,6 +152,7 @@ Operand<Token, Word> mask_steps(Steps& s, Calls calls) {
   const Plan& p = s.plan;
   const int64_t rows = p.masked_rows();
   if (rows == 0) return {};
+  s.join(kIndexer | kSelect);
   const auto mask = s.region<Token, Word>("masks", Dtype::f32, {s.tokens, p.mask_words});
   s.add("map_indices", calls,
         steps::MapToMask{selected(s).rows(p.masked_begin, rows), Steps::slice(sparse_tokens(s), p.masked_begin, rows),
@@ -159,6 +168,7 @@ void sparse_steps(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
     return r.path == Path::sparse && !r.masked && r.query_len > 0;
   });
   const bool shared_keys = s.plan.masked_begin >= 2 * requests;
+  s.join(kIndexer | kSelect);
   for (size_t i = 0; i < s.plan.sparse_groups.size(); ++i) {
     const SparseGroup& g = s.plan.sparse_groups[i];
     Operand<Key, Entry> gathered;

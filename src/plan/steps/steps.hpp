@@ -14,8 +14,15 @@ class Steps {
   explicit Steps(Plan& p) : plan(p), m(p.model), act(p.activations()), tokens(p.tokens) {}
 
   void add(std::string_view name, Calls calls, steps::Work work) {
-    plan.steps.push_back({name, calls, std::move(work)});
+    plan.steps.push_back({name, calls, std::move(work), lane_});
+    for (auto& lane : since_) lane[lane_] = lane[lane_] | calls;
   }
+  /// What follows is of this lane, where the plan has several.
+  void go_on_in(int lane);
+  /// The lane waits for what another did since it last waited for it, in these calls.
+  void wait(Calls calls, int on);
+  /// For all others.
+  void join(Calls calls);
   void project(std::string_view name, Calls calls, const Operand<Token, Head, In>& x, const RowList& x_rows,
                Weight weights, const Operand<Token, Head, Out>& y, const RowList& y_rows, int64_t rows,
                bool quantized = false) {
@@ -80,6 +87,10 @@ class Steps {
     return {kind, 0};
   }
   uint32_t named_ = 0;  // kinds that there is one list of
+  int8_t lane_ = 0;
+  // [lane][other]: calls in which the other one has steps that this lane has not waited for. What calls before this one
+  // queued is lane 0's.
+  Calls since_[kLanes][kLanes] = {{}, {kAnyCall}, {kAnyCall}};
 };
 
 /// The block form: projections, the indexer and the output around attention_steps().
@@ -106,8 +117,10 @@ void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, 
 Operand<Token, Head, In> hidden_rows(Steps& s);
 /// Normed query latents, where the model has them: what queries are projected from.
 Operand<Token, Head, In> query_source(Steps& s, const Operand<Token, Head, In>& hidden);
-/// The new tokens' cache rows, rotated and appended; q_pe is rotated with them.
-void new_rows(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, Rope>& q_pe);
+/// The new tokens' cache rows.
+void new_rows(Steps& s, const Operand<Token, Head, In>& hidden);
+/// They are normed, rotated and appended; q_pe is rotated with them.
+void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe);
 /// Latent queries before their quantisation: [latent | rope] per head.
 Operand<Token, Head, Entry> staged_queries(const Steps& s);
 /// Rotated parts of queries behind their latent parts.
@@ -125,8 +138,14 @@ void latent_steps(Steps& s, Calls calls);
 /// New tokens among themselves, unless chunks have them too; then one chunk of cached rows after another, merged in
 /// place.
 void expanded_steps(Steps& s, Calls calls);
-/// Keys of the step's tokens join the index cache, whatever attends; sparse rows then choose among what they see.
-void index_steps(Steps& s, const Operand<Token, Head, In>& hidden, const Operand<Token, Head, In>& query_source);
+/// What an indexer makes of hidden states: keys of the step's tokens join the index cache, whatever attends; head
+/// weights of the sparse rows.
+void index_keys(Steps& s, const Operand<Token, Head, In>& hidden);
+/// Sparse rows choose among what they see.
+void index_choice(Steps& s, const Operand<Token, Head, In>& query_source);
+/// All that is made of the hidden states but queries: what queries are projected from. Lanes: new_rows() and
+/// index_keys() beside query_source(), the choice beside what follows; whoever reads them waits for them.
+Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& hidden);
 /// Positions that were chosen, by whomever, become what each group's attention reads.
 void choice_steps(Steps& s);
 /// What was selected for rows of masked requests as masks of the step's tokens; none where there are no such rows.

@@ -96,6 +96,14 @@ std::shared_ptr<cuda::Queue> open(int index, void* native) {
   return std::make_shared<cuda::Queue>(index, native);
 }
 
+std::shared_ptr<cuda::Queue> lane(const std::shared_ptr<cuda::Queue>& queue, int number) {
+  return std::shared_ptr<cuda::Queue>(queue, &queue->lane(number));
+}
+void wait(cuda::Queue& queue, cuda::Queue& other) {
+  const OnQueue on(queue);
+  queue.wait(other);
+}
+
 void* native(const cuda::Queue& queue) { return queue.stream(); }
 
 void synchronize(cuda::Queue& queue) {

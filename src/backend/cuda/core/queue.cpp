@@ -31,31 +31,49 @@ int existing(int device) {
 }
 }  // namespace
 
-Queue::Queue(int device, void* native) : Queue(existing(device), native, Bare::queue) {
+// A delegate has made a Queue: what fails behind it is undone by the destructor.
+Queue::Queue(int device, void* native) : Queue(existing(device), native, Lane::own) {
   const std::string name = "cuda:" + std::to_string(device);
   const gpu::OnDevice on({DeviceKind::cuda, device});
-  // The delegate has made a Queue: what follows is undone by the destructor.
+  if (hopper())
+    check(cudaMalloc(reinterpret_cast<void**>(&own_schedule_.data), CapturedSchedule::kBytes), name,
+          "a stream's schedules");
+  for (std::unique_ptr<Queue>& lane : lanes_) lane.reset(new Queue(device, nullptr, Lane::further));
+}
+
+Queue::Queue(int device, void* native, Lane lane) : Queue(device, native, Bare::queue) {
+  const std::string name = "cuda:" + std::to_string(device);
+  const gpu::OnDevice on({DeviceKind::cuda, device});
   if (!stream_) {
-    check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), name, "a stream");
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), name, "priorities of streams");
+    check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, lane == Lane::own ? least : greatest), name,
+          "a stream");
     own_stream_ = true;
   }
+  check(cudaEventCreateWithFlags(&here_, cudaEventDisableTiming), name, "a stream's event");
   check(cudaMalloc(reinterpret_cast<void**>(&counters_), (kCounters + 64) * sizeof(unsigned)), name,
         "a stream's counters");
   own_counters_ = true;
   // On the stream: one of its own does not wait for the default stream's.
   check(cudaMemsetAsync(counters_, 0, (kCounters + 64) * sizeof(unsigned), stream_), name, "a stream's counters");
-  if (hopper())
-    check(cudaMalloc(reinterpret_cast<void**>(&own_schedule_.data), CapturedSchedule::kBytes), name,
-          "a stream's schedules");
   blas_ = std::make_unique<Blas>(name);
 }
 
 Queue::~Queue() {
+  for (std::unique_ptr<Queue>& lane : lanes_) lane.reset();
+  if (here_) cudaEventDestroy(here_);
   blas_.reset();
   if (own_counters_) cudaFree(counters_);
   if (own_schedule_.data)
     cudaFree(own_schedule_.data);  // any cudaFree ends a capture that another thread or framework has begun
   if (own_stream_) cudaStreamDestroy(stream_);
+}
+
+void Queue::wait(const Queue& other) const {
+  const std::string name = "cuda:" + std::to_string(device_);
+  check(cudaEventRecord(other.here_, other.stream_), name, "a stream's event");
+  check(cudaStreamWaitEvent(stream_, other.here_), name, "waiting for a stream's event");
 }
 
 namespace {

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <string_view>
@@ -11,6 +12,7 @@
 
 #include "core/captured_schedule.hpp"
 #include "mla/device.hpp"
+#include "mla/step.hpp"
 #include "ops/list.hpp"
 
 namespace mla::cuda {
@@ -40,6 +42,11 @@ class Queue {
   Queue& operator=(const Queue&) = delete;
 
   cudaStream_t stream() const { return stream_; }
+  /// A queue for lane `number`, from 1 on, of this one's, which has them unless it is bare or a lane's itself. Where
+  /// there is room for one of two kernels, lanes' go first: others wait for what they make.
+  Queue& lane(int number) const { return *lanes_[static_cast<size_t>(number - 1)]; }
+  /// For what the other one, a lane or one with lanes, was given so far.
+  void wait(const Queue& other) const;
   int device() const { return device_; }
   int multiprocessors() const { return multiprocessors_; }
   bool hopper() const { return major_ == 9; }
@@ -84,6 +91,8 @@ class Queue {
   bool held() const noexcept { return gates_ > 0; }
 
  private:
+  enum class Lane { own, further };
+  Queue(int device, void* native, Lane);
   const void* readable(const void* host, std::string_view op, std::string_view name) const;
 
   int device_ = 0, major_ = 0, multiprocessors_ = 0;
@@ -93,6 +102,8 @@ class Queue {
   std::unique_ptr<Blas> blas_;
   CapturedSchedule own_schedule_;  // with data on a Hopper GPU
   CapturedSchedule* schedule_ = &own_schedule_;
+  std::array<std::unique_ptr<Queue>, kLanes - 1> lanes_;
+  cudaEvent_t here_ = nullptr;  // where others wait for this one
   int gates_ = 0;
   std::vector<std::weak_ptr<Watched>> watched_, captured_;
 };

@@ -61,7 +61,8 @@ enum class Widens { nowhere, few_rows, many_rows };
 Widens widens(const backend::GpuModel& gpu, const ops::ProjectArgs& a) {
   const Linear& w = *a.weights;
   // Not where sums must not depend on the number of rows.
-  if (!gpu.hopper || a.batch_invariant || !sm90::serves_quantised(w, a.y.dtype()) || bytes_of_rows(a) > kScratch)
+  if (!gpu.hopper || a.batch_invariant || !sm90::serves_quantised(w, a.y.dtype()) ||
+      bytes_of_rows(a) > a.scratch.per_worker)
     return Widens::nowhere;
   // cuBLASLt multiplies codes faster from 9 rows on, those of small matrices from 33 on.
   if (takes_codes(gpu, a)) return a.rows <= (is_large(w) ? 8 : 32) ? Widens::few_rows : Widens::nowhere;
