@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdarg>
 #include <cstdio>
+#include <variant>
 
 #include "core/counted.hpp"
 #include "plan/internal.hpp"
@@ -164,6 +165,14 @@ std::string Plan::describe() const {
   } else if (model.indexer) {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",
          std::string(to_string(index_cache.format)).c_str());
+  }
+  for (int8_t lane = 1; lane < kLanes; ++lane) {
+    std::string names;
+    for (const Step& step : steps)
+      if (step.lane == lane && step.calls.any_of(kForward | kIndexer) &&
+          !std::holds_alternative<steps::Wait>(step.work))
+        names += " " + std::string(step.name);
+    if (!names.empty()) out += "  lane " + std::to_string(lane) + ", at once with others:" + names + "\n";
   }
   describe_workspace(out, *this);
   return out;

@@ -149,9 +149,10 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("heads", static_cast<size_t>(w.heads) * n * static_cast<size_t>(m.value) * size_of(w.head_dtype));
   add("heads_lse", o.absorbed || o.dummy ? 0 : t * n * f);
   add("scratch", o.dummy ? 0 : static_cast<size_t>(plan.device.threads) * plan.device.scratch_per_worker);
-  // Products of few rows, and what selects by the generic kernel.
-  for (const std::string_view name : {"scratch_1", "scratch_2"})
-    add(name, may_fork(plan) ? plan.device.scratch_per_worker / 4 : 0);
+  // Of lanes: products of few rows, and what selects by the generic kernel.
+  const size_t lane_scratch = may_fork(plan) ? plan.device.scratch_per_worker / 4 : 0;
+  add("scratch_1", m.indexer ? lane_scratch : 0);
+  add("scratch_2", lane_scratch);
   plan.workspace_bytes = end;
 }
 

@@ -539,8 +539,8 @@ TEST_F(Command, PlanNamesTheKernels) {
   };
   EXPECT_DOUBLE_EQ(seconds(1), 2 * seconds(2));
   const std::vector<std::string> expected{
-      "query",    "kv_down", "norm_rope_append", "absorb",          "query_rope", "attend_latent",
-      "value_up", "kv_up",   "key_rope",         "attend_expanded", "output"};
+      "kv_down",  "query", "norm_rope_append", "absorb",          "query_rope", "attend_latent",
+      "value_up", "kv_up", "key_rope",         "attend_expanded", "output"};
   EXPECT_EQ(ops, expected);
   expect_bad("plan --device tpu", {"--device", "'tpu'", "cuda:N"});
   EXPECT_NE(mla("plan --product-weights fp8 --activations fp8_128").out.find("activations fp8_128"), std::string::npos);
@@ -556,7 +556,7 @@ TEST_F(Command, PlanNamesTheKernels) {
     EXPECT_NE(out.find("    " + line + "\n"), std::string::npos) << line << "\n" << out;
   };
   says(kernels("--contexts 4096"), "cuda/sm90, narrow, 16 rows: attend_latent");
-  says(kernels("--contexts 4096"), "cuda/generic, cuBLASLt in bf16: query, kv_down, absorb, value_up, output");
+  says(kernels("--contexts 4096"), "cuda/generic, cuBLASLt in bf16: kv_down, query, absorb, value_up, output");
   says(kernels("--model kimi-k2 --contexts 4096"), "cuda/sm90, wide, 64 rows: attend_latent");
   says(kernels("--model deepseek-v3 --contexts 4096"), "cuda/sm90, wide, 128 rows: attend_latent");
   says(kernels("--model deepseek-v3 --contexts 4096 --cache fp8"), "cuda/sm90, wide, 128 rows: attend_latent");
@@ -569,16 +569,16 @@ TEST_F(Command, PlanNamesTheKernels) {
        "cuda/sm90, matrix units by warpgroups: index_score");
   says(kernels("--contexts 4096 --up-weights mxfp4"), "cuda/sm90, mxfp4 weights, few rows: absorb, value_up");
   const std::string fp8 = "--contexts 4096 --product-weights fp8 ", rows = "--path latent --queries ";
-  says(kernels(fp8), "cuda/sm90, fp8 weights, few rows: query, kv_down, output");
+  says(kernels(fp8), "cuda/sm90, fp8 weights, few rows: kv_down, query, output");
   says(kernels(fp8 + rows + "17"),
-       "cuda/sm90, fp8 weights, many rows, slower than weights in bf16: query, kv_down, output");
+       "cuda/sm90, fp8 weights, many rows, slower than weights in bf16: kv_down, query, output");
   says(kernels("--model deepseek-v3 " + fp8 + rows + "64"), "cuda/sm90, fp8 weights, many rows: query, output");
   says(kernels(fp8 + rows + "257"),
-       "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16, slower than weights in bf16: query, kv_down, "
+       "cuda/generic, fp8 weights dequantised for cuBLASLt in bf16, slower than weights in bf16: kv_down, query, "
        "output");
-  says(kernels(fp8 + "--activations fp8_128"), "cuda/sm90, fp8 weights, few rows: query, kv_down, output");
+  says(kernels(fp8 + "--activations fp8_128"), "cuda/sm90, fp8 weights, few rows: kv_down, query, output");
   says(kernels(fp8 + "--activations fp8_128 " + rows + "33"),
-       "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm: query, kv_down, output");
+       "cuda/sm90, fp8 inputs and weights by cuBLASLt, dequantised where it has no algorithm: kv_down, query, output");
   for (const char* other : {"--weights f32 --compute bf16", "--compute-capability 80"}) {
     const std::string out = kernels(fp8 + "--activations fp8_128 " + other);
     EXPECT_NE(out.find("fp8 weights dequantised for cuBLASLt"), std::string::npos) << other << "\n" << out;

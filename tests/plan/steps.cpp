@@ -316,6 +316,7 @@ TEST(Steps, ADecodeStepOnAGpuHasLanes) {
   const Plan dense = make(test::small_deepseek(), Made({1, 1}, {50, 9}, 16), {}, CacheFormat::bf16, gpu);
   EXPECT_EQ(lanes(dense, 1), "");
   EXPECT_EQ(lanes(dense, 2), "wait kv_down");
+  EXPECT_NE(dense.describe().find("  lane 2, at once with others: kv_down\n"), std::string::npos) << dense.describe();
   const ModelConfig m = test::small_sparse();
   const Made b({1}, {m.indexer->topk + 10}, 16);
   const Plan sparse = make(m, b, {}, CacheFormat::bf16, gpu);
@@ -327,6 +328,7 @@ TEST(Steps, ADecodeStepOnAGpuHasLanes) {
   const Plan prefill = make(m, Made({300}, {0}, 16), {}, CacheFormat::bf16, gpu), cpu = make(m, b);
   for (const Plan* p : {&prefill, &cpu})
     for (const Step& s : p->steps) EXPECT_EQ(s.lane, 0) << s.name;
+  EXPECT_EQ(cpu.describe().find("lane"), std::string::npos) << cpu.describe();
   for (const Region& r : cpu.regions) EXPECT_TRUE(r.bytes == 0 || !r.name.starts_with("scratch_")) << r.name;
 }
 
