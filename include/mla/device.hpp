@@ -68,7 +68,8 @@ class Stream {
  public:
   explicit Stream(ThreadPool& pool) : pool_(&pool) {}
   /// On a GPU. native: a cudaStream_t, borrowed, which must outlive this; null: a stream of its own. DeviceError when
-  /// there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
+  /// there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA. Holds some 100 MiB of
+  /// the GPU's memory: what matrix products work in, for itself and for its lanes (Step::lane).
   explicit Stream(Device device, void* native = nullptr);
 
   Device device() const { return device_; }
