@@ -14,6 +14,7 @@
 #include "cli/commands.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "cli/plan_flags.hpp"
 #include "core/counted.hpp"
 #include "layer/kernels.hpp"
 #include "mla/mla.hpp"
@@ -24,18 +25,15 @@ namespace mla::cli {
 namespace {
 
 struct Flags {
-  std::string model = "deepseek-v2-lite", cache = "bf16", path = "automatic", split = "fast", compute, weights = "bf16",
-              output = "none", form = "block", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
-              up = "plain", products = "plain", activations = "plain", activation_dtype = "native", prefill = "compute",
-              batch, json;
-  int64_t page_size = 64, context_rows = 0, reorder_threshold = 1, topk = 0, interleave = 1;
+  std::string model = "deepseek-v2-lite", output = "none", form = "block", batch, json;
+  int64_t page_size = 64, topk = 0, interleave = 1;
   int threads = 1, capability = 90, tp = 1, dcp = 1;
   std::string link;
   bool absorbed = false, rehearse = false;
   ReadOptions read;
   std::vector<std::string> queries, contexts;
   std::unique_ptr<DeviceFlag> device;
-  std::unique_ptr<Fp8QueryFlags> fp8_query;
+  std::unique_ptr<PlanFlags> plan;
 };
 
 // Kernels in the order of their first call, each with the ops that it serves.
@@ -179,7 +177,6 @@ void run(const CLI::App& command, Flags& f) {
   if (device.kind == DeviceKind::cpu && command.get_option("--compute-capability")->count() > 0)
     throw InputError("--compute-capability is a GPU's, --device is cpu");
   refuse_beside(command, "--batch", {"--queries", "--contexts"});
-  require_fp8_products(f.activations, f.products);
   if (f.rehearse && (device.kind != DeviceKind::cpu || f.tp > 1 || f.form != "block" || f.output != "none"))
     throw InputError("--rehearse is of --device cpu, --tp 1, --form block and --output none");
   BatchLengths lengths{parse_numbers("--queries", f.queries, 0, kMostTokens),
@@ -193,35 +190,23 @@ void run(const CLI::App& command, Flags& f) {
   ModelConfig model = read_model(f.model, f.read);
   require_indexer(command, model);
   if (f.topk != 0) model.indexer->topk = f.topk;
-  const CacheSpec spec = cache_spec(model, read_option("--cache", f.cache, parse_cache_format), f.page_size);
+  const CacheSpec spec = cache_spec(model, f.plan->cache(), f.page_size);
   spec.validate();
 
   PlanOptions options;
   options.form = read_option("--form", f.form, parse_layer_form);
-  options.path = read_option("--path", f.path, parse_path_policy);
-  options.split = read_option("--split", f.split, parse_split_policy);
-  const Dtype weights = parse_operands("--weights", f.weights);
-  options.compute = f.compute.empty() ? weights : parse_operands("--compute", f.compute);
+  f.plan->read(options);
   options.output = read_option("--output", f.output, parse_output_spec);
-  options.context_rows = f.context_rows;
-  options.reorder_batch_threshold = f.reorder_threshold;
-  options.sparse = read_option("--sparse", f.sparse, parse_sparse_policy);
   options.absorbed = f.absorbed;
-  options.up = read_option("--up-weights", f.up, parse_weight_format);
-  options.activations = read_option("--activations", f.activations, parse_activations);
-  options.activation_dtype = read_option("--activation-dtype", f.activation_dtype, parse_activation_dtype);
-  options.prefill = read_option("--prefill", f.prefill, parse_prefill_operands);
-  f.fp8_query->read(options, spec.format);
-  options.index_format = read_option("--index-cache", f.index_cache, parse_index_cache_format);
-  options.index_arithmetic = read_option("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   options.tensor_parallel = f.tp;
   options.link = parse_link(f.link);
   require_dcp(f.dcp, f.tp);
   const bool gpu = device.kind == DeviceKind::cuda;
+  const Dtype weights = f.plan->weights();
   const PrepareOptions prepared{.dtype = weights,
                                 .absorption = f.absorbed ? Absorption::full : Absorption::runtime,
                                 .up = options.up,
-                                .products = read_option("--product-weights", f.products, parse_weight_format)};
+                                .products = f.plan->products()};
   const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
   const auto step = [&](const BatchLengths& of, int dcp) {
     PlanOptions o = options;
@@ -267,45 +252,15 @@ void add_plan(CLI::App& app, int&) {
   c->add_option("--queries", f->queries, "new tokens of each request, separated by commas (default 1)");
   c->add_option("--contexts", f->contexts, "cached tokens of each request, or one number for all (default 0)");
   add_file(*c, "--batch", f->batch, "JSON file with arrays query_lens and contexts, instead of the two flags");
-  c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   add_number<int64_t>(*c, "--page-size", f->page_size, "tokens a page", 1, kMostTokens);
-  c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  add_number<int64_t>(*c, "--decode-length", f->reorder_threshold,
-                      "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
-  c->add_option("--split", f->split,
-                "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or "
-                "how its prompt was cut into steps; --path automatic and by_length are then latent")
-      ->capture_default_str();
-  c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
-  c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
+  f->plan = std::make_unique<PlanFlags>(*c);
   c->add_flag("--absorbed", f->absorbed, "for fully absorbed weights, which serve the latent path alone");
-  c->add_option("--up-weights", f->up, "how W_UK and W_UV of the latent path are held: plain, fp8 or mxfp4")
-      ->capture_default_str();
-  c->add_option("--product-weights", f->products, "how the other maps are held: plain or fp8")->capture_default_str();
-  c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
-      ->capture_default_str();
-  c->add_option("--activation-dtype", f->activation_dtype,
-                "of hidden states, or queries and new rows of form attention: native, f32, bf16 or f16")
-      ->capture_default_str();
-  c->add_option("--prefill", f->prefill,
-                "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "
-                "(faster on Hopper, its error grows with the context)")
-      ->capture_default_str();
-  f->fp8_query = std::make_unique<Fp8QueryFlags>(*c);
   c->add_option("--output", f->output, "format of a quantised output, for instance fp8_128_tma or nvfp4")
       ->capture_default_str();
   c->add_option("--form", f->form,
                 "block: hidden states in and out; attention: queries in, heads out, nothing reserved for the indexer")
       ->capture_default_str();
-  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert, masked or dense")->capture_default_str();
   add_number<int64_t>(*c, "--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
-  c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
-      ->capture_default_str();
-  c->add_option("--index-arithmetic", f->index_arithmetic,
-                "products of an fp8 index cache's scores: exact, or fp8 as Hopper multiplies it")
-      ->capture_default_str();
-  add_number<int64_t>(*c, "--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule", 0,
-                      kMostTokens);
   f->device = std::make_unique<DeviceFlag>(*c);
   add_number(*c, "--compute-capability", f->capability, "of the GPU that kernels are named for, times ten", 80, 129);
   add_number(*c, "--tp", f->tp, "ranks that split the heads; the plan is rank 0's", 1, 1024);

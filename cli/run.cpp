@@ -13,6 +13,7 @@
 #include "cli/job.hpp"
 #include "cli/output.hpp"
 #include "cli/params.hpp"
+#include "cli/plan_flags.hpp"
 #include "cli/signals.hpp"
 #include "core/counted.hpp"
 #include "mla/index_plan.hpp"
@@ -28,13 +29,10 @@ constexpr int64_t kSpans = 400000;
 constexpr int64_t kMost = int64_t{1} << 31, kMostSamples = 1'000'000;
 
 struct Flags {
-  std::string model = "deepseek-v2-lite", trace, cache = "bf16", path = "automatic", split = "fast", compute,
-              weights = "bf16", kv_scales = "1", sparse = "automatic", index_cache = "fp8", index_arithmetic = "exact",
-              absorption = "runtime", up = "plain", products = "plain", activations = "plain",
-              activation_dtype = "native", prefill = "compute", json, report, chrome_trace;
+  std::string model = "deepseek-v2-lite", trace, kv_scales = "1", absorption = "runtime", json, report, chrome_trace;
   ReadOptions read;
-  int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0, context_rows = 0;
-  int64_t reorder_threshold = 1, heads = 0, topk = 0;
+  int64_t layers = 0, page_size = 64, pages = 0, token_budget = 512, max_requests = 0, verify = 0;
+  int64_t heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
   int threads = 1, tp = 1, dcp = 1;
@@ -44,7 +42,7 @@ struct Flags {
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
   std::unique_ptr<DeviceFlag> device;
-  std::unique_ptr<Fp8QueryFlags> fp8_query;
+  std::unique_ptr<PlanFlags> plan;
 };
 
 // A line on stderr that is drawn anew on a terminal, and now and then elsewhere.
@@ -114,14 +112,14 @@ void refuse_unread(const CLI::App& command, const Flags& f) {
     throw InputError("--comm-seconds is read with --tp");
   if (command.get_option("--dcp-interleave")->count() > 0 && f.dcp == 1)
     throw InputError("--dcp-interleave is read with --dcp");
-  require_fp8_products(f.activations, f.products);
 }
 
 // Of a cache in fp8, once the layers are known.
 void read_scales(const Flags& f, serve::Options& o) {
   if (f.kv_scales == "1") return;
   if (o.format != CacheFormat::fp8)
-    throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.cache + ": fp8 has scales of its own");
+    throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.plan->cache_name() +
+                     ": fp8 has scales of its own");
   const int64_t layers = o.layers == 0 ? o.model.layers : std::min(o.layers, o.model.layers);
   if (f.kv_scales != "auto")
     o.k_scales = read_option("--kv-scales", f.kv_scales,
@@ -163,27 +161,13 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   require_indexer(command, o.model);
   reduce(f, o);
   o.layers = f.layers;
-  o.weights = parse_operands("--weights", f.weights);
+  o.weights = f.plan->weights(), o.up = f.plan->up(), o.products = f.plan->products(), o.format = f.plan->cache();
   o.absorption = read_option("--absorption", f.absorption, parse_absorption);
-  o.up = read_option("--up-weights", f.up, parse_weight_format);
-  o.products = read_option("--product-weights", f.products, parse_weight_format);
-  o.plan.activations = read_option("--activations", f.activations, parse_activations);
-  o.plan.activation_dtype = read_option("--activation-dtype", f.activation_dtype, parse_activation_dtype);
-  o.plan.prefill = read_option("--prefill", f.prefill, parse_prefill_operands);
-  o.format = read_option("--cache", f.cache, parse_cache_format);
-  f.fp8_query->read(o.plan, o.format);
+  f.plan->read(o.plan);
   refuse_unread(command, f);
-  o.plan.path = read_option("--path", f.path, parse_path_policy);
   if (command.get_option("--decode-length")->count() > 0 && o.plan.path != PathPolicy::by_length && !o.model.indexer)
     throw InputError("--decode-length is read with --path by_length, or of a sparse model");
-  o.plan.split = read_option("--split", f.split, parse_split_policy);
-  o.plan.reorder_batch_threshold = f.reorder_threshold;
-  o.plan.compute = f.compute.empty() ? o.weights : parse_operands("--compute", f.compute);
-  o.plan.context_rows = f.context_rows;
-  o.plan.sparse = read_option("--sparse", f.sparse, parse_sparse_policy);
-  o.plan.index_format = read_option("--index-cache", f.index_cache, parse_index_cache_format);
   o.plan.index_hadamard = f.hadamard;
-  o.plan.index_arithmetic = read_option("--index-arithmetic", f.index_arithmetic, parse_index_arithmetic);
   o.limits = {.pages = f.pages,
               .page_size = f.page_size * f.dcp,
               .token_budget = f.token_budget,
@@ -348,26 +332,10 @@ void add_run(CLI::App& app, int& status) {
   c->add_option("--model", f->model, "preset, config.json or checkpoint folder")->capture_default_str();
   add_allow_unknown(*c, f->read);
   number("--layers", f->layers, "layers to run; 0: all", 0, kMost);
-  c->add_option("--weights", f->weights, "dtype of prepared weights: f32 or bf16")->capture_default_str();
+  f->plan = std::make_unique<PlanFlags>(*c);
   c->add_option("--absorption", f->absorption,
                 "runtime; full or full_fp8: W_Q W_UK^T and W_UV W_O multiplied out, latent path alone")
       ->capture_default_str();
-  c->add_option("--up-weights", f->up, "W_UK and W_UV of the latent path: plain, fp8 or mxfp4")->capture_default_str();
-  c->add_option("--product-weights", f->products,
-                "the other maps: plain, or fp8 by blocks, an fp8 checkpoint's codes and scales as they are")
-      ->capture_default_str();
-  c->add_option("--activations", f->activations, "inputs of products with fp8 weights: plain or fp8_128")
-      ->capture_default_str();
-  c->add_option("--activation-dtype", f->activation_dtype,
-                "of hidden states in and out: native (f32 on a CPU, --compute on a GPU), f32, bf16 or f16")
-      ->capture_default_str();
-  c->add_option("--prefill", f->prefill,
-                "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw "
-                "(faster on Hopper, its error grows with the context)")
-      ->capture_default_str();
-  f->fp8_query = std::make_unique<Fp8QueryFlags>(*c);
-  c->add_option("--compute", f->compute, "operands of attention: f32 or bf16; by default the weights' dtype");
-  c->add_option("--cache", f->cache, "cache format")->capture_default_str();
   c->add_option("--kv-scales", f->kv_scales,
                 "scales of an fp8 cache: 1; auto: the checkpoint's, else found on the first tokens; or a file, JSON "
                 "{\"k_scale\": number or one a layer} or safetensors")
@@ -376,24 +344,10 @@ void add_run(CLI::App& app, int& status) {
   number("--pages", f->pages, "page budget; 0: all the trace can use, within --cache-gib", 0, kMost);
   number("--cache-gib", f->cache_gib, "bound on the default page budget, all layers together", 1e-9, 1e6);
   number("--token-budget", f->token_budget, "new tokens a step, prefill and decode together", 1, kMost);
-  c->add_option("--path", f->path, "automatic, latent, expanded or by_length")->capture_default_str();
-  number("--decode-length", f->reorder_threshold,
-         "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMost - 1);
-  c->add_option("--split", f->split,
-                "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or "
-                "how its prompt was cut into steps; --path automatic and by_length are then latent")
-      ->capture_default_str();
   number("--heads", f->heads, "run with fewer heads than the model has, when memory is short; 0: all of them", 0,
          kMost);
   number("--topk", f->topk, "positions the indexer selects; 0: the model's number", 0, kMostTopk);
-  c->add_option("--sparse", f->sparse, "automatic, mixed, direct, upconvert, masked or dense")->capture_default_str();
-  c->add_option("--index-cache", f->index_cache, "format of the indexer's keys: f32, bf16 or fp8")
-      ->capture_default_str();
-  c->add_option("--index-arithmetic", f->index_arithmetic,
-                "products of an fp8 index cache's scores: exact, or fp8 as Hopper multiplies it")
-      ->capture_default_str();
   c->add_flag("--hadamard", f->hadamard, "rotate the indexer's queries and keys");
-  number("--context-rows", f->context_rows, "rows of the context workspace; 0: by the default rule", 0, kMost);
   c->add_flag("--no-prefix-reuse", f->no_prefix_reuse, "compute every prompt from its start");
   add_number(*c, "--seed", f->seed, "of weights, hidden states and generated traces");
   number("--verify", f->verify, "recompute this many sampled output rows in float64", 0, kMostSamples);
