@@ -1,6 +1,7 @@
 // Steps as calls: each operand, list and weight that a step names is found in a layer's context.
 #pragma once
 
+#include <algorithm>
 #include <array>
 
 #include "backend/run.hpp"
@@ -15,9 +16,7 @@ class Binder {
   explicit Binder(const LayerContext& context)
       : c_(context),
         plan_(context.plan),
-        lane_scratch_{scratch_of("scratch", plan_.device.scratch_per_worker),
-                      scratch_of("scratch_1", plan_.region("scratch_1").bytes),
-                      scratch_of("scratch_2", plan_.region("scratch_2").bytes)},
+        lane_scratch_{scratch("scratch"), scratch("scratch_1"), scratch("scratch_2")},
         batch_invariant_(plan_.options.split == SplitPolicy::batch_invariant) {}
 
   /// Whose the calls are that follow.
@@ -86,6 +85,12 @@ class Binder {
   static std::array<int64_t, 3> strides_of(const V& v) {
     if constexpr (V::rank == 2) return {v.strides()[0], 0, v.strides()[1]};
     else return v.strides();
+  }
+
+  // Lane 0's has a part for each worker.
+  ops::Scratch scratch(std::string_view name) const {
+    const Region& r = plan_.region(name);
+    return {c_.workspace.data() + r.offset, std::min(r.bytes, plan_.device.scratch_per_worker)};
   }
 
   // Where an operand lies: its view's data, dtype and strides.
@@ -165,7 +170,6 @@ class Binder {
   const Plan& plan_;
   std::array<Rows, 14> rows_{};
   QuantizedView quantized_;
-  ops::Scratch scratch_of(std::string_view name, size_t bytes) const { return {region(name), bytes}; }
   std::array<ops::Scratch, kLanes> lane_scratch_;
   ops::Scratch scratch_ = lane_scratch_[0];
   bool batch_invariant_;

@@ -54,22 +54,20 @@ Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& h
   // Ranks make their calls in one order, so that collectives stay in the first lane.
   const bool index_beside = s.m.indexer && !s.plan.options.context_parallel.shared(),
              rows_beside = !index_beside && !s.plan.divides_rows();
-  const auto beside = [&](int lane) { s.go_on_in(index_beside || rows_beside ? lane : 0); };
-  beside(2);
+  s.go_on_in(index_beside || rows_beside ? 2 : 0);
   s.wait(index_beside ? kIndexer : kForward, 0);
   s.go_on_in(0);
   const auto source = query_source(s, hidden);
-  beside(2);
+  s.go_on_in(rows_beside ? 2 : 0);
   if (rows_beside) new_rows(s, hidden);
-  if (index_beside) index_keys(s, hidden);
-  s.go_on_in(0);
-  if (s.m.indexer && !index_beside) index_keys(s, hidden);
-  if (s.m.indexer) {
+  s.go_on_in(index_beside ? 2 : 0);
+  if (s.m.indexer) index_keys(s, hidden);
+  if (s.plan.sparse_rows() > 0) {
     s.go_on_in(index_beside ? 1 : 0);
     s.wait(kIndexer | kSelect, 0);
     index_choice(s, source);
-    s.go_on_in(0);
   }
+  s.go_on_in(0);
   if (!rows_beside) new_rows(s, hidden);
   return source;
 }

@@ -109,7 +109,6 @@ void index_choice(Steps& s, const Operand<Token, Head, In>& source) {
   const ModelConfig& m = s.m;
   const IndexerConfig& x = *m.indexer;
   const int64_t rows = s.plan.sparse_rows();
-  if (rows == 0) return;
   const RowList tokens = sparse_tokens(s);
   const auto q = s.region<Token, IndexHead, IndexDim>("index_query", Dtype::f32, {rows, x.heads, x.dim});
   s.project("index_query", kIndexer, source, tokens, Weight::index_query,
