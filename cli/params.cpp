@@ -64,11 +64,6 @@ ModelConfig read_model(const std::string& name, const ReadOptions& options) {
   });
 }
 
-void require_fp8_products(const std::string& activations, const std::string& products) {
-  if (read_option("--activations", activations, parse_activations) != Activations::plain && products == "plain")
-    throw InputError("--activations " + activations + " needs --product-weights fp8: it is their inputs' format");
-}
-
 void refuse_beside(const CLI::App& command, const char* other, std::initializer_list<const char*> flags) {
   if (command.get_option(other)->count() == 0) return;
   for (const char* flag : flags)
@@ -177,29 +172,6 @@ cases::Params ShapeFlags::params() const {
 void add_threads(CLI::App& command, int& threads) {
   threads = bench::this_machine().cores;
   add_number(command, "--threads", threads, "Threads", 1, most_threads());
-}
-
-Fp8QueryFlags::Fp8QueryFlags(CLI::App& command) {
-  command
-      .add_option(
-          "--q-scale", scale_,
-          "latent queries as fp8, over a cache of fp8: their scale, or auto: the checkpoint's, a layer's own each")
-      ->capture_default_str();
-  command
-      .add_option("--decode", decode_,
-                  "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes")
-      ->capture_default_str();
-}
-void Fp8QueryFlags::read(PlanOptions& options, CacheFormat cache) const {
-  options.fp8_query = scale_ != "none";
-  if (options.fp8_query && cache != CacheFormat::fp8)
-    throw InputError("--q-scale is " + scale_ + ", --cache is " + std::string(to_string(cache)) +
-                     ": fp8 queries need a cache of fp8");
-  if (scale_ == "auto") options.q_scale = 0;
-  else if (options.fp8_query) options.q_scale = static_cast<float>(parse_number("--q-scale", scale_, 1e-30, 1e30));
-  options.decode = read_option("--decode", decode_, parse_decode_operands);
-  if (options.decode != DecodeOperands::compute && !options.fp8_query)
-    throw InputError("--decode " + decode_ + " is of fp8 queries, --q-scale gives their scale");
 }
 
 DeviceFlag::DeviceFlag(CLI::App& command) {

@@ -82,9 +82,6 @@ std::vector<int64_t> parse_numbers(const std::string& flag, const std::vector<st
 /// The config of --model: a preset, a config.json, or a checkpoint folder's.
 ModelConfig read_model(const std::string& name, const ReadOptions& options);
 
-/// InputError for fp8 activations without fp8 products, whose inputs they are.
-void require_fp8_products(const std::string& activations, const std::string& products);
-
 /// InputError when one of `flags` was given beside `other`: it would not be read.
 void refuse_beside(const CLI::App& command, const char* other, std::initializer_list<const char*> flags);
 
@@ -119,18 +116,6 @@ class DeviceFlag {
 
  private:
   std::string name_ = "cpu";
-};
-
-/// --q-scale and --decode: fp8 queries of the latent path, and what they are multiplied as.
-class Fp8QueryFlags {
- public:
-  explicit Fp8QueryFlags(CLI::App& command);
-  /// InputError for --q-scale with another --cache than fp8, for --decode without it, and for names that are none.
-  void read(PlanOptions& options, CacheFormat cache) const;
-
- private:
-  std::string scale_ = "none";
-  std::string decode_ = "compute";
 };
 
 /// --allow-unknown: goes on past keys and tensors of a model that are not understood.

@@ -4,7 +4,7 @@
 
 namespace mla::cli {
 
-PlanFlags::PlanFlags(CLI::App& c) : fp8_query_(c) {
+PlanFlags::PlanFlags(CLI::App& c) {
   const auto text = [&](const char* flag, std::string& value, const char* help) {
     c.add_option(flag, value, help)->capture_default_str();
   };
@@ -22,6 +22,10 @@ PlanFlags::PlanFlags(CLI::App& c) : fp8_query_(c) {
   text("--prefill", prefill_,
        "what the expanded path multiplies: compute, or e4m3 by the checkpoint's scales as fp8, or fp8_raw (faster on "
        "Hopper, its error grows with the context)");
+  text("--q-scale", q_scale_,
+       "latent queries as fp8, over a cache of fp8: their scale, or auto: the checkpoint's, a layer's own each");
+  text("--decode", decode_,
+       "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes");
   text("--path", path_, "automatic, latent, expanded or by_length");
   add_number<int64_t>(c, "--decode-length", reorder_threshold_,
                       "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
@@ -36,12 +40,24 @@ PlanFlags::PlanFlags(CLI::App& c) : fp8_query_(c) {
                       kMostTokens);
 }
 
+void PlanFlags::read_fp8_queries(PlanOptions& o) const {
+  o.fp8_query = q_scale_ != "none";
+  if (o.fp8_query && cache() != CacheFormat::fp8)
+    throw InputError("--q-scale is " + q_scale_ + ", --cache is " + cache_ + ": fp8 queries need a cache of fp8");
+  if (q_scale_ == "auto") o.q_scale = 0;
+  else if (o.fp8_query) o.q_scale = static_cast<float>(parse_number("--q-scale", q_scale_, 1e-30, 1e30));
+  o.decode = read_option("--decode", decode_, parse_decode_operands);
+  if (o.decode != DecodeOperands::compute && !o.fp8_query)
+    throw InputError("--decode " + decode_ + " is of fp8 queries, --q-scale gives their scale");
+}
+
 void PlanFlags::read(PlanOptions& o) const {
-  require_fp8_products(activations_, products_);
-  fp8_query_.read(o, cache());
+  o.activations = read_option("--activations", activations_, parse_activations);
+  if (o.activations != Activations::plain && products() == WeightFormat::plain)
+    throw InputError("--activations " + activations_ + " needs --product-weights fp8: it is their inputs' format");
+  read_fp8_queries(o);
   o.compute = compute_.empty() ? weights() : parse_operands("--compute", compute_);
   o.up = up();
-  o.activations = read_option("--activations", activations_, parse_activations);
   o.activation_dtype = read_option("--activation-dtype", activation_dtype_, parse_activation_dtype);
   o.prefill = read_option("--prefill", prefill_, parse_prefill_operands);
   o.path = read_option("--path", path_, parse_path_policy);

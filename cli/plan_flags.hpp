@@ -19,17 +19,18 @@ class PlanFlags {
   Dtype weights() const { return parse_operands("--weights", weights_); }
   WeightFormat up() const { return read_option("--up-weights", up_, parse_weight_format); }
   WeightFormat products() const { return read_option("--product-weights", products_, parse_weight_format); }
-  /// What else they say of plans; InputError for fp8 activations without fp8 products, and for what Fp8QueryFlags
-  /// refuses.
+  /// What else they say of plans. InputError for fp8 activations without fp8 products, fp8 queries over another cache
+  /// than fp8, and --decode without those.
   void read(PlanOptions& options) const;
-  const std::string& cache_name() const { return cache_; }
 
  private:
+  void read_fp8_queries(PlanOptions& options) const;
+
   std::string cache_ = "bf16", weights_ = "bf16", compute_, up_ = "plain", products_ = "plain", activations_ = "plain",
-              activation_dtype_ = "native", prefill_ = "compute", path_ = "automatic", split_ = "fast",
-              sparse_ = "automatic", index_cache_ = "fp8", index_arithmetic_ = "exact";
+              activation_dtype_ = "native", prefill_ = "compute", q_scale_ = "none", decode_ = "compute",
+              path_ = "automatic", split_ = "fast", sparse_ = "automatic", index_cache_ = "fp8",
+              index_arithmetic_ = "exact";
   int64_t reorder_threshold_ = 1, context_rows_ = 0;
-  Fp8QueryFlags fp8_query_;
 };
 
 }  // namespace mla::cli

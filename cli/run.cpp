@@ -118,7 +118,7 @@ void refuse_unread(const CLI::App& command, const Flags& f) {
 void read_scales(const Flags& f, serve::Options& o) {
   if (f.kv_scales == "1") return;
   if (o.format != CacheFormat::fp8)
-    throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + f.plan->cache_name() +
+    throw InputError("--kv-scales is " + f.kv_scales + ", --cache is " + std::string(to_string(o.format)) +
                      ": fp8 has scales of its own");
   const int64_t layers = o.layers == 0 ? o.model.layers : std::min(o.layers, o.model.layers);
   if (f.kv_scales != "auto")
