@@ -53,22 +53,27 @@ Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& h
   // An indexer's choice is what attention waits for longest: nothing else runs beside it than the queries' products.
   // Ranks make their calls in one order, so that collectives stay in the first lane.
   const bool index_beside = s.m.indexer && !s.plan.options.context_parallel.shared(),
-             rows_beside = !index_beside && !s.plan.divides_rows();
+             rows_beside = !s.plan.divides_rows();
   s.go_on_in(index_beside || rows_beside ? 2 : 0);
-  s.wait(index_beside ? kIndexer : kForward, 0);
+  s.wait(kForward, 0);
   s.go_on_in(0);
   const auto source = query_source(s, hidden);
-  s.go_on_in(rows_beside ? 2 : 0);
-  if (rows_beside) new_rows(s, hidden);
   s.go_on_in(index_beside ? 2 : 0);
   if (s.m.indexer) index_keys(s, hidden);
   if (s.plan.sparse_rows() > 0) {
     s.go_on_in(index_beside ? 1 : 0);
     s.wait(kIndexer | kSelect, 0);
-    index_choice(s, source);
+    const auto queries = index_queries(s, source);
+    // Products of queries hold every multiprocessor: scores are to have begun.
+    s.go_on_in(0);
+    s.wait(kIndexer, 1);
+    s.go_on_in(index_beside ? 1 : 0);
+    index_choice(s, queries);
   }
+  // Behind the indexer's keys, for which the choice does not wait any longer.
+  s.go_on_in(rows_beside ? 2 : 0);
+  new_rows(s, hidden);
   s.go_on_in(0);
-  if (!rows_beside) new_rows(s, hidden);
   return source;
 }
 

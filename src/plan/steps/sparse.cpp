@@ -39,6 +39,10 @@ void join_candidates(Steps& s, size_t at, const Operand<Token, Topk>& state) {
   s.add("select_topk", kIndexer, steps::SelectTopk{all_scores, joined, 0, state, all});
 }
 
+Operand<Token, IndexHead> head_weights(const Steps& s) {
+  return s.region<Token, IndexHead>("index_weights", Dtype::f32, {s.plan.sparse_rows(), s.m.indexer->heads});
+}
+
 void select(Steps& s, const Operand<Token, IndexHead, IndexDim>& q, const Operand<Token, IndexHead>& weights) {
   const IndexerConfig& x = *s.m.indexer;
   const IndexSchedule& schedule = s.plan.index_schedule;
@@ -105,7 +109,7 @@ void index_keys(Steps& s, const Operand<Token, Head, In>& hidden) {
     s.add("select_topk", kIndexer, steps::FillTopk{s.list(ListKind::index_rows, all), selected(s)});
 }
 
-void index_choice(Steps& s, const Operand<Token, Head, In>& source) {
+Operand<Token, IndexHead, IndexDim> index_queries(Steps& s, const Operand<Token, Head, In>& source) {
   const ModelConfig& m = s.m;
   const IndexerConfig& x = *m.indexer;
   const int64_t rows = s.plan.sparse_rows();
@@ -120,11 +124,10 @@ void index_choice(Steps& s, const Operand<Token, Head, In>& source) {
   if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{q, {}});
 
   s.wait(kIndexer, 2);
-  const auto weights = s.region<Token, IndexHead>("index_weights", Dtype::f32, {rows, x.heads});
   Operand<Token, IndexHead, IndexDim> scored = q;
   if (s.plan.options.index_format == IndexCacheFormat::fp8) {
     scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::fp8_e4m3, q.extents());
-    s.add("index_quantise", kIndexer, steps::IndexQuery{q, weights, scored});
+    s.add("index_quantise", kIndexer, steps::IndexQuery{q, head_weights(s), scored});
   } else if (s.plan.options.compute == Dtype::bf16) {
     scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::bf16, q.extents());
     s.add("index_quantise", kIndexer,
@@ -132,7 +135,11 @@ void index_choice(Steps& s, const Operand<Token, Head, In>& source) {
                       .x_rows = {},
                       .y = scored.part<Token, Head, In>(0, q.extents())});
   }
-  select(s, scored, weights);
+  return scored;
+}
+
+void index_choice(Steps& s, const Operand<Token, IndexHead, IndexDim>& queries) {
+  select(s, queries, head_weights(s));
   choice_steps(s);
 }
 
