@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <span>
 
 #include "backend/cuda/core/check.hpp"
 
@@ -21,6 +22,7 @@ struct Library {
   decltype(&cublasLtDestroy) destroy = nullptr;
   decltype(&cublasLtMatmul) matmul = nullptr;
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
+  decltype(&cublasLtMatmulAlgoConfigGetAttribute) algorithm_get = nullptr;
   decltype(&cublasLtMatmulDescInit_internal) desc_init = nullptr;
   decltype(&cublasLtMatmulDescSetAttribute) desc_set = nullptr;
   decltype(&cublasLtMatrixLayoutInit_internal) layout_init = nullptr;
@@ -44,6 +46,7 @@ struct Library {
     find(destroy, "cublasLtDestroy");
     find(matmul, "cublasLtMatmul");
     find(heuristic, "cublasLtMatmulAlgoGetHeuristic");
+    find(algorithm_get, "cublasLtMatmulAlgoConfigGetAttribute");
     find(desc_init, "cublasLtMatmulDescInit_internal");
     find(desc_set, "cublasLtMatmulDescSetAttribute");
     find(layout_init, "cublasLtMatrixLayoutInit_internal");
@@ -86,6 +89,18 @@ uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype, b
   return uint32_t{1} << std::countr_zero(bits);
 }
 
+// Large matrices and many rows: parts of sums, 7168 x 128 x splits of f32, cost more than the multiprocessors that one
+// sum a tile leaves idle. Of 7168 x 16384 and 128 rows 62 us for 69.
+bool sums_whole(const Product& p) { return p.rows > 64 && p.batch == 1 && p.out * p.in >= int64_t{1} << 26; }
+
+bool splits(const cublasLtMatmulAlgo_t& algorithm) {
+  int32_t parts = 1;
+  size_t written = 0;
+  return library().algorithm_get(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &parts, sizeof parts, &written) ==
+             CUBLAS_STATUS_SUCCESS &&
+         parts > 1;
+}
+
 }  // namespace
 
 Blas::Blas(std::string_view device) {
@@ -97,9 +112,15 @@ Blas::Blas(std::string_view device) {
     library().destroy(handle_);
     check(status, device, "workspace of cuBLASLt");
   }
+  // On it nothing ever runs.
+  if (cudaStreamCreateWithFlags(&trial_, cudaStreamNonBlocking) != cudaSuccess) {
+    cudaGetLastError();
+    trial_ = nullptr;
+  }
 }
 
 Blas::~Blas() {
+  if (trial_) cudaStreamDestroy(trial_);
   cudaFree(workspace_);
   if (handle_) library().destroy(handle_);
 }
@@ -139,6 +160,30 @@ struct Blas::Problem {
   }
 };
 
+// Some algorithms have a counter cleared first. In a captured step that is a node of another kind between two kernels,
+// which cost 12 us on an H200.
+bool Blas::launches_kernels_alone(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm) const {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a caller may be capturing, too
+  cudaGraph_t graph = nullptr;
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
+  bool alone = true;
+  if (cudaStreamBeginCapture(trial_, cudaStreamCaptureModeRelaxed) == cudaSuccess) {
+    const cublasStatus_t status = launch(problem, p, algorithm, trial_);
+    std::array<cudaGraphNode_t, 8> nodes{};
+    size_t count = nodes.size();
+    alone = cudaStreamEndCapture(trial_, &graph) == cudaSuccess && status == CUBLAS_STATUS_SUCCESS &&
+            cudaGraphGetNodes(graph, nodes.data(), &count) == cudaSuccess;
+    for (size_t i = 0; alone && i < count; ++i) {
+      cudaGraphNodeType type = cudaGraphNodeTypeKernel;
+      alone = cudaGraphNodeGetType(nodes[i], &type) == cudaSuccess && type == cudaGraphNodeTypeKernel;
+    }
+    if (graph) cudaGraphDestroy(graph);
+  }
+  cudaGetLastError();  // what a trial did wrong is nobody's error
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return alone;
+}
+
 std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const Product& p, std::string_view op) {
   if (!problem.known) return {};
   const Library& l = library();
@@ -155,19 +200,35 @@ std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const P
   // Sums split over blocks are joined in an order that may follow the number of rows.
   if (p.invariant)
     set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
-  cublasLtMatmulHeuristicResult_t found{};
+  std::array<cublasLtMatmulHeuristicResult_t, 8> found{};
   int count = 0;
   const cublasStatus_t status = l.heuristic(
       handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc),
       const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
       const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y),
-      &preference, 1, &found, &count);
+      &preference, static_cast<int>(found.size()), found.data(), &count);
   // Scales that a library does not take, on a GPU without their kernels, are an invalid value.
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || (status == CUBLAS_STATUS_SUCCESS && count == 0) ||
       (status == CUBLAS_STATUS_INVALID_VALUE && p.dtype == Dtype::fp8_e4m3))
     return {};
   require(status, op, "choice of an algorithm", p);
-  return found.algo;
+  const std::span<const cublasLtMatmulHeuristicResult_t> candidates(found.data(), static_cast<size_t>(count));
+  const auto wanted = [&](const cublasLtMatmulHeuristicResult_t& c) {
+    return launches_kernels_alone(problem, p, c.algo) && !(sums_whole(p) && splits(c.algo));
+  };
+  const auto best = std::find_if(candidates.begin(), candidates.end(), wanted);
+  return (best == candidates.end() ? candidates.front() : *best).algo;
+}
+
+cublasStatus_t Blas::launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
+                            cudaStream_t stream) const {
+  const float one = 1, zero = 0;
+  return library().matmul(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc), &one, p.w,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), p.x,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x), &zero, p.y,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), p.y,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &algorithm, workspace_, kWorkspace,
+                          stream);
 }
 
 void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) {
@@ -200,19 +261,14 @@ bool Blas::try_multiply(const Product& p, cudaStream_t stream, std::string_view 
   if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;
   if (!at->second) return false;
   Problem problem(p, p.rows, op);
-  const float one = 1, zero = 0;
-  const auto run = [&](const cublasLtMatmulAlgo_t* algorithm) {
-    return library().matmul(handle_, &problem.desc, &one, p.w, &problem.w, p.x, &problem.x, &zero, p.y, &problem.y, p.y,
-                            &problem.y, algorithm, workspace_, kWorkspace, stream);
-  };
-  cublasStatus_t status = run(&*at->second);
+  cublasStatus_t status = launch(problem, p, *at->second, stream);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
     if (p.invariant)
       throw UnsupportedError(std::string(op) + ": cuBLASLt does not run for " + std::to_string(p.rows) +
                              " rows the algorithm that it has for " + std::to_string(rows) + " (" + shape_of(p) + ")");
     const auto own = choose(problem, p, op);  // an algorithm need not serve fewer rows
     if (!own) return false;
-    status = run(&*own);
+    status = launch(problem, p, *own, stream);
     if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return false;
   }
   require(status, op, "product", p);

@@ -49,10 +49,14 @@ class Blas {
   using Key = std::array<int64_t, 12>;
   struct Problem;
   std::optional<cublasLtMatmulAlgo_t> choose(const Problem& problem, const Product& p, std::string_view op);
+  bool launches_kernels_alone(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm) const;
+  cublasStatus_t launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
+                        cudaStream_t stream) const;
 
   std::string missing_;  // why there is no cuBLASLt; empty when there is
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
+  cudaStream_t trial_ = nullptr;  // captured to see what an algorithm launches
   std::map<Key, std::optional<cublasLtMatmulAlgo_t>> algorithms_;  // empty: there is none
 };
 
