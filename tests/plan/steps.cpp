@@ -67,7 +67,7 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   ModelConfig m = test::small_sparse();
   const Plan p = make(m, Made({1, 2}, {m.indexer->topk + 10, 0}, 16));
   const std::string indexed =
-      "index_key index_norm index_rope index_append index_weights begin_choice index_query index_rope index_quantise "
+      "index_key index_weights index_query index_rope index_quantise index_norm index_rope index_append begin_choice "
       "index_score select_topk map_indices end_choice";
   const std::string chosen = "begin_choice map_indices map_indices end_choice";
   EXPECT_EQ(names(p, kIndexer), indexed);
@@ -321,8 +321,9 @@ TEST(Steps, ADecodeStepOnAGpuHasLanes) {
   const Made b({1}, {m.indexer->topk + 10}, 16);
   const Plan sparse = make(m, b, {}, CacheFormat::bf16, gpu);
   EXPECT_EQ(lanes(sparse, 1),
-            "wait index_query index_rope wait index_quantise index_score select_topk map_indices end_choice");
-  EXPECT_EQ(lanes(sparse, 2), "wait index_key index_norm index_rope index_append index_weights begin_choice kv_down");
+            "wait kv_down wait index_query index_rope wait index_quantise wait index_score select_topk map_indices "
+            "end_choice");
+  EXPECT_EQ(lanes(sparse, 2), "wait index_key index_weights index_norm index_rope index_append begin_choice");
   EXPECT_TRUE(lanes(sparse, 0).starts_with("query_down norm wait query wait norm_rope_append absorb query_rope wait"));
   // Not where kernels fill the device, nor on a CPU.
   const Plan prefill = make(m, Made({300}, {0}, 16), {}, CacheFormat::bf16, gpu), cpu = make(m, b);

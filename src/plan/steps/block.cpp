@@ -39,7 +39,7 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden) {
 void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe) {
   const ModelConfig& m = s.m;
   const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
-  s.wait(kForward, 2);
+  s.join(kForward);
   s.add("norm_rope_append", kForward,
         steps::NormRopeAppend{.q_pe = q_pe,
                               .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),
@@ -50,29 +50,33 @@ void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe) {
 }
 
 Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& hidden) {
-  // An indexer's choice is what attention waits for longest: nothing else runs beside it than the queries' products.
-  // Ranks make their calls in one order, so that collectives stay in the first lane.
-  const bool index_beside = s.m.indexer && !s.plan.options.context_parallel.shared(),
-             rows_beside = !s.plan.divides_rows();
-  s.go_on_in(index_beside || rows_beside ? 2 : 0);
-  s.wait(kForward, 0);
+  // Attention waits longest for an indexer's choice. Ranks make their calls in one order, so that collectives stay in
+  // the first lane.
+  const bool beside = s.m.indexer && !s.plan.options.context_parallel.shared(), chooses = s.plan.sparse_rows() > 0;
+  const int choice = beside ? 1 : 0, keys = beside ? 2 : 0, rows = s.plan.divides_rows() ? 0 : beside ? 1 : 2;
+  for (const int lane : {rows, keys}) {
+    s.go_on_in(lane);
+    s.wait(kForward, 0);
+  }
+  s.go_on_in(keys);
+  if (s.m.indexer) index_products(s, hidden);
   s.go_on_in(0);
   const auto source = query_source(s, hidden);
-  s.go_on_in(index_beside ? 2 : 0);
-  if (s.m.indexer) index_keys(s, hidden);
-  if (s.plan.sparse_rows() > 0) {
-    s.go_on_in(index_beside ? 1 : 0);
+  s.go_on_in(rows);
+  new_rows(s, hidden);
+  Operand<Token, IndexHead, IndexDim> queries;
+  if (chooses) {
+    s.go_on_in(choice);
     s.wait(kIndexer | kSelect, 0);
-    const auto queries = index_queries(s, source);
+    queries = index_queries(s, source);
     // Products of queries hold every multiprocessor: scores are to have begun.
     s.go_on_in(0);
-    s.wait(kIndexer, 1);
-    s.go_on_in(index_beside ? 1 : 0);
-    index_choice(s, queries);
+    s.wait(kForward, choice);
   }
-  // Behind the indexer's keys, for which the choice does not wait any longer.
-  s.go_on_in(rows_beside ? 2 : 0);
-  new_rows(s, hidden);
+  s.go_on_in(keys);
+  if (s.m.indexer) append_index_keys(s);
+  s.go_on_in(choice);
+  if (chooses) index_choice(s, queries);
   s.go_on_in(0);
   return source;
 }

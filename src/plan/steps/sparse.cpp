@@ -89,21 +89,27 @@ void map(Steps& s) {
 
 }  // namespace
 
-void index_keys(Steps& s, const Operand<Token, Head, In>& hidden) {
-  const ModelConfig& m = s.m;
-  const IndexerConfig& x = *m.indexer;
+void index_products(Steps& s, const Operand<Token, Head, In>& hidden) {
+  const IndexerConfig& x = *s.m.indexer;
   const int64_t t = s.tokens, rows = s.plan.sparse_rows();
-  const auto keys = s.region<Token, IndexDim>("index_key", Dtype::f32, {t, x.dim});
   s.project("index_key", kIndexer, hidden, {}, Weight::index_key,
             s.region<Token, Head, Out>("index_key", Dtype::f32, {t, 1, x.dim}), {}, t);
+  if (rows == 0) return;
+  s.project("index_weights", kIndexer, hidden, sparse_tokens(s), Weight::index_head_weights,
+            s.region<Token, Head, Out>("index_weights", Dtype::f32, {rows, 1, x.heads}), {}, rows);
+}
+
+void append_index_keys(Steps& s) {
+  const ModelConfig& m = s.m;
+  const IndexerConfig& x = *m.indexer;
+  const int64_t t = s.tokens;
+  const auto keys = s.region<Token, IndexDim>("index_key", Dtype::f32, {t, x.dim});
   s.add("index_norm", kIndexer, steps::LayerNorm{s.region<Token, In>("index_key", Dtype::f32, {t, x.dim})});
   s.add("index_rope", kIndexer,
         steps::Rotate{{}, keys.part<Token, Rope>(0, {t, m.rope}), s.list(ListKind::positions, t)});
   if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{{}, keys});
   s.add("index_append", kIndexer, steps::IndexAppend{keys, s.list(ListKind::slot_mapping, t)});
-  if (rows == 0) return;
-  s.project("index_weights", kIndexer, hidden, sparse_tokens(s), Weight::index_head_weights,
-            s.region<Token, Head, Out>("index_weights", Dtype::f32, {rows, 1, x.heads}), {}, rows);
+  if (s.plan.sparse_rows() == 0) return;
   s.add("begin_choice", kIndexer, steps::BeginChoice{});
   if (const auto& all = s.plan.index_schedule.all; !all.empty())
     s.add("select_topk", kIndexer, steps::FillTopk{s.list(ListKind::index_rows, all), selected(s)});
@@ -139,6 +145,7 @@ Operand<Token, IndexHead, IndexDim> index_queries(Steps& s, const Operand<Token,
 }
 
 void index_choice(Steps& s, const Operand<Token, IndexHead, IndexDim>& queries) {
+  s.wait(kIndexer, 2);
   select(s, queries, head_weights(s));
   choice_steps(s);
 }

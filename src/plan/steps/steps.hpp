@@ -138,15 +138,16 @@ void latent_steps(Steps& s, Calls calls);
 /// New tokens among themselves, unless chunks have them too; then one chunk of cached rows after another, merged in
 /// place.
 void expanded_steps(Steps& s, Calls calls);
-/// What an indexer makes of hidden states: keys of the step's tokens join the index cache, whatever attends; head
-/// weights of the sparse rows.
-void index_keys(Steps& s, const Operand<Token, Head, In>& hidden);
+/// What an indexer makes of hidden states: keys of the step's tokens, head weights of the sparse rows.
+void index_products(Steps& s, const Operand<Token, Head, In>& hidden);
+/// The keys join the index cache, whatever attends. Rows that see few choose all.
+void append_index_keys(Steps& s);
 /// The indexer's queries of the sparse rows, as they are scored.
 Operand<Token, IndexHead, IndexDim> index_queries(Steps& s, const Operand<Token, Head, In>& query_source);
 /// Sparse rows choose among what they see.
 void index_choice(Steps& s, const Operand<Token, IndexHead, IndexDim>& queries);
-/// All that is made of the hidden states but queries: what queries are projected from. Lanes: new_rows() and
-/// index_keys() beside query_source(), the choice beside what follows; whoever reads them waits for them.
+/// All that is made of the hidden states but queries: what queries are projected from. Lanes: new_rows() and the
+/// indexer's keys beside query_source(), the choice beside what follows; whoever reads them waits for them.
 Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& hidden);
 /// Positions that were chosen, by whomever, become what each group's attention reads.
 void choice_steps(Steps& s);
