@@ -14,6 +14,7 @@
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/select.cuh"
+#include "backend/cuda/sm90/select_topk/rows.cuh"
 #include "backend/cuda/sm90/select_topk/select_topk.hpp"
 
 namespace mla::cuda::sm90 {
@@ -28,18 +29,9 @@ constexpr int kMostTopkHere = 6144;                // what a sample takes for mo
 constexpr int kFewSamples = 4, kMostSamples = 16;  // of a thread
 static_assert(kMostSamples * kThreads <= kCandidates && kUnits <= kThreads);
 
-struct Rows {
-  State state;
-  const IndexItem* items;
-  int item_count;
-  const float* scores;
-  int64_t scores_row;
-  bool by_fours;  // do rows begin at multiples of 16 bytes?
-  int64_t first, columns;
-  int32_t* indices;  // null: selections stay in the state
-  int64_t indices_row;
-  int blocks;  // of a row
-  int passes;  // of a block over its columns
+struct Rows : TopkRows {
+  int blocks = 1;  // of a row
+  int passes = 1;  // of a block over its columns
 };
 
 // Code runs once a launch, so that it costs what fetching it costs: loops are not unrolled without a gain, and what is
@@ -488,16 +480,19 @@ bool serves(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a) {
 }
 
 void select_topk(const Queue& queue, const ops::SelectTopkArgs& a, int64_t rows, int64_t columns) {
-  Rows r{.state = state_of(a.state),
-         .items = queue.reads(a.items, "select_topk", "items"),
-         .item_count = static_cast<int>(a.items.size()),
-         .scores = a.scores.data(),
-         .scores_row = a.scores.stride<Token>(),
-         .by_fours = a.scores.stride<Token>() % 4 == 0 && reinterpret_cast<uintptr_t>(a.scores.data()) % 16 == 0,
-         .first = a.first,
-         .columns = a.scores.extent<Key>(),
-         .indices = a.indices.data(),
-         .indices_row = a.indices.stride<Token>()};
+  const TopkRows all{
+      .state = state_of(a.state),
+      .items = queue.reads(a.items, "select_topk", "items"),
+      .item_count = static_cast<int>(a.items.size()),
+      .scores = a.scores.data(),
+      .scores_row = a.scores.stride<Token>(),
+      .by_fours = a.scores.stride<Token>() % 4 == 0 && reinterpret_cast<uintptr_t>(a.scores.data()) % 16 == 0,
+      .first = a.first,
+      .columns = a.scores.extent<Key>(),
+      .indices = a.indices.data(),
+      .indices_row = a.indices.stride<Token>()};
+  if (serves_short_rows(queue, rows, columns)) return select_short_rows(queue, all, rows, columns);
+  Rows r{all};
   // As few columns a thread as a multiprocessor for each CTA leaves; what is longer takes several passes.
   const auto fits = [&]<int per_thread>(std::integral_constant<int, per_thread>) {
     constexpr int64_t pass = int64_t{kThreads} * per_thread;
