@@ -162,7 +162,8 @@ struct Blas::Problem {
 
 // Some algorithms have a counter cleared first. In a captured step that is a node of another kind between two kernels,
 // which cost 12 us on an H200.
-bool Blas::launches_kernels_alone(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm) const {
+bool Blas::launches_kernels_alone(const Problem& problem, const Product& p,
+                                  const cublasLtMatmulAlgo_t& algorithm) const {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a caller may be capturing, too
   cudaGraph_t graph = nullptr;
   if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
@@ -223,12 +224,11 @@ std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const P
 cublasStatus_t Blas::launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
                             cudaStream_t stream) const {
   const float one = 1, zero = 0;
-  return library().matmul(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc), &one, p.w,
-                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), p.x,
-                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x), &zero, p.y,
-                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), p.y,
-                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &algorithm, workspace_, kWorkspace,
-                          stream);
+  return library().matmul(
+      handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc), &one, p.w,
+      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), p.x, const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
+      &zero, p.y, const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), p.y,
+      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &algorithm, workspace_, kWorkspace, stream);
 }
 
 void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) {

@@ -56,7 +56,7 @@ class Blas {
   std::string missing_;  // why there is no cuBLASLt; empty when there is
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
-  cudaStream_t trial_ = nullptr;  // captured to see what an algorithm launches
+  cudaStream_t trial_ = nullptr;                                   // captured to see what an algorithm launches
   std::map<Key, std::optional<cublasLtMatmulAlgo_t>> algorithms_;  // empty: there is none
 };
 
