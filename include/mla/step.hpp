@@ -184,6 +184,9 @@ struct NormRopeAppend {
   Operand<Token, Rope> k_pe;
   double eps = 1e-6;
   RowList positions, slots;
+  // Where rotated queries of these tokens go; none: they stay in their place.
+  Operand<Token, Head, Rope> q_placed = {};
+  RowList q_tokens = {};
 };
 struct Gather {
   ListOf<GatherPiece> pieces;
@@ -265,6 +268,7 @@ struct IndexQuery {
   Operand<Token, IndexHead, IndexDim> q;
   Operand<Token, IndexHead> weights;  ///< in place
   Operand<Token, IndexHead, IndexDim> codes;
+  RowList positions;  ///< queries are rotated first; none: they are
 };
 struct IndexScore {
   Operand<Token, IndexHead, IndexDim> q;

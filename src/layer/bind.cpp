@@ -113,7 +113,8 @@ ops::NormRopeAppendArgs Binder::operator()(const steps::NormRopeAppend& s) const
           .positions = list(s.positions),
           .table = &c_.rotary,
           .slots = list(s.slots),
-          .cache = c_.cache};
+          .cache = c_.cache,
+          .placed = {out(s.q_placed), list(s.q_tokens)}};
 }
 
 ops::GatherArgs Binder::operator()(const steps::Gather& s) const {
@@ -235,7 +236,12 @@ ops::IndexAppendArgs Binder::operator()(const steps::IndexAppend& s) const {
 
 ops::IndexQueryArgs Binder::operator()(const steps::IndexQuery& s) const {
   const View<float, Token, IndexHead> weights = values<float>(s.weights);
-  return {values<float>(s.q), weights, values<fp8_e4m3>(s.codes), weights};
+  return {.q = values<float>(s.q),
+          .weights = weights,
+          .codes = values<fp8_e4m3>(s.codes),
+          .scaled_weights = weights,
+          .table = s.positions.key.kind == ListKind::none ? nullptr : c_.index_rotary,
+          .positions = list(s.positions)};
 }
 
 ops::IndexScoreArgs Binder::operator()(const steps::IndexScore& s) const {

@@ -206,6 +206,27 @@ TEST(RopeAppend, GivesTheBitsOfItsParts) {
           EXPECT_NE(all.kv_c.bytes(), before.kv_c.bytes()) << where;
           EXPECT_EQ(all.k_pe.bytes(), normed.k_pe.bytes()) << where;
           EXPECT_EQ(all_cache.bytes(), normed_cache.bytes()) << where;
+
+          // Queries of some tokens in another place: the same numbers, and those read are left alone.
+          Rows read = before;
+          PoisonedCache read_cache = fused_cache;
+          const std::vector<int32_t> tokens{kTokens - 1, 0, 2, 2};
+          Padded<Token, Head, Rope> to(Dtype::f32, {std::ssize(tokens), read.q.view().extent<Head>(), spec.rope});
+          ops::run(stream, ops::RopeAppendArgs{.q_pe = read.q.view(),
+                                               .kv_c = read.kv_c.view(),
+                                               .k_pe = read.k_pe.view(),
+                                               .positions = positions,
+                                               .table = &table,
+                                               .slots = slots,
+                                               .cache = read_cache.view(),
+                                               .placed = {to.any(), tokens}});
+          for (int64_t r = 0; r < std::ssize(tokens); ++r)
+            for (int64_t h = 0; h < to.any().extent<Head>(); ++h)
+              for (int64_t i = 0; i < spec.rope; ++i)
+                ASSERT_EQ(to.any().as<float>()(r, h, i), fused.q.view()(tokens[r], h, i)) << where;
+          EXPECT_EQ(read.q.bytes(), before.q.bytes()) << where;
+          EXPECT_EQ(read.k_pe.bytes(), fused.k_pe.bytes()) << where;
+          EXPECT_EQ(read_cache.bytes(), one.bytes()) << where;
         }
       }
 }
@@ -280,6 +301,14 @@ TEST(AppendArguments, EveryViolationIsNamed) {
   EXPECT_EQ(fused_with([&](F& f) { f.slots = far; }), "rope_append: slot of token 1 is 12, the cache has 12");
   EXPECT_EQ(fused_with([&](F& f) { f.q_pe = {x, {1, 3, 8}}; }), "rope_append: slots length is 2, allowed 0 to 1");
   EXPECT_EQ(fused_with([&](F& f) { f.q_pe = {x, {2, 3, 6}}; }), "rope_append: q_pe Rope is 6, cache rope is 8");
+  const std::vector<int32_t> named{1, 2};
+  EXPECT_EQ(fused_with([&](F& f) { f.placed.q = {x, {2, 3, 8}}; }), "accepted");
+  EXPECT_EQ(fused_with([&](F& f) { f.placed.q = {x, {1, 3, 8}}; }), "rope_append: placed tokens is 2, allowed 0 to 1");
+  EXPECT_EQ(fused_with([&](F& f) { f.placed.q = {x, {2, 4, 8}}; }), "rope_append: placed q Head is 4, q_pe Head is 3");
+  EXPECT_EQ(fused_with([&](F& f) {
+              f.placed = {{x, {2, 3, 8}}, named};
+            }),
+            "rope_append: placed token is 2, allowed 0 to 1");
   const RotaryTable wide({}, 16, 100);
   EXPECT_EQ(fused_with([&](F& f) { f.table = &wide; }), "rope_append: table's rope is 16, cache rope is 8");
 

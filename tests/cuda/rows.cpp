@@ -114,7 +114,71 @@ TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfItsParts) {
             EXPECT_NE(all.kv_c.bytes(), before.kv_c.bytes()) << where;
             EXPECT_EQ(all.k_pe.bytes(), normed.k_pe.bytes()) << where;
             EXPECT_EQ(all_cache.bytes(), normed_cache.bytes()) << where;
+
+            // Queries of some tokens in another place: the same numbers, and those read are left alone.
+            Rows read = before;
+            PoisonedCache read_cache = cache;
+            const std::vector<int32_t> tokens{36, 0, 7, 7, 20};
+            for (const bool named : {true, false}) {
+              Padded<Token, Head, Rope> to(dtype, {named ? std::ssize(tokens) : kTokens, heads, spec.rope}, gap);
+              ops::RopeAppendArgs apart = read.rope_append(positions, table, slots, read_cache.view());
+              apart.placed.q = to.any();
+              if (named) apart.placed.tokens = tokens;
+              ops::run(stream, apart);
+              stream.synchronize();
+              const size_t bytes = static_cast<size_t>(spec.rope) * size_of(dtype);
+              for (int64_t r = 0; r < to.any().extent<Token>(); ++r)
+                for (int64_t h = 0; h < heads; ++h)
+                  ASSERT_EQ(0, std::memcmp(to.any().at(r, h, 0), fused.q.any().at(named ? tokens[r] : r, h, 0), bytes))
+                      << where << " row " << r << " head " << h;
+              EXPECT_EQ(read.q.bytes(), before.q.bytes()) << where;
+              if (!named) continue;
+              EXPECT_EQ(read.k_pe.bytes(), fused.k_pe.bytes()) << where;
+              EXPECT_EQ(read_cache.bytes(), one.bytes()) << where;
+              read = before;
+            }
           }
+}
+
+TEST_F(RowsOnGpu, IndexQueriesRotatedOnTheWayAreRopeThenCodes) {
+  constexpr int64_t kTokens = 37;
+  Stream stream(kGpu);
+  Random random(8);
+  std::vector<int32_t> positions(kTokens);
+  for (int32_t& p : positions) p = static_cast<int32_t>(random.integer(0, 999));
+  for (auto [dim, rope] : {std::pair<int64_t, int64_t>{128, 64}, {77, 14}, {300, 256}, {40, 40}})
+    for (const bool interleaved : {true, false})
+      for (int64_t gap : {int64_t{3}, Padded<Token>::kAligned}) {
+        const RotaryTable table({.interleaved = interleaved}, rope, 1000, kGpu);
+        Padded<Token, IndexHead, IndexDim> q(Dtype::f32, {kTokens, 9, dim}, gap);
+        Padded<Token, IndexHead> weights(Dtype::f32, {kTokens, 9}, gap);
+        q.fill_normal(random), weights.fill_normal(random);
+        const Padded<Token, IndexHead, IndexDim> before = q;
+        Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, {kTokens, 9, dim}, gap), expected = codes;
+        Padded<Token, IndexHead> scaled(Dtype::f32, {kTokens, 9}, gap), expected_scaled = scaled;
+        ops::IndexQueryArgs args{.q = q.view(),
+                                 .weights = weights.view(),
+                                 .codes = codes.view<fp8_e4m3>(),
+                                 .scaled_weights = scaled.view(),
+                                 .table = &table,
+                                 .positions = positions};
+        ops::run(stream, args);
+        stream.synchronize();
+        const std::string where = "dim " + std::to_string(dim) + " rope " + std::to_string(rope) + " gap " +
+                                  std::to_string(gap) + (interleaved ? " interleaved" : " neox");
+        EXPECT_EQ(q.bytes(), before.bytes()) << where;
+        ops::run(stream, ops::RopeArgs{.q = AnyMutableView<Token, Head, Rope>(Dtype::f32, q.view().data(),
+                                                                              {kTokens, 9, rope}, q.view().strides()),
+                                       .k = {},
+                                       .positions = positions,
+                                       .table = &table});
+        args.table = nullptr, args.positions = {};
+        args.codes = expected.view<fp8_e4m3>(), args.scaled_weights = expected_scaled.view();
+        ops::run(stream, args);
+        stream.synchronize();
+        EXPECT_EQ(codes.bytes(), expected.bytes()) << where;
+        EXPECT_EQ(scaled.bytes(), expected_scaled.bytes()) << where;
+      }
 }
 
 TEST_F(RowsOnGpu, CopyPagesCopiesWholePagesAndNothingElse) {

@@ -452,6 +452,41 @@ TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {
   }
 }
 
+TEST(IndexStep, QueriesRotatedOnTheWayAreRopeThenCodes) {
+  constexpr int64_t kTokens = 5, kHeads = 7, kDim = 40;
+  Random random(3);
+  ThreadPool pool(2);
+  Stream stream(pool);
+  const std::vector<int32_t> positions{0, 99, 7, 7, 31};
+  for (const bool interleaved : {true, false}) {
+    const RotaryTable table({.interleaved = interleaved}, 24, 100);
+    Padded<Token, IndexHead, IndexDim> q(Dtype::f32, {kTokens, kHeads, kDim});
+    Padded<Token, IndexHead> weights(Dtype::f32, {kTokens, kHeads});
+    q.fill_normal(random), weights.fill_normal(random);
+    const Padded<Token, IndexHead, IndexDim> before = q;
+    Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, {kTokens, kHeads, kDim}), expected = codes;
+    Padded<Token, IndexHead> scaled(Dtype::f32, {kTokens, kHeads}), expected_scaled = scaled;
+    ops::IndexQueryArgs args{.q = q.view(),
+                             .weights = weights.view(),
+                             .codes = codes.view<fp8_e4m3>(),
+                             .scaled_weights = scaled.view(),
+                             .table = &table,
+                             .positions = positions};
+    ops::run(stream, args);
+    EXPECT_EQ(q.bytes(), before.bytes());
+    ops::run(stream, ops::RopeArgs{.q = AnyMutableView<Token, Head, Rope>(Dtype::f32, q.view().data(),
+                                                                          {kTokens, kHeads, 24}, q.view().strides()),
+                                   .k = {},
+                                   .positions = positions,
+                                   .table = &table});
+    args.table = nullptr, args.positions = {};
+    args.codes = expected.view<fp8_e4m3>(), args.scaled_weights = expected_scaled.view();
+    ops::run(stream, args);
+    EXPECT_EQ(codes.bytes(), expected.bytes());
+    EXPECT_EQ(scaled.bytes(), expected_scaled.bytes());
+  }
+}
+
 // fp8 codes and their folded scales score as the queries that they stand for.
 TEST(IndexStep, FoldedScalesScoreAsTheQuantisedQuery) {
   constexpr int64_t kTokens = 5, kHeads = 64, kDim = 128;
@@ -580,6 +615,12 @@ TEST(IndexArguments, EveryViolationIsNamed) {
               a.scaled_weights = {y, {1, 3}};
             }),
             "index_query: scaled_weights Token is 1, q Token is 2");
+  const RotaryTable four({}, 4, 50), ten({}, 10, 50);
+  const std::vector<int32_t> at{3, 50}, one{3};
+  EXPECT_EQ(asked([&](Q& a) { a.table = &four, a.positions = one; }),
+            "index_query: positions length is 1, q Token is 2");
+  EXPECT_EQ(asked([&](Q& a) { a.table = &four, a.positions = at; }), "index_query: position is 50, allowed 0 to 49");
+  EXPECT_EQ(asked([&](Q& a) { a.table = &ten, a.positions = at; }), "index_query: table's rope is 10, allowed 0 to 8");
 
   EXPECT_EQ(refusal(ops::HadamardArgs{.q = {x, {2, 3, 8}}, .k = {}}), "accepted");
   EXPECT_EQ(refusal(ops::HadamardArgs{.q = {}, .k = {x, {2, 12}}}),

@@ -57,9 +57,8 @@ TEST(Steps, CodesAreMadeOfWhatAPrefillAttendsTo) {
 
 TEST(Steps, AbsorbedWeightsHaveNoHeads) {
   const Plan p = make(test::small_deepseek(), Made({1, 2}, {50, 0}, 16), {.absorbed = true});
-  EXPECT_EQ(
-      names(p, kForward),
-      "query_down norm kv_down query_rope norm_rope_append absorbed_query query_rope attend_latent absorbed_output");
+  EXPECT_EQ(names(p, kForward),
+            "query_down norm kv_down query_rope norm_rope_append absorbed_query attend_latent absorbed_output");
   EXPECT_EQ(names(p, kAttend), "");
 }
 
@@ -67,7 +66,7 @@ TEST(Steps, AChoiceIsMadeByAnIndexerOrTheCallerAndMappedForBoth) {
   ModelConfig m = test::small_sparse();
   const Plan p = make(m, Made({1, 2}, {m.indexer->topk + 10, 0}, 16));
   const std::string indexed =
-      "index_key index_weights index_query index_rope index_quantise index_norm index_rope index_append begin_choice "
+      "index_key index_weights index_query index_quantise index_norm index_rope index_append begin_choice "
       "index_score select_topk map_indices end_choice";
   const std::string chosen = "begin_choice map_indices map_indices end_choice";
   EXPECT_EQ(names(p, kIndexer), indexed);
@@ -97,7 +96,7 @@ TEST(Steps, RowsOfAnotherDtypeAreCastOnTheWayInAndOut) {
   const Plan block = of(o);
   EXPECT_EQ(block.inputs(), Dtype::f16);
   EXPECT_EQ(names(block, kForward),
-            "cast query_down norm kv_down query norm_rope_append absorb query_rope attend_latent value_up output cast");
+            "cast query_down norm kv_down query norm_rope_append absorb attend_latent value_up output cast");
   EXPECT_EQ(names(block, kAttend), "cast cast cast append absorb query_rope attend_latent value_up");
   EXPECT_NE(block.describe().find("rows of calls in f16"), std::string::npos);
   o.form = LayerForm::attention;
@@ -321,10 +320,9 @@ TEST(Steps, ADecodeStepOnAGpuHasLanes) {
   const Made b({1}, {m.indexer->topk + 10}, 16);
   const Plan sparse = make(m, b, {}, CacheFormat::bf16, gpu);
   EXPECT_EQ(lanes(sparse, 1),
-            "wait kv_down wait index_query index_rope wait index_quantise wait index_score select_topk map_indices "
-            "end_choice");
+            "wait kv_down wait index_query wait index_quantise wait index_score select_topk map_indices end_choice");
   EXPECT_EQ(lanes(sparse, 2), "wait index_key index_weights index_norm index_rope index_append begin_choice");
-  EXPECT_TRUE(lanes(sparse, 0).starts_with("query_down norm wait query wait norm_rope_append absorb query_rope wait"));
+  EXPECT_EQ(lanes(sparse, 0), "query_down norm wait query norm_rope_append absorb wait attend_sparse value_up output");
   // Not where kernels fill the device, nor on a CPU.
   const Plan prefill = make(m, Made({300}, {0}, 16), {}, CacheFormat::bf16, gpu), cpu = make(m, b);
   for (const Plan* p : {&prefill, &cpu})

@@ -47,6 +47,15 @@ void check(const RopeAppendArgs& a) {
   require_equal("rope_append", "q_pe Rope", a.q_pe.extent<Rope>(), "cache rope", a.cache.spec.rope);
   require_dtype("rope_append", "q_pe", a.q_pe.dtype(), {a.kv_c.dtype()});
   require_dense<Rope>("rope_append", "q_pe", a.q_pe);
+  if (a.placed.q) {
+    require_view("rope_append", "placed q", a.placed.q);
+    require_dtype("rope_append", "placed q", a.placed.q.dtype(), {a.q_pe.dtype()});
+    require_same<Head>("rope_append", "placed q", a.placed.q, "q_pe", a.q_pe);
+    require_same<Rope>("rope_append", "placed q", a.placed.q, "q_pe", a.q_pe);
+    require_dense<Rope>("rope_append", "placed q", a.placed.q);
+    require_range("rope_append", "placed tokens", a.query_rows(), 0, a.placed.q.extent<Token>() + 1);
+    for (int32_t t : a.placed.tokens) require_range("rope_append", "placed token", t, 0, tokens);
+  }
   if (!a.table->rotates()) return;
   require_equal("rope_append", "table's rope", 2 * a.table->pairs(), "cache rope", a.cache.spec.rope);
   for (int32_t p : a.positions) require_range("rope_append", "position", p, 0, a.table->positions());

@@ -16,9 +16,11 @@ Cost cost(const AppendArgs& a) { return rows(static_cast<double>(a.slots.size())
 Cost cost(const RopeAppendArgs& a) {
   const double tokens = static_cast<double>(a.slots.size());
   Cost c = rows(tokens, a.kv_c.dtype(), a.cache.spec);
-  const double rotated = tokens * static_cast<double>((a.q_pe.extent<Head>() + 1) * a.q_pe.extent<Rope>());
-  if (a.table->rotates())
-    c += {.bytes = 2.0 * static_cast<double>(size_of(a.q_pe.dtype())) * rotated, .flops = 3 * rotated};
+  const double queries = static_cast<double>(a.query_rows() * a.q_pe.extent<Head>() * a.q_pe.extent<Rope>()),
+               keys = tokens * static_cast<double>(a.q_pe.extent<Rope>()),
+               size = 2.0 * static_cast<double>(size_of(a.q_pe.dtype()));
+  if (a.table->rotates()) c += {.bytes = size * (queries + keys), .flops = 3 * (queries + keys)};
+  else if (a.placed.q) c += {.bytes = size * queries, .flops = 0};
   return c;
 }
 

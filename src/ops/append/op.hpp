@@ -22,6 +22,13 @@ struct AppendArgs {
   CacheView cache;
 };
 
+/// Where rotated queries go: row r of `q` is token tokens[r]'s, or token r's where none are named. Empty (null): they
+/// stay in their place. As many rows as are named, or as there are slots.
+struct PlacedQueries {
+  AnyMutableView<Token, Head, Rope> q;  ///< dtype of the queries, apart from them
+  List<int32_t> tokens;
+};
+
 /// rope and append in one pass: rotates q_pe and k_pe in place and writes [kv_c | k_pe]. Rows with a negative slot are
 /// rotated all the same.
 struct RopeAppendArgs {
@@ -32,6 +39,11 @@ struct RopeAppendArgs {
   const RotaryTable* table = nullptr;
   List<int32_t> slots;
   CacheView cache;
+  PlacedQueries placed = {};  ///< q_pe is then only read
+
+  int64_t query_rows() const {
+    return static_cast<int64_t>(placed.q && !placed.tokens.empty() ? placed.tokens.size() : slots.size());
+  }
 };
 
 /// norm of kv_c in place, then rope_append, in one pass: the bits of the two. Rows with a negative slot are normed and
@@ -46,6 +58,7 @@ struct NormRopeAppendArgs {
   const RotaryTable* table = nullptr;
   List<int32_t> slots;
   CacheView cache;
+  PlacedQueries placed = {};
 
   /// The two, one after the other.
   NormArgs norm() const {
@@ -53,7 +66,7 @@ struct NormRopeAppendArgs {
                                          {static_cast<int64_t>(slots.size()), kv_c.extent<Latent>()}, kv_c.strides());
     return {.x = rows, .weight = weight, .eps = eps, .y = rows};
   }
-  RopeAppendArgs rope_append() const { return {q_pe, kv_c, k_pe, positions, table, slots, cache}; }
+  RopeAppendArgs rope_append() const { return {q_pe, kv_c, k_pe, positions, table, slots, cache, placed}; }
 };
 
 struct PageCopy {

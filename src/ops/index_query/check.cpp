@@ -18,6 +18,10 @@ void check(const IndexQueryArgs& a) {
   require_same<IndexHead>(op, "scaled_weights", a.scaled_weights, "q", a.q);
   require_dense<IndexDim>(op, "q", a.q);
   require_dense<IndexDim>(op, "codes", a.codes);
+  if (!a.rotates()) return;
+  require_range(op, "table's rope", 2 * a.table->pairs(), 0, a.q.extent<IndexDim>() + 1);
+  require_equal(op, "positions length", static_cast<int64_t>(a.positions.size()), "q Token", a.q.extent<Token>());
+  for (int32_t p : a.positions) require_range(op, "position", p, 0, a.table->positions());
 }
 
 bool writes_nothing(const IndexQueryArgs& a) { return is_empty(a.scaled_weights); }

@@ -4,8 +4,10 @@
 // in amax, an infinite element saturates.
 #pragma once
 
+#include "mla/rotary.hpp"
 #include "mla/view.hpp"
 #include "ops/cost.hpp"
+#include "ops/list.hpp"
 
 namespace mla::ops {
 
@@ -14,6 +16,11 @@ struct IndexQueryArgs {
   View<const float, Token, IndexHead> weights;
   View<fp8_e4m3, Token, IndexHead, IndexDim> codes;  ///< IndexDim dense
   View<float, Token, IndexHead> scaled_weights;      ///< may be weights' own memory
+  /// The first elements of each row are rotated first, as rope would rotate them; q is left alone. Null: none are.
+  const RotaryTable* table = nullptr;
+  List<int32_t> positions = {};  ///< of the tokens, with a table
+
+  bool rotates() const { return table && table->rotates(); }
 };
 
 void check(const IndexQueryArgs& a);

@@ -40,13 +40,17 @@ void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe) {
   const ModelConfig& m = s.m;
   const auto kv = s.region<Token, Entry>("kv", s.act, {s.tokens, m.entry()});
   s.join(kForward);
-  s.add("norm_rope_append", kForward,
-        steps::NormRopeAppend{.q_pe = q_pe,
-                              .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),
-                              .k_pe = kv.part<Token, Rope>(m.latent, {s.tokens, m.rope}),
-                              .eps = m.rms_eps,
-                              .positions = s.list(ListKind::positions, s.tokens),
-                              .slots = s.list(ListKind::slot_mapping, s.tokens)});
+  steps::NormRopeAppend step{.q_pe = q_pe,
+                             .kv_c = kv.part<Token, Latent>(0, {s.tokens, m.latent}),
+                             .k_pe = kv.part<Token, Rope>(m.latent, {s.tokens, m.rope}),
+                             .eps = m.rms_eps,
+                             .positions = s.list(ListKind::positions, s.tokens),
+                             .slots = s.list(ListKind::slot_mapping, s.tokens)};
+  if (appending_places_rope(s)) {
+    step.q_placed = latent_rope(s);
+    step.q_tokens = s.list(ListKind::latent_tokens, s.plan.latent_tokens);
+  }
+  s.add("norm_rope_append", kForward, step);
 }
 
 Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& hidden) {
@@ -54,11 +58,10 @@ Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& h
   // the first lane.
   const bool beside = s.m.indexer && !s.plan.options.context_parallel.shared(), chooses = s.plan.sparse_rows() > 0;
   const int choice = beside ? 1 : 0, keys = beside ? 2 : 0, rows = s.plan.divides_rows() ? 0 : beside ? 1 : 2;
-  for (const int lane : {rows, keys}) {
-    s.go_on_in(lane);
-    s.wait(kForward, 0);
-  }
+  s.go_on_in(rows);
+  s.wait(kForward, 0);
   s.go_on_in(keys);
+  s.wait(kIndexer, 0);
   if (s.m.indexer) index_products(s, hidden);
   s.go_on_in(0);
   const auto source = query_source(s, hidden);

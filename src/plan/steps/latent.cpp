@@ -17,13 +17,21 @@ Operand<Token, Head, Entry> staged_queries(const Steps& s) {
                                       fp8 ? Dtype::f32 : s.plan.options.compute, {rows_of(s), s.m.heads, s.m.entry()});
 }
 
+Operand<Token, Head, Rope> latent_rope(const Steps& s) {
+  return staged_queries(s).part<Token, Head, Rope>(s.m.latent, {rows_of(s), s.m.heads, s.m.rope});
+}
+
+bool appending_places_rope(const Steps& s) {
+  return s.m.rope > 0 && rows_of(s) > 0 && !s.plan.expands() && staged_queries(s).dtype == s.act;
+}
+
 void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe) {
-  const ModelConfig& m = s.m;
-  if (m.rope == 0) return;
+  if (appending_places_rope(s)) calls.bits &= static_cast<uint8_t>(~kForward.bits);
+  if (s.m.rope == 0 || calls.bits == 0) return;
   s.add("query_rope", calls,
         steps::Cast{.x = q_pe.part<Token, Head, In>(0, q_pe.extents()),
                     .x_rows = s.list(ListKind::latent_tokens, s.plan.latent_tokens),
-                    .y = staged_queries(s).part<Token, Head, In>(m.latent, {rows_of(s), m.heads, m.rope})});
+                    .y = latent_rope(s).part<Token, Head, In>(0, {rows_of(s), s.m.heads, s.m.rope})});
 }
 
 Partials partials(const Steps& s, int64_t rows, int64_t heads) {

@@ -123,17 +123,20 @@ Operand<Token, IndexHead, IndexDim> index_queries(Steps& s, const Operand<Token,
   const auto q = s.region<Token, IndexHead, IndexDim>("index_query", Dtype::f32, {rows, x.heads, x.dim});
   s.project("index_query", kIndexer, source, tokens, Weight::index_query,
             s.region<Token, Head, Out>("index_query", Dtype::f32, {rows, 1, x.heads * x.dim}), {}, rows);
-  s.add("index_rope", kIndexer,
-        steps::Rotate{q.part<Token, Head, Rope>(0, {rows, x.heads, m.rope}),
-                      {},
-                      s.list(ListKind::sparse_positions, s.plan.sparse_positions)});
+  const RowList positions = s.list(ListKind::sparse_positions, s.plan.sparse_positions);
+  // Codes are made of rotated queries on the way, unless something else comes between.
+  const bool fp8 = s.plan.options.index_format == IndexCacheFormat::fp8,
+             rotates_later = fp8 && !s.plan.options.index_hadamard;
+  if (!rotates_later)
+    s.add("index_rope", kIndexer, steps::Rotate{q.part<Token, Head, Rope>(0, {rows, x.heads, m.rope}), {}, positions});
   if (s.plan.options.index_hadamard) s.add("hadamard", kIndexer, steps::Hadamard{q, {}});
 
   s.wait(kIndexer, 2);
   Operand<Token, IndexHead, IndexDim> scored = q;
-  if (s.plan.options.index_format == IndexCacheFormat::fp8) {
+  if (fp8) {
     scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::fp8_e4m3, q.extents());
-    s.add("index_quantise", kIndexer, steps::IndexQuery{q, head_weights(s), scored});
+    s.add("index_quantise", kIndexer,
+          steps::IndexQuery{q, head_weights(s), scored, rotates_later ? positions : RowList{}});
   } else if (s.plan.options.compute == Dtype::bf16) {
     scored = s.region<Token, IndexHead, IndexDim>("index_codes", Dtype::bf16, q.extents());
     s.add("index_quantise", kIndexer,

@@ -13,6 +13,9 @@ void Steps::wait(Calls calls, int on) {
   if (on == lane_ || calls.bits == 0) return;
   plan.steps.push_back({"wait", calls, steps::Wait{static_cast<int8_t>(on)}, lane_});
   since.bits &= static_cast<uint8_t>(~with_indexer(calls).bits);
+  // What the other one has waited for is done then, too.
+  for (int lane = 0; lane < kLanes; ++lane)
+    since_[lane_][lane].bits &= static_cast<uint8_t>(since_[on][lane].bits | ~with_indexer(calls).bits);
   for (auto& lane : since_) lane[lane_] = lane[lane_] | calls;
 }
 

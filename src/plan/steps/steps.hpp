@@ -123,7 +123,11 @@ void new_rows(Steps& s, const Operand<Token, Head, In>& hidden);
 void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe);
 /// Latent queries before their quantisation: [latent | rope] per head.
 Operand<Token, Head, Entry> staged_queries(const Steps& s);
-/// Rotated parts of queries behind their latent parts.
+/// Their rotated parts.
+Operand<Token, Head, Rope> latent_rope(const Steps& s);
+/// Whether append_new_rows() writes them: where all tokens' queries are latent ones, in the dtype that they come in.
+bool appending_places_rope(const Steps& s);
+/// Rotated parts of queries behind their latent parts, in calls that do not append.
 void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe);
 /// What items that are splits leave, for a merge behind them.
 struct Partials {

@@ -97,8 +97,26 @@ void append(Stream& stream, const ops::AppendArgs& a) {
   });
 }
 
+namespace {
+// Queries beside where they come from.
+void place_queries(Stream& stream, const ops::RopeAppendArgs& a) {
+  const RotaryTable& table = *a.table;
+  const auto from = a.q_pe.as<float>(), to = a.placed.q.as<float>();
+  for_tokens(stream, a.query_rows(), [&](int64_t r) {
+    const int64_t t = a.placed.tokens.empty() ? r : a.placed.tokens[r];
+    for (int64_t h = 0; h < from.extent<Head>(); ++h) {
+      float* const row = to.data() + to.offset(r, h, 0);
+      std::copy_n(from.data() + from.offset(t, h, 0), from.extent<Rope>(), row);
+      if (table.rotates())
+        rotate_row(row, table.cos(a.positions[t]), table.sin(a.positions[t]), table.pairs(), table.interleaved());
+    }
+  });
+}
+}  // namespace
+
 void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
   const RotaryTable& table = *a.table;
+  if (a.placed.q) place_queries(stream, a);
   const auto q_pe = a.q_pe.as<float>();
   const auto kv_c = a.kv_c.as<float>();
   const auto k_pe = a.k_pe.as<float>();
@@ -107,7 +125,7 @@ void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
     if (table.rotates()) {
       const float* cos = table.cos(a.positions[t]);
       const float* sin = table.sin(a.positions[t]);
-      for (int64_t h = 0; h < q_pe.extent<Head>(); ++h)
+      for (int64_t h = 0; h < q_pe.extent<Head>() && !a.placed.q; ++h)
         rotate_row(&q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
       rotate_row(k, cos, sin, table.pairs(), table.interleaved());
     }

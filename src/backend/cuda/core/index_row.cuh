@@ -84,16 +84,16 @@ __device__ inline float index_scale(float amax, bool powers_of_two) {
   return powers_of_two ? power_of_two(ceil_log2(scale)) : scale;
 }
 
-/// A warp's row of e4m3 codes and its scale, which all lanes get. The first 32 n elements stay in registers, what lies
-/// past them is read twice.
-template <bool wide, int n>
-__device__ float quantise_row(const float* from, fp8_e4m3* to, int width, bool powers_of_two, int lane) {
+/// A warp's row of e4m3 codes and its scale, which all lanes get. read(i, x): elements [i, i + n) of the row. The first
+/// 32 n elements stay in registers, what lies past them is read twice.
+template <bool wide, int n, class Read>
+__device__ float quantise_row(Read&& read, fp8_e4m3* to, int width, bool powers_of_two, int lane) {
   float first[n] = {};
-  if (n * lane < width) load<wide>(from + n * lane, first);
+  if (n * lane < width) read(n * lane, first);
   float most = largest_of(first);
   for (int i = n * (32 + lane); i < width; i += 32 * n) {
     float x[n];
-    load<wide>(from + i, x);
+    read(i, x);
     most = fmaxf(most, largest_of(x));
   }
   most = largest_in_lanes<32>(most);
@@ -105,7 +105,7 @@ __device__ float quantise_row(const float* from, fp8_e4m3* to, int width, bool p
 #pragma unroll
       for (int e = 0; e < n; ++e) x[e] = first[e];
     } else {
-      load<wide>(from + i, x);
+      read(i, x);
     }
     if (powers_of_two) {
       const float inverse = 1.0f / scale;  // exact

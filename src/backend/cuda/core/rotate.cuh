@@ -29,11 +29,13 @@ __device__ inline Pair rotated(float a, float b, float cos, float sin) {
   return {__fmaf_rn(a, cos, -__fmul_rn(b, sin)), __fmaf_rn(b, cos, __fmul_rn(a, sin))};
 }
 
-/// Pairs [m * unit, m * unit + m) of `count` rows of one position, in place: the first at `row`, the next `step`
-/// elements on. All are under way before cos_sin(), which may wait for the position, says where the table's row lies.
-/// wide: m divides pairs, and the rows and the table's are aligned to 16 bytes.
+/// Pairs [m * unit, m * unit + m) of `count` rows of one position: the first at `from`, the next `step` elements on, to
+/// `to`, which may be the same, and on by `to_step`. All are under way before cos_sin(), which may wait for the
+/// position, says where the table's row lies. wide: m divides pairs, and the rows and the table's are aligned to 16
+/// bytes.
 template <bool wide, int m, int most, class T, class CosSin>
-__device__ void rotate_pairs(T* row, int64_t step, int count, const Rotation& r, CosSin&& cos_sin, int unit) {
+__device__ void rotate_pairs(const T* from, int64_t step, T* to, int64_t to_step, int count, const Rotation& r,
+                             CosSin&& cos_sin, int unit) {
   const int first = m * unit;
   float cos[m], sin[m];
   const auto load_table = [&] {
@@ -45,7 +47,7 @@ __device__ void rotate_pairs(T* row, int64_t step, int count, const Rotation& r,
     T x[most][2 * m];
 #pragma unroll
     for (int k = 0; k < most; ++k)
-      if (k < count) load<wide>(row + k * step + 2 * first, x[k]);
+      if (k < count) load<wide>(from + k * step + 2 * first, x[k]);
     load_table();
 #pragma unroll
     for (int k = 0; k < most; ++k) {
@@ -59,15 +61,15 @@ __device__ void rotate_pairs(T* row, int64_t step, int count, const Rotation& r,
         y[2 * i + 1] = p.b;
       }
       narrow_all(y, x[k]);
-      store<wide>(x[k], row + k * step + 2 * first);
+      store<wide>(x[k], to + k * to_step + 2 * first);
     }
   } else {
     T xa[most][m], xb[most][m];
 #pragma unroll
     for (int k = 0; k < most; ++k)
       if (k < count) {
-        load<wide>(row + k * step + first, xa[k]);
-        load<wide>(row + k * step + r.pairs + first, xb[k]);
+        load<wide>(from + k * step + first, xa[k]);
+        load<wide>(from + k * step + r.pairs + first, xb[k]);
       }
     load_table();
 #pragma unroll
@@ -84,8 +86,44 @@ __device__ void rotate_pairs(T* row, int64_t step, int count, const Rotation& r,
       }
       narrow_all(a, xa[k]);
       narrow_all(b, xb[k]);
-      store<wide>(xa[k], row + k * step + first);
-      store<wide>(xb[k], row + k * step + r.pairs + first);
+      store<wide>(xa[k], to + k * to_step + first);
+      store<wide>(xb[k], to + k * to_step + r.pairs + first);
+    }
+  }
+}
+
+/// Elements [first, first + n) of a row of one position as they are once rotated; n is 4 where wide, otherwise 1. The
+/// row's 2 * pairs first rotate. wide: 4 divides pairs, and the rows and the table's are aligned to 16 bytes.
+template <bool wide, int n>
+__device__ void load_rotated(const float* row, const Rotation& r, const float* cos_sin, int first, float (&x)[n]) {
+  load<wide>(row + first, x);
+  if (first >= 2 * r.pairs) return;
+  if (r.interleaved) {
+    if constexpr (wide) {
+#pragma unroll
+      for (int e = 0; e < n; e += 2) {
+        const int pair = (first + e) / 2;
+        const Pair p = rotated(x[e], x[e + 1], cos_sin[pair], cos_sin[r.pairs + pair]);
+        x[e] = p.a, x[e + 1] = p.b;
+      }
+    } else {
+      const bool second = first % 2 == 1;
+      const int pair = first / 2;
+      const float other = row[first ^ 1];
+      const Pair p = rotated(second ? other : x[0], second ? x[0] : other, cos_sin[pair], cos_sin[r.pairs + pair]);
+      x[0] = second ? p.b : p.a;
+    }
+  } else {
+    const bool second = first >= r.pairs;
+    const int pair = second ? first - r.pairs : first;
+    float other[n], cos[n], sin[n];
+    load<wide>(row + (second ? pair : pair + r.pairs), other);
+    load<wide>(cos_sin + pair, cos);
+    load<wide>(cos_sin + r.pairs + pair, sin);
+#pragma unroll
+    for (int e = 0; e < n; ++e) {
+      const Pair p = rotated(second ? other[e] : x[e], second ? x[e] : other[e], cos[e], sin[e]);
+      x[e] = second ? p.b : p.a;
     }
   }
 }
@@ -96,6 +134,10 @@ struct HeadRows {
   T* data = nullptr;
   int64_t token = 0, head = 0;
   int32_t heads = 0;
+  // Where rotated rows go, row r those of token tokens[r], or r; null: they stay in their place.
+  T* to = nullptr;
+  int64_t to_row = 0, to_head = 0;
+  const int32_t* tokens = nullptr;
 };
 
 /// Rows that a thread turns together, at most: enough bytes under way to wait for memory.
@@ -123,20 +165,22 @@ struct RotateShape {
   int64_t blocks(int64_t tokens) const { return (tokens + block.z - 1) / block.z * chunks; }
 };
 
-/// The part of thread (x, y, z) of a block of that shape.
+/// The part of thread (x, y, z) of a block of that shape, of `count` rows.
 template <bool wide, class T>
-__device__ void rotate_heads(const HeadRows<T>& q, const Rotation& r, const int32_t* positions, int64_t tokens,
+__device__ void rotate_heads(const HeadRows<T>& q, const Rotation& r, const int32_t* positions, int64_t count,
                              unsigned block, int rows, int chunks) {
   constexpr int m = wide ? 4 : 1;
   const int y = static_cast<int>(blockDim.y);
-  const int64_t token = static_cast<int64_t>(block / static_cast<unsigned>(chunks)) * blockDim.z + threadIdx.z;
+  const int64_t row = static_cast<int64_t>(block / static_cast<unsigned>(chunks)) * blockDim.z + threadIdx.z;
   const int head = static_cast<int>(block % static_cast<unsigned>(chunks)) * rows * y + static_cast<int>(threadIdx.y),
-            count = min(rows, (q.heads - head + y - 1) / y);
-  if (token >= tokens || head >= q.heads) return;
-  T* const row = q.data + token * q.token + head * q.head;
+            heads = min(rows, (q.heads - head + y - 1) / y);
+  if (row >= count || head >= q.heads) return;
+  const int64_t token = q.tokens ? q.tokens[row] : row;
+  T* const from = q.data + token * q.token + head * q.head;
+  T* const to = q.to ? q.to + row * q.to_row + head * q.to_head : from;
   for (int unit = static_cast<int>(threadIdx.x); unit < r.pairs / m; unit += static_cast<int>(blockDim.x))
     rotate_pairs<wide, m, kRotateRows<wide>>(
-        row, y * q.head, count, r, [&] { return r.at(positions[token]); }, unit);
+        from, y * q.head, to, y * (q.to ? q.to_head : q.head), heads, r, [&] { return r.at(positions[token]); }, unit);
 }
 
 /// Do rows of T at these strides lie at multiples of 16 bytes?

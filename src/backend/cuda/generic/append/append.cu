@@ -12,6 +12,7 @@
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/rotate.cuh"
 #include "backend/cuda/core/row_batch.cuh"
+#include "backend/cuda/generic/cast/cast.hpp"
 
 namespace mla::cuda {
 namespace generic {
@@ -23,7 +24,7 @@ struct AppendRows {
   T* k_pe = nullptr;  // written only where pairs rotate
   int64_t kv_c_row = 0, k_pe_row = 0;
   const int32_t *slots = nullptr, *positions = nullptr;
-  int64_t tokens = 0;
+  int64_t tokens = 0, query_rows = 0;
   Rotation rotation;
   HeadRows<T> q;
   CacheMemory cache;
@@ -113,7 +114,7 @@ __device__ void append_row(const AppendRows<T>& a, int64_t token, int lane) {
     constexpr int m = wide ? 4 : 1;
     for (int unit = lane; unit < a.rotation.pairs / m; unit += 32)
       rotate_pairs<wide, m, 1>(
-          k_pe, 0, 1, a.rotation, [=] { return cos_sin; }, unit);
+          k_pe, 0, k_pe, 0, 1, a.rotation, [=] { return cos_sin; }, unit);
     __syncwarp();
   }
   const bool norms = wide && a.weight;
@@ -165,7 +166,7 @@ __global__ void __launch_bounds__(256, wide && sizeof(T) == 2 ? 3 : 1)
     if (thread / 32 < warps && token < a.tokens) append_row<f, T, wide>(a, token, static_cast<int>(thread % 32));
     return;
   }
-  rotate_heads<wide>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
+  rotate_heads<wide>(a.q, a.rotation, a.positions, a.query_rows, blockIdx.x - row_blocks, rows, chunks);
 }
 
 // Eight elements of a rope part of 64, the unit-th of eight lanes', rotated; by all lanes of those.
@@ -293,7 +294,7 @@ __global__ void __launch_bounds__(256, 3)
     const int64_t warp = static_cast<int64_t>(blockIdx.x) * warps + thread / 32;
     return append_batch<f, true>(a, by_k_scale, warp * RowBatch<f>::kRows, static_cast<int>(thread % 32));
   }
-  rotate_heads<true>(a.q, a.rotation, a.positions, a.tokens, blockIdx.x - row_blocks, rows, chunks);
+  rotate_heads<true>(a.q, a.rotation, a.positions, a.query_rows, blockIdx.x - row_blocks, rows, chunks);
 }
 
 // Do batches serve the call? Few rows are sooner done by a warp each.
@@ -310,8 +311,9 @@ template <class T>
 bool wide_rows(const AppendRows<T>& a) {
   return a.cache.wide(16 / sizeof(T)) && rows_aligned<T>(a.kv_c, a.kv_c_row) &&
          (a.cache.rope == 0 || rows_aligned<T>(a.k_pe, a.k_pe_row)) &&
-         (a.rotation.pairs == 0 || (a.rotation.pairs % 4 == 0 && rows_aligned<T>(a.q.data, a.q.token, a.q.head) &&
-                                    rows_aligned<float>(a.rotation.table)));
+         (a.rotation.pairs == 0 ||
+          (a.rotation.pairs % 4 == 0 && rows_aligned<T>(a.q.data, a.q.token, a.q.head) &&
+           rows_aligned<T>(a.q.to, a.q.to_row, a.q.to_head) && rows_aligned<float>(a.rotation.table)));
 }
 
 template <class T>
@@ -319,11 +321,11 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
   if (a.tokens == 0) return;
   const bool rotates = a.rotation.pairs > 0, wide = wide_rows(a);
   const int64_t heads = rotates ? a.q.heads : 0;
-  RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads, a.tokens,
+  RotateShape shape(rotates ? a.rotation.pairs : 1, wide && rotates ? 4 : 1, heads, a.query_rows,
                     wide ? kRotateRows<true> : kRotateRows<false>, queue.multiprocessors());
   if (heads == 0) shape.block = dim3(128);
   const int64_t warps = shape.block.x * shape.block.y * shape.block.z / 32, row_blocks = (a.tokens + warps - 1) / warps,
-                blocks = row_blocks + shape.blocks(a.tokens);
+                blocks = row_blocks + shape.blocks(a.query_rows);
   const std::string what = "tokens " + std::to_string(a.tokens) + ", heads " + std::to_string(heads) + ", latent " +
                            std::to_string(a.cache.latent) + ", rope " + std::to_string(a.cache.rope) + ", format " +
                            std::string(to_string(a.cache.format));
@@ -346,7 +348,7 @@ void run(const Queue& queue, const AppendRows<T>& a, std::string_view op) {
                         queue.stream(), op, "append_batches_kernel", what, a, by_k_scale);
         const int64_t batches = blocks_of(warps);
         return launch(rope_append_batches_kernel<f>,
-                      {.grid = dim3(static_cast<unsigned>(batches + shape.blocks(a.tokens))),
+                      {.grid = dim3(static_cast<unsigned>(batches + shape.blocks(a.query_rows))),
                        .block = shape.block,
                        .overlap = overlap},
                       queue.stream(), op, "rope_append_batches_kernel", what, a, by_k_scale,
@@ -377,6 +379,16 @@ void run_append(Stream& stream, const ops::AppendArgs& a) {
   });
 }
 
+void copy_queries(const Queue& queue, const ops::RopeAppendArgs& a, const int32_t* tokens) {
+  const auto& [to, named] = a.placed;
+  copy_rows(queue,
+            {.x = {a.q_pe.dtype(), a.q_pe.data(), a.q_pe.extents(), a.q_pe.strides()},
+             .y = {to.dtype(), to.data(), to.extents(), to.strides()},
+             .x_rows = tokens,
+             .rows = a.query_rows()},
+            "rope_append");
+}
+
 // norm: of kv_c, if it is wanted.
 void run_append(Stream& stream, const ops::RopeAppendArgs& a, const ops::NormArgs* norm) {
   const Queue& queue = stream.queue();
@@ -393,6 +405,14 @@ void run_append(Stream& stream, const ops::RopeAppendArgs& a, const ops::NormArg
     rows.rotation = Rotation(*a.table);
     rows.q = {static_cast<T*>(a.q_pe.data()), a.q_pe.stride<Token>(), a.q_pe.stride<Head>(),
               static_cast<int32_t>(a.q_pe.extent<Head>())};
+    rows.query_rows = a.query_rows();
+    if (a.placed.q) {
+      rows.q.to = static_cast<T*>(a.placed.q.data());
+      rows.q.to_row = a.placed.q.stride<Token>();
+      rows.q.to_head = a.placed.q.stride<Head>();
+      rows.q.tokens = queue.reads(a.placed.tokens, "rope_append", "placed tokens");
+      if (!a.table->rotates()) copy_queries(queue, a, rows.q.tokens);
+    }
     rows.cache = CacheMemory("rope_append", a.cache);
     if (norm) {
       rows.normed = static_cast<T*>(norm->y.data());

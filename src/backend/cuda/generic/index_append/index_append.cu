@@ -24,7 +24,8 @@ __global__ void __launch_bounds__(kBlockThreads)
   const IndexRow<T> row = IndexRow<T>::at(cache, slot);
   const float* const from = keys + token * stride;
   if constexpr (dtype_of<T>::value == Dtype::fp8_e4m3) {
-    const float scale = quantise_row<wide, n>(from, row.row(), cache.dim, cache.powers_of_two, lane);
+    const float scale = quantise_row<wide, n>([from](int i, float(&x)[n]) { load<wide>(from + i, x); }, row.row(),
+                                              cache.dim, cache.powers_of_two, lane);
     if (lane == 0) row.set_scale(scale);
   } else {
     for (int i = n * lane; i < cache.dim; i += 32 * n) {

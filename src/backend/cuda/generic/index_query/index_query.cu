@@ -6,6 +6,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/rotate.cuh"
 
 namespace mla::cuda {
 namespace generic {
@@ -19,6 +20,8 @@ struct QueryRows {
   int64_t codes_token = 0, codes_head = 0, scaled_token = 0, scaled_head = 0;
   uint32_t heads = 1, rows = 0;  // rows of all tokens and heads
   int32_t width = 0;
+  Rotation rotation;
+  const int32_t* positions = nullptr;
 };
 
 template <bool wide>
@@ -29,10 +32,12 @@ __global__ void __launch_bounds__(kBlockThreads) index_query_kernel(QueryRows a)
   if (r >= a.rows) return;
   const int64_t t = r / a.heads, h = r % a.heads;
   const float weight = a.weights[t * a.weights_token + h * a.weights_head];
-  const float scale = quantise_row < wide,
-              wide ? 4
-                   : 1 > (a.q + t * a.q_token + h * a.q_head, a.codes + t * a.codes_token + h * a.codes_head, a.width,
-                          true, lane);
+  constexpr int n = wide ? 4 : 1;
+  const float* const row = a.q + t * a.q_token + h * a.q_head;
+  const float* const cos_sin = a.rotation.pairs > 0 ? a.rotation.at(a.positions[t]) : nullptr;
+  const auto read = [&](int at, float(&x)[n]) { load_rotated<wide>(row, a.rotation, cos_sin, at, x); };
+  const float scale = quantise_row<wide, n>(read, a.codes + t * a.codes_token + h * a.codes_head, a.width,
+                                            /*powers_of_two=*/true, lane);
   if (lane == 0) a.scaled_weights[t * a.scaled_token + h * a.scaled_head] = weight * scale;
 }
 
@@ -60,9 +65,13 @@ void index_query(Stream& stream, const ops::IndexQueryArgs& a) {
   const std::string what = "rows " + std::to_string(rows) + ", width " + std::to_string(r.width);
   if (rows > INT32_MAX) throw ShapeError("index_query: too many rows for one call (" + what + ")");
   r.rows = static_cast<uint32_t>(rows);
+  if (a.rotates()) {
+    r.rotation = Rotation(*a.table);
+    r.positions = stream.queue().reads(a.positions, "index_query", "positions");
+  }
   const bool wide = r.width % 4 == 0 && reinterpret_cast<uintptr_t>(r.q) % 16 == 0 && r.q_token % 4 == 0 &&
                     r.q_head % 4 == 0 && reinterpret_cast<uintptr_t>(r.codes) % 4 == 0 && r.codes_token % 4 == 0 &&
-                    r.codes_head % 4 == 0;
+                    r.codes_head % 4 == 0 && r.rotation.pairs % 4 == 0 && rows_aligned<float>(r.rotation.table);
   constexpr int64_t warps = kBlockThreads / 32;
   launch(wide ? generic::index_query_kernel<true> : generic::index_query_kernel<false>,
          {.grid = dim3(static_cast<unsigned>((rows + warps - 1) / warps)),
