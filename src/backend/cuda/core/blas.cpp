@@ -164,6 +164,7 @@ struct Blas::Problem {
 // which cost 12 us on an H200.
 bool Blas::launches_kernels_alone(const Problem& problem, const Product& p,
                                   const cublasLtMatmulAlgo_t& algorithm) const {
+  if (!trial_) return true;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a caller may be capturing, too
   cudaGraph_t graph = nullptr;
   if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return true;
@@ -215,7 +216,7 @@ std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const P
   require(status, op, "choice of an algorithm", p);
   const std::span<const cublasLtMatmulHeuristicResult_t> candidates(found.data(), static_cast<size_t>(count));
   const auto wanted = [&](const cublasLtMatmulHeuristicResult_t& c) {
-    return launches_kernels_alone(problem, p, c.algo) && !(sums_whole(p) && splits(c.algo));
+    return !(sums_whole(p) && splits(c.algo)) && launches_kernels_alone(problem, p, c.algo);
   };
   const auto best = std::find_if(candidates.begin(), candidates.end(), wanted);
   return (best == candidates.end() ? candidates.front() : *best).algo;

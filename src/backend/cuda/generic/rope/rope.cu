@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(256)
   if (token >= tokens) return;
   for (int unit = static_cast<int>(threadIdx.x); unit < rotation.pairs / m; unit += static_cast<int>(blockDim.x))
     rotate_pairs<wide, m, 1>(
-        k.data + token * k.token, 0, k.data + token * k.token, 0, 1, rotation, [&] { return rotation.at(positions[token]); }, unit);
+        k.data + token * k.token, 0, k.data + token * k.token, 0, 1, rotation,
+        [&] { return rotation.at(positions[token]); }, unit);
 }
 
 template <class T>

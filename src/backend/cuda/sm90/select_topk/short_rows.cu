@@ -16,7 +16,7 @@ using namespace topk;
 
 constexpr int kPass = 4 * kThreads;  // columns, four a thread
 constexpr int kMostPasses = 8;
-constexpr int kUndecided = 128;      // scores that rank each other, a thread each
+constexpr int kUndecided = 128;  // scores that rank each other, a thread each
 
 // Three counts of a thread's in one register.
 constexpr int kField = 10;
