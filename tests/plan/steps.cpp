@@ -57,8 +57,9 @@ TEST(Steps, CodesAreMadeOfWhatAPrefillAttendsTo) {
 
 TEST(Steps, AbsorbedWeightsHaveNoHeads) {
   const Plan p = make(test::small_deepseek(), Made({1, 2}, {50, 0}, 16), {.absorbed = true});
-  EXPECT_EQ(names(p, kForward),
-            "query_down norm kv_down query_rope norm_rope_append absorbed_query attend_latent absorbed_output");
+  EXPECT_EQ(
+      names(p, kForward),
+      "query_down norm kv_down query_rope norm_rope_append absorbed_query query_rope attend_latent absorbed_output");
   EXPECT_EQ(names(p, kAttend), "");
 }
 
@@ -96,7 +97,7 @@ TEST(Steps, RowsOfAnotherDtypeAreCastOnTheWayInAndOut) {
   const Plan block = of(o);
   EXPECT_EQ(block.inputs(), Dtype::f16);
   EXPECT_EQ(names(block, kForward),
-            "cast query_down norm kv_down query norm_rope_append absorb attend_latent value_up output cast");
+            "cast query_down norm kv_down query norm_rope_append absorb query_rope attend_latent value_up output cast");
   EXPECT_EQ(names(block, kAttend), "cast cast cast append absorb query_rope attend_latent value_up");
   EXPECT_NE(block.describe().find("rows of calls in f16"), std::string::npos);
   o.form = LayerForm::attention;

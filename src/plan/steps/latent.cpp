@@ -22,7 +22,8 @@ Operand<Token, Head, Rope> latent_rope(const Steps& s) {
 }
 
 bool appending_places_rope(const Steps& s) {
-  return s.m.rope > 0 && rows_of(s) > 0 && !s.plan.expands() && staged_queries(s).dtype == s.act;
+  const bool gpu = s.plan.device.device.kind == DeviceKind::cuda;  // a CPU's rows stay in its caches
+  return gpu && s.m.rope > 0 && rows_of(s) > 0 && !s.plan.expands() && staged_queries(s).dtype == s.act;
 }
 
 void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe) {

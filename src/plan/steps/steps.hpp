@@ -125,7 +125,8 @@ void append_new_rows(Steps& s, const Operand<Token, Head, Rope>& q_pe);
 Operand<Token, Head, Entry> staged_queries(const Steps& s);
 /// Their rotated parts.
 Operand<Token, Head, Rope> latent_rope(const Steps& s);
-/// Whether append_new_rows() writes them: where all tokens' queries are latent ones, in the dtype that they come in.
+/// Whether append_new_rows() writes them: on a GPU, where all tokens' queries are latent ones, in the dtype that they
+/// come in.
 bool appending_places_rope(const Steps& s);
 /// Rotated parts of queries behind their latent parts, in calls that do not append.
 void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe);
