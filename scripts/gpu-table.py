@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,6 +100,8 @@ CALLS = [
     ("sparse decode ds", "sparse decode, fp8_ds_mla", 1.0),
     ("sparse prefill", "sparse prefill, bf16", 1.0),
 ]
+# A replay of 61 layers of deepseek-v3.2: a decode step of so many requests, its most milliseconds; least prompt tokens/s.
+RUN, RUN_REQUESTS, STEP_MOST_MS, PROMPT_LEAST = "run_deepseek_v3.2", 16, 13, 12000
 ROW_OPS = ["append", "rope_append", "gather", "merge", "merge_splits", "quantize"]
 ROW_OPS_LEAST = 0.75
 LAYER, LAYER_MOST = "decode b64 8K", 1.05
@@ -215,6 +218,28 @@ def lines(rows: dict[tuple[str, str], Row]) -> Iterator[Line]:
                "us_median", "us", layer["sum_of_ops_us"] if layer else None)
 
 
+def replay(folder: Path) -> Iterator[Line]:
+    """What steps of a replay took: those of decodes alone, and those with prompts."""
+    what, file = "61 layers of deepseek-v3.2", folder / f"{RUN}.json"
+    if not file.is_file():
+        yield Line(what, f"decode step of {RUN_REQUESTS} requests", "not measured", "a mark", None, 1.0)
+        return
+    run = json.loads(file.read_text(encoding="utf-8"))
+    steps = run["steps_series"]
+    each = list(zip(steps["seconds"], steps["prefill_tokens"], steps["decode_tokens"]))
+    decodes = [s for s, prompt, decode in each if prompt == 0 and decode == RUN_REQUESTS]
+    if decodes:
+        ms = 1000 * statistics.median(decodes)
+        yield Line(what, f"decode step of {RUN_REQUESTS} requests of 5K", f"{ms:.2f} ms", f"a mark of {STEP_MOST_MS} ms",
+                   STEP_MOST_MS / ms, 1.0)
+    prompts = [(s, prompt) for s, prompt, _ in each if prompt > 0]
+    for shape, rate in [
+        ("prompt tokens, steps that have some", sum(n for _, n in prompts) / sum(s for s, _ in prompts)),
+        ("prompt tokens, the whole run", run["throughput"]["prompt_tokens_per_second"]),
+    ]:
+        yield Line(what, shape, f"{rate:.0f} tokens/s", f"a mark of {PROMPT_LEAST} tokens/s", rate / PROMPT_LEAST, 1.0)
+
+
 HEAD = ("what", "shape", "measured", "of floor", "against", "ratio", "at least", "met")
 
 
@@ -246,7 +271,7 @@ def commits(folder: Path) -> str:
     files: dict[str, list[str]] = {}
     for file in sorted(folder.glob("*.json")):
         found = json.loads(file.read_text(encoding="utf-8"))
-        if "results" in found:
+        if "results" in found or file.stem == RUN:
             files.setdefault(found.get("commit", "unknown"), []).append(file.stem)
     known = [f"{commit}: {', '.join(names)}" for commit, names in files.items()]
     return f"Commits of these figures: {'; '.join(known)}.\n"
@@ -258,7 +283,7 @@ def main() -> int:
     page.add_options(parser).add_argument("--markdown", action="store_true", help="as a markdown table")
     options = parser.parse_args()
 
-    table = [HEAD, *(cells(line) for line in lines(read(options.folder)))]
+    table = [HEAD, *map(cells, lines(read(options.folder))), *map(cells, replay(options.folder))]
     if not options.write and not options.check:
         print(markdown(table) if options.markdown else plain(table), end="")
         print("\n" + commits(options.folder), end="")
