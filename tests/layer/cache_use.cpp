@@ -7,6 +7,7 @@
 #include "layer/kernels.hpp"
 #include "layer/random_layer.hpp"
 #include "layer/reference.hpp"
+#include "support/block_queries.hpp"
 #include "support/message.hpp"
 #include "support/quantised.hpp"
 
@@ -131,7 +132,8 @@ struct Sequences {
       std::memcpy(x.data(), bytes.data(), bytes.size());
       return x;
     };
-    Inputs in{region("query", p.tokens * m.heads * m.query_key()), {}, {}};
+    const auto at = [&](size_t offset, size_t bytes) { return read(l.stream, workspace.data() + offset, bytes); };
+    Inputs in{block_queries_f32(p, at), {}, {}};
     const auto kv = region("kv", p.tokens * m.entry());
     for (int64_t t = 0; t < p.tokens; ++t) {
       const auto row = kv.begin() + t * m.entry();

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "layer/reference.hpp"
+#include "support/block_queries.hpp"
 #include "support/count_allocations.hpp"
 #include "support/device.hpp"
 #include "support/engine.hpp"
@@ -105,8 +106,9 @@ TEST(Layer, AttentionFormAgreesWithBlockForm) {
       const ModelConfig& m = s.model;
       const Dtype act = s.plan.activations();
       const auto size = static_cast<int64_t>(size_of(act));
-      const auto q = s.region("query", 4 * m.heads * m.query_key() * size), kv = s.region("kv", 4 * m.entry() * size),
-                 heads = s.region("heads", 4 * m.heads * m.value * size);
+      const auto q = block_queries(
+          s.plan, [&](size_t at, size_t bytes) { return read(s.stream, s.workspace.data() + at, bytes); });
+      const auto kv = s.region("kv", 4 * m.entry() * size), heads = s.region("heads", 4 * m.heads * m.value * size);
       const AnyView<Token, Entry> rows(act, kv.data(), {4, m.entry()});
       const Cache other(s.cache.spec(), 2, kDevice);
       fill(s.stream, other.view().data, 2 * other.spec().page_bytes(), std::byte{0});

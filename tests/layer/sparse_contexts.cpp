@@ -9,6 +9,7 @@
 #include "layer/v32.hpp"
 #include "mla/error.hpp"
 #include "mla/layer.hpp"
+#include "support/block_queries.hpp"
 #include "support/device.hpp"
 #include "support/message.hpp"
 #include "support/quantised.hpp"
@@ -237,8 +238,9 @@ TEST(SparseLayer, AttentionFormOnAChoiceGiven) {
     return x;
   };
   const int64_t width = m.heads * m.value;
-  const auto q = region("query", 200 * m.heads * m.query_key()), kv = region("kv", 200 * m.entry()),
-             heads = region("heads", 200 * width);
+  const auto q =
+      block_queries_f32(block, [&](size_t at, size_t bytes) { return read(s.stream, s.workspace.data() + at, bytes); });
+  const auto kv = region("kv", 200 * m.entry()), heads = region("heads", 200 * width);
   std::vector<int32_t> choice(200 * static_cast<size_t>(block.topk), -7);
   std::vector<std::byte> chosen = read(s.stream, s.selection.data(), s.selection.size());
   const View<int32_t, Token, Topk> selected = block.selected(chosen);
