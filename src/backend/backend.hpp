@@ -37,6 +37,7 @@ struct KernelNames {
   std::string (*attend_latent)(const GpuModel&, const ops::AttendLatentArgs&) = nullptr;
   std::string (*attend_sparse)(const GpuModel&, const ops::AttendSparseArgs&) = nullptr;
   std::string (*index_score)(const GpuModel&, const ops::IndexScoreArgs&) = nullptr;
+  std::string (*select_topk)(const GpuModel&, const ops::SelectTopkArgs&) = nullptr;
 };
 
 struct Backend {

@@ -21,6 +21,7 @@ std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, cons
   if constexpr (std::is_same_v<Args, AttendLatentArgs>) entry = names.attend_latent;
   if constexpr (std::is_same_v<Args, AttendSparseArgs>) entry = names.attend_sparse;
   if constexpr (std::is_same_v<Args, IndexScoreArgs>) entry = names.index_score;
+  if constexpr (std::is_same_v<Args, SelectTopkArgs>) entry = names.select_topk;
   return entry ? entry(gpu, args) : std::string(names.usual);
 }
 

@@ -562,6 +562,9 @@ TEST_F(Command, PlanNamesTheKernels) {
   says(kernels("--model deepseek-v3 --contexts 4096 --cache fp8"), "cuda/sm90, wide, 128 rows: attend_latent");
   // fp8_ds_mla's kernels read lists of slots themselves, others a table that a launch makes of them.
   says(kernels("--model deepseek-v3.2 --contexts 4096 --cache fp8_ds_mla"), "cuda/sm90, wide, 128 rows: attend_sparse");
+  says(kernels("--model deepseek-v3.2 --contexts 4096 --cache fp8_ds_mla"), "cuda/sm90, short rows: select_topk");
+  says(kernels("--model deepseek-v3.2 --contexts 20000 --cache fp8_ds_mla"),
+       "cuda/sm90, rows by clusters: select_topk");
   says(kernels("--model deepseek-v3.2 --contexts 4096 --cache bf16"),
        "cuda/sm90, lists, wide, 128 rows: attend_sparse");
   says(kernels("--model deepseek-v3 --queries 2048"), "cuda/sm90, 128 + 64 / 128: attend_expanded");

@@ -72,7 +72,8 @@ const backend::KernelNames kernel_names{.usual = kGeneric,
                                         .attend_expanded = name_of<ops::AttendExpandedArgs>,
                                         .attend_latent = name_of<ops::AttendLatentArgs>,
                                         .attend_sparse = name_of<ops::AttendSparseArgs>,
-                                        .index_score = index_score_kernel};
+                                        .index_score = index_score_kernel,
+                                        .select_topk = select_topk_kernel};
 
 size_t scratch_per_worker(const backend::ScratchShape&) { return kScratch; }
 

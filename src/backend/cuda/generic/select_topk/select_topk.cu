@@ -335,16 +335,29 @@ int64_t rows_end(std::span<const IndexItem> items, int32_t IndexItem::*begin) {
   return end;
 }
 
+// Rows of the state, and the most columns that one of them sees.
+struct Extent {
+  int64_t rows = 0, columns = 0;
+  explicit Extent(const ops::SelectTopkArgs& a) : rows(rows_end(a.items, &IndexItem::row)) {
+    for (const IndexItem& i : a.items)
+      if (i.q_count > 0)
+        columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
+  }
+};
+
 }  // namespace
+
+std::string select_topk_kernel(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a) {
+  if (!sm90::serves(gpu, a)) return "cuda/generic";
+  const Extent extent(a);
+  return sm90::serves_short_rows(gpu, extent.rows, extent.columns) ? "cuda/sm90, short rows"
+                                                                   : "cuda/sm90, rows by clusters";
+}
 
 void select_topk(Stream& stream, const ops::SelectTopkArgs& a) {
   const Queue& queue = stream.queue();
-  const int64_t rows = rows_end(a.items, &IndexItem::row);
+  const auto [rows, columns] = Extent(a);
   if (rows == 0) return;
-  int64_t columns = 0;
-  for (const IndexItem& i : a.items)
-    if (i.q_count > 0)
-      columns = std::max<int64_t>(columns, clipped(i, a.first, a.scores.extent<Key>()).columns(i.q_count - 1));
   if (sm90::serves(model_of(queue), a)) return sm90::select_topk(queue, a, rows, columns);
   const int64_t part = std::min(rows, kRowsPerLaunch);
   const int64_t histogram_bytes = part * kBuffers * kBins * static_cast<int64_t>(sizeof(uint32_t)),

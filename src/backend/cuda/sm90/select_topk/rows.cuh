@@ -26,7 +26,6 @@ struct TopkRows {
 };
 
 /// Rows of `columns` at most, each by a CTA.
-bool serves_short_rows(const Queue& queue, int64_t rows, int64_t columns);
 void select_short_rows(const Queue& queue, const TopkRows& a, int64_t rows, int64_t columns);
 
 }  // namespace mla::cuda::sm90

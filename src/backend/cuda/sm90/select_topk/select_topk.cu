@@ -14,6 +14,7 @@
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/select.cuh"
+#include "backend/cuda/gpu_model.hpp"
 #include "backend/cuda/sm90/select_topk/rows.cuh"
 #include "backend/cuda/sm90/select_topk/select_topk.hpp"
 
@@ -491,7 +492,7 @@ void select_topk(const Queue& queue, const ops::SelectTopkArgs& a, int64_t rows,
       .columns = a.scores.extent<Key>(),
       .indices = a.indices.data(),
       .indices_row = a.indices.stride<Token>()};
-  if (serves_short_rows(queue, rows, columns)) return select_short_rows(queue, all, rows, columns);
+  if (serves_short_rows(model_of(queue), rows, columns)) return select_short_rows(queue, all, rows, columns);
   Rows r{all};
   // As few columns a thread as a multiprocessor for each CTA leaves; what is longer takes several passes.
   const auto fits = [&]<int per_thread>(std::integral_constant<int, per_thread>) {

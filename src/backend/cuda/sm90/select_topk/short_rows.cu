@@ -8,6 +8,7 @@
 #include "backend/cuda/core/overlap.cuh"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/select_topk/rows.cuh"
+#include "backend/cuda/sm90/select_topk/select_topk.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {
@@ -191,8 +192,8 @@ static_assert(4 * kMostPasses <= kCount && kPass * kMostPasses < 1 << 16);
 
 // What a row takes grows with its length, 0.9 us for 1,000 scores; a cluster's share of a long one costs less, unless
 // scores are alike. Beside others on a multiprocessor rows wait for each other.
-bool serves_short_rows(const Queue& queue, int64_t rows, int64_t columns) {
-  return columns <= kPass * (rows <= queue.multiprocessors() ? kMostPasses : 3);
+bool serves_short_rows(const backend::GpuModel& gpu, int64_t rows, int64_t columns) {
+  return columns <= kPass * (rows <= gpu.multiprocessors ? kMostPasses : 3);
 }
 
 void select_short_rows(const Queue& queue, const TopkRows& a, int64_t rows, int64_t columns) {
