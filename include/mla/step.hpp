@@ -268,7 +268,7 @@ struct IndexQuery {
   Operand<Token, IndexHead, IndexDim> q;
   Operand<Token, IndexHead> weights;  ///< in place
   Operand<Token, IndexHead, IndexDim> codes;
-  RowList positions;  ///< queries are rotated first; none: they are
+  RowList positions;  ///< by these, queries are rotated first; none: they have been
 };
 struct IndexScore {
   Operand<Token, IndexHead, IndexDim> q;
