@@ -7,6 +7,7 @@
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "support/rotated_index_queries.hpp"
 
 namespace mla {
 namespace {
@@ -141,44 +142,12 @@ TEST_F(RowsOnGpu, RopeAppendGivesTheBitsOfItsParts) {
 }
 
 TEST_F(RowsOnGpu, IndexQueriesRotatedOnTheWayAreRopeThenCodes) {
-  constexpr int64_t kTokens = 37;
   Stream stream(kGpu);
   Random random(8);
-  std::vector<int32_t> positions(kTokens);
-  for (int32_t& p : positions) p = static_cast<int32_t>(random.integer(0, 999));
   for (auto [dim, rope] : {std::pair<int64_t, int64_t>{128, 64}, {77, 14}, {300, 256}, {40, 40}})
     for (const bool interleaved : {true, false})
-      for (int64_t gap : {int64_t{3}, Padded<Token>::kAligned}) {
-        const RotaryTable table({.interleaved = interleaved}, rope, 1000, kGpu);
-        Padded<Token, IndexHead, IndexDim> q(Dtype::f32, {kTokens, 9, dim}, gap);
-        Padded<Token, IndexHead> weights(Dtype::f32, {kTokens, 9}, gap);
-        q.fill_normal(random), weights.fill_normal(random);
-        const Padded<Token, IndexHead, IndexDim> before = q;
-        Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, {kTokens, 9, dim}, gap), expected = codes;
-        Padded<Token, IndexHead> scaled(Dtype::f32, {kTokens, 9}, gap), expected_scaled = scaled;
-        ops::IndexQueryArgs args{.q = q.view(),
-                                 .weights = weights.view(),
-                                 .codes = codes.view<fp8_e4m3>(),
-                                 .scaled_weights = scaled.view(),
-                                 .table = &table,
-                                 .positions = positions};
-        ops::run(stream, args);
-        stream.synchronize();
-        const std::string where = "dim " + std::to_string(dim) + " rope " + std::to_string(rope) + " gap " +
-                                  std::to_string(gap) + (interleaved ? " interleaved" : " neox");
-        EXPECT_EQ(q.bytes(), before.bytes()) << where;
-        ops::run(stream, ops::RopeArgs{.q = AnyMutableView<Token, Head, Rope>(Dtype::f32, q.view().data(),
-                                                                              {kTokens, 9, rope}, q.view().strides()),
-                                       .k = {},
-                                       .positions = positions,
-                                       .table = &table});
-        args.table = nullptr, args.positions = {};
-        args.codes = expected.view<fp8_e4m3>(), args.scaled_weights = expected_scaled.view();
-        ops::run(stream, args);
-        stream.synchronize();
-        EXPECT_EQ(codes.bytes(), expected.bytes()) << where;
-        EXPECT_EQ(scaled.bytes(), expected_scaled.bytes()) << where;
-      }
+      for (int64_t gap : {int64_t{3}, Padded<Token>::kAligned})
+        test::expect_rotated_index_queries(stream, 37, 9, dim, rope, interleaved, gap, random);
 }
 
 TEST_F(RowsOnGpu, CopyPagesCopiesWholePagesAndNothingElse) {

@@ -16,6 +16,7 @@
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
 #include "mla/plan.hpp"
+#include "support/rotated_index_queries.hpp"
 #include "support/sanitized.hpp"
 
 namespace mla {
@@ -453,38 +454,12 @@ TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {
 }
 
 TEST(IndexStep, QueriesRotatedOnTheWayAreRopeThenCodes) {
-  constexpr int64_t kTokens = 5, kHeads = 7, kDim = 40;
   Random random(3);
   ThreadPool pool(2);
   Stream stream(pool);
-  const std::vector<int32_t> positions{0, 99, 7, 7, 31};
-  for (const bool interleaved : {true, false}) {
-    const RotaryTable table({.interleaved = interleaved}, 24, 100);
-    Padded<Token, IndexHead, IndexDim> q(Dtype::f32, {kTokens, kHeads, kDim});
-    Padded<Token, IndexHead> weights(Dtype::f32, {kTokens, kHeads});
-    q.fill_normal(random), weights.fill_normal(random);
-    const Padded<Token, IndexHead, IndexDim> before = q;
-    Padded<Token, IndexHead, IndexDim> codes(Dtype::fp8_e4m3, {kTokens, kHeads, kDim}), expected = codes;
-    Padded<Token, IndexHead> scaled(Dtype::f32, {kTokens, kHeads}), expected_scaled = scaled;
-    ops::IndexQueryArgs args{.q = q.view(),
-                             .weights = weights.view(),
-                             .codes = codes.view<fp8_e4m3>(),
-                             .scaled_weights = scaled.view(),
-                             .table = &table,
-                             .positions = positions};
-    ops::run(stream, args);
-    EXPECT_EQ(q.bytes(), before.bytes());
-    ops::run(stream, ops::RopeArgs{.q = AnyMutableView<Token, Head, Rope>(Dtype::f32, q.view().data(),
-                                                                          {kTokens, kHeads, 24}, q.view().strides()),
-                                   .k = {},
-                                   .positions = positions,
-                                   .table = &table});
-    args.table = nullptr, args.positions = {};
-    args.codes = expected.view<fp8_e4m3>(), args.scaled_weights = expected_scaled.view();
-    ops::run(stream, args);
-    EXPECT_EQ(codes.bytes(), expected.bytes());
-    EXPECT_EQ(scaled.bytes(), expected_scaled.bytes());
-  }
+  for (auto [dim, rope] : {std::pair<int64_t, int64_t>{40, 24}, {128, 64}, {600, 64}})
+    for (const bool interleaved : {true, false})
+      test::expect_rotated_index_queries(stream, 5, 7, dim, rope, interleaved, 3, random);
 }
 
 // fp8 codes and their folded scales score as the queries that they stand for.

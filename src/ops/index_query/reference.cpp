@@ -10,7 +10,7 @@ void reference(const IndexQueryArgs& a) {
   for (int64_t t = 0; t < a.q.extent<Token>(); ++t)
     for (int64_t h = 0; h < a.q.extent<IndexHead>(); ++h) {
       for (size_t d = 0; d < row.size(); ++d) row[d] = a.q(t, h, d);
-      if (a.rotates()) {
+      if (a.rotates()) {  // in float64, then rounded: codes may be next to a backend's
         const int64_t pairs = a.table->pairs(), p = a.positions[static_cast<size_t>(t)];
         for (int64_t i = 0; i < pairs; ++i) {
           float& x = row[static_cast<size_t>(a.table->interleaved() ? 2 * i : i)];

@@ -118,6 +118,7 @@ void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
   const RotaryTable& table = *a.table;
   if (a.placed.q) place_queries(stream, a);
   const auto q_pe = a.q_pe.as<float>();
+  const int64_t heads = a.placed.q ? 0 : q_pe.extent<Head>();  // that turn in their place
   const auto kv_c = a.kv_c.as<float>();
   const auto k_pe = a.k_pe.as<float>();
   for_tokens(stream, static_cast<int64_t>(a.slots.size()), [&](int64_t t) {
@@ -125,8 +126,7 @@ void rope_append(Stream& stream, const ops::RopeAppendArgs& a) {
     if (table.rotates()) {
       const float* cos = table.cos(a.positions[t]);
       const float* sin = table.sin(a.positions[t]);
-      for (int64_t h = 0; h < q_pe.extent<Head>() && !a.placed.q; ++h)
-        rotate_row(&q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
+      for (int64_t h = 0; h < heads; ++h) rotate_row(&q_pe(t, h, 0), cos, sin, table.pairs(), table.interleaved());
       rotate_row(k, cos, sin, table.pairs(), table.interleaved());
     }
     write(a.cache, a.slots[t], kv_c.data() + t * kv_c.stride<Token>(), k);
