@@ -63,6 +63,11 @@ const Shape shapes[] = {
     {"b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::bf16, true},
     {"b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
     {"b8 h128 4K invariant", 8, 128, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b8 h16 4K invariant", 8, 16, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b64 h128 8K", 64, 128, 1, 8192},
+    {"b64 h128 8K invariant", 64, 128, 1, 8192, 0, 64, CacheFormat::bf16, true},
+    {"b128 h64 4K invariant", 128, 64, 1, 4096, 0, 64, CacheFormat::bf16, true},
+    {"b128 h128 4K varlen invariant", 128, 128, 1, 4096, 2048, 64, CacheFormat::bf16, true},
     {"b1 h16 4K alone", 1, 16, 1, 4096, 0, 64, CacheFormat::bf16, false, true},
     {"b1 h16 64K alone", 1, 16, 1, 65536, 0, 64, CacheFormat::bf16, false, true},
     {"b1 h128 64K alone", 1, 128, 1, 65536, 0, 64, CacheFormat::bf16, false, true},
@@ -85,6 +90,8 @@ const Shape shapes[] = {
     {"fp8 b128 h16 4K page17", 128, 16, 1, 4096, 0, 17, CacheFormat::fp8},
     {"fp8 b128 h16 4K page1", 128, 16, 1, 4096, 0, 1, CacheFormat::fp8},
     {"fp8 b128 h16 4K invariant", 128, 16, 1, 4096, 0, 64, CacheFormat::fp8, true},
+    {"fp8 b128 h64 4K invariant", 128, 64, 1, 4096, 0, 64, CacheFormat::fp8, true},
+    {"fp8 b128 h128 4K invariant", 128, 128, 1, 4096, 0, 64, CacheFormat::fp8, true},
     {"codes b1 h16 4K", 1, 16, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
     {"codes b1 h128 4K", 1, 128, 1, 4096, 0, 64, CacheFormat::fp8, false, false, true},
     {"codes b1 h128 64K", 1, 128, 1, 65536, 0, 64, CacheFormat::fp8, false, false, true},
@@ -226,7 +233,7 @@ Result measure(const Shape& s, const std::string& variant, int replays) {
     if (key == "rows") choice.tile_rows = value, choice.workers = processors / choice.ctas();
     at = end + 1;
   }
-  DeviceArray<std::byte> partials(attend_latent_partials(limits, choice));
+  DeviceArray<std::byte> partials(attend_latent_partials(limits, choice, s.cache));
   DeviceArray<unsigned> counters(attend_latent_counters(limits, choice), 0);
   AttendLatent args{.limits = limits,
                     .q_dtype = s.codes ? Dtype::fp8_e4m3 : Dtype::bf16,

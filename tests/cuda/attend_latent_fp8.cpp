@@ -135,7 +135,7 @@ class Inputs {
     if (choice.converts && c.format == ds)  // fp8's codes are bf16 as they are
       for (auto& rows : rows_)
         for (float& x : rows) x = to_float(to_bf16(x));
-    partials_.emplace(attend_latent_partials(l, choice));
+    partials_.emplace(attend_latent_partials(l, choice, c.format));
     counters_.emplace(attend_latent_counters(l, choice), 0);
     if (!c.invariant) {
       EXPECT_LE(partials_->size(), attend_latent_most_partials(multiprocessor_count()));
@@ -427,6 +427,15 @@ TEST(AttendLatentFp8Bits, BatchInvariant) {
       attend_latent(b.args, b.choice, nullptr);
       synchronize();
       const auto together = b.out();
+      for (const int workers : {7, 3, 1})  // with several pieces of a tile each, and tiles that others share
+        for (const int patience : {b.choice.patience, 0}) {
+          AttendLatentChoice few = b.choice;
+          few.workers = workers, few.patience = patience;
+          b.poison();
+          attend_latent(b.args, few, nullptr);
+          synchronize();
+          EXPECT_EQ(b.out(), together) << heads << " heads, " << workers << " workers, patience " << patience;
+        }
       AttendLatent one = b.args;
       one.limits.requests = one.limits.tokens = one.limits.query_tokens = 1;
       b.poison();

@@ -2,9 +2,11 @@
 // and requests. Each is compared, bit for bit, with the same rows where no limit is near.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <numeric>
 #include <optional>
+#include <utility>
 
 #include "backend/backend.hpp"
 #include "backend/run.hpp"
@@ -125,6 +127,60 @@ TEST_F(LargeOnGpu, CachesOver4GiB) {
       stream.synchronize();
       EXPECT_TRUE(halves_equal(out.values())) << name << ", sparse, queries " << to_string(dtype);
     }
+  }
+}
+
+// batch_invariant, of as many partial rows as a context of 292K has, at the most heads. The same 4K positions over and
+// over are attended as they are once, all but their weights' sum.
+TEST_F(LargeOnGpu, BatchInvariantDecodesOfLongContexts) {
+  constexpr int64_t kPages = 64, kPageSize = 64, kTimes = 73, kHeads = 128;
+  constexpr auto kOnce = static_cast<int32_t>(kPages * kPageSize);
+  Stream& stream = *stream_;
+  Random random(1);
+  std::vector<int32_t> slots(kOnce), table;
+  std::iota(slots.begin(), slots.end(), 0);
+  for (int64_t i = 0; i < kTimes * kPages; ++i) table.push_back(static_cast<int32_t>(i * 7 % kPages));
+  for (CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8, CacheFormat::fp8_ds_mla}) {
+    const CacheSpec spec{.format = format, .latent = 512, .rope = 64, .page_size = kPageSize, .k_scale = 0.0625f};
+    const Cache cache(spec, kPages, kGpu);
+    Padded<Token, Latent> kv_c(Dtype::bf16, {kOnce, spec.latent}, 0);
+    Padded<Token, Rope> k_pe(Dtype::bf16, {kOnce, spec.rope}, 0);
+    kv_c.fill_normal(random);
+    k_pe.fill_normal(random);
+    ops::run(stream, ops::AppendArgs{kv_c.any(), k_pe.any(), slots, cache.view()});
+    Padded<Token, Head, Entry> q(Dtype::bf16, {1, kHeads, spec.entry()}, 0);
+    q.fill_normal(random);
+    Padded<Token, Head, Value> out(Dtype::f32, {1, kHeads, spec.value_width()}, 0);
+    Padded<Token, Head> lse(Dtype::f32, {1, kHeads}, 0);
+    const auto attend = [&](int64_t times) {
+      const auto end = static_cast<int32_t>(times * kOnce);
+      const std::vector<LatentItem> items{{.q_count = 1, .kv_end = end, .visible = end - 1}};
+      ops::run(stream, ops::AttendLatentArgs{.q = q.any(),
+                                             .cache = cache.view(),
+                                             .block_table = {table.data(), {1, kTimes * kPages}},
+                                             .items = items,
+                                             .scale = 0.05f,
+                                             .out = out.any(),
+                                             .lse = lse.view(),
+                                             .partial_out = {},
+                                             .partial_lse = {},
+                                             .batch_invariant = true,
+                                             .scratch = scratch()});
+      stream.synchronize();
+      return std::pair(out.values(), lse.values());
+    };
+    const auto [once, once_lse] = attend(1);
+    const auto [often, often_lse] = attend(kTimes);
+    float largest = 0, apart = 0, lse_apart = 0;
+    for (size_t i = 0; i < once.size(); ++i) {
+      largest = std::max(largest, std::abs(once[i]));
+      apart = std::max(apart, std::abs(once[i] - often[i]));
+    }
+    for (size_t i = 0; i < once_lse.size(); ++i)
+      lse_apart = std::max(lse_apart, std::abs(often_lse[i] - once_lse[i] - std::log(static_cast<float>(kTimes))));
+    EXPECT_GT(largest, 0.01f) << to_string(format);
+    EXPECT_LT(apart, 0.01f * largest) << to_string(format);  // pieces are kept in f16, probabilities in 16 bits
+    EXPECT_LT(lse_apart, 1e-3f) << to_string(format);
   }
 }
 

@@ -36,6 +36,6 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
 }  // namespace generic
 
 /// Working memory of a stream's ops, whatever the shape: they cut large calls into parts that fit it.
-constexpr size_t kScratch = size_t{64} << 20;
+constexpr size_t kScratch = size_t{128} << 20;
 
 }  // namespace mla::cuda

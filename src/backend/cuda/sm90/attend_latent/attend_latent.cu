@@ -36,6 +36,11 @@ int number_bytes(const AttendLatent& a) {
   return a.page_units || (a.page_stride && a.page_stride % row_bytes_16 != 0) ? 16 : row_bytes_16;
 }
 
+/// Are partials f16? The wide kernels'.
+bool half_partials(const AttendLatentChoice& c, CacheFormat format) {
+  return c.tile_rows >= 64 && (!is_fp8(format) || c.converts || c.codes);
+}
+
 /// Pieces that may have partials at a time.
 int64_t partial_slots(const AttendLatentLimits& l, const AttendLatentChoice& c) {
   if (!c.split_blocks) return 2 * static_cast<int64_t>(c.workers);
@@ -128,7 +133,7 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
                                                                 std::to_string(a.page_size));
   require(c.workers >= 1 && c.workers <= latent::most_pieces,
           "workers is " + std::to_string(c.workers) + ", allowed 1 to " + std::to_string(latent::most_pieces));
-  const size_t count = attend_latent_counters(l, c), bytes = attend_latent_partials(l, c);
+  const size_t count = attend_latent_counters(l, c), bytes = attend_latent_partials(l, c, a.format);
   require(aligned(a.counters, 4) && a.counter_count >= count, "counters are " +
                                                                   std::to_string(a.counters ? a.counter_count : 0) +
                                                                   ", " + std::to_string(count) + " are needed");
@@ -196,11 +201,11 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.counters = a.counters;
   p.left = a.counters + (c.split_blocks ? partial_slots(l, c) : c.workers) * c.ctas();
   p.patience = c.patience;
+  const bool half = half_partials(c, a.format);
+  const int64_t rows = partial_slots(l, c) * c.tile_rows;
   p.partial_out = static_cast<float*>(a.partials);
-  const bool half = c.tile_rows >= 64 && (!is_fp8(a.format) || c.converts || c.codes);  // partials of the wide kernel
-  p.partial_lse = p.partial_out + partial_slots(l, c) * c.tile_rows * latent::width / (half ? 2 : 1);
-  // partial_lse has two numbers a row where partials are halves.
-  p.partial_max = p.partial_lse + partial_slots(l, c) * c.tile_rows * (half ? 2 : 1);
+  p.partial_lse = p.partial_out + rows * latent::width / (half ? 2 : 1);
+  p.partial_max = p.partial_lse + rows * (half ? 2 : 1);
   p.workers = c.workers;
   p.split_blocks = c.split_blocks;
   p.min_blocks = c.min_blocks;
@@ -263,8 +268,10 @@ size_t attend_latent_counters(const AttendLatentLimits& l, const AttendLatentCho
   return static_cast<size_t>((slots + (c.split_blocks ? slots : c.workers)) * c.ctas());
 }
 
-size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c) {
-  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * (latent::width + 2) * 4, 256));
+// A row's outputs, its lse (two numbers where outputs are f16) and its largest logit.
+size_t attend_latent_partials(const AttendLatentLimits& l, const AttendLatentChoice& c, CacheFormat format) {
+  const int numbers = half_partials(c, format) ? latent::width / 2 + 3 : latent::width + 2;
+  return static_cast<size_t>(up(partial_slots(l, c) * c.tile_rows * numbers * 4, 256));
 }
 
 size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice) {

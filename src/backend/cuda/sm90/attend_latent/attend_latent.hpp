@@ -138,7 +138,8 @@ AttendLatentChoice attend_latent_choice(const AttendLatentLimits& limits, int pa
 /// Does such a call give largest logits?
 bool attend_latent_gives_max_logits(const AttendLatentChoice& choice, CacheFormat format);
 
-size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< bytes
+size_t attend_latent_partials(const AttendLatentLimits& limits, const AttendLatentChoice& choice,
+                              CacheFormat format);                                                  ///< bytes
 size_t attend_latent_counters(const AttendLatentLimits& limits, const AttendLatentChoice& choice);  ///< how many
 
 /// What no call that is not batch-invariant exceeds on such a device: two pieces of 64 rows of 512 values, a sum and a

@@ -28,7 +28,7 @@ struct CodesShared {
   alignas(1024) char v[2][width * block_tokens];     // latents x positions: rows of 64 bytes, 64-byte swizzle
   alignas(1024) char q[code_block_bytes];
   uint4 p[2][2][128];  // probabilities as the products take them: 32 positions of each thread's two rows
-  float inverse[64];   // of an item's sums
+  float inverse[64];   // of a piece's sums
   uint8_t exponent[2][64];
   float growth[2][64];  // what outputs held before this block's are to be multiplied by
   bool changed[2][4];   // is any growth of the warp's rows not 1?
@@ -36,7 +36,7 @@ struct CodesShared {
   Splits splits;
   Split split;
   alignas(8) uint64_t full[buffers], empty[buffers], v_full[2], v_empty[2], made[2], p_empty[2];
-  uint64_t item_full[2], item_empty[2], q_full, q_empty;
+  uint64_t item_full[2], item_empty[2], q_full, q_empty, piece_read;
 };
 
 /// Four numbers as e4m3, the first in the lowest byte.
@@ -119,6 +119,7 @@ __global__ void __launch_bounds__(code_threads, 1)
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
+    mbarrier_init(smem_address(&s.piece_read), 1);
     mbarrier_init_fence();
     for (const CUtensorMap* map : {&maps.q, &maps.q_rope, &maps.cache, &maps.cache_rope}) tma_prefetch_map(*map);
   }
@@ -287,7 +288,8 @@ __global__ void __launch_bounds__(code_threads, 1)
     const auto my_row = [&] { return thread_index() / 32 % 4 * 16 + thread_index() % 32 / 4; };
     const auto first_of_row = [&] { return thread_index() % 4 == 0; };
     const uint32_t part = __reduce_max_sync(0xffffffffu, thread_index() / 32 % 4);
-    int turn = 0;  // of the probabilities, then their parity
+    int turn = 0;         // of the probabilities, then their parity
+    int pieces_read = 0;  // of which not the last of an item, by the outputs
     for (int count = 0;; ++count) {
       const Item& it = wait_item(count);
       const int blocks = it.blocks;
@@ -302,110 +304,115 @@ __global__ void __launch_bounds__(code_threads, 1)
         const int seen_by_all = warp_uniform(limit(0) / block_tokens);  // blocks
         // To log2 units, with the scales that the device alone knows.
         const float scale = p.scale_log2 * given(p.q_scale) * given(p.k_scale);
-        float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0, peak0 = -INFINITY, peak1 = -INFINITY;
-        float d[32];
+        for_pieces<invariant>(p, it, blocks, [&](int piece, int begin, int end) {
+          float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0, peak0 = -INFINITY, peak1 = -INFINITY;
+          float d[32];
 #pragma unroll 1
-        for (int i = 0; i < blocks; ++i) {
-          mbarrier_wait(smem_address(&s.full[buffer]), parity);
-          const uint64_t keys = operand_128b(smem_address(s.kv[buffer])), queries = operand_128b(smem_address(s.q)),
-                         rope_keys = operand_64b(smem_address(s.kv[buffer] + code_boxes * box_bytes)),
-                         rope_queries = operand_64b(smem_address(s.q + code_boxes * box_bytes));
-          using Product = WgmmaFp8<64>;
-          wgmma_fence();
+          for (int i = begin; i < end; ++i) {
+            mbarrier_wait(smem_address(&s.full[buffer]), parity);
+            const uint64_t keys = operand_128b(smem_address(s.kv[buffer])), queries = operand_128b(smem_address(s.q)),
+                           rope_keys = operand_64b(smem_address(s.kv[buffer] + code_boxes * box_bytes)),
+                           rope_queries = operand_64b(smem_address(s.q + code_boxes * box_bytes));
+            using Product = WgmmaFp8<64>;
+            wgmma_fence();
 #pragma unroll
-          for (int k = 0; k < 16; ++k) {
-            const uint32_t at = k / 4 * box_bytes + k % 4 * 32;
-            Product::ss(d, operand_advance(queries, at), operand_advance(keys, at), k > 0);
-          }
+            for (int k = 0; k < 16; ++k) {
+              const uint32_t at = k / 4 * box_bytes + k % 4 * 32;
+              Product::ss(d, operand_advance(queries, at), operand_advance(keys, at), k > 0);
+            }
 #pragma unroll
-          for (int k = 0; k < 2; ++k)
-            Product::ss(d, operand_advance(rope_queries, k * 32), operand_advance(rope_keys, k * 32), 1);
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_pin(d);
-          release_block();
-          const bool last = i + 1 == blocks;
-          if (last && elect_one()) mbarrier_arrive(smem_address(&s.q_empty));
+            for (int k = 0; k < 2; ++k)
+              Product::ss(d, operand_advance(rope_queries, k * 32), operand_advance(rope_keys, k * 32), 1);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_pin(d);
+            release_block();
+            const bool last = i + 1 == end;
+            if (i + 1 == blocks && elect_one()) mbarrier_arrive(smem_address(&s.q_empty));
 
-          if (i >= seen_by_all) {
-            const int base = i * block_tokens + thread_index() % 4 * 2, row = my_row(), limit0 = limit(row),
-                      limit1 = limit(row + 8);
+            if (i >= seen_by_all) {
+              const int base = i * block_tokens + thread_index() % 4 * 2, row = my_row(), limit0 = limit(row),
+                        limit1 = limit(row + 8);
 #pragma unroll
-            for (int k = 0; k < 32; ++k) {
-              const int position = base + k / 4 * 8 + k % 2;
-              if (position >= (k % 4 < 2 ? limit0 : limit1)) d[k] = -INFINITY;
+              for (int k = 0; k < 32; ++k) {
+                const int position = base + k / 4 * 8 + k % 2;
+                if (position >= (k % 4 < 2 ? limit0 : limit1)) d[k] = -INFINITY;
+              }
             }
-          }
-          float best0 = -INFINITY, best1 = -INFINITY;
+            float best0 = -INFINITY, best1 = -INFINITY;
 #pragma unroll
-          for (int k = 0; k < 32; k += 4) {
-            best0 = fmaxf(best0, fmaxf(d[k], d[k + 1]));
-            best1 = fmaxf(best1, fmaxf(d[k + 2], d[k + 3]));
-          }
-#pragma unroll
-          for (int k = 1; k < 4; k *= 2) {
-            best0 = fmaxf(best0, __shfl_xor_sync(0xffffffffu, best0, k));
-            best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
-          }
-          best0 *= scale, best1 *= scale;
-          peak0 = fmaxf(peak0, best0), peak1 = fmaxf(peak1, best1);
-          // A reference is a largest logit, and grows when one is past it by more than a factor of 2: e4m3 ends below
-          // 2^9. A key that outweighs all others is then a power of two, which e4m3 has exactly.
-          float growth0 = 1, growth1 = 1;
-          const auto grow = [](float best, float& top, float& growth) {
-            if (best - top > 1) growth = exp2_approx(top - best), top = best;
-          };
-          grow(best0, top0, growth0), grow(best1, top1, growth1);
-          const bool changed = __any_sync(0xffffffffu, fminf(growth0, growth1) < 1);
-          mbarrier_wait(smem_address(&s.p_empty[turn & 1]), (turn >> 1) ^ 1);
-          if (changed) {
-            sum0 *= growth0, sum1 *= growth1;
-            if (first_of_row()) {
-              const int row = my_row();
-              s.growth[turn & 1][row] = growth0, s.growth[turn & 1][row + 8] = growth1;
+            for (int k = 0; k < 32; k += 4) {
+              best0 = fmaxf(best0, fmaxf(d[k], d[k + 1]));
+              best1 = fmaxf(best1, fmaxf(d[k + 2], d[k + 3]));
             }
-          }
-          if (elect_one()) s.changed[turn & 1][part] = changed && i > 0;
-          const float shift0 = 7 - (top0 == -INFINITY ? 0.0f : top0), shift1 = 7 - (top1 == -INFINITY ? 0.0f : top1);
-          uint32_t a[8];
-#pragma unroll
-          for (int k = 0; k < 32; k += 8) {  // 16 positions of two rows
-            float* x = d + k;
-#pragma unroll
-            for (int m = 0; m < 8; ++m) {
-              x[m] = exp2_approx(fmaf(x[m], scale, m % 4 < 2 ? shift0 : shift1));
-              (m % 4 < 2 ? sum0 : sum1) += x[m];
-            }
-            a[k / 4] = e4m3_of(x[0], x[1], x[4], x[5]);
-            a[k / 4 + 1] = e4m3_of(x[2], x[3], x[6], x[7]);
-          }
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            store_shared_16(mine + ((turn & 1) * 2 + k) * sizeof s.p[0][0],
-                            make_uint4(a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]));
-          if (last) {
 #pragma unroll
             for (int k = 1; k < 4; k *= 2) {
-              sum0 += __shfl_xor_sync(0xffffffffu, sum0, k);
-              sum1 += __shfl_xor_sync(0xffffffffu, sum1, k);
+              best0 = fmaxf(best0, __shfl_xor_sync(0xffffffffu, best0, k));
+              best1 = fmaxf(best1, __shfl_xor_sync(0xffffffffu, best1, k));
             }
-            if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);  // the last ones
-            if (first_of_row()) {
-              const int row = my_row();
-              s.inverse[row] = finish_row<ctas, true>(p, it, row, sum0, top0 - 7, peak0);
-              s.inverse[row + 8] = finish_row<ctas, true>(p, it, row + 8, sum1, top1 - 7, peak1);
+            best0 *= scale, best1 *= scale;
+            peak0 = fmaxf(peak0, best0), peak1 = fmaxf(peak1, best1);
+            // A reference is a largest logit, and grows when one is past it by more than a factor of 2: e4m3 ends below
+            // 2^9. A key that outweighs all others is then a power of two, which e4m3 has exactly.
+            float growth0 = 1, growth1 = 1;
+            const auto grow = [](float best, float& top, float& growth) {
+              if (best - top > 1) growth = exp2_approx(top - best), top = best;
+            };
+            grow(best0, top0, growth0), grow(best1, top1, growth1);
+            const bool changed = __any_sync(0xffffffffu, fminf(growth0, growth1) < 1);
+            mbarrier_wait(smem_address(&s.p_empty[turn & 1]), (turn >> 1) ^ 1);
+            if (changed) {
+              sum0 *= growth0, sum1 *= growth1;
+              if (first_of_row()) {
+                const int row = my_row();
+                s.growth[turn & 1][row] = growth0, s.growth[turn & 1][row + 8] = growth1;
+              }
             }
+            if (elect_one()) s.changed[turn & 1][part] = changed && i > begin;
+            const float shift0 = 7 - (top0 == -INFINITY ? 0.0f : top0), shift1 = 7 - (top1 == -INFINITY ? 0.0f : top1);
+            uint32_t a[8];
+#pragma unroll
+            for (int k = 0; k < 32; k += 8) {  // 16 positions of two rows
+              float* x = d + k;
+#pragma unroll
+              for (int m = 0; m < 8; ++m) {
+                x[m] = exp2_approx(fmaf(x[m], scale, m % 4 < 2 ? shift0 : shift1));
+                (m % 4 < 2 ? sum0 : sum1) += x[m];
+              }
+              a[k / 4] = e4m3_of(x[0], x[1], x[4], x[5]);
+              a[k / 4 + 1] = e4m3_of(x[2], x[3], x[6], x[7]);
+            }
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              store_shared_16(mine + ((turn & 1) * 2 + k) * sizeof s.p[0][0],
+                              make_uint4(a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]));
+            if (last) {
+#pragma unroll
+              for (int k = 1; k < 4; k *= 2) {
+                sum0 += __shfl_xor_sync(0xffffffffu, sum0, k);
+                sum1 += __shfl_xor_sync(0xffffffffu, sum1, k);
+              }
+              // The last sums have been read?
+              if (begin) mbarrier_wait(smem_address(&s.piece_read), pieces_read++ & 1);
+              else if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);
+              if (first_of_row()) {
+                const int row = my_row();
+                s.inverse[row] = finish_row<ctas, true>(p, it, piece, row, sum0, top0 - 7, peak0);
+                s.inverse[row + 8] = finish_row<ctas, true>(p, it, piece, row + 8, sum1, top1 - 7, peak1);
+              }
+            }
+            __syncwarp();
+            if (elect_one()) mbarrier_arrive(smem_address(&s.made[turn & 1]));
+            turn = (turn + 1) & 3;
+            advance();
           }
-          __syncwarp();
-          if (elect_one()) mbarrier_arrive(smem_address(&s.made[turn & 1]));
-          turn = (turn + 1) & 3;
-          advance();
-        }
+        });
       } else {
         if (first_of_row()) {
           const int row = my_row();
           const volatile float none = -INFINITY;
-          finish_row<ctas, true>(p, it, row, 0, 0, none), finish_row<ctas, true>(p, it, row + 8, 0, 0, none);
+          finish_row<ctas, true>(p, it, it.piece, row, 0, 0, none);
+          finish_row<ctas, true>(p, it, it.piece, row + 8, 0, 0, none);
         }
         if (elect_one()) mbarrier_arrive(smem_address(&s.q_empty));
       }
@@ -423,51 +430,53 @@ __global__ void __launch_bounds__(code_threads, 1)
       const Item& it = wait_item(count);
       const int blocks = static_cast<int>(__reduce_max_sync(0xffffffffu, it.blocks + 1)) - 1;
       if (blocks < 0) break;
+      for_pieces<invariant>(p, it, blocks, [&](int piece, int begin, int end) {
 #pragma unroll
-      for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
+        for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
 #pragma unroll 1
-      for (int i = 0; i < blocks; ++i) {
-        mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
-        uint32_t a[8];
+        for (int i = begin; i < end; ++i) {
+          mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
+          uint32_t a[8];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          uint4 four;
-          asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
-                       : "r"(mine + static_cast<uint32_t>(((turn & 1) * 2 + k) * sizeof s.p[0][0]))
-                       : "memory");
-          a[4 * k] = four.x, a[4 * k + 1] = four.y, a[4 * k + 2] = four.z, a[4 * k + 3] = four.w;
+          for (int k = 0; k < 2; ++k) {
+            uint4 four;
+            asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(four.x), "=r"(four.y), "=r"(four.z), "=r"(four.w)
+                         : "r"(mine + static_cast<uint32_t>(((turn & 1) * 2 + k) * sizeof s.p[0][0]))
+                         : "memory");
+            a[4 * k] = four.x, a[4 * k + 1] = four.y, a[4 * k + 2] = four.z, a[4 * k + 3] = four.w;
+          }
+          if (s.changed[turn & 1][part]) {
+            const int row = part * 16 + thread_index() % 32 / 4;  // and row + 8, of the CTA's 64
+            const float low = s.growth[turn & 1][row], high = s.growth[turn & 1][row + 8];
+#pragma unroll
+            for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? high : low, o[1][k] *= k & 2 ? high : low;
+          }
+          __syncwarp();
+          if (elect_one()) mbarrier_arrive(smem_address(&s.p_empty[turn & 1]));
+          mbarrier_wait(smem_address(&s.v_full[turn & 1]), turn >> 1);
+          const uint64_t values = operand_64b(smem_address(s.v[turn & 1]) + h * (width / 2 * block_tokens));
+#pragma unroll
+          for (int n = 0; n < 4; ++n) {  // 64 latents at a time
+            float block[32];
+            wgmma_pin(a);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              WgmmaFp8<64>::rs(block, a + 4 * k, operand_advance(values, n * 64 * block_tokens + k * 32), k > 0);
+            wgmma_commit();
+            wgmma_wait<0>();
+            wgmma_pin(block);
+#pragma unroll
+            for (int k = 0; k < 32; ++k) o[n / 2][n % 2 * 32 + k] += block[k];
+          }
+          __syncwarp();
+          if (elect_one()) mbarrier_arrive(smem_address(&s.v_empty[turn & 1]));
+          turn = (turn + 1) & 3;
         }
-        if (s.changed[turn & 1][part]) {
-          const int row = part * 16 + thread_index() % 32 / 4;  // and row + 8, of the CTA's 64
-          const float low = s.growth[turn & 1][row], high = s.growth[turn & 1][row + 8];
-#pragma unroll
-          for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? high : low, o[1][k] *= k & 2 ? high : low;
-        }
-        __syncwarp();
-        if (elect_one()) mbarrier_arrive(smem_address(&s.p_empty[turn & 1]));
-        mbarrier_wait(smem_address(&s.v_full[turn & 1]), turn >> 1);
-        const uint64_t values = operand_64b(smem_address(s.v[turn & 1]) + h * (width / 2 * block_tokens));
-#pragma unroll
-        for (int n = 0; n < 4; ++n) {  // 64 latents at a time
-          float block[32];
-          wgmma_pin(a);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            WgmmaFp8<64>::rs(block, a + 4 * k, operand_advance(values, n * 64 * block_tokens + k * 32), k > 0);
-          wgmma_commit();
-          wgmma_wait<0>();
-          wgmma_pin(block);
-#pragma unroll
-          for (int k = 0; k < 32; ++k) o[n / 2][n % 2 * 32 + k] += block[k];
-        }
-        __syncwarp();
-        if (elect_one()) mbarrier_arrive(smem_address(&s.v_empty[turn & 1]));
-        turn = (turn + 1) & 3;
-      }
-      finish_outputs<Order, ctas>(p, s, it, part_of(it), o, rank, [&](int h, int i) {
-        return reinterpret_cast<uint4*>(s.kv[0] + (2 * i + h) * 32768);
+        finish_outputs<Order, ctas>(p, s, it, piece, end == blocks, part_of(it), o, rank, [&](int h, int i) {
+          return reinterpret_cast<uint4*>(s.kv[0] + (2 * i + h) * 32768);
+        });
       });
       release_item(count);
     }

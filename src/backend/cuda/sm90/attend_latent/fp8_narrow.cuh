@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(threads, 1)
   for (int count = 0;; ++count) {
     mbarrier_wait(smem_address(&s.q_full), count & 1);
     const Item& it = s.item[count & 1];
-    const int blocks = it.blocks, block0 = it.block, positions = it.positions;
-    if (blocks < 0) break;
+    const int item_blocks = it.blocks, positions = it.positions;
+    if (item_blocks < 0) break;
 
 #pragma unroll 1
     for (int row = warp; row < n; row += 8) {
@@ -144,361 +144,372 @@ __global__ void __launch_bounds__(threads, 1)
         s.limit[row] = min(it.context + p.by_heads.divide(it.first_row + row) + 1, positions);
       }
     }
-    if constexpr (Rows::scaled)
-      for (int at = threadIdx.x; at < 2 * n * 4; at += math_threads) (&s.room[0][0][0])[at] = 0x1p126f;
-    if (listed && threadIdx.x == 0) s.any = false;
+    const auto begin_piece = [&] {
+      if constexpr (Rows::scaled)
+        for (int at = threadIdx.x; at < 2 * n * 4; at += math_threads) (&s.room[0][0][0])[at] = 0x1p126f;
+      if (listed && threadIdx.x == 0) s.any = false;
+    };
+    begin_piece();
     fence_async_proxy();
     barrier_sync(math_barrier, math_threads);
 
     const int limit_all = s.limit[0];
-#pragma unroll
-    for (int i = 0; i < tiles; ++i)
-#pragma unroll
-      for (int k = 0; k < n / 2; ++k) o[i][k] = 0;
-    // Of rows k / 2 * 8 + 2 c + k % 2: what their log2 scores are taken relative to, and sums of this thread's
-    // positions.
-    float shift[mine], sum[mine];
-#pragma unroll
-    for (int k = 0; k < mine; ++k) shift[k] = -3e38f, sum[k] = 0;
-
-    int j = h, changes = 0;  // changes of maxima
-    if (j >= blocks) {
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
-    }
-#pragma unroll 1
-    for (; j < blocks; j += 2) {
-      const int turn = (blocks_before + j) % (2 * slots), slot = turn % slots;
-      const char* block = s.ring[slot];
-      mbarrier_wait(smem_address(&s.full[turn]), (blocks_before + j) / (2 * slots) & 1);
-
-      // ---- S^T. Batches of `steps`; while one or two are multiplied the next is converted.
-      constexpr int steps = Tile::steps, buffers = Tile::buffers, of_box = 4 / steps;
-      float d[n / 2];
-      uint32_t a[buffers][4 * steps];
-      const char *first = block + first_at, *second = block + second_at;
-      uint4 x, y;  // 16 bytes of each of the thread's rows: a box of e4m3
-      const auto load = [&](int at) {
-        x = *reinterpret_cast<const uint4*>(first + at);
-        y = *reinterpret_cast<const uint4*>(second + at);
-      };
-      const auto convert = [&](int i) {
-        const uint32_t from[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-        for (int k = 0; k < 4 * steps; ++k) {
-          const uint32_t four = from[k % 2][i % of_box * steps + k / 4];
-          a[i % buffers][k] = k % 4 < 2 ? e4m3_low(four) : e4m3_high(four);
-        }
-      };
-      const auto queries = [&](int box, int at) {
-        return operand_advance(operand_128b(smem_address(s.q[box])), at * 32);
-      };
-      // After batch i was issued: makes batch i + 1, the last of `count`, ready.
-      const auto prepare = [&](int i, int count) {
-        if (buffers == 2) wgmma_wait<1>(), wgmma_pin(a[(i + 1) % buffers]);
-        if (i + 1 < count) convert(i + 1);
-        if ((i + 2) % of_box == 0 && i + 2 < count) load((i + 2) / of_box * 64);
-        if (buffers > 2) wgmma_wait<1>(), wgmma_pin(a[(i + buffers - 1) % buffers]);
-      };
-      float4 scale[2] = {};  // of the thread's positions
-      if constexpr (!Rows::scaled) {
-        load(0);
-        convert(0);
-        if (of_box == 1) load(64);
-#pragma unroll
-        for (int i = 0; i < 9 * of_box; ++i) {
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < steps; ++k)
-            Wgmma<n, __half>::rs(d, a[i % buffers] + 4 * k, queries(i / of_box, i % of_box * steps + k), i + k > 0);
-          wgmma_commit();
-          prepare(i, 9 * of_box);
-        }
-        wgmma_wait<0>();
-        wgmma_pin(d);
-      } else {
-        static_assert(steps == 2 && buffers == 4);
-        float e[2][n / 2];  // of a group, in turn
-        const auto fold = [&](int group) {
-          const float f[2] = {reinterpret_cast<const float*>(&scale[0])[group],
-                              reinterpret_cast<const float*>(&scale[1])[group]};
-          wgmma_pin(e[group % 2]);
-#pragma unroll
-          for (int k = 0; k < n / 2; ++k) d[k] = fmaf(f[k % 4 / 2], e[group % 2][k], d[k]);
-        };
-        scale[0] = *reinterpret_cast<const float4*>(first + Rows::scales_at - c * 16);
-        scale[1] = *reinterpret_cast<const float4*>(second + Rows::scales_at - c * 16);
-        // The rope's two batches, then four of each group.
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          load(Rows::rope_at + i * 64);
-          const uint32_t from[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
-#pragma unroll
-          for (int k = 0; k < 8; ++k) a[2 + i][k] = from[k % 2][k / 4 * 2 + k % 4 / 2];
-          if (i == 1) load(0);
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            Wgmma<n, __nv_bfloat16>::rs(d, a[2 + i] + 4 * k, queries(8, i * 2 + k), i + k > 0);
-          wgmma_commit();
-        }
-        convert(0);
-#pragma unroll
-        for (int i = 0; i < 16; ++i) {
-          wgmma_fence();
-#pragma unroll
-          for (int k = 0; k < 2; ++k)
-            Wgmma<n, __half>::rs(e[i / 4 % 2], a[i % 4] + 4 * k, queries(i / 2, i % 2 * 2 + k), i % 4 + k > 0);
-          wgmma_commit();
-          prepare(i, 16);
-          if (i == 1) wgmma_pin(d);
-          if (i > 4 && i % 4 == 1) fold(i / 4 - 1);
-        }
-        wgmma_wait<0>();
-        fold(3);
+    for_pieces<invariant>(p, it, item_blocks, [&](int piece, int begin, int end) {
+      const int blocks = end - begin, block0 = it.block + begin;
+      const bool last = end == item_blocks;
+      if (invariant && begin) {
+        begin_piece();
+        barrier_sync(math_barrier, math_threads);
       }
-      if (j + 2 >= blocks) {
+#pragma unroll
+      for (int i = 0; i < tiles; ++i)
+#pragma unroll
+        for (int k = 0; k < n / 2; ++k) o[i][k] = 0;
+      // Of rows k / 2 * 8 + 2 c + k % 2: what their log2 scores are taken relative to, and sums of this thread's
+      // positions.
+      float shift[mine], sum[mine];
+#pragma unroll
+      for (int k = 0; k < mine; ++k) shift[k] = -3e38f, sum[k] = 0;
+
+      int j = h, changes = 0;  // changes of maxima
+      if (last && j >= blocks) {
         __syncwarp();
         if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
+#pragma unroll 1
+      for (; j < blocks; j += 2) {
+        const int turn = (blocks_before + j) % (2 * slots), slot = turn % slots;
+        const char* block = s.ring[slot];
+        mbarrier_wait(smem_address(&s.full[turn]), (blocks_before + j) / (2 * slots) & 1);
 
-      // ---- softmax. Element k of d: row k / 4 * 8 + 2 c + k % 2, the thread's position k % 4 / 2.
-      const int base = (block0 + j) * block_tokens + p0;
-      const bool masked = (block0 + j + 1) * block_tokens > limit_all;
+        // ---- S^T. Batches of `steps`; while one or two are multiplied the next is converted.
+        constexpr int steps = Tile::steps, buffers = Tile::buffers, of_box = 4 / steps;
+        float d[n / 2];
+        uint32_t a[buffers][4 * steps];
+        const char *first = block + first_at, *second = block + second_at;
+        uint4 x, y;  // 16 bytes of each of the thread's rows: a box of e4m3
+        const auto load = [&](int at) {
+          x = *reinterpret_cast<const uint4*>(first + at);
+          y = *reinterpret_cast<const uint4*>(second + at);
+        };
+        const auto convert = [&](int i) {
+          const uint32_t from[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
 #pragma unroll
-      for (int k = 0; k < n / 2; ++k) {
-        const int row = k / 4 * 8 + 2 * c + k % 2;
-        d[k] *= s.factor[row];
-        if (!listed && masked && base + (k % 4 / 2 ^ swapped) >= s.limit[row]) d[k] = -INFINITY;
-      }
-      if constexpr (listed) {         // the thread's two
-        static_assert(Rows::scaled);  // whose positions are not swapped
-        const uint32_t two = s.there[slot][Rows::unit(g)] >> 2 * chunk & 3u;
-        if (two) s.any = true;
+          for (int k = 0; k < 4 * steps; ++k) {
+            const uint32_t four = from[k % 2][i % of_box * steps + k / 4];
+            a[i % buffers][k] = k % 4 < 2 ? e4m3_low(four) : e4m3_high(four);
+          }
+        };
+        const auto queries = [&](int box, int at) {
+          return operand_advance(operand_128b(smem_address(s.q[box])), at * 32);
+        };
+        // After batch i was issued: makes batch i + 1, the last of `count`, ready.
+        const auto prepare = [&](int i, int count) {
+          if (buffers == 2) wgmma_wait<1>(), wgmma_pin(a[(i + 1) % buffers]);
+          if (i + 1 < count) convert(i + 1);
+          if ((i + 2) % of_box == 0 && i + 2 < count) load((i + 2) / of_box * 64);
+          if (buffers > 2) wgmma_wait<1>(), wgmma_pin(a[(i + buffers - 1) % buffers]);
+        };
+        float4 scale[2] = {};  // of the thread's positions
+        if constexpr (!Rows::scaled) {
+          load(0);
+          convert(0);
+          if (of_box == 1) load(64);
 #pragma unroll
-        for (int k = 0; k < n / 2; ++k)
-          if (!(two >> k % 4 / 2 & 1)) d[k] = -INFINITY;
-      }
-      float v[n / 2];
-      const auto probabilities = [&] {
-        float top = 0;
+          for (int i = 0; i < 9 * of_box; ++i) {
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < steps; ++k)
+              Wgmma<n, __half>::rs(d, a[i % buffers] + 4 * k, queries(i / of_box, i % of_box * steps + k), i + k > 0);
+            wgmma_commit();
+            prepare(i, 9 * of_box);
+          }
+          wgmma_wait<0>();
+          wgmma_pin(d);
+        } else {
+          static_assert(steps == 2 && buffers == 4);
+          float e[2][n / 2];  // of a group, in turn
+          const auto fold = [&](int group) {
+            const float f[2] = {reinterpret_cast<const float*>(&scale[0])[group],
+                                reinterpret_cast<const float*>(&scale[1])[group]};
+            wgmma_pin(e[group % 2]);
+#pragma unroll
+            for (int k = 0; k < n / 2; ++k) d[k] = fmaf(f[k % 4 / 2], e[group % 2][k], d[k]);
+          };
+          scale[0] = *reinterpret_cast<const float4*>(first + Rows::scales_at - c * 16);
+          scale[1] = *reinterpret_cast<const float4*>(second + Rows::scales_at - c * 16);
+          // The rope's two batches, then four of each group.
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            load(Rows::rope_at + i * 64);
+            const uint32_t from[2][4] = {{x.x, x.y, x.z, x.w}, {y.x, y.y, y.z, y.w}};
+#pragma unroll
+            for (int k = 0; k < 8; ++k) a[2 + i][k] = from[k % 2][k / 4 * 2 + k % 4 / 2];
+            if (i == 1) load(0);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              Wgmma<n, __nv_bfloat16>::rs(d, a[2 + i] + 4 * k, queries(8, i * 2 + k), i + k > 0);
+            wgmma_commit();
+          }
+          convert(0);
+#pragma unroll
+          for (int i = 0; i < 16; ++i) {
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 2; ++k)
+              Wgmma<n, __half>::rs(e[i / 4 % 2], a[i % 4] + 4 * k, queries(i / 2, i % 2 * 2 + k), i % 4 + k > 0);
+            wgmma_commit();
+            prepare(i, 16);
+            if (i == 1) wgmma_pin(d);
+            if (i > 4 && i % 4 == 1) fold(i / 4 - 1);
+          }
+          wgmma_wait<0>();
+          fold(3);
+        }
+        if (last && j + 2 >= blocks) {
+          __syncwarp();
+          if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+        }
+
+        // ---- softmax. Element k of d: row k / 4 * 8 + 2 c + k % 2, the thread's position k % 4 / 2.
+        const int base = (block0 + j) * block_tokens + p0;
+        const bool masked = (block0 + j + 1) * block_tokens > limit_all;
 #pragma unroll
         for (int k = 0; k < n / 2; ++k) {
-          v[k] = exp2_approx(d[k] - shift[k / 4 * 2 + k % 2]);
-          top = fmaxf(top, v[k]);
+          const int row = k / 4 * 8 + 2 * c + k % 2;
+          d[k] *= s.factor[row];
+          if (!listed && masked && base + (k % 4 / 2 ^ swapped) >= s.limit[row]) d[k] = -INFINITY;
         }
-        return top;
-      };
-      const auto store = [&] {  // to shared memory; returns the largest that is scaled
-        float top = 0;
+        if constexpr (listed) {         // the thread's two
+          static_assert(Rows::scaled);  // whose positions are not swapped
+          const uint32_t two = s.there[slot][Rows::unit(g)] >> 2 * chunk & 3u;
+          if (two) s.any = true;
 #pragma unroll
-        for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
-          if constexpr (!Rows::scaled) {
-            *reinterpret_cast<uint32_t*>(s.p[h][0] + k / 4 * 1024 + p_at[k % 2]) =
-                swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
-          } else {
-            const int row = k / 4 * 8 + 2 * c + k % 2;
-            const float4 room4 = *reinterpret_cast<const float4*>(s.room[h][row]);
-            const float room[4] = {room4.x, room4.y, room4.z, room4.w};
-            const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
-                        s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
+          for (int k = 0; k < n / 2; ++k)
+            if (!(two >> k % 4 / 2 & 1)) d[k] = -INFINITY;
+        }
+        float v[n / 2];
+        const auto probabilities = [&] {
+          float top = 0;
 #pragma unroll
-            for (int q = 0; q < 4; ++q) {
-              const float w0 = v[k] * s0[q] * room[q], w1 = v[k + 2] * s1[q] * room[q];
-              *reinterpret_cast<uint32_t*>(s.p[h][q] + k / 4 * 1024 + p_at[k % 2]) = Pack<__half>::two(w0, w1);
-              top = fmaxf(top, fmaxf(fabsf(w0), fabsf(w1)));
+          for (int k = 0; k < n / 2; ++k) {
+            v[k] = exp2_approx(d[k] - shift[k / 4 * 2 + k % 2]);
+            top = fmaxf(top, v[k]);
+          }
+          return top;
+        };
+        const auto store = [&] {  // to shared memory; returns the largest that is scaled
+          float top = 0;
+#pragma unroll
+          for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1) {
+            if constexpr (!Rows::scaled) {
+              *reinterpret_cast<uint32_t*>(s.p[h][0] + k / 4 * 1024 + p_at[k % 2]) =
+                  swapped ? Pack<__half>::two(v[k + 2], v[k]) : Pack<__half>::two(v[k], v[k + 2]);
+            } else {
+              const int row = k / 4 * 8 + 2 * c + k % 2;
+              const float4 room4 = *reinterpret_cast<const float4*>(s.room[h][row]);
+              const float room[4] = {room4.x, room4.y, room4.z, room4.w};
+              const float s0[4] = {scale[0].x, scale[0].y, scale[0].z, scale[0].w},
+                          s1[4] = {scale[1].x, scale[1].y, scale[1].z, scale[1].w};
+#pragma unroll
+              for (int q = 0; q < 4; ++q) {
+                const float w0 = v[k] * s0[q] * room[q], w1 = v[k + 2] * s1[q] * room[q];
+                *reinterpret_cast<uint32_t*>(s.p[h][q] + k / 4 * 1024 + p_at[k % 2]) = Pack<__half>::two(w0, w1);
+                top = fmaxf(top, fmaxf(fabsf(w0), fabsf(w1)));
+              }
             }
           }
+          return top;
+        };
+        constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
+        if (!listed && masked) {
+          const int at = (block0 + j) * block_tokens + p0;
+          if (limit_all < positions) {  // the bytes that this thread has multiplied
+            if (at + swapped >= limit_all) zero_nan_codes(s.ring[slot] + first_at);
+            if (at + 1 - swapped >= limit_all) zero_nan_codes(s.ring[slot] + second_at);
+          }
+          if constexpr (Rows::scaled)
+#pragma unroll
+            for (int i = 0; i < 2; ++i)
+              if (at + i >= limit_all)
+                scale[i] = make_float4(number_of(scale[i].x), number_of(scale[i].y), number_of(scale[i].z),
+                                       number_of(scale[i].w));
         }
-        return top;
-      };
-      constexpr float most = 0x1p15f;  // of f16's range; maxima are brought to 2^7 when one is beyond
-      if (!listed && masked) {
-        const int at = (block0 + j) * block_tokens + p0;
-        if (limit_all < positions) {  // the bytes that this thread has multiplied
-          if (at + swapped >= limit_all) zero_nan_codes(s.ring[slot] + first_at);
-          if (at + 1 - swapped >= limit_all) zero_nan_codes(s.ring[slot] + second_at);
-        }
-        if constexpr (Rows::scaled)
+        float top = probabilities();
+        barrier_sync(own + h, 128);  // P of the block before has been used
+        top = fmaxf(top, store());
+        fence_async_proxy();
+        if (barrier_any(own + h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
+          ++changes;
+          float factor[mine];
 #pragma unroll
-          for (int i = 0; i < 2; ++i)
-            if (at + i >= limit_all)
-              scale[i] = make_float4(number_of(scale[i].x), number_of(scale[i].y), number_of(scale[i].z),
-                                     number_of(scale[i].w));
-      }
-      float top = probabilities();
-      barrier_sync(own + h, 128);  // P of the block before has been used
-      top = fmaxf(top, store());
-      fence_async_proxy();
-      if (barrier_any(own + h, 128, top > most, s.beyond[h], blocks_before + j + 1)) {
-        ++changes;
-        float factor[mine];
+          for (int k = 0; k < mine; ++k) {
+            float best = fmaxf(d[k / 2 * 4 + k % 2], d[k / 2 * 4 + 2 + k % 2]);
 #pragma unroll
-        for (int k = 0; k < mine; ++k) {
-          float best = fmaxf(d[k / 2 * 4 + k % 2], d[k / 2 * 4 + 2 + k % 2]);
-#pragma unroll
-          for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
-          if (g == 0) s.peak[h][w][k / 2 * 8 + 2 * c + k % 2] = best;
-        }
-        barrier_sync(own + h, 128);
-#pragma unroll
-        for (int k = 0; k < mine; ++k) {
-          const int row = k / 2 * 8 + 2 * c + k % 2;
-          const float best =
-              fmaxf(fmaxf(s.peak[h][0][row], s.peak[h][1][row]), fmaxf(s.peak[h][2][row], s.peak[h][3][row]));
-          const float old = shift[k];
-          if (best - old > 15) shift[k] = best - 7;
-          factor[k] = exp2_approx(old - shift[k]);
-          sum[k] *= factor[k];
-        }
-        probabilities();
-        if constexpr (!Rows::scaled) {
-#pragma unroll
-          for (int i = 0; i < tiles; ++i)
-#pragma unroll
-            for (int k = 0; k < n / 2; ++k) o[i][k] *= factor[k / 4 * 2 + k % 2];
-        } else {
-          // The same for each group's probabilities times scales, in powers of two.
-          if (g == 0 && w == 0)
-#pragma unroll
-            for (int k = 0; k < mine; ++k) s.growth[h][k / 2 * 8 + 2 * c + k % 2] = factor[k];
-          static_assert(sizeof(ScaledPeaks<n>) <= sizeof(s.p[h]));
-          scaled_peaks(*reinterpret_cast<ScaledPeaks<n>*>(s.p[h]), v, scale, p0, own + h,
-                       [&](int row, int q, float peak) {
-                         const float old = s.room[h][row][q], growth = s.growth[h][row],
-                                     room = new_room(old, growth, peak, most);
-                         s.room[h][row][q] = room;
-                         s.ratio[h][row][q] = growth * room / old;
-                       });
+            for (int m = 4; m < 32; m *= 2) best = fmaxf(best, __shfl_xor_sync(0xffffffffu, best, m));
+            if (g == 0) s.peak[h][w][k / 2 * 8 + 2 * c + k % 2] = best;
+          }
           barrier_sync(own + h, 128);
 #pragma unroll
-          for (int k = 0; k < mine; ++k)
+          for (int k = 0; k < mine; ++k) {
+            const int row = k / 2 * 8 + 2 * c + k % 2;
+            const float best =
+                fmaxf(fmaxf(s.peak[h][0][row], s.peak[h][1][row]), fmaxf(s.peak[h][2][row], s.peak[h][3][row]));
+            const float old = shift[k];
+            if (best - old > 15) shift[k] = best - 7;
+            factor[k] = exp2_approx(old - shift[k]);
+            sum[k] *= factor[k];
+          }
+          probabilities();
+          if constexpr (!Rows::scaled) {
 #pragma unroll
-            for (int i = 0; i < tiles; ++i) {
-              const float ratio = s.ratio[h][k / 2 * 8 + 2 * c + k % 2][i / 2];
-              o[i][k / 2 * 4 + k % 2] *= ratio, o[i][k / 2 * 4 + k % 2 + 2] *= ratio;
-            }
+            for (int i = 0; i < tiles; ++i)
+#pragma unroll
+              for (int k = 0; k < n / 2; ++k) o[i][k] *= factor[k / 4 * 2 + k % 2];
+          } else {
+            // The same for each group's probabilities times scales, in powers of two.
+            if (g == 0 && w == 0)
+#pragma unroll
+              for (int k = 0; k < mine; ++k) s.growth[h][k / 2 * 8 + 2 * c + k % 2] = factor[k];
+            static_assert(sizeof(ScaledPeaks<n>) <= sizeof(s.p[h]));
+            scaled_peaks(*reinterpret_cast<ScaledPeaks<n>*>(s.p[h]), v, scale, p0, own + h,
+                         [&](int row, int q, float peak) {
+                           const float old = s.room[h][row][q], growth = s.growth[h][row],
+                                       room = new_room(old, growth, peak, most);
+                           s.room[h][row][q] = room;
+                           s.ratio[h][row][q] = growth * room / old;
+                         });
+            barrier_sync(own + h, 128);
+#pragma unroll
+            for (int k = 0; k < mine; ++k)
+#pragma unroll
+              for (int i = 0; i < tiles; ++i) {
+                const float ratio = s.ratio[h][k / 2 * 8 + 2 * c + k % 2][i / 2];
+                o[i][k / 2 * 4 + k % 2] *= ratio, o[i][k / 2 * 4 + k % 2 + 2] *= ratio;
+              }
+          }
+          store();
+          fence_async_proxy();
+          barrier_sync(own + h, 128);
         }
-        store();
-        fence_async_proxy();
-        barrier_sync(own + h, 128);
-      }
 #pragma unroll
-      for (int k = 0; k < n / 2; ++k) sum[k / 4 * 2 + k % 2] += v[k];
+        for (int k = 0; k < n / 2; ++k) sum[k / 4 * 2 + k % 2] += v[k];
 
-        // ---- O^T
+          // ---- O^T
 #pragma unroll
-      for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
-      const uint32_t matrices = ring + slot * Layout::slot_bytes + matrix_at;
-      constexpr int of_tile = 4 / steps;
-      uint32_t m[2 * steps];
-      const auto load_values = [&](int i) {  // positions of `steps` steps, 16 latents
-        const uint32_t at = matrices + i / of_tile * 64;
-        if (steps == 2 && i % 2) load_matrix_x4_transposed(at + unit_rows / 2 * Rows::bytes, m[0], m[1], m[2], m[3]);
-        else load_matrix_x4_transposed(at, m[0], m[1], m[2], m[3]);
-        if constexpr (steps == 4) load_matrix_x4_transposed(at + unit_rows / 2 * Rows::bytes, m[4], m[5], m[6], m[7]);
-      };
-      const auto convert_values = [&](int i) {
+        for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
+        const uint32_t matrices = ring + slot * Layout::slot_bytes + matrix_at;
+        constexpr int of_tile = 4 / steps;
+        uint32_t m[2 * steps];
+        const auto load_values = [&](int i) {  // positions of `steps` steps, 16 latents
+          const uint32_t at = matrices + i / of_tile * 64;
+          if (steps == 2 && i % 2) load_matrix_x4_transposed(at + unit_rows / 2 * Rows::bytes, m[0], m[1], m[2], m[3]);
+          else load_matrix_x4_transposed(at, m[0], m[1], m[2], m[3]);
+          if constexpr (steps == 4) load_matrix_x4_transposed(at + unit_rows / 2 * Rows::bytes, m[4], m[5], m[6], m[7]);
+        };
+        const auto convert_values = [&](int i) {
 #pragma unroll
-        for (int k = 0; k < 2 * steps; ++k) {
-          const uint32_t pairs = __byte_perm(m[k], 0, 0x3120);  // both positions of a latent together
-          a[i % buffers][2 * k] = e4m3_low(pairs), a[i % buffers][2 * k + 1] = e4m3_high(pairs);
+          for (int k = 0; k < 2 * steps; ++k) {
+            const uint32_t pairs = __byte_perm(m[k], 0, 0x3120);  // both positions of a latent together
+            a[i % buffers][2 * k] = e4m3_low(pairs), a[i % buffers][2 * k + 1] = e4m3_high(pairs);
+          }
+        };
+        load_values(0);
+        convert_values(0);
+        load_values(1);
+#pragma unroll
+        for (int i = 0; i < of_tile * tiles; ++i) {
+          const uint64_t probability = operand_128b(smem_address(s.p[h][Rows::scaled ? i / of_tile / 2 : 0]));
+          wgmma_fence();
+#pragma unroll
+          for (int k = 0; k < steps; ++k)
+            Wgmma<n, __half>::rs(o[i / of_tile], a[i % buffers] + 4 * k,
+                                 operand_advance(probability, (i % of_tile * steps + k) * 32), 1);
+          wgmma_commit();
+          if (buffers == 2) wgmma_wait<1>(), wgmma_pin(a[(i + 1) % buffers]);
+          if (i + 1 < of_tile * tiles) convert_values(i + 1);
+          if (i + 2 < of_tile * tiles) load_values(i + 2);
+          if (buffers > 2) wgmma_wait<1>(), wgmma_pin(a[(i + buffers - 1) % buffers]);
         }
-      };
-      load_values(0);
-      convert_values(0);
-      load_values(1);
+        __syncwarp();
+        if (lane == 0) mbarrier_arrive(smem_address(&s.empty[slot]));
+        wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < of_tile * tiles; ++i) {
-        const uint64_t probability = operand_128b(smem_address(s.p[h][Rows::scaled ? i / of_tile / 2 : 0]));
-        wgmma_fence();
-#pragma unroll
-        for (int k = 0; k < steps; ++k)
-          Wgmma<n, __half>::rs(o[i / of_tile], a[i % buffers] + 4 * k,
-                               operand_advance(probability, (i % of_tile * steps + k) * 32), 1);
-        wgmma_commit();
-        if (buffers == 2) wgmma_wait<1>(), wgmma_pin(a[(i + 1) % buffers]);
-        if (i + 1 < of_tile * tiles) convert_values(i + 1);
-        if (i + 2 < of_tile * tiles) load_values(i + 2);
-        if (buffers > 2) wgmma_wait<1>(), wgmma_pin(a[(i + buffers - 1) % buffers]);
+        for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
       }
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(smem_address(&s.empty[slot]));
-      wgmma_wait<0>();
-#pragma unroll
-      for (int i = 0; i < tiles; ++i) wgmma_pin(o[i]);
-    }
-    blocks_before += blocks;
-    even_barriers(own + h, changes, Rows::scaled ? 5 : 2, h ? blocks % 2 * 2 : 0);
+      blocks_before += blocks;
+      even_barriers(own + h, changes, Rows::scaled ? 5 : 2, h ? blocks % 2 * 2 : 0);
 
-    // ---- epilogue
+      // ---- epilogue
 #pragma unroll
-    for (int k = 0; k < mine; ++k) {
+      for (int k = 0; k < mine; ++k) {
 #pragma unroll
-      for (int m = 4; m < 32; m *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], m);
-      if (g == 0) {
-        s.sum[h][w][k / 2 * 8 + 2 * c + k % 2] = sum[k];
-        if (w == 0) s.shift[h][k / 2 * 8 + 2 * c + k % 2] = shift[k];
-      }
-    }
-    barrier_sync(math_barrier, math_threads);
-    const bool whole = it.pieces == 1;
-    const int rows = it.rows;
-    const int64_t slot_row = static_cast<int64_t>(it.slot) * n, out_row = it.row0;
-#pragma unroll
-    for (int k = 0; k < mine; ++k) {
-      const int row = k / 2 * 8 + 2 * c + k % 2;
-      const auto total = [&](int group) {
-        return s.sum[group][0][row] + s.sum[group][1][row] + (s.sum[group][2][row] + s.sum[group][3][row]);
-      };
-      // Both warpgroups' halves of the positions.
-      const float shift0 = s.shift[0][row], shift1 = s.shift[1][row], best = fmaxf(shift0, shift1);
-      const float weight0 = exp2_approx(shift0 - best), weight1 = exp2_approx(shift1 - best);
-      const float weight = h ? weight1 : weight0;
-      float all = total(0) * weight0 + total(1) * weight1;
-      if (all == 0 && row < rows && (listed ? s.any : s.limit[row] > block0 * block_tokens) &&
-          lost_to_query(p, out_row + row))
-        all = NAN;
-      const float lse2 = all == 0 ? -INFINITY : best + __log2f(all),
-                  factor = all == 0 ? 0.0f
-                                    : weight * p.value_scale * given(p.k_scale) / all *
-                                          (whole ? kept(p, static_cast<int>(out_row) + row, lse2) : 1.0f);
-      if (h == 0 && w == 0 && g == 0 && row < rows) {
-        if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
-        else p.partial_lse[partial_row(it.slot0, n, row, it.pieces, it.piece)] = lse2;
-      }
-#pragma unroll
-      for (int i = 0; i < tiles; ++i) {
-        const int at = k / 2 * 4 + k % 2;
-        const float f = Rows::scaled ? factor / s.room[Rows::scaled ? h : 0][Rows::scaled ? row : 0][i / 2] : factor;
-        o[i][at] *= f, o[i][at + 2] *= f;
-      }
-    }
-    // 128 latents at a time: both warpgroups' shares through shared memory, stored in whole lines.
-#pragma unroll
-    for (int i = 0; i < tiles; i += 2) {
-#pragma unroll
-      for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1)
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-          *reinterpret_cast<float2*>(
-              &s.staged[h][(k / 4 * 8 + 2 * c + k % 2) * Layout::pitch + t * 64 + w * 16 + 2 * g]) =
-              make_float2(o[i + t][k], o[i + t][k + 2]);
-      barrier_sync(math_barrier, math_threads);
-#pragma unroll
-      for (int r = threadIdx.x / 32; r < n; r += 8) {
-        const float4 x = *reinterpret_cast<const float4*>(&s.staged[0][r * Layout::pitch + lane * 4]);
-        const float4 y = *reinterpret_cast<const float4*>(&s.staged[1][r * Layout::pitch + lane * 4]);
-        const float4 z = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-        const int64_t column = i * 64 + lane * 4;
-        if (r < rows) {
-          if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = z;
-          else store_four<__nv_bfloat16>(p, (out_row + r) * width + column, z);
+        for (int m = 4; m < 32; m *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], m);
+        if (g == 0) {
+          s.sum[h][w][k / 2 * 8 + 2 * c + k % 2] = sum[k];
+          if (w == 0) s.shift[h][k / 2 * 8 + 2 * c + k % 2] = shift[k];
         }
       }
       barrier_sync(math_barrier, math_threads);
-    }
-    if (!whole) publish<Order>(p, s.splits, it, part_of(it));
+      const bool whole = it.pieces == 1;
+      const int rows = it.rows;
+      const int64_t slot_row = static_cast<int64_t>(partial_slot(it, piece)) * n, out_row = it.row0;
+#pragma unroll
+      for (int k = 0; k < mine; ++k) {
+        const int row = k / 2 * 8 + 2 * c + k % 2;
+        const auto total = [&](int group) {
+          return s.sum[group][0][row] + s.sum[group][1][row] + (s.sum[group][2][row] + s.sum[group][3][row]);
+        };
+        // Both warpgroups' halves of the positions.
+        const float shift0 = s.shift[0][row], shift1 = s.shift[1][row], best = fmaxf(shift0, shift1);
+        const float weight0 = exp2_approx(shift0 - best), weight1 = exp2_approx(shift1 - best);
+        const float weight = h ? weight1 : weight0;
+        float all = total(0) * weight0 + total(1) * weight1;
+        if (all == 0 && row < rows && (listed ? s.any : s.limit[row] > block0 * block_tokens) &&
+            lost_to_query(p, out_row + row))
+          all = NAN;
+        const float lse2 = all == 0 ? -INFINITY : best + __log2f(all),
+                    factor = all == 0 ? 0.0f
+                                      : weight * p.value_scale * given(p.k_scale) / all *
+                                            (whole ? kept(p, static_cast<int>(out_row) + row, lse2) : 1.0f);
+        if (h == 0 && w == 0 && g == 0 && row < rows) {
+          if (whole) store_lse(p, static_cast<int>(out_row) + row, lse2);
+          else p.partial_lse[partial_row(it.slot0, n, row, it.pieces, piece)] = lse2;
+        }
+#pragma unroll
+        for (int i = 0; i < tiles; ++i) {
+          const int at = k / 2 * 4 + k % 2;
+          const float f = Rows::scaled ? factor / s.room[Rows::scaled ? h : 0][Rows::scaled ? row : 0][i / 2] : factor;
+          o[i][at] *= f, o[i][at + 2] *= f;
+        }
+      }
+      // 128 latents at a time: both warpgroups' shares through shared memory, stored in whole lines.
+#pragma unroll
+      for (int i = 0; i < tiles; i += 2) {
+#pragma unroll
+        for (int k = 0; k < n / 2; k += k % 2 ? 3 : 1)
+#pragma unroll
+          for (int t = 0; t < 2; ++t)
+            *reinterpret_cast<float2*>(
+                &s.staged[h][(k / 4 * 8 + 2 * c + k % 2) * Layout::pitch + t * 64 + w * 16 + 2 * g]) =
+                make_float2(o[i + t][k], o[i + t][k + 2]);
+        barrier_sync(math_barrier, math_threads);
+#pragma unroll
+        for (int r = threadIdx.x / 32; r < n; r += 8) {
+          const float4 x = *reinterpret_cast<const float4*>(&s.staged[0][r * Layout::pitch + lane * 4]);
+          const float4 y = *reinterpret_cast<const float4*>(&s.staged[1][r * Layout::pitch + lane * 4]);
+          const float4 z = make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
+          const int64_t column = i * 64 + lane * 4;
+          if (r < rows) {
+            if (!whole) *reinterpret_cast<float4*>(p.partial_out + (slot_row + r) * width + column) = z;
+            else store_four<__nv_bfloat16>(p, (out_row + r) * width + column, z);
+          }
+        }
+        barrier_sync(math_barrier, math_threads);
+      }
+      if (!whole && last) publish<Order>(p, s.splits, it, part_of(it));
+    });
   }
 
   // ---- merge

@@ -222,15 +222,15 @@ __device__ inline unsigned wait_for_pieces(const Params& p, const unsigned* coun
   return 0;
 }
 
-/// Leaves a share to those who merge later. Unless n pieces are there by now: then it is the caller's, and the result
-/// what the counter holds, otherwise 0.
-__device__ inline unsigned leave(unsigned* counter, int n) {
+/// Leaves `shares` to those who merge later. Unless n pieces are there by now: then they are the caller's, and the
+/// result what the counter holds, otherwise 0.
+__device__ inline unsigned leave(unsigned* counter, int n, int shares = 1) {
   for (unsigned seen = *static_cast<volatile unsigned*>(counter);;) {
     if ((seen & counts) >= static_cast<unsigned>(n)) {
       fence_gpu();
       return seen;
     }
-    const unsigned was = atomicCAS(counter, seen, seen + one_left);
+    const unsigned was = atomicCAS(counter, seen, seen + shares * one_left);
     if (was == seen) return 0;
     seen = was;
   }
@@ -247,9 +247,9 @@ struct Part {
 /// What a worker merges of a tile: its own share of the units, or another's that was left.
 struct alignas(16) Share {
   int row0, slot0, counter;                       // of the tile: row, first partial slot, counter
-  uint16_t pieces, shares, share;                 // of the tile; the worker's
+  uint16_t pieces, shares, share, taken;          // of the tile; the worker's, from which on it has how many
   uint16_t begin, end;                            // units
-  uint16_t at_a_time, blocks;                     // pieces, and blocks of lanes, that are copied before any is added
+  uint8_t at_a_time, blocks;                      // pieces, and blocks of lanes, that are copied before any is added
   uint8_t rows, row_begin, row_count, slot_step;  // the CTA's; those that the share touches
   uint8_t parts : 4, part : 4, log_lanes : 4, log_row_lanes : 4;
 
@@ -257,17 +257,17 @@ struct alignas(16) Share {
   __device__ int weight_bytes() const { return ((pieces + 1) * pitch() * 4 + 15) / 16 * 16; }
 };
 
-constexpr int all_shares = 0xfffe, no_share = 0xffff;
+constexpr int no_share = 0xffff;
 
-/// Makes s, of which nothing but the tile need be known, the tile's `share`-th share, or all of them. bytes: of shared
-/// memory that there are to merge it in.
+/// Makes s, of which nothing but the tile need be known, `taken` of the tile's shares from its `share`-th on. bytes: of
+/// shared memory that there are to merge them in.
 template <class Order>
-__device__ void take_share(const Params& p, Share& s, int share, int bytes) {
+__device__ void take_share(const Params& p, Share& s, int share, int taken, int bytes) {
   const int n = s.pieces, m = s.shares, units = ceil_div(s.rows, Order::group_rows) * Order::group_units;
   // The first `more` shares have one more.
   const int each = small_quotient(units / Order::least, m), more = units / Order::least - each * m;
-  const int begin = share == all_shares ? 0 : (share * each + min(share, more)) * Order::least,
-            end = share == all_shares ? units : begin + (each + (share < more)) * Order::least, count = end - begin;
+  const auto begin_of = [&](int i) { return (i * each + min(i, more)) * Order::least; };
+  const int begin = begin_of(share), end = begin_of(share + taken), count = end - begin;
   const int row_begin = begin / Order::group_units * Order::group_rows;
   s.begin = begin, s.end = end, s.row_begin = row_begin;
   s.row_count =
@@ -281,12 +281,13 @@ __device__ void take_share(const Params& p, Share& s, int share, int bytes) {
 }
 
 template <class Order>
-__device__ Share make_share(const Params& p, const Item& it, const Part& part, int share, int bytes) {
+__device__ Share make_share(const Params& p, const Item& it, const Part& part, int share, int taken, int bytes) {
   Share s;
   s.row0 = static_cast<int>(part.row0), s.slot0 = it.slot0, s.counter = it.counter;
-  s.pieces = it.pieces, s.shares = Order::relays ? it.shares() : it.pieces, s.share = share, s.slot_step = it.slot_step;
+  s.pieces = it.pieces, s.shares = Order::relays ? it.shares() : it.pieces, s.share = share, s.taken = taken;
+  s.slot_step = it.slot_step;
   s.rows = part.rows, s.parts = part.parts, s.part = part.part;
-  if (!Order::relays || share != no_share) take_share<Order>(p, s, share, bytes);
+  if (!Order::relays || share != no_share) take_share<Order>(p, s, share, taken, bytes);
   return s;
 }
 
@@ -304,14 +305,14 @@ __device__ void remember_split(const Params& p, Splits& s, const Item& it, const
   if (it.pieces == 1) return;
   s.count = it.split + 1;
   if constexpr (!Order::invariant) {
-    int share = it.piece;
-    if (Order::joins && shared_by_two(it)) share = all_shares;
+    int share = it.piece, taken = 1;
+    if (Order::joins && shared_by_two(it)) share = 0, taken = it.pieces;
     else if (Order::relays) share = it.early() ? no_share : it.share();
-    s.share[it.split] = make_share<Order>(p, it, part, share, bytes);
+    s.share[it.split] = make_share<Order>(p, it, part, share, taken, bytes);
   }
 }
 
-/// After all math threads wrote a piece's partial; by all of them.
+/// After all math threads wrote the partials of an item's pieces; by all of them.
 template <class Order>
 __device__ void publish(const Params& p, Splits& s, const Item& it, const Part& part) {
   barrier_sync(math_barrier, math_threads);
@@ -330,7 +331,7 @@ __device__ void publish(const Params& p, Splits& s, const Item& it, const Part& 
     s.merges[it.split] = (was & counts) == before && was / one_left == merging;
     if (s.merges[it.split]) fence_gpu();
   } else {
-    atomicAdd(counter, 1u);
+    atomicAdd(counter, Order::invariant ? it.run : 1u);
   }
 }
 
@@ -567,8 +568,8 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
         // By who counted this worker's piece, after that: so that who counts the last one does not leave, too.
         barrier_sync(math_barrier, math_threads);
         if (threadIdx.x == 0) {
-          const unsigned seen = leave(counter, n);
-          if (!seen) atomicExch(left(share.share), 1u);
+          const unsigned seen = leave(counter, n, share.taken);
+          if (!seen) atomicExch(left(share.share), share.taken);
           tell(seen, nothing);
         }
         barrier_sync(math_barrier, math_threads);
@@ -582,14 +583,16 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
     // The last to finish does what was left, and leaves the counter as the next call needs it.
     barrier_sync(math_barrier, math_threads);
     if (threadIdx.x == 0) {
-      if (own) finishes = alone || (atomicAdd(counter, 1u) & counts) + 1 + others == n + m, to_do = others;
+      const unsigned done = share.taken;
+      if (own) finishes = alone || (atomicAdd(counter, done) & counts) + done + others == n + m, to_do = others;
       told = nothing;
-      if (finishes && to_do-- == 0) {
+      if (finishes && to_do == 0) {
         *counter = 0;
       } else if (finishes) {
         int next = 0;
-        while (!atomicExch(left(next), 0u)) next = (next + 1) % m;
-        take_share<Order>(p, share, next, bytes);
+        while (!(share.taken = atomicExch(left(next), 0u))) next = (next + 1) % m;
+        to_do -= share.taken;
+        take_share<Order>(p, share, next, share.taken, bytes);
         told = next;
       }
     }
@@ -597,8 +600,10 @@ __device__ void merge(const Params& p, Share& share, char* space, int bytes, boo
     if (told == nothing) return;
   }
   if (threadIdx.x == 0) {  // It wraps when all shares are merged.
+    const unsigned done = share.taken;
     if (pair) *counter = 0;
-    else atomicInc(counter, n + m - 1);
+    else if (!Order::invariant) atomicInc(counter, n + m - 1);
+    else if (atomicAdd(counter, done) + done == n + m) *counter = 0;
   }
 }
 
@@ -616,7 +621,7 @@ __device__ void merge_split_tiles(const Params& p, Splits& s, const Split& split
     while (walk.next(p, split, it)) {
       if (it.pieces == 1) continue;
       barrier_sync(math_barrier, math_threads);  // the share before is merged
-      if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, bytes);
+      if (threadIdx.x == 0) share = make_share<Order>(p, it, part_of(it), it.piece, it.run, bytes);
       barrier_sync(math_barrier, math_threads);
       merge<Order>(p, share, space, bytes, false);
     }

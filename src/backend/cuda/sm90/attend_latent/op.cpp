@@ -45,7 +45,7 @@ Run run_at(size_t begin, const ops::AttendLatentArgs& a, int multiprocessors, si
     return run;
   };
   Run run = first(a.items.size() - begin);
-  while (run.count > 1 && (attend_latent_partials(run.limits, run.choice) > room ||
+  while (run.count > 1 && (attend_latent_partials(run.limits, run.choice, a.cache.spec.format) > room ||
                            attend_latent_counters(run.limits, run.choice) > Queue::kCounters))
     run = first((run.count + 1) / 2);
   return run;

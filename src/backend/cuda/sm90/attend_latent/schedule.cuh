@@ -4,7 +4,7 @@
 // its rows sees. Tiles lie on a line, in order of requests, and workers (CTAs, or clusters) take stretches of it:
 //
 //   pieces   every tile is cut into pieces of `piece` blocks. Small batches: the smallest piece for which each worker
-//            has at most one. Batch-invariant: 16 blocks, whatever the batch.
+//            has at most one. Batch-invariant: 16 blocks, whatever the batch; a worker takes several in a row.
 //            Tiles of about one size that workers take without cutting any: the longest tile.
 //            In a relay the first half of the workers have every second piece: they leave as soon as it is done, and
 //            the next call's first half begins in their place while the other half merges.
@@ -279,10 +279,17 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
     split.workers = max(1, min(p.workers, blocks / p.min_blocks));
   }
   split.units = static_cast<uint32_t>(sum);
+  // Batch-invariant: as few workers as that takes, so that stretches end where tiles of one length do.
+  const int each = p.by_workers.divide(sum + p.workers - 1);
+  if (invariant) split.workers = small_quotient(sum + each - 1, each);
   if (worker >= split.workers) return split;
   const bool one_a_worker = sum == split.workers;
-  split.begin = one_a_worker ? worker : static_cast<int>(split.units * worker / split.workers);
-  split.end = one_a_worker ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
+  if (invariant) {
+    split.begin = worker * each, split.end = min(split.begin + each, sum);
+  } else {
+    split.begin = one_a_worker ? worker : static_cast<int>(split.units * worker / split.workers);
+    split.end = one_a_worker ? worker + 1 : static_cast<int>(split.units * (worker + 1) / split.workers);
+  }
   if constexpr (may_relay(tile_rows, invariant)) {
     // Where a few are busy, the next call's have room beside them.
     split.relay = p.relay && !line && tiles_a_worker == 1 && 4 * split.workers > 3 * p.workers;
@@ -336,7 +343,7 @@ __device__ inline void prefetch_table(const Params& p) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
 
-/// A piece of a tile: what a worker does at a time.
+/// A piece of a tile, or several in a row that are batch-invariant: what a worker does at a time.
 struct Item {
   int request;        // row of the block table
   int row0, rows;     // the tile's rows among all (token, head) rows
@@ -344,8 +351,9 @@ struct Item {
   int context;        // token i sees positions <= context + i
   int positions;      // that the tile sees
   int block, blocks;  // first block and how many
-  int pieces, piece;  // of the tile, and which this is
-  int slot, slot0;    // partial slot of this piece and of the tile's first piece
+  int pieces, piece;  // of the tile, and which this is, or the first
+  int run;            // pieces that it has
+  int slot0;          // partial slot of the tile's first piece
   int slot_step;      // from the second piece's slot to the third's
   int counter;        // of the tile
   int split;          // which of the worker's items with several pieces
@@ -368,6 +376,27 @@ __device__ inline int partial_slot(const Of& tile, int i) {
 template <class Of>
 __device__ inline bool shared_by_two(const Of& tile) {
   return tile.pieces == 2 && tile.slot_step == 2;
+}
+
+/// A piece of an item, one after another: its number in the tile and its blocks among the item's.
+template <bool invariant>
+struct Pieces {
+  int piece, begin = 0, end;
+
+  __device__ Pieces(const Params& p, const Item& it, int blocks)
+      : piece(it.piece), end(invariant ? min(p.split_blocks, blocks) : blocks) {}
+  __device__ void next(const Params& p, int blocks) { ++piece, begin = end, end = min(begin + p.split_blocks, blocks); }
+};
+
+/// The pieces of an item in turn: go(piece, begin, end).
+template <bool invariant, class Go>
+__device__ __forceinline__ void for_pieces(const Params& p, const Item& it, int blocks, Go go) {
+  Pieces<invariant> at(p, it, blocks);
+#pragma unroll 1
+  for (;; at.next(p, blocks)) {  // an item without blocks has a piece, too
+    go(at.piece, at.begin, at.end);
+    if (!invariant || at.end >= blocks) return;
+  }
 }
 
 /// Walks the items of one worker; the same values in all lanes of a warp. invariant: are pieces batch-invariant?
@@ -408,24 +437,25 @@ class Walk {
       it.positions = tiles_.positions(p, tile_);
       if (piece) {
         it.block = begin * piece;
-        it.blocks = max(min(piece, blocks - it.block), 0);
+        it.run = invariant ? min(length - begin, end - at_) : 1;
+        it.blocks = max(min(it.run * piece, blocks - it.block), 0);
         it.pieces = length;
         it.piece = begin;
         it.counter = it.slot0 = start_;
         it.slot_step = 1;
-        ++at_;
+        at_ += it.run;
       } else {
         const int most = max(blocks, 1), stop = min(end - start_, most), first = split.owner(start_);
         it.block = begin;
         it.blocks = max(min(stop, blocks) - begin, 0);
         it.pieces = split.owner(start_ + most - 1) - first + 1;
         it.piece = worker_ - first;
+        it.run = 1;
         it.counter = first;
         it.slot0 = 2 * first + 1;  // a worker's first item uses its even slot, its last the odd one
         it.slot_step = 2;
         at_ += stop - begin;
       }
-      it.slot = partial_slot(it, it.piece);
       it.relay = split.relay;
       it.split = splits_;
       splits_ += it.pieces > 1;

@@ -64,7 +64,7 @@ struct WideShared {
   alignas(1024) char q[9 - Tile::query_boxes][box_bytes];      // the other queries
   alignas(128) char q_step[Tile::query_steps ? 64 * 32 : 16];  // and the last 16 columns of the registers' boxes: 8 x 8
                                                                // matrices
-  float inverse[64];                                           // of an item's sums
+  float inverse[64];                                           // of a piece's sums
   uint8_t exponent[2][64];                                     // of the largest output of each half of a row
   uint8_t growth[2][64];  // outputs held before this block's are to be multiplied by 2^-growth
   bool changed[2][4];     // is any growth of the warp's rows not 0?
@@ -78,7 +78,7 @@ struct WideShared {
   // full: both halves of the column boxes, for which one wait is a fifth of a softmax shorter than four; empty: a half
   // of them, or a quarter of the rows; made: a block's probabilities are there.
   alignas(8) uint64_t full[buffers], empty[buffers][Tile::converts ? 4 : 2], rope_full[2], rope_empty[2], made[2];
-  uint64_t item_full[2], item_empty[2], q_full, q_empty;
+  uint64_t item_full[2], item_empty[2], q_full, q_empty, piece_read;
 };
 
 template <class Tile, class T, bool invariant>
@@ -120,6 +120,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
     }
     mbarrier_init(smem_address(&s.q_full), 1);
     mbarrier_init(smem_address(&s.q_empty), 4);
+    mbarrier_init(smem_address(&s.piece_read), 1);
     mbarrier_init_fence();
     tma_prefetch_map(q_map);
     if constexpr (Tile::in_boxes) tma_prefetch_map(cache_map);
@@ -445,10 +446,11 @@ __global__ void __launch_bounds__(wide_threads, 1)
       __syncwarp();
       if (lane == 0) mbarrier_arrive(smem_address(&s.made[at]));
     };
-    const auto finish = [&](const Item& it, int row, float sum, float top, const volatile float& peak) {
-      return finish_row<Tile::ctas, Tile::converts>(p, it, row, sum, top, peak);
+    const auto finish = [&](const Item& it, int piece, int row, float sum, float top, const volatile float& peak) {
+      return finish_row<Tile::ctas, Tile::converts>(p, it, piece, row, sum, top, peak);
     };
-    int turn = 0;  // rope box of the next block, then its parity
+    int turn = 0;         // rope box of the next block, then its parity
+    int pieces_read = 0;  // of which not the last of an item, by the outputs
     for (int count = 0;; ++count) {
       const Item& it = wait_item(count);
       const int blocks = it.blocks;
@@ -490,6 +492,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           advance();
         }
 
+        Pieces<invariant> at(p, it, blocks);
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
         bool any = !Tile::listed;  // is there any row of a list until now?
         volatile float peak[2];    // not in registers: there are none left
@@ -512,7 +515,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           });
           // The block before is multiplied while this one's softmax runs, not beside its scores: the products would
           // then both be done when softmax begins.
-          if (i && !Tile::converts) {
+          if (i > at.begin && !Tile::converts) {
             fence_async_proxy();  // of its probabilities; here its wait costs nothing
             signal(~turn & 1);
           }
@@ -527,8 +530,8 @@ __global__ void __launch_bounds__(wide_threads, 1)
           wgmma_commit();
           wgmma_wait<0>();
           wgmma_pin(d);
-          const bool last = i + 1 == blocks;
-          if (last && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
+          const bool last = i + 1 == at.end;
+          if (i + 1 == blocks && lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
           if constexpr (Tile::converts) {
             if (p.q_scale || p.k_scale) {
               const float scale = given(p.q_scale) * given(p.k_scale);
@@ -586,7 +589,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
               s.growth[turn & 1][row + 8] = static_cast<uint8_t>(growth1);
             }
           }
-          if (lane == 0) s.changed[turn & 1][warp % 4] = changed && i > 0;
+          if (lane == 0) s.changed[turn & 1][warp % 4] = changed && i > at.begin;
           const float shift0 = top0 == -INFINITY ? 0.0f : top0, shift1 = top1 == -INFINITY ? 0.0f : top1;
           // The block before has been multiplied? A parity for each block.
           if (Tile::converts) mbarrier_wait(smem_address(&s.rope_empty[0]), turn & 1 ^ 1);
@@ -614,22 +617,30 @@ __global__ void __launch_bounds__(wide_threads, 1)
               sum0 += __shfl_xor_sync(0xffffffffu, sum0, k);
               sum1 += __shfl_xor_sync(0xffffffffu, sum1, k);
             }
-            if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);  // the last ones
+            // The last sums have been read?
+            if (at.begin) mbarrier_wait(smem_address(&s.piece_read), pieces_read++ & 1);
+            else if (count) mbarrier_wait(smem_address(&s.item_empty[~count & 1]), (count - 1) >> 1 & 1);
             const int row = my_row();
             if (lane % 4 == 0) {
               const int first = Tile::ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
-              const auto lost = [&](int at) {
-                return any && first + at < it.rows && limit(at) > 0 && lost_to_query(p, it.row0 + first + at);
+              const auto lost = [&](int row) {
+                return any && first + row < it.rows && limit(row) > at.begin * block_tokens &&
+                       lost_to_query(p, it.row0 + first + row);
               };
               if (sum0 == 0 && lost(row)) sum0 = NAN;
               if (sum1 == 0 && lost(row + 8)) sum1 = NAN;
-              s.inverse[row] = finish(it, row, sum0, top0, peak[0]);
-              s.inverse[row + 8] = finish(it, row + 8, sum1, top1, peak[1]);
+              s.inverse[row] = finish(it, at.piece, row, sum0, top0, peak[0]);
+              s.inverse[row + 8] = finish(it, at.piece, row + 8, sum1, top1, peak[1]);
             }
           }
           if (last || Tile::converts) {
             fence_async_proxy();
             signal(turn & 1);
+          }
+          if (invariant && last) {
+            at.next(p, blocks);
+            top0 = top1 = -INFINITY, sum0 = sum1 = 0, any = !Tile::listed;
+            if (p.peaks) peak[0] = -INFINITY, peak[1] = -INFINITY;
           }
           turn = (turn + 1) & 3;
           advance();
@@ -638,7 +649,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
         mbarrier_wait(smem_address(&s.q_full), count & 1);  // or q_empty could complete twice before it is waited for
         if (lane % 4 == 0) {
           const volatile float none = -INFINITY;
-          finish(it, my_row(), 0, 0, none), finish(it, my_row() + 8, 0, 0, none);
+          finish(it, it.piece, my_row(), 0, 0, none), finish(it, it.piece, my_row() + 8, 0, 0, none);
         }
         if (lane == 0) mbarrier_arrive(smem_address(&s.q_empty));
       }
@@ -659,69 +670,72 @@ __global__ void __launch_bounds__(wide_threads, 1)
       const Item& it = wait_item(count);
       const int blocks = it.blocks;
       if (blocks < 0) break;
-#pragma unroll
-      for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
       if (blocks && !Tile::converts) advance();  // the queries
-#pragma unroll 1
-      for (int i = 0; i < blocks; ++i) {
-        mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
-        if (s.changed[turn & 1][warp % 4]) {
-          const float a = exp2_approx(-static_cast<float>(s.growth[turn & 1][row])),
-                      b = exp2_approx(-static_cast<float>(s.growth[turn & 1][row + 8]));
+      for_pieces<invariant>(p, it, blocks, [&](int piece, int begin, int end) {
 #pragma unroll
-          for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
-        }
-        if (!Tile::converts && i + 1 == blocks) {  // what lies past the sequence must not be multiplied, not even by 0
-          const int valid = it.positions - (it.block + i) * block_tokens;
-          if (valid < block_tokens) {
+        for (int k = 0; k < 64; ++k) o[0][k] = o[1][k] = 0;
 #pragma unroll 1
-            for (int box = 4 * h; box < 4 * h + 4; ++box)
+        for (int i = begin; i < end; ++i) {
+          mbarrier_wait(smem_address(&s.made[turn & 1]), turn >> 1);
+          if (s.changed[turn & 1][warp % 4]) {
+            const float a = exp2_approx(-static_cast<float>(s.growth[turn & 1][row])),
+                        b = exp2_approx(-static_cast<float>(s.growth[turn & 1][row + 8]));
+#pragma unroll
+            for (int k = 0; k < 64; ++k) o[0][k] *= k & 2 ? b : a, o[1][k] *= k & 2 ? b : a;
+          }
+          if (!Tile::converts &&
+              i + 1 == blocks) {  // what lies past the sequence must not be multiplied, not even by 0
+            const int valid = it.positions - (it.block + i) * block_tokens;
+            if (valid < block_tokens) {
 #pragma unroll 1
-              for (int at = valid * 8 + threadIdx.x % 128; at < block_tokens * 8; at += 128)
-                *reinterpret_cast<uint4*>(s.kv[buffer][box] + at * 16) = {0, 0, 0, 0};
-            fence_async_proxy();
+              for (int box = 4 * h; box < 4 * h + 4; ++box)
+#pragma unroll 1
+                for (int at = valid * 8 + threadIdx.x % 128; at < block_tokens * 8; at += 128)
+                  *reinterpret_cast<uint4*>(s.kv[buffer][box] + at * 16) = {0, 0, 0, 0};
+              fence_async_proxy();
+              barrier_sync(half_barrier + h, 128);
+            }
+          }
+          const int after = (it.block + i + 1) * block_tokens, hidden = hidden_from(p, it);
+          if (!Tile::listed && after > hidden && hidden < it.positions) {  // a list hides nothing
+            zero_nonfinite<T>(s.kv[buffer][4 * h], max(hidden - after + block_tokens, 0), block_tokens);
             barrier_sync(half_barrier + h, 128);
           }
-        }
-        const int end = (it.block + i + 1) * block_tokens, hidden = hidden_from(p, it);
-        if (!Tile::listed && end > hidden && hidden < it.positions) {  // a list hides nothing
-          zero_nonfinite<T>(s.kv[buffer][4 * h], max(hidden - end + block_tokens, 0), block_tokens);
-          barrier_sync(half_barrier + h, 128);
-        }
-        const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h]), 1024, box_bytes);
-        const uint64_t probabilities = operand_128b(smem_address(s.rope[Tile::converts ? 2 : turn & 1]));
-        wgmma_pin(o[0]), wgmma_pin(o[1]);
-        wgmma_fence();
+          const uint64_t values = operand_128b(smem_address(s.kv[buffer][4 * h]), 1024, box_bytes);
+          const uint64_t probabilities = operand_128b(smem_address(s.rope[Tile::converts ? 2 : turn & 1]));
+          wgmma_pin(o[0]), wgmma_pin(o[1]);
+          wgmma_fence();
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
+          for (int k = 0; k < 4; ++k) {
 #pragma unroll
-          for (int n = 0; n < 2; ++n)
-            Wgmma<128, T>::template ss<Major::k, Major::mn>(o[n], operand_advance(probabilities, k * 32),
-                                                            operand_advance(values, n * 2 * box_bytes + k * 2048), 1);
-          if (Tile::converts || k == 3) wgmma_commit();
+            for (int n = 0; n < 2; ++n)
+              Wgmma<128, T>::template ss<Major::k, Major::mn>(o[n], operand_advance(probabilities, k * 32),
+                                                              operand_advance(values, n * 2 * box_bytes + k * 2048), 1);
+            if (Tile::converts || k == 3) wgmma_commit();
+          }
+          if constexpr (Tile::converts) {  // 16 rows at a time, so that others may take their places
+            const auto free = [&](int rows) {
+              __syncwarp();
+              if (lane == 0) release(&s.empty[buffer][rows]);
+            };
+            wgmma_wait<3>(), free(0);
+            wgmma_wait<2>(), free(1);
+            wgmma_wait<1>(), free(2);
+          }
+          wgmma_wait<0>();
+          wgmma_pin(o[0]), wgmma_pin(o[1]);
+          __syncwarp();
+          if (lane == 0) {
+            mbarrier_arrive(smem_address(&s.rope_empty[Tile::converts ? 0 : turn & 1]));
+            release(&s.empty[buffer][Tile::converts ? 3 : h]);
+          }
+          turn = (turn + 1) & 3;
+          advance();
         }
-        if constexpr (Tile::converts) {  // 16 rows at a time, so that others may take their places
-          const auto free = [&](int rows) {
-            __syncwarp();
-            if (lane == 0) release(&s.empty[buffer][rows]);
-          };
-          wgmma_wait<3>(), free(0);
-          wgmma_wait<2>(), free(1);
-          wgmma_wait<1>(), free(2);
-        }
-        wgmma_wait<0>();
-        wgmma_pin(o[0]), wgmma_pin(o[1]);
-        __syncwarp();
-        if (lane == 0) {
-          mbarrier_arrive(smem_address(&s.rope_empty[Tile::converts ? 0 : turn & 1]));
-          release(&s.empty[buffer][Tile::converts ? 3 : h]);
-        }
-        turn = (turn + 1) & 3;
-        advance();
-      }
 
-      finish_outputs<Order, Tile::ctas>(p, s, it, part_of(it), o, rank,
-                                        [&](int h, int i) { return reinterpret_cast<uint4*>(s.kv[i][4 * h]); });
+        finish_outputs<Order, Tile::ctas>(p, s, it, piece, end == blocks, part_of(it), o, rank,
+                                          [&](int h, int i) { return reinterpret_cast<uint4*>(s.kv[i][4 * h]); });
+      });
       release_item(count);
     }
 

@@ -10,17 +10,18 @@
 
 namespace mla::cuda::latent {
 
-/// Of row `row` of this CTA's 64: stores its lse and largest logit, and returns what its outputs are to be multiplied
-/// by. sum: of its probabilities relative to 2^top; scales: may there be some on the device?
+/// Of row `row` of this CTA's 64, whose piece `piece` is done: stores its lse and largest logit, and returns what its
+/// outputs are to be multiplied by. sum: of its probabilities relative to 2^top; scales: may there be some on the
+/// device?
 template <int ctas, bool scales>
-__device__ __forceinline__ float finish_row(const Params& p, const Item& it, int row, float sum, float top,
+__device__ __forceinline__ float finish_row(const Params& p, const Item& it, int piece, int row, float sum, float top,
                                             const volatile float& peak) {
   const float lse2 = sum == 0 ? -INFINITY : top + __log2f(sum);
   float inverse = sum == 0 ? 0.0f : p.value_scale / sum;  // NaN stays
   if constexpr (scales) inverse = sum == 0 ? 0.0f : inverse * given(p.k_scale);
   row += ctas > 1 ? static_cast<int>(cluster_rank()) * 64 : 0;
   if (row >= it.rows) return inverse;
-  const int64_t at = partial_row(it.slot0, 64 * ctas, row, it.pieces, it.piece);
+  const int64_t at = partial_row(it.slot0, 64 * ctas, row, it.pieces, piece);
   if (it.pieces == 1) store_lse(p, it.row0 + row, lse2);
   else p.partial_lse[2 * at] = lse2;
   if (p.extras) {
@@ -34,19 +35,19 @@ __device__ __forceinline__ float finish_row(const Params& p, const Item& it, int
   return inverse;
 }
 
-/// Sums o of this thread's rows `row` and `row` + 8, 256 columns of warpgroup h: to out, or to the piece's partial,
-/// which is then published or joined with the other of its pair. Shared: inverse, exponent, splits. room_of(h, i): 32
-/// KB of shared memory for each of two pieces that are joined, which nobody else uses any more once all math threads
-/// are here.
+/// Sums o of this thread's rows `row` and `row` + 8, 256 columns of warpgroup h, of piece `piece` of an item, the last
+/// one or not: to out, or to the piece's partial. With the last all are then published, or the one is joined with the
+/// other of its pair. Shared: inverse, exponent, piece_read, splits. room_of(h, i): 32 KB of shared memory for each of
+/// two pieces that are joined, which nobody else uses any more once all math threads are here.
 template <class Order, int ctas, class Shared, class Room>
-__device__ __forceinline__ void finish_outputs(const Params& p, Shared& s, const Item& it, const Part& part,
-                                               float (&o)[2][64], int rank, Room room_of) {
+__device__ __forceinline__ void finish_outputs(const Params& p, Shared& s, const Item& it, int piece, bool last,
+                                               const Part& part, float (&o)[2][64], int rank, Room room_of) {
   const int warp = warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32, h = warp / 4;
   const int row = warp % 4 * 16 + lane / 4;
   const int rows = it.rows - rank * 64;  // of this CTA; may be none
   const int64_t out_row = it.row0 + rank * 64;
   const bool in0 = row < rows, in1 = row + 8 < rows, pair = Order::joins && shared_by_two(it);
-  bool joins = pair && it.piece == 0;
+  bool joins = pair && piece == 0;
   if (joins) {
     if (threadIdx.x == 0) s.splits.joined = wait_for_pieces(p, p.counters + it.counter * ctas + rank, 1) != 0;
     barrier_sync(math_barrier, math_threads);
@@ -71,6 +72,7 @@ __device__ __forceinline__ void finish_outputs(const Params& p, Shared& s, const
       s.exponent[h][row] = HalfScale::exponent(top0 * a), s.exponent[h][row + 8] = HalfScale::exponent(top1 * b);
     }
     barrier_sync(math_barrier, math_threads);
+    if (Order::invariant && !last && threadIdx.x == 0) mbarrier_arrive(smem_address(&s.piece_read));
     const HalfScale scale0(max(s.exponent[0][row], s.exponent[1][row])),
         scale1(max(s.exponent[0][row + 8], s.exponent[1][row + 8]));
     a *= scale0.to, b *= scale1.to;
@@ -92,7 +94,7 @@ __device__ __forceinline__ void finish_outputs(const Params& p, Shared& s, const
         if (warp % 4 * 16 < rows) cp_async_16(smem_address(room(1) + i * 128), other + i * 32);
       cp_async_commit();
     }
-    uint4* to = joins ? room(0) : units(it.slot);
+    uint4* to = joins ? room(0) : units(partial_slot(it, piece));
     const int apart = joins ? 128 : 32;
     if (warp % 4 * 16 < rows)
 #pragma unroll
@@ -133,10 +135,11 @@ __device__ __forceinline__ void finish_outputs(const Params& p, Shared& s, const
       }
     } else {
       if (h == 0 && lane % 4 == 0) {
-        if (in0) lse_of(row, it.piece)->y = scale0.back;
-        if (in1) lse_of(row + 8, it.piece)->y = scale1.back;
+        if (in0) lse_of(row, piece)->y = scale0.back;
+        if (in1) lse_of(row + 8, piece)->y = scale1.back;
       }
-      publish<Order>(p, s.splits, it, part);
+      if (last) publish<Order>(p, s.splits, it, part);
+      else barrier_sync(math_barrier, math_threads);  // exponents have been read
     }
   } else {
 #pragma unroll

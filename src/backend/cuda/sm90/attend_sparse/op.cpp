@@ -73,7 +73,7 @@ Run run_of(const ops::AttendSparseArgs& a, int32_t rows, int32_t keys, int multi
     return r;
   };
   Run r = fitted(rows);
-  while (r.rows > 1 && (attend_latent_partials(r.limits, r.choice) > r.partial_bytes ||
+  while (r.rows > 1 && (attend_latent_partials(r.limits, r.choice, a.sources[0].cache.spec.format) > r.partial_bytes ||
                         attend_latent_counters(r.limits, r.choice) > Queue::kCounters))
     r = fitted((r.rows + 1) / 2);
   return r;
