@@ -26,12 +26,13 @@ ModelConfig path_model(int64_t heads);
 /// from 1 to 512, 16 and 128 heads.
 std::vector<PathShape> path_grid();
 
-/// Both paths of each shape, bf16 cache, operands of `compute`. done(i) is called behind each; false ends it.
+/// Both paths of each shape, bf16 cache, operands of `compute`, on a GPU with cold caches and captured (Graph). done(i)
+/// is called behind each; false ends it.
 std::vector<PathTimes> measure_paths(Stream& stream, Dtype compute, std::span<const PathShape> shapes,
                                      const std::function<bool(size_t)>& done);
 
-/// Rates of one thread that come nearest to the times, by relative squared error; none is negative, and what does not
-/// show in them is infinitely fast.
+/// Rates of one thread, or with threads 1 of a whole GPU, that come nearest to the times, by relative squared error;
+/// none is negative, and what does not show in them is infinitely fast.
 CostModel fit_rates(std::span<const PathTimes> times, int threads);
 
 /// What the choice by `rates` costs over the faster path: 0.05 is 5% more time.

@@ -232,7 +232,8 @@ class Bench {
     command.add_flag("--fit", fit_,
                      "Instead: measure this CPU's instructions and both paths of a request (8 contexts, 8 query\n"
                      "lengths, 16 and 128 heads; minutes), fit the cost model's rates, and say what its choices cost.\n"
-                     "--dtype: attention's operands, by default f32 and bf16");
+                     "--dtype: attention's operands, by default f32 and bf16, with --device cuda bf16");
+    device_ = std::make_unique<DeviceFlag>(command);
     add_number(command, "--rounds", options_.rounds, "Rounds, each between two probes of the peaks; at least 4", 4,
                10000);
     add_number(command, "--min-time", options_.min_time, "Seconds of calls a row, over all rounds", 0.0, 600.0);
@@ -269,10 +270,16 @@ class Bench {
     if (fit_) {
       if (!ops_.empty()) throw InputError("--fit measures no op: '" + ops_[0] + "'");
       refuse_beside(command_, "--fit", {"--cold", "--report", "--peers", "--rounds", "--min-time"});
+      const Device device = device_->device();
+      if (device.kind == DeviceKind::cuda) refuse_beside(command_, "--device cuda", {"--threads", "--target"});
       std::vector<Dtype> computes{Dtype::f32, Dtype::bf16};
+      if (device.kind == DeviceKind::cuda) computes = {Dtype::bf16};
       if (command_.get_option("--dtype")->count() > 0) computes = {params.dtype};
-      return fit_paths({command_, std::move(computes), threads_, target_, json_file_});
+      return fit_paths({command_, std::move(computes), threads_, target_, json_file_, device});
     }
+    if (device_->named().kind == DeviceKind::cuda)
+      throw InputError("--device " + to_string(device_->named()) +
+                       " goes with --fit: other rows are of the CPU; the GPU's are of scripts/gpu-check.sh");
     if (shape_.any() && ops_.empty())
       throw InputError("a shape needs an op, for instance: mla bench attend_latent --heads 128");
     Outputs files({{"--json", json_file_}, {"--report", report_file_}}, {{"--peers", peers_file_}});
@@ -512,6 +519,7 @@ class Bench {
   ShapeFlags shape_;
   std::vector<std::string> ops_;
   bool fit_ = false;
+  std::unique_ptr<DeviceFlag> device_;
   std::string target_, json_file_, report_file_, peers_file_;
   std::vector<Peer> peers_;
   bench::Options options_;

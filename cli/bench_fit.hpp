@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "mla/device.hpp"
 #include "mla/dtype.hpp"
 
 namespace mla::cli {
@@ -14,6 +15,7 @@ struct FitFlags {
   std::vector<Dtype> computes;  ///< operands of attention
   int threads = 1;
   std::string target, json;
+  Device device = {};
 };
 
 /// Measures, fits and prints. The exit code.

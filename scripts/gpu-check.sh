@@ -316,6 +316,10 @@ if wanted bench; then
     "$bench" json="$out/$op.json" || failed+=("${op}_bench")
     say "${op}_bench: $((SECONDS - begin)) s"
   done
+  if [[ -x $bin/mla ]]; then  # both paths of a request, and what the plan's choice between them costs
+    echo "== fit"
+    "$bin/mla" bench --fit --device cuda --json "$out/fit.json" || failed+=("fit")
+  fi
   if has_package; then  # the same attention as frameworks call it
     echo "== calls"
     PYTHONPATH=$bin/python timeout -k 10 300 scripts/gpu-calls.py --json "$out/calls.json" || failed+=(gpu-calls)

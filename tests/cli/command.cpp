@@ -168,6 +168,8 @@ TEST_F(Command, BadUsageIsOneLineAndExitsWithTwo) {
   expect_bad("check --threads 0", {"--threads", "0"});
   expect_bad("bench norm --rounds 3", {"--rounds", "3", "4"});
   expect_bad("bench --heads 128", {"needs an op"});
+  expect_bad("bench attend_latent --device cuda", {"--device cuda", "--fit"});
+  expect_bad("bench --fit --device tpu", {"--device", "'tpu'", "cuda:N"});
 }
 
 TEST_F(Command, UnknownNamesListTheKnownOnes) {
