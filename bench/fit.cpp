@@ -151,14 +151,15 @@ double path_seconds(const PathShape& s, const CostModel& rates, Path path) {
 
 // Seconds of a path are the sum of these over 1, 1, 1 and 1 of: products, latent and expanded attention, bytes.
 constexpr int kTerms = 4;
-std::array<double, kTerms> terms(const PathShape& s, Path path) {
+std::array<double, kTerms> terms(const PathShape& s, Path path, const CostModel& in_use) {
   constexpr double kFast = 1e300;
   std::array<double, kTerms> t;
   for (int i = 0; i < kTerms; ++i) {
     const auto rate = [&](int which) { return i == which ? 1.0 : kFast; };
-    t[static_cast<size_t>(i)] = path_seconds(
-        s, {.latent_flops = rate(1), .expanded_flops = rate(2), .projection_flops = rate(0), .bytes = i == 3 ? 1.0 : 0},
-        path);
+    CostModel one = in_use;
+    one.latent_flops = rate(1), one.expanded_flops = rate(2), one.projection_flops = rate(0);
+    one.bytes = i == 3 ? 1.0 : 0;
+    t[static_cast<size_t>(i)] = path_seconds(s, one, path);
   }
   return t;
 }
@@ -236,14 +237,14 @@ std::vector<PathTimes> measure_paths(Stream& stream, Dtype compute, std::span<co
   return all;
 }
 
-CostModel fit_rates(std::span<const PathTimes> times, int threads) {
+CostModel fit_rates(std::span<const PathTimes> times, int threads, const CostModel& in_use) {
   std::array<Vector, kTerms> a{};
   Vector b{};
   std::vector<Vector> rows;  // of which the rates are to make 1 each
   for (const PathTimes& t : times)
     for (Path path : {Path::latent, Path::expanded}) {
       const double seconds = path == Path::latent ? t.latent : t.expanded;
-      Vector x = terms(t.shape, path);
+      Vector x = terms(t.shape, path, in_use);
       for (double& v : x) v /= seconds;  // relative error
       rows.push_back(x);
       for (size_t i = 0; i < kTerms; ++i) {
@@ -268,14 +269,15 @@ CostModel fit_rates(std::span<const PathTimes> times, int threads) {
   }
   const auto rate = [&](size_t i, double none) { return best[i] > 0 ? 1 / best[i] / threads : none; };
   constexpr double kFast = 1e18;
-  return {.latent_flops = rate(1, kFast),
-          .expanded_flops = rate(2, kFast),
-          .projection_flops = rate(0, kFast),
-          .bytes = rate(3, 0)};
+  CostModel fitted = in_use;
+  fitted.latent_flops = rate(1, kFast), fitted.expanded_flops = rate(2, kFast);
+  fitted.projection_flops = rate(0, kFast), fitted.bytes = rate(3, 0);
+  return fitted;
 }
 
 double cost_of_choice(const PathTimes& t, const CostModel& rates) {
-  const bool latent = path_seconds(t.shape, rates, Path::latent) <= path_seconds(t.shape, rates, Path::expanded);
+  const bool latent = t.shape.query_len == 1 ||  // whatever the rates
+                      path_seconds(t.shape, rates, Path::latent) <= path_seconds(t.shape, rates, Path::expanded);
   return (latent ? t.latent : t.expanded) / std::min(t.latent, t.expanded) - 1;
 }
 

@@ -32,10 +32,10 @@ std::vector<PathTimes> measure_paths(Stream& stream, Dtype compute, std::span<co
                                      const std::function<bool(size_t)>& done);
 
 /// Rates of one thread, or with threads 1 of a whole GPU, that come nearest to the times, by relative squared error;
-/// none is negative, and what does not show in them is infinitely fast.
-CostModel fit_rates(std::span<const PathTimes> times, int threads);
+/// none is negative, and what does not show in them is infinitely fast. What is no rate is as in_use has it.
+CostModel fit_rates(std::span<const PathTimes> times, int threads, const CostModel& in_use);
 
-/// What the choice by `rates` costs over the faster path: 0.05 is 5% more time.
+/// What the choice by `rates` costs over the faster path: 0.05 is 5% more time. One new token takes the latent path.
 double cost_of_choice(const PathTimes& times, const CostModel& rates);
 
 }  // namespace mla::bench

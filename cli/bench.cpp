@@ -271,7 +271,7 @@ class Bench {
       if (!ops_.empty()) throw InputError("--fit measures no op: '" + ops_[0] + "'");
       refuse_beside(command_, "--fit", {"--cold", "--report", "--peers", "--rounds", "--min-time"});
       const Device device = device_->device();
-      if (device.kind == DeviceKind::cuda) refuse_beside(command_, "--device cuda", {"--threads", "--target"});
+      if (device.kind == DeviceKind::cuda) refuse_beside(command_, "--device", {"--threads", "--target"});
       std::vector<Dtype> computes{Dtype::f32, Dtype::bf16};
       if (device.kind == DeviceKind::cuda) computes = {Dtype::bf16};
       if (command_.get_option("--dtype")->count() > 0) computes = {params.dtype};

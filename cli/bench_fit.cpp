@@ -13,6 +13,7 @@
 #include "bench/fit.hpp"
 #include "bench/machine.hpp"
 #include "cli/output.hpp"
+#include "cli/rates_file.hpp"
 #include "cli/signals.hpp"
 #include "core/counted.hpp"
 #include "model/json.hpp"
@@ -21,13 +22,6 @@ namespace mla::cli {
 namespace {
 
 using nlohmann::json;
-
-json json_of(const CostModel& r) {
-  return {{"latent_flops", r.latent_flops},
-          {"expanded_flops", r.expanded_flops},
-          {"projection_flops", r.projection_flops},
-          {"bytes", r.bytes}};
-}
 
 void print(const char* what, const CostModel& r) {
   std::printf(
@@ -106,8 +100,8 @@ json tell(Dtype compute, std::span<const bench::PathTimes> times, const CostMode
   print("fitted", fitted);
   now.print("the", times.size());
   then.print("the fitted", times.size());
-  return {{"compute", name},           {"rates_in_use", json_of(in_use)}, {"rates_fitted", json_of(fitted)},
-          {"worst_in_use", now.worst}, {"worst_fitted", then.worst},      {"times", std::move(rows)}};
+  return {{"compute", name},           {"rates_in_use", rates_json(in_use)}, {"rates_fitted", rates_json(fitted)},
+          {"worst_in_use", now.worst}, {"worst_fitted", then.worst},         {"times", std::move(rows)}};
 }
 
 }  // namespace
@@ -137,8 +131,8 @@ int fit_paths(const FitFlags& f) {
     });
     std::fprintf(stderr, "\n");
     if (times.size() < grid.size()) break;
-    all["paths"].push_back(tell(compute, times, backend::backend(f.device).cost_model(compute, 0),
-                                bench::fit_rates(times, on_gpu ? 1 : f.threads)));
+    const CostModel in_use = backend::backend(f.device).cost_model(compute, 0);
+    all["paths"].push_back(tell(compute, times, in_use, bench::fit_rates(times, on_gpu ? 1 : f.threads, in_use)));
   }
   files.write("--json", [&](std::ostream& out) { out << dump(all) << '\n'; });
   files.finish();

@@ -15,6 +15,7 @@
 #include "cli/output.hpp"
 #include "cli/params.hpp"
 #include "cli/plan_flags.hpp"
+#include "cli/rates_file.hpp"
 #include "core/counted.hpp"
 #include "layer/kernels.hpp"
 #include "mla/mla.hpp"
@@ -49,8 +50,19 @@ std::vector<std::pair<std::string, std::string>> by_kernel(const std::vector<lay
   return rows;
 }
 
+void print_rates(const Plan& p) {
+  const CostModel& r = *p.options.rates;
+  const bool gpu = p.device.device.kind == DeviceKind::cuda;
+  const double tera = gpu ? 1e-12 : 1e-9;
+  std::printf("  rates of %s: latent %.4g, expanded %.4g, products %.4g %s, %.4g %s", gpu ? "the GPU" : "a core",
+              tera * r.latent_flops, tera * r.expanded_flops, tera * r.projection_flops, gpu ? "TFLOP/s" : "GFLOP/s",
+              tera * r.bytes, gpu ? "TB/s" : "GB/s");
+  if (r.expanded_tiles > 0) std::printf("; expanded from %.4g tiles of 128 rows on", r.expanded_tiles);
+  std::printf("\n");
+}
+
 void print_steps(const std::vector<layer::KernelUse>& uses, const std::string& target) {
-  std::printf("  steps of a layer, times as the cost model's rates give them for a %s:\n", target.c_str());
+  std::printf("  steps of a layer, times as the rates give them for a %s:\n", target.c_str());
   std::printf("    %-18s %5s %12s %10s %12s\n", "op", "calls", "bytes", "GFLOP", "expected");
   double seconds = 0;
   for (const layer::KernelUse& u : uses) {
@@ -151,6 +163,7 @@ nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string
             {"requests", nlohmann::json::array()},
             {"regions", nlohmann::json::object()},
             {"kernels", nlohmann::json::array()},
+            {"rates", rates_json(*p.options.rates)},
             {"text", p.describe()}});
   for (const RequestPlan& r : p.requests)
     j["requests"].push_back({{"path", to_string(r.path)}, {"new_tokens", r.query_len}, {"context_tokens", r.context}});
@@ -227,6 +240,7 @@ void run(const CLI::App& command, Flags& f) {
   }
   files.write("--json", [&](std::ostream& out) { out << dump(json_of(command, p, target, uses, rehearsed)) << '\n'; });
   std::fputs(p.describe().c_str(), stdout);
+  print_rates(p);
   print_steps(uses, target);
   std::printf("  kernels on a %s, weights %s, by op:\n", target.c_str(), std::string(to_string(weights)).c_str());
   for (const auto& [kernel, served] : by_kernel(uses)) std::printf("    %s: %s\n", kernel.c_str(), served.c_str());

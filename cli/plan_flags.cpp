@@ -1,6 +1,8 @@
 #include "cli/plan_flags.hpp"
 
 #include "cli/batch_file.hpp"
+#include "cli/rates_file.hpp"
+#include "model/json.hpp"
 
 namespace mla::cli {
 
@@ -27,6 +29,10 @@ PlanFlags::PlanFlags(CLI::App& c) {
   text("--decode", decode_,
        "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes");
   text("--path", path_, "automatic, latent, expanded or by_length");
+  add_file(
+      c, "--rates", rates_,
+      "JSON file of rates by which --path automatic and --sparse automatic choose, as mla bench --fit --json writes "
+      "it; by default what is known of the device");
   add_number<int64_t>(c, "--decode-length", reorder_threshold_,
                       "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
   text("--split", split_,
@@ -67,6 +73,9 @@ void PlanFlags::read(PlanOptions& o) const {
   o.index_format = read_option("--index-cache", index_cache_, parse_index_cache_format);
   o.index_arithmetic = read_option("--index-arithmetic", index_arithmetic_, parse_index_arithmetic);
   o.context_rows = context_rows_;
+  if (!rates_.empty())
+    o.rates = read_option("--rates", rates_,
+                          [&](const std::string& file) { return parse_rates(read_text(file), file, o.compute); });
 }
 
 }  // namespace mla::cli

@@ -29,7 +29,7 @@ class PlanFlags {
   std::string cache_ = "bf16", weights_ = "bf16", compute_, up_ = "plain", products_ = "plain", activations_ = "plain",
               activation_dtype_ = "native", prefill_ = "compute", q_scale_ = "none", decode_ = "compute",
               path_ = "automatic", split_ = "fast", sparse_ = "automatic", index_cache_ = "fp8",
-              index_arithmetic_ = "exact";
+              index_arithmetic_ = "exact", rates_;
   int64_t reorder_threshold_ = 1, context_rows_ = 0;
 };
 

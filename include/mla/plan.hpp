@@ -115,13 +115,19 @@ struct CostModel {
   double row_element = 4.0;       ///< bytes of an element of rows that one op writes and the next reads
   double plain_elements = 0.0;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
   double fp8_elements = 0.0;      ///< the same for fp8 formats; 0: not counted
+  /// Attention over flat keys goes by tiles of a head and 128 query rows, of which as many run beside each other: fewer
+  /// take as long. 0: not counted.
+  double expanded_tiles = 0.0;
 };
 /// Rates fitted to measurements on an usual device of the kind: a core with AVX-512 BF16 dot products, an H200.
 CostModel default_cost_model(Device device);
 
-/// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones.
+/// Tiles of a request's query rows (CostModel::expanded_tiles).
+int64_t expanded_tiles(const ModelConfig& model, int64_t new_tokens);
+/// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones. beside: tiles of
+/// the step's other requests, which may run on the expanded path beside this one's.
 double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path,
-                 int64_t new_tokens, int64_t context);
+                 int64_t new_tokens, int64_t context, int64_t beside = 0);
 
 /// How a sparse request's rows meet their keys.
 enum class SparseForm : uint8_t {

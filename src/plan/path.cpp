@@ -131,23 +131,26 @@ CacheUse parse_cache_use(std::string_view name) {
 // ratios between the paths.
 //
 // An H200 (bench/results/h200): attend_latent 590 TFLOP/s at 128 requests of 128 heads, attend_expanded 640 over
-// prompts of 2K to 16K, products 700 (kv_up 590, W_O 770), 4.3 TB/s. Rows between ops are bf16 there.
+// prompts of 2K to 16K, products 700 (kv_up 590, W_O 770), 4.3 TB/s. Rows between ops are bf16 there. attend_expanded
+// gives each of the 132 multiprocessors a tile, and cuts no keys.
 CostModel default_cost_model(Device device) {
   if (device.kind == DeviceKind::cuda)
     return {.latent_flops = 590e12,
             .expanded_flops = 640e12,
             .projection_flops = 700e12,
             .bytes = 4.3e12,
-            .row_element = 2};
+            .row_element = 2,
+            .expanded_tiles = 132};
   return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9};
 }
 
 namespace {
 
-// pairs: of a query and a key it attends to.
-double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, bool latent, double new_tokens,
-                 double context, double pairs) {
-  const double t = new_tokens, c = context, heads = static_cast<double>(m.heads);
+// pairs: of a query and a key it attends to. beside: path_cost's.
+double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, bool latent, int64_t new_tokens,
+                 int64_t context, double pairs, int64_t beside) {
+  const double t = static_cast<double>(new_tokens), c = static_cast<double>(context),
+               heads = static_cast<double>(m.heads);
   const double l = static_cast<double>(m.latent), p = static_cast<double>(m.nope), r = static_cast<double>(m.rope),
                v = static_cast<double>(m.value);
   const double moved = 2 * rates.row_element;
@@ -162,7 +165,10 @@ double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
     attended = heads * pairs * 2 * (p + r + v);
     bytes = c * cache.token_bytes() + (c + t) * (heads * (p + v) + r) * moved;  // gathered; keys and values
   }
-  const double attention = attended / (latent ? rates.latent_flops : rates.expanded_flops);
+  double attention = attended / (latent ? rates.latent_flops : rates.expanded_flops);
+  if (!latent)
+    attention *= std::max(
+        1.0, rates.expanded_tiles / static_cast<double>(std::max<int64_t>(expanded_tiles(m, new_tokens) + beside, 1)));
   return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);
 }
 
@@ -174,10 +180,14 @@ double pairs_of(double new_tokens, double context, double most) {
 
 }  // namespace
 
+int64_t expanded_tiles(const ModelConfig& m, int64_t new_tokens) {
+  return m.heads * planning::ceil_div(new_tokens, 128);
+}
+
 double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
-                 int64_t context) {
+                 int64_t context, int64_t beside) {
   const double t = static_cast<double>(new_tokens), c = static_cast<double>(context);
-  return form_cost(m, cache, rates, path == Path::latent, t, c, pairs_of(t, c, t + c));
+  return form_cost(m, cache, rates, path == Path::latent, new_tokens, context, pairs_of(t, c, t + c), beside);
 }
 
 double sparse_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, SparseForm form,
@@ -186,10 +196,10 @@ double sparse_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel
   const double t = static_cast<double>(new_tokens), c = static_cast<double>(context),
                topk = static_cast<double>(m.indexer ? m.indexer->topk : 0);
   if (form == SparseForm::masked)
-    return planning::kMasking * form_cost(m, cache, rates, false, t, c, pairs_of(t, c, t + c));
+    return planning::kMasking * form_cost(m, cache, rates, false, new_tokens, context, pairs_of(t, c, t + c), 0);
   const bool plain =
       cache.format == CacheFormat::f32 || cache.format == CacheFormat::bf16 || cache.format == CacheFormat::f16;
-  const double pairs = pairs_of(t, c, topk), attended = form_cost(m, cache, rates, true, t, c, pairs);
+  const double pairs = pairs_of(t, c, topk), attended = form_cost(m, cache, rates, true, new_tokens, context, pairs, 0);
   const double entry = static_cast<double>(m.entry()), load = plain ? rates.plain_elements : rates.fp8_elements;
   if (form == SparseForm::direct) return attended + over(pairs * entry, load);
   return attended + over((c + t) * entry, load) + over((c + t) * entry * 2 * 2, rates.bytes) +

@@ -174,13 +174,14 @@ PlanDigest digest_of(const Plan& p) {
 }
 
 // Of a split cache. All ranks must choose alike, however many heads each has and whatever each measures.
-double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new_tokens, int64_t context) {
+double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new_tokens, int64_t context,
+                   int64_t beside) {
   const ContextParallel& c = p.options.context_parallel;
   const LinkRates& link = p.options.link;
   ModelConfig model = p.model;
   model.heads = *std::max_element(c.heads.begin(), c.heads.end());
   // A member attends to its part of the positions with as many times its heads: the work of all positions with its own.
-  const double work = path_cost(model, p.cache, rates, path, new_tokens, context);
+  const double work = path_cost(model, p.cache, rates, path, new_tokens, context, beside);
   if (!(link.bytes > 0)) return work;
   const auto others = static_cast<double>(c.sharding.ranks() - 1), rows = static_cast<double>(new_tokens * model.heads);
   const double query = static_cast<double>(model.entry()) * rates.row_element,
@@ -191,8 +192,9 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
              : work + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
 }
 
-// given: the rates of the options before those of the device took their place.
-Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context) {
+// given: the rates of the options before those of the device took their place. tiles: of all the step's requests.
+Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context,
+                 int64_t tiles) {
   if (p.options.maxima) return planning::selects(p, p.options.maxima->seq_len) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
   if (new_tokens > 0 && planning::selects(p, context + new_tokens)) return Path::sparse;
@@ -208,9 +210,11 @@ Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t n
   }
   // One token joins the batch's other decodes, whose launches there are: alone it would cost more on the other path.
   if (p.options.absorbed || new_tokens <= 1) return Path::latent;
+  const int64_t beside = tiles - expanded_tiles(p.model, new_tokens);
   auto cost = [&](Path path) {
-    return shared ? shared_cost(p, given ? *given : default_cost_model(p.device.device), path, new_tokens, context)
-                  : path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context);
+    return shared
+               ? shared_cost(p, given ? *given : default_cost_model(p.device.device), path, new_tokens, context, beside)
+               : path_cost(p.model, p.cache, *p.options.rates, path, new_tokens, context, beside);
   };
   return cost(Path::expanded) < cost(Path::latent) ? Path::expanded : Path::latent;
 }
@@ -349,8 +353,11 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   if (p.options.maxima) planning::require_within(*p.options.maxima, batch);
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
+  int64_t tiles = 0;  // of requests that may take the expanded path
+  for (int64_t r = 0; r < batch.requests(); ++r)
+    if (batch.query_len(r) > 1) tiles += expanded_tiles(model, batch.query_len(r));
   for (int64_t r = 0; r < batch.requests(); ++r) {
-    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r)),
+    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r), tiles),
                         .q_begin = batch.query_start_loc[r],
                         .query_len = static_cast<int32_t>(batch.query_len(r)),
                         .context = static_cast<int32_t>(batch.context_len(r))};

@@ -114,6 +114,8 @@ TEST(CLayer, RatesChooseThePath) {
   ASSERT_OK(mla_cost_model_of({kDLCUDA, 0}, &of_gpu));
   EXPECT_EQ(usual.row_element, 4);
   EXPECT_EQ(of_gpu.row_element, 2);
+  EXPECT_EQ(usual.expanded_tiles, 0);
+  EXPECT_GT(of_gpu.expanded_tiles, 0);
   EXPECT_GT(of_gpu.latent_flops, 100 * usual.latent_flops);
 
   mla_cost_model rates = usual;

@@ -149,6 +149,38 @@ TEST(Plan, ArithmeticBreakEven) {
   EXPECT_NEAR(static_cast<double>(first_expanded(1 << 20)), 398, 2);
 }
 
+// 256 rows of 16 heads are 32 tiles: alone they leave most of a device of 132 idle on the expanded path, four such
+// requests do not.
+TEST(Plan, TilesBesideEachOther) {
+  ModelConfig m = preset("deepseek-v2-lite");
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const CostModel rates = default_cost_model({DeviceKind::cuda, 0});
+  ASSERT_GT(rates.expanded_tiles, 0);
+  CostModel without = rates;
+  without.expanded_tiles = 0;
+  const auto cost = [&](const CostModel& by, Path path, int64_t beside) {
+    return path_cost(m, spec, by, path, 256, 16384, beside);
+  };
+  EXPECT_EQ(expanded_tiles(m, 256), 32);
+  EXPECT_EQ(expanded_tiles(m, 257), 48);
+  EXPECT_GT(cost(rates, Path::expanded, 0), cost(rates, Path::expanded, 32));
+  EXPECT_EQ(cost(rates, Path::expanded, 1000), cost(without, Path::expanded, 0));
+  EXPECT_EQ(cost(rates, Path::latent, 0), cost(without, Path::latent, 0));
+
+  PlanOptions o;
+  o.compute = Dtype::bf16;
+  o.rates = rates;
+  const auto path_of_first = [&](const std::vector<int64_t>& queries, const PlanOptions& options) {
+    const Made b(queries, std::vector<int64_t>(queries.size(), 16384), 64);
+    return make(m, spec, b, options).requests[0].path;
+  };
+  EXPECT_EQ(path_of_first({256}, o), Path::latent);
+  EXPECT_EQ(path_of_first({256, 256, 256, 256}, o), Path::expanded);
+  EXPECT_EQ(path_of_first({256, 1, 1, 1}, o), Path::latent);  // single tokens are never there
+  o.rates = without;
+  EXPECT_EQ(path_of_first({256}, o), Path::expanded);
+}
+
 TEST(Plan, PoliciesChoosePaths) {
   const ModelConfig m = test::small_deepseek();
   const Made b({1, 3, 500}, {100, 100, 100}, 64);

@@ -72,6 +72,9 @@ typedef struct mla_cost_model {
   double plain_elements;    ///< elements of plain cache rows brought into a tile, a second; 0: not counted
   double fp8_elements;      ///< the same for fp8 formats; 0: not counted
   double row_element;       ///< bytes of an element of rows that one op writes and the next reads; 0: 4
+  /// Attention over flat keys goes by tiles of a head and 128 query rows, of which as many run beside each other: fewer
+  /// take as long; 0: not counted.
+  double expanded_tiles;
 } mla_cost_model;
 /// Rates fitted to measurements on a device, for models of any number of heads. Fills the fields that
 /// rates->struct_size has room for.
