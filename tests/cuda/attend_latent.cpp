@@ -530,18 +530,7 @@ TEST_F(OnDevice, BatchInvariantBits) {
     attend_latent(b.args, b.choice, nullptr);
     synchronize();
     const auto together = b.out();
-    // Nor from who attends what: few workers have several pieces of a tile, and tiles that others share.
-    for (const int workers : {7, 3, 1})
-      for (const int patience : {b.choice.patience, 0}) {
-        AttendLatentChoice few = b.choice;
-        few.workers = workers, few.patience = patience;
-        b.poison();
-        attend_latent(b.args, few, nullptr);
-        synchronize();
-        EXPECT_EQ(b.out(), together) << heads << " heads, pages of " << page_size << ", " << workers
-                                     << " workers, patience " << patience;
-        for (const unsigned n : b.counters()) ASSERT_EQ(n, 0u);
-      }
+    expect_same_bits(b);
     AttendLatent one = b.args;
     one.limits.requests = one.limits.tokens = one.limits.query_tokens = 1;
     b.poison();

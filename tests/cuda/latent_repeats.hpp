@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -12,6 +13,7 @@
 namespace mla::cuda::test {
 
 /// Whoever merges, by how long workers wait for each other, and by a schedule made ahead and a cache that is settled.
+/// Batch-invariant, whoever attends, too: few workers have several pieces of a tile, and tiles that others share.
 /// s: after a call, whose bits the others' must be.
 template <class Inputs>
 void expect_same_bits(Inputs& s) {
@@ -36,7 +38,14 @@ void expect_same_bits(Inputs& s) {
   for (const int patience : {most, 0}) again(patience, "with a schedule, ");
   s.choice.settled = true;
   for (const int patience : {most, most, 0}) again(patience, "cache settled, ");
-  s.args.schedule = nullptr, s.choice.settled = false, s.choice.patience = most;
+  s.args.schedule = nullptr, s.choice.settled = false;
+  const int all = s.choice.workers;
+  if (s.choice.split_blocks)
+    for (const int workers : {7, 3, 1}) {
+      s.choice.workers = std::min(workers, all);
+      for (const int patience : {most, 0}) again(patience, "few workers, ");
+    }
+  s.choice.workers = all, s.choice.patience = most;
 }
 
 /// As chosen, and, at 16 rows, with all workers merging where half would, or half where all would: sums in another
