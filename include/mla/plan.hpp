@@ -123,7 +123,7 @@ struct CostModel {
 CostModel default_cost_model(Device device);
 
 /// Tiles of a request's query rows (CostModel::expanded_tiles).
-int64_t expanded_tiles(const ModelConfig& model, int64_t new_tokens);
+int64_t expanded_tiles(int64_t heads, int64_t new_tokens);
 /// Seconds (in the model's units) of one request on a path: new tokens after `context` cached ones. beside: tiles of
 /// the step's other requests, which may run on the expanded path beside this one's.
 double path_cost(const ModelConfig& model, const CacheSpec& cache, const CostModel& rates, Path path,

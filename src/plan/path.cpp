@@ -167,8 +167,8 @@ double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
   }
   double attention = attended / (latent ? rates.latent_flops : rates.expanded_flops);
   if (!latent)
-    attention *= std::max(
-        1.0, rates.expanded_tiles / static_cast<double>(std::max<int64_t>(expanded_tiles(m, new_tokens) + beside, 1)));
+    attention *= std::max(1.0, rates.expanded_tiles / static_cast<double>(std::max<int64_t>(
+                                                          expanded_tiles(m.heads, new_tokens) + beside, 1)));
   return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);
 }
 
@@ -180,9 +180,7 @@ double pairs_of(double new_tokens, double context, double most) {
 
 }  // namespace
 
-int64_t expanded_tiles(const ModelConfig& m, int64_t new_tokens) {
-  return m.heads * planning::ceil_div(new_tokens, 128);
-}
+int64_t expanded_tiles(int64_t heads, int64_t new_tokens) { return heads * planning::ceil_div(new_tokens, 128); }
 
 double path_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& rates, Path path, int64_t new_tokens,
                  int64_t context, int64_t beside) {

@@ -173,13 +173,19 @@ PlanDigest digest_of(const Plan& p) {
   return {hash | 1, static_cast<int32_t>(p.tokens), static_cast<int32_t>(p.requests.size())};
 }
 
-// Of a split cache. All ranks must choose alike, however many heads each has and whatever each measures.
+// Of any rank of a split cache: all must choose alike, however many heads each has.
+int64_t most_heads(const Plan& p) {
+  const ContextParallel& c = p.options.context_parallel;
+  return c.shared() ? *std::max_element(c.heads.begin(), c.heads.end()) : p.model.heads;
+}
+
+// Of a split cache, whatever each rank measures.
 double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new_tokens, int64_t context,
                    int64_t beside) {
   const ContextParallel& c = p.options.context_parallel;
   const LinkRates& link = p.options.link;
   ModelConfig model = p.model;
-  model.heads = *std::max_element(c.heads.begin(), c.heads.end());
+  model.heads = most_heads(p);
   // A member attends to its part of the positions with as many times its heads: the work of all positions with its own.
   const double work = path_cost(model, p.cache, rates, path, new_tokens, context, beside);
   if (!(link.bytes > 0)) return work;
@@ -192,9 +198,9 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
              : work + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
 }
 
-// given: the rates of the options before those of the device took their place. tiles: of all the step's requests.
+// given: the rates of the options before those of the device took their place. beside: path_cost's.
 Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context,
-                 int64_t tiles) {
+                 int64_t beside) {
   if (p.options.maxima) return planning::selects(p, p.options.maxima->seq_len) ? Path::sparse : Path::latent;
   if (p.options.dummy) return Path::latent;
   if (new_tokens > 0 && planning::selects(p, context + new_tokens)) return Path::sparse;
@@ -210,7 +216,6 @@ Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t n
   }
   // One token joins the batch's other decodes, whose launches there are: alone it would cost more on the other path.
   if (p.options.absorbed || new_tokens <= 1) return Path::latent;
-  const int64_t beside = tiles - expanded_tiles(p.model, new_tokens);
   auto cost = [&](Path path) {
     return shared
                ? shared_cost(p, given ? *given : default_cost_model(p.device.device), path, new_tokens, context, beside)
@@ -354,10 +359,12 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
   p.requests.reserve(static_cast<size_t>(batch.requests()));
   p.positions.resize(static_cast<size_t>(p.tokens));
   int64_t tiles = 0;  // of requests that may take the expanded path
+  const int64_t heads = most_heads(p);
   for (int64_t r = 0; r < batch.requests(); ++r)
-    if (batch.query_len(r) > 1) tiles += expanded_tiles(model, batch.query_len(r));
+    if (batch.query_len(r) > 1) tiles += expanded_tiles(heads, batch.query_len(r));
   for (int64_t r = 0; r < batch.requests(); ++r) {
-    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r), tiles),
+    const int64_t beside = tiles - expanded_tiles(heads, batch.query_len(r));
+    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r), beside),
                         .q_begin = batch.query_start_loc[r],
                         .query_len = static_cast<int32_t>(batch.query_len(r)),
                         .context = static_cast<int32_t>(batch.context_len(r))};

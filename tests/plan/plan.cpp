@@ -161,8 +161,8 @@ TEST(Plan, TilesBesideEachOther) {
   const auto cost = [&](const CostModel& by, Path path, int64_t beside) {
     return path_cost(m, spec, by, path, 256, 16384, beside);
   };
-  EXPECT_EQ(expanded_tiles(m, 256), 32);
-  EXPECT_EQ(expanded_tiles(m, 257), 48);
+  EXPECT_EQ(expanded_tiles(16, 256), 32);
+  EXPECT_EQ(expanded_tiles(16, 257), 48);
   EXPECT_GT(cost(rates, Path::expanded, 0), cost(rates, Path::expanded, 32));
   EXPECT_EQ(cost(rates, Path::expanded, 1000), cost(without, Path::expanded, 0));
   EXPECT_EQ(cost(rates, Path::latent, 0), cost(without, Path::latent, 0));
@@ -179,6 +179,34 @@ TEST(Plan, TilesBesideEachOther) {
   EXPECT_EQ(path_of_first({256, 1, 1, 1}, o), Path::latent);  // single tokens are never there
   o.rates = without;
   EXPECT_EQ(path_of_first({256}, o), Path::expanded);
+}
+
+// Ranks that share a cache choose alike, however many heads each has.
+TEST(Plan, RanksOfUnevenHeadsChooseAlike) {
+  ModelConfig m = preset("deepseek-v2-lite");
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  int64_t latent = 0, expanded = 0;
+  for (int64_t queries : {64, 160, 256, 320, 512})
+    for (int64_t context : {2048, 8192, 16384})
+      for (size_t requests : {1, 2, 3}) {
+        const Made b(std::vector<int64_t>(requests, queries), std::vector<int64_t>(requests, context), 64);
+        std::vector<std::string> paths;
+        for (int rank : {0, 1}) {
+          PlanOptions o;
+          o.compute = Dtype::bf16;
+          o.rates = default_cost_model({DeviceKind::cuda, 0});
+          o.tensor_parallel = 2;
+          o.context_parallel = {.sharding = CacheSharding(2, 64), .rank = rank, .heads = {16, 5}};
+          ModelConfig own = m;
+          own.heads = o.context_parallel.heads[static_cast<size_t>(rank)];
+          std::string& s = paths.emplace_back();
+          for (const RequestPlan& r : make(own, spec, b, o).requests) s += to_string(r.path)[0];
+        }
+        EXPECT_EQ(paths[0], paths[1]) << requests << " of " << queries << " behind " << context;
+        (paths[0][0] == 'l' ? latent : expanded) += 1;
+      }
+  EXPECT_GT(latent, 5);
+  EXPECT_GT(expanded, 5);
 }
 
 TEST(Plan, PoliciesChoosePaths) {
