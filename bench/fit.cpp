@@ -90,7 +90,7 @@ class PathCall {
     const size_t bytes = static_cast<size_t>(cache_.pages()) * cache.page_stride;
     const Buffer rows = numbers(Dtype::bf16, bytes / sizeof(bf16));
     copy(stream_, cache.page(0), rows.data(), bytes);
-    if (timer_.on_gpu()) stream_.synchronize();
+    stream_.synchronize();
     PlanOptions options;
     options.form = LayerForm::attention;
     options.path = path == Path::latent ? PathPolicy::latent : PathPolicy::expanded;

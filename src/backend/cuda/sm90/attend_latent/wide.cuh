@@ -492,6 +492,7 @@ __global__ void __launch_bounds__(wide_threads, 1)
           advance();
         }
 
+        // Not for_pieces: of a loop around that of the blocks ptxas serialises the products (C7520).
         Pieces<invariant> at(p, it, blocks);
         float top0 = -INFINITY, top1 = -INFINITY, sum0 = 0, sum1 = 0;
         bool any = !Tile::listed;  // is there any row of a list until now?
