@@ -2,14 +2,13 @@
 // other as a step's layers do: one block table, a cache each, a schedule made once in front of them (in their time)
 // unless each finds its own (alone).
 //   attend_latent_bench [json=FILE] [only=SUBSTRING]... [replays=N] [variant=min:2,over:0]...
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
-
 #include <cstdlib>
 #include <numeric>
 #include <string>
 #include <string_view>
 
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/sm90/attention/attention.hpp"
 #include "cache/format.hpp"
 #include "cuda/bench.hpp"
 #include "cuda/device.hpp"

@@ -1,7 +1,5 @@
 // attend_latent on Hopper against float64: fresh random inputs, NaN in every unused slot and in the outputs before a
 // run.
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
-
 #include <gtest/gtest.h>
 
 #include <cstring>
@@ -10,6 +8,7 @@
 #include <optional>
 #include <utility>
 
+#include "backend/cuda/sm90/attention/attention.hpp"
 #include "cuda/device.hpp"
 #include "cuda/late_copy.hpp"
 #include "cuda/latent_repeats.hpp"

@@ -9,7 +9,7 @@
 #include <optional>
 #include <string_view>
 
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attention/attention.hpp"
 #include "cache/codec.hpp"
 #include "cache/format.hpp"
 #include "cache/fp8_ds_mla/layout.hpp"

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <string>
 
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attention/attention.hpp"
 #include "cuda/device.hpp"
 
 namespace mla::cuda::test {

@@ -6,7 +6,7 @@
 
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/queue.hpp"
-#include "backend/cuda/sm90/attend_latent/rows.hpp"
+#include "backend/cuda/sm90/attention/rows.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 #include "mla/error.hpp"
 

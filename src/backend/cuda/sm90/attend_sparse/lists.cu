@@ -4,8 +4,8 @@
 #include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/warpgroup.cuh"
-#include "backend/cuda/sm90/attend_latent/slots.cuh"
 #include "backend/cuda/sm90/attend_sparse/lists.hpp"
+#include "backend/cuda/sm90/attention/slots.cuh"
 
 namespace mla::cuda {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "backend/cuda/sm90/attend_latent/slots.hpp"
+#include "backend/cuda/sm90/attention/slots.hpp"
 #include "mla/work.hpp"
 
 namespace mla::cuda {

@@ -5,8 +5,8 @@
 #include <span>
 #include <string>
 
-#include "backend/cuda/sm90/attend_latent/rows.hpp"
 #include "backend/cuda/sm90/attend_sparse/lists.hpp"
+#include "backend/cuda/sm90/attention/rows.hpp"
 
 namespace mla::cuda::sm90 {
 namespace {

@@ -3,9 +3,9 @@
 #include <type_traits>
 
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/sm90/attend_latent/convert.cuh"
-#include "backend/cuda/sm90/attend_latent/kernels.hpp"
-#include "backend/cuda/sm90/attend_latent/load.cuh"
+#include "backend/cuda/sm90/attention/convert.cuh"
+#include "backend/cuda/sm90/attention/kernels.hpp"
+#include "backend/cuda/sm90/attention/load.cuh"
 
 namespace mla::cuda::latent {
 namespace {

@@ -1,4 +1,4 @@
-#include "backend/cuda/sm90/attend_latent/kernels.cuh"
+#include "backend/cuda/sm90/attention/kernels.cuh"
 
 namespace mla::cuda::latent {
 template void launch_kernel<__half>(const AttendLatentChoice&, const Params&, const CUtensorMap&, const CUtensorMap&,

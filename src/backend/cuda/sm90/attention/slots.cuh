@@ -2,7 +2,7 @@
 #pragma once
 
 #include "backend/cuda/core/divisor.cuh"
-#include "backend/cuda/sm90/attend_latent/slots.hpp"
+#include "backend/cuda/sm90/attention/slots.hpp"
 
 namespace mla::cuda {
 

@@ -1,9 +1,9 @@
-// attend_latent over caches of e4m3 with one scale for tiles of 64 rows (rows that carry scales are converted,
+// Attention over caches of e4m3 with one scale for tiles of 64 rows (rows that carry scales are converted,
 // wide.cuh), operands swapped and converted in registers as in the narrow kernel. Two math warpgroups sum 256 latents
 // each and make the scores and probabilities of every second block.
 #pragma once
 
-#include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
+#include "backend/cuda/sm90/attention/fp8_rows.cuh"
 
 namespace mla::cuda::latent {
 

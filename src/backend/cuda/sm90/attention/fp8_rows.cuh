@@ -7,9 +7,9 @@
 
 #include <type_traits>
 
-#include "backend/cuda/sm90/attend_latent/load.cuh"
-#include "backend/cuda/sm90/attend_latent/math.cuh"
-#include "backend/cuda/sm90/attend_latent/merge.cuh"
+#include "backend/cuda/sm90/attention/load.cuh"
+#include "backend/cuda/sm90/attention/math.cuh"
+#include "backend/cuda/sm90/attention/merge.cuh"
 
 namespace mla::cuda::latent {
 

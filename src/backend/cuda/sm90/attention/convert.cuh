@@ -3,7 +3,7 @@
 #pragma once
 
 #include "backend/cuda/core/cluster.cuh"
-#include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
+#include "backend/cuda/sm90/attention/fp8_rows.cuh"
 
 namespace mla::cuda::latent {
 

@@ -1,4 +1,4 @@
-// The kernels of attend_latent by cache format: kernels_bf16.cu, kernels_f16.cu, kernels_fp8.cu,
+// The kernels by cache format: kernels_bf16.cu, kernels_f16.cu, kernels_fp8.cu,
 // kernels_converted.cu and kernels_codes.cu.
 #pragma once
 
@@ -6,7 +6,7 @@
 
 #include <string_view>
 
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attention/attention.hpp"
 
 namespace mla::cuda::latent {
 

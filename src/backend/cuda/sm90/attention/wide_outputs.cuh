@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "backend/cuda/core/tma.cuh"
-#include "backend/cuda/sm90/attend_latent/math.cuh"
-#include "backend/cuda/sm90/attend_latent/merge.cuh"
+#include "backend/cuda/sm90/attention/math.cuh"
+#include "backend/cuda/sm90/attention/merge.cuh"
 
 namespace mla::cuda::latent {
 

@@ -7,9 +7,9 @@
 #include "backend/cuda/core/check.hpp"
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/tensor_map.hpp"
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
-#include "backend/cuda/sm90/attend_latent/kernels.hpp"
-#include "backend/cuda/sm90/attend_latent/schedule.cuh"
+#include "backend/cuda/sm90/attention/attention.hpp"
+#include "backend/cuda/sm90/attention/kernels.hpp"
+#include "backend/cuda/sm90/attention/schedule.cuh"
 #include "mla/error.hpp"
 
 namespace mla::cuda {

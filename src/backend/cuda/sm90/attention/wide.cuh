@@ -1,4 +1,4 @@
-// attend_latent for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
+// Attention for tiles of 64 rows a CTA: one warpgroup keeps the queries in registers and makes scores and
 // probabilities, two share the 64 x 512 f32 outputs by columns. A cluster of two CTAs takes 128 rows: each loads half
 // of every block's values by boxes, for both, and its own rope; or, row by row, all of it for itself. Rows of e4m3
 // become bf16 in the loading warps, whose registers the queries then leave.
@@ -7,9 +7,9 @@
 #include <type_traits>
 
 #include "backend/cuda/core/cluster.cuh"
-#include "backend/cuda/sm90/attend_latent/convert.cuh"
-#include "backend/cuda/sm90/attend_latent/load.cuh"
-#include "backend/cuda/sm90/attend_latent/wide_outputs.cuh"
+#include "backend/cuda/sm90/attention/convert.cuh"
+#include "backend/cuda/sm90/attention/load.cuh"
+#include "backend/cuda/sm90/attention/wide_outputs.cuh"
 
 namespace mla::cuda::latent {
 

@@ -5,8 +5,8 @@
 
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/tensor_map.hpp"
-#include "backend/cuda/sm90/attend_latent/codes.cuh"
-#include "backend/cuda/sm90/attend_latent/kernels.hpp"
+#include "backend/cuda/sm90/attention/codes.cuh"
+#include "backend/cuda/sm90/attention/kernels.hpp"
 
 namespace mla::cuda::latent {
 

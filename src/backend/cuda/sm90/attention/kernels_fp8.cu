@@ -1,9 +1,9 @@
 #include <type_traits>
 
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/sm90/attend_latent/fp8_narrow.cuh"
-#include "backend/cuda/sm90/attend_latent/fp8_wide.cuh"
-#include "backend/cuda/sm90/attend_latent/kernels.hpp"
+#include "backend/cuda/sm90/attention/fp8_narrow.cuh"
+#include "backend/cuda/sm90/attention/fp8_wide.cuh"
+#include "backend/cuda/sm90/attention/kernels.hpp"
 
 namespace mla::cuda::latent {
 

@@ -1,9 +1,9 @@
-// attend_latent over caches of e4m3 for tiles of 16 or 32 rows: the narrow kernel's swapped operands, S^T = K Q^T and
+// Attention over caches of e4m3 for tiles of 16 or 32 rows: the narrow kernel's swapped operands, S^T = K Q^T and
 // O^T = V^T P^T, with K and V converted to f16 in registers on their way to the matrix units; no 16-bit copy of the
 // cache is made. Two math warpgroups take blocks in turn and know of each other only at an item's ends.
 #pragma once
 
-#include "backend/cuda/sm90/attend_latent/fp8_rows.cuh"
+#include "backend/cuda/sm90/attention/fp8_rows.cuh"
 
 namespace mla::cuda::latent {
 

@@ -1,4 +1,4 @@
-// attend_latent on Hopper: multi-query attention of latent queries over a paged cache, its items on device.
+// Latent attention on Hopper: multi-query attention of latent queries over a paged cache, its items on device.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "backend/cuda/sm90/attend_latent/slots.hpp"
+#include "backend/cuda/sm90/attention/slots.hpp"
 #include "mla/cache.hpp"
 #include "mla/dtype.hpp"
 #include "mla/view.hpp"

@@ -5,7 +5,7 @@
 #include <limits>
 
 #include "backend/cuda/core/queue.hpp"
-#include "backend/cuda/sm90/attend_latent/attend_latent.hpp"
+#include "backend/cuda/sm90/attention/attention.hpp"
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda::sm90 {

@@ -1,4 +1,4 @@
-// attend_latent by products of e4m3 codes: queries and a cache of e4m3 with one scale each, tiles of 64 rows a CTA.
+// Attention by products of e4m3 codes: queries and a cache of e4m3 with one scale each, tiles of 64 rows a CTA.
 //
 // Scores are products of codes as they lie. For the values the tensor cores want positions side by side, so two warps
 // turn each block's codes over in shared memory, once for all rows. Probabilities become e4m3, too, 2^7 at a row's
@@ -8,8 +8,8 @@
 
 #include "backend/cuda/core/cluster.cuh"
 #include "backend/cuda/core/wgmma_fp8.cuh"
-#include "backend/cuda/sm90/attend_latent/load.cuh"
-#include "backend/cuda/sm90/attend_latent/wide_outputs.cuh"
+#include "backend/cuda/sm90/attention/load.cuh"
+#include "backend/cuda/sm90/attention/wide_outputs.cuh"
 
 namespace mla::cuda::latent {
 

@@ -11,7 +11,7 @@
 
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tma.cuh"
-#include "backend/cuda/sm90/attend_latent/math.cuh"
+#include "backend/cuda/sm90/attention/math.cuh"
 
 namespace mla::cuda::latent {
 

@@ -1,10 +1,10 @@
-// attend_latent for tiles of 16 or 32 rows: operands swapped, so that rows are wgmma's N and need no padding to 64.
+// Attention for tiles of 16 or 32 rows: operands swapped, so that rows are wgmma's N and need no padding to 64.
 //   S^T[64 positions, N] = K Q^T,  O^T[512, N] += V^T P^T
 #pragma once
 
-#include "backend/cuda/sm90/attend_latent/load.cuh"
-#include "backend/cuda/sm90/attend_latent/math.cuh"
-#include "backend/cuda/sm90/attend_latent/merge.cuh"
+#include "backend/cuda/sm90/attention/load.cuh"
+#include "backend/cuda/sm90/attention/math.cuh"
+#include "backend/cuda/sm90/attention/merge.cuh"
 
 namespace mla::cuda::latent {
 

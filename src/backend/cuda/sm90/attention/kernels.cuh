@@ -4,9 +4,9 @@
 #include <type_traits>
 
 #include "backend/cuda/core/launch.hpp"
-#include "backend/cuda/sm90/attend_latent/kernels.hpp"
-#include "backend/cuda/sm90/attend_latent/narrow.cuh"
-#include "backend/cuda/sm90/attend_latent/wide.cuh"
+#include "backend/cuda/sm90/attention/kernels.hpp"
+#include "backend/cuda/sm90/attention/narrow.cuh"
+#include "backend/cuda/sm90/attention/wide.cuh"
 
 namespace mla::cuda::latent {
 

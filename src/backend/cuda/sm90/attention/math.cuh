@@ -1,9 +1,9 @@
-// Arithmetic that both kernels of attend_latent share.
+// Arithmetic that both kernels share.
 #pragma once
 
 #include "backend/cuda/core/static_for.cuh"
 #include "backend/cuda/core/wgmma.cuh"
-#include "backend/cuda/sm90/attend_latent/schedule.cuh"
+#include "backend/cuda/sm90/attention/schedule.cuh"
 
 namespace mla::cuda::latent {
 

@@ -1,4 +1,4 @@
-// Who attends what: the device-side schedule of attend_latent.
+// Who attends what: the device-side schedule.
 //
 // A tile is `tile_rows` consecutive (token, head) rows of one request; its work is the 64-position blocks that any of
 // its rows sees. Tiles lie on a line, in order of requests, and workers (CTAs, or clusters) take stretches of it:
@@ -19,7 +19,7 @@
 
 #include "backend/cuda/core/divisor.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
-#include "backend/cuda/sm90/attend_latent/slots.cuh"
+#include "backend/cuda/sm90/attention/slots.cuh"
 #include "mla/work.hpp"
 
 namespace mla::cuda::latent {

@@ -6,7 +6,7 @@
 
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tma.cuh"
-#include "backend/cuda/sm90/attend_latent/schedule.cuh"
+#include "backend/cuda/sm90/attention/schedule.cuh"
 
 namespace mla::cuda::latent {
 
