@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <memory>
+#include <span>
 
 #include "mla/batch.hpp"
 #include "mla/device.hpp"
@@ -20,9 +21,10 @@ class StagedStep {
   StagedStep(const StagedStep&) = delete;
   StagedStep& operator=(const StagedStep&) = delete;
 
-  /// One copy, queued on the stream; memory is allocated only to grow, and graphs that were captured with what was
-  /// staged before are then not to be launched. The plan and the batch's arrays must stay where they are and as they
-  /// are while calls with them are made. After an error nothing is staged.
+  /// One copy, and what the plan has of steps of no layer's (kStaging), queued on the stream; memory is allocated only
+  /// to grow, and graphs that were captured with what was staged before are then not to be launched. The plan and the
+  /// batch's arrays must stay where they are and as they are while calls with them are made. After an error nothing is
+  /// staged.
   void stage(const Plan& plan, const Batch& batch);
 
   /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph). Plan
@@ -43,6 +45,8 @@ class StagedStep {
   /// the staged step's are of another size.
   const std::byte* list(ListKey key, size_t count) const;
   const int32_t* block_table(View<const int32_t, Request, Page> table) const;
+  /// What ScheduleLatent made; empty where the plan has none.
+  std::span<const std::byte> schedule() const;
 
  private:
   struct State;

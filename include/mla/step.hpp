@@ -207,11 +207,18 @@ struct GatherRows {
   Operand<Key, Entry> rows;  ///< bytes; member 0's first
   int32_t chunk = 0;
 };
+/// Which worker attends what, for AttendLatent of the same queries and items in every layer. It stays where the step is
+/// staged.
+struct ScheduleLatent {
+  Operand<Token, Head, Entry> q;  ///< its dtype and extents; it is not read
+  ListOf<LatentItem> items;
+};
 struct AttendLatent {
   Operand<Token, Head, Entry> q;
   float q_scale = 1.0f;  ///< of e4m3 queries; 0: the layer's
   ListOf<LatentItem> items;
-  float scale = 1.0f;  ///< 0: the softmax's times the layer's of queries
+  bool scheduled = false;  ///< by a ScheduleLatent, where the step is staged
+  float scale = 1.0f;      ///< 0: the softmax's times the layer's of queries
   Operand<Token, Head, Value> out;
   Operand<Token, Head> lse;
   Operand<Partial, Head, Value> partial_out;
@@ -363,10 +370,10 @@ struct Wait {
 };
 
 using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
-                          GatherRows, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
-                          IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows,
-                          MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries,
-                          ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice, Wait>;
+                          GatherRows, ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse,
+                          MergeSparse, IndexAppend, IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates,
+                          FillTopk, PickRows, MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding,
+                          GatherQueries, ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice, Wait>;
 
 }  // namespace steps
 
@@ -382,6 +389,7 @@ constexpr Calls kAttend{4};    ///< attend()
 constexpr Calls kNarrowed{8};  ///< attend() into another dtype than heads are made in
 constexpr Calls kSelect{16};   ///< select()
 constexpr Calls kAnyCall{31};
+constexpr Calls kStaging{32};  ///< no call of a layer: StagedStep's, once a step
 
 constexpr int kLanes = 3;
 

@@ -101,7 +101,4 @@ class Stopwatch {
 /// Ranks on GPUs: see comm/device_carrier.hpp.
 std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group);
 
-/// A step's lists on the device were written anew.
-void changed(cuda::Queue& queue) noexcept;
-
 }  // namespace mla::gpu

@@ -47,7 +47,6 @@ void Stopwatch::start(cuda::Queue&) {}
 void Stopwatch::stop(cuda::Queue&) {}
 double Stopwatch::seconds() const { return 0; }
 std::unique_ptr<DeviceCarrier> connect(const DeviceGroup& group) { none(group.device); }
-void changed(cuda::Queue&) noexcept {}
 size_t workspace_bytes(const PagedAttention&) { return 0; }
 size_t workspace_bytes(const ListAttention&) { return 0; }
 size_t workspace_bytes(const SequenceAttention&) { return 0; }

@@ -160,6 +160,7 @@ ops::AttendLatentArgs Binder::operator()(const steps::AttendLatent& s) const {
           .partial_lse = values<float>(s.partial_lse),
           .batch_invariant = batch_invariant_,
           .cache_settled = true,  // queries are absorbed after the append
+          .schedule = s.scheduled && c_.staged ? c_.staged->schedule() : std::span<const std::byte>(),
           .scratch = scratch_};
 }
 

@@ -295,6 +295,7 @@ class Walk {
   void run(std::string_view, const steps::Zero& zero) {
     if (stream_) write_zeros(*stream_, bind_(zero));
   }
+  void run(std::string_view, const steps::ScheduleLatent&) {}  // of no call
   void run(std::string_view, steps::BeginChoice) {
     if (stream_) begin_choice(*stream_, c_);
   }

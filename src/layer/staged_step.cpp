@@ -1,5 +1,9 @@
 #include "mla/staged_step.hpp"
 
+#include <optional>
+#include <vector>
+
+#include "backend/run.hpp"
 #include "core/gpu.hpp"
 #include "core/named_buffer.hpp"
 #include "layer/staged_lists.hpp"
@@ -13,6 +17,9 @@ struct StagedStep::State {
   const Plan* of_plan = nullptr;  // that step's; none while one is being staged
   Batch of_batch;                 // whose arrays are looked at by address alone
   Buffer device;
+  // Made anew for every step from these, whose items are those of the step that calls are made with.
+  std::optional<ops::ScheduleLatentArgs> schedule;
+  std::vector<LatentItem> scheduled;
   struct Pinned {
     std::byte* data = nullptr;
     size_t bytes = 0;
@@ -36,11 +43,29 @@ struct StagedStep::State {
 
   void lay_out(const Plan& plan, const Batch& batch) {
     lists.lay_out(plan, batch);
-    const size_t bytes = lists.bytes();
+    const steps::ScheduleLatent* made = nullptr;
+    for (const Step& step : plan.steps)
+      if (step.calls.any_of(kStaging)) made = &std::get<steps::ScheduleLatent>(step.work);
+    const size_t bytes = lists.bytes() + (made ? ops::kLatentScheduleBytes : 0);
     if (device.size() < bytes) {
       stream.synchronize();  // calls under way still read the old one
       device = named_buffer("arrays of a staged step", bytes + bytes / 4, stream.device());
     }
+    schedule.reset();
+    if (!made) return;
+    scheduled = plan.latent_items;
+    const auto on_device = [&](size_t offset) { return reinterpret_cast<const int32_t*>(device.data() + offset); };
+    const size_t items = lists.offset_of(made->items.key, scheduled.size());
+    schedule =
+        ops::ScheduleLatentArgs{.tokens = made->q.extent<Token>(),
+                                .heads = made->q.extent<Head>(),
+                                .q_dtype = made->q.dtype,
+                                .cache = plan.cache,
+                                .block_table = {batch.block_table, on_device(lists.offset_of(batch.block_table))},
+                                .items = {scheduled, reinterpret_cast<const LatentItem*>(device.data() + items)},
+                                .batch_invariant = plan.options.split == SplitPolicy::batch_invariant,
+                                .scratch_bytes = plan.device.scratch_per_worker,
+                                .schedule = {device.data() + lists.bytes(), ops::kLatentScheduleBytes}};
   }
 
   void send(const layer::StagedLists::Fitted& step, const Batch& batch) {
@@ -56,8 +81,8 @@ struct StagedStep::State {
     host.copied.wait();
     lists.write(step, batch, host.data);
     copy(stream, device.data(), host.data, bytes);
-    gpu::changed(stream.queue());
     host.copied.set(stream.queue());
+    if (schedule) ops::run(stream, *schedule);
   }
 };
 
@@ -89,6 +114,9 @@ bool StagedStep::serves(const Stream& stream, const Plan& plan, const Batch& b) 
 }
 const std::byte* StagedStep::list(ListKey key, size_t count) const {
   return state_ && count > 0 ? state_->device.data() + state_->lists.offset_of(key, count) : nullptr;
+}
+std::span<const std::byte> StagedStep::schedule() const {
+  return state_ && state_->schedule ? state_->schedule->schedule : std::span<const std::byte>();
 }
 const int32_t* StagedStep::block_table(View<const int32_t, Request, Page> table) const {
   return state_ ? reinterpret_cast<const int32_t*>(state_->device.data() + state_->lists.offset_of(table)) : nullptr;

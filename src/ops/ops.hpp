@@ -58,6 +58,7 @@
   X(cast, CastArgs)                        \
   X(attend_expanded, AttendExpandedArgs)   \
   X(attend_latent, AttendLatentArgs)       \
+  X(schedule_latent, ScheduleLatentArgs)   \
   X(merge, MergeArgs)                      \
   X(merge_splits, MergeSplitsArgs)         \
   X(quantize, QuantizeArgs)                \

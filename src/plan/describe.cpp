@@ -166,14 +166,18 @@ std::string Plan::describe() const {
     line(out, "  sparse: off, everything is attended; index cache %s is filled",
          std::string(to_string(index_cache.format)).c_str());
   }
-  for (int8_t lane = 1; lane < kLanes; ++lane) {
+  const auto name_steps = [&](const std::string& what, const auto& is) {
     std::string names;
     for (const Step& step : steps)
-      if (step.lane == lane && step.calls.any_of(kForward | kIndexer) &&
-          !std::holds_alternative<steps::Wait>(step.work))
-        names += " " + std::string(step.name);
-    if (!names.empty()) out += "  lane " + std::to_string(lane) + ", at once with others:" + names + "\n";
-  }
+      if (is(step)) names += " " + std::string(step.name);
+    if (!names.empty()) out += "  " + what + ":" + names + "\n";
+  };
+  for (int8_t lane = 1; lane < kLanes; ++lane)
+    name_steps("lane " + std::to_string(lane) + ", at once with others", [&](const Step& step) {
+      return step.lane == lane && step.calls.any_of(kForward | kIndexer) &&
+             !std::holds_alternative<steps::Wait>(step.work);
+    });
+  name_steps("for all layers, when the step is staged", [](const Step& step) { return step.calls.any_of(kStaging); });
   describe_workspace(out, *this);
   return out;
 }

@@ -44,6 +44,27 @@ TEST(Steps, AMixedBatchTakesBothPathsAndForwardAndAttendShareThem) {
   EXPECT_EQ(names(p, kSelect), "");
 }
 
+TEST(Steps, WhoAttendsWhatIsWorkedOutForAllLayersOnAGpu) {
+  const auto of = [](Device device, const Made& b, CacheFormat format = CacheFormat::bf16) {
+    return make(test::small_deepseek(), b, {.path = PathPolicy::by_length, .reorder_batch_threshold = 1}, format,
+                device);
+  };
+  const auto scheduled = [](const Plan& p) {
+    for (const Step& s : p.steps)
+      if (const auto* attend = std::get_if<steps::AttendLatent>(&s.work)) return attend->scheduled;
+    throw std::logic_error("no request is latent");
+  };
+  const Made decodes({1, 1}, {50, 100}, 16), prefill({40}, {0}, 16);
+  const Plan gpu = of({DeviceKind::cuda, 0}, decodes), cpu = of({}, decodes);
+  EXPECT_EQ(names(gpu, kStaging), "schedule_latent");
+  EXPECT_EQ(names(gpu, kAnyCall).find("schedule_latent"), std::string::npos);
+  EXPECT_TRUE(scheduled(gpu));
+  EXPECT_NE(gpu.describe().find("for all layers, when the step is staged: schedule_latent"), std::string::npos);
+  EXPECT_EQ(names(cpu, kStaging), "");
+  EXPECT_FALSE(scheduled(cpu));
+  EXPECT_EQ(names(of({DeviceKind::cuda, 0}, prefill), kStaging), "");
+}
+
 TEST(Steps, CodesAreMadeOfWhatAPrefillAttendsTo) {
   const PlanOptions o{.form = LayerForm::attention, .path = PathPolicy::expanded, .prefill = PrefillOperands::fp8};
   EXPECT_EQ(names(make(test::small_deepseek(), Made({40}, {100}, 16), o), kAttend),

@@ -47,6 +47,9 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
   if (sm90::serves(model_of(stream.queue()), a)) sm90::attend_latent(stream.queue(), a);
   else generic::attend_latent(stream, a);
 }
+void schedule_latent(Stream& stream, const ops::ScheduleLatentArgs& a) {
+  if (model_of(stream.queue()).hopper) sm90::schedule_latent(stream.queue(), a);
+}
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   const bool hopper = sm90::serves(model_of(stream.queue()), a);
   const auto run = hopper ? sm90::attend_expanded : generic::attend_expanded;

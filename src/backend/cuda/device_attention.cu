@@ -449,7 +449,6 @@ void attend(const PagedAttention& a, const CallerStream& at) {
   const OnDevice on({DeviceKind::cuda, at.device});
   const Paged m(a, at.workspace);
   Queue queue(at.device, at.native, Queue::Bare::queue);
-  if (at.schedule) queue.use(*at.schedule);
   const int64_t requests = m.lse.extent<Request>();
   const int32_t most = most_positions(a), queries = static_cast<int32_t>(a.q.extent<Token>());
   // What launches are sized by: every request as long as its table is.
@@ -494,7 +493,8 @@ void attend(const PagedAttention& a, const CallerStream& at) {
                  m.items, static_cast<int32_t>(requests), a.lengths.data(), a.lengths.stride<Request>(),
                  static_cast<int32_t>(a.kv_heads), queries, most, a.causal);
   if (hopper) {
-    cuda::sm90::CallerArrays arrays{.lse = m.lse, .causal = a.causal, .counters = counters_of(queue, m.counters)};
+    cuda::sm90::CallerArrays arrays{
+        .lse = m.lse, .causal = a.causal, .counters = counters_of(queue, m.counters), .schedule = at.schedule};
     if (by_lengths) arrays.lengths[0] = a.lengths;
     if (unknown) arrays.q_scale = a.q_scale, arrays.k_scale = a.k_scale;
     if (a.k_scale) args.cache.spec.k_scale = 1;  // that one in its place

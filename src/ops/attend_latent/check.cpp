@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <limits>
 
 #include "ops/attend_latent/op.hpp"
 #include "ops/attention_items.hpp"
@@ -37,6 +38,19 @@ void check(const AttendLatentArgs& a) {
     require_place(op, a, i, rows);
   }
   if (!a.scratch.data && !a.items.empty()) throw ShapeError("attend_latent: no scratch");
+  if (!a.schedule.empty())
+    require_equal(op, "schedule bytes", std::ssize(a.schedule), "a schedule's", int64_t{kLatentScheduleBytes});
+}
+
+void check(const ScheduleLatentArgs& a) {
+  constexpr std::string_view op = "schedule_latent";
+  require_view(op, "block_table", a.block_table);
+  require_range(op, "heads", a.heads, 1, std::numeric_limits<int32_t>::max());
+  for (const LatentItem& i : a.items) {
+    require_query_rows(op, i, a.tokens);
+    if (i.q_count > 0) require_range(op, "item request", i.request, 0, a.block_table.extent<Request>());
+  }
+  require_equal(op, "schedule bytes", std::ssize(a.schedule), "a schedule's", int64_t{kLatentScheduleBytes});
 }
 
 }  // namespace mla::ops

@@ -3,8 +3,14 @@
 // out = softmax(scale * q . row_j) . row_j[0 : value_width], row_j the dequantised cache row [latent | rope]; lse in
 // nats. A row that sees nothing: out 0, lse -inf. Splits of one request write partial rows, joined by merge_splits.
 // NaN and infinities: docs/numerics.md.
+//
+// schedule_latent: what a backend works out once for all calls that attend by the same items, a step's layers: which
+// worker begins where.
 #pragma once
 
+#include <span>
+
+#include "core/captured_schedule.hpp"
 #include "mla/cache.hpp"
 #include "mla/view.hpp"
 #include "mla/work.hpp"
@@ -32,10 +38,29 @@ struct AttendLatentArgs {
   /// The op before this one on the stream had something to do and wrote nothing of the cache: a GPU may then read the
   /// cache while that op ends.
   bool cache_settled = false;
+  /// What schedule_latent made of this call's items, block table, cache and extents, before the call on its stream;
+  /// empty: the call works it out itself.
+  std::span<const std::byte> schedule;
   Scratch scratch;
 };
 
+constexpr size_t kLatentScheduleBytes = CapturedSchedule::kBytes;
+
+/// As attend_latent calls will be given them.
+struct ScheduleLatentArgs {
+  int64_t tokens = 0, heads = 0;  ///< extents of q
+  Dtype q_dtype = Dtype::f32;
+  CacheSpec cache;
+  BlockTable block_table;
+  List<LatentItem> items;
+  bool batch_invariant = false;
+  size_t scratch_bytes = 0;  ///< that calls have, a worker
+  /// kLatentScheduleBytes on the device, 16-byte aligned. A backend without a use for it leaves it alone.
+  std::span<std::byte> schedule;
+};
+
 void check(const AttendLatentArgs& a);
+void check(const ScheduleLatentArgs& a);
 Cost cost(const AttendLatentArgs& a);
 /// Items of one request's row that are splits of it are not joined here: pass unsplit items.
 void reference(const AttendLatentArgs& a, View<double, Token, Head, Value> out, View<double, Token, Head> lse);

@@ -47,16 +47,21 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
                   const Operand<Token, Head, Value>& out, const Operand<Token, Head>& lse) {
   const Plan& p = s.plan;
   const auto [partial_out, partial_lse] = partials(s, p.partial_rows, q.extent<Head>());
-  if (!p.latent_items.empty())
+  const bool scheduled = p.device.device.kind == DeviceKind::cuda && p.splits.empty();
+  if (!p.latent_items.empty()) {
+    if (scheduled)
+      s.add("schedule_latent", kStaging, steps::ScheduleLatent{q, s.list(ListKind::latent_items, p.latent_items)});
     s.add("attend_latent", calls,
           steps::AttendLatent{.q = q,
                               .q_scale = scales.codes,
                               .items = s.list(ListKind::latent_items, p.latent_items),
+                              .scheduled = scheduled,
                               .scale = scales.softmax,
                               .out = out,
                               .lse = lse,
                               .partial_out = partial_out,
                               .partial_lse = partial_lse});
+  }
   if (!p.splits.empty())
     s.add("merge_splits", calls,
           steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});

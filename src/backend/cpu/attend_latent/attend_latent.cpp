@@ -97,4 +97,6 @@ void attend_latent(Stream& stream, const ops::AttendLatentArgs& a) {
             [&](auto form) { attend<decltype(form)>(stream, a); });
 }
 
+void schedule_latent(Stream&, const ops::ScheduleLatentArgs&) {}  // tasks are cut when the pool runs them
+
 }  // namespace mla::cpu

@@ -273,6 +273,4 @@ double Stopwatch::seconds() const {
   return 1e-3 * static_cast<double>(ms);
 }
 
-void changed(cuda::Queue& queue) noexcept { queue.changed(); }
-
 }  // namespace mla::gpu

@@ -35,9 +35,6 @@ int existing(int device) {
 Queue::Queue(int device, void* native) : Queue(existing(device), native, Lane::own) {
   const std::string name = "cuda:" + std::to_string(device);
   const gpu::OnDevice on({DeviceKind::cuda, device});
-  if (hopper())
-    check(cudaMalloc(reinterpret_cast<void**>(&own_schedule_.data), CapturedSchedule::kBytes), name,
-          "a stream's schedules");
   for (std::unique_ptr<Queue>& lane : lanes_) lane.reset(new Queue(device, nullptr, Lane::further));
 }
 
@@ -65,8 +62,6 @@ Queue::~Queue() {
   if (here_) cudaEventDestroy(here_);
   blas_.reset();
   if (own_counters_) cudaFree(counters_);
-  if (own_schedule_.data)
-    cudaFree(own_schedule_.data);  // any cudaFree ends a capture that another thread or framework has begun
   if (own_stream_) cudaStreamDestroy(stream_);
 }
 

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "core/captured_schedule.hpp"
 #include "mla/device.hpp"
 #include "mla/step.hpp"
 #include "ops/list.hpp"
@@ -57,11 +56,6 @@ class Queue {
   static constexpr size_t kCounters = 16384;
   static constexpr size_t kSpare = kCounters;  ///< 64 more, for kernels that need a few beside those
 
-  /// Without data where nothing can be shared. Gone when lists are written anew.
-  CapturedSchedule& schedule() const { return *schedule_; }
-  /// A caller's, until the queue is gone.
-  void use(CapturedSchedule& s) { schedule_ = &s; }
-
   /// Where kernels read a list: ShapeError naming op and list when it has no copy on the device and lies in memory that
   /// the device does not read. Null for an empty one.
   template <class T>
@@ -75,8 +69,6 @@ class Queue {
     if (table.device()) return table.device();
     return static_cast<const int32_t*>(readable(table.data(), op, "block_table"));
   }
-  /// Lists that the device has were written anew.
-  void changed() noexcept { own_schedule_.capture = 0; }
 
   /// Looked at while the stream is waited for, until it is gone.
   void watch(const std::shared_ptr<Watched>& w);
@@ -100,8 +92,6 @@ class Queue {
   bool own_stream_ = false, own_counters_ = false;
   unsigned* counters_ = nullptr;
   std::unique_ptr<Blas> blas_;
-  CapturedSchedule own_schedule_;  // with data on a Hopper GPU
-  CapturedSchedule* schedule_ = &own_schedule_;
   std::array<std::unique_ptr<Queue>, kLanes - 1> lanes_;
   cudaEvent_t here_ = nullptr;  // where others wait for this one
   int gates_ = 0;

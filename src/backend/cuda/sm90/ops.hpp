@@ -6,6 +6,7 @@
 #include <span>
 
 #include "backend/backend.hpp"
+#include "core/captured_schedule.hpp"
 
 namespace mla::cuda {
 class Queue;
@@ -26,6 +27,8 @@ struct CallerArrays {
   const float *q_scale = nullptr, *k_scale = nullptr;
   /// That are 0, in place of the queue's.
   std::span<unsigned> counters;
+  /// attend_latent by lengths: shared by calls that are captured together; null: none.
+  CapturedSchedule* schedule = nullptr;
 };
 
 /// bf16 queries of 512 + 64 over whole requests of a bf16, f16, fp8 or fp8_ds_mla cache, f16 ones of an f16 cache; at
@@ -34,6 +37,8 @@ bool serves(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendLatentArgs& a);
 /// caller, with lengths: the host's items have as many query tokens each, and the longest lengths that there may be.
 void attend_latent(const Queue& queue, const ops::AttendLatentArgs& a, const CallerArrays* caller = nullptr);
+/// Of calls that the kernels above serve; nothing otherwise.
+void schedule_latent(const Queue& queue, const ops::ScheduleLatentArgs& a);
 
 /// bf16 queries over lists of slots of one or two such caches of one format, or of fp8_ds_v4, each row's softmax whole
 /// or batch-invariant; largest logits of 16-bit caches and where rows are converted.

@@ -61,7 +61,10 @@ void require(bool holds, const std::string& text) {
   if (!holds) throw ShapeError("attend_latent: " + text);
 }
 
-void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
+bool aligned(const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; }
+
+// Who attends what, and where page numbers are.
+void check_items(const AttendLatent& a, const AttendLatentChoice& c) {
   const AttendLatentLimits& l = a.limits;
   require(l.heads >= 1 && l.heads <= 128, "heads is " + std::to_string(l.heads) + ", allowed 1 to 128");
   require(l.tokens >= 0 && l.requests >= 0 && l.query_tokens >= 0 && l.seq_len >= 0,
@@ -69,6 +72,28 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
               ", query tokens " + std::to_string(l.query_tokens) + ", seq_len " + std::to_string(l.seq_len));
   require(static_cast<int64_t>(l.tokens) * l.heads < int64_t{1} << 31,
           "tokens " + std::to_string(l.tokens) + " x heads " + std::to_string(l.heads) + " is not below 2^31");
+  require(a.page_size >= 1, "page size is " + std::to_string(a.page_size) + ", at least 1 is needed");
+  const int64_t needed = (static_cast<int64_t>(l.seq_len) + a.page_size - 1) / a.page_size;
+  require(a.lists || a.table_stride >= needed, "block_table Page is " + std::to_string(a.table_stride) + ", seq_len " +
+                                                   std::to_string(l.seq_len) + " needs " + std::to_string(needed));
+  // Without requests a table has no address, and nobody to read it.
+  require(a.lists || (aligned(a.lengths ? static_cast<const void*>(a.lengths) : a.items, 4) &&
+                      (l.seq_len == 0 || aligned(a.block_table, 4))),
+          "items or lengths, and block_table are needed");
+  require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
+                                                                std::to_string(c.box_rows) + ", page size is " +
+                                                                std::to_string(a.page_size));
+  require(c.workers >= 1 && c.workers <= latent::most_pieces,
+          "workers is " + std::to_string(c.workers) + ", allowed 1 to " + std::to_string(latent::most_pieces));
+  const size_t schedule = attend_latent_schedule_bytes(c);
+  require(!a.schedule || aligned(a.schedule, 16), "schedule must be 16-byte aligned");
+  require(!a.schedule || a.schedule_bytes >= schedule,
+          "schedule is " + std::to_string(a.schedule_bytes) + " bytes, " + std::to_string(schedule) + " are needed");
+}
+
+void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
+  check_items(a, c);
+  const AttendLatentLimits& l = a.limits;
   if (a.lists)
     require((a.format == CacheFormat::fp8_ds_mla || a.format == CacheFormat::fp8_ds_v4) && a.lists->item_count <= 1 &&
                 l.query_tokens == 1,
@@ -76,13 +101,9 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   else if (a.format == CacheFormat::fp8_ds_v4)
     throw UnsupportedError(
         "attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90, fp8_ds_v4 is read by lists alone");
-  require(a.page_size >= 1, "page size is " + std::to_string(a.page_size) + ", at least 1 is needed");
   require(a.lists || (a.pages >= 1 && a.pages * a.page_size < int64_t{1} << 31),
           "cache has " + std::to_string(a.pages) + " pages of " + std::to_string(a.page_size) +
               ", 1 to 2^31 - 1 slots are allowed");
-  const int64_t needed = (static_cast<int64_t>(l.seq_len) + a.page_size - 1) / a.page_size;
-  require(a.lists || a.table_stride >= needed, "block_table Page is " + std::to_string(a.table_stride) + ", seq_len " +
-                                                   std::to_string(l.seq_len) + " needs " + std::to_string(needed));
   require(a.scale > 0 && std::isfinite(a.scale),
           "scale is " + std::to_string(a.scale) + ", a positive number is needed");
   const bool fp8 = is_fp8(a.format);
@@ -122,17 +143,7 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
         "attend_latent: q of bf16, or over a cache of f16 of f16, over one of fp8 of fp8_e4m3, is needed on sm90");
   if (a.out_dtype != Dtype::bf16 && a.out_dtype != Dtype::f32 && !(half && a.out_dtype == Dtype::f16))
     throw UnsupportedError("attend_latent: out of bf16 or f32, or of f16 queries of f16, is needed on sm90");
-  const auto aligned = [](const void* p, uintptr_t to) { return p && reinterpret_cast<uintptr_t>(p) % to == 0; };
   require(aligned(a.q, 16) && aligned(a.cache, 16) && aligned(a.out, 16), "q, cache and out must be 16-byte aligned");
-  // Without requests a table has no address, and nobody to read it.
-  require(a.lists || (aligned(a.lengths ? static_cast<const void*>(a.lengths) : a.items, 4) &&
-                      (l.seq_len == 0 || aligned(a.block_table, 4))),
-          "items or lengths, and block_table are needed");
-  require(c.box_rows == 0 || a.page_size % c.box_rows == 0, "the choice was made for pages of a multiple of " +
-                                                                std::to_string(c.box_rows) + ", page size is " +
-                                                                std::to_string(a.page_size));
-  require(c.workers >= 1 && c.workers <= latent::most_pieces,
-          "workers is " + std::to_string(c.workers) + ", allowed 1 to " + std::to_string(latent::most_pieces));
   const size_t count = attend_latent_counters(l, c), bytes = attend_latent_partials(l, c, a.format);
   require(aligned(a.counters, 4) && a.counter_count >= count, "counters are " +
                                                                   std::to_string(a.counters ? a.counter_count : 0) +
@@ -140,10 +151,6 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   require(aligned(a.partials, 256), "partials must be 256-byte aligned");
   if ((a.given_q_scale || a.given_k_scale) && a.format != CacheFormat::fp8)
     throw UnsupportedError("attend_latent: scales on the device are of a cache of fp8 on sm90");
-  const size_t schedule = attend_latent_schedule_bytes(c);
-  require(!a.schedule || aligned(a.schedule, 16), "schedule must be 16-byte aligned");
-  require(!a.schedule || a.schedule_bytes >= schedule,
-          "schedule is " + std::to_string(a.schedule_bytes) + " bytes, " + std::to_string(schedule) + " are needed");
   require(a.partials_bytes >= bytes,
           "partials are " + std::to_string(a.partials_bytes) + " bytes, " + std::to_string(bytes) + " are needed");
 }
@@ -279,7 +286,7 @@ size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice) {
 }
 
 void attend_latent_schedule(const AttendLatent& a, const AttendLatentChoice& c, cudaStream_t stream) {
-  check_args(a, c);
+  check_items(a, c);
   require(a.schedule, "there is no room for a schedule");
   if (a.limits.tokens == 0 || a.limits.requests == 0) return;
   latent::launch_starts(is_fp8(a.format) && !c.codes, c, params_of(a, c), static_cast<latent::Start*>(a.schedule),

@@ -151,8 +151,9 @@ constexpr size_t attend_latent_most_counters(int multiprocessors) { return size_
 
 size_t attend_latent_schedule_bytes(const AttendLatentChoice& choice);
 /// Makes args.schedule: who attends what of the batch, worked out once for several calls (layers) that attend by the
-/// same lengths and table. Short ones then take 0.2 to 1 us less. One launch on stream, overlapping as choice says: the
-/// call right behind it reads the schedule only if it does not overlap, and had better find its own.
+/// same lengths and table. Short ones then take 0.2 to 1 us less. One launch on stream, of what limits, cache format,
+/// items or lengths, table and schedule say. overlap: the call right behind it may begin before the schedule is there,
+/// and must find its own; otherwise no later kernel begins before it is.
 void attend_latent_schedule(const AttendLatent& args, const AttendLatentChoice& choice, cudaStream_t stream);
 
 /// Token i of an item sees positions j <= item.visible + i, j < item.kv_end. out = softmax(scale q . row) . latent,

@@ -13,11 +13,19 @@ namespace mla::cuda::sm90 {
 inline bool is_16_bit(CacheFormat f) { return f == CacheFormat::bf16 || f == CacheFormat::f16; }
 inline bool is_e4m3(CacheFormat f) { return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla; }
 
+constexpr int64_t kMostHeads = 128;
+
+/// Rows that the kernels attend to.
+inline bool serves_rows(const CacheSpec& spec) {
+  constexpr int64_t kValues = 512, kRope = 64;
+  return (is_16_bit(spec.format) || is_e4m3(spec.format) || spec.format == CacheFormat::fp8_ds_v4) &&
+         spec.value_width() == kValues && spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0);
+}
+
 /// Queries and outputs of either op over such a cache; how its pages lie is each op's own to ask. codes: may queries be
 /// e4m3, over a cache of fp8?
 template <class Args>
 bool serves_rows(const Args& a, const CacheView& cache, bool codes = false) {
-  constexpr int64_t kValues = 512, kRope = 64, kMostHeads = 128;
   const auto dense = [](const auto& v, int64_t width) {
     return v.template stride<Head>() == width && v.template stride<Token>() == v.template extent<Head>() * width;
   };
@@ -26,10 +34,8 @@ bool serves_rows(const Args& a, const CacheView& cache, bool codes = false) {
   const int64_t heads = a.q.template extent<Head>();
   const bool half = a.q.dtype() == Dtype::f16 && spec.format == CacheFormat::f16;
   codes = codes && a.q.dtype() == Dtype::fp8_e4m3 && spec.format == CacheFormat::fp8;
-  return (half || ((codes || a.q.dtype() == Dtype::bf16) && a.out.dtype() != Dtype::f16)) &&
-         (is_16_bit(spec.format) || is_e4m3(spec.format) || spec.format == CacheFormat::fp8_ds_v4) &&
-         spec.value_width() == kValues && spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0) &&
-         heads <= kMostHeads && dense(a.q, spec.latent + kRope) && dense(a.out, kValues) &&
+  return (half || ((codes || a.q.dtype() == Dtype::bf16) && a.out.dtype() != Dtype::f16)) && serves_rows(spec) &&
+         heads <= kMostHeads && dense(a.q, spec.entry()) && dense(a.out, spec.value_width()) &&
          a.q.template extent<Token>() * heads < std::numeric_limits<int32_t>::max() && aligned(a.q.data()) &&
          aligned(a.out.data()) && aligned(cache.data) && a.scale > 0;
 }

@@ -22,10 +22,10 @@ __device__ void put(T& to, const T& from) {
 }
 
 template <int tile_rows, bool invariant, class Rows>
-__global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* starts) {
+__global__ void __launch_bounds__(warps * 32) starts_kernel(Params p, Start* starts, bool overlap) {
   constexpr int look_ups = Rows::parts * Rows::look_ups;
   static_assert(look_ups <= Start::most_look_ups);
-  allow_next_grid();  // it finds its own, or waits for this one
+  if (overlap) allow_next_grid();  // it finds its own, or waits for this one
   const int worker = blockIdx.x * warps + warp_uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
   if (worker >= p.workers) return;
   p.box_shift = max(p.box_shift, 0);  // where rows are copied one by one, what boxes would be is not used
@@ -54,7 +54,7 @@ void launch_starts(bool fp8, const AttendLatentChoice& choice, const Params& p, 
   const LaunchConfig config{
       .grid = dim3((choice.workers + warps - 1) / warps), .block = dim3(warps * 32), .overlap = choice.overlap};
   const auto go = [&](auto kernel) {
-    launch(kernel, config, stream, "attend_latent", "starts kernel", shape, p, starts);
+    launch(kernel, config, stream, "attend_latent", "starts kernel", shape, p, starts, choice.overlap);
   };
   const auto of_split = [&]<bool invariant>(std::bool_constant<invariant>) {
     // fp8_ds_mla's are looked up alike
