@@ -6,7 +6,8 @@
 A call is everything it launches. A CUDA graph holds calls in a row, as a step's layers make them:
 of the same lengths and block table, with one get_mla_metadata() (alone: without), over queries and
 caches that together exceed the second level cache. Its replays are timed. Each shape's first and
-last sequences are checked against float64. With words, only the shapes whose names contain one of them. Beside each time
+last sequences are checked against float64. Calls of flash_attn_varlen_func are timed alike, a row of each
+checked. With words, only the shapes whose names contain one of them. Beside each time
 stands the best peer's of the same call on another H200: FlashMLA 9241ae3, FlashAttention-3 0251105
 and FlashInfer 0.7.2, whose schedules were made outside the graph. Exit code 1 for a wrong answer.
 """
@@ -26,7 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 import mla
-from mla.flash_mla import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from mla.flash_mla import (
+    flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata,
+)
 
 DEVICE = "cuda:0"
 PAGE, ROW, VALUE, SCALE = 64, 576, 512, 576**-0.5
@@ -111,6 +114,31 @@ OTHERS = [
 ]
 
 
+class Sequences(NamedTuple):
+    """Of flash_attn_varlen_func: causal, keys of 192 elements, values of 128."""
+
+    heads: int
+    count: int
+    length: int
+    dtype: torch.dtype = torch.bfloat16
+    kv_heads: int = 0  # 0: as many as heads
+
+    @property
+    def name(self) -> str:
+        shared = f" kv{self.kv_heads}" if self.kv_heads else ""
+        size = f"{self.length // 1024}K" if self.length >= 1024 else str(self.length)
+        return f"varlen {str(self.dtype).removeprefix('torch.')} h{self.heads}{shared} {self.count} x {size}"
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.heads * self.count * self.length * (self.length + 1) / 2 * (192 + 128)
+
+
+# FlashAttention-3's TFLOP/s.
+SEQUENCES: dict[Sequences, float | None] = {
+    Sequences(16, 1, 8192): 688.4, Sequences(128, 1, 8192): 609.3, Sequences(128, 16, 512): 300.7,
+    Sequences(16, 1, 8192, torch.float16): None, Sequences(16, 1, 8192, kv_heads=1): None,
+}
 Tables = tuple[torch.Tensor, torch.Tensor]  # pages of each sequence, and lengths
 
 
@@ -240,12 +268,24 @@ def measure(s: Shape) -> dict[str, Any]:
     error = error_of(s, inputs[0], call_of(s, inputs[0])()[0])
     torch.cuda.synchronize()
     meta = None if s.alone else get_mla_metadata()[0]
+    times, out = time_graph(calls, lambda i: call_of(s, inputs[i % copies], meta)()[0])
+    error = max(error, error_of(s, inputs[(calls - 1) % copies], out))
+    row: dict[str, Any] = {
+        "op": "flash_mla", "shape": s.name, **median_of(times), "floor_us": floor, "error": error,
+        "right": error < 2e-2, "calls": calls, "inputs": copies,
+    }
+    if s in PEERS:
+        row["peer_us"] = PEERS[s]
+    return row
+
+
+def time_graph(calls: int, call: Callable[[int], torch.Tensor]) -> tuple[list[float], torch.Tensor]:
+    """A call's microseconds in each replay, and the last call's result."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for i in range(calls):
-            out = call_of(s, inputs[i % copies], meta)()[0]
+            out = call(i)
     graph.replay()
-    error = max(error, error_of(s, inputs[(calls - 1) % copies], out))
     times = []
     for i in range(REPLAYS + 2):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -255,13 +295,47 @@ def measure(s: Shape) -> dict[str, Any]:
         end.synchronize()
         if i >= 2:
             times.append(1e3 * begin.elapsed_time(end) / calls)
+    return times, out
+
+
+def median_of(times: list[float]) -> dict[str, float]:
+    return {"us_median": statistics.median(times),
+            "us_p90": statistics.quantiles(times, n=10, method="inclusive")[8]}
+
+
+def measure_sequences(s: Sequences, peer: float | None) -> dict[str, Any]:
+    torch.manual_seed(1)
+    rows, kv_heads = s.count * s.length, s.kv_heads or s.heads
+    widths = (s.heads, 192), (kv_heads, 192), (kv_heads, 128)
+    copies = max(1, min(CALLS, math.ceil(COLD_BYTES / (2 * rows * sum(h * w for h, w in widths)))))
+    inputs = [[torch.randn(rows, *w, device=DEVICE).to(s.dtype) for w in widths] for _ in range(copies)]
+    begins = torch.arange(0, rows + 1, s.length, dtype=torch.int32, device=DEVICE)
+
+    def call(i: int) -> torch.Tensor:
+        out, _ = flash_attn_varlen_func(*inputs[i % copies], begins, begins, s.length, s.length, causal=True)
+        return out
+
+    def error_of(i: int, out: torch.Tensor) -> float:  # the last sequence's last row: all heads, all its keys
+        q, k, v = (x.double() for x in inputs[i % copies])
+        k, v = (x[-s.length:].repeat_interleave(s.heads // kv_heads, 1) for x in (k, v))
+        weights = torch.softmax(torch.einsum("hd,khd->hk", q[-1], k) * 192**-0.5, 1)
+        wanted = torch.einsum("hk,khd->hd", weights, v)
+        difference = float((out[-1].double() - wanted).abs().max() / wanted.abs().max())
+        return difference if math.isfinite(difference) else math.inf
+
+    error = error_of(0, call(0))
+    torch.cuda.synchronize()
+    floor = s.flops / TFLOP_PER_S / 1e6
+    calls = max(copies, min(CALLS, int(20000 / floor)), 2)
+    times, out = time_graph(calls, call)
+    error = max(error, error_of(calls - 1, out))
     row: dict[str, Any] = {
-        "op": "flash_mla", "shape": s.name, "us_median": statistics.median(times),
-        "us_p90": statistics.quantiles(times, n=10, method="inclusive")[8], "floor_us": floor, "error": error,
-        "right": error < 2e-2, "calls": calls, "inputs": copies,
+        "op": "flash_attn_varlen", "shape": s.name, **median_of(times), "floor_us": floor,
+        "tflop_per_s": s.flops / statistics.median(times) / 1e6, "error": error, "right": error < 2e-2,
+        "calls": calls, "inputs": copies,
     }
-    if s in PEERS:
-        row["peer_us"] = PEERS[s]
+    if peer:
+        row["peer_us"] = s.flops / peer / 1e6
     return row
 
 
@@ -279,17 +353,21 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="of the shapes' names")
     options = parser.parse_args()
     rows = []
-    for shape in [*PEERS, *OTHERS]:
-        if options.words and not any(word in shape.name for word in options.words):
+    measures: dict[str, Callable[[], dict[str, Any]]] = {
+        **{s.name: lambda s=s: measure(s) for s in [*PEERS, *OTHERS]},
+        **{s.name: lambda s=s, peer=peer: measure_sequences(s, peer) for s, peer in SEQUENCES.items()},
+    }
+    for name, measured in measures.items():
+        if options.words and not any(word in name for word in options.words):
             continue
-        row = measure(shape)
+        row = measured()
         torch.cuda.empty_cache()
         rows.append(row)
         beside = f"  {row['peer_us'] / row['us_median']:.3f} of a peer" if "peer_us" in row else ""
         print(f"{row['shape']:40} {row['us_median']:9.2f} us  p90 {row['us_p90']:9.2f}{beside}"
               + ("" if row["right"] else f"  WRONG: {row['error']:.3g}"), flush=True)
     with_peers = [r for r in rows if "peer_us" in r]
-    for kind in ("dense bf16", "dense bf16 b1 ", "dense fp8", "dense ds", "sparse"):
+    for kind in ("dense bf16", "dense bf16 b1 ", "dense fp8", "dense ds", "sparse", "varlen"):
         summary([r for r in with_peers if r["shape"].startswith(kind)], kind.strip())
     if options.json:
         report = {

@@ -368,8 +368,8 @@ def flash_attn_varlen_func(
 
     max_seqlen_*: no sequence is longer; ShapeError on the CPU, where cu_seqlens_* are looked at. A
     GPU reads them itself and clamps them to the arrays; neither it nor a captured graph needs
-    max_seqlen_*. Its kernels are those for every GPU: Hopper's own take keys whose last 64 elements
-    all heads share, which k does not say. dropout_p other than 0 and deterministic=True are refused, and so is a backward
+    max_seqlen_*. Hopper has kernels of its own for bf16 and f16 with head dims of 192 and 128, or 256
+    and 256; the rest runs those for every GPU. dropout_p other than 0 and deterministic=True are refused, and so is a backward
     pass: UnsupportedError.
     """
     _require_forward("flash_attn_varlen_func", dropout_p, deterministic)

@@ -585,17 +585,19 @@ TEST_P(SequenceAttention, IsRightHoweverCalled) {
 
 INSTANTIATE_TEST_SUITE_P(
     Cases, SequenceAttention,
-    testing::Values(SequenceCase{"bf16_192", bf16, bf16, 8, 8, 192, 128},
-                    SequenceCase{"bf16_192_all", bf16, bf16, 4, 4, 192, 128, false},
-                    SequenceCase{"bf16_128_gqa", bf16, f32, 16, 2, 128, 128},
-                    SequenceCase{"bf16_192_gqa_across", bf16, bf16, 8, 4, 192, 128},
-                    SequenceCase{"bf16_128_mqa_all", bf16, bf16, 8, 1, 128, 128, false},
-                    SequenceCase{"f16_192", f16, f16, 4, 4, 192, 128},
-                    SequenceCase{"f16_128_gqa", f16, f16, 16, 2, 128, 128},
-                    SequenceCase{"f16_192_gqa_across_all", f16, f16, 6, 3, 192, 128, false},
-                    SequenceCase{"f32_192", f32, f32, 2, 2, 192, 128},
-                    SequenceCase{"f32_128_gqa", f32, f32, 8, 2, 128, 128},
-                    SequenceCase{"equal_lengths", bf16, bf16, 4, 4, 192, 128, true, {33, 33, 33}, {70, 70, 70}, false}),
+    testing::Values(
+        SequenceCase{"bf16_192", bf16, bf16, 8, 8, 192, 128},
+        SequenceCase{"bf16_192_all", bf16, bf16, 4, 4, 192, 128, false},
+        SequenceCase{"bf16_128_gqa", bf16, f32, 16, 2, 128, 128},
+        SequenceCase{"bf16_192_gqa_across", bf16, bf16, 8, 4, 192, 128},
+        SequenceCase{"bf16_128_mqa_all", bf16, bf16, 8, 1, 128, 128, false},
+        SequenceCase{"bf16_192_long", bf16, bf16, 3, 3, 192, 128, true, {700, 1, 0, 130}, {900, 1500, 64, 90}},
+        SequenceCase{"bf16_192_mqa_all", bf16, f32, 8, 1, 192, 128, false},
+        SequenceCase{"bf16_256", bf16, bf16, 4, 4, 256, 256}, SequenceCase{"f16_256_gqa", f16, f32, 8, 2, 256, 256},
+        SequenceCase{"f16_192", f16, f16, 4, 4, 192, 128}, SequenceCase{"f16_128_gqa", f16, f16, 16, 2, 128, 128},
+        SequenceCase{"f16_192_gqa_across_all", f16, f16, 6, 3, 192, 128, false},
+        SequenceCase{"f32_192", f32, f32, 2, 2, 192, 128}, SequenceCase{"f32_128_gqa", f32, f32, 8, 2, 128, 128},
+        SequenceCase{"equal_lengths", bf16, bf16, 4, 4, 192, 128, true, {33, 33, 33}, {70, 70, 70}, false}),
     name_of);
 
 }  // namespace

@@ -52,7 +52,9 @@ void schedule_latent(Stream& stream, const ops::ScheduleLatentArgs& a) {
 }
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   const bool hopper = sm90::serves(model_of(stream.queue()), a);
-  const auto run = hopper ? sm90::attend_expanded : generic::attend_expanded;
+  const auto run = hopper
+                       ? [](Stream& s, const ops::AttendExpandedArgs& args) { sm90::attend_expanded(s.queue(), args); }
+                       : generic::attend_expanded;
   if (!a.quantized || (hopper && sm90::writes_codes(a))) return run(stream, a);
   quantise_after(stream, a, run);
 }

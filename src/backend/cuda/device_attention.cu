@@ -225,12 +225,46 @@ struct Lists {
   std::vector<RowCopy> slot_copies;
 };
 
-struct Sequences {
-  explicit Sequences(const SequenceAttention& a, std::byte* at) : cut{at} {
-    items = cut.take<ExpandedItem>(a.sequences);
+// An operand whose rows lie at addresses of 16 bytes, as Hopper's kernels take them: where they do not, room for a
+// copy.
+template <class View>
+struct AlignedRows {
+  AlignedRows(const View& v, Cut& cut) : rows(v) {
+    const auto element = static_cast<int64_t>(size_of(v.dtype()));
+    const auto& extents = v.extents();
+    const auto& strides = v.strides();
+    if (((reinterpret_cast<uintptr_t>(v.data()) | static_cast<uint64_t>(strides[0] * element) |
+          static_cast<uint64_t>(strides[1] * element)) &
+         15) == 0)
+      return;
+    const int64_t row = extents[2] * element;
+    auto* const room = cut.take<std::byte>(extents[0] * extents[1] * row);
+    rows = {v.dtype(), room, extents};
+    how = {.from = static_cast<const std::byte*>(v.data()),
+           .to = room,
+           .extents = {1, 1, extents[0], extents[1]},
+           .from_strides = {0, 0, strides[0] * element, strides[1] * element},
+           .to_strides = {0, 0, extents[1] * row, row},
+           .row_bytes = row};
   }
+  View rows;
+  RowCopy how;  // of no bytes where they do
+};
+
+struct Sequences {
+  explicit Sequences(const SequenceAttention& a, std::byte* at)
+      : cut{at},
+        items(cut.take<ExpandedItem>(a.sequences)),
+        counters(cut.take<unsigned>(cuda::kCallCounters)),
+        q(a.q, cut),
+        k(a.k, cut),
+        v(a.v, cut) {}
   Cut cut;
   ExpandedItem* items;
+  unsigned* counters;
+  AlignedRows<AnyView<Token, Head, QueryKey>> q;
+  AlignedRows<AnyView<Key, Head, QueryKey>> k;
+  AlignedRows<AnyView<Key, Head, Value>> v;
 };
 
 template <class To, class From>
@@ -563,15 +597,27 @@ void attend(const SequenceAttention& a, const CallerStream& at) {
   // What launches are sized by: however so many rows are cut into sequences, these have as many tiles or more.
   std::vector<ExpandedItem> bounds(static_cast<size_t>(a.sequences), ExpandedItem{.q_count = 1});
   bounds[0].q_count = static_cast<int32_t>(rows);
-  const ops::AttendExpandedArgs args{.q = a.q,
-                                     .k_nope = {a.k.dtype(), a.k.data(), a.k.extents(), a.k.strides()},
-                                     .k_pe = {a.k.dtype(), a.k.data(), {keys, 0}},
-                                     .v = a.v,
-                                     .items = {bounds, m.items},
-                                     .scale = a.scale,
-                                     .out = a.out,
-                                     .lse = a.lse};
-  ops::for_each_group(args, [&](const ops::AttendExpandedArgs& part) { cuda::generic::attend_flat(queue, part); });
+  const auto args = [&](const auto& q, const auto& k, const auto& v) {
+    return ops::AttendExpandedArgs{.q = q,
+                                   .k_nope = {k.dtype(), k.data(), k.extents(), k.strides()},
+                                   .k_pe = {k.dtype(), k.data(), {keys, 0}},
+                                   .v = v,
+                                   .items = {bounds, m.items},
+                                   .scale = a.scale,
+                                   .out = a.out,
+                                   .lse = a.lse};
+  };
+  const ops::AttendExpandedArgs aligned = args(m.q.rows, m.k.rows, m.v.rows);
+  if (cuda::sm90::serves(cuda::model_of(queue), aligned)) {
+    for (const RowCopy& how : {m.q.how, m.k.how, m.v.how}) copy(queue, how);
+    const std::span<unsigned> counters = counters_of(queue, m.counters);
+    ops::for_each_group(aligned, [&](const ops::AttendExpandedArgs& part) {
+      cuda::sm90::attend_expanded(queue, part, counters.data());
+    });
+  } else {
+    ops::for_each_group(args(a.q, a.k, a.v),
+                        [&](const ops::AttendExpandedArgs& part) { cuda::generic::attend_flat(queue, part); });
+  }
 }
 
 }  // namespace mla::gpu

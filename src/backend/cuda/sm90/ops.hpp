@@ -47,11 +47,12 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a)
 /// caller: a.items is one item in host memory.
 void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const CallerArrays* caller = nullptr);
 
-/// bf16 operands of 128 + 64 / 128 and 192 + 64 / 256, or e4m3 ones whose values have the keys innermost; a quantised
-/// output only where writes_codes says so.
+/// bf16 and f16 operands of 128 + 64 / 128 and 192 + 64 / 256, or of whole keys, 192 / 128 and 256 / 256; e4m3 ones
+/// whose values have the keys innermost; a quantised output only where writes_codes says so.
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);
 bool writes_codes(const ops::AttendExpandedArgs& a);
 std::string kernel(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);
-void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+/// counters: four that are 0, and are left 0, in place of the queue's.
+void attend_expanded(const Queue& queue, const ops::AttendExpandedArgs& a, unsigned* counters = nullptr);
 
 }  // namespace mla::cuda::sm90

@@ -29,10 +29,12 @@ enum class ExpandedTile : uint8_t {
 };
 
 struct AttendExpandedArgs {
-  AnyView<Token, Head, QueryKey> q;     ///< bf16 or f16, [nope | rope], rotated; QueryKey dense
-  AnyView<Key, Head, Nope> k_nope;      ///< dtype of q, Nope dense, strides multiples of 16 bytes
-  AnyView<Key, Rope> k_pe;              ///< dtype of q, shared by the heads
-  AnyView<Key, Head, Value> v;          ///< dtype of q; may be a slice of the array that k_nope is a slice of
+  AnyView<Token, Head, QueryKey> q;  ///< bf16 or f16, [nope | rope], rotated; QueryKey dense
+  /// dtype of q, Nope dense, strides multiples of 16 bytes, from head to head 0 where they share one.
+  AnyView<Key, Head, Nope> k_nope;
+  AnyView<Key, Rope> k_pe;              ///< dtype of q; the first head's, where each has its own
+  int64_t rope_head_stride = 0;         ///< from a head's k_pe to the next one's; 0: they share it
+  AnyView<Key, Head, Value> v;          ///< as k_nope; may be a slice of the array that k_nope is a slice of
   const ExpandedItem* items = nullptr;  ///< device, item_count of them; q_count 0 is padding
   int64_t item_count = 0;
   /// Of masked items: words of each row of q, Word dense. Of bf16 operands and outputs of bf16 or f32, by tiles other

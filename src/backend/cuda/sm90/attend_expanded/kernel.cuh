@@ -123,7 +123,8 @@ struct Params : TileSource {
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
   float scale, scale_log2;
   bool accumulate;
-  OutputCodes codes;  // of outputs that are Codes
+  int32_t nope_heads, rope_heads, value_heads;  // -1: each head has its own k_nope, k_pe, values; 0: they share one
+  OutputCodes codes;                            // of outputs that are Codes
   // Of calls with masked items: words of a query row, and from one row to the next. `columns` has them as threads hold
   // columns, four words for each block of an item's keys (masked.cu).
   const uint32_t *mask, *columns;
@@ -197,12 +198,12 @@ __device__ void produce_keys(const Params& p, Shared<tile, Element>& shared) {
         const int32_t mine = rank * (tile.keys / tile.cluster), row = work.key + n * tile.keys + mine;
 #pragma unroll
         for (int d = 0; d < tile.nope / panel; ++d)
-          load_shared<tile.cluster>(smem_address(shared.k[k.index][d][mine]), p.k_nope, full, d * panel, work.head,
-                                    row);
+          load_shared<tile.cluster>(smem_address(shared.k[k.index][d][mine]), p.k_nope, full, d * panel,
+                                    work.head & p.nope_heads, row);
 #pragma unroll
         for (int d = 0; d < tile.rope / panel; ++d)
           load_shared<tile.cluster>(smem_address(shared.k[k.index][tile.nope / panel + d][mine]), p.k_pe, full,
-                                    d * panel, row);
+                                    d * panel, work.head & p.rope_heads, row);
         if (n != work.blocks - 1) continue;
         // After the first block of keys, whose stage is free sooner than the queries' space.
         for (int g = 0; g < tile.groups; ++g) {
@@ -277,8 +278,8 @@ __device__ void produce_values(const Params& p, Shared<tile, Element>& shared) {
 #pragma unroll
         for (int i = 0; i < panels; ++i) {
           const int d = rank * panels + i;
-          load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel, work.head,
-                                    work.key + values.first);
+          load_shared<tile.cluster>(smem_address(shared.v[v.index][d]), p.v, landed, d * panel,
+                                    work.head & p.value_heads, work.key + values.first);
         }
       }
   }

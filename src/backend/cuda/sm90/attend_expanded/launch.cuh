@@ -14,7 +14,7 @@ namespace mla::cuda::sm90::expanded {
 
 constexpr const char* op = "attend_expanded (sm90)";
 
-/// Map of a tensor [rows, heads, width], or [rows, width] when heads is 0, in boxes of box_rows x 1 x 64 elements.
+/// Map of a tensor [rows, heads, width], in boxes of box_rows x 1 x 64 elements.
 inline CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int64_t width, int64_t heads, int64_t rows,
                             int64_t head_stride, int64_t row_stride, int box_rows) {
   const int64_t size = static_cast<int64_t>(size_of(dtype));
@@ -27,12 +27,6 @@ inline CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int
   aligned(row_stride * size, "row stride");
   const MapType type = dtype == Dtype::bf16 ? MapType::bf16 : MapType::f16;
   const auto u64 = [](int64_t x) { return static_cast<uint64_t>(x); };
-  if (heads == 0) {
-    const std::array<uint64_t, 2> extents{u64(width), u64(rows)};
-    const std::array<uint64_t, 1> strides{u64(row_stride * size)};
-    const std::array<uint32_t, 2> box{panel, static_cast<uint32_t>(box_rows)};
-    return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128, 128);
-  }
   aligned(head_stride * size, "head stride");
   const std::array<uint64_t, 3> extents{u64(width), u64(heads), u64(rows)};
   const std::array<uint64_t, 2> strides{u64(head_stride * size), u64(row_stride * size)};
@@ -49,19 +43,25 @@ void run(cudaStream_t stream, const AttendExpandedArgs& a) {
   constexpr TileConfig tile = Config::tile;
   const int64_t heads = a.q.extent<Head>(), tokens = a.q.extent<Token>(), keys = a.k_nope.extent<Key>();
   const Dtype dtype = a.q.dtype();
-  Params p;
+  Params p{};
   p.q =
       rows_map("q", dtype, a.q.data(), tile.dim(), heads, tokens, a.q.stride<Head>(), a.q.stride<Token>(), group_rows);
   if (keys > 0) {
-    p.k_nope = rows_map("k_nope", dtype, a.k_nope.data(), tile.nope, heads, keys, a.k_nope.stride<Head>(),
-                        a.k_nope.stride<Key>(), tile.keys / tile.cluster);
-    p.k_pe =
-        rows_map("k_pe", dtype, a.k_pe.data(), tile.rope, 0, keys, 0, a.k_pe.stride<Key>(), tile.keys / tile.cluster);
-    p.v = rows_map("v", dtype, a.v.data(), tile.value, heads, keys, a.v.stride<Head>(), a.v.stride<Key>(),
-                   tile.value_keys);
+    const auto map = [&](const char* name, const void* base, int64_t width, int64_t head_stride, int64_t row_stride,
+                         int box_rows, int32_t& each) {
+      each = head_stride ? -1 : 0;
+      return rows_map(name, dtype, base, width, head_stride ? heads : 1, keys, head_stride ? head_stride : panel,
+                      row_stride, box_rows);
+    };
+    p.k_nope = map("k_nope", a.k_nope.data(), tile.nope, a.k_nope.stride<Head>(), a.k_nope.stride<Key>(),
+                   tile.keys / tile.cluster, p.nope_heads);
+    p.k_pe = map("k_pe", a.k_pe.data(), tile.rope, a.rope_head_stride, a.k_pe.stride<Key>(), tile.keys / tile.cluster,
+                 p.rope_heads);
+    p.v = map("v", a.v.data(), tile.value, a.v.stride<Head>(), a.v.stride<Key>(), tile.value_keys, p.value_heads);
   } else {  // maps cannot be empty: one row of something there is, which every row of the result masks
+    p.nope_heads = p.rope_heads = p.value_heads = 0;
     p.k_nope = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.keys / tile.cluster);
-    p.k_pe = rows_map("q", dtype, a.q.data(), panel, 0, 1, 0, panel, tile.keys / tile.cluster);
+    p.k_pe = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.keys / tile.cluster);
     p.v = rows_map("q", dtype, a.q.data(), panel, 1, 1, panel, panel, tile.value_keys);
   }
   p.items = a.items;
