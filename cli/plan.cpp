@@ -58,6 +58,7 @@ void print_rates(const Plan& p) {
               tera * r.latent_flops, tera * r.expanded_flops, tera * r.projection_flops, gpu ? "TFLOP/s" : "GFLOP/s",
               tera * r.bytes, gpu ? "TB/s" : "GB/s");
   if (r.expanded_tiles > 0) std::printf("; expanded from %.4g tiles of 128 rows on", r.expanded_tiles);
+  if (r.context_seconds > 0) std::printf("; its context %.4g us of launches", 1e6 * r.context_seconds);
   std::printf("\n");
 }
 

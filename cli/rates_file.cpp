@@ -22,13 +22,14 @@ constexpr Field kFields[] = {{"latent_flops", &CostModel::latent_flops, true, tr
                              {"row_element", &CostModel::row_element, false, false},
                              {"plain_elements", &CostModel::plain_elements, false, false},
                              {"fp8_elements", &CostModel::fp8_elements, false, false},
-                             {"expanded_tiles", &CostModel::expanded_tiles, false, false}};
+                             {"expanded_tiles", &CostModel::expanded_tiles, false, false},
+                             {"context_seconds", &CostModel::context_seconds, false, false}};
 
 CostModel read_rates(const nlohmann::json& object, const std::string& where) {
   if (!object.is_object()) throw InputError(where + " is not an object of rates");
   require_keys(object,
                {"latent_flops", "expanded_flops", "projection_flops", "bytes", "row_element", "plain_elements",
-                "fp8_elements", "expanded_tiles"},
+                "fp8_elements", "expanded_tiles", "context_seconds"},
                where);
   CostModel rates;
   for (const Field& f : kFields) {

@@ -118,6 +118,9 @@ struct CostModel {
   /// Attention over flat keys goes by tiles of a head and 128 query rows, of which as many run beside each other: fewer
   /// take as long. 0: not counted.
   double expanded_tiles = 0.0;
+  /// What a request's context takes on the expanded path beside its work, seconds: its chunks' launches. Of a request
+  /// that is alone in its step on that path; others' launches are there.
+  double context_seconds = 0.0;
 };
 /// Rates fitted to measurements on an usual device of the kind: a core with AVX-512 BF16 dot products, an H200.
 CostModel default_cost_model(Device device);

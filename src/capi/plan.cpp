@@ -49,7 +49,8 @@ CostModel read_rates(const mla_cost_model* rates) {
           .row_element = r.row_element == 0 ? CostModel().row_element : rate("row_element", r.row_element, true),
           .plain_elements = rate("plain_elements", r.plain_elements, true),
           .fp8_elements = rate("fp8_elements", r.fp8_elements, true),
-          .expanded_tiles = rate("expanded_tiles", r.expanded_tiles, true)};
+          .expanded_tiles = rate("expanded_tiles", r.expanded_tiles, true),
+          .context_seconds = rate("context_seconds", r.context_seconds, true)};
 }
 
 constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -148,7 +149,7 @@ mla_status mla_cost_model_of(DLDevice device, mla_cost_model* rates) {
         of.kind == DeviceKind::cpu ? backend::backend(of).cost_model(Dtype::bf16, 0) : default_cost_model(of);
     write_struct("rates", rates,
                  mla_cost_model{sizeof(mla_cost_model), r.latent_flops, r.expanded_flops, r.projection_flops, r.bytes,
-                                r.plain_elements, r.fp8_elements, r.row_element, r.expanded_tiles});
+                                r.plain_elements, r.fp8_elements, r.row_element, r.expanded_tiles, r.context_seconds});
   });
 }
 

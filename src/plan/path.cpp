@@ -132,7 +132,8 @@ CacheUse parse_cache_use(std::string_view name) {
 //
 // An H200 (bench/results/h200): attend_latent 590 TFLOP/s at 128 requests of 128 heads, attend_expanded 640 over
 // prompts of 2K to 16K, products 700 (kv_up 590, W_O 770), 4.3 TB/s. Rows between ops are bf16 there. attend_expanded
-// gives each of the 132 multiprocessors a tile, and cuts no keys.
+// gives each of the 132 multiprocessors a tile, and cuts no keys. Context has launches of its own there: with 4 us for
+// them the choices of path on an H100 and an H200 cost least (bench/results/*/fit.json).
 CostModel default_cost_model(Device device) {
   if (device.kind == DeviceKind::cuda)
     return {.latent_flops = 590e12,
@@ -140,7 +141,8 @@ CostModel default_cost_model(Device device) {
             .projection_flops = 700e12,
             .bytes = 4.3e12,
             .row_element = 2,
-            .expanded_tiles = 132};
+            .expanded_tiles = 132,
+            .context_seconds = 4e-6};
   return {.latent_flops = 210e9, .expanded_flops = 280e9, .projection_flops = 450e9, .bytes = 20e9};
 }
 
@@ -169,7 +171,8 @@ double form_cost(const ModelConfig& m, const CacheSpec& cache, const CostModel& 
   if (!latent)
     attention *= std::max(1.0, rates.expanded_tiles / static_cast<double>(std::max<int64_t>(
                                                           expanded_tiles(m.heads, new_tokens) + beside, 1)));
-  return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0);
+  const double launches = !latent && context > 0 && beside == 0 ? rates.context_seconds : 0.0;
+  return projected / rates.projection_flops + attention + (rates.bytes > 0 ? bytes / rates.bytes : 0.0) + launches;
 }
 
 // Sum over new tokens of the keys that each sees, `most` of them at most.

@@ -116,6 +116,8 @@ TEST(CLayer, RatesChooseThePath) {
   EXPECT_EQ(of_gpu.row_element, 2);
   EXPECT_EQ(usual.expanded_tiles, 0);
   EXPECT_GT(of_gpu.expanded_tiles, 0);
+  EXPECT_EQ(usual.context_seconds, 0);
+  EXPECT_GT(of_gpu.context_seconds, 0);
   EXPECT_GT(of_gpu.latent_flops, 100 * usual.latent_flops);
 
   mla_cost_model rates = usual;

@@ -24,6 +24,7 @@ constexpr const char* kNeeded = R"("latent_flops": 2e9, "expanded_flops": 3e9, "
 TEST(RatesFile, WhatIsWrittenIsRead) {
   CostModel rates{.latent_flops = 1e9, .expanded_flops = 2e9, .projection_flops = 3e9, .bytes = 4e9};
   rates.row_element = 2, rates.plain_elements = 5, rates.fp8_elements = 6, rates.expanded_tiles = 7;
+  rates.context_seconds = 8e-6;
   const CostModel read = parse_rates(rates_json(rates).dump(), "f.json", Dtype::f32);
   EXPECT_EQ(rates_json(read), rates_json(rates));
 }

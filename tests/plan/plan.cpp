@@ -164,8 +164,13 @@ TEST(Plan, TilesBesideEachOther) {
   EXPECT_EQ(expanded_tiles(16, 256), 32);
   EXPECT_EQ(expanded_tiles(16, 257), 48);
   EXPECT_GT(cost(rates, Path::expanded, 0), cost(rates, Path::expanded, 32));
-  EXPECT_EQ(cost(rates, Path::expanded, 1000), cost(without, Path::expanded, 0));
+  EXPECT_EQ(cost(rates, Path::expanded, 1000), cost(without, Path::expanded, 1000));
   EXPECT_EQ(cost(rates, Path::latent, 0), cost(without, Path::latent, 0));
+  // Launches of a context are the first request's to pay.
+  CostModel no_launches = rates;
+  no_launches.context_seconds = 0;
+  EXPECT_NEAR(cost(rates, Path::expanded, 0) - cost(no_launches, Path::expanded, 0), rates.context_seconds, 1e-12);
+  EXPECT_EQ(cost(rates, Path::expanded, 32), cost(no_launches, Path::expanded, 32));
 
   PlanOptions o;
   o.compute = Dtype::bf16;

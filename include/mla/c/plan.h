@@ -75,6 +75,8 @@ typedef struct mla_cost_model {
   /// Attention over flat keys goes by tiles of a head and 128 query rows, of which as many run beside each other: fewer
   /// take as long; 0: not counted.
   double expanded_tiles;
+  /// What the context of a request that is alone in its step takes there beside its work, seconds; 0: not counted.
+  double context_seconds;
 } mla_cost_model;
 /// Rates fitted to measurements on a device, for models of any number of heads. Fills the fields that
 /// rates->struct_size has room for.
