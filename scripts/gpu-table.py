@@ -99,6 +99,7 @@ CALLS = [
     ("dense ds", "dense decode, fp8_ds_mla", 1.0),
     ("sparse decode ds", "sparse decode, fp8_ds_mla", 1.0),
     ("sparse prefill", "sparse prefill, bf16", 1.0),
+    ("varlen", "sequences of 192 / 128, bf16", 0.9),
 ]
 # A replay of 61 layers of deepseek-v3.2: a decode step of so many requests, its most milliseconds; least prompt tokens/s.
 RUN, RUN_REQUESTS, STEP_MOST_MS, PROMPT_LEAST = "run_deepseek_v3.2", 16, 13, 12000
@@ -170,7 +171,8 @@ def lines(rows: dict[tuple[str, str], Row]) -> Iterator[Line]:
         against = f"{DEEP_GEMM}, {peer_us:.4g} us" if peer_us else f"a mark of {most} us"
         yield line("indexer", op, shape, against, (peer_us or most) / most, "us_median", "us", peer_us or most)
     for begin, what, least in CALLS:
-        found = [r for (op, shape), r in rows.items() if op == "flash_mla" and shape.startswith(begin) and "peer_us" in r]
+        found = [r for (op, shape), r in rows.items()
+                 if op in ("flash_mla", "flash_attn_varlen") and shape.startswith(begin) and "peer_us" in r]
         if not found:
             yield Line("calls from PyTorch", what, "not measured", "best peer of each shape", None, least)
             continue
