@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <span>
 #include <string>
 #include <type_traits>
 
@@ -18,18 +19,33 @@ struct Device {
 };
 std::string to_string(const Device& d);
 
+/// Where a pool's threads run.
+enum class Pinning : uint8_t {
+  none,  ///< wherever the system puts them
+  /// Each on a processor of its own, of those that the constructor's thread may use: a thread a core, one node of
+  /// memory (NUMA) after another, then the cores' further hardware threads. Worker 0 is not pinned, for its thread is
+  /// the caller's: whatever that starts later would be bound to its processor, too. The first processor is left to it.
+  cores,
+};
+
+struct Place;
+
 /// A fixed set of threads; the caller of run() is worker 0. One pool serves a whole engine.
 ///
 /// run() hands out tasks 0..tasks-1 in order, each to whichever worker is free, and returns when all are done. It
 /// allocates nothing. A task that throws: the first exception is rethrown by run() after the others have ended. run()
 /// is not reentrant: one caller at a time, and a task must not call run() on its own pool.
 ///
+/// A pool over several nodes cuts the tasks into a range for each, in order, by its number of workers. A worker takes
+/// the tasks of its node's range; those of another node only when none of its own is left.
+///
 /// Threads beyond the processors that the process may use sleep: such a pool is as fast as one of as many threads as
 /// there are processors.
 class ThreadPool {
  public:
-  /// threads from 1 to four a processor, or 64: else InputError. DeviceError when the system refuses one.
-  explicit ThreadPool(int threads);
+  /// threads from 1 to four a processor, or 64; pinned, to one a processor that may be used: else InputError.
+  /// DeviceError when the system refuses a thread or its place.
+  explicit ThreadPool(int threads, Pinning pinning = Pinning::none);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
   ThreadPool& operator=(const ThreadPool&) = delete;
@@ -38,6 +54,11 @@ class ThreadPool {
   /// How many of them take tasks at a time: threads(), or as many as there were processors when the pool was made. As
   /// many tasks of one run may wait for each other.
   int concurrent() const;
+  Pinning pinning() const;
+  /// Nodes that its threads are pinned on; 1 where they are not.
+  int nodes() const;
+  /// Of a worker, 0 to nodes() - 1: ascending with the workers' numbers. Worker 0 counts as on the first.
+  int node(int worker) const;
 
   /// f(task, worker): task in [0, tasks), worker in [0, threads()).
   template <class F>
@@ -50,6 +71,7 @@ class ThreadPool {
 
  private:
   friend class Rehearsal;  // core/threads.hpp
+  friend ThreadPool pool_at(std::span<const Place> places);
   using Task = void (*)(void* fn, int64_t task, int worker);
   struct State;
   explicit ThreadPool(std::unique_ptr<State> state);

@@ -1,7 +1,11 @@
 #include "core/threads.hpp"
 
+#include <pthread.h>
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <exception>
@@ -17,6 +21,21 @@
 #include "mla/error.hpp"
 
 namespace mla {
+namespace {
+
+// 0, or the system's error.
+int pin(std::thread& thread, int cpu) {
+  const size_t processors = static_cast<size_t>(cpu) + 1, bytes = CPU_ALLOC_SIZE(processors);
+  cpu_set_t* mask = CPU_ALLOC(processors);
+  if (!mask) return ENOMEM;
+  CPU_ZERO_S(bytes, mask);
+  CPU_SET_S(static_cast<size_t>(cpu), bytes, mask);
+  const int error = pthread_setaffinity_np(thread.native_handle(), bytes, mask);
+  CPU_FREE(mask);
+  return error;
+}
+
+}  // namespace
 
 // Workers sleep on a condition variable between runs and spin for a short while first: a step is a train of runs a few
 // tens of microseconds apart, and waking a sleeping thread costs about that much.
@@ -24,19 +43,31 @@ namespace mla {
 // A run is open to workers from its start until the caller finds no task left; whoever joins is counted, and only those
 // are waited for. So a worker that the system does not let run costs nothing, and a pool of more threads than
 // processors wakes no more than can run.
+//
+// Each node has a counter of its own, which its workers share, and then join the others': tasks near a node's memory
+// are done there while both nodes have some, and a node whose tasks take longer is helped. Never to help would leave
+// the whole run to its slowest range, and ranges are equal in number only: a causal prompt's first tasks see the most
+// keys.
 struct ThreadPool::State {
   // Number of the run, whether it is open, and how many workers are in it.
   static constexpr uint64_t kOpen = 1 << 16, kInside = kOpen - 1, kRun = 2 * kOpen;
 
+  // A node's tasks of the run: the next one, and where they end.
+  struct alignas(64) Range {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+    int first_worker = 0, past_worker = 1;
+  };
+
   std::vector<std::thread> workers;
+  std::vector<Range> ranges = std::vector<Range>(1);  // by node
+  Pinning pinning = Pinning::none;
   int concurrent = 1;
   std::mutex mutex;
   std::condition_variable wake;
   int asleep = 0;  // under the mutex
   std::atomic<uint64_t> gate{0};
-  std::atomic<int64_t> next{0};
   std::atomic<bool> stop{false};
-  int64_t tasks = 0;
   Task task = nullptr;
   void* fn = nullptr;
   std::mutex error_mutex;
@@ -45,14 +76,32 @@ struct ThreadPool::State {
   int rehearsed = 0;
   std::vector<Rehearsal::Run> recorded;
 
-  void work(int worker) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      try {
-        task(fn, i, worker);
-      } catch (...) {
-        std::lock_guard lock(error_mutex);
-        if (!error) error = std::current_exception();
+  int node(int worker) const {
+    int n = 0;
+    while (worker >= ranges[static_cast<size_t>(n)].past_worker) ++n;
+    return n;
+  }
+
+  // `home`: the worker's node.
+  void work(int worker, size_t home) {
+    for (size_t n = 0; n < ranges.size(); ++n) {
+      Range& range = ranges[(home + n) % ranges.size()];
+      for (int64_t i; (i = range.next.fetch_add(1, std::memory_order_relaxed)) < range.end;) {
+        try {
+          task(fn, i, worker);
+        } catch (...) {
+          std::lock_guard lock(error_mutex);
+          if (!error) error = std::current_exception();
+        }
       }
+    }
+  }
+
+  void share(int64_t tasks) {
+    const int64_t all = static_cast<int64_t>(workers.size()) + 1;
+    for (Range& r : ranges) {
+      r.next.store(tasks * r.first_worker / all, std::memory_order_relaxed);
+      r.end = tasks * r.past_worker / all;
     }
   }
 
@@ -61,6 +110,7 @@ struct ThreadPool::State {
 
   void loop(int worker) {
     constexpr int kSpins = 4000;
+    const size_t home = static_cast<size_t>(node(worker));
     uint64_t seen = 0;
     auto ready = [&] { return stop.load(std::memory_order_acquire) || called(gate.load(), seen); };
     while (!stop.load(std::memory_order_acquire)) {
@@ -80,7 +130,7 @@ struct ThreadPool::State {
       }
       if (!called(at, seen)) continue;
       seen = at / kRun;
-      work(worker);
+      work(worker, home);
       gate.fetch_sub(1);
     }
   }
@@ -101,6 +151,37 @@ struct ThreadPool::State {
     while ((gate.load() & kInside) != 0) std::this_thread::yield();
   }
 
+  // Starts the threads; pinned, `places` are theirs.
+  void start(int threads, std::span<const Place> places) {
+    workers.reserve(static_cast<size_t>(threads - 1));
+    ranges.back().past_worker = threads;
+    if (!places.empty()) {
+      pinning = Pinning::cores;
+      std::vector<int> first{0};
+      for (int w = 1; w < threads; ++w)
+        if (places[static_cast<size_t>(w)].node != places[static_cast<size_t>(w) - 1].node) first.push_back(w);
+      ranges = std::vector<Range>(first.size());
+      first.push_back(threads);
+      for (size_t n = 0; n < ranges.size(); ++n)
+        ranges[n].first_worker = first[n], ranges[n].past_worker = first[n + 1];
+    }
+    for (int w = 1; w < threads; ++w) {
+      const auto failed = [&](const std::string& what) {
+        return DeviceError("thread " + std::to_string(w + 1) + " of " + std::to_string(threads) + " could not be " +
+                           what);
+      };
+      try {
+        workers.emplace_back([this, w] { loop(w); });
+      } catch (const std::system_error& e) {
+        throw failed(std::string("started: ") + e.what());
+      }
+      if (places.empty()) continue;
+      const int cpu = places[static_cast<size_t>(w)].cpu;
+      if (const int refused = pin(workers.back(), cpu); refused != 0)
+        throw failed("pinned to processor " + std::to_string(cpu) + ": " + std::generic_category().message(refused));
+    }
+  }
+
   // Also of a pool whose threads could not all be started, for whatever reason.
   ~State() {
     {
@@ -114,20 +195,26 @@ struct ThreadPool::State {
 
 int most_threads() { return std::max(64, 4 * static_cast<int>(std::thread::hardware_concurrency())); }
 
-ThreadPool::ThreadPool(int threads) : state_(std::make_unique<State>()) {
+ThreadPool::ThreadPool(int threads, Pinning pinning) : state_(std::make_unique<State>()) {
   if (threads < 1 || threads > most_threads())
     throw InputError("threads is " + std::to_string(threads) + ", allowed 1 to " + std::to_string(most_threads()) +
                      ": four for each processor, or 64");
   State& s = *state_;
+  if (pinning == Pinning::cores) {
+    s.concurrent = threads;
+    s.start(threads, places(this_topology(), threads));
+    return;
+  }
   const int processors = static_cast<int>(std::thread::hardware_concurrency());  // those this process may use
   s.concurrent = processors > 0 ? std::min(threads, processors) : threads;
-  s.workers.reserve(static_cast<size_t>(threads - 1));
-  try {
-    for (int w = 1; w < threads; ++w) s.workers.emplace_back([&s, w] { s.loop(w); });
-  } catch (const std::system_error& e) {
-    throw DeviceError("thread " + std::to_string(s.workers.size() + 2) + " of " + std::to_string(threads) +
-                      " could not be started: " + e.what());
-  }
+  s.start(threads, {});
+}
+
+ThreadPool pool_at(std::span<const Place> places) {
+  auto state = std::make_unique<ThreadPool::State>();
+  state->concurrent = static_cast<int>(places.size());
+  state->start(state->concurrent, places);
+  return ThreadPool(std::move(state));
 }
 
 ThreadPool::ThreadPool(std::unique_ptr<State> state) : state_(std::move(state)) {}
@@ -139,6 +226,12 @@ int ThreadPool::threads() const {
 }
 
 int ThreadPool::concurrent() const { return state_->concurrent; }
+
+Pinning ThreadPool::pinning() const { return state_->pinning; }
+
+int ThreadPool::nodes() const { return static_cast<int>(state_->ranges.size()); }
+
+int ThreadPool::node(int worker) const { return state_->rehearsed > 0 ? 0 : state_->node(worker); }
 
 void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
   if (tasks <= 0) return;
@@ -155,11 +248,10 @@ void ThreadPool::run_erased(int64_t tasks, Task task, void* fn) {
   }
   s.task = task;
   s.fn = fn;
-  s.tasks = tasks;
-  s.next.store(0, std::memory_order_relaxed);
+  s.share(tasks);
   const int more = static_cast<int>(std::min<int64_t>(tasks, s.concurrent)) - 1;
   if (more > 0) s.open(more);
-  s.work(0);
+  s.work(0, 0);
   if (more > 0) s.close();
   if (s.error) {
     const std::exception_ptr e = std::exchange(s.error, nullptr);

@@ -3,16 +3,20 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <limits>
+#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
 
 #include "core/named_buffer.hpp"
 #include "core/threads.hpp"
+#include "core/topology.hpp"
 #include "mla/error.hpp"
+#include "support/message.hpp"
 
 namespace mla {
 namespace {
@@ -131,8 +135,9 @@ TEST(ThreadPool, AsManyTasksAsArePromisedRunAtATime) {
   }
 }
 
-// What they cost is waking and waiting, which short runs show most. The best of the rounds counts, and of these there are
-// as many as it takes within 20 s: other work on the machine slows either pool at times, a pool that wakes too many always.
+// What they cost is waking and waiting, which short runs show most. The best of the rounds counts, and of these there
+// are as many as it takes within 20 s: other work on the machine slows either pool at times, a pool that wakes too many
+// always.
 TEST(ThreadPool, ThreadsBeyondTheProcessorsCostLittle) {
   const int processors = static_cast<int>(std::thread::hardware_concurrency());
   if (processors < 1 || processors > 16) GTEST_SKIP() << processors << " processors";
@@ -156,6 +161,139 @@ TEST(ThreadPool, ThreadsBeyondTheProcessorsCostLittle) {
 TEST(ThreadPool, NeedsAThread) {
   for (int threads : {0, -1, 100'000, std::numeric_limits<int>::max()}) EXPECT_THROW(ThreadPool{threads}, InputError);
   EXPECT_THROW(ThreadPool(-3), InputError);
+}
+
+// Every task of the run begins before any ends.
+template <class F>
+void together(ThreadPool& pool, int64_t tasks, F&& f) {
+  std::atomic<int64_t> arrived{0};
+  pool.run(tasks, [&](int64_t task, int worker) {
+    ++arrived;
+    while (arrived < tasks) std::this_thread::yield();
+    f(task, worker);
+  });
+}
+
+TEST(ThreadPool, PinnedWorkersStayOnTheirProcessorsAndTheCallerIsLeftAlone) {
+  const std::vector<int> allowed = allowed_processors();
+  const int threads = std::min<int>(4, static_cast<int>(allowed.size()));
+  const std::vector<Place> expected = places(this_topology(), threads);
+  ThreadPool pool(threads, Pinning::cores);
+  EXPECT_EQ(pool.pinning(), Pinning::cores);
+  EXPECT_EQ(pool.threads(), threads);
+  EXPECT_EQ(pool.concurrent(), threads);
+  std::vector<std::vector<int>> found(static_cast<size_t>(threads));
+  together(pool, threads, [&](int64_t, int worker) { found[static_cast<size_t>(worker)] = allowed_processors(); });
+  EXPECT_EQ(found[0], allowed);
+  for (int w = 1; w < threads; ++w)
+    EXPECT_EQ(found[static_cast<size_t>(w)], std::vector<int>{expected[static_cast<size_t>(w)].cpu}) << w;
+  EXPECT_EQ(std::thread::hardware_concurrency(), allowed.size());
+}
+
+TEST(ThreadPool, ThreadsThatAreNotPinnedMayRunAnywhere) {
+  ThreadPool pool(2);
+  EXPECT_EQ(pool.pinning(), Pinning::none);
+  EXPECT_EQ(pool.nodes(), 1);
+  EXPECT_EQ(pool.node(1), 0);
+  pool.run(2, [&, allowed = allowed_processors()](int64_t, int) { EXPECT_EQ(allowed_processors(), allowed); });
+}
+
+TEST(ThreadPool, MorePinnedThreadsThanProcessorsAreRefused) {
+  const int processors = static_cast<int>(allowed_processors().size()), threads = processors + 1;
+  EXPECT_EQ(test::message_of<InputError>([&] { ThreadPool(threads, Pinning::cores); }),
+            "threads is " + std::to_string(threads) + ", each pinned to a processor of its own: this process may use " +
+                std::to_string(processors) + (processors == 1 ? " processor" : " processors"));
+  EXPECT_THROW(ThreadPool(0, Pinning::cores), InputError);
+}
+
+TEST(ThreadPool, AProcessorThatTheSystemRefusesIsNamed) {
+  const int here = allowed_processors()[0];
+  EXPECT_EQ(test::message_of<DeviceError>([&] {
+              (void)pool_at(std::vector<Place>{{here, 0}, {here, 0}, {9999, 1}});
+            }),
+            "thread 3 of 3 could not be pinned to processor 9999: Invalid argument");
+}
+
+// A pool over made-up nodes of so many workers, all on one processor.
+ThreadPool pool_of_nodes(std::span<const int> workers) {
+  std::vector<Place> places;
+  for (size_t n = 0; n < workers.size(); ++n)
+    places.insert(places.end(), static_cast<size_t>(workers[n]), {allowed_processors()[0], static_cast<int>(n) + 3});
+  return pool_at(places);
+}
+
+TEST(ThreadPool, OverNodesEveryTaskOnce) {
+  for (const std::vector<int>& nodes : {std::vector<int>{1}, {1, 1}, {3, 1}, {1, 2, 3}}) {
+    ThreadPool pool = pool_of_nodes(nodes);
+    EXPECT_EQ(pool.nodes(), std::ssize(nodes));
+    for (int64_t tasks : {0, 1, 2, 3, 5, 7, 1000}) {
+      std::vector<int> runs(static_cast<size_t>(tasks));  // no atomics: run() orders its tasks before what follows
+      for (int i = 0; i < 20; ++i) pool.run(tasks, [&](int64_t task, int) { ++runs[static_cast<size_t>(task)]; });
+      for (const int n : runs) ASSERT_EQ(n, 20);
+    }
+    EXPECT_THROW(pool.run(20,
+                          [](int64_t task, int) {
+                            if (task == 19) throw ShapeError("the last");
+                          }),
+                 ShapeError);
+    for (int c = 0; c < 5; ++c)
+      std::thread([&] {
+        std::atomic<int> runs{0};
+        pool.run(7, [&](int64_t, int) { ++runs; });
+        EXPECT_EQ(runs, 7);
+      }).join();
+  }
+}
+
+TEST(ThreadPool, AWorkerTakesItsNodesTasksFirst) {
+  const std::vector<int> nodes{1, 3, 2};
+  ThreadPool pool = pool_of_nodes(nodes);
+  const std::vector<int> node_of{0, 1, 1, 1, 2, 2};
+  for (int w = 0; w < 6; ++w) EXPECT_EQ(pool.node(w), node_of[static_cast<size_t>(w)]);
+  // 23 tasks over 6 workers: 1 of 6, 3 of 6 and 2 of 6, rounded down where they begin.
+  const auto node_of_task = [](int64_t task) { return task < 3 ? 0 : task < 15 ? 1 : 2; };
+  for (int i = 0; i < 100; ++i) {
+    std::vector<std::vector<int64_t>> taken(6);
+    std::atomic<int> arrived{0};
+    pool.run(23, [&](int64_t task, int worker) {
+      std::vector<int64_t>& mine = taken[static_cast<size_t>(worker)];
+      mine.push_back(task);
+      if (mine.size() > 1) return;
+      ++arrived;  // all have come before any goes on
+      while (arrived < 6) std::this_thread::yield();
+    });
+    for (int w = 0; w < 6; ++w) {
+      const std::vector<int64_t>& mine = taken[static_cast<size_t>(w)];
+      const auto own = [&](int64_t task) { return node_of_task(task) == pool.node(w); };
+      ASSERT_FALSE(mine.empty());
+      EXPECT_TRUE(own(mine[0])) << w;
+      EXPECT_TRUE(std::is_partitioned(mine.begin(), mine.end(), own)) << w;
+    }
+  }
+}
+
+// Else the run would not end: the node's only worker waits for the rest of its own tasks.
+TEST(ThreadPool, ANodeThatIsHeldUpIsHelped) {
+  ThreadPool pool = pool_of_nodes(std::vector<int>{1, 1});
+  for (const int64_t held : {0, 10}) {
+    std::atomic<int> done{0};
+    pool.run(20, [&](int64_t task, int) {
+      while (task == held && done < 19) std::this_thread::yield();
+      ++done;
+    });
+    EXPECT_EQ(done, 20);
+  }
+}
+
+TEST(ThreadPool, OverNodesAsManyTasksAsArePromisedRunAtATime) {
+  ThreadPool pool = pool_of_nodes(std::vector<int>{2, 1, 3});
+  for (int64_t tasks = 1; tasks <= pool.concurrent(); ++tasks)
+    for (int i = 0; i < 50; ++i) {
+      std::atomic<int64_t> done{0};
+      together(pool, tasks, [&](int64_t, int) { ++done; });
+      EXPECT_EQ(done, tasks);
+      if (i % 25 == 0) std::this_thread::sleep_for(std::chrono::milliseconds(5));  // workers sleep meanwhile
+    }
 }
 
 TEST(Buffer, AlignedZeroMovable) {
