@@ -24,6 +24,7 @@ class LayerCase final : public cases::Case {
         hidden_(cases::random_values(step.requests * step.query_len * model.config.hidden, kSeed + 1)),
         out_(hidden_.size()) {
     Stream stream(pool);
+    cache_.place(pool);
     fill_context(stream);
     plan_ = mla::plan(model.config, cache_.spec(), cache_.pages(), batch_.view(), device_info(stream, model.config),
                       step.plan);

@@ -59,6 +59,7 @@ Probe::Probe(ThreadPool& pool)
   // Written once: untouched pages would all be the kernel's one page of zeros, read from cache.
   const size_t step = 4096;
   for (size_t i = 0; i < buffer_.size(); i += step) buffer_.data()[i] = std::byte{1};
+  buffer_.place(pool, Placement::in_ranges);
 }
 
 double Probe::read_gbps(double seconds) const {

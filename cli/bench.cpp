@@ -380,6 +380,7 @@ class Bench {
     std::vector<bench::Entry> entries;
     for (const Row& r : rows) {
       made.push_back(cases::find(r.op).make(r.params));
+      made.back()->place(stream.pool());
       // Index scores of e4m3 codes are products of bf16, where the CPU has fast ones.
       const bool codes = r.params.dtype == Dtype::fp8_e4m3 && r.op == "index_score";
       entries.push_back({r.name, made.back().get(), codes ? Dtype::bf16 : r.params.dtype});
@@ -448,6 +449,7 @@ class Bench {
     options.cold = true;
     const Dtype dtype = cpu::native_bf16_dot() ? Dtype::bf16 : Dtype::f32;
     const bench::LayerModel model(preset("deepseek-v2-lite"), dtype, 4096);
+    model.weights.place(stream.pool());
     for (const Step& s :
          {Step{"layer decode, batch 1 at 1K", 1, 1, 1023}, Step{"layer decode, batch 8 at 1K", 8, 1, 1023},
           Step{"layer decode, batch 32 at 1K", 32, 1, 1023}, Step{"layer prefill, 512 tokens", 1, 512, 0},

@@ -58,6 +58,8 @@ class Cache {
   CacheView view() const { return {spec_, buffer_.data(), pages_, spec_.page_bytes()}; }
   const CacheSpec& spec() const { return spec_; }
   int64_t pages() const { return pages_; }
+  /// Buffer::place() in turn: a request's pages may be any, and any worker may read them.
+  void place(ThreadPool& pool) const { buffer_.place(pool, Placement::in_turn); }
 
  private:
   CacheSpec spec_;

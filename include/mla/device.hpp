@@ -166,6 +166,12 @@ int gpu_count();
 /// Name, memory and architecture in one line; DeviceError when there is no such GPU.
 std::string describe(Device device);
 
+/// How memory lies over the nodes of a pool.
+enum class Placement : uint8_t {
+  in_ranges,  ///< a node has the part that its tasks are of all tasks: for what tasks read in their order
+  in_turn,    ///< 2 MiB on each node in turn: for what any task may read
+};
+
 /// Memory on a device, 64-byte aligned, freed with the object. Fresh CPU memory is zero, a GPU's may hold anything.
 class Buffer {
  public:
@@ -174,6 +180,12 @@ class Buffer {
   explicit Buffer(size_t bytes, Device device = {});
   /// Host bytes on a device; they may go once this returns.
   static Buffer copy_of(const void* data, size_t bytes, Device device = {});
+
+  /// Moves the pages of a CPU's memory to the pool's nodes, with what they hold: a worker of its node touches each
+  /// first. Nothing moves where the pool has one node, or of less than 64 KiB. Nobody may use the memory meanwhile.
+  /// UnsupportedError for a GPU's; DeviceError when the system keeps a page, as it does with locked memory: all bytes
+  /// are then as they were.
+  void place(ThreadPool& pool, Placement how) const;
 
   std::byte* data() const { return data_.get(); }
   size_t size() const { return size_; }

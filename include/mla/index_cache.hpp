@@ -66,6 +66,8 @@ class IndexCache {
   IndexCacheView view() const { return {spec_, buffer_.data(), pages_, spec_.page_bytes()}; }
   const IndexCacheSpec& spec() const { return spec_; }
   int64_t pages() const { return pages_; }
+  /// As Cache::place().
+  void place(ThreadPool& pool) const { buffer_.place(pool, Placement::in_turn); }
 
  private:
   IndexCacheSpec spec_;

@@ -184,6 +184,8 @@ double weight_bytes(WeightFormat format, Dtype dtype, int64_t heads, int64_t out
 class Linear {
  public:
   virtual ~Linear() = default;
+  /// Of LayerWeights::place().
+  virtual void place(ThreadPool&) const {}
   int64_t heads = 1;  ///< matrices in the batch
   int64_t in = 0, out = 0;
   Dtype dtype = Dtype::f32;  ///< of the product's operands: x and the (dequantised) weights are rounded to it
@@ -285,6 +287,9 @@ struct LayerWeights {
   WeightFormat up() const { return absorb_key ? absorb_key->format : WeightFormat::plain; }
   /// Some map is held in fp8, so that Activations matter.
   bool any_fp8() const;
+  /// Moves the matrices of a CPU's weights near the workers whose tasks read them: Buffer::place() in ranges, as
+  /// products are cut. UnsupportedError on a GPU.
+  void place(ThreadPool& pool) const;
   size_t bytes() const;
 };
 

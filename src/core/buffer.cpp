@@ -6,14 +6,12 @@
 
 #include "core/counted.hpp"
 #include "core/gpu.hpp"
+#include "core/mapped.hpp"
 #include "mla/error.hpp"
 
 namespace mla {
 
 namespace {
-
-// Smaller ones come from the heap, which is faster, and where AddressSanitizer sees what lies around them.
-constexpr size_t kLeastMap = size_t{1} << 16;
 
 // Anonymous maps come zeroed and page-aligned, and large ones may be backed by huge pages.
 void* zeroed(size_t bytes) {

@@ -57,6 +57,12 @@ size_t LayerWeights::bytes() const {
   return total;
 }
 
+void LayerWeights::place(ThreadPool& pool) const {
+  if (device.kind != DeviceKind::cpu)
+    throw UnsupportedError("place: weights on " + to_string(device) + " are not near any of the pool's threads");
+  each_map(*this, [&](const Linear& map) { map.place(pool); });
+}
+
 bool LayerWeights::any_fp8() const {
   bool any = false;
   each_map(*this, [&](const Linear& map) { any = any || map.format == WeightFormat::fp8; });

@@ -114,7 +114,10 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
     } catch (const std::system_error& e) {
       throw DeviceError("a thread that prepares weights could not be started: " + std::string(e.what()));
     }
-    for (auto& m : made) weights_.push_back(m.get());
+    for (auto& m : made) {
+      weights_.push_back(m.get());
+      if (!gpu()) weights_.back().place(pool);
+    }
   }
   const bool touches = !gpu() && positions > 1;  // where no request fits nothing is written
   for (int64_t l = 0; l < static_cast<int64_t>(weights_.size()); ++l) {
@@ -124,14 +127,18 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
     // Touched now, as an engine would at its start: otherwise the first write to each page waits for the system to find
     // memory.
     const CacheView cache = caches_.back().view();
-    if (touches)
+    if (touches) {
+      caches_.back().place(pool);
       pool.run(cache.pages, [&](int64_t page, int) { std::memset(cache.page(page), 0, spec_.page_bytes()); });
+    }
     if (!model_.layer_has_indexer(l)) continue;
     IndexCache& index = index_caches_[static_cast<size_t>(l)] = IndexCache(index_spec_, o.limits.pages, o.device);
     r.index_cache_bytes += index_spec_.page_bytes() * static_cast<size_t>(o.limits.pages);
-    if (touches)
+    if (touches) {
+      index.place(pool);
       pool.run(index.pages(),
                [&](int64_t page, int) { std::memset(index.view().page(page), 0, index_spec_.page_bytes()); });
+    }
   }
   if (gpu() && !stop && o.limits.pages > 0) warm_up();
   if (o.spans > 0) keep_spans(r);

@@ -77,6 +77,8 @@ class Case {
   /// Judges what run() left behind against the float64 reference.
   virtual Verdict verify() = 0;
   virtual ops::Cost cost() const = 0;
+  /// Moves what run() reads, where a case knows how, near the workers of a pool over several nodes.
+  virtual void place(ThreadPool&) {}
   /// The kernel that run() calls, where a case knows; otherwise empty.
   virtual std::string kernel() const { return {}; }
 };

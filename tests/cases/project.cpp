@@ -58,6 +58,7 @@ class ProjectCase final : public Case {
              .activations = p.inputs,
              .scratch = {}};
   }
+  void place(ThreadPool& pool) override { linear_->place(pool); }
   void run(Stream& stream) override {
     args_.scratch = scratch_.get(stream, scratch_bytes_);
     ops::run(stream, args_);

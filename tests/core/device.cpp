@@ -7,7 +7,6 @@
 #include <atomic>
 #include <chrono>
 #include <limits>
-#include <span>
 #include <stdexcept>
 #include <thread>
 #include <vector>
@@ -17,6 +16,7 @@
 #include "core/topology.hpp"
 #include "mla/error.hpp"
 #include "support/message.hpp"
+#include "support/nodes.hpp"
 
 namespace mla {
 namespace {
@@ -214,17 +214,9 @@ TEST(ThreadPool, AProcessorThatTheSystemRefusesIsNamed) {
             "thread 3 of 3 could not be pinned to processor 9999: Invalid argument");
 }
 
-// A pool over made-up nodes of so many workers, all on one processor.
-ThreadPool pool_of_nodes(std::span<const int> workers) {
-  std::vector<Place> places;
-  for (size_t n = 0; n < workers.size(); ++n)
-    places.insert(places.end(), static_cast<size_t>(workers[n]), {allowed_processors()[0], static_cast<int>(n) + 3});
-  return pool_at(places);
-}
-
 TEST(ThreadPool, OverNodesEveryTaskOnce) {
   for (const std::vector<int>& nodes : {std::vector<int>{1}, {1, 1}, {3, 1}, {1, 2, 3}}) {
-    ThreadPool pool = pool_of_nodes(nodes);
+    ThreadPool pool = test::pool_of_nodes(nodes);
     EXPECT_EQ(pool.nodes(), std::ssize(nodes));
     for (int64_t tasks : {0, 1, 2, 3, 5, 7, 1000}) {
       std::vector<int> runs(static_cast<size_t>(tasks));  // no atomics: run() orders its tasks before what follows
@@ -247,7 +239,7 @@ TEST(ThreadPool, OverNodesEveryTaskOnce) {
 
 TEST(ThreadPool, AWorkerTakesItsNodesTasksFirst) {
   const std::vector<int> nodes{1, 3, 2};
-  ThreadPool pool = pool_of_nodes(nodes);
+  ThreadPool pool = test::pool_of_nodes(nodes);
   const std::vector<int> node_of{0, 1, 1, 1, 2, 2};
   for (int w = 0; w < 6; ++w) EXPECT_EQ(pool.node(w), node_of[static_cast<size_t>(w)]);
   // 23 tasks over 6 workers: 1 of 6, 3 of 6 and 2 of 6, rounded down where they begin.
@@ -274,7 +266,7 @@ TEST(ThreadPool, AWorkerTakesItsNodesTasksFirst) {
 
 // Else the run would not end: the node's only worker waits for the rest of its own tasks.
 TEST(ThreadPool, ANodeThatIsHeldUpIsHelped) {
-  ThreadPool pool = pool_of_nodes(std::vector<int>{1, 1});
+  ThreadPool pool = test::pool_of_nodes({1, 1});
   for (const int64_t held : {0, 10}) {
     std::atomic<int> done{0};
     pool.run(20, [&](int64_t task, int) {
@@ -286,7 +278,7 @@ TEST(ThreadPool, ANodeThatIsHeldUpIsHelped) {
 }
 
 TEST(ThreadPool, OverNodesAsManyTasksAsArePromisedRunAtATime) {
-  ThreadPool pool = pool_of_nodes(std::vector<int>{2, 1, 3});
+  ThreadPool pool = test::pool_of_nodes({2, 1, 3});
   for (int64_t tasks = 1; tasks <= pool.concurrent(); ++tasks)
     for (int i = 0; i < 50; ++i) {
       std::atomic<int64_t> done{0};

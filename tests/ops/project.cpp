@@ -13,6 +13,7 @@
 #include "backend/run.hpp"
 #include "cases/compare.hpp"
 #include "core/threads.hpp"
+#include "support/nodes.hpp"
 #include "support/sanitized.hpp"
 
 namespace mla {
@@ -142,6 +143,18 @@ TEST_P(OnTarget, BitsDoNotDependOnThreads) {
                 << pool->threads() << " threads";
         }
       }
+}
+
+TEST_P(OnTarget, PlacedWeightsGiveTheSameBits) {
+  ThreadPool one(1), nodes = test::pool_of_nodes({1, 2});
+  const std::vector<int32_t> list{3, 0, 5};
+  for (const Held& held : kHeld) {
+    const Product product({2, 600, 700}, Dtype::bf16, held);
+    const std::vector<float> before = product.run(one, list, false);
+    product.weights->place(nodes);
+    EXPECT_TRUE(same_bits(before, product.run(nodes, list, false))) << name(held);
+    EXPECT_TRUE(same_bits(before, product.run(one, list, false))) << name(held);
+  }
 }
 
 TEST_P(OnTarget, EnginesShareWeights) {

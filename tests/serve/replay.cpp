@@ -16,6 +16,7 @@
 #include "serve/chrome_trace.hpp"
 #include "serve/series.hpp"
 #include "support/models.hpp"
+#include "support/nodes.hpp"
 
 namespace mla::serve {
 namespace {
@@ -54,6 +55,20 @@ TEST(Replay, EveryFormatAndPathVerifies) {
       EXPECT_EQ(v.failed, 0) << to_string(format) << " " << to_string(path) << ": " << v.worst << " error "
                              << v.worst_error << " bound " << v.worst_bound;
     }
+}
+
+// Weights and caches are placed; where a byte lies moves no bit of a row.
+TEST(Replay, APoolOverNodesGivesTheSameBits) {
+  for (const bool sparse : {false, true}) {
+    Replayed run;
+    if (sparse) run.options.model = test::small_sparse();
+    const Result right = run.go();
+    ThreadPool nodes = test::pool_of_nodes({1, 1});
+    const Result r = replay(run.trace, run.options, nodes, run.stop);
+    EXPECT_EQ(r.finished, 8);
+    ASSERT_EQ(r.samples.size(), right.samples.size());
+    for (size_t i = 0; i < r.samples.size(); ++i) EXPECT_EQ(r.samples[i].row, right.samples[i].row) << i;
+  }
 }
 
 // Heads over ranks, more ranks than threads among them: the same steps, rows that are those of one rank.

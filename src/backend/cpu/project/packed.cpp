@@ -56,6 +56,8 @@ struct PackedLinear final : CpuLinear {
     return staged() + static_cast<size_t>(most_rows() * kPanel) * sizeof(float) * (parts() > 1 ? 2 : 1);
   }
 
+  void place(ThreadPool& pool) const override { memory.place(pool, Placement::in_ranges); }
+
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* y = reinterpret_cast<float*>(scratch + staged());

@@ -48,6 +48,11 @@ class QuantisedLinear final : public CpuLinear {
            round_up(static_cast<size_t>(kPart * kPanel) * sizeof(float)) + kProduct;
   }
 
+  void place(ThreadPool& pool) const override {
+    codes_.place(pool, Placement::in_ranges);
+    exponents_.place(pool, Placement::in_ranges);
+  }
+
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
     float* weights = reinterpret_cast<float*>(scratch + staged());
@@ -187,6 +192,11 @@ class NativeQuantisedLinear final : public CpuLinear {
 
   int64_t unit() const override { return kTileColumns; }
   size_t scratch() const override { return kStaged + kTile + kSums; }
+
+  void place(ThreadPool& pool) const override {
+    codes_.place(pool, Placement::in_ranges);
+    exponents_.place(pool, Placement::in_ranges);
+  }
 
   void multiply(const ops::ProjectArgs& a, int64_t head, int64_t begin, int64_t end, const RowBlock& rows,
                 const QuantizedWriter& quantized, std::byte* scratch) const override {
