@@ -78,6 +78,7 @@ class PathCall {
         batch_(std::array{Lengths{shape.query_len, shape.context}}, kPageSize),
         cache_(cache_spec(model, CacheFormat::bf16, kPageSize), batch_.pages(), stream.device()),
         staged_(stream) {
+    if (!timer.on_gpu()) cache_.place(stream.pool());
     const auto some = cases::random_values(1 << 16, kSeed);
     const auto numbers = [&](Dtype dtype, size_t n) {
       Buffer to(n * size_of(dtype));
@@ -218,6 +219,7 @@ std::vector<PathTimes> measure_paths(Stream& stream, Dtype compute, std::span<co
       heads = s.heads;
       model = path_model(heads);
       weights = prepare(model, random_layer(model, 0, kSeed, Dtype::bf16), compute, stream.device());
+      if (!timer.on_gpu()) weights.place(stream.pool());
       rotary = RotaryTable(model.rotary, model.rope, 1 << 17, stream.device());
     }
     PathCall latent(stream, timer, model, weights, rotary, compute, s, Path::latent),

@@ -271,7 +271,7 @@ class Bench {
       if (!ops_.empty()) throw InputError("--fit measures no op: '" + ops_[0] + "'");
       refuse_beside(command_, "--fit", {"--cold", "--report", "--peers", "--rounds", "--min-time"});
       const Device device = device_->device();
-      if (device.kind == DeviceKind::cuda) refuse_beside(command_, "--device", {"--threads", "--target"});
+      if (device.kind == DeviceKind::cuda) refuse_beside(command_, "--device", {"--threads", "--pin", "--target"});
       std::vector<Dtype> computes{Dtype::f32, Dtype::bf16};
       if (device.kind == DeviceKind::cuda) computes = {Dtype::bf16};
       if (command_.get_option("--dtype")->count() > 0) computes = {params.dtype};
@@ -287,11 +287,11 @@ class Bench {
     if (!peers_file_.empty() && !files.wants_any()) throw InputError("--peers goes with --report or --json");
     cpu::restrict_target(target_);
 
-    ThreadPool pool(threads_);
+    ThreadPool pool(threads_.count, threads_.pinning());
     Stream stream(pool);
     const bench::Roof roof = bench::measure_roof(pool);
     const bench::Probe probe(pool);
-    print_head(roof);
+    print_head(pool, roof);
     try {
       if (shape_.any()) {
         for (const std::string& op : ops_) one_shape(stream, probe, op, params);
@@ -309,7 +309,7 @@ class Bench {
     add_peers();
     if (interrupted_ && rows_.empty()) files.keep_old();
     if (files.wants_any()) {
-      const json all = everything(roof);
+      const json all = everything(pool, roof);
       files.write("--json", [&](std::ostream& out) { out << dump(all) << '\n'; });
       files.write("--report", [&](std::ostream& out) { out << report::html(all); });
     }
@@ -337,8 +337,8 @@ class Bench {
     return ops_.empty() || std::find(ops_.begin(), ops_.end(), op) != ops_.end();
   }
 
-  void print_head(const bench::Roof& roof) const {
-    std::printf("%s, %s, target %s: %s", bench::this_machine().cpu.c_str(), counted(threads_, "thread").c_str(),
+  void print_head(const ThreadPool& pool, const bench::Roof& roof) const {
+    std::printf("%s, %s, target %s: %s", bench::this_machine().cpu.c_str(), text_of(pool).c_str(),
                 std::string(backend::backend({}).target()).c_str(), text_of(roof).c_str());
     std::printf("\n%-56s %11s %11s %9s %8s %10s %9s %10s %10s\n", "", "median", "p90", "GFLOP/s", "GB/s", "% of roof",
                 "% of f32", "error", "bound");
@@ -497,12 +497,14 @@ class Bench {
       std::fprintf(stderr, "mla: %zu of %zu peers name a row of this bench\n", matched, peers_.size());
   }
 
-  json everything(const bench::Roof& roof) const {
+  json everything(const ThreadPool& pool, const bench::Roof& roof) const {
     const bench::Machine machine = bench::this_machine();
     json all = provenance(command_);
     all.update({{"machine",
                  {{"cpu", machine.cpu},
                   {"cores", machine.cores},
+                  {"pinned", pool.pinning() == Pinning::cores},
+                  {"nodes", pool.nodes()},
                   {"memory_bytes", machine.memory_bytes},
                   {"target", backend::backend({}).target()}}},
                 {"roof",
@@ -525,7 +527,7 @@ class Bench {
   std::string target_, json_file_, report_file_, peers_file_;
   std::vector<Peer> peers_;
   bench::Options options_;
-  int threads_ = 1;
+  Threads threads_;
   bool all_right_ = true, interrupted_ = false;
   json rows_ = json::array();
 };

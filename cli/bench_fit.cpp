@@ -50,11 +50,11 @@ struct Choices {
 };
 
 // The CPU's instructions, printed; what --json has of the machine.
-json measure_cpu(const FitFlags& f) {
+json measure_cpu(const ThreadPool& pool) {
   const bench::Machine machine = bench::this_machine();
   const cpu::CpuId id = cpu::this_cpu();
   const cpu::Bf16Rates measured = cpu::measure_bf16_rates(), used = cpu::bf16_rates();
-  std::printf("%s, %s, target %s\n", machine.cpu.c_str(), counted(f.threads, "thread").c_str(),
+  std::printf("%s, %s, target %s\n", machine.cpu.c_str(), text_of(pool).c_str(),
               std::string(backend::backend({}).target()).c_str());
   std::printf(
       "bf16 products, of an f32 multiply-add's arithmetic: dot %.2f, AMX %.1f; in use: dot %.2f, AMX %.1f (%s)\n",
@@ -111,7 +111,7 @@ int fit_paths(const FitFlags& f) {
   Outputs files({{"--json", f.json}}, {});
   const bool on_gpu = f.device.kind == DeviceKind::cuda;
   cpu::restrict_target(f.target);
-  ThreadPool pool(f.threads);
+  ThreadPool pool(f.threads.count, f.threads.pinning());
   Stream stream = on_gpu ? Stream(f.device) : Stream(pool);
 
   json all = provenance(f.command);
@@ -119,7 +119,7 @@ int fit_paths(const FitFlags& f) {
     std::printf("%s\n", describe(f.device).c_str());
     all["machine"] = {{"gpu", describe(f.device)}};
   } else {
-    all.update(measure_cpu(f));
+    all.update(measure_cpu(pool));
   }
   all["paths"] = json::array();
   const std::vector<bench::PathShape> grid = bench::path_grid();
@@ -132,7 +132,7 @@ int fit_paths(const FitFlags& f) {
     std::fprintf(stderr, "\n");
     if (times.size() < grid.size()) break;
     const CostModel in_use = backend::backend(f.device).cost_model(compute, 0);
-    all["paths"].push_back(tell(compute, times, in_use, bench::fit_rates(times, on_gpu ? 1 : f.threads, in_use)));
+    all["paths"].push_back(tell(compute, times, in_use, bench::fit_rates(times, on_gpu ? 1 : f.threads.count, in_use)));
   }
   files.write("--json", [&](std::ostream& out) { out << dump(all) << '\n'; });
   files.finish();

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "cli/params.hpp"
 #include "mla/device.hpp"
 #include "mla/dtype.hpp"
 
@@ -13,7 +14,7 @@ namespace mla::cli {
 struct FitFlags {
   const CLI::App& command;
   std::vector<Dtype> computes;  ///< operands of attention
-  int threads = 1;
+  Threads threads;
   std::string target, json;
   Device device = {};
 };

@@ -43,7 +43,7 @@ class Check {
       for (const cases::CaseType& c : cases::all()) types.push_back(&c);
     const cases::Params params = shape_.params();
     cpu::restrict_target(target_);
-    ThreadPool pool(threads_);
+    ThreadPool pool(threads_.count, threads_.pinning());
     Stream stream(pool);
 
     Tally total;
@@ -78,7 +78,7 @@ class Check {
   std::vector<std::string> ops_;
   std::string target_;
   bool verbose_ = false;
-  int threads_ = 1;
+  Threads threads_;
 };
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "cli/commands.hpp"
 #include "cli/params.hpp"
 #include "core/one_line.hpp"
+#include "core/topology.hpp"
 #include "mla/error.hpp"
 #include "mla/index_cache.hpp"
 #include "mla/rotary.hpp"
@@ -130,17 +131,18 @@ void print_config(const ModelConfig& m) {
   print_weights(m);
 }
 
-void print_machine(int threads) {
+void print_machine(const Threads& threads) {
   const bench::Machine machine = bench::this_machine();
-  ThreadPool pool(threads);
+  ThreadPool pool(threads.count, threads.pinning());
   const bench::Roof roof = bench::measure_roof(pool);
   std::printf("machine   %s, %d cores, %.1f GiB\n", machine.cpu.c_str(), machine.cores,
               static_cast<double>(machine.memory_bytes) / (1 << 30));
+  std::printf("topology  %s\n", describe(this_topology()).c_str());
   for (const backend::Backend* b : backend::backends())
     std::printf("backend   %s, target %s\n", std::string(b->name).c_str(), std::string(b->target()).c_str());
   if (cpu::native_bf16_dot() && cpu::bf16_products() == cpu::Bf16Products::widened)
     std::printf("          attention multiplies in f32: bf16 dot products were measured to be no faster on this CPU\n");
-  std::printf("roof      %s (measured on %d threads)\n", text_of(roof).c_str(), threads);
+  std::printf("roof      %s (measured on %s)\n", text_of(roof).c_str(), text_of(pool).c_str());
 }
 
 void print_models() {
@@ -261,7 +263,7 @@ void add_info(CLI::App& app, int& status) {
   struct Options {
     std::string path, target;
     ReadOptions read;
-    int threads = 1;
+    Threads threads;
   };
   CLI::App* command =
       app.add_subcommand("info", "This machine, its roofs, models and cache formats; or what a checkpoint holds");

@@ -7,6 +7,7 @@
 
 #include "backend/cpu/core/target.hpp"
 #include "bench/machine.hpp"
+#include "core/counted.hpp"
 #include "core/threads.hpp"
 #include "mla/error.hpp"
 #include "mla/index_plan.hpp"
@@ -169,9 +170,18 @@ cases::Params ShapeFlags::params() const {
   return p;
 }
 
-void add_threads(CLI::App& command, int& threads) {
-  threads = bench::this_machine().cores;
-  add_number(command, "--threads", threads, "Threads", 1, most_threads());
+void add_threads(CLI::App& command, Threads& threads) {
+  threads.count = bench::this_machine().cores;
+  add_number(command, "--threads", threads.count, "Threads", 1, most_threads());
+  command.add_flag("--pin", threads.pinned,
+                   "Each thread but the first stays on a processor of its own, a core each first; over several NUMA "
+                   "nodes weights and caches are placed near the threads that read them");
+}
+
+std::string text_of(const ThreadPool& pool) {
+  std::string text = counted(pool.threads(), "thread");
+  if (pool.pinning() == Pinning::cores) text += " pinned on " + counted(pool.nodes(), "node");
+  return text;
 }
 
 DeviceFlag::DeviceFlag(CLI::App& command) {

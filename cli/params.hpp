@@ -103,8 +103,17 @@ class ShapeFlags {
   CLI::Option *splits_ = nullptr, *topk_ = nullptr;
 };
 
-/// --threads: 1 to most_threads(), by default all of the machine's.
-void add_threads(CLI::App& command, int& threads);
+/// A pool's threads, and where they run.
+struct Threads {
+  int count = 1;
+  bool pinned = false;
+  Pinning pinning() const { return pinned ? Pinning::cores : Pinning::none; }
+};
+/// "2 threads", "8 threads pinned on 2 nodes".
+std::string text_of(const ThreadPool& pool);
+
+/// --threads: 1 to most_threads(), by default all of the machine's; and --pin.
+void add_threads(CLI::App& command, Threads& threads);
 /// --device: cpu, cuda or cuda:N. InputError for another name.
 class DeviceFlag {
  public:

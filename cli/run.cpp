@@ -35,7 +35,8 @@ struct Flags {
   int64_t heads = 0, topk = 0;
   double cache_gib = 4, scale_lengths = 1;
   uint64_t seed = 1;
-  int threads = 1, tp = 1, dcp = 1;
+  Threads threads;
+  int tp = 1, dcp = 1;
   int64_t interleave = 1;
   std::string comm = "peer";
   double patience = 600;
@@ -145,12 +146,21 @@ void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve
   }
   // Processes that were bound to processors of their own have those; others share the machine's.
   const bool bound = bench::this_machine().cores < sysconf(_SC_NPROCESSORS_ONLN);
-  if (command.get_option("--threads")->count() == 0 && !bound) o.threads = std::max(1, f.threads / job.neighbours());
+  if (command.get_option("--threads")->count() == 0 && !bound)
+    o.threads = std::max(1, f.threads.count / job.neighbours());
+  if (f.threads.pinned && !bound && job.neighbours() > 1)
+    throw InputError(
+        "--pin: " + counted(job.neighbours(), "process") +
+        " that may use all of this machine's processors would be pinned to the same ones: bind each to its "
+        "own, as mpirun --bind-to numa does");
   if (job.rank() != 0) o.verify = o.spans = 0;  // rank 0 has the rows and the trace of all
 }
 
 serve::Options options_of(const CLI::App& command, const Flags& f, const Job* job, Communicator* group) {
   serve::Options o;
+  if (f.threads.pinned && f.device->named().kind == DeviceKind::cuda)
+    throw InputError("--pin is of the CPU's threads, --device is " + to_string(f.device->named()) +
+                     ": give one of them");
   o.device = f.device->device();
   if (std::filesystem::is_directory(f.model)) {
     o.checkpoint = read_option("--model", f.model, [&](const std::string& path) { return Checkpoint(path, f.read); });
@@ -173,7 +183,8 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
               .token_budget = f.token_budget,
               .prefix_reuse = !f.no_prefix_reuse};
   o.cache_bytes = static_cast<size_t>(f.cache_gib * 1073741824.0);
-  o.threads = f.threads;
+  o.threads = f.threads.count;
+  o.pinning = f.threads.pinning();
   o.plan.tensor_parallel = f.tp;
   if (!job) o.link = read_option("--comm", f.comm, parse_gpu_link);
   o.group = group;
@@ -227,7 +238,7 @@ void follow(const CLI::App& command, const Flags& f, const StopOnSignal& signals
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
   all_read(group, o);
-  ThreadPool pool(o.threads);
+  ThreadPool pool(o.threads, o.pinning);
   (void)roof_of(o, pool);  // while rank 0 does: the ranks share the machine's memory in the run, too
   (void)serve::replay(t, o, pool, signals.stop());
   status = signals.exit_code();
@@ -243,7 +254,7 @@ void lead(const CLI::App& command, const Flags& f, const StopOnSignal& signals, 
   const serve::Trace t = trace_of(f);
   o = serve::resolved(t, std::move(o));
   if (group) all_read(*group, o);
-  ThreadPool pool(o.threads);
+  ThreadPool pool(o.threads, o.pinning);
   const bench::Roof roof = roof_of(o, pool);
   ProgressPrinter progress;
   const serve::Result r = serve::replay(t, o, pool, signals.stop(), [&](const serve::Progress& p) { progress(p); });
@@ -254,6 +265,7 @@ void lead(const CLI::App& command, const Flags& f, const StopOnSignal& signals, 
                    .result = r,
                    .machine = bench::this_machine(),
                    .roof = roof,
+                   .nodes = o.pinning == Pinning::cores ? pool.nodes() : 0,
                    .scale_lengths = f.scale_lengths,
                    .fewer_heads = f.heads != 0,
                    .calibrated = std::count(asked.begin(), asked.end(), 0.0f)};

@@ -18,6 +18,7 @@ struct RunReport {
   const serve::Result& result;
   bench::Machine machine;
   bench::Roof roof;
+  int nodes = 0;  ///< that threads are pinned on; 0: they are not
   double scale_lengths = 1;
   bool fewer_heads = false;
   int64_t calibrated = 0;  ///< layers whose cache's scale was found on the trace's first tokens

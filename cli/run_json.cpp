@@ -121,6 +121,8 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
              {{"device", o.device.kind == DeviceKind::cpu ? "cpu" : describe(o.device)},
               {"cpu", report.machine.cpu},
               {"threads", r.threads},
+              {"pinned", report.nodes > 0},
+              {"nodes", std::max(1, report.nodes)},
               {"read_gbps", roof.read_gbps},
               {"fma_gflops", roof.fma_gflops},
               {"bf16_gflops", roof.bf16_gflops}}},

@@ -194,7 +194,9 @@ void print_summary(const RunReport& report) {
                 describe(o.device).c_str(), roof.read_gbps, 1e-3 * roof.fma_gflops, 1e-3 * roof.bf16_gflops);
   else
     std::printf("machine    %s, %s; read %.1f GB/s, f32 %.0f GFLOP/s, bf16 %.0f GFLOP/s\n", report.machine.cpu.c_str(),
-                counted(r.threads, "thread").c_str(), roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
+                (counted(r.threads, "thread") + (report.nodes > 0 ? " pinned on " + counted(report.nodes, "node") : ""))
+                    .c_str(),
+                roof.read_gbps, roof.fma_gflops, roof.bf16_gflops);
   print_trace(report);
   std::printf("cache      %s, %s of %lld (%.2f GiB); occupancy mean %.1f%%, peak %.1f%%\n", name(o.format).c_str(),
               counted(r.pages, "page").c_str(), n(r.page_size), gib(r.cache_bytes),

@@ -28,10 +28,20 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
                       std::to_string(gpu_count()));
   communicators_ = thread_communicators(n);
   options_.assign(static_cast<size_t>(n), o);
+  // Pinned, ranks have processors of their own: consecutive ones, so that few have several nodes.
+  std::vector<Place> all;
+  if (o.pinning == Pinning::cores) all = places(this_topology(), std::max(n, pool.threads()));
+  std::span<const Place> left = all;
   for (int i = 0; i < n; ++i) {
     if (o.device.kind == DeviceKind::cuda) options_[static_cast<size_t>(i)].device.index += i;
     const int threads = std::max(1, pool.threads() / n + (i < pool.threads() % n));
-    ranks_.push_back(std::make_unique<Rank>(threads, i == 0 ? &r : nullptr));
+    Result* const shown = i == 0 ? &r : nullptr;
+    if (all.empty()) {
+      ranks_.push_back(std::make_unique<Rank>(threads, shown));
+    } else {
+      ranks_.push_back(std::make_unique<Rank>(left.first(static_cast<size_t>(threads)), shown));
+      left = left.subspan(static_cast<size_t>(threads));
+    }
   }
   // Together: on GPUs ranks connect, and run their first steps.
   try {

@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/threads.hpp"
 #include "serve/engine.hpp"
 #include "serve/processes.hpp"
 
@@ -31,6 +32,7 @@ class Ranks {
  private:
   struct Rank {
     Rank(int threads, Result* shown) : pool(threads), result(shown ? *shown : own) {}
+    Rank(std::span<const Place> places, Result* shown) : pool(pool_at(places)), result(shown ? *shown : own) {}
     ThreadPool pool;
     Result own;
     Result& result;  // rank 0's is the replay's

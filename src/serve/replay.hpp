@@ -46,6 +46,7 @@ struct Options {
   Limits limits;                         ///< pages 0: from the trace, within cache_bytes
   size_t cache_bytes = size_t{4} << 30;  ///< bound on the default page budget
   int threads = 2;
+  Pinning pinning = Pinning::none;  ///< of the pools that ranks which are threads have, each on processors of its own
   uint64_t seed = 1;
   int64_t verify = 0;  ///< output rows to sample for verification
   int64_t spans = 0;   ///< op calls to keep one by one, at most

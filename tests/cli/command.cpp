@@ -14,6 +14,7 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "support/safetensors_writer.hpp"
@@ -346,6 +347,32 @@ TEST_F(Command, SparseFlagsThatCannotBe) {
              {"expanded", "absorbed"});
 }
 
+TEST_F(Command, PinnedThreadsAreSaidAndChangeNoResult) {
+  const std::string small = "run --model " + sparse_config() + " --requests 3 --input-len 30 --output-len 4 --rate 0 ",
+                    one = small + "--threads 1 --verify 4 ";
+  const fs::path plain = folder_ / "plain.json", pinned = folder_ / "pinned.json";
+  EXPECT_EQ(mla(one + "--json " + plain.string()).status, 0);
+  const Outcome o = mla(one + "--pin --json " + pinned.string());
+  EXPECT_EQ(o.status, 0) << o.err;
+  EXPECT_NE(o.out.find(", 1 thread pinned on 1 node; read"), std::string::npos) << o.out;
+  const json before = json::parse(contents(plain)), after = json::parse(contents(pinned));
+  EXPECT_EQ(before["machine"]["pinned"], false);
+  EXPECT_EQ(after["machine"]["pinned"], true);
+  EXPECT_EQ(after["machine"]["nodes"], 1);
+  EXPECT_EQ(after["options"]["pin"], true);
+  EXPECT_EQ(before["verification"]["worst_error"], after["verification"]["worst_error"]);
+
+  const unsigned processors = std::thread::hardware_concurrency();
+  const std::string threads = std::to_string(processors + 1);
+  expect_bad("run --pin --threads " + threads, {"threads is " + threads, "may use " + std::to_string(processors)});
+  expect_bad("check --pin --threads " + threads, {"threads is " + threads});
+  expect_bad("run --pin --device cuda", {"--pin", "--device is cuda:0"});
+  EXPECT_EQ(mla("check norm --requests 3 --pin --threads 1").status, 0);
+  if (processors < 2) return;
+  EXPECT_EQ(mla(small + "--tp 2 --pin --threads 2 --verify 4").status, 0);
+  if (processors < 4) expect_bad(small + "--pin --threads 2 --tp " + threads, {"threads is " + threads});
+}
+
 TEST_F(Command, CheckJudgesACase) {
   const Outcome o = mla("check norm merge --requests 5 --in 33 --threads 2");
   EXPECT_EQ(o.status, 0) << o.out << o.err;
@@ -603,8 +630,8 @@ TEST_F(Command, PlanNamesTheKernels) {
 TEST_F(Command, InfoShowsMachineModelsAndFormats) {
   const Outcome o = mla("info --threads 1");
   EXPECT_EQ(o.status, 0) << o.err;
-  for (const char* s :
-       {"machine", "backend", "target", "roof", "deepseek-v2-lite", "minicpm3", "fp8_ds_mla", "656", "584"})
+  for (const char* s : {"machine", "backend", "target", "roof", "topology  ", " node", " core", "a core",
+                        "on 1 thread)", "deepseek-v2-lite", "minicpm3", "fp8_ds_mla", "656", "584"})
     EXPECT_NE(o.out.find(s), std::string::npos) << s << "\n" << o.out;
 }
 
