@@ -4,7 +4,8 @@
 
 #include <algorithm>
 #include <fstream>
-#include <thread>
+
+#include "core/topology.hpp"
 
 namespace mla::bench {
 namespace {
@@ -23,7 +24,7 @@ std::string cpu_model() {
 Machine this_machine() {
   return {
       .cpu = cpu_model(),
-      .cores = std::max(1, static_cast<int>(std::thread::hardware_concurrency())),
+      .cores = usable_processors(),
       .memory_bytes = static_cast<uint64_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<uint64_t>(sysconf(_SC_PAGE_SIZE))};
 }
 

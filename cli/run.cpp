@@ -140,8 +140,9 @@ void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve
     // Launchers may show each process a GPU of its own alone.
     if (gpu_count() != 1) o.device.index += job.local_rank();
     if (o.device.index >= gpu_count())
-      throw DeviceError(counted(job.neighbours(), "process") + " on this machine with GPUs from " + to_string(first) +
-                        " on, it has " + std::to_string(gpu_count()));
+      throw DeviceError(std::to_string(job.neighbours()) + (job.neighbours() == 1 ? " process" : " processes") +
+                        " on this machine with GPUs from " + to_string(first) + " on, it has " +
+                        std::to_string(gpu_count()));
     o.link = job.neighbours() == job.ranks() ? GpuLink::peer : GpuLink::nccl;
   }
   // Processes that were bound to processors of their own have those; others share the machine's.
@@ -150,9 +151,9 @@ void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve
     o.threads = std::max(1, f.threads.count / job.neighbours());
   if (f.threads.pinned && !bound && job.neighbours() > 1)
     throw InputError(
-        "--pin: " + counted(job.neighbours(), "process") +
-        " that may use all of this machine's processors would be pinned to the same ones: bind each to its "
-        "own, as mpirun --bind-to numa does");
+        "--pin: " + std::to_string(job.neighbours()) +
+        " processes that may use all of this machine's processors would be pinned to the same ones: bind each to its "
+        "own, as mpirun's --bind-to does");
   if (job.rank() != 0) o.verify = o.spans = 0;  // rank 0 has the rows and the trace of all
 }
 

@@ -193,7 +193,7 @@ struct ThreadPool::State {
   }
 };
 
-int most_threads() { return std::max(64, 4 * static_cast<int>(std::thread::hardware_concurrency())); }
+int most_threads() { return std::max(64, 4 * usable_processors()); }
 
 ThreadPool::ThreadPool(int threads, Pinning pinning) : state_(std::make_unique<State>()) {
   if (threads < 1 || threads > most_threads())
@@ -205,8 +205,7 @@ ThreadPool::ThreadPool(int threads, Pinning pinning) : state_(std::make_unique<S
     s.start(threads, places(this_topology(), threads));
     return;
   }
-  const int processors = static_cast<int>(std::thread::hardware_concurrency());  // those this process may use
-  s.concurrent = processors > 0 ? std::min(threads, processors) : threads;
+  s.concurrent = std::min(threads, usable_processors());
   s.start(threads, {});
 }
 

@@ -9,6 +9,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <thread>
 #include <tuple>
 
 #include "core/counted.hpp"
@@ -140,6 +141,11 @@ std::vector<int> allowed_processors() {
     return cpus;
   }
   return {};
+}
+
+int usable_processors() {
+  const int allowed = static_cast<int>(allowed_processors().size());
+  return allowed > 0 ? allowed : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
 }
 
 Topology this_topology() { return read_topology("/sys/devices/system", allowed_processors()); }

@@ -30,6 +30,10 @@ Topology read_topology(const std::filesystem::path& root, std::span<const int> a
 /// Processors that the calling thread may use: its affinity mask. Empty when the system does not say.
 std::vector<int> allowed_processors();
 
+/// How many these are, at least 1; all that are online when the system does not say. hardware_concurrency() is one or
+/// the other, by the C library's version.
+int usable_processors();
+
 /// Of the processors that the calling thread may use.
 Topology this_topology();
 

@@ -1,5 +1,6 @@
 // The mla command as a user meets it: exit codes, messages, help, JSON.
 #include <gtest/gtest.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
@@ -14,7 +15,6 @@
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "support/safetensors_writer.hpp"
@@ -362,7 +362,9 @@ TEST_F(Command, PinnedThreadsAreSaidAndChangeNoResult) {
   EXPECT_EQ(after["options"]["pin"], true);
   EXPECT_EQ(before["verification"]["worst_error"], after["verification"]["worst_error"]);
 
-  const unsigned processors = std::thread::hardware_concurrency();
+  cpu_set_t mask;
+  ASSERT_EQ(sched_getaffinity(0, sizeof mask, &mask), 0);
+  const int processors = CPU_COUNT(&mask);
   const std::string threads = std::to_string(processors + 1);
   expect_bad("run --pin --threads " + threads, {"threads is " + threads, "may use " + std::to_string(processors)});
   expect_bad("check --pin --threads " + threads, {"threads is " + threads});

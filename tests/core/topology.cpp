@@ -9,6 +9,7 @@
 #include <thread>
 #include <vector>
 
+#include "mla/device.hpp"
 #include "mla/error.hpp"
 #include "support/message.hpp"
 #include "support/safetensors_writer.hpp"
@@ -171,7 +172,7 @@ TEST(Topology, ProcessorsWhoseSiblingsAreNotKnownAreCores) {
 TEST(Topology, OfThisMachineIsWhatThisThreadMayUse) {
   const Topology t = this_topology();
   ASSERT_FALSE(t.processors.empty());
-  EXPECT_EQ(t.processors.size(), std::thread::hardware_concurrency());
+  EXPECT_EQ(std::ssize(t.processors), usable_processors());
   EXPECT_LE(t.nodes, t.cores);
   const int last = t.processors.back().cpu;
   std::thread([last] {
@@ -181,6 +182,8 @@ TEST(Topology, OfThisMachineIsWhatThisThreadMayUse) {
     ASSERT_EQ(sched_setaffinity(0, sizeof one, &one), 0);
     EXPECT_EQ(allowed_processors(), std::vector<int>{last});
     EXPECT_EQ(this_topology().processors.size(), 1u);
+    EXPECT_EQ(usable_processors(), 1);
+    EXPECT_EQ(ThreadPool(3).concurrent(), 1);
   }).join();
 }
 
