@@ -67,6 +67,18 @@ nb::object memory_of(nb::handle self) {
       nb::ndarray<uint8_t>(c.view.data, 2, shape, self, strides, nb::dtype<uint8_t>(), type, c.device.index));
 }
 
+constexpr const char* kPlace =
+    "Spreads the CPU's pages over the nodes of a pinned stream's threads, with what they hold; nothing where these "
+    "are\n"
+    "on one node. Nobody uses the cache meanwhile. Not of the caller's memory.";
+
+template <class C>
+void place(const C& cache, PyStream& stream) {
+  const Turn turn(stream);
+  if (cache.memory) throw UnsupportedError("cache lies in the caller's memory, which only the caller can place");
+  cache.own.place(stream.stream.pool(), Placement::in_turn);
+}
+
 void bind_caches(nb::module_& m) {
   nb::class_<CacheSpec>(
       m, "CacheSpec",
@@ -83,8 +95,7 @@ void bind_caches(nb::module_& m) {
             new (self) CacheSpec(spec);
           },
           nb::arg("format") = "bf16", nb::arg("latent") = 512, nb::arg("rope") = 64, nb::arg("page_size") = 64,
-          nb::arg("k_scale") = 1.0f,
-          "format: one of cache_formats(). k_scale: of fp8, stored = x / k_scale.")
+          nb::arg("k_scale") = 1.0f, "format: one of cache_formats(). k_scale: of fp8, stored = x / k_scale.")
       .def_prop_ro("format", [](const CacheSpec& s) { return std::string(to_string(s.format)); })
       .def_ro("latent", &CacheSpec::latent)
       .def_ro("rope", &CacheSpec::rope)
@@ -127,6 +138,7 @@ void bind_caches(nb::module_& m) {
           "device, used in place.")
       .def_prop_ro("spec", [](const PyCache& c) { return c.view.spec; })
       .def_prop_ro("pages", [](const PyCache& c) { return c.view.pages; })
+      .def("place", &place<PyCache>, nb::arg("stream"), kPlace)
       .def_prop_ro("device", [](const PyCache& c) { return to_string(c.device); })
       .def_prop_ro(
           "memory", [](nb::handle self) { return memory_of<PyCache>(self); },
@@ -150,6 +162,7 @@ void bind_caches(nb::module_& m) {
           nb::arg("model"), nb::arg("beside"), nb::arg("format") = "fp8", nb::kw_only(), nb::arg("memory") = nb::none(),
           "For a model with an indexer, beside its latent cache. format: f32, bf16 or fp8.")
       .def_prop_ro("pages", [](const PyIndexCache& c) { return c.view.pages; })
+      .def("place", &place<PyIndexCache>, nb::arg("stream"), kPlace)
       .def_prop_ro("memory", [](nb::handle self) { return memory_of<PyIndexCache>(self); })
       .def("__repr__", [](const PyIndexCache& c) {
         return "mla.IndexCache('" + std::string(to_string(c.view.spec.format)) +

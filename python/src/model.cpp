@@ -323,6 +323,15 @@ void bind_weights(nb::module_& m) {
       .def_prop_ro("up", [](const Weights& w) { return std::string(to_string(w.value.up())); })
       .def_prop_ro("device", [](const Weights& w) { return to_string(w.device); })
       .def_prop_ro("nbytes", [](const Weights& w) { return w.value.bytes(); })
+      .def(
+          "place",
+          [](const Weights& w, PyStream& stream) {
+            const Turn turn(stream);
+            w.value.place(stream.stream.pool());
+          },
+          nb::arg("stream"),
+          "Moves the CPU's matrices near the threads of a pinned stream that read them; nothing where these are on\n"
+          "one node. Nobody uses the weights meanwhile.")
       .def("__repr__", [](const Weights& w) {
         return "mla.LayerWeights('" + w.value.config.name + "', dtype='" + std::string(to_string(w.value.dtype)) +
                "', absorption='" + std::string(to_string(w.value.absorption)) + "', device='" + to_string(w.device) +

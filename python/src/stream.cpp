@@ -7,7 +7,8 @@
 
 namespace mla::python {
 
-PyStream::PyStream(int threads) : pool_(std::make_unique<ThreadPool>(threads)), stream(*pool_) {}
+PyStream::PyStream(int threads, Pinning pinning)
+    : pool_(std::make_unique<ThreadPool>(threads, pinning)), stream(*pool_) {}
 PyStream::PyStream(Device device, void* native) : stream(device, native) {}
 
 std::span<std::byte> PyStream::memory(size_t bytes) {
@@ -44,16 +45,22 @@ void bind_stream(nb::module_& m) {
       "GPU they are queued. Calls from several Python threads take turns.")
       .def(
           "__init__",
-          [](PyStream* self, int threads, const std::string& device, uintptr_t native) {
+          [](PyStream* self, int threads, bool pinned, const std::string& device, uintptr_t native) {
             const Device d = parse_device(device);
-            if (d.kind == DeviceKind::cpu) new (self) PyStream(threads);
+            if (pinned && d.kind == DeviceKind::cuda)
+              throw InputError("stream: pinned is of the CPU's threads, device is " + to_string(d));
+            if (d.kind == DeviceKind::cpu) new (self) PyStream(threads, pinned ? Pinning::cores : Pinning::none);
             else new (self) PyStream(d, reinterpret_cast<void*>(native));
           },
-          nb::arg("threads") = 1, nb::kw_only(), nb::arg("device") = "cpu", nb::arg("native") = 0,
-          "threads: of the CPU. device: \"cpu\" or \"cuda:N\". native: a cudaStream_t to borrow, as torch's\n"
+          nb::arg("threads") = 1, nb::kw_only(), nb::arg("pinned") = false, nb::arg("device") = "cpu",
+          nb::arg("native") = 0,
+          "threads: of the CPU. pinned: each but the caller's stays on a processor of its own, a core each first,\n"
+          "one NUMA node after another; LayerWeights.place() and Cache.place() bring memory near them. device: \"cpu\" "
+          "or \"cuda:N\". native: a cudaStream_t to borrow, as torch's\n"
           "`current_stream().cuda_stream`; 0: a stream of its own.")
       .def_prop_ro("device", [](const PyStream& s) { return to_string(s.device()); })
       .def_prop_ro("threads", &PyStream::threads)
+      .def_prop_ro("pinned", &PyStream::pinned)
       .def(
           "synchronize",
           [](PyStream& s) {
@@ -62,7 +69,8 @@ void bind_stream(nb::module_& m) {
           },
           "Waits for everything queued so far.")
       .def("__repr__", [](const PyStream& s) {
-        return "mla.Stream(device='" + to_string(s.device()) + "', threads=" + std::to_string(s.threads()) + ")";
+        return "mla.Stream(device='" + to_string(s.device()) + "', threads=" + std::to_string(s.threads()) +
+               (s.pinned() ? ", pinned=True)" : ")");
       });
   m.def("gpu_count", &gpu_count, "GPUs that this build can use.");
 }

@@ -19,11 +19,12 @@ struct Step;
 /// Calls from several Python threads take turns.
 class PyStream {
  public:
-  explicit PyStream(int threads);
+  PyStream(int threads, Pinning pinning);
   PyStream(Device device, void* native);
 
   Device device() const { return stream.device(); }
   int threads() const { return stream.workers(); }
+  bool pinned() const { return pool_ && pool_->pinning() == Pinning::cores; }
   /// At least that many bytes that the next call may use; they may hold anything.
   std::span<std::byte> memory(size_t bytes);
   /// A step's lists on a GPU; null on the CPU.

@@ -80,6 +80,15 @@ void describe(const Handle* cache, Spec* spec, int64_t* pages, void** data, size
   if (page_stride) *page_stride = c->view.page_stride;
 }
 
+template <class Handle>
+void place(Handle* cache, mla_stream* stream) {
+  const auto c = get("cache", cache);
+  const Turn turn(stream);
+  if (c->view.data != c->own.view().data)
+    throw UnsupportedError("cache lies in the caller's memory, which only the caller can place");
+  c->own.place(turn.stream().pool());
+}
+
 template <class F>
 mla_status with_pages(const char* function, const mla_pages* allocator, F&& f) noexcept {
   return guarded(function, [&] { f(*get("allocator", allocator)); });
@@ -152,6 +161,14 @@ mla_status mla_cache_create_in(const mla_cache_spec* spec, int64_t pages, void* 
     expect_handle("cache", cache);
     create_in(cache, read_cache_spec("spec", spec), pages, data, page_stride, device);
   });
+}
+
+mla_status mla_cache_place(mla_cache* cache, mla_stream* stream) {
+  return guarded("mla_cache_place", [&] { place(cache, stream); });
+}
+
+mla_status mla_index_cache_place(mla_index_cache* cache, mla_stream* stream) {
+  return guarded("mla_index_cache_place", [&] { place(cache, stream); });
 }
 
 mla_status mla_cache_destroy(mla_cache* cache) { return destroy("mla_cache_destroy", "cache", cache); }

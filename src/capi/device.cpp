@@ -17,14 +17,26 @@ mla_status mla_device_describe(DLDevice device, char* text, size_t capacity, siz
   return guarded("mla_device_describe", [&] { write_text(describe(read_device(device)), text, capacity, length); });
 }
 
+static_assert(static_cast<int>(Pinning::cores) == MLA_PINNING_CORES);
+
+namespace {
+
+void create_on_cpu(int32_t threads, int32_t pinning, mla_stream** stream) {
+  expect_handle("stream", stream);
+  auto made = std::make_shared<mla_stream>();
+  made->pool = std::make_unique<ThreadPool>(threads, read_enum("pinning", pinning, Pinning::cores));
+  made->stream = std::make_unique<Stream>(*made->pool);
+  put(stream, std::move(made));
+}
+
+}  // namespace
+
 mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream) {
-  return guarded("mla_stream_create_cpu", [&] {
-    expect_handle("stream", stream);
-    auto made = std::make_shared<mla_stream>();
-    made->pool = std::make_unique<ThreadPool>(threads);
-    made->stream = std::make_unique<Stream>(*made->pool);
-    put(stream, std::move(made));
-  });
+  return guarded("mla_stream_create_cpu", [&] { create_on_cpu(threads, MLA_PINNING_NONE, stream); });
+}
+
+mla_status mla_stream_create_cpu_with(int32_t threads, int32_t pinning, mla_stream** stream) {
+  return guarded("mla_stream_create_cpu_with", [&] { create_on_cpu(threads, pinning, stream); });
 }
 
 mla_status mla_stream_create_cuda(int32_t device_id, void* cuda_stream, mla_stream** stream) {

@@ -202,6 +202,14 @@ mla_status mla_weights_create(const mla_model* model, const mla_layer_tensors* t
 
 mla_status mla_weights_destroy(mla_weights* weights) { return destroy("mla_weights_destroy", "weights", weights); }
 
+mla_status mla_weights_place(mla_weights* weights, mla_stream* stream) {
+  return guarded("mla_weights_place", [&] {
+    const auto w = get("weights", weights);
+    const Turn turn(stream);
+    w->weights.place(turn.stream().pool());
+  });
+}
+
 mla_status mla_weights_bytes(const mla_weights* weights, size_t* bytes) {
   return guarded("mla_weights_bytes", [&] { required("bytes", bytes) = get("weights", weights)->weights.bytes(); });
 }

@@ -1,4 +1,6 @@
 // Handles that are none, messages by thread, destruction in any order.
+#include <sched.h>
+
 #include <atomic>
 #include <thread>
 
@@ -124,6 +126,46 @@ TEST(CHandles, AFailedCreateLeavesNull) {
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_stream_create_cpu(0, &stream), "threads is 0, " + kThreads);
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_stream_create_cpu(1000000000, &stream), "threads is 1000000000, " + kThreads);
   EXPECT_EQ(stream, nullptr);
+}
+
+TEST(CHandles, StreamsMayBePinned) {
+  cpu_set_t mask;
+  ASSERT_EQ(sched_getaffinity(0, sizeof mask, &mask), 0);
+  mla_stream* stream = nullptr;
+  ASSERT_OK(mla_stream_create_cpu_with(1, MLA_PINNING_CORES, &stream));
+  EXPECT_OK(mla_stream_destroy(stream));
+  ASSERT_OK(mla_stream_create_cpu_with(3, MLA_PINNING_NONE, &stream));
+  EXPECT_OK(mla_stream_destroy(stream));
+  const int32_t many = CPU_COUNT(&mask) + 1;
+  EXPECT_FAILS(
+      MLA_ERROR_INPUT, mla_stream_create_cpu_with(many, MLA_PINNING_CORES, &stream),
+      "mla_stream_create_cpu_with: threads is " + std::to_string(many) + ", each pinned to a processor of its own");
+  EXPECT_EQ(stream, nullptr);
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_stream_create_cpu_with(1, 2, &stream), "pinning is 2, allowed 0 to 1");
+}
+
+TEST(CHandles, WeightsAndCachesArePlacedForAStream) {
+  Stream stream;
+  Model model;
+  make_model(&model);
+  Weights weights;
+  ASSERT_OK(mla_weights_create_random(model, 0, 1, MLA_BF16, nullptr, kCpu, &weights));
+  EXPECT_OK(mla_weights_place(weights, stream));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_weights_place(nullptr, stream));
+  EXPECT_EQ(MLA_ERROR_HANDLE, mla_weights_place(weights, nullptr));
+  const mla_cache_spec spec = mla_cache_spec_default();
+  Cache own, borrowed;
+  ASSERT_OK(mla_cache_create(&spec, 3, kCpu, &own));
+  EXPECT_OK(mla_cache_place(own, stream));
+  size_t bytes = 0;
+  ASSERT_OK(mla_cache_page_bytes(&spec, &bytes));
+  const Bytes memory(bytes);
+  ASSERT_OK(mla_cache_create_in(&spec, 1, memory.data, 0, kCpu, &borrowed));
+  EXPECT_FAILS(MLA_ERROR_UNSUPPORTED, mla_cache_place(borrowed, stream), "cache lies in the caller's memory");
+  const mla_index_cache_spec index_spec = mla_index_cache_spec_default();
+  IndexCache index;
+  ASSERT_OK(mla_index_cache_create(&index_spec, 3, kCpu, &index));
+  EXPECT_OK(mla_index_cache_place(index, stream));
 }
 
 TEST(CHandles, MessagesBelongToTheirThread) {

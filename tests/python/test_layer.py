@@ -1,5 +1,6 @@
 """The planned layer: against float64, in every form that a caller may give its arrays."""
 
+import os
 import threading
 
 import ml_dtypes
@@ -343,6 +344,27 @@ def test_threads_do_not_change_results(small_model):
         out = mla.forward(step, world.weights, world.rotary, world.cache, hidden, stream=stream)
         outs.append(out)
     np.testing.assert_array_equal(*outs)
+
+
+def test_pinned_threads_do_not_change_results(small_model):
+    world = World(small_model)
+    outs = []
+    for stream in (mla.Stream(1), mla.Stream(1, pinned=True)):
+        world.weights.place(stream)
+        world.cache.place(stream)
+        step, hidden = prefill(world, stream)
+        outs.append(mla.forward(step, world.weights, world.rotary, world.cache, hidden, stream=stream))
+    np.testing.assert_array_equal(*outs)
+    assert stream.pinned and not mla.Stream(2).pinned
+    assert repr(stream) == "mla.Stream(device='cpu', threads=1, pinned=True)"
+    processors = len(os.sched_getaffinity(0))
+    with pytest.raises(mla.InputError, match=f"threads is {processors + 1}, .* may use {processors} processor"):
+        mla.Stream(processors + 1, pinned=True)
+    with pytest.raises(mla.InputError, match="pinned is of the CPU's threads, device is cuda:0"):
+        mla.Stream(pinned=True, device="cuda:0")
+    borrowed = mla.Cache(world.cache.spec, memory=np.zeros_like(world.cache.memory))
+    with pytest.raises(mla.UnsupportedError, match="the caller's memory"):
+        borrowed.place(stream)
 
 
 def test_one_stream_serves_many_python_threads(small_model, stream):

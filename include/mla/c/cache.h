@@ -3,6 +3,7 @@
 #define MLA_C_CACHE_H
 
 #include "mla/c/base.h"
+#include "mla/c/device.h"
 #include "mla/c/model.h"
 
 #ifdef __cplusplus
@@ -88,11 +89,16 @@ MLA_API mla_status mla_cache_destroy(mla_cache* cache);
 /// Any of the last four may be NULL.
 MLA_API mla_status mla_cache_get(const mla_cache* cache, mla_cache_spec* spec, int64_t* pages, void** data,
                                  size_t* page_stride);
+/// Spreads the CPU's pages over the nodes of a pinned stream's threads, with what they hold; nothing where these are on
+/// one node. Nobody uses the cache meanwhile. MLA_ERROR_UNSUPPORTED for a cache in the caller's memory, and for a cache
+/// or a stream on a GPU; MLA_ERROR_DEVICE when the system keeps a page where it is.
+MLA_API mla_status mla_cache_place(mla_cache* cache, mla_stream* stream);
 MLA_API mla_status mla_index_cache_create(const mla_index_cache_spec* spec, int64_t pages, DLDevice device,
                                           mla_index_cache** cache);
 MLA_API mla_status mla_index_cache_create_in(const mla_index_cache_spec* spec, int64_t pages, void* data,
                                              size_t page_stride, DLDevice device, mla_index_cache** cache);
 MLA_API mla_status mla_index_cache_destroy(mla_index_cache* cache);
+MLA_API mla_status mla_index_cache_place(mla_index_cache* cache, mla_stream* stream);
 MLA_API mla_status mla_index_cache_get(const mla_index_cache* cache, mla_index_cache_spec* spec, int64_t* pages,
                                        void** data, size_t* page_stride);
 

@@ -20,6 +20,13 @@ typedef struct mla_stream mla_stream;
 
 /// On the CPU, with threads of its own (1 to four a processor, or 64; the caller's included).
 MLA_API mla_status mla_stream_create_cpu(int32_t threads, mla_stream** stream);
+/// Where a stream's threads run: wherever the system puts them; or each, but the caller's, on a processor of its own.
+enum { MLA_PINNING_NONE = 0, MLA_PINNING_CORES = 1 };
+/// The same with a pinning. MLA_PINNING_CORES takes a thread a core of those that the calling thread may use, one node
+/// of memory (NUMA) after another, then the cores' further hardware threads. MLA_ERROR_INPUT for more threads than
+/// processors, MLA_ERROR_DEVICE when the system refuses one. What lies on which node: mla_weights_place,
+/// mla_cache_place.
+MLA_API mla_status mla_stream_create_cpu_with(int32_t threads, int32_t pinning, mla_stream** stream);
 /// On a GPU. cuda_stream: a cudaStream_t, borrowed (cudaStreamLegacy for CUDA's default stream); NULL: a stream of its
 /// own. MLA_ERROR_DEVICE when there is no such GPU, it is older than compute capability 8.0, or this build has no CUDA.
 MLA_API mla_status mla_stream_create_cuda(int32_t device_id, void* cuda_stream, mla_stream** stream);

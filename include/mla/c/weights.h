@@ -3,6 +3,7 @@
 #define MLA_C_WEIGHTS_H
 
 #include "mla/c/base.h"
+#include "mla/c/device.h"
 #include "mla/c/model.h"
 
 #ifdef __cplusplus
@@ -99,6 +100,10 @@ MLA_API mla_status mla_weights_create_checkpoint(const mla_checkpoint* checkpoin
 MLA_API mla_status mla_weights_create(const mla_model* model, const mla_layer_tensors* tensors,
                                       const mla_prepare_options* options, DLDevice device, mla_weights** weights);
 MLA_API mla_status mla_weights_destroy(mla_weights* weights);
+/// Moves the CPU's matrices near the threads of a pinned stream that read them; nothing where these are on one node.
+/// Nobody uses the weights meanwhile. MLA_ERROR_UNSUPPORTED for weights or a stream on a GPU; MLA_ERROR_DEVICE when the
+/// system keeps a page where it is.
+MLA_API mla_status mla_weights_place(mla_weights* weights, mla_stream* stream);
 /// Memory held, bytes.
 MLA_API mla_status mla_weights_bytes(const mla_weights* weights, size_t* bytes);
 
