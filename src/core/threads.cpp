@@ -44,10 +44,10 @@ int pin(std::thread& thread, int cpu) {
 // are waited for. So a worker that the system does not let run costs nothing, and a pool of more threads than
 // processors wakes no more than can run.
 //
-// Each node has a counter of its own, which its workers share, and then join the others': tasks near a node's memory
-// are done there while both nodes have some, and a node whose tasks take longer is helped. Never to help would leave
-// the whole run to its slowest range, and ranges are equal in number only: a causal prompt's first tasks see the most
-// keys.
+// Each node has a range of the run's tasks and a counter of its own. A worker takes from its node's, then from the
+// others': nodes do their own tasks while they have some, and one whose tasks take longer is helped. Never to help
+// would leave the run to its slowest node, and ranges are equal in number alone: requests' contexts differ. It also
+// keeps what a single counter promises: whoever comes ends the run, also when no worker of some node does.
 struct ThreadPool::State {
   // Number of the run, whether it is open, and how many workers are in it.
   static constexpr uint64_t kOpen = 1 << 16, kInside = kOpen - 1, kRun = 2 * kOpen;
