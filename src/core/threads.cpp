@@ -52,24 +52,29 @@ struct ThreadPool::State {
   // Number of the run, whether it is open, and how many workers are in it.
   static constexpr uint64_t kOpen = 1 << 16, kInside = kOpen - 1, kRun = 2 * kOpen;
 
-  // A node's tasks of the run: the next one, and where they end.
-  struct alignas(64) Range {
+  // A node's tasks of the run: the next one, and where they end. What two nodes count lies 64 bytes apart.
+  struct Range {
     std::atomic<int64_t> next{0};
     int64_t end = 0;
     int first_worker = 0, past_worker = 1;
+    std::byte unused[40];
   };
+  static_assert(sizeof(Range) == 64);
 
   std::vector<std::thread> workers;
-  std::vector<Range> ranges = std::vector<Range>(1);  // by node
+  std::vector<Range> several;
   Pinning pinning = Pinning::none;
   int concurrent = 1;
   std::mutex mutex;
   std::condition_variable wake;
   int asleep = 0;  // under the mutex
-  std::atomic<uint64_t> gate{0};
+  // What waiting workers watch lies apart from what a caller writes for a run, and the latter together.
+  alignas(64) std::atomic<uint64_t> gate{0};
   std::atomic<bool> stop{false};
-  Task task = nullptr;
+  alignas(64) Task task = nullptr;
   void* fn = nullptr;
+  std::span<Range> ranges{&only, 1};  // by node
+  Range only;
   std::mutex error_mutex;
   std::exception_ptr error;
   // A rehearsal's: how many threads it stands for, 0 of a real pool, and what it saw.
@@ -160,7 +165,7 @@ struct ThreadPool::State {
       std::vector<int> first{0};
       for (int w = 1; w < threads; ++w)
         if (places[static_cast<size_t>(w)].node != places[static_cast<size_t>(w) - 1].node) first.push_back(w);
-      ranges = std::vector<Range>(first.size());
+      if (first.size() > 1) ranges = several = std::vector<Range>(first.size());
       first.push_back(threads);
       for (size_t n = 0; n < ranges.size(); ++n)
         ranges[n].first_worker = first[n], ranges[n].past_worker = first[n + 1];
