@@ -29,7 +29,7 @@ class StagedStep {
 
   /// Another step's arrays in the place of those of the last stage(), whose captured calls then serve it (Graph). Plan
   /// and batch may go once this returns. ShapeError naming the array otherwise; the device's arrays are then as they
-  /// were.
+  /// were. After any other error they are of no step: restage before the next launch.
   ///
   /// Of a step of maxima (plan_maxima): every batch within them, planned with the same options. Rows of the calls'
   /// outputs past the batch's tokens are left alone. The block table may have more columns than the maxima's.

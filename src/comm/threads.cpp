@@ -12,10 +12,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstring>
-#include <thread>
 #include <utility>
 
 #include "comm/carrier.hpp"
+#include "core/topology.hpp"
 
 namespace mla {
 namespace {
@@ -68,7 +68,9 @@ struct Group {
   std::atomic<bool> failed{false};
   Fault fault{-1, "", "aborted"};
 
-  explicit Group(int n) : ranks(n) {}
+  const bool may_spin;  // has each rank a processor?
+
+  explicit Group(int n) : ranks(n), may_spin(n <= usable_processors()) {}
 
   std::string last_seen(int rank) const {
     const Record& last = ranks[rank].last;
@@ -185,7 +187,7 @@ class ThreadCarrier final : public Carrier {
       // Others are often a few microseconds away, and waking a sleeping thread costs more. Not where they need this
       // core.
       lock.unlock();
-      if (static_cast<unsigned>(ranks()) <= std::thread::hardware_concurrency()) {
+      if (g.may_spin) {
         for (int i = 0; i < 4000 && !over(); ++i) {
 #if defined(__x86_64__)
           __builtin_ia32_pause();

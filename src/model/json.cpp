@@ -151,7 +151,7 @@ JsonDocument parse_object(std::string_view text, std::string_view where) {
   return document;
 }
 
-void require_keys(const Json& object, std::initializer_list<std::string_view> known, std::string_view where) {
+void require_keys(const Json& object, std::span<const std::string_view> known, std::string_view where) {
   for (const auto& [key, value] : object.items()) {
     if (std::find(known.begin(), known.end(), key) != known.end()) continue;
     std::string list;

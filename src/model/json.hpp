@@ -5,6 +5,7 @@
 #include <functional>
 #include <initializer_list>
 #include <nlohmann/json.hpp>
+#include <span>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -39,6 +40,10 @@ JsonDocument parse_object(std::string_view text, std::string_view where);
 
 /// InputError for a key of an object that is none of `known`: "FILE: qeury_lens is [1], known are query_lens,
 /// contexts".
-void require_keys(const nlohmann::json& object, std::initializer_list<std::string_view> known, std::string_view where);
+void require_keys(const nlohmann::json& object, std::span<const std::string_view> known, std::string_view where);
+inline void require_keys(const nlohmann::json& object, std::initializer_list<std::string_view> known,
+                         std::string_view where) {
+  require_keys(object, std::span(known.begin(), known.size()), where);
+}
 
 }  // namespace mla
