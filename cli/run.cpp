@@ -140,9 +140,8 @@ void place_in_job(const CLI::App& command, const Flags& f, const Job& job, serve
     // Launchers may show each process a GPU of its own alone.
     if (gpu_count() != 1) o.device.index += job.local_rank();
     if (o.device.index >= gpu_count())
-      throw DeviceError(std::to_string(job.neighbours()) + (job.neighbours() == 1 ? " process" : " processes") +
-                        " on this machine with GPUs from " + to_string(first) + " on, it has " +
-                        std::to_string(gpu_count()));
+      throw DeviceError(counted(job.neighbours(), "process") + " on this machine with GPUs from " + to_string(first) +
+                        " on, it has " + std::to_string(gpu_count()));
     o.link = job.neighbours() == job.ranks() ? GpuLink::peer : GpuLink::nccl;
   }
   // Processes that were bound to processors of their own have those; others share the machine's.

@@ -8,9 +8,9 @@
 
 namespace mla {
 
-/// "1 row", "2 rows".
+/// "1 row", "2 rows"; "2 processes".
 inline std::string counted(int64_t n, const std::string& thing) {
-  return std::to_string(n) + " " + thing + (n == 1 ? "" : "s");
+  return std::to_string(n) + " " + thing + (n == 1 ? "" : thing.ends_with('s') ? "es" : "s");
 }
 
 /// "512 B", "1.5 KiB", "2.0 GiB".
