@@ -214,7 +214,7 @@ std::vector<Use> planned(int ranks, Device device, const LinkRates& link) {
     const std::vector<int64_t> one(static_cast<size_t>(requests), 1), contexts(static_cast<size_t>(requests), 4096);
     const BatchOfLengths lengths({one, contexts}, 64);
     PlanOptions o{.tensor_parallel = ranks, .link = link, .compute = Dtype::bf16};
-    o.context_parallel = serve::context_share(model.heads, 0, ranks, ranks, 64);
+    o.context_parallel = serve::context_share(model.heads, 0, ranks, ranks, 64, ContextExchange::latents);
     const Plan p = plan(own, spec, lengths.pages(), lengths.batch(), device_info(device, 1, own), o);
     for (const layer::KernelUse& u : layer::kernels(p, lengths.batch(), {.dtype = Dtype::bf16})) {
       const Kind kind = u.op.starts_with("gather_") ? Kind::all_gather

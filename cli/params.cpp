@@ -229,6 +229,15 @@ void add_target(CLI::App& command, std::string& target) {
   command.add_option("--target", target, known);
 }
 
+void add_dcp_exchange(CLI::App& command, std::string& exchange) {
+  command
+      .add_option(
+          "--dcp-exchange", exchange,
+          "what the ranks of a group send: latents, or heads, a quarter of the bytes, for which each holds W_UK "
+          "and W_UV of all the group's heads")
+      ->capture_default_str();
+}
+
 void require_dcp(int dcp, int tp) {
   if (tp % dcp != 0)
     throw InputError("--dcp is " + std::to_string(dcp) + ", it must divide --tp, " + std::to_string(tp));

@@ -138,5 +138,6 @@ void require_indexer(const CLI::App& command, const ModelConfig& model);
 
 /// InputError unless the cache is split over all of --tp's ranks, or over none.
 void require_dcp(int dcp, int tp);
+void add_dcp_exchange(CLI::App& command, std::string& exchange);
 
 }  // namespace mla::cli

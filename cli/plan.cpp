@@ -29,7 +29,7 @@ struct Flags {
   std::string model = "deepseek-v2-lite", output = "none", form = "block", batch, json;
   int64_t page_size = 64, topk = 0, interleave = 1;
   int threads = 1, capability = 90, tp = 1, dcp = 1;
-  std::string link;
+  std::string link, exchange = "latents";
   bool absorbed = false, rehearse = false;
   ReadOptions read;
   std::vector<std::string> queries, contexts;
@@ -215,6 +215,7 @@ void run(const CLI::App& command, Flags& f) {
   options.tensor_parallel = f.tp;
   options.link = parse_link(f.link);
   require_dcp(f.dcp, f.tp);
+  const ContextExchange exchange = read_option("--dcp-exchange", f.exchange, parse_context_exchange);
   const bool gpu = device.kind == DeviceKind::cuda;
   const Dtype weights = f.plan->weights();
   const PrepareOptions prepared{.dtype = weights,
@@ -224,7 +225,7 @@ void run(const CLI::App& command, Flags& f) {
   const ModelConfig own = part_of(model, head_share(model.heads, 0, f.tp));
   const auto step = [&](const BatchLengths& of, int dcp) {
     PlanOptions o = options;
-    o.context_parallel = serve::context_share(model.heads, 0, f.tp, dcp, f.interleave);
+    o.context_parallel = serve::context_share(model.heads, 0, f.tp, dcp, f.interleave, exchange);
     const BatchOfLengths made(of, f.page_size);
     RankStep s{plan(own, spec, made.pages(), made.batch(), device_info(device, gpu ? 1 : f.threads, own), o), {}};
     s.uses = layer::kernels(s.plan, made.batch(), prepared, {.hopper = f.capability / 10 == 9});
@@ -281,6 +282,7 @@ void add_plan(CLI::App& app, int&) {
   add_number(*c, "--tp", f->tp, "ranks that split the heads; the plan is rank 0's", 1, 1024);
   add_number(*c, "--dcp", f->dcp, "ranks of a group that splits every sequence's cached tokens; divides --tp", 1, 1024);
   add_number<int64_t>(*c, "--dcp-interleave", f->interleave, "tokens in turn on a rank", 1, kMostTokens);
+  add_dcp_exchange(*c, f->exchange);
   c->add_option("--link", f->link,
                 "GB/s that a rank sends and microseconds of a call, as in 200,7: for expected times of what ranks "
                 "exchange");

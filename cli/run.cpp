@@ -38,7 +38,7 @@ struct Flags {
   Threads threads;
   int tp = 1, dcp = 1;
   int64_t interleave = 1;
-  std::string comm = "peer";
+  std::string comm = "peer", exchange = "latents";
   double patience = 600;
   bool no_prefix_reuse = false, hadamard = false;
   serve::Generated generated;
@@ -113,6 +113,8 @@ void refuse_unread(const CLI::App& command, const Flags& f) {
     throw InputError("--comm-seconds is read with --tp");
   if (command.get_option("--dcp-interleave")->count() > 0 && f.dcp == 1)
     throw InputError("--dcp-interleave is read with --dcp");
+  if (command.get_option("--dcp-exchange")->count() > 0 && f.dcp == 1)
+    throw InputError("--dcp-exchange is read with --dcp");
 }
 
 // Of a cache in fp8, once the layers are known.
@@ -191,6 +193,7 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.patience = std::chrono::nanoseconds(static_cast<int64_t>(f.patience * 1e9));
   o.context_parallel = f.dcp;
   o.interleave = f.interleave;
+  o.exchange = read_option("--dcp-exchange", f.exchange, parse_context_exchange);
   o.seed = f.seed;
   o.verify = f.verify;
   read_scales(f, o);
@@ -375,6 +378,7 @@ void add_run(CLI::App& app, int& status) {
   number("--dcp", f->dcp,
          "ranks of a group that splits every sequence's cached tokens; divides --tp. --page-size is a rank's", 1, 1024);
   number("--dcp-interleave", f->interleave, "tokens in turn on a rank; divides --page-size", 1, 1 << 24);
+  add_dcp_exchange(*c, f->exchange);
   c->add_option(
        "--comm", f->comm,
        "how ranks on GPUs reach each other: peer, or nccl (libnccl.so.2); mpi: ranks are the processes of an MPI "

@@ -104,6 +104,7 @@ nlohmann::json json_of(const RunReport& report, const CLI::App& command) {
               {"tensor_parallel", o.plan.tensor_parallel},
               {"context_parallel", o.context_parallel},
               {"context_parallel_interleave", o.context_parallel > 1 ? o.interleave : 0},
+              {"context_parallel_exchange", o.context_parallel > 1 ? std::string(to_string(o.exchange)) : "none"},
               {"link", link_of(o)},
               {"weights", to_string(o.weights)},
               {"absorption", to_string(o.absorption)},

@@ -224,7 +224,8 @@ void print_summary(const RunReport& report) {
                                                  : "") +
             (o.context_parallel > 1 && o.context_parallel < o.plan.tensor_parallel
                  ? ", cached tokens over groups of " + std::to_string(o.context_parallel)
-                 : "");
+                 : "") +
+            (o.context_parallel > 1 && o.exchange == ContextExchange::heads ? ", which exchange heads" : "");
   std::printf("plan       path %s, split %s, compute %s, absorption %s, up weights %s%s, at most %s a step\n",
               name(o.plan.path).c_str(), name(o.plan.split).c_str(), name(o.plan.compute).c_str(),
               name(o.absorption).c_str(), name(o.up).c_str(), held.c_str(),

@@ -84,9 +84,16 @@ Times time_graph(Stream& stream, int calls, int replays, const std::function<voi
   return t;
 }
 
+// What a split cache's ranks send of a head: of its query in bf16, and of what was found for it in f32.
+struct Sent {
+  int64_t query = 0, value = 0;
+};
+constexpr Sent kLatents{576, 512}, kHeadsOwn{192, 128};
+
 // Of one decode step of a layer: queries to all, what was found to its owner, hidden rows summed.
-Times collectives(Self s, int64_t rows, int64_t hidden, bool shares, int replays) {
-  constexpr int64_t kHeads = 64, kEntry = 576, kValue = 512;
+Times collectives(Self s, int64_t rows, int64_t hidden, const Sent& sent, int replays) {
+  constexpr int64_t kHeads = 64;
+  const int64_t kEntry = sent.query, kValue = sent.value;
   const int64_t all = kHeads * s.ranks, f = sizeof(float);
   const Device d = s.stream.device();
   const auto buffer = [&](int64_t bytes) { return Buffer(static_cast<size_t>(bytes), d); };
@@ -108,7 +115,7 @@ Times collectives(Self s, int64_t rows, int64_t hidden, bool shares, int replays
   };
   add(found, got, kValue), add(found_lse, got_lse, 1);
   return time_graph(s.stream, 50, replays, [&] {
-    if (shares) {
+    if (sent.query > 0) {
       s.comm->exchange(s.stream, {.step = "gather_queries", .most_bytes = rows * kHeads * kEntry * 2}, send_queries,
                        place_queries);
       s.comm->exchange(s.stream, {.step = "exchange_found", .most_bytes = rows * kHeads * (kValue + 1) * f}, send_found,
@@ -122,8 +129,12 @@ struct Division {
   const char* name;
   int ranks;
   bool cache;
+  ContextExchange exchange = ContextExchange::latents;
 };
-constexpr Division kDivisions[] = {{"one GPU", 1, false}, {"TP 2", 2, false}, {"TP 2, DCP 2", 2, true}};
+constexpr Division kDivisions[] = {{"one GPU", 1, false},
+                                   {"TP 2", 2, false},
+                                   {"TP 2, DCP 2", 2, true},
+                                   {"TP 2, DCP 2 by heads", 2, true, ContextExchange::heads}};
 
 // A decode step of `rows` requests with `length` tokens each: the layer, or its attention form.
 Times layer(Self s, const Division& d, int64_t rows, int64_t length, bool attention, int replays) {
@@ -131,8 +142,11 @@ Times layer(Self s, const Division& d, int64_t rows, int64_t length, bool attent
   const HeadRange heads = head_share(whole.heads, s.rank, s.ranks);
   const ModelConfig m = part_of(whole, heads);
   const Device device = s.stream.device();
+  std::vector<HeadRange> group;
+  for (int r = 0; d.exchange == ContextExchange::heads && r < s.ranks; ++r)
+    group.push_back(head_share(whole.heads, r, s.ranks));
   const LayerWeights weights =
-      prepare(m, part_of(whole, random_layer(whole, 0, 1, Dtype::bf16), heads), Dtype::bf16, device);
+      prepare(m, part_of(whole, random_layer(whole, 0, 1, Dtype::bf16), heads, group), Dtype::bf16, device);
   const RotaryTable rotary(m.rotary, m.rope, length, device);
   const CacheSpec spec = cache_spec(m, CacheFormat::bf16, 64);
   const CacheSharding sharding = d.cache ? CacheSharding(s.ranks, 64) : CacheSharding();
@@ -159,7 +173,7 @@ Times layer(Self s, const Division& d, int64_t rows, int64_t length, bool attent
   o.path = PathPolicy::latent;
   if (attention) o.form = LayerForm::attention;
   if (d.cache) {
-    o.context_parallel = {.sharding = sharding, .rank = s.rank, .heads = {}};
+    o.context_parallel = {.sharding = sharding, .rank = s.rank, .heads = {}, .exchange = d.exchange};
     for (int r = 0; r < s.ranks; ++r) o.context_parallel.heads.push_back(head_share(whole.heads, r, s.ranks).count);
   }
   const Plan p = plan(m, spec, cache.pages(), batch, device_info(s.stream, m), o);
@@ -217,11 +231,13 @@ void measure(cuda::bench::Report& report) {
     for (const int64_t rows : {1, 8, 64}) {
       const std::string b = "b" + std::to_string(rows);
       add("all_reduce", "all_reduce " + b + " x 7168 f32" + by, link, kRanks,
-          [&](Self s) { return collectives(s, rows, 7168, false, report.replays()); });
-      add("exchange", "DCP 2 merge " + b + " h128" + by, link, kRanks,
-          [&](Self s) { return collectives(s, rows, 0, true, report.replays()); });
-      add("collectives", "all collectives of a layer " + b + by, link, kRanks,
-          [&](Self s) { return collectives(s, rows, 7168, true, report.replays()); });
+          [&](Self s) { return collectives(s, rows, 7168, {}, report.replays()); });
+      for (const auto& [sent, what] : {std::pair{kLatents, ""}, {kHeadsOwn, " by heads"}}) {
+        add("exchange", "DCP 2 merge " + b + " h128" + what + by, link, kRanks,
+            [&, sent = sent](Self s) { return collectives(s, rows, 0, sent, report.replays()); });
+        add("collectives", "all collectives of a layer " + b + what + by, link, kRanks,
+            [&, sent = sent](Self s) { return collectives(s, rows, 7168, sent, report.replays()); });
+      }
     }
   }
   struct Shape {

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "mla/model.hpp"
 #include "mla/weights.hpp"
@@ -22,6 +23,8 @@ ModelConfig part_of(const ModelConfig& model, HeadRange heads);
 /// of output are copied; the rest is the same on all ranks. A tensor with block scales keeps its codes and scales where
 /// the cut falls between blocks, and otherwise becomes the f32 values that they stand for. ShapeError naming a tensor
 /// that is not the model's. A layer of a checkpoint need not be read whole for it: Checkpoint::layer(index, heads).
-LayerTensors part_of(const ModelConfig& model, const LayerTensors& layer, HeadRange heads);
+/// group: heads of each member of the rank's group, for LayerTensors::group_kv_up.
+LayerTensors part_of(const ModelConfig& model, const LayerTensors& layer, HeadRange heads,
+                     std::span<const HeadRange> group = {});
 
 }  // namespace mla

@@ -76,6 +76,12 @@ enum class ActivationDtype : uint8_t {
   bf16,
   f16,
 };
+/// What ranks that share a cache send each other on the latent and sparse paths.
+enum class ContextExchange : uint8_t {
+  latents,  ///< latent queries, and what was found for them before W_UV
+  heads,    ///< heads' queries before W_UK, and what was found behind W_UV: a third and a quarter of the numbers. Each
+            ///< rank multiplies all its group's heads by W_UK and W_UV (LayerTensors::group_kv_up)
+};
 /// Which calls a plan serves.
 enum class LayerForm : uint8_t {
   block,      ///< forward(), and attend() too, unless its output is quantised
@@ -94,6 +100,7 @@ std::string_view to_string(SparsePolicy p);
 std::string_view to_string(PrefillOperands p);
 std::string_view to_string(DecodeOperands d);
 std::string_view to_string(ActivationDtype t);
+std::string_view to_string(ContextExchange e);
 std::string_view to_string(LayerForm f);
 std::string_view to_string(CacheUse u);
 PathPolicy parse_path_policy(std::string_view name);
@@ -102,6 +109,7 @@ SparsePolicy parse_sparse_policy(std::string_view name);
 PrefillOperands parse_prefill_operands(std::string_view name);
 DecodeOperands parse_decode_operands(std::string_view name);
 ActivationDtype parse_activation_dtype(std::string_view name);
+ContextExchange parse_context_exchange(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 CacheUse parse_cache_use(std::string_view name);
 
@@ -160,6 +168,8 @@ struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
   int rank = 0;                ///< this plan's, of tensor_parallel
   std::vector<int64_t> heads;  ///< of each rank of tensor_parallel; the model's own at [rank]
+  /// heads: UnsupportedError with fully absorbed weights; a quantised output then takes a call of its own.
+  ContextExchange exchange = ContextExchange::latents;
 
   bool shared() const { return sharding.ranks() > 1; }
   int member() const { return static_cast<int>(rank % sharding.ranks()); }
@@ -422,6 +432,12 @@ struct Plan {
   }
   /// Whether calls exchange what ranks that share a cache found.
   bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
+  /// Whether ranks that share the cache send each other heads (ContextExchange::heads).
+  bool exchanges_heads() const {
+    return options.context_parallel.shared() && options.context_parallel.exchange == ContextExchange::heads;
+  }
+  /// Heads that this rank multiplies by W_UK and W_UV on the latent path: its own, or all its group's.
+  int64_t absorbed_heads() const;
   /// Whether calls get cached rows that other ranks hold.
   bool gathers_context() const { return options.context_parallel.shared() && !chunks.empty(); }
   /// Whether calls look at the cache and the batch's block table.

@@ -330,7 +330,7 @@ struct MapToMask {
   RowList rows;
   Operand<Token, Word> mask;
 };
-/// Queries of every rank's heads on every rank, rank 0's heads first.
+/// Queries of every rank's heads on every rank, rank 0's heads first; latent ones, or as heads have them.
 struct GatherQueries {
   Operand<Token, Head, Entry> x, y;  ///< this rank's; all ranks'
 };

@@ -76,6 +76,9 @@ struct LayerTensors {
   HostTensor output;                      ///< o_proj [H, N*V]
   std::optional<IndexerTensors> indexer;  ///< of a layer that has its own
   StoredScales scales;
+  /// Of ranks that share a cache and send each other heads (ContextExchange::heads): kv_up of each member of the group,
+  /// member 0's first; else empty.
+  std::vector<HostTensor> group_kv_up;
 };
 
 /// A tensor of a safetensors file: where it lies and what it is. dtype is the file's own name ("BF16", "F8_E4M3",
@@ -136,7 +139,8 @@ class Checkpoint {
   /// all of what heads share. What is stored for several rows or columns at once (a word, a block's scale, a group's)
   /// is read where one of them is these heads'. Holds no more than the part. A number that is refused, such as a scale
   /// that is not finite, is noticed where it is read. InputError unless the heads are one at least and all the model's.
-  LayerTensors layer(int64_t index, HeadRange heads) const;
+  /// group: heads of each member of the rank's group, for group_kv_up.
+  LayerTensors layer(int64_t index, HeadRange heads, std::span<const HeadRange> group = {}) const;
   /// The scales that come with a layer, under vLLM's, SGLang's, ModelOpt's, compressed-tensors' and Quark's names.
   /// CheckpointError naming a tensor of the wrong dtype or size, or whose number is not finite and above 0.
   StoredScales scales(int64_t index) const;
@@ -273,8 +277,8 @@ struct LayerWeights {
   // Runtime absorption; null otherwise.
   std::shared_ptr<const Linear> query;       ///< query latent (or hidden) -> N*(P+R)
   std::shared_ptr<const Linear> kv_up;       ///< latent -> N*(P+V): the expanded path's keys and values in one product
-  std::shared_ptr<const Linear> absorb_key;  ///< per head nope -> latent: W_UK^T
-  std::shared_ptr<const Linear> value_up;    ///< per head latent -> value: W_UV
+  std::shared_ptr<const Linear> absorb_key;  ///< per head nope -> latent: W_UK^T; of the group's with group_kv_up
+  std::shared_ptr<const Linear> value_up;    ///< per head latent -> value: W_UV; likewise
   std::shared_ptr<const Linear> output;      ///< N*V -> hidden
 
   // Full absorption; null otherwise.
@@ -303,6 +307,7 @@ inline LayerWeights prepare(const ModelConfig& config, const LayerTensors& tenso
 }
 
 /// Bytes of a layer's weights under options, as LayerWeights::bytes() without the padding of a backend's layout.
-double prepared_bytes(const ModelConfig& config, int64_t layer, const PrepareOptions& options);
+/// group_heads: of LayerTensors::group_kv_up; 0: there is none.
+double prepared_bytes(const ModelConfig& config, int64_t layer, const PrepareOptions& options, int64_t group_heads = 0);
 
 }  // namespace mla

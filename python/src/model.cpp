@@ -14,6 +14,7 @@
 #include "mla/rotary.hpp"
 #include "mla/weights.hpp"
 #include "path.hpp"
+#include "ranks.hpp"
 #include "stream.hpp"
 #include "tensor.hpp"
 
@@ -282,13 +283,15 @@ void bind_weights(nb::module_& m) {
            "A layer's attention tensors, quantised ones as they are stored: arrays() and prepare() decode them.")
       .def(
           "layer",
-          [](const Checkpoint& c, int64_t index, const std::pair<int64_t, int64_t>& heads) {
-            return c.layer(index, HeadRange{heads.first, heads.second});
+          [](const Checkpoint& c, int64_t index, const std::pair<int64_t, int64_t>& heads,
+             const std::vector<std::pair<int64_t, int64_t>>& group) {
+            return c.layer(index, HeadRange{heads.first, heads.second}, head_ranges(group));
           },
-          nb::arg("index"), nb::arg("heads"), nb::call_guard<nb::gil_scoped_release>(),
+          nb::arg("index"), nb::arg("heads"), nb::arg("group") = std::vector<std::pair<int64_t, int64_t>>(),
+          nb::call_guard<nb::gil_scoped_release>(),
           "part_of(config, layer(index), heads), bit for bit; of the bytes that are other heads' none are read. "
           "heads:\n"
-          "(first, number). InputError unless there is one at least, all of them the model's.")
+          "(first, number). InputError unless there is one at least, all of them the model's. group: as part_of's.")
       .def_prop_ro("bytes_read", &Checkpoint::bytes_read, "Bytes of tensors that were read so far, by all threads.")
       .def(
           "scales", [](const Checkpoint& c, int64_t index) { return dict_of(c.scales(index)); }, nb::arg("index"),

@@ -107,6 +107,16 @@ PyType_Slot kSlots[] = {
 
 HeadRange heads_of(const std::pair<int64_t, int64_t>& heads) { return {heads.first, heads.second}; }
 
+}  // namespace
+
+std::vector<HeadRange> head_ranges(const std::vector<std::pair<int64_t, int64_t>>& pairs) {
+  std::vector<HeadRange> ranges;
+  for (const auto& p : pairs) ranges.push_back(heads_of(p));
+  return ranges;
+}
+
+namespace {
+
 void bind_communicator(nb::module_& m) {
   nb::class_<PyCommunicator>(
       m, "Communicator",
@@ -209,12 +219,16 @@ void bind_parts(nb::module_& m) {
       "The model of heads (first, number) alone. InputError unless there is one at least, all of them the model's.");
   m.def(
       "part_of",
-      [](const ModelConfig& model, const LayerTensors& tensors, const std::pair<int64_t, int64_t>& heads) {
-        return part_of(model, tensors, heads_of(heads));
+      [](const ModelConfig& model, const LayerTensors& tensors, const std::pair<int64_t, int64_t>& heads,
+         const std::vector<std::pair<int64_t, int64_t>>& group) {
+        return part_of(model, tensors, heads_of(heads), head_ranges(group));
       },
-      nb::arg("model"), nb::arg("tensors"), nb::arg("heads"), nb::call_guard<nb::gil_scoped_release>(),
+      nb::arg("model"), nb::arg("tensors"), nb::arg("heads"),
+      nb::arg("group") = std::vector<std::pair<int64_t, int64_t>>(), nb::call_guard<nb::gil_scoped_release>(),
       "A layer's tensors for part_of(model, heads), for prepare(). ShapeError naming a tensor that is not the "
-      "model's.");
+      "model's.\n"
+      "group: heads of each member of the group that shares a cache with this rank, for plans whose ranks exchange\n"
+      "heads (PlanOptions): W_UK and W_UV are then held of all of them.");
 }
 
 }  // namespace

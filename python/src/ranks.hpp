@@ -9,8 +9,10 @@
 #include <string>
 #include <string_view>
 #include <utility>
+#include <vector>
 
 #include "mla/communicator.hpp"
+#include "mla/model.hpp"
 
 namespace mla::python {
 
@@ -65,6 +67,9 @@ class PyCommunicator {
   mutable std::mutex mutex_;  // of the pointer
   std::shared_ptr<Communicator> group_;
 };
+
+/// Of (first head, number of heads) each.
+std::vector<HeadRange> head_ranges(const std::vector<std::pair<int64_t, int64_t>>& pairs);
 
 /// InputError unless above 0 and at most a day.
 std::chrono::nanoseconds deadline_of(double seconds);

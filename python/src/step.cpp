@@ -154,16 +154,17 @@ void bind_plan(nb::module_& m) {
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
              std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
              std::string_view prefill, std::string_view decode, std::string_view activation_dtype, int tensor_parallel,
-             const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads) {
-            if (!sharding && (rank != 0 || !rank_heads.empty()))
-              throw InputError("PlanOptions: rank and rank_heads are read with sharding, which is None");
+             const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads, std::string_view exchange) {
+            if (!sharding && (rank != 0 || !rank_heads.empty() || exchange != "latents"))
+              throw InputError("PlanOptions: rank, rank_heads and exchange are read with sharding, which is None");
             new (self) PlanOptions{.form = parse_layer_form(form),
                                    .cache_use = parse_cache_use(cache_use),
                                    .dummy = dummy,
                                    .tensor_parallel = tensor_parallel,
                                    .context_parallel = {.sharding = sharding ? *sharding : CacheSharding(),
                                                         .rank = rank,
-                                                        .heads = std::move(rank_heads)},
+                                                        .heads = std::move(rank_heads),
+                                                        .exchange = parse_context_exchange(exchange)},
                                    .path = parse_path_policy(path),
                                    .reorder_batch_threshold = reorder_batch_threshold,
                                    .absorbed = absorbed,
@@ -193,6 +194,7 @@ void bind_plan(nb::module_& m) {
           nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("decode") = "compute",
           nb::arg("activation_dtype") = "native", nb::arg("tensor_parallel") = 1,
           nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
+          nb::arg("exchange") = "latents",
           "path: automatic, latent, expanded or by_length. split: fast, or batch_invariant, by which a request's bits\n"
           "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
           "(paths\n"
@@ -213,7 +215,10 @@ void bind_plan(nb::module_& m) {
           "rows over its argument ranks. sharding: how groups of as many ranks, which divide\n"
           "tensor_parallel, split every sequence's cached tokens, too: the batch has the pages and slots of this "
           "rank,\n"
-          "member rank % sharding.ranks of its group. rank: this one, rank_heads: of each rank of tensor_parallel.")
+          "member rank % sharding.ranks of its group. rank: this one, rank_heads: of each rank of tensor_parallel.\n"
+          "exchange: what the group's ranks send each other, latents, or heads, a third to a quarter of the numbers, "
+          "by\n"
+          "weights that were prepared from part_of(.., group=..).")
       .def_ro("tensor_parallel", &PlanOptions::tensor_parallel)
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)

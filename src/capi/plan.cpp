@@ -16,6 +16,7 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
 static_assert(static_cast<int>(DecodeOperands::fp8) == MLA_DECODE_FP8);
+static_assert(static_cast<int>(ContextExchange::heads) == MLA_EXCHANGE_HEADS);
 static_assert(static_cast<int>(PrefillOperands::fp8) == MLA_PREFILL_FP8 &&
               static_cast<int>(PrefillOperands::fp8_raw) == MLA_PREFILL_FP8_RAW);
 static_assert(static_cast<int>(ActivationDtype::native) == MLA_ACTIVATION_DTYPE_NATIVE &&
@@ -97,6 +98,7 @@ PlanOptions read_options(const mla_plan_options* options) {
     p.context_parallel.rank = static_cast<int>(read_range("options rank", o.rank, 0, p.tensor_parallel - 1));
     required("options rank_heads", o.rank_heads);
     p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + p.tensor_parallel);
+    p.context_parallel.exchange = read_enum("options exchange", o.exchange, ContextExchange::heads);
   }
   if (o.maxima) p.maxima = read_maxima("options maxima", o.maxima);
   p.activation_dtype = read_enum("options activation_dtype", o.activation_dtype, ActivationDtype::f16);

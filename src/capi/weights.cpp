@@ -1,5 +1,7 @@
 #include <algorithm>
 #include <cmath>
+#include <span>
+#include <vector>
 
 #include "backend/backend.hpp"
 #include "capi/objects.hpp"
@@ -100,11 +102,21 @@ HeadRange heads_of(const mla_prepare_options& o) {
   return {o.head_begin, o.head_count};
 }
 
-LayerTensors own(const ModelConfig& m, LayerTensors t, HeadRange heads) {
-  return heads.count == 0 ? std::move(t) : part_of(m, t, heads);
+std::vector<HeadRange> group_of(const mla_prepare_options& o) {
+  const int64_t members = read_range("options group_members", o.group_members, 0, 1 << 16);
+  if (members > 0 && o.head_count == 0)
+    throw InputError("options group_members is " + std::to_string(members) + ", head_count is 0: of a part alone");
+  if (members > 0) required("options group_heads", o.group_heads);
+  std::vector<HeadRange> group;
+  for (int64_t i = 0; i < members; ++i) group.push_back({o.group_heads[2 * i], o.group_heads[2 * i + 1]});
+  return group;
 }
 
-// tensors(heads, use): use(model, these heads' tensors).
+LayerTensors own(const ModelConfig& m, LayerTensors t, HeadRange heads, std::span<const HeadRange> group) {
+  return heads.count == 0 ? std::move(t) : part_of(m, t, heads, group);
+}
+
+// tensors(heads, group, use): use(model, these heads' tensors).
 template <class Tensors>
 mla_status create_weights(const char* function, mla_weights** weights, const mla_prepare_options* options,
                           DLDevice device, Tensors&& tensors) noexcept {
@@ -115,7 +127,8 @@ mla_status create_weights(const char* function, mla_weights** weights, const mla
     auto made = std::make_shared<mla_weights>();
     made->device = read_device(device);
     const HeadRange heads = heads_of(fields);
-    tensors(heads, [&](const ModelConfig& m, const LayerTensors& part) {
+    const std::vector<HeadRange> group = group_of(fields);
+    tensors(heads, group, [&](const ModelConfig& m, const LayerTensors& part) {
       made->weights = prepare(heads.count == 0 ? m : part_of(m, heads), part, o, made->device);
     });
     put(weights, std::move(made));
@@ -174,30 +187,35 @@ mla_status mla_checkpoint_bytes_read(const mla_checkpoint* checkpoint, uint64_t*
 
 mla_status mla_weights_create_random(const mla_model* model, int64_t layer, uint64_t seed, int32_t stored,
                                      const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create_random", weights, options, device, [&](HeadRange heads, auto&& use) {
-    const auto m = get("model", model);
-    read_range("layer", layer, 0, m->config.layers - 1);
-    const Dtype dtype = read_enum("stored", stored, Dtype::fp8_e4m3);
-    use(m->config, own(m->config, random_layer(m->config, layer, seed, dtype), heads));
-  });
+  return create_weights("mla_weights_create_random", weights, options, device,
+                        [&](HeadRange heads, std::span<const HeadRange> group, auto&& use) {
+                          const auto m = get("model", model);
+                          read_range("layer", layer, 0, m->config.layers - 1);
+                          const Dtype dtype = read_enum("stored", stored, Dtype::fp8_e4m3);
+                          use(m->config, own(m->config, random_layer(m->config, layer, seed, dtype), heads, group));
+                        });
 }
 
 mla_status mla_weights_create_checkpoint(const mla_checkpoint* checkpoint, int64_t layer,
                                          const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create_checkpoint", weights, options, device, [&](HeadRange heads, auto&& use) {
-    const auto c = get("checkpoint", checkpoint);
-    const ModelConfig& m = c->checkpoint.config();
-    read_range("layer", layer, 0, m.layers - 1);
-    use(m, heads.count == 0 ? c->checkpoint.layer(layer) : c->checkpoint.layer(layer, heads));
-  });
+  return create_weights("mla_weights_create_checkpoint", weights, options, device,
+                        [&](HeadRange heads, std::span<const HeadRange> group, auto&& use) {
+                          const auto c = get("checkpoint", checkpoint);
+                          const ModelConfig& m = c->checkpoint.config();
+                          read_range("layer", layer, 0, m.layers - 1);
+                          use(m,
+                              heads.count == 0 ? c->checkpoint.layer(layer) : c->checkpoint.layer(layer, heads, group));
+                        });
 }
 
 mla_status mla_weights_create(const mla_model* model, const mla_layer_tensors* tensors,
                               const mla_prepare_options* options, DLDevice device, mla_weights** weights) {
-  return create_weights("mla_weights_create", weights, options, device, [&](HeadRange heads, auto&& use) {
-    const auto m = get("model", model);
-    use(m->config, own(m->config, read_tensors(read_struct("tensors", tensors), m->config), heads));
-  });
+  return create_weights("mla_weights_create", weights, options, device,
+                        [&](HeadRange heads, std::span<const HeadRange> group, auto&& use) {
+                          const auto m = get("model", model);
+                          use(m->config,
+                              own(m->config, read_tensors(read_struct("tensors", tensors), m->config), heads, group));
+                        });
 }
 
 mla_status mla_weights_destroy(mla_weights* weights) { return destroy("mla_weights_destroy", "weights", weights); }

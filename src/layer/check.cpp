@@ -134,6 +134,11 @@ void check(const LayerContext& c, Device here, int workers) {
   same("nope", w.nope, m.nope);
   same("rope", w.rope, m.rope);
   same("value", w.value, m.value);
+  const std::shared_ptr<const Linear>& up = c.weights.absorb_key;
+  if (const int64_t heads = c.plan.absorbed_heads(); up && up->heads != heads)
+    throw ShapeError("layer: weights hold W_UK and W_UV of " + counted(up->heads, "head") + ", plan needs those of " +
+                     std::to_string(heads) +
+                     (c.plan.exchanges_heads() ? ": its group's (LayerTensors::group_kv_up)" : ""));
   if (w.query_growth_beta != m.query_growth_beta || w.query_growth_length != m.query_growth_length)
     throw ShapeError("layer: weights' and plan's queries grow differently with their positions");
   lies("weights", c.weights.device);

@@ -32,7 +32,8 @@ void Survey::note_collective(std::string_view op, int ranks, const ops::Cost& co
 
 std::vector<KernelUse> kernels(const Plan& plan, const Batch& batch, const PrepareOptions& weights,
                                const backend::GpuModel& gpu) {
-  const LayerWeights outlined = outline(plan.model, plan.model.indexer.has_value(), weights, plan.device.device);
+  const LayerWeights outlined =
+      outline(plan.model, plan.model.indexer.has_value(), weights, plan.device.device, plan.absorbed_heads());
   // Of one position: that and how it rotates is all that costs follow from.
   const auto table = [&](const RopeConfig& config) {
     return plan.model.rope > 0 ? RotaryTable(config, plan.model.rope, 1) : RotaryTable();

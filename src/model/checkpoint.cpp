@@ -82,13 +82,14 @@ class LayerReader {
  public:
   /// Without data, tensors are looked up and checked, not read.
   LayerReader(const FindTensor& find, std::string prefix, std::string where, const ModelConfig& config, int64_t layer,
-              HeadRange heads, bool data = true)
+              HeadRange heads, std::span<const HeadRange> group = {}, bool data = true)
       : find_(find),
         prefix_(std::move(prefix)),
         where_(std::move(where)),
         config_(config),
         layer_(layer),
         heads_(heads),
+        group_(group),
         data_(data) {}
 
   LayerTensors read() {
@@ -97,13 +98,15 @@ class LayerReader {
     if (m.query_latent > 0) {
       t.query_down = matrix("q_a_proj.", m.query_latent, m.hidden);
       t.query_norm = vector("q_a_layernorm.weight", m.query_latent);
-      t.query = rows_of_heads("q_b_proj.", m.query_key(), m.query_latent);
+      t.query = rows_of_heads("q_b_proj.", heads_, m.query_key(), m.query_latent);
     } else {
-      t.query = rows_of_heads("q_proj.", m.query_key(), m.hidden);
+      t.query = rows_of_heads("q_proj.", heads_, m.query_key(), m.hidden);
     }
     t.kv_down = matrix("kv_a_proj_with_mqa.", m.entry(), m.hidden);
     t.kv_norm = vector("kv_a_layernorm.weight", m.latent);
-    t.kv_up = rows_of_heads("kv_b_proj.", m.nope + m.value, m.latent);
+    t.kv_up = rows_of_heads("kv_b_proj.", heads_, m.nope + m.value, m.latent);
+    for (const HeadRange& member : group_)
+      t.group_kv_up.push_back(rows_of_heads("kv_b_proj.", member, m.nope + m.value, m.latent));
     t.output = columns_of_heads("o_proj.", m.hidden, m.value);
     if (m.layer_has_indexer(layer_)) {
       const IndexerConfig& x = *m.indexer;
@@ -127,9 +130,9 @@ class LayerReader {
   HostTensor matrix(const std::string& module, int64_t rows, int64_t cols) {
     return matrix(module, rows, cols, {.rows = rows, .cols = cols});
   }
-  HostTensor rows_of_heads(const std::string& module, int64_t of_one, int64_t cols) {
+  HostTensor rows_of_heads(const std::string& module, HeadRange heads, int64_t of_one, int64_t cols) {
     return matrix(module, config_.heads * of_one, cols,
-                  {.row = heads_.begin * of_one, .rows = heads_.count * of_one, .cols = cols});
+                  {.row = heads.begin * of_one, .rows = heads.count * of_one, .cols = cols});
   }
   HostTensor columns_of_heads(const std::string& module, int64_t rows, int64_t of_one) {
     return matrix(module, rows, config_.heads * of_one,
@@ -158,6 +161,7 @@ class LayerReader {
   const ModelConfig& config_;
   int64_t layer_;
   HeadRange heads_;
+  std::span<const HeadRange> group_;
   bool data_;
   std::unordered_set<std::string> used_;
 };
@@ -189,7 +193,7 @@ struct Checkpoint::State {
       throw InputError(folder.string() + ": layer is " + std::to_string(index) + ", allowed 0 to " +
                        std::to_string(config.layers - 1));
   }
-  LayerTensors read(int64_t index, HeadRange heads, bool data) const;
+  LayerTensors read(int64_t index, HeadRange heads, std::span<const HeadRange> group, bool data) const;
 
   const Safetensors* find(const std::string& name) const {
     const auto it = file_of.find(name);
@@ -260,14 +264,15 @@ Checkpoint::Checkpoint(const std::filesystem::path& folder, const ReadOptions& o
 
 const ModelConfig& Checkpoint::config() const { return state_->config; }
 
-LayerTensors Checkpoint::State::read(int64_t index, HeadRange heads, bool data) const {
+LayerTensors Checkpoint::State::read(int64_t index, HeadRange heads, std::span<const HeadRange> group,
+                                     bool data) const {
   require_layer(index);
   const FindTensor look_up = [&](const std::string& name) { return find(name); };
   const std::string above = prefix(index);
   if (!options.allow_unknown)
     for (const Safetensors& file : files)
       for (const SafetensorsEntry& e : file.entries()) require_known(above, e.name, file.file().string(), config);
-  LayerReader reader(look_up, above, folder.string(), config, index, heads, data);
+  LayerReader reader(look_up, above, folder.string(), config, index, heads, group, data);
   LayerTensors t = reader.read();
   if (!options.allow_unknown)
     for (const Safetensors& file : files) reader.require_used_of(file);
@@ -276,9 +281,10 @@ LayerTensors Checkpoint::State::read(int64_t index, HeadRange heads, bool data) 
 
 LayerTensors Checkpoint::layer(int64_t index) const { return layer(index, {0, config().heads}); }
 
-LayerTensors Checkpoint::layer(int64_t index, HeadRange heads) const {
+LayerTensors Checkpoint::layer(int64_t index, HeadRange heads, std::span<const HeadRange> group) const {
   require_heads("layer", config(), heads);
-  return state_->read(index, heads, true);
+  for (const HeadRange& member : group) require_heads("layer", config(), member);
+  return state_->read(index, heads, group, true);
 }
 
 StoredScales Checkpoint::scales(int64_t index) const {
@@ -289,7 +295,7 @@ StoredScales Checkpoint::scales(int64_t index) const {
       .scales();
 }
 
-LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, {0, config().heads}, false); }
+LayerTensors Checkpoint::outline(int64_t index) const { return state_->read(index, {0, config().heads}, {}, false); }
 
 void Checkpoint::check(int64_t index) const { outline(index); }
 

@@ -107,8 +107,10 @@ ModelConfig part_of(const ModelConfig& model, HeadRange heads) {
   return part;
 }
 
-LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange heads) {
+LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange heads,
+                     std::span<const HeadRange> group) {
   require_heads("part_of", m, heads);
+  for (const HeadRange& member : group) require_heads("part_of", m, member);
   const int64_t up = m.nope + m.value;
   require_shape(layer.query, "query", m.heads * m.query_key(), m.query_latent > 0 ? m.query_latent : m.hidden);
   require_shape(layer.kv_up, "kv_up", m.heads * up, m.latent);
@@ -117,6 +119,9 @@ LayerTensors part_of(const ModelConfig& m, const LayerTensors& layer, HeadRange 
   part.query = rows_of(layer.query, heads.begin * m.query_key(), heads.count * m.query_key());
   part.kv_up = rows_of(layer.kv_up, heads.begin * up, heads.count * up);
   part.output = columns_of(layer.output, heads.begin * m.value, heads.count * m.value);
+  part.group_kv_up.clear();
+  for (const HeadRange& member : group)
+    part.group_kv_up.push_back(rows_of(layer.kv_up, member.begin * up, member.count * up));
   part.scales = part_of(m, layer.scales, heads);
   return part;
 }

@@ -113,9 +113,14 @@ class Preparation {
                   value_in = m_.heads * m_.value;
     // Whatever is made of kv_up beyond its own values starts from these in f32.
     const bool as_it_is = o_.up == WeightFormat::plain && !w.absorbed();
-    const std::vector<float> up = values(t_.kv_up, "kv_up", {up_out, m_.latent}, as_it_is ? o_.dtype : Dtype::f32);
+    const Dtype rounded = as_it_is ? o_.dtype : Dtype::f32;
+    const std::vector<float> up =
+        t_.group_kv_up.empty() ? values(t_.kv_up, "kv_up", {up_out, m_.latent}, rounded) : group_values(rounded);
     split(up);
     if (w.absorbed()) {
+      if (!t_.group_kv_up.empty())
+        throw UnsupportedError("prepare: group_kv_up with absorption " + std::string(to_string(o_.absorption)) +
+                               ", which holds neither W_UK nor W_UV");
       absorbed(w, values(t_.query, "query", {query_out, query_in}), query_in, up,
                values(t_.output, "output", {m_.hidden, value_in}));
       return w;
@@ -124,12 +129,25 @@ class Preparation {
     w.output = product(t_.output, "output", m_.hidden, value_in);
     w.kv_up = product(t_.kv_up, "kv_up", up_out, m_.latent);
     if (o_.up != WeightFormat::plain) finite(up, "kv_up", t_.kv_up.name);
-    w.absorb_key = pack(key_, m_.heads, m_.latent, m_.nope, o_.up, 0, 0);
-    w.value_up = pack(value_, m_.heads, m_.value, m_.latent, o_.up, 0, 0);
+    w.absorb_key = pack(key_, up_heads_, m_.latent, m_.nope, o_.up, 0, 0);
+    w.value_up = pack(value_, up_heads_, m_.value, m_.latent, o_.up, 0, 0);
     return w;
   }
 
  private:
+  // Rows of kv_up of all the group's heads.
+  std::vector<float> group_values(Dtype rounded) {
+    const int64_t rows = m_.nope + m_.value;
+    std::vector<float> all;
+    up_heads_ = 0;
+    for (const HostTensor& t : t_.group_kv_up) {
+      const int64_t heads = t.shape.empty() ? 0 : std::max<int64_t>(t.shape[0] / rows, 1);
+      const std::vector<float> own = values(t, "group_kv_up", {heads * rows, m_.latent}, rounded);
+      all.insert(all.end(), own.begin(), own.end());
+      up_heads_ += heads;
+    }
+    return all;
+  }
   // A norm's weights take what its result is multiplied by.
   WeightVector vector(const HostTensor& tensor, const char* role, int64_t n, double scale = 1.0) const {
     std::vector<float> v = values(tensor, role, {n});
@@ -214,9 +232,9 @@ class Preparation {
   // kv_up's rows are, per head, P rows of W_UK (a [P, L] block: the absorbed map's transpose) and V rows of W_UV ([V,
   // L]).
   void split(std::span<const float> up) {
-    key_.resize(static_cast<size_t>(m_.heads * m_.latent * m_.nope));
-    value_.resize(static_cast<size_t>(m_.heads * m_.value * m_.latent));
-    for (int64_t h = 0; h < m_.heads; ++h) {
+    key_.resize(static_cast<size_t>(up_heads_ * m_.latent * m_.nope));
+    value_.resize(static_cast<size_t>(up_heads_ * m_.value * m_.latent));
+    for (int64_t h = 0; h < up_heads_; ++h) {
       const float* head = up.data() + h * (m_.nope + m_.value) * m_.latent;
       for (int64_t p = 0; p < m_.nope; ++p)
         for (int64_t l = 0; l < m_.latent; ++l) key_[(h * m_.latent + l) * m_.nope + p] = head[p * m_.latent + l];
@@ -284,6 +302,7 @@ class Preparation {
   const backend::Backend& backend_;
   ThreadPool pool_{1};
   Stream stream_;
+  int64_t up_heads_ = m_.heads;     // of key_ and value_
   std::vector<float> key_, value_;  // W_UK^T [head, latent, nope], W_UV [head, value, latent]
 };
 
@@ -295,7 +314,7 @@ LayerWeights prepare(const ModelConfig& m, const LayerTensors& t, const PrepareO
   return Preparation(m, t, o, device).run();
 }
 
-LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o, Device device) {
+LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o, Device device, int64_t group_heads) {
   check_options(o);
   const int64_t query_in = m.query_latent > 0 ? m.query_latent : m.hidden, n = m.heads;
   auto map = [&](int64_t heads, int64_t out, int64_t in, WeightFormat format = WeightFormat::plain, int64_t rows = 0,
@@ -338,8 +357,9 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
     w.query = product(n * m.query_key(), query_in);
     w.kv_up = product(n * (m.nope + m.value), m.latent);
     w.output = product(m.hidden, n * m.value);
-    w.absorb_key = map(n, m.latent, m.nope, o.up);
-    w.value_up = map(n, m.value, m.latent, o.up);
+    const int64_t up_heads = group_heads > 0 ? group_heads : n;
+    w.absorb_key = map(up_heads, m.latent, m.nope, o.up);
+    w.value_up = map(up_heads, m.value, m.latent, o.up);
     return w;
   }
   if (m.rope > 0) w.query_rope = map(1, n * m.rope, query_in);
@@ -349,8 +369,8 @@ LayerWeights outline(const ModelConfig& m, bool indexer, const PrepareOptions& o
   return w;
 }
 
-double prepared_bytes(const ModelConfig& m, int64_t layer, const PrepareOptions& o) {
-  const LayerWeights w = outline(m, m.layer_has_indexer(layer), o);
+double prepared_bytes(const ModelConfig& m, int64_t layer, const PrepareOptions& o, int64_t group_heads) {
+  const LayerWeights w = outline(m, m.layer_has_indexer(layer), o, {}, group_heads);
   double total = 4.0 * static_cast<double>(m.query_latent + m.latent);
   if (w.indexer) total += 8.0 * static_cast<double>(m.indexer->dim);
   each_map(w, [&](const Linear& map) {

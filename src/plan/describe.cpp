@@ -54,7 +54,8 @@ std::string Plan::describe() const {
       !shared.shared() ? ""
                        : ", rank " + std::to_string(shared.rank) + " of " + std::to_string(options.tensor_parallel) +
                              (members < options.tensor_parallel ? " in groups of " + std::to_string(members) : "") +
-                             " that hold " + counted(shared.sharding.interleave(), "token") + " in turn";
+                             " that hold " + counted(shared.sharding.interleave(), "token") + " in turn" +
+                             (exchanges_heads() ? " and exchange heads" : "");
   line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
        held.c_str(), std::string(to_string(options.compute)).c_str(),

@@ -76,6 +76,8 @@ std::string_view to_string(DecodeOperands d) {
   return "?";
 }
 
+std::string_view to_string(ContextExchange e) { return e == ContextExchange::latents ? "latents" : "heads"; }
+
 std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
 
 std::string_view to_string(CacheUse u) {
@@ -114,6 +116,10 @@ DecodeOperands parse_decode_operands(std::string_view name) {
 ActivationDtype parse_activation_dtype(std::string_view name) {
   return parse("activation dtype", name,
                std::array{ActivationDtype::native, ActivationDtype::f32, ActivationDtype::bf16, ActivationDtype::f16});
+}
+
+ContextExchange parse_context_exchange(std::string_view name) {
+  return parse("context exchange", name, std::array{ContextExchange::latents, ContextExchange::heads});
 }
 
 LayerForm parse_layer_form(std::string_view name) {

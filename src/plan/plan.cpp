@@ -36,6 +36,8 @@ void check_sharing(const ModelConfig& model, const PlanOptions& o) {
                      std::to_string(c.heads[static_cast<size_t>(c.rank)]) + ", this rank's model has " +
                      std::to_string(model.heads));
   if (o.cache_use == CacheUse::none) throw UnsupportedError(what + "with cache_use none: there is no cache to split");
+  if (o.absorbed && c.exchange == ContextExchange::heads)
+    throw UnsupportedError(what + "that exchange heads, with fully absorbed weights, which have none");
 }
 
 void check_options(const ModelConfig& model, const CacheSpec& cache, const DeviceInfo& device, const PlanOptions& o) {
@@ -152,6 +154,7 @@ PlanDigest digest_of(const Plan& p) {
     add(o.fp8_query ? std::bit_cast<int32_t>(o.q_scale) : 0);
     add(static_cast<int64_t>(o.decode));
     add(o.absorbed);
+    add(static_cast<int64_t>(o.context_parallel.exchange));
     for (const ContextChunk& c : p.chunks) add(c.rows);
     // What is selected, and in which order rows stand.
     for (const int64_t x :
@@ -190,11 +193,15 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
   const double work = path_cost(model, p.cache, rates, path, new_tokens, context, beside);
   if (!(link.bytes > 0)) return work;
   const auto others = static_cast<double>(c.sharding.ranks() - 1), rows = static_cast<double>(new_tokens * model.heads);
-  const double query = static_cast<double>(model.entry()) * rates.row_element,
-               found = static_cast<double>(p.cache.value_width() + 1) * sizeof(float),
-               row = static_cast<double>(p.sent_rows.page_bytes());
+  const bool heads = p.exchanges_heads();
+  const double query = static_cast<double>(heads ? model.query_key() : model.entry()) * rates.row_element,
+               found = static_cast<double>((heads ? model.value : p.cache.value_width()) + 1) * sizeof(float),
+               row = static_cast<double>(p.sent_rows.page_bytes()),
+               // Of the other members' heads.
+      products = heads ? others * rows * 2 * static_cast<double>(model.latent * (model.nope + model.value)) : 0;
   return path == Path::latent
-             ? work + 2 * link.seconds + others * rows * (query + found) / link.bytes
+             ? work + products / rates.projection_flops + 2 * link.seconds +
+                   others * rows * (query + found) / link.bytes
              : work + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
 }
 

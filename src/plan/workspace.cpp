@@ -21,10 +21,13 @@ View<int32_t, Token, Topk> Plan::selected_slots(std::span<std::byte> selection) 
   return {reinterpret_cast<int32_t*>(selection.data() + slots_offset()), {sparse_rows(), topk}};
 }
 
+int64_t Plan::absorbed_heads() const { return exchanges_heads() ? planning::attended_heads(*this) : model.heads; }
+
 namespace planning {
 
 std::string why_not_fused(const Plan& plan) {
   const OutputSpec& output = plan.options.output;
+  if (plan.exchanges_heads()) return "what ranks found for a head is merged behind W_UV";
   if (!output.groups_within(plan.model.value))
     return "groups of " + std::to_string(output.group_size()) + " span heads of " + std::to_string(plan.model.value);
   if (plan.device.device.kind != DeviceKind::cpu && !plan.expands())
@@ -94,22 +97,29 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", inputs * entry * act);
   add("hidden_part", o.tensor_parallel > 1 || plan.casts_hidden() ? block * static_cast<size_t>(m.hidden) * f : 0);
-  add("latent_query", latent_rows * n * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
-  add("latent_query_f32", o.fp8_query ? latent_rows * n * entry * f : 0);
-  add("latent_out", latent_rows * n * width * act);
-  add("latent_lse", latent_rows * n * f);
-  // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's.
-  const bool shares = w.shares_context;
+  const size_t absorbed = static_cast<size_t>(plan.absorbed_heads());
+  add("latent_query", latent_rows * absorbed * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
+  add("latent_query_f32", o.fp8_query ? latent_rows * absorbed * entry * f : 0);
+  add("latent_out", latent_rows * absorbed * width * act);
+  add("latent_lse", latent_rows * absorbed * f);
+  // Of a split cache: queries of all ranks' heads, what is found for them, and what all found for this rank's; latents
+  // or heads. Latent queries are made of gathered heads' in their place.
+  const bool shares = w.shares_context, exchanges_heads = plan.exchanges_heads();
   const std::span<const int64_t> sharing = shares ? o.context_parallel.group_heads() : std::span<const int64_t>();
   const size_t sharing_rows = shares ? latent_rows : 0,
                all_heads =
                    shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;
-  add("rank_queries", sharing_rows * all_heads * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
-  add("rank_found", sharing_rows * all_heads * width * f);
-  add("rank_found_lse", sharing_rows * all_heads * f);
-  add("rank_got", sharing_rows * sharing.size() * n * width * f);
-  add("rank_merged", plan.activations() == Dtype::f32 ? 0 : sharing_rows * n * width * f);
+  const size_t found_width = exchanges_heads ? static_cast<size_t>(m.value) : width,
+               query_bytes = exchanges_heads ? static_cast<size_t>(m.query_key()) * act
+                                             : entry * (o.fp8_query ? size_of(query_codes(plan)) : compute);
+  add("rank_own_queries", exchanges_heads ? sharing_rows * n * query_bytes : 0);
+  add("rank_queries", sharing_rows * all_heads * query_bytes);
+  add("rank_found", sharing_rows * all_heads * found_width * f);
+  add("rank_found_lse", exchanges_heads ? 0 : sharing_rows * all_heads * f);
+  add("rank_got", sharing_rows * sharing.size() * n * found_width * f);
+  add("rank_merged", plan.activations() == Dtype::f32 && !exchanges_heads ? 0 : sharing_rows * n * found_width * f);
   add("rank_got_lse", sharing_rows * sharing.size() * n * f);
+  add("rank_lse", exchanges_heads ? sharing_rows * n * f : 0);
   add("partial_out", partial_rows * all_heads * width * f);
   add("partial_lse", partial_rows * all_heads * f);
   // The block form's indexer: keys of all tokens; queries, their narrow form, head weights and tiles of the sparse

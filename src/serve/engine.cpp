@@ -12,6 +12,7 @@
 #include "core/named_buffer.hpp"
 #include "mla/quant_scales.hpp"
 #include "serve/kv_scales.hpp"
+#include "serve/shares.hpp"
 
 namespace mla::serve {
 namespace {
@@ -106,7 +107,8 @@ Engine::Engine(const Options& o, const Part& part, int64_t positions, ThreadPool
         made.push_back(
             std::async(at_once > 1 ? std::launch::async : std::launch::deferred, [&o, &part, &model = model_, l] {
               try {
-                return prepare(model, tensors_of(o, l, part.heads), prepare_options(o), o.device);
+                return prepare(model, tensors_of(o, l, part.heads, group_share(part.context, o.model.heads)),
+                               prepare_options(o), o.device);
               } catch (const std::bad_alloc&) {
                 throw DeviceError("weights of layer " + std::to_string(l) + ": no memory is left to prepare them in");
               }

@@ -47,7 +47,7 @@ PlanDigest digest_of(const Trace& t, const Options& o) {
   h.add(m.rotary.theta);
   h.add(uint64_t{m.indexer ? static_cast<uint64_t>(m.indexer->topk) : 0});
   h.add(uint64_t{o.limits.prefix_reuse}), h.add(o.seed), h.add(uint64_t{o.plan.index_hadamard});
-  h.add(o.weights), h.add(o.absorption), h.add(o.up), h.add(o.products), h.add(o.format);
+  h.add(o.weights), h.add(o.absorption), h.add(o.exchange), h.add(o.up), h.add(o.products), h.add(o.format);
   h.add(o.plan.path), h.add(o.plan.split), h.add(o.plan.compute), h.add(o.plan.activations), h.add(o.plan.sparse);
   h.add(o.plan.activation_dtype);
   h.add(o.plan.index_format), h.add(o.plan.index_arithmetic);

@@ -15,7 +15,7 @@ Ranks::Ranks(const Options& o, int64_t positions, ThreadPool& pool, const std::a
     const int rank = o.group->rank();
     if (o.device.kind == DeviceKind::cuda) o.group->connect(o.device, o.link);
     const Engine::Part part{head_share(o.model.heads, rank, n), o.group,
-                            context_share(o.model.heads, rank, n, o.context_parallel, o.interleave)};
+                            context_share(o.model.heads, rank, n, o.context_parallel, o.interleave, o.exchange)};
     alone_ = std::make_unique<Engine>(o, part, positions, pool, stop, r);
     return;
   }
@@ -83,7 +83,7 @@ void Ranks::make(int i, int64_t positions, const std::atomic<bool>& stop) {
   try {
     if (o.device.kind == DeviceKind::cuda) group.connect(o.device, o.link);
     const Engine::Part part{head_share(o.model.heads, i, n), &group,
-                            context_share(o.model.heads, i, n, o.context_parallel, o.interleave)};
+                            context_share(o.model.heads, i, n, o.context_parallel, o.interleave, o.exchange)};
     rank.engine = std::make_unique<Engine>(o, part, positions, rank.pool, stop, rank.result);
   } catch (const std::exception& e) {
     rank.error = std::current_exception();

@@ -125,12 +125,12 @@ void require_k_scales(const Options& o) {
 
 }  // namespace
 
-LayerTensors tensors_of(const Options& o, int64_t layer) { return tensors_of(o, layer, {0, o.model.heads}); }
+LayerTensors tensors_of(const Options& o, int64_t layer) { return tensors_of(o, layer, {0, o.model.heads}, {}); }
 
-LayerTensors tensors_of(const Options& o, int64_t layer, HeadRange heads) {
-  if (o.checkpoint) return o.checkpoint->layer(layer, heads);
+LayerTensors tensors_of(const Options& o, int64_t layer, HeadRange heads, std::span<const HeadRange> group) {
+  if (o.checkpoint) return o.checkpoint->layer(layer, heads, group);
   LayerTensors all = random_layer(o.model, layer, o.seed, o.weights);
-  return heads.count == o.model.heads ? all : part_of(o.model, all, heads);
+  return heads.count == o.model.heads ? all : part_of(o.model, all, heads, group);
 }
 
 CacheSpec cache_of(const Options& o, int64_t layer) {
@@ -186,7 +186,7 @@ Options resolved(const Trace& trace, Options o) {
     model = part_of(o.model, head_share(o.model.heads, 0, static_cast<int>(ranks)));
     own.page_size /= sharing;
     options.context_parallel =
-        context_share(o.model.heads, 0, static_cast<int>(ranks), o.context_parallel, o.interleave);
+        context_share(o.model.heads, 0, static_cast<int>(ranks), o.context_parallel, o.interleave, o.exchange);
   }
   const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
   const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};

@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <functional>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -40,6 +41,7 @@ struct Options {
   /// plan.tensor_parallel. Each rank has its share of limits.page_size, whole turns.
   int context_parallel = 1;
   int64_t interleave = 1;
+  ContextExchange exchange = ContextExchange::latents;
   /// fp8 cache: its scale in each layer, 0: as calc_kv_scales() finds it on the trace's first tokens. Empty: 1.
   std::vector<float> k_scales;
   PlanOptions plan;
@@ -176,7 +178,7 @@ CacheSpec cache_of(const Options& options, int64_t layer);
 
 /// A layer's tensors, from the checkpoint or by seed.
 LayerTensors tensors_of(const Options& options, int64_t layer);
-/// Those of some heads' part; of a checkpoint no more is read.
-LayerTensors tensors_of(const Options& options, int64_t layer, HeadRange heads);
+/// Those of some heads' part, and of a group's heads (LayerTensors::group_kv_up); of a checkpoint no more is read.
+LayerTensors tensors_of(const Options& options, int64_t layer, HeadRange heads, std::span<const HeadRange> group);
 
 }  // namespace mla::serve

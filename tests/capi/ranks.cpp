@@ -6,6 +6,7 @@
 #include <map>
 #include <mutex>
 #include <thread>
+#include <vector>
 
 #include "step.hpp"
 
@@ -33,10 +34,12 @@ std::vector<float> forward(Step& s, mla_communicator* ranks, int32_t tensor_para
 
 // The same layer's step, of some of its heads.
 struct Part : Step {
-  Part(int64_t begin, int64_t count) : Step(kTokens) {
+  Part(int64_t begin, int64_t count, std::vector<int64_t> group = {}) : Step(kTokens) {
     mla_prepare_options prepare = mla_prepare_options_default();
     prepare.head_begin = begin;
     prepare.head_count = count;
+    prepare.group_heads = group.data();
+    prepare.group_members = std::ssize(group) / 2;
     mla_model* of_heads = nullptr;
     mla_weights* weights_of_heads = nullptr;
     EXPECT_OK(mla_weights_create_random(model, 0, 3, MLA_F32, &prepare, kCpu, &weights_of_heads));
@@ -102,16 +105,21 @@ TEST(CRanks, ASplitCacheGivesTheLayersRows) {
   const std::vector<float> right = steps(whole, nullptr, 1, 0);
   mla_communicator* ranks[2];
   ASSERT_OK(mla_communicator_create_threads(2, ranks));
-  std::vector<float> out[2];
-  const auto run = [&](int rank) {
-    Part part(rank == 0 ? 0 : kHeads - 1, rank == 0 ? kHeads - 1 : 1);
-    out[rank] = steps(part, ranks[rank], 2, rank);
-  };
-  std::thread other(run, 1);
-  run(0);
-  other.join();
-  expect_close(out[0], right);
-  EXPECT_EQ(out[0], out[1]);
+  for (const int32_t exchange : {MLA_EXCHANGE_LATENTS, MLA_EXCHANGE_HEADS}) {
+    std::vector<float> out[2];
+    const auto run = [&](int rank) {
+      Part part(
+          rank == 0 ? 0 : kHeads - 1, rank == 0 ? kHeads - 1 : 1,
+          exchange == MLA_EXCHANGE_HEADS ? std::vector<int64_t>{0, kHeads - 1, kHeads - 1, 1} : std::vector<int64_t>());
+      part.options.exchange = exchange;
+      out[rank] = steps(part, ranks[rank], 2, rank);
+    };
+    std::thread other(run, 1);
+    run(0);
+    other.join();
+    expect_close(out[0], right);
+    EXPECT_EQ(out[0], out[1]);
+  }
   EXPECT_EQ(mla_communicator_connect(ranks[0], kCpu, MLA_LINK_PEER, 0, 0), MLA_ERROR_INPUT);
   EXPECT_EQ(mla_communicator_connect(ranks[0], kCpu, 7, 0, 0), MLA_ERROR_INPUT);
   for (mla_communicator* c : ranks) EXPECT_OK(mla_communicator_destroy(c));
@@ -305,6 +313,13 @@ TEST(CRanks, FaultsAreNamed) {
   mla_weights* no_weights = nullptr;
   EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_random(part.model, 0, 3, MLA_F32, &prepare, kCpu, &no_weights),
                "head_begin is 1, head_count is 0");
+  prepare.head_begin = 0;
+  prepare.group_members = 2;
+  EXPECT_FAILS(MLA_ERROR_INPUT, mla_weights_create_random(part.model, 0, 3, MLA_F32, &prepare, kCpu, &no_weights),
+               "group_members is 2, head_count is 0");
+  prepare.head_count = 1;
+  EXPECT_FAILS(MLA_ERROR_HANDLE, mla_weights_create_random(part.model, 0, 3, MLA_F32, &prepare, kCpu, &no_weights),
+               "group_heads is NULL");
 }
 
 }  // namespace

@@ -231,7 +231,8 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
       file.string();
   for (const char* ranks :
        {"--tp 2", "--tp 2 --dcp 2", "--tp 4 --dcp 2", "--tp 3 --dcp 3 --dcp-interleave 8 --cache fp8_ds_mla",
-        "--tp 2 --dcp 2 --dcp-interleave 2 --split batch_invariant --path latent"}) {
+        "--tp 4 --dcp 2 --dcp-exchange heads --cache fp8",
+        "--tp 2 --dcp 2 --dcp-interleave 2 --split batch_invariant --path latent --dcp-exchange heads"}) {
     const Outcome o = mla(run + " " + ranks);
     EXPECT_EQ(o.status, 0) << ranks << o.out << o.err;
     EXPECT_NE(o.out.find(" 0 failed"), std::string::npos) << ranks << o.out;
@@ -240,6 +241,7 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   EXPECT_EQ(j["model"]["tensor_parallel"], 2);
   EXPECT_EQ(j["model"]["context_parallel"], 2);
   EXPECT_EQ(j["model"]["context_parallel_interleave"], 2);
+  EXPECT_EQ(j["model"]["context_parallel_exchange"], "heads");
   EXPECT_EQ(j["model"]["link"], "threads");
   EXPECT_EQ(j["cache"]["page_size"], 16);
   expect_bad("run --dcp 2", {"--dcp is 2", "must divide --tp, 1"});
@@ -250,6 +252,13 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
     EXPECT_NE(grid.out.find(said), std::string::npos) << said << grid.out;
   expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
+  expect_bad("run --tp 2 --dcp-exchange heads", {"--dcp-exchange is read with --dcp"});
+  expect_bad("run --tp 2 --dcp 2 --dcp-exchange values", {"--dcp-exchange", "'values'", "latents heads"});
+  expect_bad("run --tp 2 --dcp 2 --dcp-exchange heads --absorption full", {"exchange heads", "fully absorbed"});
+  const Outcome heads =
+      mla("plan --model deepseek-v3 --tp 2 --dcp 2 --dcp-exchange heads --contexts 8192 --link 200,7");
+  EXPECT_EQ(heads.status, 0) << heads.err;
+  EXPECT_NE(heads.out.find("and exchange heads"), std::string::npos) << heads.out;
   expect_bad("run --tp 2 --comm nccl", {"--comm nccl is read with --device cuda"});
 }
 

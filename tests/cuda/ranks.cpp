@@ -326,6 +326,7 @@ INSTANTIATE_TEST_SUITE_P(Links, GpuRankLayers,
 void expect_rows(const Group& group, const Lengths& l, const Split& split) {
   Split whole = split;
   whole.ranks = whole.members = 1;
+  whole.exchange = ContextExchange::latents;
   Stream alone({DeviceKind::cuda, 0});
   const std::vector<bf16> right = steps_of(whole, 0, alone, nullptr, l, false);
   float largest = 0;
@@ -339,7 +340,8 @@ void expect_rows(const Group& group, const Lengths& l, const Split& split) {
         [&](Self s) { found[static_cast<size_t>(s.rank)] = steps_of(split, s.rank, s.stream, &s.comm, l, captured); },
         size_t{1} << 20));
     const std::string what = std::string(to_string(split.format)) + ", " + std::string(to_string(split.path)) +
-                             ", groups of " + std::to_string(split.members) + (captured ? ", captured" : "");
+                             ", groups of " + std::to_string(split.members) + " exchanging " +
+                             std::string(to_string(split.exchange)) + (captured ? ", captured" : "");
     for (const auto& one : found) {
       ASSERT_EQ(one.size(), right.size()) << what;
       // Orders of sums, and roundings of 8 bits behind them.
@@ -360,6 +362,17 @@ TEST_P(GpuRankLayers, RanksGiveTheLayersRows) {
       for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8_ds_mla})
         for (const int members : {1, ranks})
           expect_rows(GetParam(), l, {ranks, members, format, policy, PathPolicy::latent});
+}
+
+// Some requests on either path, or all of them decodes.
+TEST_P(GpuRankLayers, RanksExchangeHeads) {
+  const int ranks = GetParam().ranks;
+  const Lengths ragged{{1, 3, 1, 2, 7}, {130, 40, 1, 0, 65}}, decodes{{1, 1, 1, 1}, {900, 3, 260, 64}};
+  for (const Lengths& l : {ragged, decodes})
+    for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::fp8})
+      for (const bool selects : {false, true})
+        expect_rows(GetParam(), l,
+                    {ranks, ranks, format, SplitPolicy::fast, PathPolicy::automatic, selects, ContextExchange::heads});
 }
 
 // Context on the expanded path: rows of other ranks, in every format.

@@ -71,6 +71,15 @@ struct Split {
   SplitPolicy policy = SplitPolicy::fast;
   PathPolicy path = PathPolicy::automatic;
   bool selects = false;
+  ContextExchange exchange = ContextExchange::latents;
+
+  /// Heads of the members of a rank's group, where they exchange heads.
+  std::vector<HeadRange> group(int64_t heads, int rank) const {
+    std::vector<HeadRange> g;
+    for (int r = rank / members * members; exchange == ContextExchange::heads && std::ssize(g) < members; ++r)
+      g.push_back(head_share(heads, r, ranks));
+    return g;
+  }
 };
 
 // Prefills, then a step behind them; what this rank's second step gives. Captured: as a graph, launched twice.
@@ -81,7 +90,8 @@ inline std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, 
   const ModelConfig m = part_of(whole, heads);
   const Device device = stream.device();
   const LayerWeights weights =
-      prepare(m, part_of(whole, random_layer(whole, 0, 1, Dtype::f32), heads), Dtype::bf16, device);
+      prepare(m, part_of(whole, random_layer(whole, 0, 1, Dtype::f32), heads, split.group(whole.heads, rank)),
+              Dtype::bf16, device);
   const RotaryTable rotary(m.rotary, m.rope, 4096, device);
   const CacheSpec spec = cache_spec(m, split.format, kPageSize);
   const Cache cache(spec, kPages, device);
@@ -121,7 +131,7 @@ inline std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, 
     o.split = split.policy;
     o.path = s.contexts == l.contexts ? split.path : PathPolicy::automatic;
     if (split.members > 1) {
-      o.context_parallel = {.sharding = sharding, .rank = rank, .heads = {}};
+      o.context_parallel = {.sharding = sharding, .rank = rank, .heads = {}, .exchange = split.exchange};
       for (const HeadRange& h : shares(whole.heads, split.ranks)) o.context_parallel.heads.push_back(h.count);
     }
     const Plan p = plan(m, spec, kPages, batch, device_info(stream, m), o);

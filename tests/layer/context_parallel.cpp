@@ -31,10 +31,9 @@ TEST(ContextParallel, RanksGiveTheLayersRows) {
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
     const Ran right = by_one(m, ragged(), {}, latent(split));
     for (const int ranks : {2, 3, 4})
-      for (const int64_t interleave : {1, 2, 4, 16, 64}) {
-        const Grid g = grid_of(m, ranks, ranks, interleave);
-        expect_same(by_ranks(m, g, ragged(), {}, {.split = split}), right, 1e-5f, g.name());
-      }
+      for (const int64_t interleave : {1, 2, 4, 16, 64})
+        for (const Grid& g : exchanges(grid_of(m, ranks, ranks, interleave)))
+          expect_same(by_ranks(m, g, ragged(), {}, {.split = split}), right, 1e-5f, g.name());
   }
 }
 
@@ -44,29 +43,30 @@ TEST(ContextParallel, GroupsWithinTheRanks) {
   m.heads = 9;
   const Ran right = by_one(m, ragged(), {}, latent());
   for (const auto& [ranks, members] : {std::pair{4, 2}, {6, 3}, {6, 2}, {8, 4}, {8, 2}})
-    for (const int64_t interleave : {1, 4, 64}) {
-      const Grid g = grid_of(m, ranks, members, interleave);
-      expect_same(by_ranks(m, g, ragged(), {}, latent()), right, 1e-5f, g.name());
-    }
+    for (const int64_t interleave : {1, 4, 64})
+      for (const Grid& g : exchanges(grid_of(m, ranks, members, interleave)))
+        expect_same(by_ranks(m, g, ragged(), {}, latent()), right, 1e-5f, g.name());
 }
 
 TEST(ContextParallel, HeadsMayBeUneven) {
   const ModelConfig m = model_of();
   const Ran right = by_one(m, ragged(), {}, latent());
   for (const Grid& g : {Grid{{{4, 1}, {0, 4}}, 2, 4}, Grid{{{0, 1}, {1, 3}, {4, 1}}, 3, 4},
-                        Grid{{{4, 1}, {0, 2}, {3, 1}, {2, 1}}, 2, 4}}) {
-    const auto ran = by_ranks(m, g, ragged());
-    expect_same(ran, right, 1e-5f, "uneven");
-    EXPECT_EQ(by_ranks(m, g, ragged())[0].out, ran[0].out) << "again";
-  }
+                        Grid{{{4, 1}, {0, 2}, {3, 1}, {2, 1}}, 2, 4}})
+    for (const Grid& e : exchanges(g)) {
+      const auto ran = by_ranks(m, e, ragged());
+      expect_same(ran, right, 1e-5f, e.name());
+      EXPECT_EQ(by_ranks(m, e, ragged())[0].out, ran[0].out) << "again";
+    }
 }
 
 // Rows are rounded when they are stored, wherever that is.
 TEST(ContextParallel, EveryFormatOfTheCache) {
   const ModelConfig m = model_of();
   for (const CacheFormat format : {CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8, CacheFormat::fp8_ds_mla})
-    expect_same(by_ranks(m, grid_of(m, 2, 2, 2), ragged(), {.cache = format}, latent()),
-                by_one(m, ragged(), {.cache = format}, latent()), 1e-5f, std::string(to_string(format)));
+    for (const Grid& g : exchanges(grid_of(m, 2, 2, 2)))
+      expect_same(by_ranks(m, g, ragged(), {.cache = format}, latent()),
+                  by_one(m, ragged(), {.cache = format}, latent()), 1e-5f, std::string(to_string(format)) + g.name());
 }
 
 // Contexts long enough that a rank cuts what it holds into ranges, and one of which a rank holds nothing.
@@ -75,8 +75,8 @@ TEST(ContextParallel, LongAndShortContexts) {
   const Lengths l{{1, 1}, {1300, 3}};
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
     for (const int64_t interleave : {1, 64})
-      expect_same(by_ranks(m, grid_of(m, 2, 2, interleave), l, {}, {.split = split}), by_one(m, l, {}, latent(split)),
-                  1e-5f, "long");
+      for (const Grid& g : exchanges(grid_of(m, 2, 2, interleave)))
+        expect_same(by_ranks(m, g, l, {}, {.split = split}), by_one(m, l, {}, latent(split)), 1e-5f, g.name());
 }
 
 // attend() exchanges the same, for a rank's own heads.
@@ -90,15 +90,16 @@ TEST(ContextParallel, TheAttentionForm) {
   };
   Rank one(m, {0, m.heads}, CacheFormat::f32, {});
   const std::vector<float> right = attended(one, Held({}, l), latent());
-  for (const Grid& g : {grid_of(m, 3, 3, 2), grid_of(m, 4, 2, 4)})
-    on_ranks(m, g, {}, l, latent(), [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
-      const std::vector<float> out = attended(rank, held, o);
-      const int64_t own = rank.heads.count * m.value;
-      for (int64_t i = 0; i < std::ssize(out); ++i)
-        ASSERT_NEAR(out[static_cast<size_t>(i)],
-                    right[static_cast<size_t>((i / own * m.heads + rank.heads.begin) * m.value + i % own)], 1e-5f)
-            << g.name() << ", rank " << r << " element " << i;
-    });
+  for (const Grid& grid : {grid_of(m, 3, 3, 2), grid_of(m, 4, 2, 4)})
+    for (const Grid& g : exchanges(grid))
+      on_ranks(m, g, {}, l, latent(), [&](Rank& rank, const Held& held, const PlanOptions& o, int r) {
+        const std::vector<float> out = attended(rank, held, o);
+        const int64_t own = rank.heads.count * m.value;
+        for (int64_t i = 0; i < std::ssize(out); ++i)
+          ASSERT_NEAR(out[static_cast<size_t>(i)],
+                      right[static_cast<size_t>((i / own * m.heads + rank.heads.begin) * m.value + i % own)], 1e-5f)
+              << g.name() << ", rank " << r << " element " << i;
+      });
 }
 
 // batch_invariant: each rank's rows are the same, however a prompt is cut into steps.
@@ -115,7 +116,7 @@ TEST(ContextParallel, CutsOfAPromptDoNotChangeBits) {
                            Mode{dense, {.cache = CacheFormat::fp8}, {.path = PathPolicy::expanded, .context_rows = 50}},
                            Mode{sparse, {.cache = CacheFormat::fp8_ds_mla}, {}}})
     for (const Grid& g : {grid_of(mode.model, 2, 2, 4), grid_of(mode.model, 3, 3, 1), grid_of(mode.model, 4, 2, 16),
-                          grid_of(mode.model, 2, 1, 1)}) {
+                          grid_of(mode.model, 2, 1, 1), exchanges(grid_of(mode.model, 4, 2, 4))[1]}) {
       const ModelConfig& m = mode.model;
       PlanOptions options = mode.plan;
       options.split = SplitPolicy::batch_invariant;
@@ -151,12 +152,13 @@ TEST(ContextParallel, Fp8Queries) {
   const Formats fp8{.cache = CacheFormat::fp8};
   const Ran right = by_one(m, ragged(), fp8, o), plain = by_one(m, ragged(), fp8, latent());
   EXPECT_NE(right.out, plain.out);
-  for (const Grid& g : {grid_of(m, 2, 2, 4), grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)})
-    expect_same(by_ranks(m, g, ragged(), fp8, o), right, 1e-5f, g.name());
+  for (const Grid& grid : {grid_of(m, 2, 2, 4), grid_of(m, 3, 3, 1), grid_of(m, 4, 2, 16)})
+    for (const Grid& g : exchanges(grid)) expect_same(by_ranks(m, g, ragged(), fp8, o), right, 1e-5f, g.name());
   m = small_sparse();
   m.heads = 5;
   o.path = PathPolicy::automatic;
-  expect_same(by_ranks(m, grid_of(m, 4, 2, 4), ragged(), fp8, o), by_one(m, ragged(), fp8, o), 1e-5f, "sparse");
+  for (const Grid& g : exchanges(grid_of(m, 4, 2, 4)))
+    expect_same(by_ranks(m, g, ragged(), fp8, o), by_one(m, ragged(), fp8, o), 1e-5f, "sparse, " + g.name());
   // They are sent as the codes that they are.
   Rank rank(part_of(m, {0, 3}), {0, 3}, CacheFormat::fp8, IndexCacheFormat::f32);
   const Lengths l{{2}, {20}};
@@ -178,23 +180,23 @@ TEST(ContextParallel, QuantisedOutputs) {
       if (spec.kind == OutputKind::none) continue;
       PlanOptions o{.path = path, .reorder_batch_threshold = 2, .output = spec};
       o.output.scale = 0.01f, o.output.global_scale = 30.0f;
-      const Grid g = grid_of(m, 4, 2, 4);
-      on_ranks(m, g, {}, l, {}, [&](Rank& rank, const Held& held, PlanOptions prompts, int r) {
-        rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), prompts, 3);
-        PlanOptions own = o;
-        own.tensor_parallel = prompts.tensor_parallel;
-        own.context_parallel = prompts.context_parallel;
-        PlanOptions plain = own;
-        plain.output = {};
-        const Step s(held, l);
-        const std::vector<float> rows = rank.attended(s, plain, m.heads, 5);
-        const int64_t tokens = s.batch.tokens(), width = rank.heads.count * m.value;
-        QuantisedMemory found(o.output, tokens, width), right(o.output, tokens, width);
-        rank.attended(s, own, m.heads, 5, found.view());
-        two_step(rows, tokens, right.view());
-        EXPECT_TRUE(found.codes == right.codes) << to_string(spec) << ", rank " << r;
-        EXPECT_TRUE(found.scales == right.scales) << to_string(spec) << ", rank " << r;
-      });
+      for (const Grid& g : exchanges(grid_of(m, 4, 2, 4)))
+        on_ranks(m, g, {}, l, {}, [&](Rank& rank, const Held& held, PlanOptions prompts, int r) {
+          rank.run(Step(held, {l.contexts, std::vector<int32_t>(l.contexts.size())}), prompts, 3);
+          PlanOptions own = o;
+          own.tensor_parallel = prompts.tensor_parallel;
+          own.context_parallel = prompts.context_parallel;
+          PlanOptions plain = own;
+          plain.output = {};
+          const Step s(held, l);
+          const std::vector<float> rows = rank.attended(s, plain, m.heads, 5);
+          const int64_t tokens = s.batch.tokens(), width = rank.heads.count * m.value;
+          QuantisedMemory found(o.output, tokens, width), right(o.output, tokens, width);
+          rank.attended(s, own, m.heads, 5, found.view());
+          two_step(rows, tokens, right.view());
+          EXPECT_TRUE(found.codes == right.codes) << to_string(spec) << ", rank " << r;
+          EXPECT_TRUE(found.scales == right.scales) << to_string(spec) << ", rank " << r;
+        });
     }
 }
 
@@ -202,14 +204,14 @@ TEST(ContextParallel, QuantisedOutputs) {
 TEST(ContextParallel, RowsThatAreThere) {
   const ModelConfig m = model_of();
   for (const PathPolicy path : {PathPolicy::latent, PathPolicy::expanded})
-    on_ranks(m, grid_of(m, 4, 2, 4), {}, ragged(), {.path = path},
-             [&](Rank& rank, const Held& held, PlanOptions o, int r) {
-               rank.run(Step(held, {ragged().contexts, {0, 0, 0, 0, 0}}), o, 3);
-               const Step s(held, ragged());
-               const std::vector<float> right = rank.attended(s, o, m.heads, 5);
-               o.cache_use = CacheUse::read;
-               EXPECT_TRUE(rank.attended(s, o, m.heads, 5) == right) << "rank " << r;
-             });
+    for (const Grid& g : exchanges(grid_of(m, 4, 2, 4)))
+      on_ranks(m, g, {}, ragged(), {.path = path}, [&](Rank& rank, const Held& held, PlanOptions o, int r) {
+        rank.run(Step(held, {ragged().contexts, {0, 0, 0, 0, 0}}), o, 3);
+        const Step s(held, ragged());
+        const std::vector<float> right = rank.attended(s, o, m.heads, 5);
+        o.cache_use = CacheUse::read;
+        EXPECT_TRUE(rank.attended(s, o, m.heads, 5) == right) << "rank " << r;
+      });
 }
 
 // W_Q W_UK^T and W_UV W_O around the same exchanges.
@@ -265,6 +267,79 @@ TEST(ContextParallel, TheExchangeIsSteps) {
   const Held none = held_by({3, 2}, 0, fresh);
   const Step prompts(none, fresh);
   EXPECT_FALSE(rank.plan_of(prompts, o).shares_context());
+}
+
+// Queries go before W_UK and come back behind W_UV: a third and a quarter of the numbers.
+TEST(ContextParallel, HeadsAreFewerBytes) {
+  const ModelConfig m = model_of();
+  const Lengths l{{1, 1}, {20, 30}};
+  ContextParallel c{.sharding = CacheSharding(2, 4), .rank = 0, .heads = {3, 2}, .exchange = ContextExchange::heads};
+  const Held held(c, l);
+  Rank rank(m, {0, 3}, CacheFormat::f32, {}, {{0, 3}, {3, 2}});
+  const Step step(held, l);
+  const Plan p = rank.plan_of(step, options_of(held));
+  std::vector<std::string_view> forwards, attends;
+  for (const mla::Step& s : p.steps) {
+    if (s.calls.any_of(kForward)) forwards.push_back(s.name);
+    if (s.calls.any_of(kAttend)) attends.push_back(s.name);
+  }
+  const auto latent_of = [](const std::vector<std::string_view>& names) {
+    std::string all;
+    const auto end = std::find(names.begin(), names.end(), "output");
+    for (auto at = std::find_if(names.begin(), names.end(), [](auto n) { return n.ends_with("append"); }) + 1; at < end;
+         ++at)
+      all += std::string(*at) + " ";
+    return all;
+  };
+  const std::string rest =
+      "gather_queries absorb query_rope attend_latent value_up exchange_found merge_splits place_heads ";
+  EXPECT_EQ(latent_of(forwards), rest);
+  EXPECT_EQ(latent_of(attends), "pack_queries " + rest);  // a caller's rows may lie apart
+  EXPECT_NE(p.describe().find("4 tokens in turn and exchange heads"), std::string::npos) << p.describe();
+  for (const layer::KernelUse& u : layer::kernels(p, step.batch, {.dtype = Dtype::f32})) {
+    if (u.op == "gather_queries") {
+      EXPECT_EQ(u.bytes, 2 * 3 * m.query_key() * 4);
+    }
+    if (u.op == "exchange_found") {
+      EXPECT_EQ(u.bytes, 2 * 2 * (m.value + 1) * 4);
+    }
+  }
+  // Of a batch with requests on either path the latent ones' queries are packed.
+  const Lengths mixed{{9, 1}, {0, 30}};
+  const Held other(c, mixed);
+  std::vector<std::string_view> names;
+  for (const mla::Step& s : rank.plan_of(Step(other, mixed), options_of(other)).steps)
+    if (s.calls.any_of(kForward)) names.push_back(s.name);
+  EXPECT_NE(std::find(names.begin(), names.end(), "pack_queries"), names.end());
+}
+
+TEST(ContextParallel, WeightsAreTheExchanges) {
+  const ModelConfig m = model_of();
+  const Lengths l{{1}, {20}};
+  const auto tried = [&](ContextExchange exchange, const std::vector<HeadRange>& group) {
+    const Held held({.sharding = CacheSharding(2, 4), .rank = 0, .heads = {3, 2}, .exchange = exchange}, l);
+    Rank rank(m, {0, 3}, CacheFormat::f32, {}, group);
+    return message_of([&] { (void)rank.run(Step(held, l), options_of(held), 1); });
+  };
+  EXPECT_EQ(tried(ContextExchange::heads, {}),
+            "layer: weights hold W_UK and W_UV of 3 heads, plan needs those of 5: its group's "
+            "(LayerTensors::group_kv_up)");
+  EXPECT_EQ(tried(ContextExchange::latents, {{0, 3}, {3, 2}}),
+            "layer: weights hold W_UK and W_UV of 5 heads, plan needs those of 3");
+  EXPECT_EQ(message_of([&] {
+              (void)part_of(m, random_layer(m, 0, 1, Dtype::f32), {0, 3}, std::array{HeadRange{3, 3}});
+            }),
+            "part_of: heads 3 and the 3 from there on, " + m.name + " has 5");
+  LayerTensors t = part_of(m, random_layer(m, 0, 1, Dtype::f32), {0, 3}, std::array{HeadRange{3, 2}});
+  EXPECT_NE(message_of([&] {
+              (void)prepare(part_of(m, {0, 3}), t, {.dtype = Dtype::f32, .absorption = Absorption::full});
+            }).find("group_kv_up with absorption full"),
+            std::string::npos);
+  t.group_kv_up[0].shape[0] -= 1;
+  EXPECT_NE(message_of([&] {
+              (void)prepare(part_of(m, {0, 3}), t, Dtype::f32);
+            }).find("group_kv_up"),
+            std::string::npos);
 }
 
 // Of a rank's table only its own pages are read: the whole of the last, longest request would not be in it.
@@ -364,6 +439,8 @@ TEST(ContextParallel, WhatDoesNotFitIsNamed) {
             "plan: context_parallel rank is 4, allowed 0 to 3");
   EXPECT_EQ(with([](PlanOptions& p) { p.form = LayerForm::attention, p.cache_use = CacheUse::none; }),
             "plan: a cache split over 2 ranks with cache_use none: there is no cache to split");
+  EXPECT_EQ(with([](PlanOptions& p) { p.absorbed = true, p.context_parallel.exchange = ContextExchange::heads; }),
+            "plan: a cache split over 2 ranks that exchange heads, with fully absorbed weights, which have none");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.rank = 2; }),
             "plan: context_parallel rank is 2, allowed 0 to 1");
   EXPECT_EQ(with([](PlanOptions& p) { p.context_parallel.heads = {3}; }),

@@ -35,11 +35,12 @@ struct Rank {
   Cache cache;
   IndexCache index;
 
-  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, CacheFormat format)  // of: a group
+  Rank(const Golden& g, const CacheSharding& s, int of, HeadRange heads, std::span<const HeadRange> group,
+       CacheFormat format)  // of: a group
       : model(part_of(g.config, heads)),
         sharding(s),
         rank(of),
-        weights(prepare(model, part_of(g.config, g.tensors, heads), Dtype::f32)),
+        weights(prepare(model, part_of(g.config, g.tensors, heads, group), Dtype::f32)),
         rotary(model.rotary, model.rope, g.length),
         spec(cache_spec(model, format, kPageSize)),
         table(pages_of(s.pages(of, g.length, kPageSize))),
@@ -93,7 +94,8 @@ struct Rank {
 };
 
 // A prefill, a chunk behind it and single tokens, by all ranks: what each has of the output.
-std::vector<Ran> by_ranks(const Golden& g, int ranks, int members, int64_t interleave, CacheFormat format) {
+std::vector<Ran> by_ranks(const Golden& g, int ranks, int members, int64_t interleave, CacheFormat format,
+                          ContextExchange exchange = ContextExchange::latents) {
   const std::vector<HeadRange> heads = shares(g.config.heads, ranks);
   std::vector<Communicator> group = thread_communicators(ranks);
   std::vector<Ran> out(heads.size());
@@ -102,9 +104,13 @@ std::vector<Ran> by_ranks(const Golden& g, int ranks, int members, int64_t inter
     threads.emplace_back([&, r] {
       const auto at = static_cast<size_t>(r);
       PlanOptions o{.tensor_parallel = ranks, .index_format = IndexCacheFormat::f32};
-      o.context_parallel = {.sharding = CacheSharding(members, interleave), .rank = r, .heads = {}};
+      o.context_parallel = {
+          .sharding = CacheSharding(members, interleave), .rank = r, .heads = {}, .exchange = exchange};
       for (const HeadRange& h : heads) o.context_parallel.heads.push_back(h.count);
-      Rank rank(g, o.context_parallel.sharding, o.context_parallel.member(), heads[at], format);
+      std::span<const HeadRange> sharing;
+      if (members > 1 && exchange == ContextExchange::heads)
+        sharing = std::span(heads).subspan(static_cast<size_t>(r / members * members), static_cast<size_t>(members));
+      Rank rank(g, o.context_parallel.sharding, o.context_parallel.member(), heads[at], sharing, format);
       out[at].out.assign(static_cast<size_t>(g.length * g.config.hidden), -7.0f);
       out[at].selected.resize(static_cast<size_t>(g.length));
       const int64_t last = g.length - 3;
@@ -146,13 +152,16 @@ TEST_P(GoldenRanks, ReproduceTheFile) {
         for (const int64_t interleave : {1, 2, 4, 16, 64}) {
           if (ranks % members != 0) continue;
           if ((format != CacheFormat::f32 || members < ranks) && interleave != 2 && interleave != 16) continue;
-          const std::string how = g.name + " by " + std::to_string(ranks) + " ranks in groups of " +
-                                  std::to_string(members) + ", " + std::to_string(interleave) + " in turn, " +
-                                  std::string(to_string(format));
-          const auto out = by_ranks(g, ranks, members, interleave, format);
-          EXPECT_LE(reference::relative_error(out[0].out, exact), bound) << how << " against float64";
-          EXPECT_LE(reference::relative_error(out[0].out, file), bound + kFileError) << how << " against the file";
-          for (const auto& other : out) EXPECT_TRUE(other.out == out[0].out) << how;
+          for (const ContextExchange exchange : {ContextExchange::latents, ContextExchange::heads}) {
+            if (exchange == ContextExchange::heads && (members == 1 || interleave != 2)) continue;
+            const std::string how = g.name + " by " + std::to_string(ranks) + " ranks in groups of " +
+                                    std::to_string(members) + ", " + std::to_string(interleave) + " in turn, " +
+                                    std::string(to_string(format)) + ", exchanging " + std::string(to_string(exchange));
+            const auto out = by_ranks(g, ranks, members, interleave, format, exchange);
+            EXPECT_LE(reference::relative_error(out[0].out, exact), bound) << how << " against float64";
+            EXPECT_LE(reference::relative_error(out[0].out, file), bound + kFileError) << how << " against the file";
+            for (const auto& other : out) EXPECT_TRUE(other.out == out[0].out) << how;
+          }
         }
   }
 }

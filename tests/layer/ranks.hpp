@@ -29,21 +29,34 @@ struct Grid {
   std::vector<HeadRange> heads;
   int members = 1;
   int64_t interleave = 1;
+  ContextExchange exchange = ContextExchange::latents;
 
   int ranks() const { return static_cast<int>(heads.size()); }
   std::string name() const {
     return std::to_string(ranks()) + " ranks, groups of " + std::to_string(members) + ", " +
-           std::to_string(interleave) + " in turn";
+           std::to_string(interleave) + " in turn, exchanging " + std::string(to_string(exchange));
   }
   ContextParallel of(int rank) const {
     if (members == 1) return {};
-    ContextParallel c{.sharding = CacheSharding(members, interleave), .rank = rank, .heads = {}};
+    ContextParallel c{.sharding = CacheSharding(members, interleave), .rank = rank, .heads = {}, .exchange = exchange};
     for (const HeadRange& h : heads) c.heads.push_back(h.count);
     return c;
+  }
+  /// Heads of the members of the rank's group, where they exchange heads.
+  std::vector<HeadRange> group(int rank) const {
+    if (members == 1 || exchange != ContextExchange::heads) return {};
+    const auto first = heads.begin() + rank / members * members;
+    return {first, first + members};
   }
 };
 inline Grid grid_of(const ModelConfig& m, int ranks, int members, int64_t interleave) {
   return {shares(m.heads, ranks), members, interleave};
+}
+/// The same with either exchange.
+inline std::vector<Grid> exchanges(Grid g) {
+  std::vector<Grid> both{g, g};
+  both[1].exchange = ContextExchange::heads;
+  return both;
 }
 
 /// Pages of the tokens that a rank holds of each request, in an order of its own.
@@ -106,10 +119,11 @@ struct Rank {
   std::vector<int32_t>
       chosen;  ///< of the last step's sparse rows, in the order of their tokens: positions [rows, topk]
 
-  Rank(const ModelConfig& whole, HeadRange own, CacheFormat format, IndexCacheFormat index_format)
+  Rank(const ModelConfig& whole, HeadRange own, CacheFormat format, IndexCacheFormat index_format,
+       const std::vector<HeadRange>& group_heads = {})
       : model(part_of(whole, own)),
         heads(own),
-        weights(prepare(model, part_of(whole, random_layer(whole, 0, 1, Dtype::f32), own), Dtype::f32)),
+        weights(prepare(model, part_of(whole, random_layer(whole, 0, 1, Dtype::f32), own, group_heads), Dtype::f32)),
         rotary(model.rotary, model.rope, 4096),
         spec(cache_spec(model, format, kPageSize)),
         cache(spec, kPages) {
@@ -207,7 +221,7 @@ void on_ranks(const ModelConfig& m, const Grid& g, const Formats& formats, const
         own.tensor_parallel = g.ranks();
         own.context_parallel = g.of(r);
         own.index_format = formats.index;
-        Rank rank(m, g.heads[at], formats.cache, formats.index);
+        Rank rank(m, g.heads[at], formats.cache, formats.index, g.group(r));
         rank.group = &group[at];
         f(rank, Held(own.context_parallel, most), own, r);
       } catch (const std::exception& e) {

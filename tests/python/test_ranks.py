@@ -101,22 +101,25 @@ def batch_of(tables, parts, sharding=None, rank=0):
     return mla.Batch(starts.tolist(), [end for _, end in parts], tables, slots)
 
 
-def steps(model, hidden, comm=None, interleave=0, stream=None, members=0, **options):
+def steps(model, hidden, comm=None, interleave=0, stream=None, members=0, exchange="latents", **options):
     """Prefills of most of each request, then the rest: what forward() gives for both.
 
-    members: of a group that shares a cache; 0: all ranks.
+    members: of a group that shares a cache; 0: all ranks. exchange: what its ranks send each other.
     """
     ranks, rank = (comm.ranks, comm.rank) if comm else (1, 0)
     heads = [mla.head_share(model.heads, r, ranks) for r in range(ranks)]
+    members = members or ranks
+    first = rank - rank % members
+    group = heads[first : first + members] if exchange == "heads" else []
     part = mla.part_of(model, heads[rank])
-    tensors = mla.part_of(model, mla.random_layer(model, 0, 3, "f32"), heads[rank])
+    tensors = mla.part_of(model, mla.random_layer(model, 0, 3, "f32"), heads[rank], group)
     weights = mla.prepare(part, tensors, dtype="f32")
     rotary = mla.RotaryTable(part, 128)
-    members = members or ranks
     sharding = mla.CacheSharding(members, interleave) if interleave else mla.CacheSharding(1)
     if interleave:
         options |= {
-            "sharding": sharding, "rank": rank, "rank_heads": [count for _, count in heads]
+            "sharding": sharding, "rank": rank, "rank_heads": [count for _, count in heads],
+            "exchange": exchange,
         }
     holder = rank % members if interleave else 0
     pages = [sharding.pages(holder, n, PAGE) for n in LENGTHS]
@@ -223,9 +226,10 @@ def test_ranks_that_select(model, hidden):
 
 
 @pytest.mark.parametrize("interleave", [1, 16])
-def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave):
+@pytest.mark.parametrize("exchange", ["latents", "heads"])
+def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave, exchange):
     def work(comm):
-        return steps(model, hidden, comm, interleave, members=2)
+        return steps(model, hidden, comm, interleave, members=2, exchange=exchange, path="latent")
 
     found = results_of(mla.thread_communicators(4), work)
     for rank in range(4):

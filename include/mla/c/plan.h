@@ -30,6 +30,9 @@ enum {
 /// layer was made with; raw sums are faster on Hopper GPUs and less exact.
 enum { MLA_PREFILL_COMPUTE = 0, MLA_PREFILL_FP8 = 1, MLA_PREFILL_FP8_RAW = 2 };
 enum { MLA_DECODE_COMPUTE = 0, MLA_DECODE_FP8 = 1 };
+/// What ranks that share a cache send each other: latent queries and outputs, or heads' own, a third and a quarter of
+/// the numbers, by weights that were made with mla_prepare_options.group_heads.
+enum { MLA_EXCHANGE_LATENTS = 0, MLA_EXCHANGE_HEADS = 1 };
 /// Dtype of the rows that calls take and give: hidden states, or the attention form's q, kv_c and k_pe. NATIVE: hidden
 /// states of f32 or bf16, as each call has them, and the others of mla_plan_info.activations. Others: all are of that
 /// dtype, cast on the way in; results are rounded from f32 on the way out, and may also be f32 or bf16.
@@ -130,6 +133,7 @@ typedef struct mla_plan_options {
   int32_t activation_dtype;       ///< MLA_ACTIVATION_DTYPE_... of the calls' rows; default native
   int32_t decode;                 ///< MLA_DECODE_...: what the latent path multiplies where fp8_query is 1; default
                                   ///< compute
+  int32_t exchange;               ///< MLA_EXCHANGE_...; read with sharding; default latents
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {

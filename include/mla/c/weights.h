@@ -26,6 +26,10 @@ typedef struct mla_prepare_options {
   int32_t products;    ///< MLA_WEIGHTS_PLAIN or _FP8 of the other products, not the indexer's; default plain
   int64_t head_begin;  ///< with head_count: weights of these heads alone, for mla_model_part's model
   int64_t head_count;  ///< 0: all of them
+  /// With head_count, of ranks that share a cache and exchange heads (MLA_EXCHANGE_HEADS): first head and number of
+  /// heads of each member of the rank's group, [group_members][2]; NULL: W_UK and W_UV are held of the rank's own heads
+  const int64_t* group_heads;
+  int64_t group_members;
 } mla_prepare_options;
 
 static inline mla_prepare_options mla_prepare_options_default(void) {

@@ -21,7 +21,7 @@ void absorbed_steps(Steps& s) {
   const RowList tokens = s.list(ListKind::latent_tokens, s.plan.latent_tokens);
   s.project("absorbed_query", kForward, shared, tokens, Weight::absorbed_query,
             staged_queries(s).part<Token, Head, Out>(0, {rows, n, m.latent}), {}, rows);
-  place_rope(s, kForward, q_pe);
+  place_rope(s, kForward, q_pe, tokens);
   attend_latent(s, kForward);
   s.join(kAnyCall);
   project_hidden(s, "absorbed_output", s.region<Token, Head, In>("latent_out", s.act, {rows, 1, n * m.latent}),

@@ -128,8 +128,8 @@ Operand<Token, Head, Rope> latent_rope(const Steps& s);
 /// Whether append_new_rows() writes them: on a GPU, where all tokens' queries are latent ones, in the dtype that they
 /// come in.
 bool appending_places_rope(const Steps& s);
-/// Rotated parts of queries behind their latent parts, in calls that do not append.
-void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe);
+/// Rotated parts of these tokens' queries behind their latent parts, in calls that do not append.
+void place_rope(Steps& s, Calls calls, const Operand<Token, Head, Rope>& q_pe, const RowList& tokens);
 /// What items that are splits leave, for a merge behind them.
 struct Partials {
   Operand<Partial, Head, Value> out;
