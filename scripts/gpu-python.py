@@ -765,9 +765,13 @@ def layer() -> Iterator[Row]:
     slots = [*range(200, 300), 320 + 40]
     batch = mla.Batch([0, 100, 101], lengths, np.arange(10, dtype=np.int32).reshape(2, 5), slots)
     hidden = torch.randn(sum(new), model.hidden) / 4
-    for compute, rows_in in (("f32", "f32"), ("bf16", "bf16"), ("f32", "f16"), ("bf16", "f16")):
+    # A path each: by rates a CPU and a GPU may choose different ones, and one reads the step's rows
+    # as they are, the other as the cache holds them.
+    for (compute, rows_in), path in itertools.product(
+        (("f32", "f32"), ("bf16", "bf16"), ("f32", "f16"), ("bf16", "f16")), ("latent", "expanded")
+    ):
         results = []
-        what = compute if rows_in == compute else f"{compute}, {rows_in} rows"
+        what = (compute if rows_in == compute else f"{compute}, {rows_in} rows") + f", {path}"
         for device in ("cpu", DEVICE):
             weights = mla.prepare(model, tensors, dtype=compute, device=device)
             rotary = mla.RotaryTable(model, 1024, device=device)
@@ -782,7 +786,8 @@ def layer() -> Iterator[Row]:
             cache = mla.Cache(spec, memory=memory)
             x = hidden.to(device, DTYPES[rows_in])
             options = mla.PlanOptions(
-                compute=compute, activation_dtype="native" if rows_in == compute else rows_in
+                compute=compute, path=path,
+                activation_dtype="native" if rows_in == compute else rows_in,
             )
             stream = torch.cuda.Stream() if device != "cpu" else None
             with torch.cuda.stream(stream):
