@@ -16,6 +16,14 @@ namespace mla {
 /// than heads.
 HeadRange head_share(int64_t heads, int rank, int ranks);
 
+/// Rows [begin, begin + count) of a step.
+struct RowRange {
+  int64_t begin = 0, count = 0;
+};
+/// Rank `rank`'s of `ranks` shares of a step's rows, as even as can be: the first rows % ranks have one row more; there
+/// may be fewer rows than ranks. InputError for a negative number of rows or a rank outside the group.
+RowRange row_share(int64_t rows, int rank, int ranks);
+
 /// The model of these heads alone. InputError unless there is one at least, all of them the model's.
 ModelConfig part_of(const ModelConfig& model, HeadRange heads);
 

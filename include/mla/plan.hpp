@@ -16,6 +16,7 @@
 #include "mla/index_cache.hpp"
 #include "mla/index_plan.hpp"
 #include "mla/model.hpp"
+#include "mla/parallel.hpp"
 #include "mla/plan_digest.hpp"
 #include "mla/quant.hpp"
 #include "mla/sharding.hpp"
@@ -82,6 +83,12 @@ enum class ContextExchange : uint8_t {
   heads,    ///< heads' queries before W_UK, and what was found behind W_UV: a third and a quarter of the numbers. Each
             ///< rank multiplies all its group's heads by W_UK and W_UV (LayerTensors::group_kv_up)
 };
+/// What forward() writes of the hidden rows that ranks' parts are summed to.
+enum class HiddenSums : uint8_t {
+  all,  ///< all of them, on every rank
+  own,  ///< on each rank a range of the step's rows (row_share), for layers around attention that share out the tokens
+        ///< (sequence parallelism): half of what is sent
+};
 /// Which calls a plan serves.
 enum class LayerForm : uint8_t {
   block,      ///< forward(), and attend() too, unless its output is quantised
@@ -101,6 +108,7 @@ std::string_view to_string(PrefillOperands p);
 std::string_view to_string(DecodeOperands d);
 std::string_view to_string(ActivationDtype t);
 std::string_view to_string(ContextExchange e);
+std::string_view to_string(HiddenSums s);
 std::string_view to_string(LayerForm f);
 std::string_view to_string(CacheUse u);
 PathPolicy parse_path_policy(std::string_view name);
@@ -110,6 +118,7 @@ PrefillOperands parse_prefill_operands(std::string_view name);
 DecodeOperands parse_decode_operands(std::string_view name);
 ActivationDtype parse_activation_dtype(std::string_view name);
 ContextExchange parse_context_exchange(std::string_view name);
+HiddenSums parse_hidden_sums(std::string_view name);
 LayerForm parse_layer_form(std::string_view name);
 CacheUse parse_cache_use(std::string_view name);
 
@@ -166,7 +175,7 @@ double sparse_cost(const ModelConfig& model, const CacheSpec& cache, const CostM
 /// SparsePolicy::automatic rows are read in place, none by masks. UnsupportedError for CacheUse::none.
 struct ContextParallel {
   CacheSharding sharding;      ///< over a group's ranks, which divide tensor_parallel; one rank: the cache is whole
-  int rank = 0;                ///< this plan's, of tensor_parallel
+  int rank = 0;                ///< this plan's, of tensor_parallel; with HiddenSums::own of a whole cache, too
   std::vector<int64_t> heads;  ///< of each rank of tensor_parallel; the model's own at [rank]
   /// heads: UnsupportedError with fully absorbed weights; a quantised output then takes a call of its own.
   ContextExchange exchange = ContextExchange::latents;
@@ -211,7 +220,8 @@ struct PlanOptions {
   int tensor_parallel = 1;
   /// Of tensor_parallel's ranks, in forward() and attend() alike; by default none.
   ContextParallel context_parallel;
-  LinkRates link;  ///< between the ranks
+  HiddenSums sums = HiddenSums::all;  ///< own: of context_parallel.rank's rows, whether a cache is split or not
+  LinkRates link;                     ///< between the ranks
   PathPolicy path = PathPolicy::automatic;
   /// by_length's longest latent query; of sparse requests, those longer are the prefills that SparsePolicy means. At
   /// least 0.
@@ -342,6 +352,7 @@ struct Plan {
   std::vector<int32_t> slots;         ///< [tokens] its slot mapping, then -1
   std::vector<int32_t> lengths;       ///< [maxima.requests] its seq_lens, then 0
   std::vector<int32_t> written_rows;  ///< [tokens] 0, 1, ... of the batch's tokens, then -1
+  std::vector<int32_t> written_sums;  ///< [own_rows().count] of HiddenSums::own: the same, of the rank's rows
 
   // Latent path: compact rows over the tokens of latent requests.
   std::vector<int32_t> latent_tokens;    ///< token of each compact row
@@ -432,6 +443,12 @@ struct Plan {
   }
   /// Whether calls exchange what ranks that share a cache found.
   bool shares_context() const { return options.context_parallel.shared() && !latent_tokens.empty(); }
+  /// Whether forward() writes a range of the rows.
+  bool sums_own() const { return options.sums == HiddenSums::own && options.tensor_parallel > 1; }
+  /// Rows of the calls that forward()'s output has: all, or this rank's.
+  RowRange own_rows() const {
+    return sums_own() ? row_share(tokens, options.context_parallel.rank, options.tensor_parallel) : RowRange{0, tokens};
+  }
   /// Whether ranks that share the cache send each other heads (ContextExchange::heads).
   bool exchanges_heads() const {
     return options.context_parallel.shared() && options.context_parallel.exchange == ContextExchange::heads;

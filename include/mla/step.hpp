@@ -113,6 +113,7 @@ enum class ListKind : uint8_t {
   index_tile,  ///< of a tile, as is the next
   index_joined,
   written_rows,  ///< of a plan with maxima
+  written_sums,  ///< the same, of ranks that sum their own rows
 };
 struct ListKey {
   ListKind kind = ListKind::none;
@@ -345,6 +346,10 @@ struct ExchangeFound {
 struct AllReduce {
   Operand<Token, In> x;  ///< dense
 };
+/// The same, of each rank's range of the rows: in its place, on this rank alone.
+struct ReduceScatter {
+  Operand<Token, In> x;  ///< dense
+};
 /// Rows of which each rank has made its range, in their place, on all of them.
 struct AllGather {
   Operand<Token, Head, Out> y;  ///< dense
@@ -369,11 +374,12 @@ struct Wait {
   int8_t on;
 };
 
-using Work = std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
-                          GatherRows, ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse,
-                          MergeSparse, IndexAppend, IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates,
-                          FillTopk, PickRows, MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding,
-                          GatherQueries, ExchangeFound, AllReduce, AllGather, Zero, BeginChoice, EndChoice, Wait>;
+using Work =
+    std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
+                 ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
+                 IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots,
+                 MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce,
+                 ReduceScatter, AllGather, Zero, BeginChoice, EndChoice, Wait>;
 
 }  // namespace steps
 

@@ -133,12 +133,13 @@ def forward(
     index_rotary in layers that have one. stream: by default that of hidden's device.
 
     ranks: of a plan with tensor_parallel above 1, this rank's place among as many; `out` is then the
-    sum over all of them. rank_seconds: that a call between them waits for the others, at most:
+    sum over all of them; with PlanOptions.sums own, of plan.own_rows alone. rank_seconds: that a call between them waits for the others, at most:
     RankError then. A rank's default stream on the CPU is its own.
     """
     if out is None:
         require_array("hidden", hidden, "[tokens, hidden]")
-        out = empty(hidden, tuple(hidden.shape))
+        rows = hidden.shape[0] if plan.own_rows[1] == plan.tokens else plan.own_rows[1]
+        out = empty(hidden, (rows, *hidden.shape[1:]))
     settle(hidden, out)
     _mla.forward(
         stream or stream_for(hidden, ranks), plan, weights, rotary, cache, hidden, out,

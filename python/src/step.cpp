@@ -154,9 +154,12 @@ void bind_plan(nb::module_& m) {
              bool index_hadamard, int64_t context_rows, int64_t max_model_len, int64_t max_requests,
              std::string_view form, std::string_view cache_use, bool dummy, std::string_view index_arithmetic,
              std::string_view prefill, std::string_view decode, std::string_view activation_dtype, int tensor_parallel,
-             const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads, std::string_view exchange) {
-            if (!sharding && (rank != 0 || !rank_heads.empty() || exchange != "latents"))
-              throw InputError("PlanOptions: rank, rank_heads and exchange are read with sharding, which is None");
+             const CacheSharding* sharding, int rank, std::vector<int64_t> rank_heads, std::string_view exchange,
+             std::string_view sums) {
+            if (!sharding && (!rank_heads.empty() || exchange != "latents"))
+              throw InputError("PlanOptions: rank_heads and exchange are read with sharding, which is None");
+            if (!sharding && rank != 0 && sums == "all")
+              throw InputError("PlanOptions: rank is read with sharding, which is None, and with sums own");
             new (self) PlanOptions{.form = parse_layer_form(form),
                                    .cache_use = parse_cache_use(cache_use),
                                    .dummy = dummy,
@@ -165,6 +168,7 @@ void bind_plan(nb::module_& m) {
                                                         .rank = rank,
                                                         .heads = std::move(rank_heads),
                                                         .exchange = parse_context_exchange(exchange)},
+                                   .sums = parse_hidden_sums(sums),
                                    .path = parse_path_policy(path),
                                    .reorder_batch_threshold = reorder_batch_threshold,
                                    .absorbed = absorbed,
@@ -194,7 +198,7 @@ void bind_plan(nb::module_& m) {
           nb::arg("index_arithmetic") = "exact", nb::arg("prefill") = "compute", nb::arg("decode") = "compute",
           nb::arg("activation_dtype") = "native", nb::arg("tensor_parallel") = 1,
           nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
-          nb::arg("exchange") = "latents",
+          nb::arg("exchange") = "latents", nb::arg("sums") = "all",
           "path: automatic, latent, expanded or by_length. split: fast, or batch_invariant, by which a request's bits\n"
           "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
           "(paths\n"
@@ -218,7 +222,8 @@ void bind_plan(nb::module_& m) {
           "member rank % sharding.ranks of its group. rank: this one, rank_heads: of each rank of tensor_parallel.\n"
           "exchange: what the group's ranks send each other, latents, or heads, a third to a quarter of the numbers, "
           "by\n"
-          "weights that were prepared from part_of(.., group=..).")
+          "weights that were prepared from part_of(.., group=..). sums: what forward() writes of the hidden rows that\n"
+          "the ranks' parts are summed to: all, or own, Plan.own_rows of them on each rank.")
       .def_ro("tensor_parallel", &PlanOptions::tensor_parallel)
       .def_prop_ro("cache_use", [](const PlanOptions& o) { return std::string(to_string(o.cache_use)); })
       .def_ro("dummy", &PlanOptions::dummy)
@@ -237,6 +242,14 @@ void bind_plan(nb::module_& m) {
       });
   nb::class_<PyPlan>(m, "Plan", "A planned step: which path each request takes, chunks, splits, workspace. Immutable.")
       .def_prop_ro("tokens", [](const PyPlan& p) { return p.step->plan.tokens; })
+      .def_prop_ro(
+          "own_rows",
+          [](const PyPlan& p) {
+            const RowRange own = p.step->plan.own_rows();
+            return std::pair(own.begin, own.count);
+          },
+          "(first, number) of the rows that forward() writes, as rows 0, 1, .. of its output: all, or with sums own\n"
+          "this rank's.")
       .def_prop_ro(
           "topk", [](const PyPlan& p) { return p.step->plan.topk; }, "Positions selected for a row; 0: none are.")
       .def_prop_ro("workspace_bytes", [](const PyPlan& p) { return p.step->plan.workspace_bytes; })

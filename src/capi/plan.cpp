@@ -16,7 +16,8 @@ static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
 static_assert(static_cast<int>(DecodeOperands::fp8) == MLA_DECODE_FP8);
-static_assert(static_cast<int>(ContextExchange::heads) == MLA_EXCHANGE_HEADS);
+static_assert(static_cast<int>(ContextExchange::heads) == MLA_EXCHANGE_HEADS &&
+              static_cast<int>(HiddenSums::own) == MLA_SUMS_OWN);
 static_assert(static_cast<int>(PrefillOperands::fp8) == MLA_PREFILL_FP8 &&
               static_cast<int>(PrefillOperands::fp8_raw) == MLA_PREFILL_FP8_RAW);
 static_assert(static_cast<int>(ActivationDtype::native) == MLA_ACTIVATION_DTYPE_NATIVE &&
@@ -89,13 +90,16 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.max_model_len = read_range("options max_model_len", o.max_model_len, 0, kMost);
   p.max_requests = read_range("options max_requests", o.max_requests, 0, kMost);
   if (o.rates) p.rates = read_rates(o.rates);
+  const auto read_rank = [&] { return static_cast<int>(read_range("options rank", o.rank, 0, p.tensor_parallel - 1)); };
+  p.sums = read_enum("options sums", o.sums, HiddenSums::own);
+  if (p.sums == HiddenSums::own) p.context_parallel.rank = read_rank();
   if (o.sharding) {
     const mla_sharding sharding = read_struct("options sharding", o.sharding);
     p.context_parallel.sharding = CacheSharding(sharding.ranks, sharding.interleave);
     if (p.tensor_parallel % sharding.ranks != 0)
       throw InputError("options sharding ranks is " + std::to_string(sharding.ranks) + ", tensor_parallel is " +
                        std::to_string(p.tensor_parallel) + ", which must be groups of as many");
-    p.context_parallel.rank = static_cast<int>(read_range("options rank", o.rank, 0, p.tensor_parallel - 1));
+    p.context_parallel.rank = read_rank();
     required("options rank_heads", o.rank_heads);
     p.context_parallel.heads.assign(o.rank_heads, o.rank_heads + p.tensor_parallel);
     p.context_parallel.exchange = read_enum("options exchange", o.exchange, ContextExchange::heads);
@@ -225,6 +229,8 @@ mla_status mla_plan_get(const mla_plan* plan, mla_plan_info* info) {
     i.fused_output = p.fused_output;
     i.activations = static_cast<int32_t>(p.inputs());
     i.batch_tokens = p.batch_tokens;
+    i.own_row_begin = p.own_rows().begin;
+    i.own_rows = p.own_rows().count;
     write_struct("info", info, i);
   });
 }

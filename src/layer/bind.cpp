@@ -314,6 +314,7 @@ ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {
 ops::QuantizePaddingArgs Binder::operator()(const steps::QuantizePadding& s) const { return {quantized_, s.rows}; }
 
 AnyMutableView<Token, In> Binder::operator()(const steps::AllReduce& s) const { return out(s.x); }
+AnyMutableView<Token, In> Binder::operator()(const steps::ReduceScatter& s) const { return out(s.x); }
 AnyMutableView<Token, Head, Out> Binder::operator()(const steps::AllGather& s) const { return out(s.y); }
 AnyMutableView<Token, Head, In> Binder::operator()(const steps::Zero& s) const { return out(s.y); }
 

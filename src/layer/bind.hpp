@@ -69,6 +69,7 @@ class Binder {
   /// Where an operand in the workspace begins.
   std::byte* in_workspace(const auto& operand) const { return c_.workspace.data() + operand.offset; }
   AnyMutableView<Token, In> operator()(const steps::AllReduce& s) const;
+  AnyMutableView<Token, In> operator()(const steps::ReduceScatter& s) const;
   AnyMutableView<Token, Head, Out> operator()(const steps::AllGather& s) const;
   AnyMutableView<Token, Head, In> operator()(const steps::Zero& s) const;
 

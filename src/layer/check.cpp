@@ -183,7 +183,9 @@ void check_block(const LayerContext& c, const AnyView<Token, Hidden>& hidden,
   const bool dummy = c.plan.options.dummy;
   if (!dummy) require_hidden(c, hidden.dtype(), out.dtype());
   if (!dummy) require_input(c, "hidden", hidden);
-  require_input(c, "out", out);
+  ops::require_view("layer", "out", out);
+  ops::require_rows("layer", c.plan.sums_own() ? "out, of this rank's rows," : "out", out.extent<Token>(),
+                    c.plan.own_rows().count);
   if (!dummy)
     ops::require_equal("layer", "hidden Hidden", hidden.extent<Hidden>(), "model hidden", c.plan.model.hidden);
   ops::require_equal("layer", "out Hidden", out.extent<Hidden>(), "model hidden", c.plan.model.hidden);
@@ -196,7 +198,7 @@ void check_ranks(const LayerContext& c, bool forward) {
   if (ranks == 1 || c.plan.options.dummy || !(forward || c.plan.shares_context() || c.plan.gathers_context())) return;
   if (!c.ranks) throw ShapeError("layer: ranks is missing, plan was made for tensor_parallel " + std::to_string(ranks));
   ops::require_equal("layer", "ranks", c.ranks->ranks(), "plan tensor_parallel", ranks);
-  if (c.plan.options.context_parallel.shared())
+  if (c.plan.options.context_parallel.shared() || c.plan.sums_own())
     ops::require_equal("layer", "ranks' own", c.ranks->rank(), "plan context_parallel rank",
                        c.plan.options.context_parallel.rank);
 }

@@ -180,6 +180,19 @@ class Walk {
         name, ranks, {elements * static_cast<double>(size_of(x.dtype())), elements * (ranks - 1)},
         [&](const Collective& call) { c_.ranks->all_reduce(*stream_, call, x.dtype(), x.data(), x.data(), x.size()); });
   }
+  void run(std::string_view name, const steps::ReduceScatter& sum) {
+    const AnyMutableView<Token, In> x = bind_(sum);
+    const int ranks = plan_.options.tensor_parallel;
+    const int64_t width = x.extent<In>(), rows = x.extent<Token>(), own = plan_.own_rows().count * width,
+                  element = static_cast<int64_t>(size_of(x.dtype()));
+    std::vector<int64_t> counts;
+    for (int r = 0; r < ranks; ++r) counts.push_back(row_share(rows, r, ranks).count * width);
+    collective(name, ranks, {static_cast<double>((x.size() - own) * element), static_cast<double>(own) * (ranks - 1)},
+               [&](const Collective& call) {
+                 std::byte* const to = static_cast<std::byte*>(x.data()) + plan_.own_rows().begin * width * element;
+                 c_.ranks->reduce_scatter(*stream_, call, x.dtype(), x.data(), to, counts);
+               });
+  }
   void run(std::string_view name, const steps::AllGather& s) {
     const AnyMutableView<Token, Head, Out> y = bind_(s);
     const int ranks = plan_.options.tensor_parallel;

@@ -90,14 +90,32 @@ StoredScales part_of(const ModelConfig& model, StoredScales scales, HeadRange he
   return scales;
 }
 
+namespace {
+
+// Range {first, number} of `n` things: the first n % ranks ranks have one more.
+template <class Range>
+Range even_share(const char* call, int64_t n, int rank, int ranks) {
+  if (rank < 0 || rank >= ranks)
+    throw InputError(std::string(call) + ": rank is " + std::to_string(rank) + ", allowed 0 to " +
+                     std::to_string(ranks - 1));
+  const int64_t least = n / ranks, more = n % ranks;
+  return {rank * least + std::min<int64_t>(rank, more), least + (rank < more)};
+}
+
+}  // namespace
+
 HeadRange head_share(int64_t heads, int rank, int ranks) {
   if (ranks < 1 || ranks > heads)
     throw InputError("head_share: ranks is " + std::to_string(ranks) + ", allowed 1 to " + std::to_string(heads) +
                      ", the number of heads");
-  if (rank < 0 || rank >= ranks)
-    throw InputError("head_share: rank is " + std::to_string(rank) + ", allowed 0 to " + std::to_string(ranks - 1));
-  const int64_t least = heads / ranks, more = heads % ranks;
-  return {rank * least + std::min<int64_t>(rank, more), least + (rank < more)};
+  return even_share<HeadRange>("head_share", heads, rank, ranks);
+}
+
+RowRange row_share(int64_t rows, int rank, int ranks) {
+  if (rows < 0 || ranks < 1)
+    throw InputError("row_share: rows is " + std::to_string(rows) + " and ranks is " + std::to_string(ranks) +
+                     ", at least 0 and 1");
+  return even_share<RowRange>("row_share", rows, rank, ranks);
 }
 
 ModelConfig part_of(const ModelConfig& model, HeadRange heads) {

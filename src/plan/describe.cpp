@@ -56,13 +56,16 @@ std::string Plan::describe() const {
                              (members < options.tensor_parallel ? " in groups of " + std::to_string(members) : "") +
                              " that hold " + counted(shared.sharding.interleave(), "token") + " in turn" +
                              (exchanges_heads() ? " and exchange heads" : "");
-  line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s; split %s",
+  const std::string sums = sums_own() ? ", rows " + std::to_string(own_rows().begin) + " to " +
+                                            std::to_string(own_rows().begin + own_rows().count) + " of the sums"
+                                      : "";
+  line(out, "  cache: %s, pages of %lld, %.0f B a token%s; compute %s%s%s%s%s%s%s%s%s; split %s",
        std::string(to_string(cache.format)).c_str(), static_cast<long long>(cache.page_size), cache.token_bytes(),
        held.c_str(), std::string(to_string(options.compute)).c_str(),
        !options.fp8_query                          ? ""
        : options.decode == DecodeOperands::compute ? ", fp8 queries"
                                                    : ", fp8 queries and products of codes",
-       options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(), calls.c_str(),
+       options.absorbed ? ", fully absorbed weights" : "", up.c_str(), activations.c_str(), calls.c_str(), sums.c_str(),
        options.form == LayerForm::attention ? ", attention form" : "",
        options.cache_use == CacheUse::append ? ""
        : options.cache_use == CacheUse::read ? ", the step's rows are in the cache"

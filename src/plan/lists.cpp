@@ -40,6 +40,7 @@ HostList host_list(const Plan& p, const Batch& batch, ListKey key) {
     case ListKind::sparse_pieces: return of("sparse pieces", p.sparse_groups[part].pieces);
     case ListKind::index_rows: return of("index rows", p.index_schedule.all);
     case ListKind::written_rows: return rows("written_rows", p.written_rows);
+    case ListKind::written_sums: return rows("written_sums", p.written_sums);
     case ListKind::index_joined: return of("index candidates", p.index_schedule.selected[part].joined);
     case ListKind::index_tile: return of("index tile", p.index_schedule.selected[part].rows);
   }

@@ -198,6 +198,11 @@ void pad_to_maxima(Plan& p, const Batch& batch) {
   p.written_rows.resize(static_cast<size_t>(p.batch_tokens));
   std::iota(p.written_rows.begin(), p.written_rows.end(), 0);
   pad(p.written_rows, m.tokens, -1, "written_rows");
+  if (const RowRange own = p.own_rows(); p.sums_own()) {
+    p.written_sums.resize(static_cast<size_t>(std::clamp<int64_t>(p.batch_tokens - own.begin, 0, own.count)));
+    std::iota(p.written_sums.begin(), p.written_sums.end(), 0);
+    pad(p.written_sums, own.count, -1, "written_sums");
+  }
   // One path for all: compact rows are the tokens', in their order.
   p.latent_tokens.resize(static_cast<size_t>(m.tokens));
   std::iota(p.latent_tokens.begin(), p.latent_tokens.end(), 0);

@@ -76,6 +76,8 @@ std::string_view to_string(DecodeOperands d) {
   return "?";
 }
 
+std::string_view to_string(HiddenSums s) { return s == HiddenSums::all ? "all" : "own"; }
+
 std::string_view to_string(ContextExchange e) { return e == ContextExchange::latents ? "latents" : "heads"; }
 
 std::string_view to_string(LayerForm f) { return f == LayerForm::block ? "block" : "attention"; }
@@ -116,6 +118,10 @@ DecodeOperands parse_decode_operands(std::string_view name) {
 ActivationDtype parse_activation_dtype(std::string_view name) {
   return parse("activation dtype", name,
                std::array{ActivationDtype::native, ActivationDtype::f32, ActivationDtype::bf16, ActivationDtype::f16});
+}
+
+HiddenSums parse_hidden_sums(std::string_view name) {
+  return parse("hidden sums", name, std::array{HiddenSums::all, HiddenSums::own});
 }
 
 ContextExchange parse_context_exchange(std::string_view name) {

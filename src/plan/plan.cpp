@@ -16,14 +16,14 @@ namespace {
 void check_sharing(const ModelConfig& model, const PlanOptions& o) {
   const ContextParallel& c = o.context_parallel;
   const int64_t ranks = c.sharding.ranks();
+  if ((ranks > 1 || o.sums == HiddenSums::own) && (c.rank < 0 || c.rank >= o.tensor_parallel))
+    throw ShapeError("plan: context_parallel rank is " + std::to_string(c.rank) + ", allowed 0 to " +
+                     std::to_string(o.tensor_parallel - 1));
   if (ranks == 1) return;
   const std::string what = "plan: a cache split over " + std::to_string(ranks) + " ranks ";
   if (o.tensor_parallel % ranks != 0)
     throw ShapeError(what + "with tensor_parallel " + std::to_string(o.tensor_parallel) +
                      ", which must be groups of as many");
-  if (c.rank < 0 || c.rank >= o.tensor_parallel)
-    throw ShapeError("plan: context_parallel rank is " + std::to_string(c.rank) + ", allowed 0 to " +
-                     std::to_string(o.tensor_parallel - 1));
   if (std::ssize(c.heads) != o.tensor_parallel)
     throw ShapeError("plan: context_parallel heads has " + std::to_string(c.heads.size()) +
                      " entries, tensor_parallel is " + std::to_string(o.tensor_parallel));
@@ -168,6 +168,7 @@ PlanDigest digest_of(const Plan& p) {
   for (const int64_t heads : o.context_parallel.heads) add(heads);
   add(static_cast<int64_t>(p.activations()));
   add(static_cast<int64_t>(o.split));
+  add(static_cast<int64_t>(o.sums));
   add(std::ssize(p.requests));
   for (const RequestPlan& r : p.requests) {
     add(int64_t{r.query_len} << 32 | static_cast<uint32_t>(r.context));

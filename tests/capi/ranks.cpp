@@ -78,6 +78,35 @@ TEST(CRanks, ThreadsGiveTheLayersRows) {
   }
 }
 
+// Each rank has its range of the summed rows.
+TEST(CRanks, RanksMaySumTheirOwnRows) {
+  mla_communicator* ranks[2];
+  ASSERT_OK(mla_communicator_create_threads(2, ranks));
+  std::vector<float> all[2], own[2];
+  mla_plan_info info[2];
+  const auto run = [&](int rank) {
+    Part part(rank == 0 ? 0 : 1, rank == 0 ? 1 : kHeads - 1);
+    all[rank] = forward(part, ranks[rank], 2);
+    part.options.rank = rank;
+    part.options.sums = MLA_SUMS_OWN;
+    own[rank] = forward(part, ranks[rank], 2);
+    Plan plan;
+    EXPECT_OK(mla_plan_create(part.stream, part.model, &part.spec, kPages, &part.batch, &part.options, &plan));
+    info[rank] = describe(plan);
+  };
+  std::thread other(run, 1);
+  run(0);
+  other.join();
+  for (int r = 0; r < 2; ++r) {
+    EXPECT_EQ(info[r].own_row_begin, r * kTokens / 2);
+    EXPECT_EQ(info[r].own_rows, kTokens / 2);
+    const auto count = static_cast<size_t>(info[r].own_rows * 96),
+               begin = static_cast<size_t>(info[r].own_row_begin * 96);
+    for (size_t i = 0; i < count; ++i) ASSERT_EQ(own[r][i], all[r][begin + i]) << r << ", element " << i;
+  }
+  for (mla_communicator* c : ranks) EXPECT_OK(mla_communicator_destroy(c));
+}
+
 // A cache whose tokens go round the ranks: prompts, then a step behind them, against one rank's.
 TEST(CRanks, ASplitCacheGivesTheLayersRows) {
   const auto steps = [](Step& s, mla_communicator* ranks, int32_t count, int64_t rank) {

@@ -92,6 +92,50 @@ TEST(TensorParallel, RanksGiveTheLayersRows) {
   }
 }
 
+// Sums of a rank's own rows: the bits that all have with whole sums; other rows are not written. Also in steps of
+// maxima, where fewer rows are the batch's, and with fewer rows than ranks.
+TEST(TensorParallel, RanksMaySumTheirOwnRows) {
+  const ModelConfig model = model_of(false);
+  const LayerTensors whole = random_layer(model, 0, 1, Dtype::f32);
+  const int64_t h = model.hidden;
+  for (const Requests& of : {requests(), Requests({1, 1}, {40, 3})})
+    for (const int64_t tokens : {int64_t{0}, of.tokens() + 5})  // of maxima
+      for (const int ranks : {1, 2, 3, 5}) {
+        const Batch batch = of.batch();
+        const std::vector<HeadRange> division = shares(model.heads, ranks);
+        std::vector<Communicator> group = thread_communicators(ranks);
+        std::vector<std::vector<float>> all(division.size()), own(division.size());
+        std::vector<RowRange> range(division.size());
+        {
+          std::vector<std::jthread> threads;
+          for (size_t r = 0; r < division.size(); ++r)
+            threads.emplace_back([&, r] {
+              Layer l(part_of(model, division[r]), part_of(model, whole, division[r]), {});
+              PlanOptions o{.tensor_parallel = ranks};
+              if (tokens > 0) o.maxima = StepMaxima{.requests = 6, .tokens = tokens, .query_len = 80, .seq_len = 200};
+              all[r] = run<float>(l, batch, o, &group[r], -7.0f);
+              l.reset();
+              o.sums = HiddenSums::own;
+              o.context_parallel.rank = static_cast<int>(r);
+              range[r] = l.plan_of(batch, o).own_rows();
+              own[r] = run<float>(l, batch, o, &group[r], -7.0f);
+            });
+        }
+        int64_t next = 0;
+        for (size_t r = 0; r < division.size(); ++r) {
+          const std::string what =
+              std::to_string(ranks) + " ranks, maxima of " + std::to_string(tokens) + ", rank " + std::to_string(r);
+          ASSERT_EQ(range[r].begin, next) << what;
+          next += range[r].count;
+          for (int64_t i = 0; i < std::ssize(own[r]); ++i)
+            ASSERT_EQ(own[r][static_cast<size_t>(i)],
+                      i < range[r].count * h ? all[r][static_cast<size_t>(range[r].begin * h + i)] : -7.0f)
+                << what << ", element " << i;
+        }
+        ASSERT_EQ(next, tokens > 0 ? tokens : of.tokens());
+      }
+}
+
 TEST(TensorParallel, TheAttentionFormTakesAPartsHeadsAlone) {
   const ModelConfig model = model_of(false);
   const LayerTensors tensors = random_layer(model, 0, 1, Dtype::f32);
@@ -192,6 +236,17 @@ TEST(TensorParallel, TheSumIsAStep) {
       EXPECT_EQ(u.bytes, static_cast<double>(p.tokens * l.model.hidden) * 4);
     }
   EXPECT_TRUE(noted);
+  PlanOptions o{.tensor_parallel = 3, .sums = HiddenSums::own};
+  o.context_parallel.rank = 1;
+  const Plan own = l.plan_of(batch, o);
+  EXPECT_NE(own.describe().find(", rows " + std::to_string(own.own_rows().begin) + " to "), std::string::npos)
+      << own.describe();
+  for (const layer::KernelUse& u : layer::kernels(own, batch, {})) {
+    EXPECT_NE(u.op, "all_reduce");
+    if (u.op == "reduce_scatter") {
+      EXPECT_EQ(u.bytes, static_cast<double>((own.tokens - own.own_rows().count) * l.model.hidden) * 4);
+    }
+  }
 }
 
 // What all ranks' products would give alike, each makes a range of.
@@ -240,6 +295,15 @@ TEST(TensorParallel, WhatDoesNotFitIsNamed) {
             "layer: ranks is 3, plan tensor_parallel is 2");
   EXPECT_EQ(message_of([&] { (void)l.plan_of(batch, {.tensor_parallel = 0}); }),
             "plan: tensor_parallel is 0, allowed 1 to 2147483647");
+  PlanOptions own{.tensor_parallel = 2, .sums = HiddenSums::own};
+  own.context_parallel.rank = 2;
+  EXPECT_EQ(message_of([&] { (void)l.plan_of(batch, own); }), "plan: context_parallel rank is 2, allowed 0 to 1");
+  own.context_parallel.rank = 1;
+  std::vector<Communicator> two = thread_communicators(2);
+  EXPECT_EQ(message_of([&] { (void)run<float>(l, batch, own, &two[0], 0.0f); }),
+            "layer: ranks' own is 0, plan context_parallel rank is 1");
+  EXPECT_EQ(message_of([&] { (void)row_share(-1, 0, 2); }), "row_share: rows is -1 and ranks is 2, at least 0 and 1");
+  EXPECT_EQ(message_of([&] { (void)row_share(1, 2, 2); }), "row_share: rank is 2, allowed 0 to 1");
   EXPECT_EQ(message_of([&] { (void)head_share(4, 0, 5); }),
             "head_share: ranks is 5, allowed 1 to 4, the number of heads");
   EXPECT_EQ(message_of([&] { (void)head_share(4, 4, 4); }), "head_share: rank is 4, allowed 0 to 3");
@@ -258,6 +322,7 @@ TEST(TensorParallel, RanksPlanTheSameDigest) {
   EXPECT_EQ(five.plan_of(batch, {.tensor_parallel = 2}).digest, digest);
   EXPECT_EQ(one.plan_of(batch, {}).digest, PlanDigest());
   EXPECT_NE(one.plan_of(batch, {.tensor_parallel = 3}).digest, digest);
+  EXPECT_NE(one.plan_of(batch, {.tensor_parallel = 2, .sums = HiddenSums::own}).digest, digest);
   EXPECT_NE(one.plan_of(batch, {.tensor_parallel = 2, .split = SplitPolicy::batch_invariant}).digest, digest);
   const Requests a({1, 5}, {20, 0}), b({5, 1}, {20, 0}), c({1, 5}, {21, 0}), d({1, 5}, {0, 20});
   std::vector<uint64_t> hashes;

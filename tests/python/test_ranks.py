@@ -225,6 +225,33 @@ def test_ranks_that_select(model, hidden):
             assert np.abs(got - right).max() < 1e-5 * np.abs(right).max()
 
 
+def test_ranks_sum_their_own_rows(model, hidden, right):
+    ranges = {}
+
+    def work(comm, sums):
+        heads = mla.head_share(model.heads, comm.rank, comm.ranks)
+        part = mla.part_of(model, heads)
+        tensors = mla.part_of(model, mla.random_layer(model, 0, 3, "f32"), heads)
+        weights = mla.prepare(part, tensors, dtype="f32")
+        cache = mla.Cache(mla.cache_spec(part, "f32", PAGE), 4)
+        options = mla.PlanOptions(tensor_parallel=comm.ranks, sums=sums, rank=comm.rank * (sums == "own"))
+        plan = mla.plan(part, cache, batch_of([[2, 0, 1]], [(0, 33)]), options=options)
+        ranges[comm.rank, sums] = plan.own_rows
+        return mla.forward(plan, weights, mla.RotaryTable(part, 128), cache, hidden[0][:33], ranks=comm)
+
+    whole = results_of(mla.thread_communicators(3), lambda comm: work(comm, "all"))
+    own = results_of(mla.thread_communicators(3), lambda comm: work(comm, "own"))
+    for rank in range(3):
+        assert ranges[rank, "all"] == (0, 33)
+        assert ranges[rank, "own"] == (11 * rank, 11)
+        assert own[rank].shape == (11, model.hidden)
+        assert np.array_equal(own[rank], whole[rank][11 * rank : 11 * rank + 11])
+    with pytest.raises(mla.InputError, match="rank is read with sharding"):
+        mla.PlanOptions(tensor_parallel=2, rank=1)
+    with pytest.raises(mla.InputError, match="exchange are read with sharding"):
+        mla.PlanOptions(tensor_parallel=2, exchange="heads")
+
+
 @pytest.mark.parametrize("interleave", [1, 16])
 @pytest.mark.parametrize("exchange", ["latents", "heads"])
 def test_groups_of_ranks_share_a_cache(model, hidden, right, interleave, exchange):

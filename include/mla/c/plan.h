@@ -33,6 +33,9 @@ enum { MLA_DECODE_COMPUTE = 0, MLA_DECODE_FP8 = 1 };
 /// What ranks that share a cache send each other: latent queries and outputs, or heads' own, a third and a quarter of
 /// the numbers, by weights that were made with mla_prepare_options.group_heads.
 enum { MLA_EXCHANGE_LATENTS = 0, MLA_EXCHANGE_HEADS = 1 };
+/// What mla_forward writes of the hidden rows that ranks' parts are summed to: all, or on each rank a range of them, as
+/// even as can be, rank 0's first (mla_plan_info.own_row_begin, own_rows).
+enum { MLA_SUMS_ALL = 0, MLA_SUMS_OWN = 1 };
 /// Dtype of the rows that calls take and give: hidden states, or the attention form's q, kv_c and k_pe. NATIVE: hidden
 /// states of f32 or bf16, as each call has them, and the others of mla_plan_info.activations. Others: all are of that
 /// dtype, cast on the way in; results are rounded from f32 on the way out, and may also be f32 or bf16.
@@ -124,8 +127,8 @@ typedef struct mla_plan_options {
                                     ///< another split every sequence's cached tokens, too, and the batch's tables and
                                     ///< slots are those of this rank's cache, member rank % sharding.ranks of its
                                     ///< group; NULL: each has all tokens
-  int64_t rank;                     ///< this one, of tensor_parallel; read with sharding, as is what follows
-  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank
+  int64_t rank;                     ///< this one, of tensor_parallel; read with sharding and MLA_SUMS_OWN
+  const int64_t* rank_heads;        ///< [tensor_parallel] heads of each rank; read with sharding
   const mla_step_maxima* maxima;  ///< of a step whose calls are captured and launched for every batch within: its plans
                                   ///< have one shape, calls take inputs and outputs of mla_plan_info.tokens rows and
                                   ///< leave those of the outputs past the batch's alone; NULL: of the batch alone.
@@ -134,6 +137,7 @@ typedef struct mla_plan_options {
   int32_t decode;                 ///< MLA_DECODE_...: what the latent path multiplies where fp8_query is 1; default
                                   ///< compute
   int32_t exchange;               ///< MLA_EXCHANGE_...; read with sharding; default latents
+  int32_t sums;                   ///< MLA_SUMS_...; default all
 } mla_plan_options;
 
 static inline mla_plan_options mla_plan_options_default(void) {
@@ -164,6 +168,8 @@ typedef struct mla_plan_info {
   int32_t fused_output;    ///< 1: heads are quantised where they are finished, on a GPU those of the expanded path
   int32_t activations;     ///< MLA_F32, MLA_BF16 or MLA_F16: dtype of the attention form's inputs
   int64_t batch_tokens;    ///< rows that are the batch's: `tokens`, unless the options have maxima
+  int64_t own_row_begin;   ///< with MLA_SUMS_OWN the first of the rows that mla_forward writes, as rows 0, 1, .. of its
+  int64_t own_rows;        ///< output, and how many these are; else 0 and `tokens`
 } mla_plan_info;
 
 typedef struct mla_request_plan {

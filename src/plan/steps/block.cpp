@@ -87,21 +87,25 @@ Operand<Token, Head, In> begin_block(Steps& s, const Operand<Token, Head, In>& h
 void project_hidden(Steps& s, std::string_view name, const Operand<Token, Head, In>& x, Weight weights,
                     const RowList& y_rows, int64_t rows) {
   const int64_t t = s.tokens, width = s.m.hidden;
-  const RowList written = s.written();
   const bool sums = s.plan.options.tensor_parallel > 1;
   if (!sums && !s.plan.casts_hidden())
     return s.project(name, kForward, x, {}, weights,
                      s.input<Token, Head, Out>(Memory::hidden_out, s.act, {t, 1, width}),
-                     s.plan.options.maxima ? written : y_rows, rows);
+                     s.plan.options.maxima ? s.written() : y_rows, rows);
   // f32 until all are added, and where products give no such rows.
   s.project(name, kForward, x, {}, weights, s.region<Token, Head, Out>("hidden_part", Dtype::f32, {t, 1, width}),
             y_rows, rows);
-  if (sums) s.add("all_reduce", kForward, steps::AllReduce{s.region<Token, In>("hidden_part", Dtype::f32, {t, width})});
-  s.add("cast", kForward,
-        steps::Cast{.x = s.region<Token, Head, In>("hidden_part", Dtype::f32, {t, 1, width}),
-                    .x_rows = {},
-                    .y = s.input<Token, Head, In>(Memory::hidden_out, s.act, {t, 1, width}),
-                    .y_rows = written});
+  const auto part = s.region<Token, In>("hidden_part", Dtype::f32, {t, width});
+  if (s.plan.sums_own()) s.add("reduce_scatter", kForward, steps::ReduceScatter{part});
+  else if (sums) s.add("all_reduce", kForward, steps::AllReduce{part});
+  const RowRange rows_out = s.plan.own_rows();
+  s.add(
+      "cast", kForward,
+      steps::Cast{
+          .x = s.region<Token, Head, In>("hidden_part", Dtype::f32, {t, 1, width}).rows(rows_out.begin, rows_out.count),
+          .x_rows = {},
+          .y = s.input<Token, Head, In>(Memory::hidden_out, s.act, {rows_out.count, 1, width}),
+          .y_rows = s.written_sums()});
 }
 
 void block_steps(Steps& s) {

@@ -73,6 +73,10 @@ class Steps {
 
   /// Rows of a call's output that are written; none named: all of them.
   RowList written() { return plan.options.maxima ? list(ListKind::written_rows, plan.written_rows) : RowList{}; }
+  /// The same of forward()'s.
+  RowList written_sums() {
+    return plan.options.maxima && plan.sums_own() ? list(ListKind::written_sums, plan.written_sums) : written();
+  }
 
   Plan& plan;
   const ModelConfig& m;
