@@ -130,7 +130,7 @@ mla_status mla_merge_splits(mla_stream* stream, const mla_merge_splits_args* arg
         .partial_out = c.tensors.read_as<float, Partial, Head, Value>("partial_out", a.partial_out),
         .partial_lse = c.tensors.read_as<float, Partial, Head>("partial_lse", a.partial_lse),
         .items = read_items<SplitRows>(a.items, a.items_count),
-        .out = c.tensors.write_as<float, Token, Head, Value>("out", a.out),
+        .out = c.tensors.write<Token, Head, Value>("out", a.out, {Dtype::f32, Dtype::bf16, Dtype::f16}),
         .lse = c.tensors.write_as<float, Token, Head>("lse", a.lse)});
   });
 }

@@ -165,8 +165,7 @@ ops::AttendLatentArgs Binder::operator()(const steps::AttendLatent& s) const {
 }
 
 ops::MergeSplitsArgs Binder::operator()(const steps::MergeSplits& s) const {
-  return {values<float>(s.partial_out), values<float>(s.partial_lse), list(s.items), values<float>(s.out),
-          values<float>(s.lse)};
+  return {values<float>(s.partial_out), values<float>(s.partial_lse), list(s.items), out(s.out), values<float>(s.lse)};
 }
 
 ops::AttendExpandedArgs Binder::operator()(const steps::AttendExpanded& s) const {
@@ -313,6 +312,7 @@ ops::QuantizeArgs Binder::operator()(const steps::Quantize& s) const {
 
 ops::QuantizePaddingArgs Binder::operator()(const steps::QuantizePadding& s) const { return {quantized_, s.rows}; }
 
+AnyView<Token, Head, Entry> Binder::operator()(const steps::GatherQueries& s) const { return in(s.x); }
 AnyMutableView<Token, In> Binder::operator()(const steps::AllReduce& s) const { return out(s.x); }
 AnyMutableView<Token, In> Binder::operator()(const steps::ReduceScatter& s) const { return out(s.x); }
 AnyMutableView<Token, Head, Out> Binder::operator()(const steps::AllGather& s) const { return out(s.y); }

@@ -68,6 +68,7 @@ class Binder {
   ops::QuantizePaddingArgs operator()(const steps::QuantizePadding& s) const;
   /// Where an operand in the workspace begins.
   std::byte* in_workspace(const auto& operand) const { return c_.workspace.data() + operand.offset; }
+  AnyView<Token, Head, Entry> operator()(const steps::GatherQueries& s) const;
   AnyMutableView<Token, In> operator()(const steps::AllReduce& s) const;
   AnyMutableView<Token, In> operator()(const steps::ReduceScatter& s) const;
   AnyMutableView<Token, Head, Out> operator()(const steps::AllGather& s) const;

@@ -245,14 +245,27 @@ class Walk {
                  c_.ranks->exchange(*stream_, call, m.send, m.receive);
                });
   }
+  // Queries as they lie: rows whose heads lie side by side, or all heads at one distance.
+  static SendRows rows_of(const AnyView<Token, Head, Entry>& x) {
+    ops::require_dense<Entry>("layer", "q", x);
+    const int64_t element = static_cast<int64_t>(size_of(x.dtype())), rows = x.extent<Token>(), n = x.extent<Head>(),
+                  width = x.extent<Entry>(), row = x.stride<Token>(), head = x.stride<Head>();
+    if (n == 1 || head == width) return {x.data(), rows, n * width * element, row * element};
+    if (rows == 1 || row == n * head) return {x.data(), rows * n, width * element, head * element};
+    throw ShapeError("layer: q Head has stride " + std::to_string(head) + " and Token " + std::to_string(row) +
+                     ": ranks that exchange heads send rows whose heads lie side by side (stride " +
+                     std::to_string(width) + ") or all at one distance");
+  }
   void run(std::string_view name, const steps::GatherQueries& s) {
     const HeadParts p = head_parts();
-    const int64_t rows = s.x.extent<Token>(), all = s.y.extent<Head>(), own = s.x.extent<Head>(),
-                  head = s.x.extent<Entry>() * static_cast<int64_t>(size_of(s.x.dtype));
+    const AnyView<Token, Head, Entry> x = bind_(s);
+    const SendRows queries = rows_of(x);
+    const int64_t rows = x.extent<Token>(), all = s.y.extent<Head>(), own = x.extent<Head>(),
+                  head = x.extent<Entry>() * static_cast<int64_t>(size_of(x.dtype()));
     GroupMessages m(plan_.options);
     m.add_part();
     for (size_t r = 0; r < p.count.size(); ++r) {
-      m.to(r) = {bind_.in_workspace(s.x), 1, rows * own * head, 0};
+      m.to(r) = queries;
       m.from(r) = {bind_.in_workspace(s.y) + p.begin[r] * head, rows, p.count[r] * head, all * head};
     }
     exchange(name, static_cast<double>(rows * own * head * (std::ssize(p.count) - 1)), rows * p.most * head, m);

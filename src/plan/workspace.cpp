@@ -117,7 +117,7 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("rank_found", sharing_rows * all_heads * found_width * f);
   add("rank_found_lse", exchanges_heads ? 0 : sharing_rows * all_heads * f);
   add("rank_got", sharing_rows * sharing.size() * n * found_width * f);
-  add("rank_merged", plan.activations() == Dtype::f32 && !exchanges_heads ? 0 : sharing_rows * n * found_width * f);
+  add("rank_merged", exchanges_heads ? sharing_rows * n * found_width * f : 0);
   add("rank_got_lse", sharing_rows * sharing.size() * n * f);
   add("rank_lse", exchanges_heads ? sharing_rows * n * f : 0);
   add("partial_out", partial_rows * all_heads * width * f);

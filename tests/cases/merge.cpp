@@ -1,3 +1,4 @@
+#include <array>
 #include <bit>
 #include <cmath>
 #include <limits>
@@ -70,10 +71,12 @@ class MergeCase final : public Case {
         heads_(p.heads),
         width_(p.value),
         split_(p.splits > 1),
-        out_(Dtype::f32, {tokens_ + 2, heads_, width_}, gap_of(p)),
+        dtype_(split_ ? p.dtype : Dtype::f32),
+        out_(dtype_, {tokens_ + 2, heads_, width_}, gap_of(p)),
         lse_(Dtype::f32, {tokens_ + 2, heads_}, gap_of(p)) {
     Random random(p.seed);
-    fill_parts(random, out_, lse_, p.nonfinite);
+    if (split_) out_.fill_normal(random), lse_.fill_normal(random);  // written, not read
+    else fill_parts(random, out_, lse_, p.nonfinite);
     if (split_) {
       int32_t partials = 1;  // row 0 belongs to nobody
       for (int64_t r = 0; r < p.requests; ++r) {
@@ -90,7 +93,7 @@ class MergeCase final : public Case {
       splits_args_ = {.partial_out = part_out_.view(),
                       .partial_lse = part_lse_.view(),
                       .items = items_,
-                      .out = out_.view(),
+                      .out = out_.any(),
                       .lse = lse_.view()};
     } else {
       other_out_ = {Dtype::f32, {tokens_, heads_, width_}, gap_of(p)};
@@ -159,21 +162,22 @@ class MergeCase final : public Case {
         const float lse = lse_after.view()(t, h);
         if (plain[t].empty() && width_ > 0) {
           intact = intact && same(lse, lse_.view()(t, h));
-          for (int64_t d = 0; d < width_; ++d) intact = intact && same(out_after.view()(t, h, d), out_.view()(t, h, d));
+          for (int64_t d = 0; d < width_; ++d) intact = intact && same(out_after.any()(t, h, d), out_.any()(t, h, d));
           continue;
         }
         got_lse.push_back(lse);
         e_lse.push_back(exact_lse.view()(t, h));
         p_lse.push_back(plain_lse[t * heads_ + h]);
         for (int64_t d = 0; d < width_; ++d) {
-          got_out.push_back(out_after.view()(t, h, d));
+          got_out.push_back(out_after.any()(t, h, d));
           e_out.push_back(exact_out.view()(t, h, d));
           p_out.push_back(plain[t][h * width_ + d]);
         }
       }
     out_ = out_after;
     lse_ = lse_after;
-    const Verdict out = compare(got_out, e_out, p_out, 0x1p-24), lse = compare(got_lse, e_lse, p_lse, 0x1p-24);
+    const double unit = dtype_ == Dtype::f16 ? 0x1p-11 : unit_of(dtype_);
+    const Verdict out = compare(got_out, e_out, p_out, unit), lse = compare(got_lse, e_lse, p_lse, 0x1p-24);
     return unless_touched(out.ok ? lse : out, intact, "out or lse");
   }
   ops::Cost cost() const override { return split_ ? ops::cost(splits_args_) : ops::cost(args_); }
@@ -183,6 +187,7 @@ class MergeCase final : public Case {
 
   int64_t tokens_, heads_, width_;
   bool split_;
+  Dtype dtype_;
   Padded<Token, Head, Value> out_, other_out_;
   Padded<Token, Head> lse_, other_lse_;
   Padded<Partial, Head, Value> part_out_;
@@ -205,6 +210,7 @@ std::vector<Params> sweep(uint64_t seed) {
                            .ragged = ragged,
                            .heads = 5,
                            .value = value,
+                           .dtype = std::array{Dtype::f32, Dtype::bf16, Dtype::f16}[seed % 3],
                            .splits = splits,
                            .seed = ++seed});
   Random random(seed);
@@ -213,7 +219,8 @@ std::vector<Params> sweep(uint64_t seed) {
                      .query_len = random.integer(1, 6),
                      .ragged = random.integer(0, 1) == 1,
                      .heads = random.integer(1, 20),
-                     .value = random.integer(1, 200),
+                     .value = random.integer(1, 600),
+                     .dtype = std::array{Dtype::f32, Dtype::bf16, Dtype::f16}[i % 3],
                      .splits = random.integer(1, 12),
                      .nonfinite = i % 2 == 1,
                      .seed = ++seed});

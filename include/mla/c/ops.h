@@ -336,7 +336,7 @@ typedef struct mla_merge_splits_args {
   const DLTensor* partial_lse;  ///< [Partial, Head], f32
   const mla_split_rows* items;
   int64_t items_count;
-  const DLTensor* out;  ///< [Token, Head, Value], f32, Value dense
+  const DLTensor* out;  ///< [Token, Head, Value], f32, bf16 or f16, Value dense
   const DLTensor* lse;  ///< [Token, Head], f32
 } mla_merge_splits_args;
 MLA_API mla_status mla_merge_splits(mla_stream* stream, const mla_merge_splits_args* args);

@@ -27,6 +27,7 @@ void check(const MergeSplitsArgs& a) {
   require_view("merge_splits", "partial_lse", a.partial_lse);
   require_view("merge_splits", "out", a.out);
   require_view("merge_splits", "lse", a.lse);
+  require_dtype("merge_splits", "out", a.out.dtype(), {Dtype::f32, Dtype::bf16, Dtype::f16});
   require_same<Head>("merge_splits", "partial_out", a.partial_out, "out", a.out);
   require_same<Value>("merge_splits", "partial_out", a.partial_out, "out", a.out);
   require_same<Partial>("merge_splits", "partial_lse", a.partial_lse, "partial_out", a.partial_out);

@@ -12,7 +12,7 @@ Cost cost(const MergeSplitsArgs& a) {
   Cost c;
   for (const SplitRows& s : a.items) {
     const double rows = row * s.rows;
-    c += {.bytes = 4 * rows * (s.splits + 1), .flops = 2 * rows * s.splits};
+    c += {.bytes = rows * (4 * s.splits + static_cast<double>(size_of(a.out.dtype()))), .flops = 2 * rows * s.splits};
   }
   return c;
 }

@@ -24,7 +24,7 @@ struct MergeSplitsArgs {
   View<const float, Partial, Head, Value> partial_out;
   View<const float, Partial, Head> partial_lse;
   List<SplitRows> items;
-  View<float, Token, Head, Value> out;
+  AnyMutableView<Token, Head, Value> out;  ///< f32, bf16 or f16: rounded once
   View<float, Token, Head> lse;
 };
 

@@ -67,17 +67,23 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
           steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
 }
 
-// What all ranks found for this rank's heads, merged in f32.
+// What all ranks found for this rank's heads comes here, and is merged in f32.
 void exchange_found(Steps& s, Calls calls, const Operand<Token, Head, Value>& found,
-                    const Operand<Token, Head>& found_lse, const Operand<Token, Head, Value>& merged,
-                    const Operand<Token, Head>& lse) {
-  const int64_t rows = rows_of(s), n = s.m.heads, width = found.extent<Value>(),
-                ranks = s.plan.options.context_parallel.sharding.ranks();
-  const auto got = s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, width});
-  const auto got_lse = s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n});
-  s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});
+                    const Operand<Token, Head>& found_lse) {
+  const int64_t rows = rows_of(s), n = s.m.heads, ranks = s.plan.options.context_parallel.sharding.ranks();
+  s.add("exchange_found", calls,
+        steps::ExchangeFound{
+            found, found_lse,
+            s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, found.extent<Value>()}),
+            s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n})});
+}
+void merge_found(Steps& s, Calls calls, const Operand<Token, Head, Value>& merged, const Operand<Token, Head>& lse) {
+  const int64_t rows = rows_of(s), n = s.m.heads, ranks = s.plan.options.context_parallel.sharding.ranks();
   s.add("merge_splits", calls,
-        steps::MergeSplits{got, got_lse, s.list(ListKind::rank_splits, s.plan.rank_splits), merged, lse});
+        steps::MergeSplits{
+            s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, merged.extent<Value>()}),
+            s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n}),
+            s.list(ListKind::rank_splits, s.plan.rank_splits), merged, lse});
 }
 
 // All ranks' queries over the tokens that this rank holds; merged is what all found for this rank's.
@@ -93,15 +99,8 @@ void attend_shared(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, 
   if (const int64_t first = p.sparse_begin; first < rows)
     sparse_steps(s, calls, queries.rows(first, rows - first), scales, found.rows(first, rows - first),
                  found_lse.rows(first, rows - first));
-  // Where rows are of 16 bits, rounded behind the merge.
-  const auto merged =
-      s.act == Dtype::f32 ? out : s.region<Token, Head, Value>("rank_merged", Dtype::f32, out.extents());
-  exchange_found(s, calls, found, found_lse, merged, lse);
-  if (s.act != Dtype::f32)
-    s.add("cast", calls,
-          steps::Cast{.x = merged.part<Token, Head, In>(0, out.extents()),
-                      .x_rows = {},
-                      .y = out.part<Token, Head, In>(0, out.extents())});
+  exchange_found(s, calls, found, found_lse);
+  merge_found(s, calls, out, lse);
 }
 
 }  // namespace
@@ -138,74 +137,81 @@ Operand<Token, Head, Value> attend_latent(Steps& s, Calls calls) {
 
 namespace {
 
-// Queries of the latent path's tokens, of all ranks' heads.
-Operand<Token, Head, QueryKey> gather_heads(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q,
-                                            const RowList& tokens) {
-  const Plan& p = s.plan;
-  const int64_t rows = rows_of(s), n = s.m.heads, width = s.m.query_key();
-  const auto gathered = s.region<Token, Head, QueryKey>("rank_queries", s.act, {rows, p.absorbed_heads(), width});
-  const auto gather = [&](Calls of, const Operand<Token, Head, QueryKey>& own) {
-    if (of.bits != 0)
-      s.add("gather_queries", of,
-            steps::GatherQueries{own.part<Token, Head, Entry>(0, own.extents()),
-                                 gathered.part<Token, Head, Entry>(0, gathered.extents())});
-  };
-  // forward() makes its queries in the workspace: all of them, in their order, are sent from there.
-  bool in_order = rows == s.tokens;
-  for (int64_t i = 0; in_order && i < rows; ++i) in_order = p.latent_tokens[static_cast<size_t>(i)] == i;
-  if (in_order && calls.any_of(kForward)) {
-    gather(kForward, s.region<Token, Head, QueryKey>("query", s.act, {rows, n, width}));
-    calls.bits &= static_cast<uint8_t>(~kForward.bits);
+// Queries of these rows through W_UK, over the cache.
+Operand<Token, Head, Value> absorb_and_attend(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q,
+                                              const RowList& tokens) {
+  const int64_t count = q.extent<Token>(), n = s.plan.absorbed_heads(), rows = rows_of(s);
+  s.project("absorb", calls, q.part<Token, Head, In>(0, {count, n, s.m.nope}), tokens, Weight::absorb_key,
+            staged_queries(s).part<Token, Head, Out>(0, {rows, n, s.m.latent}), {}, rows);
+  place_rope(s, calls, q.part<Token, Head, Rope>(s.m.nope, {count, n, s.m.rope}), tokens);
+  return attend_latent(s, calls);
+}
+
+// Whether the latent path's rows are the step's, in their order.
+bool in_order(const Steps& s) {
+  const std::vector<int32_t>& tokens = s.plan.latent_tokens;
+  for (size_t i = 0; i < tokens.size(); ++i)
+    if (tokens[i] != static_cast<int32_t>(i)) return false;
+  return rows_of(s) == s.tokens;
+}
+
+// Heads' queries of all ranks, attended as latents; what was found behind W_UV to its owner.
+void exchange_heads(Steps& s, Calls calls, const Operand<Token, Head, QueryKey>& q, const RowList& tokens) {
+  const ModelConfig& m = s.m;
+  const int64_t rows = rows_of(s), n = m.heads, all = s.plan.absorbed_heads();
+  const bool in_place = in_order(s);
+  Operand<Token, Head, QueryKey> own = q;
+  if (!in_place) {
+    own = s.region<Token, Head, QueryKey>("rank_own_queries", s.act, {rows, n, m.query_key()});
+    s.add("pack_queries", calls,
+          steps::Cast{.x = q.part<Token, Head, In>(0, q.extents()),
+                      .x_rows = tokens,
+                      .y = own.part<Token, Head, In>(0, own.extents())});
   }
-  if (calls.bits == 0) return gathered;
-  const auto own = s.region<Token, Head, QueryKey>("rank_own_queries", s.act, {rows, n, width});
-  s.add("pack_queries", calls,
-        steps::Cast{.x = q.part<Token, Head, In>(0, q.extents()),
-                    .x_rows = tokens,
-                    .y = own.part<Token, Head, In>(0, own.extents())});
-  gather(calls, own);
-  return gathered;
+  const auto queries = s.region<Token, Head, QueryKey>("rank_queries", s.act, {rows, all, m.query_key()});
+  s.add("gather_queries", calls,
+        steps::GatherQueries{own.part<Token, Head, Entry>(0, own.extents()),
+                             queries.part<Token, Head, Entry>(0, queries.extents())});
+  const auto latents = absorb_and_attend(s, calls, queries, {});
+  const auto found = s.region<Token, Head, Value>("rank_found", Dtype::f32, {rows, all, m.value});
+  s.project("value_up", calls, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
+            found.part<Token, Head, Out>(0, found.extents()), {}, rows);
+  exchange_found(s, calls, found, s.region<Token, Head>("latent_lse", Dtype::f32, {rows, all}));
+  const auto heads = s.input<Token, Head, Value>(Memory::heads, s.act, {s.plan.head_rows, n, m.value});
+  const auto lse = s.region<Token, Head>("rank_lse", Dtype::f32, {rows, n});
+  // Rows of attend()'s output past a batch within maxima are left alone: there the written ones are listed.
+  const bool listed = s.plan.options.maxima.has_value();
+  Calls places = !in_place ? calls : listed ? kAttend : Calls{};
+  places.bits &= calls.bits;
+  const Calls merges{static_cast<uint8_t>(calls.bits & ~places.bits)};
+  if (merges.bits != 0) merge_found(s, merges, heads, lse);
+  if (places.bits == 0) return;
+  const auto merged = s.region<Token, Head, Value>("rank_merged", Dtype::f32, {rows, n, m.value});
+  merge_found(s, places, merged, lse);
+  s.add("place_heads", places,
+        steps::Cast{.x = merged.part<Token, Head, In>(0, merged.extents()),
+                    .x_rows = {},
+                    .y = heads.part<Token, Head, In>(0, heads.extents()),
+                    .y_rows = listed ? s.written() : tokens});
 }
 
 }  // namespace
 
 void latent_steps(Steps& s, Calls calls) {
   const ModelConfig& m = s.m;
-  const int64_t t = s.tokens, n = m.heads, rows = rows_of(s), absorbed = s.plan.absorbed_heads();
-  const bool exchanges = s.plan.exchanges_heads();
   const RowList tokens = s.list(ListKind::latent_tokens, s.plan.latent_tokens);
-  auto q = s.input<Token, Head, QueryKey>(Memory::q, s.act, {t, n, m.query_key()});
-  RowList q_rows = tokens;
-  if (exchanges) q = gather_heads(s, calls, q, tokens), q_rows = {};
-  const int64_t q_count = q.extent<Token>();
-  s.project("absorb", calls, q.part<Token, Head, In>(0, {q_count, absorbed, m.nope}), q_rows, Weight::absorb_key,
-            staged_queries(s).part<Token, Head, Out>(0, {rows, absorbed, m.latent}), {}, rows);
-  place_rope(s, calls, q.part<Token, Head, Rope>(m.nope, {q_count, absorbed, m.rope}), q_rows);
-  const auto latents = attend_latent(s, calls);
-  const auto from = latents.part<Token, Head, In>(0, latents.extents());
-  const auto heads = s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, n, m.value});
-  // Merged in f32, and rounded where the heads are.
-  const auto merged = s.region<Token, Head, Value>("rank_merged", Dtype::f32, {rows, n, m.value});
-  if (exchanges) {
-    const auto found = s.region<Token, Head, Value>("rank_found", Dtype::f32, {rows, absorbed, m.value});
-    s.project("value_up", calls, from, {}, Weight::value_up, found.part<Token, Head, Out>(0, found.extents()), {},
-              rows);
-    exchange_found(s, calls, found, s.region<Token, Head>("latent_lse", Dtype::f32, {rows, absorbed}), merged,
-                   s.region<Token, Head>("rank_lse", Dtype::f32, {rows, n}));
-  }
-  const auto finish = [&](Calls of, const RowList& y_rows) {
-    if (exchanges)
-      s.add("place_heads", of,
-            steps::Cast{.x = merged.part<Token, Head, In>(0, merged.extents()),
-                        .x_rows = {},
-                        .y = heads.part<Token, Head, In>(0, heads.extents()),
-                        .y_rows = y_rows});
-    else s.project("value_up", of, from, {}, Weight::value_up, heads, y_rows, rows, value_up_quantises(s.plan));
+  const auto q = s.input<Token, Head, QueryKey>(Memory::q, s.act, {s.tokens, m.heads, m.query_key()});
+  if (s.plan.exchanges_heads()) return exchange_heads(s, calls, q, tokens);
+  const auto latents = absorb_and_attend(s, calls, q, tokens);
+  const auto value_up = [&](Calls of, const RowList& y_rows) {
+    s.project("value_up", of, latents.part<Token, Head, In>(0, latents.extents()), {}, Weight::value_up,
+              s.input<Token, Head, Out>(Memory::heads, s.act, {s.plan.head_rows, m.heads, m.value}), y_rows, rows_of(s),
+              value_up_quantises(s.plan));
   };
-  if (!s.plan.options.maxima) return finish(calls, tokens);
+  if (!s.plan.options.maxima) return value_up(calls, tokens);
   // attend()'s heads may be the caller's, forward()'s lie in the workspace: its products need no list.
-  if (calls.any_of(kForward)) finish(kForward, tokens);
-  finish(kAttend, s.written());
+  if (calls.any_of(kForward)) value_up(kForward, tokens);
+  value_up(kAttend, s.written());
 }
 
 }  // namespace mla::planning

@@ -3,9 +3,29 @@
 #include <cmath>
 
 #include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/convert.hpp"
 #include "backend/cpu/core/merge_weights.hpp"
 
 namespace mla::cpu {
+namespace {
+
+// f(row of f32, its first column, how many): a row of out as it is, or rows of 16 bits by pieces that are rounded
+// behind it.
+template <class F>
+void write_row(const AnyMutableView<Token, Head, Value>& out, int64_t row, int64_t head, F&& f) {
+  const int64_t width = out.extent<Value>();
+  if (out.dtype() == Dtype::f32) return f(static_cast<float*>(out.at(row, head, 0)), 0, width);
+  constexpr int64_t kPiece = 256;
+  float piece[kPiece];
+  for (int64_t first = 0; first < width; first += kPiece) {
+    const int64_t n = std::min(kPiece, width - first);
+    f(piece, first, n);
+    if (out.dtype() == Dtype::bf16) convert(piece, static_cast<bf16*>(out.at(row, head, first)), n);
+    else convert(piece, static_cast<f16*>(out.at(row, head, first)), n);
+  }
+}
+
+}  // namespace
 
 void merge(Stream& stream, const ops::MergeArgs& a) {
   const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
@@ -33,23 +53,20 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
         if (nan_row(part, a.partial_lse(at(i), h), width)) nan = part;
         m = std::max(m, lse(i));
       }
-      float* out = &a.out(s.row + r, h, 0);
       if (nan) {
-        std::copy_n(nan, width, out);
+        write_row(a.out, s.row + r, h, [&](float* out, int64_t first, int64_t n) { std::copy_n(nan + first, n, out); });
         a.lse(s.row + r, h) = nan[0];
         continue;
       }
-      std::fill_n(out, width, 0.0f);
-      a.lse(s.row + r, h) = kEmptyLse;
-      if (m == kEmptyLse) continue;
-      for (int32_t i = 0; i < s.splits; ++i) sum += std::exp(lse(i) - m);
-      for (int32_t i = 0; i < s.splits; ++i) {
-        if (lse(i) == kEmptyLse) continue;
-        const float w = std::exp(lse(i) - m) / sum;
-        const float* part = &a.partial_out(at(i), h, 0);
-        add_weighted(out, w, part, width);
-      }
-      a.lse(s.row + r, h) = m + std::log(sum);
+      for (int32_t i = 0; m != kEmptyLse && i < s.splits; ++i) sum += std::exp(lse(i) - m);
+      write_row(a.out, s.row + r, h, [&](float* out, int64_t first, int64_t n) {
+        std::fill_n(out, n, 0.0f);
+        for (int32_t i = 0; i < s.splits; ++i) {
+          if (lse(i) == kEmptyLse) continue;
+          add_weighted(out, std::exp(lse(i) - m) / sum, &a.partial_out(at(i), h, first), n);
+        }
+      });
+      a.lse(s.row + r, h) = m == kEmptyLse ? kEmptyLse : m + std::log(sum);
     }
   });
 }

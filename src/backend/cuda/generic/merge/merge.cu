@@ -25,15 +25,16 @@ __device__ inline float usable_lse(float lse, const float* out) {
 __device__ inline float base_of(float largest) { return largest > -INFINITY ? largest : 0.0f; }
 
 /// Rows of O and their lse.
-template <class T>
+template <class T, class L = T>
 struct Part {
-  T *out = nullptr, *lse = nullptr;
+  T* out = nullptr;
+  L* lse = nullptr;
   int64_t out_row = 0, out_head = 0, lse_row = 0, lse_head = 0;
   __device__ T* row(int64_t t, int64_t h) const { return out + t * out_row + h * out_head; }
-  __device__ T* lse_at(int64_t t, int64_t h) const { return lse + t * lse_row + h * lse_head; }
+  __device__ L* lse_at(int64_t t, int64_t h) const { return lse + t * lse_row + h * lse_head; }
 };
-template <class T, class D>
-Part<T> part_of(const View<T, D, Head, Value>& out, const View<T, D, Head>& lse) {
+template <class T, class L, class D>
+Part<T, L> part_of(const View<T, D, Head, Value>& out, const View<L, D, Head>& lse) {
   return {out.data(),
           lse.data(),
           out.template stride<D>(),
@@ -41,9 +42,10 @@ Part<T> part_of(const View<T, D, Head, Value>& out, const View<T, D, Head>& lse)
           lse.template stride<D>(),
           lse.template stride<Head>()};
 }
-template <class T>
-bool aligned(const Part<T>& p) {
-  return reinterpret_cast<uintptr_t>(p.out) % 16 == 0 && p.out_row % 4 == 0 && p.out_head % 4 == 0;
+/// Four neighbours at a time.
+template <class T, class L>
+bool aligned(const Part<T, L>& p) {
+  return reinterpret_cast<uintptr_t>(p.out) % (4 * sizeof(T)) == 0 && p.out_row % 4 == 0 && p.out_head % 4 == 0;
 }
 
 template <bool wide, int rounds>
@@ -91,9 +93,9 @@ __global__ void __launch_bounds__(kBlockThreads)
 
 // Units of an item: rows, then heads, then spans of `blocks` times 32 n columns. The first splits' rows are on their
 // way while lanes find the splits' weights, 32 at a time.
-template <bool wide, int blocks>
+template <class T, bool wide, int blocks>
 __global__ void __launch_bounds__(kBlockThreads, 3)
-    merge_splits_kernel(Part<float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
+    merge_splits_kernel(Part<T, float> to, Part<const float> from, const SplitRows* items, int32_t count, int heads,
                         int width) {
   take_turn();
   constexpr int n = wide ? 4 : 1, unroll = 8 / blocks;
@@ -142,7 +144,11 @@ __global__ void __launch_bounds__(kBlockThreads, 3)
     }
 #pragma unroll
     for (int b = 0; b < blocks; ++b)
-      if (const int i = first + b * 32 * n; i < width) store<wide>(out[b], to.row(s.row + r, h) + i);
+      if (const int i = first + b * 32 * n; i < width) {
+        T rounded[n];
+        narrow_all(out[b], rounded);
+        store<wide>(rounded, to.row(s.row + r, h) + i);
+      }
     if (span == 0 && lane == 0) *to.lse_at(s.row + r, h) = empty ? empty_lse() : m + logf(sum);
   });
 }
@@ -179,13 +185,11 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
   using namespace generic;
   const Queue& queue = stream.queue();
   const int64_t heads = a.out.extent<Head>(), width = a.out.extent<Value>();
-  const Part<float> to = part_of(a.out, a.lse);
   const Part<const float> from = part_of(a.partial_out, a.partial_lse);
-  const bool wide = width % 4 == 0 && aligned(to) && aligned(from);
   int64_t rows = 0;
   for (const SplitRows& s : a.items) rows += s.rows;
   if (rows * heads == 0) return;
-  const auto go = [&](auto kernel, int64_t columns) {
+  const auto go = [&](auto kernel, const auto& to, int64_t columns) {
     const int64_t units = rows * heads * std::max<int64_t>(1, (width + columns - 1) / columns);
     const ItemGrid grid(units, queue.multiprocessors(), kBlockThreads, 1);
     launch(kernel, {.grid = dim3(grid.blocks), .block = dim3(kBlockThreads), .overlap = queue.hopper()}, queue.stream(),
@@ -193,10 +197,18 @@ void merge_splits(Stream& stream, const ops::MergeSplitsArgs& a) {
            queue.reads(a.items, "merge_splits", "items"), static_cast<int32_t>(a.items.size()), static_cast<int>(heads),
            static_cast<int>(width));
   };
-  // A warp takes a whole row of 512 where rows are many: its weights are found once.
-  if (!wide) go(merge_splits_kernel<false, 1>, 32);
-  else if (width >= 512 && rows * heads >= int64_t{queue.multiprocessors()} * 32) go(merge_splits_kernel<true, 4>, 512);
-  else go(merge_splits_kernel<true, 1>, 128);
+  const auto with = [&](auto element) {
+    using T = decltype(element);
+    const Part<T, float> to = generic::part_of(a.out.as<T>(), a.lse);
+    // A warp takes a whole row of 512 where rows are many: its weights are found once.
+    if (width % 4 != 0 || !aligned(to) || !aligned(from)) go(merge_splits_kernel<T, false, 1>, to, 32);
+    else if (width >= 512 && rows * heads >= int64_t{queue.multiprocessors()} * 32)
+      go(merge_splits_kernel<T, true, 4>, to, 512);
+    else go(merge_splits_kernel<T, true, 1>, to, 128);
+  };
+  if (a.out.dtype() == Dtype::f32) with(float{});
+  else if (a.out.dtype() == Dtype::bf16) with(bf16{});
+  else with(f16{});
 }
 
 }  // namespace mla::cuda
