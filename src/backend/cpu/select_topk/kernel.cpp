@@ -142,16 +142,23 @@ void Reduce(const Selection& s) {
   s.row->position = position;
 }
 
-// A key that somewhat more than topk of n scores reach, as far as every so many-th of them tells. n is more than a
-// selection's capacity, which is free.
-int32_t Guess(const Selection& s, const float* scores, int64_t n, const int32_t* positions) {
-  constexpr int64_t kSample = 1024;
+void GuessAmong(const Selection& s, int64_t sampled, int64_t n) {
+  const int32_t least = s.row->key;
   // Of the sample so many are among the best topk, with a deviation of the root at most; three of them are added.
-  const double best = static_cast<double>(s.topk) * kSample / static_cast<double>(n);
+  const double best = static_cast<double>(s.topk * sampled) / static_cast<double>(n);
   const int64_t wanted = static_cast<int64_t>(best + 3 * std::sqrt(best)) + 1;
-  if (wanted >= kSample) return kLowest;
-  const int64_t step = n / kSample;
-  for (int64_t i = 0; i < kSample; i += Width()) {
+  if (wanted >= sampled) return;
+  const auto [low, high] = Range(s.keys, sampled);
+  if (least >= low && CountFrom(s.keys, sampled, least + 1) < wanted) return;
+  bool exact;
+  const int32_t key =
+      Bisect(std::max(low, least), high, wanted, exact, [&](int32_t x) { return CountFrom(s.keys, sampled, x); });
+  if (key > least) *s.row = {.count = 0, .key = key, .position = kHighest};
+}
+
+void Guess(const Selection& s, const float* scores, int64_t n, const int32_t* positions) {
+  const int64_t step = n / kSelectSample;
+  for (int64_t i = 0; i < kSelectSample; i += Width()) {
     float some[64 / sizeof(float)];
     for (int64_t l = 0; l < Width(); ++l) {
       const int64_t at = (i + l) * step;
@@ -159,54 +166,63 @@ int32_t Guess(const Selection& s, const float* scores, int64_t n, const int32_t*
     }
     hn::StoreU(Keys(some), DI(), s.keys + i);
   }
-  const auto [low, high] = Range(s.keys, kSample);
-  bool exact;
-  return Bisect(low, high, wanted, exact, [&](int32_t x) { return CountFrom(s.keys, kSample, x); });
+  GuessAmong(s, kSelectSample, n);
 }
 
-// Offers scores to a selection; whether it was reduced on the way.
-bool Offer(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
-  const DF df;
-  const DI di;
-  const int64_t lanes = Width();
-  ops::TopkState::Row& row = *s.row;
-  int64_t count = row.count;
+// Where candidates enter a selection: what changes with each is held here and written back by close().
+struct Gate {
+  const Selection& s;
+  int64_t count;
   bool reduced = false;
   VI key, position;
   hn::Vec<DF> score;
   bool all_enter;
-  auto take_threshold = [&] {
-    key = hn::Set(di, row.key);
-    position = hn::Set(di, row.position);
-    score = hn::Set(df, key_score(row.key));
-    all_enter = row.key <= kLowestScore;
-  };
-  take_threshold();
+
+  HWY_INLINE explicit Gate(const Selection& selection) : s(selection), count(selection.row->count) { take_threshold(); }
+
+  HWY_INLINE void take_threshold() {
+    const DI di;
+    key = hn::Set(di, s.row->key);
+    position = hn::Set(di, s.row->position);
+    score = hn::Set(DF(), key_score(s.row->key));
+    all_enter = s.row->key <= kLowestScore;
+  }
+
   // Without a branch on what enters: among few better ones than topk it would be guessed wrong every other time.
-  auto offer = [&](const float* from, VI at, MI there) {
-    const VI keys = Keys(from);
+  HWY_INLINE void offer(VI keys, VI at, MI there) {
+    const DI di;
     const MI enters = hn::And(there, hn::Or(hn::Gt(keys, key), hn::And(hn::Eq(keys, key), hn::Gt(position, at))));
     hn::StoreU(hn::Compress(keys, enters), di, s.keys + count);
     hn::StoreU(hn::Compress(at, enters), di, s.positions + count);
     count += static_cast<int64_t>(hn::CountTrue(di, enters));
     if (count <= s.capacity) return;
-    row.count = static_cast<int32_t>(count);
+    close();
     Reduce(s);
-    count = row.count;
+    count = s.row->count;
     reduced = true;
     take_threshold();
-  };
+  }
+
+  HWY_INLINE void close() const { s.row->count = static_cast<int32_t>(count); }
+};
+
+// Offers scores to a selection; whether it was reduced on the way.
+bool OfferScores(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  const DF df;
+  const DI di;
+  const int64_t lanes = Width();
+  Gate gate(s);
   const VI columns = hn::Iota(di, 0);
   auto offer_whole = [&](int64_t i) {
     const VI at =
         positions ? hn::LoadU(di, positions + i) : hn::Add(columns, hn::Set(di, static_cast<int32_t>(first + i)));
-    offer(scores + i, at, hn::Not(hn::Lt(at, hn::Zero(di))));
+    gate.offer(Keys(scores + i), at, hn::Not(hn::Lt(at, hn::Zero(di))));
   };
-  auto reach = [&](int64_t i) { return hn::Ge(hn::LoadU(df, scores + i), score); };
+  auto reach = [&](int64_t i) { return hn::Ge(hn::LoadU(df, scores + i), gate.score); };
   int64_t i = 0;
   for (; i + 4 * lanes <= n; i += 4 * lanes) {
-    if (!all_enter && hn::AllFalse(df, hn::Or(hn::Or(reach(i), reach(i + lanes)),
-                                              hn::Or(reach(i + 2 * lanes), reach(i + 3 * lanes)))))
+    if (!gate.all_enter && hn::AllFalse(df, hn::Or(hn::Or(reach(i), reach(i + lanes)),
+                                                   hn::Or(reach(i + 2 * lanes), reach(i + 3 * lanes)))))
       continue;
     for (int64_t v = i; v < i + 4 * lanes; v += lanes) offer_whole(v);
   }
@@ -220,10 +236,24 @@ bool Offer(const Selection& s, const float* scores, int64_t n, const int32_t* po
       at[c] = positions ? positions[i + c] : static_cast<int32_t>(first + i + c);
     }
     const VI v = hn::LoadU(di, at);
-    offer(last, v, hn::And(hn::FirstN(di, static_cast<size_t>(n - i)), hn::Not(hn::Lt(v, hn::Zero(di)))));
+    gate.offer(Keys(last), v, hn::And(hn::FirstN(di, static_cast<size_t>(n - i)), hn::Not(hn::Lt(v, hn::Zero(di)))));
   }
-  row.count = static_cast<int32_t>(count);
-  return reduced;
+  gate.close();
+  return gate.reduced;
+}
+
+void Offer(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  OfferScores(s, scores, n, positions, first);
+}
+
+void Join(const Selection& s, const Selection& part) {
+  const DI di;
+  const int64_t n = part.row->count;
+  Gate gate(s);
+  for (int64_t i = 0; i < n; i += Width())
+    gate.offer(hn::LoadU(di, part.keys + i), hn::LoadU(di, part.positions + i),
+               hn::FirstN(di, static_cast<size_t>(std::min(n - i, Width()))));
+  gate.close();
 }
 
 void Feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
@@ -235,8 +265,8 @@ void Feed(const Selection& s, const float* scores, int64_t n, const int32_t* pos
   }
   // A selection that begins lets everything in, and would be reduced several times before its threshold is near the
   // last one. A guess is as good as found out once topk have passed it; else all are offered anew.
-  row = {.count = 0, .key = Guess(s, scores, n, positions), .position = kHighest};
-  const bool reduced = Offer(s, scores, n, positions, first);
+  Guess(s, scores, n, positions);
+  const bool reduced = OfferScores(s, scores, n, positions, first);
   if (reduced || row.count >= s.topk || row.key == kLowest) return;
   row = open;
   Offer(s, scores, n, positions, first);
@@ -248,11 +278,25 @@ HWY_AFTER_NAMESPACE();
 #if HWY_ONCE
 namespace mla::cpu {
 HWY_EXPORT(Feed);
+HWY_EXPORT(Guess);
+HWY_EXPORT(GuessAmong);
+HWY_EXPORT(Join);
+HWY_EXPORT(Offer);
 HWY_EXPORT(Reduce);
 
 void select_feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
   HWY_DYNAMIC_DISPATCH(Feed)(s, scores, n, positions, first);
 }
+void select_guess(const Selection& s, const float* scores, int64_t n, const int32_t* positions) {
+  HWY_DYNAMIC_DISPATCH(Guess)(s, scores, n, positions);
+}
+void select_guess_among(const Selection& s, int64_t sampled, int64_t n) {
+  HWY_DYNAMIC_DISPATCH(GuessAmong)(s, sampled, n);
+}
+void select_offer(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first) {
+  HWY_DYNAMIC_DISPATCH(Offer)(s, scores, n, positions, first);
+}
+void select_join(const Selection& s, const Selection& part) { HWY_DYNAMIC_DISPATCH(Join)(s, part); }
 void select_reduce(const Selection& s) { HWY_DYNAMIC_DISPATCH(Reduce)(s); }
 
 }  // namespace mla::cpu

@@ -19,7 +19,17 @@ struct Selection {
 };
 
 /// Offers n scores at positions[0..n), or from `first` on when positions is null.
+void select_offer(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first);
+/// The same, by a guessed threshold where a selection begins with more scores than it has room for.
 void select_feed(const Selection& s, const float* scores, int64_t n, const int32_t* positions, int32_t first);
+/// Raises the threshold of a selection without candidates to what somewhat more than topk of n scores reach, as every
+/// so many-th of them tells: a guess, to be taken back unless topk candidates get past it. n is kSelectSample or more.
+void select_guess(const Selection& s, const float* scores, int64_t n, const int32_t* positions);
+/// The same of n candidates; s.keys[0..sampled) are the keys of some of them.
+void select_guess_among(const Selection& s, int64_t sampled, int64_t n);
+constexpr int64_t kSelectSample = 1024;
+/// Offers the candidates of another selection.
+void select_join(const Selection& s, const Selection& part);
 /// Drops all but the best topk.
 void select_reduce(const Selection& s);
 
