@@ -19,7 +19,7 @@ namespace mla::backend {
 /// Largest dimensions a plan will ask of an op: what its scratch is sized by.
 struct ScratchShape {
   int64_t heads = 0, latent = 0, rope = 0, nope = 0, value = 0, hidden = 0, query_latent = 0;
-  int64_t index_heads = 0, index_dim = 0;
+  int64_t index_heads = 0, index_dim = 0, topk = 0;
 };
 
 /// What the choice between a GPU's kernels depends on; by default an H200's.

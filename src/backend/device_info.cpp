@@ -16,7 +16,8 @@ DeviceInfo device_info(Device device, int threads, const ModelConfig& m) {
                                                       .hidden = m.hidden,
                                                       .query_latent = m.query_latent,
                                                       .index_heads = m.indexer ? m.indexer->heads : 0,
-                                                      .index_dim = m.indexer ? m.indexer->dim : 0}),
+                                                      .index_dim = m.indexer ? m.indexer->dim : 0,
+                                                      .topk = m.indexer ? m.indexer->topk : 0}),
           .split_keys = b.split_keys(),
           .f32_rates = b.cost_model(Dtype::f32, m.heads),
           .bf16_rates = b.cost_model(Dtype::bf16, m.heads)};

@@ -7,7 +7,8 @@ mla_status mla_scratch_bytes(const mla_stream* stream, const mla_scratch_shape* 
   return guarded("mla_scratch_bytes", [&] {
     const auto s = get("stream", stream);
     const mla_scratch_shape d = read_struct("shape", shape);
-    for (int64_t n : {d.heads, d.latent, d.rope, d.nope, d.value, d.hidden, d.query_latent, d.index_heads, d.index_dim})
+    for (int64_t n :
+         {d.heads, d.latent, d.rope, d.nope, d.value, d.hidden, d.query_latent, d.index_heads, d.index_dim, d.topk})
       if (n < 0 || n > (1 << 20))
         throw ShapeError("shape has a dimension of " + std::to_string(n) + ", allowed 0 to 2^20");
     required("bytes", bytes) =
@@ -20,7 +21,8 @@ mla_status mla_scratch_bytes(const mla_stream* stream, const mla_scratch_shape* 
                                                                              .hidden = d.hidden,
                                                                              .query_latent = d.query_latent,
                                                                              .index_heads = d.index_heads,
-                                                                             .index_dim = d.index_dim});
+                                                                             .index_dim = d.index_dim,
+                                                                             .topk = d.topk});
   });
 }
 

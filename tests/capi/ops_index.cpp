@@ -103,6 +103,15 @@ TEST(COpsIndex, ScoreAndSelect) {
       EXPECT_EQ(best[t * kTopk + i], scores[t * kKeys + order[i]]);
     }
   }
+  // With scratch for its threads to share a row in, though this one is too short.
+  mla_scratch_shape shape = make<mla_scratch_shape>();
+  shape.topk = kTopk;
+  size_t scratch_bytes = 0;
+  ASSERT_OK(mla_scratch_bytes(x.s, &shape, &scratch_bytes));
+  EXPECT_GE(scratch_bytes, row_bytes);
+  Bytes scratch(scratch_bytes);
+  sel.scratch = scratch.data;
+  sel.scratch_bytes = scratch.size;
   Tensor<int32_t> at_once({2, kTopk});
   sel.indices = at_once;
   ASSERT_OK(mla_select_topk(x.s, &sel));

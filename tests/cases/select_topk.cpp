@@ -20,7 +20,8 @@ class SelectTopkCase final : public Case {
   explicit SelectTopkCase(const Params& p) : SelectTopkCase(p, Random(p.seed)) {}
 
   void run(Stream& stream) override {
-    const ops::Scratch scratch = scratch_.get(stream, backend::backend(stream.device()).scratch_per_worker({}));
+    const ops::Scratch scratch =
+        scratch_.get(stream, backend::backend(stream.device()).scratch_per_worker({.topk = p_.topk}));
     bool begin = true;
     for (const Tile& tile : tiles_) {
       const bool last = finishes_ && &tile == &tiles_.back();

@@ -10,11 +10,13 @@
 
 #include "backend/backend.hpp"
 #include "backend/cpu/core/target.hpp"
+#include "backend/cpu/select_topk/cut.hpp"
 #include "backend/run.hpp"
 #include "cache/index/codec.hpp"
 #include "cases/case.hpp"
 #include "cases/padded.hpp"
 #include "cases/poisoned_cache.hpp"
+#include "core/threads.hpp"
 #include "mla/plan.hpp"
 #include "support/rotated_index_queries.hpp"
 #include "support/sanitized.hpp"
@@ -371,7 +373,219 @@ TEST_P(IndexOnTarget, NoPatternOfScoresMisleadsASelection) {
       }
 }
 
+// Rows of these lengths with scores of a kind, and what a pool's threads select from them.
+class RowsToShare {
+ public:
+  enum Kind { normal, equal, few, rising, falling, odd, lowest, stretch, misleading, kinds, misleading_twice };
+  struct Selected {
+    std::vector<int32_t> indices;
+    std::vector<float> scores;
+    friend bool operator==(const Selected&, const Selected&) = default;
+  };
+
+  RowsToShare(std::span<const int64_t> lengths, Kind kind, int64_t topk)
+      : topk_(topk), rows_(std::ssize(lengths)), columns_(*std::max_element(lengths.begin(), lengths.end())) {
+    Random random(6);
+    scores_.assign(static_cast<size_t>(rows_ * columns_), 1e30f);  // columns that a row does not see would be the best
+    for (int64_t r = 0; r < rows_; ++r) {
+      const auto row = static_cast<int32_t>(r), n = static_cast<int32_t>(lengths[static_cast<size_t>(r)]);
+      items_.push_back({.request = row, .q_begin = row, .q_count = 1, .kv_end = n, .visible = n, .row = row});
+      for (int64_t c = 0; c < n; ++c) scores_[static_cast<size_t>(r * columns_ + c)] = score(random, kind, c, n);
+    }
+  }
+
+  // Positions in a random order; of ten columns `missing` have none.
+  void shuffle(int64_t missing) {
+    Random random(9);
+    std::vector<int32_t> row(static_cast<size_t>(columns_));
+    for (int64_t r = 0; r < rows_; ++r) {
+      for (size_t c = 0; c < row.size(); ++c) row[c] = static_cast<int32_t>(3 * c);
+      for (size_t c = row.size(); c-- > 1;)
+        std::swap(row[c], row[static_cast<size_t>(random.integer(0, static_cast<int64_t>(c)))]);
+      for (int32_t& p : row)
+        if (random.integer(0, 9) < missing) p = -1;
+      positions_.insert(positions_.end(), row.begin(), row.end());
+    }
+  }
+
+  // In windows that end at these columns and the last. Without scratch rows are not shared.
+  Selected select(ThreadPool& pool, std::vector<int64_t> ends = {}, bool scratch = true) const {
+    Stream stream(pool);
+    const size_t row = topk_state_bytes(topk_), workers = static_cast<size_t>(pool.threads());
+    const Buffer state(static_cast<size_t>(rows_) * row), memory(row * workers + 64);
+    for (const Buffer* b : {&state, &memory}) std::fill_n(b->data(), b->size(), std::byte{0xff});
+    ends.push_back(columns_);
+    for (int64_t first = 0; int64_t end : ends) {
+      ops::SelectTopkArgs window = all();
+      window.scores = window.scores.slice<Key>(first, end - first);
+      if (window.positions) window.positions = window.positions.slice<Key>(first, end - first);
+      window.first = first;
+      window.begin = first == 0;
+      window.state.data = state.data();
+      if (scratch) window.scratch = {memory.data(), row};
+      ops::run(stream, window);
+      first = end;
+    }
+    Selected s = blank();
+    ops::run(stream, ops::FinishTopkArgs{.state = {state.data(), rows_, topk_},
+                                         .items = items_,
+                                         .indices = {s.indices.data(), {rows_, topk_}},
+                                         .scores = {s.scores.data(), {rows_, topk_}}});
+    const std::byte* end = memory.data() + memory.size();
+    EXPECT_TRUE(std::all_of(end - 64, end, [](std::byte b) { return b == std::byte{0xff}; })) << "behind the scratch";
+    return s;
+  }
+
+  Selected by_definition() const {
+    Selected s = blank();
+    ops::reference(all(), {s.indices.data(), {rows_, topk_}}, {s.scores.data(), {rows_, topk_}});
+    return s;
+  }
+
+ private:
+  static float score(Random& random, Kind kind, int64_t column, int64_t n) {
+    constexpr float kInf = std::numeric_limits<float>::infinity();
+    const float some[] = {kInf, -kInf, cases::poison(), -cases::poison(), 0.0f, -0.0f, 1e-42f, 1.0f};
+    switch (kind) {
+      case equal: return 0.5f;
+      case few: return static_cast<float>(random.integer(-2, 2));
+      case rising: return static_cast<float>(column);
+      case falling: return -static_cast<float>(column / 3);
+      case odd: return some[random.integer(0, 7)];
+      case lowest: return random.integer(0, 1) ? cases::poison() : -kInf;
+      case stretch: return random.normal() + (column / 3000 == 2 ? 10.0f : 0.0f);
+      case misleading: return random.normal() + (column % std::max<int64_t>(1, n / 1024) == 0 ? 100.0f : 0.0f);
+      // In ranges of kLeastRange equal scores get past a guess, and every 33rd column is better, which the ranges keep.
+      case misleading_twice:
+        return column % cpu::kLeastRange % 33 == 0 && column % 128 != 0 ? 2.0f + random.normal() / 16 : 1.0f;
+      default: return random.normal();
+    }
+  }
+  ops::SelectTopkArgs all() const {
+    ops::SelectTopkArgs a{.scores = {scores_.data(), {rows_, columns_}}, .items = items_, .begin = true};
+    if (!positions_.empty()) a.positions = {positions_.data(), {rows_, columns_}};
+    a.state = {nullptr, rows_, topk_};
+    return a;
+  }
+  Selected blank() const {
+    const auto n = static_cast<size_t>(rows_ * topk_);
+    return {std::vector<int32_t>(n, 7), std::vector<float>(n, 7.0f)};
+  }
+
+  int64_t topk_, rows_, columns_;
+  std::vector<float> scores_;
+  std::vector<int32_t> positions_;
+  std::vector<IndexItem> items_;
+};
+
+constexpr int kSharers[] = {1, 2, 3, 7, 16};
+
+// A row has one range more from a quarter above each multiple of a range's columns on.
+TEST_P(IndexOnTarget, ARowHasOneSelectionHoweverItIsShared) {
+  test::Sample sample(4);
+  ThreadPool one(1), three(3);
+  constexpr int64_t kLeast = cpu::kLeastRange, kHelp = cpu::kLeastHelp, kTopk[] = {1, 300, 2048, 8192};
+  std::vector<int64_t> lengths{7000, kHelp, 12 * kLeast, 20 * kLeast + 17};
+  for (int64_t shortest : {2 * kHelp, 3 * kHelp / 2, 4 * kHelp / 3})  // in 2, 3 and 4 ranges
+    for (int64_t more : {-2, -1, 0, 1}) lengths.push_back(shortest + more);
+  for (int64_t ranges : {3, 4, 6, 7, 15, 16})
+    for (int64_t more : {-1, 0, 1}) lengths.push_back(ranges * kLeast + kLeast / 4 + more);
+  for (const int64_t n : lengths)
+    for (int kind = 0; kind < RowsToShare::kinds; ++kind) {
+      if (!sample.take()) continue;
+      const int64_t topk = kTopk[static_cast<size_t>(n + kind) % 4];
+      const RowsToShare rows({&n, 1}, static_cast<RowsToShare::Kind>(kind), topk);
+      const auto expected = rows.select(one);
+      for (int threads : kSharers) {
+        Rehearsal many(threads);  // cuts as so many threads would, whatever the machine has
+        EXPECT_TRUE(rows.select(many.pool()) == expected)
+            << n << " columns, kind " << kind << ", topk " << topk << ", " << threads << " threads";
+      }
+      EXPECT_TRUE(rows.select(three) == expected) << n << " columns, kind " << kind << ", topk " << topk;
+    }
+}
+
+TEST_P(IndexOnTarget, SharedRowsGoOnFromWindowToWindow) {
+  test::Sample sample(4);
+  ThreadPool one(1), three(3);
+  constexpr int64_t kColumns = 150000;
+  const std::vector<int64_t> windows[] = {{100}, {3000, 30000}, {kColumns / 2}, {50000, 100000, 140000}};
+  for (int kind = 0; kind < RowsToShare::kinds; ++kind)
+    for (int64_t topk : {97, 2048})
+      for (int64_t missing : {-1, 0, 7}) {  // -1: positions are those of the columns
+        if (!sample.take()) continue;
+        RowsToShare rows({&kColumns, 1}, static_cast<RowsToShare::Kind>(kind), topk);
+        if (missing >= 0) rows.shuffle(missing);
+        const auto expected = rows.by_definition();
+        for (const std::vector<int64_t>& ends : windows) {
+          const std::string what = "kind " + std::to_string(kind) + ", topk " + std::to_string(topk) + ", missing " +
+                                   std::to_string(missing) + ", first window " + std::to_string(ends[0]);
+          EXPECT_TRUE(rows.select(one, ends) == expected) << what << ", one thread";
+          for (int threads : kSharers) {
+            Rehearsal many(threads);
+            EXPECT_TRUE(rows.select(many.pool(), ends) == expected) << what << ", " << threads << " threads";
+          }
+          EXPECT_TRUE(rows.select(three, ends) == expected) << what;
+        }
+      }
+}
+
+TEST_P(IndexOnTarget, RowsOfAllLengthsAreSharedTogether) {
+  ThreadPool one(1), three(3);
+  const int64_t few[] = {200000, 30, 9000, 70000, 0, 2047, 120000}, two[] = {90000, 300000},
+                many[] = {100,   10000, 10100, 10200, 10300, 10400, 10500, 10600, 10700, 10800,
+                          10900, 11000, 11100, 11200, 11300, 11400, 11500, 11600, 400000};
+  for (std::span<const int64_t> lengths : {std::span<const int64_t>(few), {two}, {many}})
+    for (auto kind : {RowsToShare::normal, RowsToShare::few, RowsToShare::misleading}) {
+      const RowsToShare rows(lengths, kind, 2048);
+      const auto expected = rows.by_definition();
+      EXPECT_TRUE(rows.select(one) == expected) << lengths.size() << " rows, kind " << kind;
+      for (int threads : kSharers) {
+        Rehearsal pool(threads);
+        for (const std::vector<int64_t>& ends : {std::vector<int64_t>{}, {65000}})
+          EXPECT_TRUE(rows.select(pool.pool(), ends) == expected)
+              << lengths.size() << " rows, kind " << kind << ", " << threads << " threads, " << ends.size() + 1
+              << " windows";
+      }
+      EXPECT_TRUE(rows.select(three) == expected) << lengths.size() << " rows, kind " << kind;
+    }
+}
+
 INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget, testing::ValuesIn(cpu::targets()));
+
+// Tasks of each run: ranges and rows, after a wrong guess the ranges again, what joins them, and finish_topk.
+TEST(SelectTopk, LongRowsAreCutWhereThreadsWouldIdle) {
+  constexpr int64_t kLeast = cpu::kLeastRange, kHelp = cpu::kLeastHelp;
+  auto tasks = [](int threads, std::vector<int64_t> lengths, bool scratch = true,
+                  RowsToShare::Kind kind = RowsToShare::normal) {
+    Rehearsal pool(threads);
+    RowsToShare(lengths, kind, 2048).select(pool.pool(), {}, scratch);
+    std::vector<size_t> sizes;
+    for (const Rehearsal::Run& run : pool.take()) sizes.push_back(run.size());
+    return sizes;
+  };
+  using Sizes = std::vector<size_t>;
+  EXPECT_EQ(tasks(16, {16 * kLeast}), (Sizes{16 + 1, 1, 1}));
+  EXPECT_EQ(tasks(16, {16 * kLeast}, true, RowsToShare::misleading), (Sizes{16 + 1, 16, 1, 1}));
+  EXPECT_EQ(tasks(16, {5 * kLeast}), (Sizes{5 + 1, 1, 1}));
+  EXPECT_EQ(tasks(2, {2 * kHelp}), (Sizes{2 + 1, 1, 1}));
+  EXPECT_EQ(tasks(2, {100 * kLeast, 10 * kLeast, 20}), (Sizes{2 + 3, 1, 3}));
+  EXPECT_EQ(tasks(16, std::vector<int64_t>(8, 8 * kLeast)), (Sizes{16 + 8, 8, 8}));
+  // Too short, one thread, rows for all threads, no scratch.
+  EXPECT_EQ(tasks(2, {2 * kHelp - 2}), (Sizes{1, 1}));
+  EXPECT_EQ(tasks(1, {16 * kLeast}), (Sizes{1, 1}));
+  EXPECT_EQ(tasks(16, std::vector<int64_t>(16, 8 * kLeast)), (Sizes{16, 16}));
+  EXPECT_EQ(tasks(16, std::vector<int64_t>(13, 8 * kLeast)), (Sizes{13, 13}));
+  EXPECT_EQ(tasks(16, {16 * kLeast}, false), (Sizes{1, 1}));
+}
+
+// What ranges kept is sampled, too, where it is more than a row has room for.
+TEST(SelectTopk, NoPatternOfWhatRangesKeepMisleadsASelection) {
+  const int64_t columns = 16 * cpu::kLeastRange;
+  const RowsToShare rows({&columns, 1}, RowsToShare::misleading_twice, 2048);
+  Rehearsal pool(16);
+  EXPECT_TRUE(rows.select(pool.pool()) == rows.by_definition());
+}
 
 // A step of mixed requests as its schedule says, in tiles of several sizes, against scoring everything at once.
 TEST(IndexStep, ScheduleGivesTheUnstreamedSelection) {

@@ -72,6 +72,7 @@ typedef struct mla_block_table {
 typedef struct mla_scratch_shape {
   size_t struct_size;
   int64_t heads, latent, rope, nope, value, hidden, query_latent, index_heads, index_dim;
+  int64_t topk;
 } mla_scratch_shape;
 /// Bytes of scratch, 64-byte aligned on the stream's device, that serve every op at these dimensions. The inputs of
 /// mla_project's weights count as hidden.
@@ -425,7 +426,8 @@ typedef struct mla_select_topk_args {
   int64_t topk;   ///< 1 to 8192
   void* state;
   size_t state_bytes;
-  void* scratch;  ///< a GPU's; NULL on the CPU
+  /// A GPU's; optional on the CPU, whose threads share long rows with what mla_scratch_bytes says for topk.
+  void* scratch;
   size_t scratch_bytes;
   int32_t begin;  ///< 1: these rows' selections begin here
   int32_t reserved;

@@ -26,5 +26,6 @@ size_t attend_expanded_scratch(const backend::ScratchShape& shape);
 size_t attend_latent_scratch(const backend::ScratchShape& shape);
 size_t attend_sparse_scratch(const backend::ScratchShape& shape);
 size_t index_score_scratch(const backend::ScratchShape& shape);
+size_t select_topk_scratch(const backend::ScratchShape& shape);
 
 }  // namespace mla::cpu

@@ -50,7 +50,8 @@ struct SelectTopkArgs {
   View<const int32_t, Token, Key> positions;
   bool begin = false;  ///< these rows' selections begin here: what their state held is dropped
   TopkState state;     ///< row item.row + i of the items
-  Scratch scratch;     ///< a GPU's; the CPU needs none
+  /// A GPU's; optional on the CPU, whose threads share long rows where each has topk_state_bytes(topk).
+  Scratch scratch;
   /// Of rows whose last window this is: their selections, as finish_topk writes them; the state is spent afterwards.
   /// Empty (null): selections stay in the state.
   View<int32_t, Token, Topk> indices = {};

@@ -105,7 +105,7 @@ void restrict_target(std::string_view name) {
 
 size_t scratch_per_worker(const backend::ScratchShape& shape) {
   const size_t most = std::max({project_scratch(shape), attend_expanded_scratch(shape), attend_latent_scratch(shape),
-                                attend_sparse_scratch(shape), index_score_scratch(shape)});
+                                attend_sparse_scratch(shape), index_score_scratch(shape), select_topk_scratch(shape)});
   return (most + 63) / 64 * 64;
 }
 
