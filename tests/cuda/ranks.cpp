@@ -375,6 +375,29 @@ TEST_P(GpuRankLayers, RanksExchangeHeads) {
                     {ranks, ranks, format, SplitPolicy::fast, PathPolicy::automatic, selects, ContextExchange::heads});
 }
 
+// Each rank's range of the rows: the bits that all have otherwise.
+TEST_P(GpuRankLayers, RanksMaySumTheirOwnRows) {
+  const int ranks = GetParam().ranks;
+  const Lengths l{{1, 3, 1, 2, 7}, {130, 40, 1, 0, 65}};
+  for (const bool captured : {false, true}) {
+    std::vector<std::vector<bf16>> own(static_cast<size_t>(ranks));
+    std::vector<bf16> all, joined;
+    expect_none(on_gpus(
+        GetParam().link, ranks,
+        [&](Self s) {
+          Split split{ranks, 1};
+          std::vector<bf16> rows = steps_of(split, s.rank, s.stream, &s.comm, l, captured);
+          if (s.rank == 0) all = std::move(rows);
+          split.sums = HiddenSums::own;
+          own[static_cast<size_t>(s.rank)] = steps_of(split, s.rank, s.stream, &s.comm, l, captured);
+        },
+        size_t{1} << 20));
+    for (const auto& rows : own) joined.insert(joined.end(), rows.begin(), rows.end());
+    ASSERT_EQ(joined.size(), all.size());
+    EXPECT_EQ(std::memcmp(joined.data(), all.data(), all.size() * sizeof(bf16)), 0) << captured;
+  }
+}
+
 // Context on the expanded path: rows of other ranks, in every format.
 TEST_P(GpuRankLayers, PrefillsOverASplitCache) {
   const int ranks = GetParam().ranks;

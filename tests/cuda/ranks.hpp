@@ -72,6 +72,7 @@ struct Split {
   PathPolicy path = PathPolicy::automatic;
   bool selects = false;
   ContextExchange exchange = ContextExchange::latents;
+  HiddenSums sums = HiddenSums::all;
 
   /// Heads of the members of a rank's group, where they exchange heads.
   std::vector<HeadRange> group(int64_t heads, int rank) const {
@@ -130,6 +131,8 @@ inline std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, 
     o.compute = Dtype::bf16;
     o.split = split.policy;
     o.path = s.contexts == l.contexts ? split.path : PathPolicy::automatic;
+    o.sums = split.sums;
+    o.context_parallel.rank = rank;
     if (split.members > 1) {
       o.context_parallel = {.sharding = sharding, .rank = rank, .heads = {}, .exchange = split.exchange};
       for (const HeadRange& h : shares(whole.heads, split.ranks)) o.context_parallel.heads.push_back(h.count);
@@ -157,7 +160,7 @@ inline std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, 
                .ranks = comm,
                .deadline = std::chrono::seconds(30)},
               AnyView<Token, Hidden>(Dtype::bf16, in.data(), {p.tokens, m.hidden}),
-              AnyMutableView<Token, Hidden>(Dtype::bf16, to.data(), {p.tokens, m.hidden}));
+              AnyMutableView<Token, Hidden>(Dtype::bf16, to.data(), {p.own_rows().count, m.hidden}));
     };
     call();
     if (captured) {
@@ -167,7 +170,7 @@ inline std::vector<bf16> steps_of(const Split& split, int rank, Stream& stream, 
       graph.launch(stream);
       stream.synchronize();
     }
-    out.resize(hidden.size());
+    out.resize(static_cast<size_t>(p.own_rows().count * m.hidden));
     copy(stream, out.data(), to.data(), out.size() * sizeof(bf16));
     stream.synchronize();
   };
