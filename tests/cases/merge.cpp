@@ -176,7 +176,7 @@ class MergeCase final : public Case {
       }
     out_ = out_after;
     lse_ = lse_after;
-    const double unit = dtype_ == Dtype::f16 ? 0x1p-11 : unit_of(dtype_);
+    const double unit = dtype_ == Dtype::f32 ? 0x1p-24 : dtype_ == Dtype::f16 ? 0x1p-11 : 0x1p-8;
     const Verdict out = compare(got_out, e_out, p_out, unit), lse = compare(got_lse, e_lse, p_lse, 0x1p-24);
     return unless_touched(out.ok ? lse : out, intact, "out or lse");
   }
