@@ -124,32 +124,49 @@ struct RankStep {
   std::vector<layer::KernelUse> uses;
 };
 
+using DividedStep = std::function<RankStep(const BatchLengths&, int dcp)>;
+
+// From which context on a split cache is faster, by the number of requests and ranks of a group.
+void print_break_even(const DividedStep& step, int64_t query, const std::vector<int>& groups) {
+  constexpr int kRequests[] = {1, 8, 64, 256};
+  std::printf("  tokens of every request from which on a split cache is faster than heads alone:\n    %10s",
+              "requests");
+  for (const int dcp : groups)
+    if (dcp > 1) std::printf(" %14s", ("--dcp " + std::to_string(dcp)).c_str());
+  for (const int requests : kRequests) {
+    std::printf("\n    %10d", requests);
+    std::vector<int64_t> even(groups.size(), 0);
+    for (int64_t context = 512; context <= int64_t{1} << 20; context *= 2) {
+      const BatchLengths of{std::vector<int64_t>(static_cast<size_t>(requests), query),
+                            std::vector<int64_t>(static_cast<size_t>(requests), context)};
+      const double whole = seconds_of(step(of, 1).uses);
+      for (size_t i = 0; i < groups.size(); ++i) {
+        if (groups[i] == 1) continue;
+        if (seconds_of(step(of, groups[i]).uses) >= whole) even[i] = 0;  // only what holds for all longer ones is said
+        else if (even[i] == 0) even[i] = context;
+      }
+    }
+    for (size_t i = 0; i < groups.size(); ++i)
+      if (groups[i] > 1) std::printf(" %14s", even[i] > 0 ? std::to_string(even[i]).c_str() : "-");
+  }
+  std::printf("\n");
+}
+
 // A layer's step of one rank, by the context of its requests: heads over the ranks, and the cache over groups of them.
-void print_divisions(const std::function<RankStep(const BatchLengths&, int dcp)>& step, const BatchLengths& lengths,
-                     int ranks) {
+void print_divisions(const DividedStep& step, const BatchLengths& lengths, int ranks) {
   std::printf("  a layer's step over %d ranks, by the context of every request, expected:\n", ranks);
   std::vector<int> groups;
   for (int dcp = 1; dcp <= ranks; ++dcp)
     if (ranks % dcp == 0) groups.push_back(dcp);
   std::printf("    %10s", "context");
   for (const int dcp : groups) std::printf(" %14s", ("--dcp " + std::to_string(dcp)).c_str());
-  int64_t even = 0;
   for (int64_t context = 1024; context <= int64_t{1} << 20; context *= 4) {
     const BatchLengths of{lengths.queries, std::vector<int64_t>(lengths.queries.size(), context)};
     std::printf("\n    %10lld", static_cast<long long>(context));
-    double whole = 0, best = 0;
-    for (const int dcp : groups) {
-      const double seconds = seconds_of(step(of, dcp).uses);
-      if (dcp == 1) whole = seconds;
-      else if (best == 0 || seconds < best) best = seconds;
-      std::printf(" %11.1f us", seconds * 1e6);
-    }
-    if (best >= whole) even = 0;  // only what holds for all longer ones is said
-    else if (even == 0) even = context;
+    for (const int dcp : groups) std::printf(" %11.1f us", seconds_of(step(of, dcp).uses) * 1e6);
   }
   std::printf("\n");
-  if (even > 0) std::printf("    a split cache is faster from %lld tokens on or below\n", static_cast<long long>(even));
-  else std::printf("    a split cache is not faster up to %d tokens\n", 1 << 20);
+  if (groups.size() > 1) print_break_even(step, std::max<int64_t>(1, lengths.queries[0]), groups);
 }
 
 nlohmann::json json_of(const CLI::App& command, const Plan& p, const std::string& target,

@@ -248,8 +248,13 @@ TEST_F(Command, RanksSplitHeadsAndTheCache) {
   expect_bad("run --tp 4 --dcp 3", {"--dcp is 3", "must divide --tp, 4"});
   const Outcome grid = mla("plan --model deepseek-v3 --tp 8 --dcp 4 --contexts 8192 --link 200,7");
   EXPECT_EQ(grid.status, 0) << grid.err;
-  for (const char* said : {"rank 0 of 8 in groups of 4 that hold 1 token in turn", "--dcp 2", "--dcp 8"})
+  for (const char* said : {"rank 0 of 8 in groups of 4 that hold 1 token in turn", "--dcp 2", "--dcp 8",
+                           "tokens of every request from which on a split cache is faster than heads alone:"})
     EXPECT_NE(grid.out.find(said), std::string::npos) << said << grid.out;
+  // A row of numbers or dashes for each number of requests, a column for each group.
+  const std::string_view even = std::string_view(grid.out).substr(grid.out.find("tokens of every request"));
+  for (const char* requests : {"\n             1 ", "\n             8 ", "\n            64 ", "\n           256 "})
+    EXPECT_NE(even.find(requests), std::string_view::npos) << requests << grid.out;
   expect_bad("run --tp 2 --dcp 2 --dcp-interleave 7", {"pages of 128 tokens", "7 in turn"});
   expect_bad("run --tp 2 --dcp-interleave 2", {"--dcp-interleave is read with --dcp"});
   expect_bad("run --tp 2 --dcp-exchange heads", {"--dcp-exchange is read with --dcp"});
