@@ -387,6 +387,11 @@ TEST_P(Parts, AreThoseOfTheWholeFromTheirOwnBytes) {
         ASSERT_NO_FATAL_FAILURE(expect_same(own.layer(0, heads), part_of(m, whole, heads)));
         EXPECT_EQ(own.bytes_read(), static_cast<uint64_t>(folder.bytes(heads)));
         sum += own.bytes_read();
+        const LayerTensors read = own.layer(0, heads, ranks), cut = part_of(m, whole, heads, ranks);
+        ASSERT_EQ(read.group_kv_up.size(), ranks.size());
+        ASSERT_EQ(cut.group_kv_up.size(), ranks.size());
+        for (size_t r = 0; r < ranks.size(); ++r)
+          ASSERT_NO_FATAL_FAILURE(expect_same(read.group_kv_up[r], cut.group_kv_up[r]));
       }
       // The whole, once more for every further rank what all share, and what is on both sides of a border.
       const uint64_t further = ranks.size() - 1;

@@ -9,6 +9,7 @@
 #include "backend/backend.hpp"
 #include "backend/run.hpp"
 #include "mla/error.hpp"
+#include "mla/parallel.hpp"
 #include "support/golden.hpp"
 #include "support/models.hpp"
 
@@ -207,6 +208,16 @@ TEST(Prepare, MemoryIsWhatWasPromised) {
   EXPECT_GE(bytes(WeightFormat::plain), 4 * elements);
   EXPECT_EQ(bytes(WeightFormat::fp8), elements + 8);
   EXPECT_EQ(bytes(WeightFormat::mxfp4), elements * 17 / 32);
+  // Of a part whose group's heads are held, all four are there.
+  const HeadRange own{1, 2};
+  const ModelConfig part = part_of(m, own);
+  const std::vector<HeadRange> group{{1, 2}, {0, 1}, {3, 1}};
+  const LayerWeights w = prepare(part, part_of(m, t, own, group), PrepareOptions{});
+  EXPECT_EQ(static_cast<double>(w.absorb_key->bytes + w.value_up->bytes), bytes(WeightFormat::plain));
+  const double promised = prepared_bytes(part, 0, {}, 4), held = static_cast<double>(w.bytes());
+  EXPECT_GE(held, promised);
+  EXPECT_LE(held, 1.05 * promised);
+  EXPECT_LT(prepared_bytes(part, 0, {}), promised);
 }
 
 TEST(Prepare, ChoicesThatCannotBe) {
