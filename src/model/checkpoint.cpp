@@ -105,8 +105,10 @@ class LayerReader {
     t.kv_down = matrix("kv_a_proj_with_mqa.", m.entry(), m.hidden);
     t.kv_norm = vector("kv_a_layernorm.weight", m.latent);
     t.kv_up = rows_of_heads("kv_b_proj.", heads_, m.nope + m.value, m.latent);
-    for (const HeadRange& member : group_)
-      t.group_kv_up.push_back(rows_of_heads("kv_b_proj.", member, m.nope + m.value, m.latent));
+    for (const HeadRange& member : group_) {
+      const bool own = member.begin == heads_.begin && member.count == heads_.count;
+      t.group_kv_up.push_back(own ? t.kv_up : rows_of_heads("kv_b_proj.", member, m.nope + m.value, m.latent));
+    }
     t.output = columns_of_heads("o_proj.", m.hidden, m.value);
     if (m.layer_has_indexer(layer_)) {
       const IndexerConfig& x = *m.indexer;

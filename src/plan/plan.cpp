@@ -190,20 +190,21 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
   const LinkRates& link = p.options.link;
   ModelConfig model = p.model;
   model.heads = most_heads(p);
-  // A member attends to its part of the positions with as many times its heads: the work of all positions with its own.
-  const double work = path_cost(model, p.cache, rates, path, new_tokens, context, beside);
-  if (!(link.bytes > 0)) return work;
-  const auto others = static_cast<double>(c.sharding.ranks() - 1), rows = static_cast<double>(new_tokens * model.heads);
   const bool heads = p.exchanges_heads();
-  const double query = static_cast<double>(heads ? model.query_key() : model.entry()) * rates.row_element,
-               found = static_cast<double>((heads ? model.value : p.cache.value_width()) + 1) * sizeof(float),
-               row = static_cast<double>(p.sent_rows.page_bytes()),
-               // Of the other members' heads.
-      products = heads ? others * rows * 2 * static_cast<double>(model.latent * (model.nope + model.value)) : 0;
-  return path == Path::latent
-             ? work + products / rates.projection_flops + 2 * link.seconds +
-                   others * rows * (query + found) / link.bytes
-             : work + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
+  const auto others = static_cast<double>(c.sharding.ranks() - 1), rows = static_cast<double>(new_tokens * model.heads);
+  // A member attends to its part of the positions with as many times its heads: the work of all positions with its own.
+  double seconds = path_cost(model, p.cache, rates, path, new_tokens, context, beside);
+  if (heads && path == Path::latent)  // the other members' heads through W_UK and W_UV
+    seconds +=
+        others * rows * 2 * static_cast<double>(model.latent * (model.nope + model.value)) / rates.projection_flops;
+  if (!(link.bytes > 0)) return seconds;
+  if (path == Path::latent) {
+    const double query = static_cast<double>(heads ? model.query_key() : model.entry()) * rates.row_element,
+                 found = static_cast<double>((heads ? model.value : p.cache.value_width()) + 1) * sizeof(float);
+    return seconds + 2 * link.seconds + others * rows * (query + found) / link.bytes;
+  }
+  const double row = static_cast<double>(p.sent_rows.page_bytes());
+  return seconds + link.seconds + others * static_cast<double>(context / c.sharding.ranks()) * row / link.bytes;
 }
 
 // given: the rates of the options before those of the device took their place. beside: path_cost's.
