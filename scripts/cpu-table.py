@@ -44,7 +44,7 @@ def cell(row: dict[str, Any]) -> str:
 
 def table(machines: list[dict[str, Any]]) -> str:
     """A row for each row of any machine's bench, in the order of the one that has most; a column for each machine."""
-    title = [f"{m['machine']['cpu']}, {m['options']['threads']} threads" for m in machines]
+    title = [f"{m['machine']['cpu']}{m.get('kind', '')}, {m['options']['threads']} threads" for m in machines]
     of = [{row["name"]: row for row in m["rows"]} for m in machines]
     names = dict.fromkeys(name for rows in sorted(of, key=len, reverse=True) for name in rows)
     out = [f"| row | bound by | {' | '.join(title)} |\n", f"| --- | --- |{' --: |' * len(machines)}\n"]
@@ -70,12 +70,18 @@ def main() -> int:
     options = parser.parse_args()
 
     machines = []
-    for file in options.files or sorted((ROOT / "bench/results/cpu").glob("*.json")):
+    files = options.files or sorted((ROOT / "bench/results/cpu").glob("*.json"))
+    for file in files:
         try:
             machines.append(json.loads(file.read_text(encoding="utf-8")))
             table(machines[-1:])
         except (OSError, ValueError, KeyError, TypeError) as e:
             raise SystemExit(f"cpu-table: {file} is not a bench's JSON: {e!r}") from e
+    # CPUs of one name are told apart by what their files are called after.
+    names = [(m["machine"]["cpu"], m["options"]["threads"]) for m in machines]
+    for name, machine, file in zip(names, machines, files):
+        if names.count(name) > 1:
+            machine["kind"] = f" ({file.stem.split('-')[0]})"
     made = table(machines)
     if not options.write and not options.check:
         print(made, end="")
