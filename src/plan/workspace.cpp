@@ -1,6 +1,5 @@
 // One allocation, cut into named regions that the layer finds by name.
 #include <algorithm>
-#include <numeric>
 #include <string>
 
 #include "mla/error.hpp"
@@ -97,8 +96,9 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   add("query_latent", block * static_cast<size_t>(m.query_latent) * act);
   add("kv", inputs * entry * act);
   add("hidden_part", o.tensor_parallel > 1 || plan.casts_hidden() ? block * static_cast<size_t>(m.hidden) * f : 0);
-  const size_t absorbed = static_cast<size_t>(plan.absorbed_heads());
-  add("latent_query", latent_rows * absorbed * entry * (o.fp8_query ? size_of(query_codes(plan)) : compute));
+  const size_t absorbed = static_cast<size_t>(plan.absorbed_heads()),
+               latent_query = entry * (o.fp8_query ? size_of(query_codes(plan)) : compute);
+  add("latent_query", latent_rows * absorbed * latent_query);
   add("latent_query_f32", o.fp8_query ? latent_rows * absorbed * entry * f : 0);
   add("latent_out", latent_rows * absorbed * width * act);
   add("latent_lse", latent_rows * absorbed * f);
@@ -107,11 +107,9 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
   const bool shares = w.shares_context, exchanges_heads = plan.exchanges_heads();
   const std::span<const int64_t> sharing = shares ? o.context_parallel.group_heads() : std::span<const int64_t>();
   const size_t sharing_rows = shares ? latent_rows : 0,
-               all_heads =
-                   shares ? static_cast<size_t>(std::accumulate(sharing.begin(), sharing.end(), int64_t{0})) : n;
+               all_heads = shares ? static_cast<size_t>(attended_heads(plan)) : n;
   const size_t found_width = exchanges_heads ? static_cast<size_t>(m.value) : width,
-               query_bytes = exchanges_heads ? static_cast<size_t>(m.query_key()) * act
-                                             : entry * (o.fp8_query ? size_of(query_codes(plan)) : compute);
+               query_bytes = exchanges_heads ? static_cast<size_t>(m.query_key()) * act : latent_query;
   add("rank_own_queries", exchanges_heads ? sharing_rows * n * query_bytes : 0);
   add("rank_queries", sharing_rows * all_heads * query_bytes);
   add("rank_found", sharing_rows * all_heads * found_width * f);

@@ -67,23 +67,22 @@ void attend_items(Steps& s, Calls calls, const Operand<Token, Head, Entry>& q, c
           steps::MergeSplits{partial_out, partial_lse, s.list(ListKind::splits, p.splits), out, lse});
 }
 
-// What all ranks found for this rank's heads comes here, and is merged in f32.
+// What all ranks found for this rank's heads.
+Partials found_by_ranks(const Steps& s, int64_t width) {
+  const int64_t rows = s.plan.options.context_parallel.sharding.ranks() * rows_of(s), n = s.m.heads;
+  return {s.region<Partial, Head, Value>("rank_got", Dtype::f32, {rows, n, width}),
+          s.region<Partial, Head>("rank_got_lse", Dtype::f32, {rows, n})};
+}
+// It comes here, and is merged in f32.
 void exchange_found(Steps& s, Calls calls, const Operand<Token, Head, Value>& found,
                     const Operand<Token, Head>& found_lse) {
-  const int64_t rows = rows_of(s), n = s.m.heads, ranks = s.plan.options.context_parallel.sharding.ranks();
-  s.add("exchange_found", calls,
-        steps::ExchangeFound{
-            found, found_lse,
-            s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, found.extent<Value>()}),
-            s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n})});
+  const auto [got, got_lse] = found_by_ranks(s, found.extent<Value>());
+  s.add("exchange_found", calls, steps::ExchangeFound{found, found_lse, got, got_lse});
 }
 void merge_found(Steps& s, Calls calls, const Operand<Token, Head, Value>& merged, const Operand<Token, Head>& lse) {
-  const int64_t rows = rows_of(s), n = s.m.heads, ranks = s.plan.options.context_parallel.sharding.ranks();
+  const auto [got, got_lse] = found_by_ranks(s, merged.extent<Value>());
   s.add("merge_splits", calls,
-        steps::MergeSplits{
-            s.region<Partial, Head, Value>("rank_got", Dtype::f32, {ranks * rows, n, merged.extent<Value>()}),
-            s.region<Partial, Head>("rank_got_lse", Dtype::f32, {ranks * rows, n}),
-            s.list(ListKind::rank_splits, s.plan.rank_splits), merged, lse});
+        steps::MergeSplits{got, got_lse, s.list(ListKind::rank_splits, s.plan.rank_splits), merged, lse});
 }
 
 // All ranks' queries over the tokens that this rank holds; merged is what all found for this rank's.
