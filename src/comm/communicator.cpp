@@ -8,9 +8,9 @@
 #include <utility>
 
 #include "comm/carrier.hpp"
-#include "comm/even_ranges.hpp"
 #include "comm/on_device.hpp"
 #include "comm/transport.hpp"
+#include "core/even_ranges.hpp"
 #include "core/gpu.hpp"
 
 namespace mla {
@@ -303,7 +303,7 @@ void Communicator::all_reduce(const Collective& call, Dtype dtype, const void* i
   State::Call c = s.begin(call, Operation::all_reduce, count, static_cast<int>(dtype));
   s.or_abort([&] {
     // Each rank sums one range for all: every rank moves 2 count elements, however many ranks there are.
-    std::vector<int64_t> at = comm::even_ranges(count, s.ranks());
+    std::vector<int64_t> at = even_ranges(count, s.ranks());
     auto* to = static_cast<std::byte*>(out);
     s.scatter(c, dtype, static_cast<const std::byte*>(in), to + at[s.rank()] * size, at);
     const std::byte* own = to + at[s.rank()] * size;

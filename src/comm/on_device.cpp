@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "comm/even_ranges.hpp"
+#include "core/even_ranges.hpp"
 #include "core/gpu.hpp"
 
 namespace mla::comm {

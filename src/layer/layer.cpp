@@ -8,8 +8,8 @@
 #include <utility>
 #include <vector>
 
-#include "comm/even_ranges.hpp"
 #include "core/clear.hpp"
+#include "core/even_ranges.hpp"
 #include "layer/bind.hpp"
 #include "layer/call.hpp"
 #include "layer/check.hpp"
@@ -157,7 +157,7 @@ class Walk {
   void run(std::string_view name, const steps::Project& s) {
     ops::ProjectArgs a = bind_(s);
     if (s.divided) {
-      const std::vector<int64_t> at = comm::even_ranges(s.rows, plan_.options.tensor_parallel);
+      const std::vector<int64_t> at = even_ranges(s.rows, plan_.options.tensor_parallel);
       const int64_t begin = at[rank()], count = at[rank() + 1] - begin;
       a.x = a.x.slice<Token>(begin, count), a.y = a.y.slice<Token>(begin, count), a.rows = count;
     }
@@ -185,8 +185,9 @@ class Walk {
     const int ranks = plan_.options.tensor_parallel;
     const int64_t width = x.extent<In>(), rows = x.extent<Token>(), own = plan_.own_rows().count * width,
                   element = static_cast<int64_t>(size_of(x.dtype()));
+    const std::vector<int64_t> at = even_ranges(rows, ranks);
     std::vector<int64_t> counts;
-    for (int r = 0; r < ranks; ++r) counts.push_back(row_share(rows, r, ranks).count * width);
+    for (size_t r = 0; r + 1 < at.size(); ++r) counts.push_back((at[r + 1] - at[r]) * width);
     collective(name, ranks, {static_cast<double>((x.size() - own) * element), static_cast<double>(own) * (ranks - 1)},
                [&](const Collective& call) {
                  std::byte* const to = static_cast<std::byte*>(x.data()) + plan_.own_rows().begin * width * element;
@@ -197,7 +198,7 @@ class Walk {
     const AnyMutableView<Token, Head, Out> y = bind_(s);
     const int ranks = plan_.options.tensor_parallel;
     const int64_t row = y.stride<Token>() * static_cast<int64_t>(size_of(y.dtype()));
-    const std::vector<int64_t> at = comm::even_ranges(y.extent<Token>(), ranks);
+    const std::vector<int64_t> at = even_ranges(y.extent<Token>(), ranks);
     std::vector<int64_t> bytes;
     for (size_t r = 0; r + 1 < at.size(); ++r) bytes.push_back((at[r + 1] - at[r]) * row);
     auto* all = static_cast<std::byte*>(y.data());

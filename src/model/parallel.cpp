@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "core/even_ranges.hpp"
 #include "mla/error.hpp"
 #include "model/part.hpp"
 
@@ -92,14 +93,14 @@ StoredScales part_of(const ModelConfig& model, StoredScales scales, HeadRange he
 
 namespace {
 
-// Range {first, number} of `n` things: the first n % ranks ranks have one more.
+// Range {first, number} of `n` things.
 template <class Range>
 Range even_share(const char* call, int64_t n, int rank, int ranks) {
   if (rank < 0 || rank >= ranks)
     throw InputError(std::string(call) + ": rank is " + std::to_string(rank) + ", allowed 0 to " +
                      std::to_string(ranks - 1));
-  const int64_t least = n / ranks, more = n % ranks;
-  return {rank * least + std::min<int64_t>(rank, more), least + (rank < more)};
+  const int64_t begin = even_begin(n, rank, ranks);
+  return {begin, even_begin(n, rank + 1, ranks) - begin};
 }
 
 }  // namespace
