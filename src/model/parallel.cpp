@@ -1,6 +1,5 @@
 #include "mla/parallel.hpp"
 
-#include <algorithm>
 #include <cstring>
 #include <string>
 
