@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Times of mla.flash_mla's calls from PyTorch on a GPU, as an engine makes them.
 
-    scripts/gpu-calls.py [--json bench/results/<card>/calls.json] [word ...]
+    scripts/gpu-calls.py [--json bench/results/<card>/calls.json] [--beside flash_mla] [word ...]
 
 A call is everything it launches. A CUDA graph holds calls in a row, as a step's layers make them:
 of the same lengths and block table, with one get_mla_metadata() (alone: without), over queries and
@@ -9,12 +9,14 @@ caches that together exceed the second level cache. Its replays are timed. Each 
 last sequences are checked against float64. Calls of flash_attn_varlen_func are timed alike, a row of each
 checked. With words, only the shapes whose names contain one of them. Beside each time
 stands the best peer's of the same call on another H200: FlashMLA 9241ae3, FlashAttention-3 0251105
-and FlashInfer 0.7.2, whose schedules were made outside the graph. Exit code 1 for a wrong answer.
+and FlashInfer 0.7.2, whose schedules were made outside the graph. With --beside, FlashMLA's is the one
+measured here: replays of its graph and of ours take turns. Exit code 1 for a wrong answer of ours.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -27,9 +29,8 @@ from typing import Any, NamedTuple
 import torch
 
 import mla
-from mla.flash_mla import (
-    flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata,
-)
+import mla.flash_mla
+from mla.flash_mla import flash_attn_varlen_func
 
 DEVICE = "cuda:0"
 PAGE, ROW, VALUE, SCALE = 64, 576, 512, 576**-0.5
@@ -73,40 +74,58 @@ def prefill(heads: int) -> Shape:
     return Shape("bf16", 4096, 1, heads, 65536, topk=2048, prefill=True)
 
 
-# The best peer's microseconds of 16, 64 and 128 heads.
-GRID: dict[tuple[int, int, int], tuple[float, float, float]] = {  # batch, query tokens, K
-    (1, 1, 4): (15.59, 17.94, 18.53), (8, 1, 4): (21.99, 24.20, 29.65),
-    (32, 1, 4): (45.42, 52.80, 72.89), (64, 1, 4): (81.96, 93.04, 130.99),
-    (128, 1, 4): (149.34, 154.97, 256.12),
-    (1, 1, 16): (23.09, 26.02, 31.18), (8, 1, 16): (47.57, 53.14, 74.04),
-    (32, 1, 16): (152.53, 166.10, 264.68), (64, 1, 16): (297.48, 330.31, 505.53),
-    (128, 1, 16): (593.70, 650.89, 1058.51),
-    (1, 1, 64): (38.91, 43.73, 51.65), (8, 1, 64): (154.16, 169.25, 257.22),
-    (32, 1, 64): (585.72, 641.85, 1047.73), (64, 1, 64): (1184.59, 1270.38, 2006.67),
-    (128, 1, 64): (2378.71, 2405.26, 4111.38),
-    (128, 2, 4): (149.74, 271.02, 498.95),
-}
-PEERS: dict[Shape, float] = {
+class Peers(NamedTuple):
+    """Microseconds on another H200."""
+
+    flash_mla: float
+    other: float = math.inf  # the best of FlashAttention-3 and FlashInfer
+
+
+# Peers of 16, 64 and 128 heads.
+GRID: dict[tuple[int, int, int], list[Peers]] = {key: [Peers(*us) for us in all_us] for key, all_us in {
+    # batch, query tokens, K
+    (1, 1, 4): ((22.51, 15.59), (24.84, 17.94), (19.47, 18.53)),
+    (8, 1, 4): ((21.99, 22.10), (26.10, 24.20), (32.76, 29.65)),
+    (32, 1, 4): ((45.42, 45.96), (52.80, 54.00), (72.89, 77.73)),
+    (64, 1, 4): ((81.97, 81.96), (93.04, 93.73), (130.99, 145.19)),
+    (128, 1, 4): ((149.75, 149.34), (154.97, 156.85), (265.85, 256.12)),
+    (1, 1, 16): ((40.54, 23.09), (43.36, 26.02), (38.20, 31.18)),
+    (8, 1, 16): ((47.57, 49.14), (53.14, 53.24), (74.04, 77.76)),
+    (32, 1, 16): ((152.53, 162.72), (166.10, 177.65), (264.68, 291.21)),
+    (64, 1, 16): ((297.48, 322.59), (330.31, 344.79), (505.53, 552.71)),
+    (128, 1, 16): ((593.70, 650.70), (650.89, 654.53), (1058.51, 1077.75)),
+    (1, 1, 64): ((53.76, 38.91), (56.36, 43.73), (51.65, 54.46)),
+    (8, 1, 64): ((154.16, 161.63), (169.25, 183.73), (257.22, 279.77)),
+    (32, 1, 64): ((585.72, 639.91), (641.85, 680.93), (1047.73, 1082.38)),
+    (64, 1, 64): ((1184.59, 1244.16), (1270.38, 1307.81), (2006.67, 2158.88)),
+    (128, 1, 64): ((2378.71, 2504.43), (2405.26, 2805.89), (4111.38, 4353.90)),
+    (128, 2, 4): ((149.74, 157.33), (271.02, 283.39), (498.95, 515.78)),
+}.items()}
+PEERS: dict[Shape, Peers] = {
     **{dense("bf16", b, s, h, k): us for (b, s, k), all_us in GRID.items()
        for h, us in zip((16, 64, 128), all_us)},
-    dense("bf16", 8, 2, 128, 4): 42.70,
-    dense("bf16", 128, 1, 16, 4, True): 152.72,
-    dense("bf16", 128, 1, 64, 4, True): 177.00,
-    dense("bf16", 128, 1, 128, 4, True): 260.74,
-    dense("bf16", 128, 1, 128, 1): 73.29,
-    dense("bf16", 128, 1, 16, 1): 42.36,
-    dense("fp8", 1, 1, 16, 4): 33.38, dense("fp8", 8, 1, 128, 4): 76.44,
-    dense("fp8", 128, 1, 16, 4): 455.56, dense("fp8", 128, 1, 64, 4): 458.90,
-    dense("fp8", 128, 1, 128, 4): 909.11, dense("fp8", 1, 1, 128, 64): 148.20,
-    # All slots listed, of its sparse call.
-    dense("ds", 1, 1, 128, 4): 20.60, dense("ds", 8, 1, 128, 4): 38.17,
-    dense("ds", 128, 1, 64, 4): 205.02, dense("ds", 128, 1, 128, 4): 344.83,
-    sparse("ds", 1, 1, 64): 17.00, sparse("ds", 1, 1, 128): 17.58, sparse("ds", 8, 1, 128): 25.79,
-    sparse("ds", 64, 1, 64): 75.38, sparse("ds", 64, 1, 128): 93.42,
-    sparse("ds", 64, 1, 16): 74.96, sparse("ds", 128, 1, 16): 113.41,
-    sparse("ds", 128, 1, 64): 113.22, sparse("ds", 128, 1, 128): 183.26,
-    sparse("ds", 128, 2, 128): 364.28,
-    prefill(64): 2326.21, prefill(128): 4220.46,
+    dense("bf16", 8, 2, 128, 4): Peers(42.70, 44.59),
+    dense("bf16", 128, 1, 16, 4, True): Peers(152.72, 184.83),
+    dense("bf16", 128, 1, 64, 4, True): Peers(177.00, 200.77),
+    dense("bf16", 128, 1, 128, 4, True): Peers(260.74, 288.04),
+    dense("bf16", 128, 1, 128, 1): Peers(73.29, 83.11),
+    dense("bf16", 128, 1, 16, 1): Peers(42.36, 45.17),
+    **{s: Peers(math.inf, us) for s, us in {
+        dense("fp8", 1, 1, 16, 4): 33.38, dense("fp8", 8, 1, 128, 4): 76.44,
+        dense("fp8", 128, 1, 16, 4): 455.56, dense("fp8", 128, 1, 64, 4): 458.90,
+        dense("fp8", 128, 1, 128, 4): 909.11, dense("fp8", 1, 1, 128, 64): 148.20,
+    }.items()},
+    **{s: Peers(us) for s, us in {
+        # FlashMLA's sparse call with all slots listed; of 16 heads, which it lacks, 64.
+        dense("ds", 1, 1, 128, 4): 20.60, dense("ds", 8, 1, 128, 4): 38.17,
+        dense("ds", 128, 1, 64, 4): 205.02, dense("ds", 128, 1, 128, 4): 344.83,
+        sparse("ds", 1, 1, 64): 17.00, sparse("ds", 1, 1, 128): 17.58, sparse("ds", 8, 1, 128): 25.79,
+        sparse("ds", 64, 1, 64): 75.38, sparse("ds", 64, 1, 128): 93.42,
+        sparse("ds", 64, 1, 16): 74.96, sparse("ds", 128, 1, 16): 113.41,
+        sparse("ds", 128, 1, 64): 113.22, sparse("ds", 128, 1, 128): 183.26,
+        sparse("ds", 128, 2, 128): 364.28,
+        prefill(64): 2326.21, prefill(128): 4220.46,
+    }.items()},
 }
 OTHERS = [
     sparse("bf16", 64, 1, 16), sparse("bf16", 64, 1, 128),  # no peer has such a call
@@ -212,16 +231,23 @@ def table_of(lengths: list[int]) -> Tables:
     return table, torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
 
 
-def call_of(s: Shape, x: Inputs, meta: Any = None) -> Callable[[], tuple[torch.Tensor, ...]]:
+def call_of(s: Shape, x: Inputs, package: Any, meta: Any) -> Callable[[], tuple[torch.Tensor, ...]]:
     if s.prefill:
-        return lambda: flash_mla_sparse_fwd(
+        return lambda: package.flash_mla_sparse_fwd(
             x.q[:, 0], x.cache.view(-1, 1, ROW), x.indices.view(s.batch, 1, s.topk), SCALE)
-    if s.topk:
-        return lambda: flash_mla_with_kvcache(
-            x.q, x.cache, None, None, softmax_scale=SCALE, is_fp8_kvcache=s.kind != "bf16", indices=x.indices)
-    return lambda: flash_mla_with_kvcache(
-        x.q, x.cache, x.table, x.lengths, tile_scheduler_metadata=meta, softmax_scale=SCALE, causal=True,
+    if x.indices is not None:
+        return lambda: package.flash_mla_with_kvcache(
+            x.q, x.cache, None, None, VALUE, meta, softmax_scale=SCALE, is_fp8_kvcache=s.kind != "bf16",
+            indices=x.indices)
+    return lambda: package.flash_mla_with_kvcache(
+        x.q, x.cache, x.table, x.lengths, VALUE, meta, softmax_scale=SCALE, causal=True,
         is_fp8_kvcache=s.kind != "bf16")
+
+
+def slots_of(s: Shape, x: Inputs) -> torch.Tensor:
+    """A dense call's, listed."""
+    at = torch.arange(s.length, device=DEVICE)
+    return (x.table.long()[:, at // PAGE] * PAGE + at % PAGE).int().view(s.batch, 1, -1).repeat(1, s.queries, 1)
 
 
 def rows_of(s: Shape, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -255,7 +281,7 @@ def error_of(s: Shape, x: Inputs, out: torch.Tensor) -> float:
     return worst
 
 
-def measure(s: Shape) -> dict[str, Any]:
+def measure(s: Shape, beside: Any = None) -> dict[str, Any]:
     torch.manual_seed(1)
     lengths = lengths_of(s)
     sizes, flops = work_of(s, lengths)
@@ -265,37 +291,74 @@ def measure(s: Shape) -> dict[str, Any]:
     calls -= calls % copies
     tables = None if s.topk else table_of(lengths)
     inputs = [inputs_of(s, lengths, tables) for _ in range(copies)]
-    error = error_of(s, inputs[0], call_of(s, inputs[0])()[0])
-    torch.cuda.synchronize()
-    meta = None if s.alone else get_mla_metadata()[0]
-    times, out = time_graph(calls, lambda i: call_of(s, inputs[i % copies], meta)()[0])
-    error = max(error, error_of(s, inputs[(calls - 1) % copies], out))
-    row: dict[str, Any] = {
-        "op": "flash_mla", "shape": s.name, **median_of(times), "floor_us": floor, "error": error,
-        "right": error < 2e-2, "calls": calls, "inputs": copies,
+
+    def captured(package: Any, inputs: list[Inputs], meta: Any) -> tuple[Timed, float]:
+        """Calls in a graph, and the error of the first and the last."""
+        each = [call_of(s, x, package, meta) for x in inputs]
+        error = error_of(s, inputs[0], each[0]()[0])
+        torch.cuda.synchronize()
+        timed = Timed(calls, lambda i: each[i % copies]()[0])
+        return timed, max(error, error_of(s, inputs[(calls - 1) % copies], timed.out))
+
+    def schedule(package: Any) -> Any:
+        return None if s.alone else package.get_mla_metadata()[0]
+
+    ours, error = captured(mla.flash_mla, inputs, schedule(mla.flash_mla))
+    row: dict[str, Any] = {"op": "flash_mla", "shape": s.name}
+    theirs = None
+    if beside is not None and not s.alone:
+        listed = s.kind == "ds" and not s.topk
+        try:
+            theirs, their_error = captured(
+                beside, [x._replace(indices=slots_of(s, x)) for x in inputs] if listed else inputs, schedule(beside))
+        except Exception as e:  # whatever it says of a shape that it does not take
+            row["beside_refused"] = f"{type(e).__name__}: {e}"[:200]
+    times, their_times = replay_in_turn(ours, theirs)
+    row |= {
+        **median_of(times), "floor_us": floor, "error": error, "right": error < 2e-2, "calls": calls,
+        "inputs": copies,
     }
-    if s in PEERS:
-        row["peer_us"] = PEERS[s]
+    peers = PEERS.get(s, Peers(math.inf))
+    if theirs is not None:
+        row["beside_us"], row["beside_error"] = statistics.median(their_times), their_error
+        if their_error < 2e-2:
+            peers = peers._replace(flash_mla=row["beside_us"])
+    if math.isfinite(min(peers)):
+        row["peer_us"] = min(peers)
     return row
 
 
-def time_graph(calls: int, call: Callable[[int], torch.Tensor]) -> tuple[list[float], torch.Tensor]:
-    """A call's microseconds in each replay, and the last call's result."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            out = call(i)
-    graph.replay()
-    times = []
-    for i in range(REPLAYS + 2):
+class Timed:
+    """Calls in a row, captured."""
+
+    def __init__(self, calls: int, call: Callable[[int], torch.Tensor]) -> None:
+        self.calls, self.graph = calls, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            for i in range(calls):
+                out = call(i)
+        self.out = out  # the last call's
+        self.graph.replay()
+
+    def replay(self) -> float:
+        """A call's microseconds."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        graph.replay()
+        self.graph.replay()
         end.record()
         end.synchronize()
-        if i >= 2:
-            times.append(1e3 * begin.elapsed_time(end) / calls)
-    return times, out
+        return 1e3 * float(begin.elapsed_time(end)) / self.calls
+
+
+def replay_in_turn(*timed: Timed | None) -> list[list[float]]:
+    """Times of each, one replay of each after another, so that all see the card alike."""
+    times: list[list[float]] = [[] for _ in timed]
+    for i in range(REPLAYS + 2):
+        for found, t in zip(times, timed):
+            if t is not None:
+                us = t.replay()
+                if i >= 2:
+                    found.append(us)
+    return times
 
 
 def median_of(times: list[float]) -> dict[str, float]:
@@ -327,8 +390,9 @@ def measure_sequences(s: Sequences, peer: float | None) -> dict[str, Any]:
     torch.cuda.synchronize()
     floor = s.flops / TFLOP_PER_S / 1e6
     calls = max(copies, min(CALLS, int(20000 / floor)), 2)
-    times, out = time_graph(calls, call)
-    error = max(error, error_of(calls - 1, out))
+    timed = Timed(calls, call)
+    error = max(error, error_of(calls - 1, timed.out))
+    times, = replay_in_turn(timed)
     row: dict[str, Any] = {
         "op": "flash_attn_varlen", "shape": s.name, **median_of(times), "floor_us": floor,
         "tflop_per_s": s.flops / statistics.median(times) / 1e6, "error": error, "right": error < 2e-2,
@@ -350,11 +414,14 @@ def summary(rows: list[dict[str, Any]], name: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="file for the rows")
+    parser.add_argument("--beside", metavar="MODULE", help="a package of FlashMLA's functions, its own for example: its "
+                        "calls over the same tensors are timed in turn with ours, where it takes them")
     parser.add_argument("words", nargs="*", help="of the shapes' names")
     options = parser.parse_args()
+    beside = importlib.import_module(options.beside) if options.beside else None
     rows = []
     measures: dict[str, Callable[[], dict[str, Any]]] = {
-        **{s.name: lambda s=s: measure(s) for s in [*PEERS, *OTHERS]},
+        **{s.name: lambda s=s: measure(s, beside) for s in [*PEERS, *OTHERS]},
         **{s.name: lambda s=s, peer=peer: measure_sequences(s, peer) for s, peer in SEQUENCES.items()},
     }
     for name, measured in measures.items():
@@ -363,8 +430,10 @@ def main() -> int:
         row = measured()
         torch.cuda.empty_cache()
         rows.append(row)
-        beside = f"  {row['peer_us'] / row['us_median']:.3f} of a peer" if "peer_us" in row else ""
-        print(f"{row['shape']:40} {row['us_median']:9.2f} us  p90 {row['us_p90']:9.2f}{beside}"
+        peers = f"  {row['peer_us'] / row['us_median']:.3f} of a peer" if "peer_us" in row else ""
+        if "beside_us" in row:
+            peers += f"  {options.beside} {row['beside_us']:9.2f}"
+        print(f"{row['shape']:40} {row['us_median']:9.2f} us  p90 {row['us_p90']:9.2f}{peers}"
               + ("" if row["right"] else f"  WRONG: {row['error']:.3g}"), flush=True)
     with_peers = [r for r in rows if "peer_us" in r]
     for kind in ("dense bf16", "dense bf16 b1 ", "dense fp8", "dense ds", "sparse", "varlen"):
@@ -372,7 +441,7 @@ def main() -> int:
     if options.json:
         report = {
             "device": torch.cuda.get_device_name(0), "commit": os.environ.get("MLA_COMMIT", "unknown"),
-            "command": "scripts/gpu-calls.py", "mla": mla.__version__, "torch": torch.__version__,
+            "command": "scripts/gpu-calls.py" + (f" --beside {options.beside}" if options.beside else ""), "mla": mla.__version__, "torch": torch.__version__,
             "method": f"CUDA graph of up to {CALLS} calls from PyTorch, inputs of {COLD_BYTES / 1e6:.0f} MB in turn, "
                       f"{REPLAYS} replays", "results": rows,
         }
