@@ -815,7 +815,7 @@ CUtensorMap byte_map(const char* name, const void* base, const std::array<int64_
     aligned(strides[i], "stride");
     s[i] = static_cast<uint64_t>(strides[i]);
   }
-  return tensor_map(op, name, MapType::u8, base, e, s, b, swizzle, 128);
+  return tensor_map(op, name, MapType::u8, base, e, s, b, swizzle);
 }
 
 template <class Config, class Out>

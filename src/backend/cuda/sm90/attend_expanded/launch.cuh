@@ -31,7 +31,7 @@ inline CUtensorMap rows_map(const char* name, Dtype dtype, const void* base, int
   const std::array<uint64_t, 3> extents{u64(width), u64(heads), u64(rows)};
   const std::array<uint64_t, 2> strides{u64(head_stride * size), u64(row_stride * size)};
   const std::array<uint32_t, 3> box{panel, 1, static_cast<uint32_t>(box_rows)};
-  return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128, 128);
+  return tensor_map(op, name, type, base, extents, strides, box, Swizzle::b128);
 }
 
 /// Writes AttendExpandedArgs::columns for blocks of so many keys, and counters[2]. Words from one query row to the

@@ -249,7 +249,8 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
     return __reduce_add_sync(0xffffffffu, pieces);
   };
   const int tiles_a_worker = p.by_workers.divide(all_tiles + p.workers - 1),
-            least = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)), most = least + 4 + least / 16;
+            least = max(p.min_blocks, p.by_workers.divide(blocks + p.workers - 1)),
+            most = least + 4 + min(least / 16, 8);
   int sum = 0;
   bool line = false;
   if (invariant || tiles_a_worker == 1) {
