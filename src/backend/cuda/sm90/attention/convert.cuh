@@ -149,7 +149,9 @@ class EightRows {
   }
 
   /// Makes bf16 of them, at these addresses of the group's rows in the first of eight boxes, and in the rope's. A
-  /// quarter of a warp writes eight rows' chunks of 16 bytes to different banks.
+  /// quarter of a warp writes eight rows' chunks of 16 bytes to different banks. paced: two boxes after another, not
+  /// all at once, which takes more registers.
+  template <bool paced>
   __device__ void put(uint32_t values, uint32_t rope) const {
     const int lane = thread_index() % 32, row = lane % 8, part = lane / 8;
     const auto chunk = [&](int i) { return static_cast<uint32_t>(row * 128 + (i ^ row) * 16); };
@@ -160,6 +162,7 @@ class EightRows {
       convert(codes_[i], scale_of(i), two);
       store_shared_16(first + i * (block_tokens * 128), two[0]);
       store_shared_16(second + i * (block_tokens * 128), two[1]);
+      if (paced && i % 2) __syncwarp();
     }
     if constexpr (Format::scaled) two[0] = rope_[0], two[1] = rope_[1];
     else convert(rope_[0], 1.0f, two);
