@@ -322,7 +322,10 @@ if wanted bench; then
   fi
   if has_package; then  # the same attention as frameworks call it
     echo "== calls"
-    PYTHONPATH=$bin/python timeout -k 10 300 scripts/gpu-calls.py --json "$out/calls.json" || failed+=(gpu-calls)
+    export PYTHONPATH=$bin/python${PYTHONPATH:+:$PYTHONPATH}
+    beside=()  # FlashMLA's own, where it is installed
+    if python3 -c 'import flash_mla' 2>/dev/null; then beside=(--beside flash_mla); fi
+    timeout -k 10 300 scripts/gpu-calls.py "${beside[@]}" --json "$out/calls.json" || failed+=(gpu-calls)
     say calls
   else
     failed+=("calls: no package in $bin/python, or no torch or transformers here")
