@@ -10,6 +10,7 @@
 #include "backend/cpu/core/target.hpp"
 #include "backend/run.hpp"
 #include "cases/compare.hpp"
+#include "support/dot_products.hpp"
 
 namespace mla {
 namespace {
@@ -176,6 +177,14 @@ TEST_P(AttendExpandedMasks, WhatTheyHideReachesNoRow) {
 
 INSTANTIATE_TEST_SUITE_P(Targets, AttendExpandedMasks, testing::ValuesIn(on_targets()),
                          [](const auto& i) { return name_of(i.param); });
+
+TEST(AttendExpanded, TakesDotProductsWhereThereAreAny) {
+  Masked call(Dtype::bf16);
+  test::expect_dot_products([&] {
+    call.run({call.item});
+    return call.bits();
+  });
+}
 
 }  // namespace
 }  // namespace mla

@@ -16,6 +16,7 @@
 #include "cases/poisoned_cache.hpp"
 #include "mla/plan.hpp"
 #include "support/count_allocations.hpp"
+#include "support/dot_products.hpp"
 
 namespace mla {
 namespace {
@@ -442,6 +443,15 @@ std::vector<Mode> modes() {
 }
 INSTANTIATE_TEST_SUITE_P(Targets, SparseByTarget, testing::ValuesIn(modes()),
                          [](const auto& i) { return name_of(i.param); });
+
+// And attend_latent, whose bits are the same on every target.
+TEST_F(AttendSparse, TakesDotProductsWhereThereAreAny) {
+  PoisonedCache c = cache(16);
+  std::vector<int32_t> all(kTokens);
+  std::iota(all.begin(), all.end(), 0);
+  const Lists lists({slots_of(c, all)});
+  test::expect_dot_products([&] { return run({lists.of(c.view())}).out; });
+}
 
 TEST_F(AttendSparse, RefusesWhatDoesNotFit) {
   PoisonedCache c = cache(16), other = cache(8);

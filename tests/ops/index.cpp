@@ -18,6 +18,7 @@
 #include "cases/poisoned_cache.hpp"
 #include "core/threads.hpp"
 #include "mla/plan.hpp"
+#include "support/dot_products.hpp"
 #include "support/rotated_index_queries.hpp"
 #include "support/sanitized.hpp"
 
@@ -552,6 +553,17 @@ TEST_P(IndexOnTarget, RowsOfAllLengthsAreSharedTogether) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Targets, IndexOnTarget, testing::ValuesIn(cpu::targets()));
+
+TEST(IndexScore, TakesDotProductsWhereThereAreAny) {
+  Step step(IndexCacheFormat::bf16, Dtype::bf16, 3, 40, 48, 500, 37);
+  const IndexItem whole{.q_count = 3, .kv_end = 500, .visible = 497};
+  ThreadPool pool(1);
+  Stream stream(pool);
+  test::expect_dot_products([&] {
+    ops::run(stream, step.score({&whole, 1}, 0, 500));
+    return step.scores.bytes();
+  });
+}
 
 // Tasks of each run: ranges and rows, after a wrong guess the ranges again, what joins them, and finish_topk.
 TEST(SelectTopk, LongRowsAreCutWhereThreadsWouldIdle) {

@@ -5,7 +5,7 @@
 // reduced across lanes and a row's sums run in the same order whatever tile it sits in: its bits depend on nothing
 // else. Keys and values stay row-major.
 //
-// Three forms (block_forms.hpp): f32 (Highway, every target), bf16 pairs with AVX-512 BF16 dot products, and bf16 in
+// Three forms (block_forms.hpp): f32 (Highway, every target), bf16 pairs with dot products (bf16_dot.hpp), and bf16 in
 // AMX's tile registers. The last holds outputs as rows, [row][dim].
 #pragma once
 
@@ -18,7 +18,7 @@
 
 namespace mla::cpu {
 
-/// Keys a block holds at most: a multiple of every register tile (24, 12, 6).
+/// Keys a block holds at most: a multiple of every register tile (24, 12, 8, 6).
 constexpr int64_t kBlockKeys = 96;
 /// Rows a tile holds at most; tiles of up to kSmallTile rows use half the lanes, and of up to kTinyTile half of those.
 constexpr int64_t kTileRows = 32, kSmallTile = 16, kTinyTile = 8;

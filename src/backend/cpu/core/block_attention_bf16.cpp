@@ -1,90 +1,23 @@
-// block_attention with AVX-512 BF16 dot products: each multiplies two bf16 pairs a lane and adds them to an f32 sum,
-// twice the rate of f32 multiplication. Query, key, value and probability operands are bf16; sums, maxima and the
-// softmax are f32. Compiled for its target by function attributes, and called only where native_bf16_dot() holds.
+// block_attention with dot products of bf16 pairs (bf16_dot.hpp). Query, key, value and probability operands are bf16;
+// sums, maxima and the softmax are f32.
+#include "backend/cpu/core/bf16_dot.hpp"
 #include "backend/cpu/core/block_attention.hpp"
 #include "backend/cpu/core/byte_tables.hpp"
 #include "backend/cpu/core/convert.hpp"
 
-#if defined(__x86_64__)
-
-// GCC 12 takes its own headers' undefined-value intrinsics for uninitialised reads (GCC bug 105593).
-#ifndef __clang__
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <immintrin.h>
+#ifdef MLA_HAS_BF16_DOT
 
 #include <array>
 
-// Highway's targets in this build have no bf16 dot product; the intrinsics below need no compiler flags beyond this.
-#define MLA_BF16_DOT [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]]
-
 namespace mla::cpu {
 namespace {
-
-// Vectors of rows: of 16, or of 8 for tiny tiles, which costs half where 512 bits are two passes.
-struct Sixteen {
-  using Floats = __m512;
-  using Pairs = __m512i;
-  static constexpr int64_t kLanes = 16;
-  MLA_BF16_DOT static Floats load(const float* x) { return _mm512_loadu_ps(x); }
-  MLA_BF16_DOT static Pairs load(const uint32_t* x) { return _mm512_loadu_si512(x); }
-  MLA_BF16_DOT static void store(float* x, Floats v) { _mm512_storeu_ps(x, v); }
-  MLA_BF16_DOT static void store(uint32_t* x, Pairs v) { _mm512_storeu_si512(x, v); }
-  MLA_BF16_DOT static Floats zero() { return _mm512_setzero_ps(); }
-  MLA_BF16_DOT static Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
-  MLA_BF16_DOT static Floats dot(Floats sum, Pairs a, uint32_t pair) {
-    return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)_mm512_set1_epi32(static_cast<int>(pair)));
-  }
-  MLA_BF16_DOT static Pairs round(Floats x) { return _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)); }
-  MLA_BF16_DOT static Pairs join(Pairs low, Pairs high) { return _mm512_or_si512(low, _mm512_slli_epi32(high, 16)); }
-};
-struct Eight {
-  using Floats = __m256;
-  using Pairs = __m256i;
-  static constexpr int64_t kLanes = 8;
-  MLA_BF16_DOT static Floats load(const float* x) { return _mm256_loadu_ps(x); }
-  MLA_BF16_DOT static Pairs load(const uint32_t* x) { return _mm256_loadu_si256(reinterpret_cast<const Pairs*>(x)); }
-  MLA_BF16_DOT static void store(float* x, Floats v) { _mm256_storeu_ps(x, v); }
-  MLA_BF16_DOT static void store(uint32_t* x, Pairs v) { _mm256_storeu_si256(reinterpret_cast<Pairs*>(x), v); }
-  MLA_BF16_DOT static Floats zero() { return _mm256_setzero_ps(); }
-  MLA_BF16_DOT static Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-  MLA_BF16_DOT static Floats dot(Floats sum, Pairs a, uint32_t pair) {
-    return _mm256_dpbf16_ps(sum, (__m256bh)a, (__m256bh)_mm256_set1_epi32(static_cast<int>(pair)));
-  }
-  MLA_BF16_DOT static Pairs round(Floats x) { return _mm256_cvtepu16_epi32((__m128i)_mm256_cvtneps_pbh(x)); }
-  MLA_BF16_DOT static Pairs join(Pairs low, Pairs high) { return _mm256_or_si256(low, _mm256_slli_epi32(high, 16)); }
-};
-constexpr int64_t kLanes = Sixteen::kLanes;
-
-MLA_BF16_DOT inline uint32_t pair_at(const bf16* x) {
-  uint32_t pair;
-  __builtin_memcpy(&pair, x, sizeof(pair));
-  return pair;
-}
 
 // scores[n][..] = sum over pairs of q[pair][..] . k[n][pair]
 template <class V, int G, int N>
 MLA_BF16_DOT [[gnu::noinline]] void score_tile(const uint32_t* __restrict q, int64_t width, const bf16* __restrict k,
                                                int64_t stride, int64_t pairs, float* __restrict scores) {
   typename V::Floats acc[N][G];
-#pragma GCC unroll 32
-  for (int n = 0; n < N; ++n)
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) acc[n][g] = V::zero();
-  constexpr int kPerBase = 8;
-  for (int64_t d = 0; d < pairs; ++d) {
-    typename V::Pairs rows[G];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) rows[g] = V::load(q + d * width + g * V::kLanes);
-#pragma GCC unroll 32
-    for (int n = 0; n < N; ++n) {
-      const bf16* base = k + static_cast<int64_t>(n / kPerBase) * kPerBase * stride;
-      const uint32_t pair = pair_at(base + (n % kPerBase) * stride + 2 * d);
-#pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[n][g] = V::dot(acc[n][g], rows[g], pair);
-    }
-  }
+  sum_products<V, G, N>(acc, q, width, k, stride, pairs, Nothing{});
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
 #pragma GCC unroll 4
@@ -96,6 +29,7 @@ template <class V, int G, int N>
 MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int64_t width,
                                                const uint32_t* __restrict v, int64_t stride, int64_t pairs,
                                                const float* __restrict alpha, float* __restrict o) {
+  constexpr int kFew = N % V::kFew == 0 ? V::kFew : 1;
   typename V::Floats acc[N][G];
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
@@ -106,10 +40,13 @@ MLA_BF16_DOT [[gnu::noinline]] void value_tile(const uint32_t* __restrict p, int
     typename V::Pairs rows[G];
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) rows[g] = V::load(p + t * width + g * V::kLanes);
+    typename V::Few few{};
 #pragma GCC unroll 32
-    for (int n = 0; n < N; ++n)
+    for (int n = 0; n < N; ++n) {
+      if (n % kFew == 0) few = V::template few<kFew>(v + t * stride + n);
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) acc[n][g] = V::dot(acc[n][g], rows[g], v[t * stride + n]);
+      for (int g = 0; g < G; ++g) acc[n][g] = V::dot(acc[n][g], rows[g], few, n % kFew);
+    }
   }
 #pragma GCC unroll 32
   for (int n = 0; n < N; ++n)
@@ -130,14 +67,16 @@ MLA_BF16_DOT void pair_probabilities(float* scores, int64_t width, int64_t count
     }
 }
 
-// Value tiles over all dims.
+// Value tiles over all rows and dims.
 template <class V, int G, int kDims>
 MLA_BF16_DOT void values(const uint32_t* p, int64_t w, const uint32_t* v, int64_t stride, int64_t v_dim, int64_t pairs,
                          const float* alpha, float* o) {
-  int64_t d = 0;
-  for (; d + kDims <= v_dim; d += kDims) value_tile<V, G, kDims>(p, w, v + d, stride, pairs, alpha, o + d * w);
-  for (; d + 4 <= v_dim; d += 4) value_tile<V, G, 4>(p, w, v + d, stride, pairs, alpha, o + d * w);
-  for (; d < v_dim; ++d) value_tile<V, G, 1>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  for (const float* end = alpha + w; alpha < end; alpha += G * V::kLanes, p += G * V::kLanes, o += G * V::kLanes) {
+    int64_t d = 0;
+    for (; d + kDims <= v_dim; d += kDims) value_tile<V, G, kDims>(p, w, v + d, stride, pairs, alpha, o + d * w);
+    for (; d + 4 <= v_dim; d += 4) value_tile<V, G, 4>(p, w, v + d, stride, pairs, alpha, o + d * w);
+    for (; d < v_dim; ++d) value_tile<V, G, 1>(p, w, v + d, stride, pairs, alpha, o + d * w);
+  }
 }
 
 // The same without the keys in `skip`: pairs between theirs as they are, in order, and theirs with a half zeroed.
@@ -169,7 +108,8 @@ MLA_BF16_DOT void block_of(const RowTile& tile, const KeyBlock& b, float* scores
   const uint32_t* q = static_cast<const uint32_t*>(tile.q);
   const bf16* k = static_cast<const bf16*>(b.k);
   for (int64_t n = 0; n < b.count; n += kKeys)
-    score_tile<V, G, kKeys>(q, w, k + n * b.k_stride, b.k_stride, (b.qk_dim + 1) / 2, scores + n * w);
+    for (int64_t g = 0; g < w; g += G * V::kLanes)
+      score_tile<V, G, kKeys>(q + g, w, k + n * b.k_stride, b.k_stride, (b.qk_dim + 1) / 2, scores + n * w + g);
   float alpha[kTileRows];
   bool skip[kBlockKeys];
   const bool skips = softmax_block(tile, b, scores, alpha, skip);
@@ -181,13 +121,21 @@ MLA_BF16_DOT void block_of(const RowTile& tile, const KeyBlock& b, float* scores
 
 }  // namespace
 
+// 32 registers hold the sums beside the rows and, on ARM, a key's next pairs each, for 8 keys or for 8 dims.
 void attend_block_bf16(const RowTile& tile, const KeyBlock& block, float* scores) {
+#if defined(__x86_64__)
   if (tile.width == kTinyTile) block_of<Eight, 1, 24, 16>(tile, block, scores);
   else if (tile.width == kSmallTile) block_of<Sixteen, 1, 24, 16>(tile, block, scores);
   else block_of<Sixteen, 2, 12, 8>(tile, block, scores);
+#else
+  block_of<Four, 2, 8, 8>(tile, block, scores);
+#endif
 }
 
+#if defined(__x86_64__)
+
 MLA_BF16_DOT void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n) {
+  constexpr int64_t kLanes = Sixteen::kLanes;
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     const __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(a + i)));
@@ -294,6 +242,41 @@ void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
 void convert_fp8_bf16_by_words(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
   convert_words(magnitudes(scale), x, y, n);
 }
+
+#else
+
+void interleave_bf16(const bf16* a, const bf16* b, uint32_t* pairs, int64_t n) {
+  constexpr int64_t kLanes = 8;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const uint16x8_t low = vld1q_u16(&a[i].bits), high = b ? vld1q_u16(&b[i].bits) : vdupq_n_u16(0);
+    vst2q_u16(reinterpret_cast<uint16_t*>(pairs + i), {{low, high}});
+  }
+  for (; i < n; ++i) pairs[i] = a[i].bits | static_cast<uint32_t>(b ? b[i].bits : 0) << 16;
+}
+
+// A code's bits are those of an f16, 2^-8 times its value, which widens exactly. Only the NaN code needs care.
+MLA_BF16_DOT void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale) {
+  constexpr int64_t kLanes = 8;
+  auto four = [scale](float16x4_t v) { return vmulq_n_f32(vmulq_n_f32(vcvt_f32_f16(v), 256), scale); };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const int8x8_t code = vld1_s8(reinterpret_cast<const int8_t*>(x + i));
+    const uint8x8_t nan = vceq_u8(vand_u8(vreinterpret_u8_s8(code), vdup_n_u8(0x7f)), vdup_n_u8(0x7f));
+    // The sign goes to the two highest bits, of which f16's exponent does without the lower one.
+    const uint16x8_t bits = vandq_u16(vreinterpretq_u16_s16(vshll_n_s8(code, 7)), vdupq_n_u16(0xbfff));
+    const float16x8_t half = vreinterpretq_f16_u16(bits);
+    const bfloat16x8_t rounded =
+        vcvtq_high_bf16_f32(vcvtq_low_bf16_f32(four(vget_low_f16(half))), four(vget_high_f16(half)));
+    const uint16x8_t all = vreinterpretq_u16_s16(vmovl_s8(vreinterpret_s8_u8(nan)));
+    vst1q_u16(&y[i].bits, vorrq_u16(vreinterpretq_u16_bf16(rounded), all));
+  }
+  for (; i < n; ++i) y[i] = to_bf16(to_float(x[i]) * scale);
+}
+
+void convert_fp8_bf16_by_words(const fp8_e4m3* x, bf16* y, int64_t n, float scale) { convert_fp8_bf16(x, y, n, scale); }
+
+#endif
 
 }  // namespace mla::cpu
 

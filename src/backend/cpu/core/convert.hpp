@@ -17,7 +17,7 @@ void convert(const f16* x, float* y, int64_t n);
 void convert(const fp8_e4m3* x, float* y, int64_t n, float scale);
 /// x * scale, rounded to bf16. Only where native_bf16_dot() holds.
 void convert_fp8_bf16(const fp8_e4m3* x, bf16* y, int64_t n, float scale);
-/// The same without AVX-512 VBMI, which a few CPUs with bf16 dot products lack.
+/// The same without AVX-512 VBMI, which a few x86 CPUs with bf16 dot products lack.
 void convert_fp8_bf16_by_words(const fp8_e4m3* x, bf16* y, int64_t n, float scale);
 /// y = x * scale, n values of e2m1: the low nibbles of the first (n + 1) / 2 bytes, then their high nibbles.
 void convert_e2m1(const uint8_t* x, const float* scale, float* y, int64_t n);

@@ -1,49 +1,64 @@
 #include "backend/cpu/core/dot_rate.hpp"
 
+#include "backend/cpu/core/bf16_dot.hpp"
 #include "backend/cpu/core/tile_registers.hpp"
 
-#if defined(__x86_64__)
-
-#include <immintrin.h>
+#ifdef MLA_HAS_BF16_DOT
 
 #include <algorithm>
 #include <array>
 #include <chrono>
 
-#ifndef __clang__  // GCC bug 105593, as in block_attention_bf16.cpp
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#define MLA_BF16_DOT [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]]
-
 namespace mla::cpu {
 namespace {
 
-// Highway 1.0.3 has no target with AVX-512 BF16, so this loop names its instructions. It has more chains than either
-// has latency times ports.
-constexpr int kChains = 12;
 constexpr int64_t kSteps = 400;
 
-template <bool dots>
-MLA_BF16_DOT inline __m512 step(__m512 sum, __m512 x) {
-  const __m512bh pairs = (__m512bh)_mm512_castps_si512(x);
-  return dots ? _mm512_dpbf16_ps(sum, pairs, pairs) : _mm512_fmadd_ps(x, x, sum);
-}
+// A link of each chain. There are more chains than either instruction has latency times ports. own(): equal chains
+// would be merged into one; the empty statement makes each value its own.
+#if defined(__x86_64__)
+struct Link {
+  static constexpr int64_t kLanes = Sixteen::kLanes;
+  __m512 x;
+  MLA_BF16_DOT explicit Link(float start) : x(_mm512_set1_ps(start)) {}
+  MLA_BF16_DOT void own() { asm("" : "+v"(x)); }
+  template <bool dots>
+  MLA_BF16_DOT void add(Link a) {
+    const __m512bh pairs = (__m512bh)_mm512_castps_si512(a.x);
+    x = dots ? _mm512_dpbf16_ps(x, pairs, pairs) : _mm512_fmadd_ps(a.x, a.x, x);
+  }
+  MLA_BF16_DOT float first() const { return _mm512_cvtss_f32(x); }
+};
+#else
+struct Link {  // four ports by four cycles are sixteen chains: two a link
+  static constexpr int64_t kLanes = 2 * Four::kLanes;
+  float32x4_t x, y;
+  MLA_BF16_DOT explicit Link(float start) : x(vdupq_n_f32(start)), y(x) {}
+  MLA_BF16_DOT void own() { asm("" : "+w"(x), "+w"(y)); }
+  template <bool dots>
+  MLA_BF16_DOT void add(Link a) {
+    const bfloat16x8_t pairs = vreinterpretq_bf16_f32(a.x);
+    x = dots ? vbfdotq_f32(x, pairs, pairs) : vfmaq_f32(x, a.x, a.x);
+    y = dots ? vbfdotq_f32(y, pairs, pairs) : vfmaq_f32(y, a.x, a.x);
+  }
+  MLA_BF16_DOT float first() const { return vgetq_lane_f32(vaddq_f32(x, y), 0); }
+};
+#endif
 
 // Written out: GCC 12 keeps an array of sums in memory, whose latency would then be measured.
+constexpr int64_t kChains = 12;
 template <bool dots>
 MLA_BF16_DOT [[gnu::noinline]] float chains(float start, int64_t steps) {
-  const __m512 x = _mm512_set1_ps(start);
-  __m512 a = x, b = x, c = x, d = x, e = x, f = x, g = x, h = x, i = x, j = x, k = x, l = x;
+  const Link x(start);
+  Link a = x, b = x, c = x, d = x, e = x, f = x, g = x, h = x, i = x, j = x, k = x, l = x;
   for (int64_t n = 0; n < steps; ++n) {
-    // Equal chains would be merged into one: the empty statement makes each value its own.
-    asm(""
-        : "+v"(a), "+v"(b), "+v"(c), "+v"(d), "+v"(e), "+v"(f), "+v"(g), "+v"(h), "+v"(i), "+v"(j), "+v"(k), "+v"(l));
-    a = step<dots>(a, x), b = step<dots>(b, x), c = step<dots>(c, x), d = step<dots>(d, x);
-    e = step<dots>(e, x), f = step<dots>(f, x), g = step<dots>(g, x), h = step<dots>(h, x);
-    i = step<dots>(i, x), j = step<dots>(j, x), k = step<dots>(k, x), l = step<dots>(l, x);
+    a.own(), b.own(), c.own(), d.own(), e.own(), f.own(), g.own(), h.own(), i.own(), j.own(), k.own(), l.own();
+    a.add<dots>(x), b.add<dots>(x), c.add<dots>(x), d.add<dots>(x), e.add<dots>(x), f.add<dots>(x);
+    g.add<dots>(x), h.add<dots>(x), i.add<dots>(x), j.add<dots>(x), k.add<dots>(x), l.add<dots>(x);
   }
-  return _mm512_cvtss_f32(a + b + c + d + e + f + g + h + i + j + k + l);
+  float sum = 0;
+  for (const Link& last : {a, b, c, d, e, f, g, h, i, j, k, l}) sum += last.first();
+  return sum;
 }
 
 template <class F>
@@ -80,7 +95,7 @@ double bf16_dot_chains(int64_t steps) {
   volatile float start = 0.5f, end;
   end = chains<true>(start, steps);
   (void)end;
-  return 2.0 * 32.0 * kChains * static_cast<double>(steps);
+  return 4.0 * static_cast<double>(Link::kLanes * kChains * steps);
 }
 
 double bf16_dot_rate() { return ratio(seconds<false>, seconds<true>); }
@@ -89,7 +104,7 @@ double amx_rate() {
   constexpr int64_t kTileSteps = 200;
   double flops = 0;
   const double times = ratio(seconds<false>, [&] { return seconds_of([&] { flops = amx_chains(kTileSteps); }); });
-  return flops * times / (2.0 * 16.0 * kChains * static_cast<double>(kSteps));
+  return flops * times / (2.0 * static_cast<double>(Link::kLanes * kChains * kSteps));
 }
 
 }  // namespace mla::cpu

@@ -6,6 +6,7 @@
 #include <iterator>
 
 #include "backend/cpu/backend.hpp"
+#include "backend/cpu/core/bf16_dot.hpp"
 #include "backend/cpu/core/block_attention.hpp"
 #include "backend/cpu/core/dot_rate.hpp"
 #include "backend/cpu/core/target.hpp"
@@ -13,6 +14,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#elif defined(MLA_HAS_BF16_DOT)
+#include <sys/auxv.h>
 #endif
 
 namespace mla::cpu {
@@ -51,6 +54,8 @@ bool has_bf16_dot() {
 #if defined(__x86_64__)
   return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq");
+#elif defined(MLA_HAS_BF16_DOT)
+  return getauxval(AT_HWCAP2) & HWCAP2_BF16;
 #else
   return false;
 #endif

@@ -16,12 +16,12 @@ struct CpuId {
 };
 CpuId this_cpu();
 
-/// The CPU has AVX-512 BF16, whatever is restricted.
+/// The CPU has bf16 dot products (AVX-512 BF16, ARM's FEAT_BF16), whatever is restricted.
 bool has_bf16_dot();
 
 /// Arithmetic a second of bf16 products over that of f32 multiply-adds; 0: the CPU has none.
 struct Bf16Rates {
-  double dot = 0;  ///< AVX-512 BF16's dot products
+  double dot = 0;  ///< dot products of pairs
   double amx = 0;  ///< AMX's tile products
 };
 

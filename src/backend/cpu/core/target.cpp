@@ -14,7 +14,12 @@ namespace {
 
 bool bf16_dot_allowed = true, amx_allowed = true, asked = false;  // asked: for the best that is allowed, by name
 
-constexpr std::string_view kAmx = "amx_bf16", kBf16Dot = "avx512_bf16";
+constexpr std::string_view kAmx = "amx_bf16";
+#if defined(__aarch64__)
+constexpr std::string_view kBf16Dot = "neon_bf16";
+#else
+constexpr std::string_view kBf16Dot = "avx512_bf16";
+#endif
 
 struct Named {
   std::string_view name;
@@ -58,6 +63,8 @@ std::vector<std::string_view> targets() {
   std::vector<std::string_view> names;
 #ifdef __x86_64__
   names = {kAmx, kBf16Dot};
+#elif defined(__aarch64__)
+  names = {kBf16Dot};
 #endif
   int64_t before = 0;
   for (const Named& t : kTargets) {

@@ -13,7 +13,7 @@
 
 namespace mla::cpu {
 
-/// Heads of a chunk: two vectors of 16. A last chunk of at most half as many is half as wide.
+/// Heads of a chunk: two vectors of 16, or eight of 4. A last chunk of at most half as many is half as wide.
 constexpr int64_t kHeadChunk = 32, kHalfChunk = 16;
 /// Keys a block holds at most: a multiple of every register tile. Rows past the last key, up to a multiple of
 /// kIndexKeyTile, are read, whatever they hold.

@@ -165,7 +165,7 @@ class QuantisedLinear final : public CpuLinear {
   Buffer codes_, exponents_;
 };
 
-// With AVX-512 BF16: codes are turned into dot products' operands 64 columns at a time and used at once, from L1.
+// With bf16 dot products: codes are turned into dot products' operands 64 columns at a time and used at once, from L1.
 class NativeQuantisedLinear final : public CpuLinear {
  public:
   explicit NativeQuantisedLinear(const QuantisedWeights& w) {

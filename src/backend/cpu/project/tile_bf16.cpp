@@ -1,27 +1,54 @@
 #include "backend/cpu/project/tile_bf16.hpp"
 
-#if defined(__x86_64__)
-
-// GCC 12 takes its own headers' undefined-value intrinsics for uninitialised reads (GCC bug 105593).
-#ifndef __clang__
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
-#include <immintrin.h>
-
 #include <algorithm>
 #include <array>
+#include <utility>
 
+#include "backend/cpu/core/bf16_dot.hpp"
+#include "backend/cpu/core/convert.hpp"
 #include "mla/quant.hpp"
 
-#define MLA_BF16_DOT [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")]]
+#ifdef MLA_HAS_BF16_DOT
 
 namespace mla::cpu {
 namespace {
 
-constexpr int kVectors = 4;  // of 16 columns
-static_assert(kVectors * 16 == kTileColumns);
-constexpr int64_t kMostTogether = 6;  // rows: 24 sums and 4 vectors of weights stay in registers
+// Vectors of columns, and rows of x: their sums and, on ARM, a row's next pairs each stay in registers beside kVectors
+// vectors of weights.
+constexpr int kVectors = 4;
+#if defined(__x86_64__)
+using Columns = Sixteen;
+constexpr int64_t kMostTogether = 6;
+#else
+using Columns = Four;
+constexpr int64_t kMostTogether = 4;
+#endif
+constexpr int64_t kWidth = kVectors * Columns::kLanes;
+static_assert(kTileColumns % kWidth == 0);
+
+template <int R>
+MLA_BF16_DOT void rows_product(const bf16* __restrict x, int64_t x_stride, const bf16* __restrict tile, int64_t pairs,
+                               const float* __restrict scale, float* __restrict sums, int64_t sums_stride,
+                               bool accumulate) {
+  Columns::Floats acc[R][kVectors];
+  sum_products<Columns, kVectors, R>(acc, reinterpret_cast<const uint32_t*>(tile), kTileColumns, x, x_stride, pairs,
+                                     Nothing{});
+#pragma GCC unroll 6
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      float* to = sums + r * sums_stride + v * Columns::kLanes;
+      Columns::Floats sum = acc[r][v];
+      if (scale) sum = Columns::multiply(sum, Columns::load(scale + v * Columns::kLanes));
+      Columns::store(to, accumulate ? Columns::add(Columns::load(to), sum) : sum);
+    }
+}
+
+}  // namespace
+
+#if defined(__x86_64__)
+
+namespace {
 
 // Magnitudes of e4m3's codes 0 to 126; 127, its NaN, is not asked for.
 constexpr auto kMagnitudes = [] {
@@ -36,39 +63,6 @@ constexpr auto kE2m1 = [] {
   for (size_t i = 0; i < values.size(); ++i) values[i] = to_bf16(from_e2m1(static_cast<uint8_t>(i % 16)));
   return values;
 }();
-
-template <int R>
-MLA_BF16_DOT void rows_product(const bf16* __restrict x, int64_t x_stride, const bf16* __restrict tile, int64_t pairs,
-                               const float* __restrict scale, float* __restrict sums, int64_t sums_stride,
-                               bool accumulate) {
-  __m512 acc[R][kVectors];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_setzero_ps();
-  for (int64_t p = 0; p < pairs; ++p) {
-    __m512i w[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) w[v] = _mm512_loadu_si512(tile + (p * kTileColumns + v * 16) * 2);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      int pair;
-      __builtin_memcpy(&pair, x + r * x_stride + 2 * p, sizeof(pair));
-      const __m512i both = _mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = _mm512_dpbf16_ps(acc[r][v], (__m512bh)w[v], (__m512bh)both);
-    }
-  }
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      float* to = sums + r * sums_stride + v * 16;
-      __m512 sum = acc[r][v];
-      if (scale) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(scale + v * 16));
-      _mm512_storeu_ps(to, accumulate ? _mm512_add_ps(_mm512_loadu_ps(to), sum) : sum);
-    }
-}
 
 }  // namespace
 
@@ -100,13 +94,41 @@ MLA_BF16_DOT void e2m1_tile(const uint8_t* codes, int64_t pairs, bf16* tile) {
   }
 }
 
+#else
+
+void fp8_tile(const uint8_t* codes, float scale, int64_t pairs, bf16* tile) {
+  convert_fp8_bf16(reinterpret_cast<const fp8_e4m3*>(codes), tile, pairs * kTileColumns * 2, scale);
+}
+
+// A value's two bytes are looked up apart, in tables of 16.
+void e2m1_tile(const uint8_t* codes, int64_t pairs, bf16* tile) {
+  static constexpr auto kBytes = [] {
+    std::array<std::array<uint8_t, 16>, 2> bytes{};
+    for (uint8_t code = 0; code < 16; ++code)
+      for (size_t i = 0; i < 2; ++i) bytes[i][code] = static_cast<uint8_t>(to_bf16(from_e2m1(code)).bits >> 8 * i);
+    return bytes;
+  }();
+  const uint8x16_t low = vld1q_u8(kBytes[0].data()), high = vld1q_u8(kBytes[1].data());
+  for (int64_t i = 0; i < pairs * kTileColumns; i += 16) {
+    const uint8x16_t both = vld1q_u8(codes + i), first = vandq_u8(both, vdupq_n_u8(15)), second = vshrq_n_u8(both, 4);
+    vst4q_u8(reinterpret_cast<uint8_t*>(tile + 2 * i),
+             {{vqtbl1q_u8(low, first), vqtbl1q_u8(high, first), vqtbl1q_u8(low, second), vqtbl1q_u8(high, second)}});
+  }
+}
+
+#endif
+
 void tile_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* tile, int64_t pairs, const float* scale,
                   float* sums, int64_t sums_stride, bool accumulate) {
-  constexpr decltype(&rows_product<1>) kBy[] = {rows_product<1>, rows_product<2>, rows_product<3>,
-                                                rows_product<4>, rows_product<5>, rows_product<6>};
-  for (int64_t r = 0; r < rows; r += kMostTogether)
-    kBy[std::min(kMostTogether, rows - r) - 1](x + r * x_stride, x_stride, tile, pairs, scale, sums + r * sums_stride,
-                                               sums_stride, accumulate);
+  constexpr auto all = []<size_t... r>(std::index_sequence<r...>) {
+    return std::array{rows_product<static_cast<int>(r) + 1>...};
+  };
+  static constexpr auto kBy = all(std::make_index_sequence<kMostTogether>());
+  for (int64_t c = 0; c < kTileColumns; c += kWidth)
+    for (int64_t r = 0; r < rows; r += kMostTogether)
+      kBy[static_cast<size_t>(std::min(kMostTogether, rows - r) - 1)](
+          x + r * x_stride, x_stride, tile + 2 * c, pairs, scale ? scale + c : nullptr, sums + r * sums_stride + c,
+          sums_stride, accumulate);
 }
 
 }  // namespace mla::cpu

@@ -1,4 +1,4 @@
-// Products of a few rows with 64 columns, by AVX-512 BF16 dot products. Only where native_bf16_dot() holds.
+// Products of a few rows with 64 columns, by bf16 dot products (core/bf16_dot.hpp). Only where native_bf16_dot() holds.
 //
 // A tile holds weights as the instruction wants them: [pairs of inputs][64 columns][2].
 #pragma once
