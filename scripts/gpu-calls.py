@@ -244,10 +244,15 @@ def call_of(s: Shape, x: Inputs, package: Any, meta: Any) -> Callable[[], tuple[
         is_fp8_kvcache=s.kind != "bf16")
 
 
-def slots_of(s: Shape, x: Inputs) -> torch.Tensor:
-    """A dense call's, listed."""
-    at = torch.arange(s.length, device=DEVICE)
-    return (x.table.long()[:, at // PAGE] * PAGE + at % PAGE).int().view(s.batch, 1, -1).repeat(1, s.queries, 1)
+def slots_at(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Of one sequence, or of each row of a block table."""
+    return table[..., positions // PAGE].long() * PAGE + positions % PAGE
+
+
+def all_slots(s: Shape, x: Inputs) -> torch.Tensor:
+    """Of a dense call, as a sparse call lists them."""
+    slots = slots_at(x.table, torch.arange(s.length, device=DEVICE))
+    return slots.int().view(s.batch, 1, -1).repeat(1, s.queries, 1)
 
 
 def rows_of(s: Shape, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -270,7 +275,7 @@ def error_of(s: Shape, x: Inputs, out: torch.Tensor) -> float:
                 slots = x.indices[b, i].long()
             else:
                 at = torch.arange(int(x.lengths[b]) - s.queries + 1 + i, device=DEVICE)
-                slots = x.table[b].long()[at // PAGE] * PAGE + at % PAGE
+                slots = slots_at(x.table[b], at)
             rows = rows_of(s, x.cache, slots)
             weights = torch.softmax(x.q[b, i].double() @ rows.T * SCALE, 1)
             wanted = weights @ rows[:, :VALUE]
@@ -310,7 +315,7 @@ def measure(s: Shape, beside: Any = None) -> dict[str, Any]:
         listed = s.kind == "ds" and not s.topk
         try:
             theirs, their_error = captured(
-                beside, [x._replace(indices=slots_of(s, x)) for x in inputs] if listed else inputs, schedule(beside))
+                beside, [x._replace(indices=all_slots(s, x)) for x in inputs] if listed else inputs, schedule(beside))
         except Exception as e:  # whatever it says of a shape that it does not take
             row["beside_refused"] = f"{type(e).__name__}: {e}"[:200]
     times, their_times = replay_in_turn(ours, theirs)
