@@ -244,7 +244,7 @@ void index_score(Stream& stream, const ops::IndexScoreArgs& a) {
     return;
   }
   if (kernel == Kernel::fp8) {
-    score_by_fp8(queue.stream(), s, a.cache.pages, most_tokens, queue.multiprocessors(), shape);
+    score_by_fp8(queue.stream(), s, a.cache.pages, a.q.extent<Token>(), most_tokens, queue.multiprocessors(), shape);
     return;
   }
   s.tokens = static_cast<int>(std::clamp<int64_t>(kQueryBytes / (chunks * 64 * 256), 1, most_tokens));

@@ -49,10 +49,10 @@ void score_by_warpgroups(const Queue& queue, const IndexScore& a, int64_t blocks
 
 /// Heads that IndexArithmetic::fp8 is served for, and what a page's tokens are a multiple of.
 constexpr int kFp8Heads = 128, kFp8Page = 16;
-/// IndexArithmetic::fp8, of fp8 keys and queries. On Hopper. pages: of the cache; tokens: the most of an item;
-/// a.tokens, groups and ranges are not read: `blocks` blocks, at most one a multiprocessor, share whatever items there
-/// are.
-void score_by_fp8(cudaStream_t stream, const IndexScore& a, int64_t pages, int64_t tokens, int blocks,
+/// IndexArithmetic::fp8, of fp8 keys and queries. On Hopper. pages: of the cache; q_tokens: of q; tokens: the most of
+/// an item; a.tokens, groups and ranges are not read: `blocks` blocks, at most one a multiprocessor, share whatever
+/// items there are.
+void score_by_fp8(cudaStream_t stream, const IndexScore& a, int64_t pages, int64_t q_tokens, int64_t tokens, int blocks,
                   const std::string& shape);
 
 }  // namespace mla::cuda::generic
