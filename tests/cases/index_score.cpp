@@ -122,7 +122,7 @@ class IndexScoreCase final : public Case {
     begins_.push_back(longest);
     q_ = {p.dtype, {rows, p.heads, p.index_dim}, p.seed % 4 < 2 ? 3 : 16};
     q_.fill_normal(random, p.dtype == Dtype::fp8_e4m3 ? 100.0f : 1.0f);
-    weights_ = {Dtype::f32, {rows, p.heads}};
+    weights_ = {Dtype::f32, {rows, p.heads}, p.seed % 4 < 2 ? 3 : 8};
     weights_.fill_normal(random);
     scores_ = {Dtype::f32, {rows, longest}};
     args_ = {.q = q_.any(),

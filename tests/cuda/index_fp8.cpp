@@ -29,11 +29,12 @@ constexpr int64_t kDim = 128;
 
 /// One request: queries of its last `tokens` positions, keys of all `length`.
 struct Keys {
-  Keys(int64_t tokens, int64_t heads, int32_t length, int64_t page_size, uint64_t seed = 3)
+  /// aligned: may queries and weights be copied as boxes?
+  Keys(int64_t tokens, int64_t heads, int32_t length, int64_t page_size, uint64_t seed = 3, bool aligned = true)
       : random(seed),
         cache({.dim = kDim, .page_size = page_size}, (length + page_size - 1) / page_size + 1, random, true),
-        q(Dtype::fp8_e4m3, {tokens, heads, kDim}, 16),
-        weights(Dtype::f32, {tokens, heads}),
+        q(Dtype::fp8_e4m3, {tokens, heads, kDim}, aligned ? 16 : 3),
+        weights(Dtype::f32, {tokens, heads}, aligned ? 8 : 3),
         scores(Dtype::f32, {tokens, length}) {
     for (int32_t i = 0; i < length; i += static_cast<int32_t>(page_size)) table.push_back(cache.page(i / page_size));
     std::vector<float> key(kDim);
@@ -132,6 +133,15 @@ TEST_F(IndexFp8OnGpu, BitsDependOnQueryAndKeyAlone) {
       EXPECT_EQ(keys.scores.bytes() == expected, true) << heads << " heads, turn " << turn;
     }
   }
+}
+
+TEST_F(IndexFp8OnGpu, AddressesDoNotMoveBits) {
+  for (int64_t heads : {8, 20, 64, 128})
+    for (int64_t tokens : {1, 2, 3, 9}) {
+      Keys boxes(tokens, heads, 700, 64), bytes(tokens, heads, 700, 64, 3, false);
+      EXPECT_EQ(boxes.run(*stream, IndexArithmetic::fp8) == bytes.run(*stream, IndexArithmetic::fp8), true)
+          << heads << " heads, " << tokens << " tokens";
+    }
 }
 
 TEST_F(IndexFp8OnGpu, PagesDoNotMoveBits) {

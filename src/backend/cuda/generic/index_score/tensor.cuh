@@ -14,6 +14,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/overlap.cuh"
+#include "backend/cuda/generic/index_score/relu.cuh"
 #include "backend/cuda/generic/index_score/score.hpp"
 
 namespace mla::cuda::generic {
@@ -23,13 +24,6 @@ constexpr int kTile = 16 * kScoreWarps;  // keys of a block at a time
 constexpr int kSteps = kIndexDim / 16;   // of a product's inner dimension
 /// Shared memory for queries, beside which two blocks fit a multiprocessor of every GPU served.
 constexpr int kQueryBytes = 64 << 10;
-
-/// The max that keeps a NaN.
-__device__ __forceinline__ float relu(float x) {
-  float y;
-  asm("max.NaN.f32 %0, %1, 0f00000000;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 /// relu for sums of fp8 products, which are never infinite: x + |x|, twice it, in the pipe that has room; weights are
 /// halved.

@@ -9,6 +9,7 @@
 #include "backend/cuda/core/tma.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/core/wgmma_fp8.cuh"
+#include "backend/cuda/generic/index_score/relu.cuh"
 #include "backend/cuda/generic/index_score/score.hpp"
 
 namespace mla::cuda::generic {
@@ -371,7 +372,7 @@ __device__ void score_tiles(const Fp8Score& s, const Map<Columns>& at, std::byte
 #pragma unroll
           for (int e = 0; e < 4; ++e) {  // columns in turn, of either row
             const float x = acc[4 * j + e % 2 * 2 + e / 2];
-            sum[t][e % 2] = fmaf(fmaxf(x, 0.0f), weights[2 * j + e / 2], sum[t][e % 2]);
+            sum[t][e % 2] = fmaf(relu(x), weights[2 * j + e / 2], sum[t][e % 2]);
           }
         }
       }
@@ -459,7 +460,7 @@ void launch_tokens(cudaStream_t stream, Fp8Score s, const CUtensorMap& map, int6
   constexpr uint64_t evict_normal = 0x1000000000000000;
   s.keep = products > 4 ? evict_normal : evict_first;
   if (s.products < 4) launch_columns<Columns<kHeads, kTokens, 12>>(stream, s, map, q_tokens, blocks, shape);
-  else if constexpr (kHeads * kTokens == 128)
+  else if constexpr (kHeads * kTokens == 128)  // fewer columns are of one or two tokens, which are one product
     launch_columns<Columns<kHeads, kTokens, 8>>(stream, s, map, q_tokens, blocks, shape);
 }
 
