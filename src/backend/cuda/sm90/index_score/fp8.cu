@@ -15,7 +15,7 @@
 namespace mla::cuda::generic {
 namespace {
 
-constexpr int kTile = 64;  // keys of a product: its rows
+constexpr int kTileLog = 6, kTile = 1 << kTileLog;  // keys of a product: its rows
 constexpr int kTileBytes = kTile * kIndexDim, kScaleBytes = kTile * 4;
 constexpr int kStageBytes =
     kTileBytes + 1024;  // keys, then scales; from a multiple of 1024 to the next, as swizzles ask
@@ -33,8 +33,8 @@ constexpr int kMathRegisters = 104;  // with those of copies as many as at the s
 struct Fp8Score {
   IndexScore a;
   int products;   // of a tile: 1, 2 or 4, each `tokens` tokens; the warpgroups share tiles and products evenly
-  int group;      // log2 of products * tokens
-  int box;        // log2 of the keys that lie in one page and are copied at once: 16, 32 or 64
+  int group_log;  // of products * tokens, by 2
+  int box_log;    // of the keys that lie in one page and are copied at once: 16, 32 or 64
   uint64_t keep;  // L2 policy of keys: read once, or by several groups of tokens
   bool joined;    // a tile is a page: its keys and scales are one copy, of 66 rows of 128 bytes
   bool mapped;    // queries and weights can be copied as boxes
@@ -92,7 +92,7 @@ class Walk {
   IndexItem item{};                     // of the window
   int token = 0, first = 0, count = 0;  // of the current run: the group's first token, tiles
 
-  __device__ Walk(const IndexScore& a, int group) : a_(a), group_log_(group) {
+  __device__ Walk(const IndexScore& a, int group_log) : a_(a), group_log_(group_log) {
     const int lane = threadIdx.x % 32;
     int own = units_at(lane), total = own;
 #pragma unroll 1
@@ -188,11 +188,11 @@ template <class Columns>
 __device__ void copy_keys(const Fp8Score& s, const CUtensorMap& map, const CUtensorMap& query_map,
                           const CUtensorMap& weight_map, const Map<Columns>& at, std::byte* memory) {
   const IndexScore& a = s.a;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kCopyWarps, group_tokens = 1 << s.group;
-  const int tile_boxes = 6 - s.box, boxes = 1 << tile_boxes, box = 1 << s.box;  // kTile is 1 << 6
-  const int at_once = 32 >> tile_boxes;                                         // tiles looked up
-  const int own_box = (lane & (boxes - 1)) << s.box, own_tile = lane >> tile_boxes;
-  Walk walk(a, s.group);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % kCopyWarps, group_tokens = 1 << s.group_log;
+  const int boxes_log = kTileLog - s.box_log, boxes = 1 << boxes_log, box = 1 << s.box_log;  // boxes: of a tile
+  const int at_once = 32 >> boxes_log;                                                       // tiles looked up
+  const int own_box = (lane & (boxes - 1)) << s.box_log, own_tile = lane >> boxes_log;
+  Walk walk(a, s.group_log);
   uint32_t n = 0;
   for (uint32_t runs = 0;; ++runs) {
     const bool more = walk.next();
@@ -456,7 +456,7 @@ void launch_tokens(cudaStream_t stream, Fp8Score s, const CUtensorMap& map, int6
                    int blocks, const std::string& shape) {
   const int64_t products = (tokens + kTokens - 1) / kTokens;
   s.products = products > 2 ? 4 : static_cast<int>(products);
-  s.group = std::countr_zero(static_cast<unsigned>(kTokens * s.products));
+  s.group_log = std::countr_zero(static_cast<unsigned>(kTokens * s.products));
   constexpr uint64_t evict_normal = 0x1000000000000000;
   s.keep = products > 4 ? evict_normal : evict_first;
   if (s.products < 4) launch_columns<Columns<kHeads, kTokens, 12>>(stream, s, map, q_tokens, blocks, shape);
@@ -468,7 +468,7 @@ void launch_tokens(cudaStream_t stream, Fp8Score s, const CUtensorMap& map, int6
 
 void score_by_fp8(cudaStream_t stream, const IndexScore& a, int64_t pages, int64_t q_tokens, int64_t tokens, int blocks,
                   const std::string& shape) {
-  Fp8Score s{.a = a, .products = 1, .group = 0, .box = 4, .keep = 0, .joined = false, .mapped = false};
+  Fp8Score s{.a = a, .products = 1, .group_log = 0, .box_log = 4, .keep = 0, .joined = false, .mapped = false};
   // A dimension of one has any stride.
   if (a.heads == 1) s.a.q_head = kIndexDim, s.a.weights_head = 1;
   if (q_tokens == 1) s.a.q_token = s.a.q_head * a.heads, s.a.weights_token = (a.heads + 3) / 4 * 4;
@@ -476,9 +476,9 @@ void score_by_fp8(cudaStream_t stream, const IndexScore& a, int64_t pages, int64
   const auto pitch = [](int64_t bytes) { return bytes > 0 && bytes % 16 == 0; };
   s.mapped = whole(a.q) && pitch(s.a.q_head) && pitch(s.a.q_token) && whole(a.weights) && s.a.weights_head == 1 &&
              pitch(4 * s.a.weights_token);
-  while (s.box < 6 && a.page_size % (2u << s.box) == 0) ++s.box;
+  while (s.box_log < kTileLog && a.page_size % (2u << s.box_log) == 0) ++s.box_log;
   s.joined = a.page_size == kTile;
-  const uint32_t rows = s.joined ? kTile + kScaleBytes / kIndexDim : 1u << s.box;  // of 128 bytes
+  const uint32_t rows = s.joined ? kTile + kScaleBytes / kIndexDim : 1u << s.box_log;  // of 128 bytes
   const uint64_t extents[] = {kIndexDim, s.joined ? rows : a.page_size, static_cast<uint64_t>(pages)},
                  strides[] = {kIndexDim, static_cast<uint64_t>(a.page_stride)};
   const uint32_t box[] = {kIndexDim, rows, 1};
