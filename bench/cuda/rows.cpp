@@ -436,6 +436,56 @@ Job map_job(Stream& stream, int64_t rows) {
   return job;
 }
 
+/// The indexer's queries, rotated on their way to codes.
+Job index_query_job(Stream& stream, int64_t tokens) {
+  constexpr int64_t heads = 64, dim = 128, positions = 8192;
+  Job job{.op = "index_query", .shape = "tokens " + std::to_string(tokens) + ", 64 heads of 128"};
+  job.bytes = static_cast<double>(tokens * heads) * (dim * 5.0 + 8.0);
+  job.sets = sets_for(job.bytes);
+  const auto count = static_cast<size_t>(tokens * heads);
+  auto q = std::make_shared<Sets<float>>(random_sets<float>(job.sets, count * dim, 3));
+  auto weights = std::make_shared<DeviceArray<float>>(random_array<float>(count, 4));
+  auto codes = std::make_shared<Sets<fp8_e4m3>>();
+  for (int i = 0; i < job.sets; ++i) codes->emplace_back(count * dim);
+  auto scaled = std::make_shared<DeviceArray<float>>(count);
+  const RopeConfig config{.interleaved = false};
+  auto table = std::make_shared<RotaryTable>(config, 64, positions, kGpu);
+  std::vector<int32_t> at(static_cast<size_t>(tokens));
+  for (int64_t t = 0; t < tokens; ++t) at[t] = static_cast<int32_t>(t % positions);
+  auto staged = std::make_shared<Staged<int32_t>>(at);
+  const auto args = [=](int set) {
+    return ops::IndexQueryArgs{.q = {(*q)[set].data(), {tokens, heads, dim}},
+                               .weights = {weights->data(), {tokens, heads}},
+                               .codes = {(*codes)[set].data(), {tokens, heads, dim}},
+                               .scaled_weights = {scaled->data(), {tokens, heads}},
+                               .table = table.get(),
+                               .positions = staged->list()};
+  };
+  job.call = [=, &stream](int set) { ops::run(stream, args(set)); };
+  job.right = [=] {
+    const std::vector<float> in = (*q)[0].download(), w = weights->download(), got_scaled = scaled->download();
+    const std::vector<fp8_e4m3> got = (*codes)[0].download();
+    const RotaryTable on_host(config, 64, positions);
+    std::vector<fp8_e4m3> right(heads * dim);
+    std::vector<float> right_scaled(heads);
+    for (int64_t t = 0; t < tokens; t += std::max<int64_t>(1, tokens / 40)) {
+      ops::reference({.q = {in.data() + t * heads * dim, {1, heads, dim}},
+                      .weights = {w.data() + t * heads, {1, heads}},
+                      .codes = {right.data(), {1, heads, dim}},
+                      .scaled_weights = {right_scaled.data(), {1, heads}},
+                      .table = &on_host,
+                      .positions = {&at[static_cast<size_t>(t)], 1}});
+      for (int64_t i = 0; i < heads * dim; ++i) {  // a code apart at most: the reference rotates in float64
+        const float x = to_float(got[t * heads * dim + i]), y = to_float(right[i]);
+        if (!(std::abs(x - y) <= std::abs(y) / 8 + 0x1p-9f)) return false;
+      }
+      if (!std::equal(right_scaled.begin(), right_scaled.end(), &got_scaled[t * heads])) return false;
+    }
+    return true;
+  };
+  return job;
+}
+
 void measure_all(bench::Report& report) {
   Stream stream(kGpu);
   std::vector<std::pair<const char*, std::function<Job()>>> jobs;
@@ -475,6 +525,8 @@ void measure_all(bench::Report& report) {
   jobs.emplace_back("norm", [&] { return norm_job(stream, 8192, 7168); });
   jobs.emplace_back("norm", [&] { return norm_job(stream, 64, 1536); });
   jobs.emplace_back("map_to_slots", [&] { return map_job(stream, 4096); });
+  jobs.emplace_back("index_query", [&] { return index_query_job(stream, 4096); });
+  jobs.emplace_back("index_query", [&] { return index_query_job(stream, 16); });
 
   for (const auto& [name, make] : jobs) {
     if (!report.wants(name)) continue;

@@ -148,6 +148,10 @@ TEST_F(RowsOnGpu, IndexQueriesRotatedOnTheWayAreRopeThenCodes) {
     for (const bool interleaved : {true, false})
       for (int64_t gap : {int64_t{3}, Padded<Token>::kAligned})
         test::expect_rotated_index_queries(stream, 37, 9, dim, rope, interleaved, gap, random);
+  // So many rows that a warp takes several heads.
+  for (auto [dim, rope] : {std::pair<int64_t, int64_t>{128, 64}, {40, 40}, {4, 0}})
+    for (const bool interleaved : {true, false})
+      test::expect_rotated_index_queries(stream, 37, 64, dim, rope, interleaved, Padded<Token>::kAligned, random);
 }
 
 TEST_F(RowsOnGpu, CopyPagesCopiesWholePagesAndNothingElse) {

@@ -92,41 +92,75 @@ __device__ void rotate_pairs(const T* from, int64_t step, T* to, int64_t to_step
   }
 }
 
-/// Elements [first, first + n) of a row of one position as they are once rotated; n is 4 where wide, otherwise 1. The
-/// row's 2 * pairs first rotate. wide: 4 divides pairs, and the rows and the table's are aligned to 16 bytes.
+/// Elements [first, first + n) of rows of one position as they are once rotated; n is 4 where wide, otherwise 1. The
+/// rows' 2 * pairs first rotate. wide: 4 divides pairs, and the rows and the table's are aligned to 16 bytes.
 template <bool wide, int n>
-__device__ void load_rotated(const float* row, const Rotation& r, const float* cos_sin, int first, float (&x)[n]) {
-  load<wide>(row + first, x);
-  if (first >= 2 * r.pairs) return;
-  if (r.interleaved) {
-    if constexpr (wide) {
+class RotatedPart {
+ public:
+  __device__ RotatedPart(const Rotation& r, const float* cos_sin, int first)
+      : first_(first), pairs_(r.pairs), rotates_(first < 2 * r.pairs), interleaved_(r.interleaved) {
+    if (!rotates_) return;
+    if (!interleaved_) {
+      const int pair = first < pairs_ ? first : first - pairs_;
+      mla::cuda::load<wide>(cos_sin + pair, cos_);
+      mla::cuda::load<wide>(cos_sin + pairs_ + pair, sin_);
+    } else {
+#pragma unroll
+      for (int e = 0; e < n; e += 2) cos_[e] = cos_sin[(first + e) / 2], sin_[e] = cos_sin[pairs_ + (first + e) / 2];
+    }
+  }
+  __device__ void load(const float* row, float (&x)[n]) const {
+    mla::cuda::load<wide>(row + first_, x);
+    if (!rotates_) return;
+    if (!interleaved_) {
+      const bool second = first_ >= pairs_;
+      float other[n];
+      mla::cuda::load<wide>(row + (second ? first_ - pairs_ : first_ + pairs_), other);
+#pragma unroll
+      for (int e = 0; e < n; ++e) {
+        const Pair p = rotated(second ? other[e] : x[e], second ? x[e] : other[e], cos_[e], sin_[e]);
+        x[e] = second ? p.b : p.a;
+      }
+    } else if constexpr (wide) {
 #pragma unroll
       for (int e = 0; e < n; e += 2) {
-        const int pair = (first + e) / 2;
-        const Pair p = rotated(x[e], x[e + 1], cos_sin[pair], cos_sin[r.pairs + pair]);
+        const Pair p = rotated(x[e], x[e + 1], cos_[e], sin_[e]);
         x[e] = p.a, x[e + 1] = p.b;
       }
     } else {
-      const bool second = first % 2 == 1;
-      const int pair = first / 2;
-      const float other = row[first ^ 1];
-      const Pair p = rotated(second ? other : x[0], second ? x[0] : other, cos_sin[pair], cos_sin[r.pairs + pair]);
+      const bool second = first_ % 2 == 1;
+      const float other = row[first_ ^ 1];
+      const Pair p = rotated(second ? other : x[0], second ? x[0] : other, cos_[0], sin_[0]);
       x[0] = second ? p.b : p.a;
     }
-  } else {
-    const bool second = first >= r.pairs;
-    const int pair = second ? first - r.pairs : first;
-    float other[n], cos[n], sin[n];
-    load<wide>(row + (second ? pair : pair + r.pairs), other);
-    load<wide>(cos_sin + pair, cos);
-    load<wide>(cos_sin + r.pairs + pair, sin);
+  }
+  /// Rotates them where lane l of a warp has elements [n * l, n * l + n) of a row; by all lanes.
+  __device__ void turn(float (&x)[n]) const {
+    static_assert(wide);
+    if (interleaved_) {
+#pragma unroll
+      for (int e = 0; e < n; e += 2) {
+        const Pair p = rotated(x[e], x[e + 1], cos_[e], sin_[e]);
+        if (rotates_) x[e] = p.a, x[e + 1] = p.b;
+      }
+      return;
+    }
+    const bool second = first_ >= pairs_;
+    const int partner = (second ? first_ - pairs_ : first_ + pairs_) / n;
 #pragma unroll
     for (int e = 0; e < n; ++e) {
-      const Pair p = rotated(second ? other[e] : x[e], second ? x[e] : other[e], cos[e], sin[e]);
-      x[e] = second ? p.b : p.a;
+      const float other = __shfl_sync(0xffffffffu, x[e], partner);
+      const float y =
+          rotated(x[e], other, cos_[e], second ? -sin_[e] : sin_[e]).a;  // b's is a's with -sin, bit for bit
+      if (rotates_) x[e] = y;
     }
   }
-}
+
+ private:
+  float cos_[n], sin_[n];
+  int first_, pairs_;
+  bool rotates_, interleaved_;
+};
 
 /// Rows of heads of tokens: head h of token t at data + t * token + h * head, R elements.
 template <class T>
