@@ -192,6 +192,15 @@ std::vector<Params> sweep(uint64_t seed) {
                      .splits = 1,
                      .topk = 2048,
                      .seed = ++seed});
+  for (int64_t context : {500, 2100, 4000, 8000, 15000})  // many short ones
+    for (int64_t topk : {300, 2048})
+      cases.push_back({.requests = 3,
+                       .query_len = 120,
+                       .context = context,
+                       .ragged = context < 5000,
+                       .splits = 1,
+                       .topk = topk,
+                       .seed = ++seed});
   Random random(seed);
   for (int i = 0; i < 60; ++i)
     cases.push_back({.requests = random.integer(0, 5),
