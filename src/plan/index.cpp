@@ -10,7 +10,8 @@ namespace mla {
 namespace {
 
 // Rows that share a read of each key, in a tile of kIndexTileBytes: beyond a few dozen scoring is bound by arithmetic
-// alone. Larger tiles have as many times more.
+// alone. Larger tiles have as many times more, and all that they hold where no row needs a second round: a GPU's calls
+// gain by it.
 constexpr int64_t kMostRows = 64;
 // Positions a tile are a multiple of what one task of index_score takes.
 constexpr int64_t kGrain = 1024;
@@ -27,10 +28,14 @@ IndexTiles index_tiles(int64_t rows, int64_t longest, int64_t topk, size_t most_
     throw ShapeError("index tile is " + std::to_string(most_bytes) + " bytes, at least " + std::to_string(least) +
                      " are needed at topk " + std::to_string(topk));
   if (rows == 0 || longest == 0) return {};
+  const auto times = static_cast<int64_t>(most_bytes / kIndexTileBytes);
   // Half for the selections, unless one row needs more; what they leave is for scores.
-  const int64_t most_rows = kMostRows * std::max<int64_t>(1, static_cast<int64_t>(most_bytes / kIndexTileBytes));
+  const int64_t halved = std::min<int64_t>(static_cast<int64_t>(most_bytes / 2 / least),
+                                           kMostRows * std::max<int64_t>(1, times)),
+                whole = static_cast<int64_t>(
+                    most_bytes / (state + sizeof(float) * static_cast<size_t>(planning::round_up(longest, kGrain))));
   IndexTiles t;
-  t.rows = std::clamp<int64_t>(static_cast<int64_t>(most_bytes / 2 / least), 1, std::min(rows, most_rows));
+  t.rows = std::clamp<int64_t>(times > 1 ? std::max(halved, whole / kMostRows * kMostRows) : halved, 1, rows);
   t.state_bytes = static_cast<size_t>(t.rows) * state;
   const int64_t room = static_cast<int64_t>((most_bytes - t.state_bytes) / sizeof(float)) / t.rows;
   t.keys = std::min(room / kGrain * kGrain, planning::round_up(longest, kGrain));

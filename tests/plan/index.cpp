@@ -29,7 +29,9 @@ TEST(IndexTiles, AreBounded) {
   EXPECT_EQ(index_tiles(4096, 65536, 2048).rows, 64);
   // A GPU's: a decode step of 64 takes one over 128K.
   EXPECT_EQ(index_tiles(64, 131072, 2048, kIndexTileBytesGpu).keys, 131072);
-  EXPECT_EQ(index_tiles(4096, 16384, 2048, kIndexTileBytesGpu).rows, 512);
+  EXPECT_EQ(index_tiles(4096, 16384, 2048, kIndexTileBytesGpu).rows, 640);
+  EXPECT_EQ(index_tiles(4096, 5120, 2048, kIndexTileBytesGpu).rows, 1216);
+  EXPECT_EQ(index_tiles(4096, 65536, 2048, kIndexTileBytesGpu).rows, 512);  // in rounds
   EXPECT_EQ(index_tiles(0, 100, 5).rows, 0);
 }
 
