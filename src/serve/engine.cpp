@@ -182,6 +182,10 @@ void Engine::warm_up() {
   step({{1, 0}, {1, topk}, {256, 0}, {16, 0}, {64, 192}, {64, topk}});
   step({{1, 0}, {1, 31}});
   if (topk > 0) step({{1, topk}, {1, topk}});
+  // As many tokens as a step has, and parts of it: libraries choose their products by the number of rows.
+  for (const int64_t part : {1, 2, 4})
+    if (const int64_t tokens = std::min(o_.limits.token_budget / part, positions_ - topk); tokens >= 512)
+      step({{1, topk}, {tokens / 2, 0}, {tokens - tokens / 2 - 1, topk}});
 }
 
 void Engine::keep_spans(Result& r) {
