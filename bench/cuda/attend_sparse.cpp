@@ -21,6 +21,7 @@ struct Shape {
   int requests, query_tokens, heads, context, topk;
   CacheFormat format;
   int extra_topk = 0;  // of a second cache of as many slots; 0: none
+  bool rope = true;    // bf16: or values alone
 };
 
 constexpr CacheFormat kFp8 = CacheFormat::fp8_ds_mla, kBf16 = CacheFormat::bf16, kV4 = CacheFormat::fp8_ds_v4;
@@ -48,20 +49,22 @@ const Shape shapes[] = {
     {"decode b64 h64 bf16", 64, 1, 64, 8192, 2048, kBf16},
     {"decode b64 h128 bf16", 64, 1, 128, 8192, 2048, kBf16},
     {"decode b128 h128 bf16", 128, 1, 128, 8192, 2048, kBf16},
+    {"decode b64 h128 bf16 without rope", 64, 1, 128, 8192, 2048, kBf16, 0, false},
     {"prefill 4096 h16 bf16", 1, 4096, 16, 65536, 2048, kBf16},
     {"prefill 4096 h64 bf16", 1, 4096, 64, 65536, 2048, kBf16},
     {"prefill 4096 h128 bf16", 1, 4096, 128, 65536, 2048, kBf16},
+    {"prefill 4096 h128 bf16 without rope", 1, 4096, 128, 65536, 2048, kBf16, 0, false},
     {"prefill 4096 h16 fp8_ds_mla", 1, 4096, 16, 65536, 2048, kFp8},
     {"prefill 4096 h64 fp8_ds_mla", 1, 4096, 64, 65536, 2048, kFp8},
     {"prefill 4096 h128 fp8_ds_mla", 1, 4096, 128, 65536, 2048, kFp8},
 };
 constexpr int kWidth = 512, kPage = 64;
-int entry_of(CacheFormat format) { return format == kV4 ? 512 : 576; }
+int entry_of(const Shape& s) { return s.format == kV4 || !s.rope ? 512 : 576; }
 
 // Row `slot` of a cache.
-std::vector<float> decoded(const DeviceArray<std::byte>& cache, int64_t slot, CacheFormat format) {
-  std::vector<float> x(entry_of(format));
-  const int64_t row_bytes = format == kBf16  ? 1152
+std::vector<float> decoded(const DeviceArray<std::byte>& cache, int64_t slot, CacheFormat format, int entry) {
+  std::vector<float> x(static_cast<size_t>(entry));
+  const int64_t row_bytes = format == kBf16  ? 2 * entry
                             : format == kFp8 ? 656
                                              : 576,
                 page = slot / kPage, offset = slot % kPage;
@@ -97,8 +100,9 @@ struct Result {
 Result measure(const Shape& s, int replays) {
   Stream stream(Device{DeviceKind::cuda, 0});
   const auto native = static_cast<cudaStream_t>(stream.native());
-  const int rows = s.requests * s.query_tokens, entry = entry_of(s.format);
-  const CacheSpec spec{.format = s.format, .latent = entry == 512 ? 448 : 512, .rope = 64, .page_size = kPage};
+  const int rows = s.requests * s.query_tokens, entry = entry_of(s);
+  const CacheSpec spec{
+      .format = s.format, .latent = s.format == kV4 ? 448 : 512, .rope = s.rope ? 64 : 0, .page_size = kPage};
   const int topks[] = {s.topk, s.extra_topk}, sources = s.extra_topk ? 2 : 1, all = s.topk + s.extra_topk;
   const int64_t positions = static_cast<int64_t>(s.requests) * s.context, row_bytes = spec.page_bytes() / kPage;
   double bytes = rows * (s.heads * (2.0 * entry + 2.0 * kWidth + 4.0) + all * 4.0);
@@ -167,7 +171,7 @@ Result measure(const Shape& s, int replays) {
     std::vector<std::vector<float>> keys;
     for (int i = 0; i < sources; ++i)
       for (const int32_t slot : slots.download(first_slot(1, i) + static_cast<size_t>(row) * topks[i], topks[i]))
-        keys.push_back(decoded(cache, first_position(1, i) + slot, s.format));
+        keys.push_back(decoded(cache, first_position(1, i) + slot, s.format, entry));
     const size_t at = static_cast<size_t>(row) * s.heads + head;
     const auto q_bits = q.download(1 % q_sets * q_elements + at * entry, entry),
                got = out.download(at * kWidth, kWidth);

@@ -312,6 +312,20 @@ std::vector<Params> sweep(uint64_t seed) {
            .format = CacheFormat::fp8,
            .page_size = page_size,
            .dtype = Dtype::fp8_e4m3});
+  // Rows of 512 values alone, of 16 bits: tiles of each height, pages of whole boxes and of single rows.
+  for (CacheFormat format : {CacheFormat::bf16, CacheFormat::f16})
+    for (int64_t heads : {3, 20, 64, 128})
+      for (int64_t page_size : {64, 17})
+        add({.requests = 3,
+             .query_len = 2,
+             .context = 200,
+             .ragged = true,
+             .heads = heads,
+             .rope = 0,
+             .format = format,
+             .page_size = page_size,
+             .dtype = Dtype::bf16,
+             .nonfinite = heads == 20 || heads == 128});
   // Batches of any shape: rows a request from none to several groups of a kernel's, in any order.
   Random random(seed);
   constexpr CacheFormat kPlain[] = {CacheFormat::f32, CacheFormat::bf16, CacheFormat::f16, CacheFormat::fp8};

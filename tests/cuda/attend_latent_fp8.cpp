@@ -385,6 +385,9 @@ std::vector<Case> cases() {
   Case invariant{"h128_invariant", fp8, 128, 64, three, {5000, 333, 2049}, Dtype::f32, true};
   invariant.codes = true;
   all.push_back(invariant);
+  Case gap{"h16_page128_gap", fp8, 16, 128, {1, 1}, {1000, 333}, Dtype::f32, false, 1.0f, Scales::exact, 48};
+  gap.codes = true;
+  all.push_back(gap);
   for (const int heads : {16, 32, 64})
     for (const Scales scales : {Scales::power_of_two, Scales::any})
       all.push_back({scales == Scales::any ? "any_scale" : "power_of_two_scale",

@@ -30,7 +30,7 @@ class SparseOnGpu : public testing::TestWithParam<CacheFormat> {
   void expect_right(Params p) {
     p.device = kGpu;
     p.format = GetParam();
-    p.latent = p.format == CacheFormat::fp8_ds_v4 ? 448 : 512, p.rope = 64;
+    p.latent = p.format == CacheFormat::fp8_ds_v4 ? 448 : 512;
     p.dtype = Dtype::bf16;
     p.dense = true;
     const int without = p.format == CacheFormat::fp8 ? 64 : p.format == CacheFormat::fp8_ds_mla ? 16 : 0;
@@ -131,6 +131,28 @@ TEST_P(SparseOnGpu, RandomBatches) {
                   .sinks = random.integer(0, 1) == 0,
                   .nonfinite = i % 3 == 2});
 }
+
+// Rows of values alone; the last of a cache ends where its memory does.
+class SparseOnGpuWithoutRope : public SparseOnGpu {};
+TEST_P(SparseOnGpuWithoutRope, AnyBatch) {
+  for (const int64_t heads : {1, 16, 30, 64, 128})
+    for (const int64_t topk : {1, 64, 200})
+      for (const int64_t sources : {1, 2})
+        expect_right({.requests = topk == 64 ? 90 : 3,
+                      .query_len = 2,
+                      .context = 230,
+                      .ragged = topk != 64,
+                      .heads = heads,
+                      .rope = 0,
+                      .page_size = sources == 1 ? 64 : 7,
+                      .activations = Dtype::bf16,
+                      .topk = topk,
+                      .sources = sources,
+                      .sinks = heads == 64,
+                      .nonfinite = topk == 200});
+}
+INSTANTIATE_TEST_SUITE_P(Formats, SparseOnGpuWithoutRope, testing::Values(CacheFormat::bf16, CacheFormat::f16),
+                         [](const auto& i) { return std::string(to_string(i.param)); });
 
 INSTANTIATE_TEST_SUITE_P(Formats, SparseOnGpu, testing::ValuesIn(kFormats),
                          [](const auto& i) { return std::string(to_string(i.param)); });

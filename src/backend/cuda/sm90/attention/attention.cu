@@ -22,18 +22,19 @@ int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 bool is_fp8(CacheFormat f) {
   return f == CacheFormat::fp8 || f == CacheFormat::fp8_ds_mla || f == CacheFormat::fp8_ds_v4;
 }
-int q_width(CacheFormat f) { return f == CacheFormat::fp8_ds_v4 ? latent::width : latent::entry; }
+/// Columns of a query row.
+int q_width(const AttendLatent& a) { return latent::width + (a.format == CacheFormat::fp8_ds_v4 ? 0 : a.rope); }
 
 int64_t dense_page_stride(const AttendLatent& a) {
   return int64_t{a.page_size} * (a.format == CacheFormat::fp8          ? latent::entry
                                  : a.format == CacheFormat::fp8_ds_mla ? 656
-                                                                       : 2 * latent::entry);
+                                                                       : 2 * q_width(a));
 }
 
-constexpr int row_bytes_16 = latent::entry * 2;
 /// Of what rows of a cache of 16 bits are numbered by: rows, where pages lie so apart.
 int number_bytes(const AttendLatent& a) {
-  return a.page_units || (a.page_stride && a.page_stride % row_bytes_16 != 0) ? 16 : row_bytes_16;
+  const int row = 2 * q_width(a);
+  return a.page_units || (a.page_stride && a.page_stride % row != 0) ? 16 : row;
 }
 
 /// Are partials f16? The wide kernels'.
@@ -109,6 +110,8 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
   const bool fp8 = is_fp8(a.format);
   if (!fp8 && a.format != CacheFormat::bf16 && a.format != CacheFormat::f16)
     throw UnsupportedError("attend_latent: a cache of bf16, f16, fp8 or fp8_ds_mla is needed on sm90");
+  require(a.rope == 64 || (a.rope == 0 && !fp8),
+          "rope is " + std::to_string(a.rope) + ", 64 is needed, or none over a cache of bf16 or f16");
   require(!a.page_units || (a.page_size == 1 && a.page_stride == 0 && c.box_rows <= 1),
           "pages in units of 16 bytes hold one row, page size is " + std::to_string(a.page_size) + ", stride " +
               std::to_string(a.page_stride));
@@ -117,9 +120,10 @@ void check_args(const AttendLatent& a, const AttendLatentChoice& c) {
           "page stride is " + std::to_string(a.page_stride) + " bytes, a multiple of 16 from " + std::to_string(dense) +
               " on is needed");
   if (!fp8 && a.page_stride) {
-    require(c.box_rows == 0 || a.page_stride % row_bytes_16 == 0,
-            "page stride is " + std::to_string(a.page_stride) + " bytes, copies of " + std::to_string(c.box_rows) +
-                " rows need a multiple of " + std::to_string(row_bytes_16));
+    const int row = 2 * q_width(a);
+    require(c.box_rows == 0 || a.page_stride % row == 0, "page stride is " + std::to_string(a.page_stride) +
+                                                             " bytes, copies of " + std::to_string(c.box_rows) +
+                                                             " rows need a multiple of " + std::to_string(row));
     const int64_t units = a.pages * (a.page_stride / number_bytes(a));
     require(units < int64_t{1} << 31, "pages take " + std::to_string(units) + " units of " +
                                           std::to_string(number_bytes(a)) + " bytes, 2^31 - 1 are allowed");
@@ -174,6 +178,8 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.q_f16 = a.q_dtype == Dtype::f16;
   p.page_stride = a.page_units ? 16 : a.page_stride ? a.page_stride : dense_page_stride(a);
   p.row_bytes = static_cast<uint16_t>(number_bytes(a));
+  p.row_step = static_cast<uint16_t>(!c.codes && p.row_bytes == 16 ? q_width(a) / 8 : 1);
+  p.no_rope = a.rope == 0;
   // Boxes of codes have pages as a dimension: rows are numbered as if pages followed one another.
   p.page_step = c.codes ? a.page_size : static_cast<int>(p.page_stride / p.row_bytes);
   p.requests = l.requests;
@@ -221,7 +227,7 @@ latent::Params params_of(const AttendLatent& a, const AttendLatentChoice& c) {
   p.one_each = p.one_tile && l.requests <= 32;
   p.line_overhead = c.line_overhead;
   p.settled = c.settled;
-  p.q_width = q_width(a.format);
+  p.q_width = q_width(a);
   if (a.lists) {
     p.lists = *a.lists;
     for (int i = 0; i < 2; ++i) p.by_slot_page[i] = Divisor(static_cast<uint32_t>(a.lists->source[i].page_size));
@@ -301,7 +307,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   const latent::Params p = params_of(a, c);
   if (c.codes) return latent::launch_codes(a, c, p, shape, stream);
 
-  const uint64_t row_bytes = static_cast<uint64_t>(q_width(a.format)) * 2;
+  const uint64_t row_bytes = static_cast<uint64_t>(q_width(a)) * 2;  // boxes past it are zeros
   const uint64_t q_extents[2] = {row_bytes / 2, static_cast<uint64_t>(l.tokens) * l.heads};
   const uint32_t q_box[2] = {64, static_cast<uint32_t>(std::min(c.tile_rows, 64))};
   const CUtensorMap q_map =
@@ -310,7 +316,7 @@ void attend_latent(const AttendLatent& a, const AttendLatentChoice& c, cudaStrea
   if (is_fp8(a.format))
     return latent::launch_fp8(a.format == CacheFormat::fp8_ds_mla, a.lists != nullptr, c, p, q_map, shape, stream);
   const uint64_t extents[2] = {
-      latent::entry, p.row_bytes < row_bytes_16 ? 1 : static_cast<uint64_t>(a.pages - 1) * p.page_step + a.page_size};
+      row_bytes / 2, p.row_bytes < row_bytes ? 1 : static_cast<uint64_t>(a.pages - 1) * p.page_step + a.page_size};
   const uint32_t box[2] = {64, static_cast<uint32_t>(c.box_rows ? c.box_rows : 8)};
   const MapType type = a.format == CacheFormat::bf16 ? MapType::bf16 : MapType::f16;
   const CUtensorMap cache_map =

@@ -30,8 +30,9 @@ struct AttendLatentLimits {
 
 struct AttendLatent {
   AttendLatentLimits limits;
-  /// [tokens, heads, 576]: 512 latent, 64 rope; fp8_ds_v4: 512 in all. 16-byte aligned, dense. bf16, or over a cache of
-  /// f16 also f16, over one of fp8 also fp8_e4m3: then products are of codes (codes.cuh) and probabilities e4m3.
+  /// [tokens, heads, 576]: 512 latent, 64 rope; fp8_ds_v4, or without rope: 512 in all. 16-byte aligned, dense. bf16,
+  /// or over a cache of f16 also f16, over one of fp8 also fp8_e4m3: then products are of codes (codes.cuh) and
+  /// probabilities e4m3.
   const void* q = nullptr;
   Dtype q_dtype = Dtype::bf16;
   /// [pages, page_size, row] as the format lays it out, 16-byte aligned. What unused slots hold never reaches an
@@ -41,6 +42,7 @@ struct AttendLatent {
   /// fp8_ds_v4.
   CacheFormat format = CacheFormat::bf16;
   float k_scale = 1.0f;  ///< of fp8, positive
+  int rope = 64;         ///< columns behind the values; bf16, f16: or none
   /// Of fp8, on device, beside those above: what queries and cached rows are multiplied by; null: 1.
   const float *given_q_scale = nullptr, *given_k_scale = nullptr;
   int64_t page_stride = 0;  ///< bytes from page to page, a multiple of 16; 0: dense. bf16, f16: see box_rows

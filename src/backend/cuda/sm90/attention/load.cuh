@@ -60,7 +60,7 @@ __device__ inline int page_of(const Params& p, const int* table, int positions, 
 /// The number of the cache row that a position has in its page.
 __device__ inline int row_in(const Params& p, int page, int position) {
   const int row = position - p.by_page.divide(position) * p.page_size;
-  return page * p.page_step + (p.row_bytes > 16 ? row : row * (entry * 2 / 16));
+  return page * p.page_step + row * p.row_step;
 }
 
 /// A Start as a loading warp has it: with what it looks pages up for.
@@ -187,7 +187,7 @@ class RowCopies {
     const int next = __shfl_xor_sync(0xffffffffu, row_of(p, 1, next_), 4);
     const bool second = threadIdx.x % 8 >= 4;
     const int row = second ? next : row_of(p, 0, page_);
-    if (second < blocks && row >= 0) bulk_prefetch(address(p, row), entry * 2);
+    if (second < blocks && row >= 0) bulk_prefetch(address(p, row), (p.no_rope ? width : entry) * 2);
   }
 
   /// Moves to the next block.
@@ -225,7 +225,8 @@ class RowCopies {
 #pragma unroll
       for (int b = first; b < last; ++b) {
         const uint32_t at = (to ^ i % 2 * 64) + i * 512 + (b - first) * box_bytes;
-        if constexpr (by_policy) cp_async_16(at, source + b * 128, row_policy(p));
+        if (b == 8 && p.no_rope) store_shared_16(at, uint4{});
+        else if constexpr (by_policy) cp_async_16(at, source + b * 128, row_policy(p));
         else cp_async_16(at, source + b * 128);
       }
     }

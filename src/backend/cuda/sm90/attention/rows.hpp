@@ -17,9 +17,10 @@ constexpr int64_t kMostHeads = 128;
 
 /// Rows that the kernels attend to.
 inline bool serves_rows(const CacheSpec& spec) {
-  constexpr int64_t kValues = 512, kRope = 64;
+  constexpr int64_t kValues = 512;
+  const bool rope = spec.rope == 64 || (spec.rope == 0 && is_16_bit(spec.format));
   return (is_16_bit(spec.format) || is_e4m3(spec.format) || spec.format == CacheFormat::fp8_ds_v4) &&
-         spec.value_width() == kValues && spec.rope == kRope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0);
+         spec.value_width() == kValues && rope && (spec.format != CacheFormat::fp8 || spec.k_scale > 0);
 }
 
 /// Queries and outputs of either op over such a cache; how its pages lie is each op's own to ask. codes: may queries be
@@ -46,6 +47,7 @@ AttendLatent call_of(const Queue& queue, const Args& a, const CacheView& cache, 
   AttendLatent call;
   call.q = a.q.data(), call.q_dtype = a.q.dtype();
   call.cache = cache.data, call.format = cache.spec.format, call.k_scale = cache.spec.k_scale;
+  call.rope = static_cast<int>(cache.spec.rope);
   call.scale = a.scale;
   call.out = a.out.data(), call.out_dtype = a.out.dtype();
   call.lse = a.lse.data();

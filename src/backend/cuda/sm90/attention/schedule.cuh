@@ -55,6 +55,8 @@ struct Params {
   bool shared_keys;      // are cached rows read by several requests?
   bool by_lengths;       // in place of items, are there lengths?
   uint16_t row_bytes;    // of what rows of a cache of 16 bits are numbered by: a row, or 16
+  uint16_t row_step;     // from a row's number to the next one's
+  bool no_rope;          // have rows values alone?
   const int32_t* block_table;
   int64_t table_stride;
   Divisor by_page;
