@@ -737,10 +737,7 @@ TEST_F(AttendExpanded, BadArgumentsAreTypedErrors) {
   EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.mask = {mask.data(), {10, 1}, {2, 2}}; }), ShapeError);
   EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.most_masked_keys = 11; }), ShapeError);
   EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.columns = nullptr; }), ShapeError);
-  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) {
-                 a.tile = sm90::ExpandedTile::rows_192;
-               }),
-               UnsupportedError);
+  EXPECT_THROW(with_mask([&](AttendExpandedArgs& a) { a.tile = sm90::ExpandedTile::rows_192; }), UnsupportedError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.workspace = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.items = nullptr; }), ShapeError);
   EXPECT_THROW(with([&](AttendExpandedArgs& a) { a.item_count = -1; }), ShapeError);
