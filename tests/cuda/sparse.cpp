@@ -132,7 +132,7 @@ TEST_P(SparseOnGpu, RandomBatches) {
                   .nonfinite = i % 3 == 2});
 }
 
-// Rows of values alone; the last of a cache ends where its memory does.
+// Rows of values alone, of one cache and of two.
 class SparseOnGpuWithoutRope : public SparseOnGpu {};
 TEST_P(SparseOnGpuWithoutRope, AnyBatch) {
   for (const int64_t heads : {1, 16, 30, 64, 128})

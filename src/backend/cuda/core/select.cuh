@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "backend/cuda/core/warp_scan.cuh"
 #include "mla/index_plan.hpp"
 #include "ops/select_topk/op.hpp"
 
@@ -47,20 +48,14 @@ inline State state_of(const ops::TopkState& s) {
   return {s.data, static_cast<int64_t>(topk_state_bytes(s.topk)), static_cast<int>(s.topk)};
 }
 
-// Sum over threads before this one, and over all; of a block with so many warps.
-template <int count>
-__device__ inline uint32_t scan_before(uint32_t x, uint32_t (&warps)[count], uint32_t& total) {
+// Sum over threads before this one, and over all.
+__device__ inline uint32_t scan_before(uint32_t x, uint32_t (&warps)[kWarps], uint32_t& total) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t sum = x;
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const uint32_t other = __shfl_up_sync(0xffffffffu, sum, d);
-    if (lane >= d) sum += other;
-  }
+  const uint32_t sum = sum_upto(x, lane);
   __syncthreads();  // an earlier scan's sums are read
   if (lane == 31) warps[warp] = sum;
   __syncthreads();
-  const uint32_t of = lane < count ? warps[lane] : 0;
+  const uint32_t of = lane < kWarps ? warps[lane] : 0;
   total = __reduce_add_sync(0xffffffffu, of);
   const uint32_t before = __reduce_add_sync(0xffffffffu, lane < warp ? of : 0);
   return before + sum - x;

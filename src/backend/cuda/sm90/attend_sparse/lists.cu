@@ -3,6 +3,7 @@
 
 #include "backend/cuda/core/find_item.cuh"
 #include "backend/cuda/core/launch.hpp"
+#include "backend/cuda/core/warp_scan.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/sm90/attend_sparse/lists.hpp"
 #include "backend/cuda/sm90/attention/slots.cuh"
@@ -49,12 +50,7 @@ __global__ void __launch_bounds__(kThreads) list_rows_kernel(const __grid_consta
         }
 #pragma unroll
         for (int i = 0; i < kEach; ++i) exist |= static_cast<unsigned>(slot[i] >= 0 && slot[i] < from.held) << i;
-        int upto = __popc(exist);
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const int left = __shfl_up_sync(0xffffffffu, upto, d);
-          if (lane >= d) upto += left;
-        }
+        const int upto = sum_upto(__popc(exist), lane);
         if (lane == 31) of_warp[round % 2][warp] = upto;
         __syncthreads();
         int earlier = 0, all = 0;

@@ -7,6 +7,7 @@
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tensor_map.hpp"
 #include "backend/cuda/core/tma.cuh"
+#include "backend/cuda/core/warp_scan.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/core/wgmma_fp8.cuh"
 #include "backend/cuda/generic/index_score/relu.cuh"
@@ -105,12 +106,7 @@ class Walk {
     // The item that has unit `begin`.
 #pragma unroll 1
     while (left_ > 0) {
-      int sum = own;
-#pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(0xffffffffu, sum, d);
-        if (lane >= d) sum += below;
-      }
+      const int sum = sum_upto(own, lane);
       const uint32_t past = __ballot_sync(0xffffffffu, sum > begin);
       if (past) {
         const int at = __ffs(static_cast<int>(past)) - 1;

@@ -247,26 +247,14 @@ __global__ void __launch_bounds__(Cut::threads, Cut::blocks) select_short_kernel
     uint32_t own[4], all = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) own[i] = all, all += 4 * lane + i < units ? unit[i] : 0;
-    uint32_t before = all;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, before, d);
-      if (lane >= d) before += other;
-    }
-    in_front = before - all + own[warp % 4];
+    in_front = sum_upto(all, lane) - all + own[warp % 4];
   }
 #pragma unroll 1
   for (int first = 0; first < columns; first += kPass) {
     const int c = first + 4 * thread;
     const uint4 four = c < columns ? row_keys[c / 4] : uint4{0, 0, 0, 0};
     const uint32_t key[4] = {four.x, four.y, four.z, four.w}, own = counted(key);
-    uint32_t before = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const uint32_t other = __shfl_up_sync(0xffffffffu, before, d);
-      if (lane >= d) before += other;
-    }
-    before += __shfl_sync(0xffffffffu, in_front, (first / kUnit + warp) / 4) - own;
+    uint32_t before = sum_upto(own, lane) + __shfl_sync(0xffffffffu, in_front, (first / kUnit + warp) / 4) - own;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const bool in = key[i] != 0 && r.has(key[i]);
