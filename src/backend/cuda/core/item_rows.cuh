@@ -5,6 +5,8 @@
 #include <bit>
 #include <cstdint>
 
+#include "backend/cuda/core/warp_scan.cuh"
+
 namespace mla::cuda {
 
 /// Blocks, and the run of rows a warp takes at a time: short ones while there are warps to fill, then whole batches.
@@ -41,13 +43,7 @@ __device__ void for_item_rows(const Item* items, int32_t count, int32_t run, Row
       mine = items[base + lane];
       rows = rows_of(mine);
     }
-    int64_t end = rows;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int64_t left = __shfl_up_sync(0xffffffffu, end, d);
-      if (lane >= d) end += left;
-    }
-    end += before;
+    const int64_t end = sum_upto<int64_t>(rows, lane) + before;
     before = __shfl_sync(0xffffffffu, end, 31);
     while (at < before) {
       const int owner = __ffs(static_cast<int>(__ballot_sync(0xffffffffu, end > at))) - 1;

@@ -14,6 +14,7 @@
 #include "backend/cuda/core/launch.hpp"
 #include "backend/cuda/core/mbarrier.cuh"
 #include "backend/cuda/core/tma.cuh"
+#include "backend/cuda/core/warp_scan.cuh"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "mla/error.hpp"
 #include "mla/work.hpp"
@@ -100,11 +101,7 @@ struct TileOrder {
       const Item i = item(p, group + lane);
       until = (i.height + i.run - 1) / i.run * p.heads;
     }
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int32_t other = __shfl_up_sync(~0u, until, d);
-      if (lane >= d) until += other;
-    }
+    until = sum_upto(until, lane);
   }
 
   /// First tile of a run; `more` tiles follow it.

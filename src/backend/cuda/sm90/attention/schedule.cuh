@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "backend/cuda/core/divisor.cuh"
+#include "backend/cuda/core/warp_scan.cuh"
 #include "backend/cuda/core/warpgroup.cuh"
 #include "backend/cuda/sm90/attention/slots.cuh"
 #include "mla/work.hpp"
@@ -315,12 +316,7 @@ __device__ Split make_split(const Params& p, int worker, Tiles<tile_rows, listed
 #pragma unroll 1
       for (int i = 0; i < t.count; ++i) own += split.length(p, t.length(p, i));
     }
-    int upto = own;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-      const int left = __shfl_up_sync(0xffffffffu, upto, d);
-      if (lane >= d) upto += left;
-    }
+    const int upto = sum_upto(own, lane);
     const unsigned past = __ballot_sync(0xffffffffu, before + upto > split.begin);
     if (past) {
       const int owner = __ffs(past) - 1;
