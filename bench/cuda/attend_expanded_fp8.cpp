@@ -352,7 +352,7 @@ void measure_all(bench::Report& report) {
     if (!report.wants(s.name)) continue;
     const Problem problem(s, queue);
     const Result r = measure(problem, stream, report.replays());
-    report.add({{"op", "attend_expanded"},
+    report.add({{"op", "attend_expanded_fp8"},
                 {"shape", s.name},
                 {"heads", s.heads},
                 {"dims", {s.nope, s.rope, s.value}},

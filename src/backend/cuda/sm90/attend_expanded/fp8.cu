@@ -2,6 +2,7 @@
 // of tiles, roles and epilogue it shares.
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <climits>
 #include <cmath>
 #include <limits>
@@ -29,14 +30,16 @@ struct Fp8Tile {
   constexpr int rows() const { return 64 * groups * cluster; }
   constexpr int first_row(int rank, int group) const { return 64 * (group * cluster + rank); }
   static constexpr int groups = 2;  ///< math warpgroups of a block, of 64 query rows each
+  /// Sums of a tile's earlier chains lie beside the running one's in registers, else in shared memory.
+  constexpr bool whole_in_registers() const { return value <= 128; }
   static constexpr int threads = 128 * (1 + groups), math_registers = 224, producer_registers = 56;
 };
 
 struct Deepseek128 {
-  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 3};
+  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 1, .keys = 128, .stages = 4};
 };
 struct Deepseek256 {
-  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 3};
+  static constexpr Fp8Tile tile{.nope = 128, .rope = 64, .value = 128, .cluster = 2, .keys = 128, .stages = 4};
 };
 struct Glm128 {
   static constexpr Fp8Tile tile{.nope = 192, .rope = 64, .value = 256, .cluster = 1, .keys = 64, .stages = 2};
@@ -74,8 +77,8 @@ struct Params : TileSource {
   int64_t out_token, out_head, lse_token, lse_head;  // strides in elements
   float scale_log2;
   bool accumulate;
-  int32_t chain;      // blocks that tensor cores add up by themselves; 0: all of a tile's
-  OutputCodes codes;  // of outputs that are Codes
+  int32_t chain_mask;  // tensor cores add up by themselves until a block whose number has none of these bits
+  OutputCodes codes;   // of outputs that are Codes
 };
 
 // ---- shared memory -------------------------------------------------------------------------------------------------
@@ -85,7 +88,8 @@ struct alignas(1024) Shared {
   uint8_t q[tile.groups][tile.dim() / panel][group_rows][panel];
   uint8_t k[tile.stages][tile.dim() / panel][tile.keys][panel];
   uint8_t v[tile.stages][tile.value][tile.keys];
-  float4 whole[tile.groups][tile.value / 8][128];  // outputs of earlier chains, each thread's own
+  static constexpr int whole_groups = tile.whole_in_registers() ? 0 : tile.groups;
+  std::array<float4[tile.value / 8][128], whole_groups> whole;  // outputs of earlier chains, each thread's own
   TileWork work[tile_ring];
   uint64_t work_full[tile_ring], work_empty[tile_ring];
   uint64_t q_full[tile.groups], q_empty[tile.groups];
@@ -333,11 +337,10 @@ __device__ __forceinline__ uint32_t pair_e4m3(float low, float high) {
   return r;
 }
 
-/// Scores to weights of e4m3, in the order of A's registers. Whether outputs so far must be multiplied by `factor`; a
-/// whole warp decides alike.
+/// Raises a reference that the scores exceed. Whether outputs so far must be multiplied by `factor`; a whole warp
+/// decides alike.
 template <int n>
-__device__ __forceinline__ bool weigh(const float (&s)[n], uint32_t (&weights)[n / 4], RowState& state,
-                                      float (&factor)[2], float scale_log2) {
+__device__ __forceinline__ bool refer(const float (&s)[n], RowState& state, float (&factor)[2], float scale_log2) {
   float high[2];
   bool ask[2];
 #pragma unroll
@@ -348,6 +351,13 @@ __device__ __forceinline__ bool weigh(const float (&s)[n], uint32_t (&weights)[n
   factor[0] = factor[1] = 1.0f;
   const bool raised = __any_sync(~0u, ask[0] || ask[1]);
   if (raised) raise_references(state, ask, high, factor);
+  return raised;
+}
+
+/// Scores to weights of e4m3, in the order of A's registers.
+template <int n>
+__device__ __forceinline__ void weigh(const float (&s)[n], uint32_t (&weights)[n / 4], RowState& state,
+                                      float scale_log2) {
   const float offset[2] = {offset_of(state.reference[0]), offset_of(state.reference[1])};
   float even[2] = {}, odd[2] = {};
 #pragma unroll
@@ -366,7 +376,6 @@ __device__ __forceinline__ bool weigh(const float (&s)[n], uint32_t (&weights)[n
     }
   state.sum[0] += even[0] + odd[0];
   state.sum[1] += even[1] + odd[1];
-  return raised;
 }
 
 /// Keys that a row does not see: -inf. A thread has four neighbouring keys of every 16, from `key` on.
@@ -392,16 +401,17 @@ struct Math {
   Shared<tile>& shared;
   const int group, thread;
   float o[tile.value / 2];
+  float earlier[tile.whole_in_registers() ? tile.value / 2 : 1] = {};  // outputs of the tile's earlier chains
   RowState state;
-  uint32_t t = 0;                   // tiles begun
-  uint32_t scored = 0;              // blocks of keys let go of
-  uint32_t added = 0;               // blocks of values let go of
-  int32_t n = 0;                    // block at hand
-  float q_scale = 1.0f;             // times scale_log2
-  float k_scale = 1.0f;             // of the block at hand, times q_scale
-  float v_scale = 1.0f;             // outputs are in units of it
-  bool some = false;                // `whole` holds outputs of the tile's earlier chains
-  float pending[2] = {1.0f, 1.0f};  // what those must be multiplied by
+  uint32_t t = 0;                               // tiles begun
+  uint32_t scored = 0;                          // blocks of keys let go of; values of one less are added
+  bool keys_came = false, values_came = false;  // of the next blocks, seen ahead of the wait
+  int32_t n = 0;                                // block at hand
+  float q_scale = 1.0f;                         // times scale_log2
+  float k_scale = 1.0f;                         // of the block at hand, times q_scale
+  float v_scale = 1.0f;                         // outputs are in units of it
+  bool some = false;                            // shared.whole holds outputs of the tile's earlier chains
+  float pending[2] = {1.0f, 1.0f};              // what those must be multiplied by
 
   __device__ __forceinline__ Math(const Params& params, Shared<tile>& memory, int warpgroup)
       : p(params), shared(memory), group(warpgroup), thread(threadIdx.x % 128) {}
@@ -443,14 +453,14 @@ struct Math {
   /// The scale of the block's values.
   __device__ __forceinline__ float wait_keys() {
     const Slot<tile.stages> k(scored);
-    mbarrier_wait(smem_address(&shared.k_full[k.index]), k.parity);
+    if (!keys_came) mbarrier_wait(smem_address(&shared.k_full[k.index]), k.parity);
     const float2 scales = shared.scales[k.index];
     k_scale = scales.x * q_scale;
     return scales.y;
   }
   __device__ __forceinline__ void wait_values() {
-    const Slot<tile.stages> v(added);
-    mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
+    const Slot<tile.stages> v(scored - 1);
+    if (!values_came) mbarrier_wait(smem_address(&shared.v_full[v.index]), v.parity);
   }
   /// In every block that loads into this space.
   static __device__ __forceinline__ void release(uint64_t& bar) {
@@ -463,11 +473,14 @@ struct Math {
       release(shared.k_empty[scored % tile.stages]);
       if (n == 0) mbarrier_arrive(smem_address(&shared.q_empty[group]));
     }
-    ++scored;
+    const Slot<tile.stages> k(++scored);
+    keys_came = mbarrier_test(smem_address(&shared.k_full[k.index]), k.parity);
   }
+  /// Of the block before the one whose scores were the last.
   __device__ __forceinline__ void release_values() {
-    if (thread == 0) release(shared.v_empty[added % tile.stages]);
-    ++added;
+    if (thread == 0) release(shared.v_empty[(scored - 2) % tile.stages]);
+    const Slot<tile.stages> v(scored - 1);
+    values_came = mbarrier_test(smem_address(&shared.v_full[v.index]), v.parity);
   }
 
   static __device__ __forceinline__ uint32_t uniform(uint32_t x) {
@@ -487,7 +500,7 @@ struct Math {
   }
   /// o (+)= weights times the block's values.
   __device__ __forceinline__ void issue_values(const uint32_t (&weights)[tile.keys / 8], bool add) {
-    const uint32_t at = smem_address(shared.v[uniform(added % tile.stages)]);
+    const uint32_t at = smem_address(shared.v[uniform((scored - 1) % tile.stages)]);
     const uint64_t b = tile.keys == 128 ? operand_128b(at) : operand_64b(at);
 #pragma unroll
     for (int i = 0; i < tile.keys / 32; ++i)
@@ -500,41 +513,60 @@ struct Math {
     mask(s, n * tile.keys + thread % 4 * 4, min(w.keys, w.diagonal + tile_row()),
          min(w.keys, w.diagonal + tile_row() + 8));
   }
-  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+  template <int n>
+  static __device__ __forceinline__ void multiply(float (&sums)[n], const float (&factor)[2]) {
 #pragma unroll
-    for (int j = 0; j < tile.value / 8; ++j) {
-      o[4 * j] *= factor[0];
-      o[4 * j + 1] *= factor[0];
-      o[4 * j + 2] *= factor[1];
-      o[4 * j + 3] *= factor[1];
-    }
+    for (int i = 0; i < n; ++i) sums[i] *= factor[i / 2 % 2];
+  }
+  /// Outputs so far, and those of earlier chains.
+  __device__ __forceinline__ void rescale(const float (&factor)[2]) {
+    multiply(o, factor);
+    if constexpr (tile.whole_in_registers()) multiply(earlier, factor);
+    else pending[0] *= factor[0], pending[1] *= factor[1];
   }
 
   /// o += what the tile's earlier chains made.
-  __device__ __forceinline__ void add_whole() {
+  __device__ __forceinline__ void add_earlier() {
+    if constexpr (tile.whole_in_registers()) {
 #pragma unroll
-    for (int j = 0; j < tile.value / 8; ++j) {
-      const float4 x = shared.whole[group][j][thread];
-      o[4 * j] = fmaf(x.x, pending[0], o[4 * j]);
-      o[4 * j + 1] = fmaf(x.y, pending[0], o[4 * j + 1]);
-      o[4 * j + 2] = fmaf(x.z, pending[1], o[4 * j + 2]);
-      o[4 * j + 3] = fmaf(x.w, pending[1], o[4 * j + 3]);
+      for (int i = 0; i < tile.value / 2; ++i) o[i] += earlier[i];
+    } else if (some) {
+#pragma unroll
+      for (int j = 0; j < tile.value / 8; ++j) {
+        const float4 x = shared.whole[group][j][thread];
+        o[4 * j] = fmaf(x.x, pending[0], o[4 * j]);
+        o[4 * j + 1] = fmaf(x.y, pending[0], o[4 * j + 1]);
+        o[4 * j + 2] = fmaf(x.z, pending[1], o[4 * j + 2]);
+        o[4 * j + 3] = fmaf(x.w, pending[1], o[4 * j + 3]);
+      }
     }
   }
   /// Ends a chain: the next product's sums begin at 0.
   __device__ __forceinline__ void end_chain() {
-    if (some) add_whole();
+    if constexpr (tile.whole_in_registers()) {
 #pragma unroll
-    for (int j = 0; j < tile.value / 8; ++j)
-      shared.whole[group][j][thread] = float4{o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
-    pending[0] = pending[1] = 1.0f;
-    some = true;
+      for (int i = 0; i < tile.value / 2; ++i) earlier[i] += o[i];
+    } else {
+      add_earlier();
+#pragma unroll
+      for (int j = 0; j < tile.value / 8; ++j)
+        shared.whole[group][j][thread] = float4{o[4 * j], o[4 * j + 1], o[4 * j + 2], o[4 * j + 3]};
+      pending[0] = pending[1] = 1.0f;
+      some = true;
+    }
+  }
+  /// A tile's outputs are complete in o.
+  __device__ __forceinline__ void end_chains() {
+    add_earlier();
+    if constexpr (tile.whole_in_registers()) {
+#pragma unroll
+      for (float& x : earlier) x = 0.0f;
+    } else some = false;
   }
 
   /// Stores tile number `of`, merged with what is there when accumulating, and lets go of its description.
   __device__ __forceinline__ void finish(uint32_t of, const RowState& done, float unit) {
-    if (some) add_whole();
-    some = false;
+    end_chains();
     store_tile(of, done, unit);
     __syncwarp();
     if (thread % 32 == 0) arrive_at<tile.cluster>(shared.work_empty[of % tile_ring], 0);
@@ -584,7 +616,7 @@ struct Math {
   /// products keep the tensor cores busy.
   __device__ __forceinline__ void run() {
     float s[tile.keys / 2], factor[2];
-    uint32_t weights[tile.keys / 8], other[tile.keys / 8];
+    uint32_t weights[tile.keys / 8];
     const auto my_turn = [&] { barrier_sync(1 + group, 256); };
     const auto your_turn = [&] { barrier_arrive(2 - group, 256); };
     int32_t clear;  // blocks below this number are seen whole by all rows
@@ -609,26 +641,15 @@ struct Math {
     wgmma_pin(s);
     release_keys();
     if (n >= clear) mask_block(s);
-    weigh(s, weights, state, factor, k_scale);
+    refer(s, state, factor, k_scale);
+    weigh(s, weights, state, k_scale);
 
     bool first = true;  // of a chain
-    // Block n's values with `now`; the next block's weights to `next`.
-    const auto step = [&](uint32_t(&now)[tile.keys / 8], uint32_t(&next)[tile.keys / 8]) {
-      const bool last = n == 0, chained = p.chain > 0 && n % max(p.chain, 1) == 0;
+    while (true) {      // block n's values, and the next block's scores
+      const bool last = n == 0, chained = (n & p.chain_mask) == 0;
       if (last) {
         next_tile();
-        if (n < 0) {  // the last values
-          wait_values();
-          my_turn();
-          wgmma_pin(o);
-          wgmma_pin(now);
-          wgmma_fence();
-          issue_values(now, !first);
-          if (group == 0) your_turn();
-          wgmma_wait<0>();
-          wgmma_pin(o);
-          return false;
-        }
+        if (n < 0) break;
         wait_queries();
       } else --n;
       const float next_unit = wait_keys(), unit = v_scale;
@@ -636,10 +657,10 @@ struct Math {
       my_turn();
       wgmma_pin(o);
       wgmma_pin(s);
-      wgmma_pin(now);
+      wgmma_pin(weights);
       wgmma_fence();
       issue_scores(s);
-      issue_values(now, !first);
+      issue_values(weights, !first);
       your_turn();
       wgmma_wait<1>();
       wgmma_pin(s);
@@ -647,29 +668,36 @@ struct Math {
       const RowState done = state;
       if (last) state = RowState{};
       if (n >= clear) mask_block(s);
-      bool raised = weigh(s, next, state, factor, k_scale);
+      const bool raised = refer(s, state, factor, k_scale);
       wgmma_wait<0>();
       wgmma_pin(o);
-      wgmma_pin(now);
+      wgmma_pin(weights);
       release_values();
       v_scale = next_unit;
-      if (last) finish(t - 2, done, unit);
-      else {
-        if (unit != next_unit) {
+      const bool other_unit = unit != next_unit;
+      if (!last && (chained || raised || other_unit)) {
+        if (other_unit) {
           const float change = __fdividef(unit, next_unit);
           factor[0] *= change;
           factor[1] *= change;
-          raised = true;
         }
         if (chained) end_chain();
-        else if (raised) rescale(factor);
-        if (raised) pending[0] *= factor[0], pending[1] *= factor[1];
+        if (raised || other_unit) rescale(factor);
       }
+      weigh(s, weights, state, k_scale);
+      if (last) finish(t - 2, done, unit);
       first = last || chained;
-      return true;
-    };
-    while (step(weights, other) && step(other, weights)) {
     }
+    // The last values.
+    wait_values();
+    my_turn();
+    wgmma_pin(o);
+    wgmma_pin(weights);
+    wgmma_fence();
+    issue_values(weights, !first);
+    if (group == 0) your_turn();
+    wgmma_wait<0>();
+    wgmma_pin(o);
     finish(t - 2, state, v_scale);
   }
 };
@@ -870,7 +898,8 @@ void run(cudaStream_t stream, const AttendExpandedFp8Args& a) {
   p.scale_log2 = a.scale * 1.4426950408889634f;
   p.accumulate = a.accumulate;
   if constexpr (std::is_same_v<Out, Codes>) p.codes = output_codes(a.quantized);
-  p.chain = a.sums == ops::ExpandedSums::raw ? 0 : chain_keys / tile.keys;
+  static_assert(std::has_single_bit(unsigned{chain_keys / tile.keys}));
+  p.chain_mask = a.sums == ops::ExpandedSums::raw ? std::numeric_limits<int32_t>::max() : chain_keys / tile.keys - 1;
   const int multiprocessors = cuda::multiprocessors(op);
   p.run_keys = run_keys_of(tile.rows(), multiprocessors, tokens, heads);
   p.counters = static_cast<int32_t*>(a.workspace);
