@@ -44,6 +44,7 @@ BatchOfLengths::BatchOfLengths(const BatchLengths& of, int64_t page_size) {
       throw InputError("the batch has more than " + std::to_string(kMostTokens) + " new tokens");
     starts_.push_back(static_cast<int32_t>(tokens));
     lengths_.push_back(static_cast<int32_t>(length));
+    prompts_.push_back(static_cast<int32_t>(of.queries[r] > 1 ? length : of.contexts[r]));
     width = std::max(width, needed);
   }
   table_.resize(static_cast<size_t>(width));
@@ -53,7 +54,8 @@ BatchOfLengths::BatchOfLengths(const BatchLengths& of, int64_t page_size) {
 
 Batch BatchOfLengths::batch() const {
   // All rows of the block table are the one that there is.
-  return {starts_, lengths_, {table_.data(), {static_cast<int64_t>(lengths_.size()), pages()}, {0, 1}}, slots_};
+  return {
+      starts_, lengths_, {table_.data(), {static_cast<int64_t>(lengths_.size()), pages()}, {0, 1}}, slots_, prompts_};
 }
 
 }  // namespace mla::cli

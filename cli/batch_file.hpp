@@ -19,7 +19,8 @@ struct BatchLengths {
 /// that are not integers.
 BatchLengths parse_batch(std::string_view text, std::string_view where);
 
-/// A batch whose requests all name the same pages, which a plan does not mind. Refers to its own memory.
+/// A batch whose requests all name the same pages, which a plan does not mind. Several new tokens are a prompt's, a
+/// single one was generated (Batch::prompt_lens). Refers to its own memory.
 class BatchOfLengths {
  public:
   /// InputError unless every length is 0 to 2^28, there are as many contexts as queries, and no more than 2^28 new
@@ -29,7 +30,7 @@ class BatchOfLengths {
   int64_t pages() const { return static_cast<int64_t>(table_.size()); }  ///< of a cache that it fits
 
  private:
-  std::vector<int32_t> starts_{0}, lengths_, table_, slots_;
+  std::vector<int32_t> starts_{0}, lengths_, prompts_, table_, slots_;
 };
 
 }  // namespace mla::cli

@@ -28,7 +28,8 @@ PlanFlags::PlanFlags(CLI::App& c) {
        "latent queries as fp8, over a cache of fp8: their scale, or auto: the checkpoint's, a layer's own each");
   text("--decode", decode_,
        "what the latent path multiplies fp8 queries and rows as: compute, or fp8, on Hopper codes by codes");
-  text("--path", path_, "automatic, latent, expanded or by_length");
+  text("--path", path_,
+       "automatic, latent, expanded, by_length, or by_prompt: prompts expanded, tokens behind them latent");
   add_file(
       c, "--rates", rates_,
       "JSON file of rates by which --path automatic and --sparse automatic choose, as mla bench --fit --json writes "
@@ -37,7 +38,7 @@ PlanFlags::PlanFlags(CLI::App& c) {
                       "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
   text("--split", split_,
        "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or how its "
-       "prompt was cut into steps; --path automatic and by_length are then latent");
+       "prompt was cut into steps; --path automatic and by_length are then latent, by_prompt has prompts in less time");
   text("--sparse", sparse_, "automatic, mixed, direct, upconvert, masked or dense");
   text("--index-cache", index_cache_, "format of the indexer's keys: f32, bf16 or fp8");
   text("--index-arithmetic", index_arithmetic_,

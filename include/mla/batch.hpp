@@ -18,6 +18,9 @@ struct Batch {
       block_table;  ///< pages of each request in order; entries past its end may hold anything
   /// [tokens]: where each new token's row goes, the place of its position in its request's own pages; < 0: nowhere
   std::span<const int32_t> slot_mapping;
+  /// [requests]: the tokens of each request that are its prompt, its first ones, cached or not; the others were
+  /// generated. Read by PathPolicy::by_prompt alone; may be empty for others.
+  std::span<const int32_t> prompt_lens = {};
 
   int64_t requests() const { return static_cast<int64_t>(seq_lens.size()); }
   int64_t tokens() const { return query_start_loc.empty() ? 0 : query_start_loc.back(); }

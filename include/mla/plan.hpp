@@ -33,6 +33,9 @@ enum class PathPolicy : uint8_t {
   latent,
   expanded,
   by_length,  ///< latent up to reorder_batch_threshold new tokens, expanded above; latent under batch_invariant
+  /// Prompts expanded, tokens behind them latent: a token's own position decides (Batch::prompt_lens), so that
+  /// batch_invariant may have it. Of a request a step brings tokens of the one kind or of the other, else BatchError.
+  by_prompt,
 };
 enum class SplitPolicy : uint8_t {
   fast,  ///< splits from the whole batch

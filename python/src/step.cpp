@@ -63,11 +63,17 @@ Table make_table(nb::handle values) {
   return table;
 }
 
-PyBatch make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table, nb::handle slot_mapping) {
+PyBatch make_batch(nb::handle query_start_loc, nb::handle seq_lens, nb::handle block_table, nb::handle slot_mapping,
+                   nb::handle prompt_lens) {
   auto b = std::make_shared<BatchArrays>();
   b->query_start_loc = int32_values(query_start_loc, "query_start_loc");
   b->seq_lens = int32_values(seq_lens, "seq_lens");
   b->slot_mapping = int32_values(slot_mapping, "slot_mapping");
+  if (!prompt_lens.is_none()) {
+    b->prompt_lens = int32_values(prompt_lens, "prompt_lens");
+    ops::require_equal("Batch", "prompt_lens length", static_cast<int64_t>(b->prompt_lens.size()), "seq_lens length",
+                       static_cast<int64_t>(b->seq_lens.size()));
+  }
   Table table = make_table(block_table);
   ops::require_equal("Batch", "block_table Request", table.rows, "seq_lens length",
                      static_cast<int64_t>(b->seq_lens.size()));
@@ -129,12 +135,14 @@ void bind_batch(nb::module_& m) {
       m, "Batch",
       "One step's requests. Arrays are int32 on the CPU, or int64 whose values fit; lists serve, too. All are copied.")
       .def(nb::new_(&make_batch), nb::arg("query_start_loc"), nb::arg("seq_lens"), nb::arg("block_table"),
-           nb::arg("slot_mapping"),
+           nb::arg("slot_mapping"), nb::arg("prompt_lens") = nb::none(),
            "query_start_loc [requests + 1]: first token row of each request.\n"
            "seq_lens [requests]: cached and new tokens.\n"
            "block_table [requests, columns]: pages of each request; entries past its end may hold anything. As lists,\n"
            "rows may be of different lengths.\n"
-           "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.")
+           "slot_mapping [tokens]: where each new token's row goes; below 0: nowhere.\n"
+           "prompt_lens [requests]: the tokens of each request that are its prompt, cached or not; for plans of path\n"
+           "by_prompt.")
       .def_prop_ro("requests", [](const PyBatch& b) { return b.arrays->view().requests(); })
       .def_prop_ro("tokens", [](const PyBatch& b) { return b.arrays->view().tokens(); })
       .def("__repr__", [](const PyBatch& b) {
@@ -199,7 +207,8 @@ void bind_plan(nb::module_& m) {
           nb::arg("activation_dtype") = "native", nb::arg("tensor_parallel") = 1,
           nb::arg("sharding").none() = nb::none(), nb::arg("rank") = 0, nb::arg("rank_heads") = std::vector<int64_t>(),
           nb::arg("exchange") = "latents", nb::arg("sums") = "all",
-          "path: automatic, latent, expanded or by_length. split: fast, or batch_invariant, by which a request's bits\n"
+          "path: automatic, latent, expanded, by_length or by_prompt. split: fast, or batch_invariant, by which a "
+          "request's bits\n"
           "follow from its tokens alone, neither from other requests nor from how its prompt was cut into steps "
           "(paths\n"
           "automatic and by_length are then latent). compute: f32 or bf16\n"

@@ -12,14 +12,15 @@
 namespace mla::python {
 
 struct BatchArrays {
-  std::vector<int32_t> query_start_loc, seq_lens, block_table, slot_mapping;
+  std::vector<int32_t> query_start_loc, seq_lens, block_table, slot_mapping, prompt_lens;
   int64_t table_columns = 0;
 
   Batch view() const {
     return {query_start_loc,
             seq_lens,
             {block_table.data(), {static_cast<int64_t>(seq_lens.size()), table_columns}},
-            slot_mapping};
+            slot_mapping,
+            prompt_lens};
   }
 };
 

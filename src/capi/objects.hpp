@@ -85,7 +85,7 @@ struct mla_plan final : mla::capi::Object {
   MLA_KIND("plan")
   mla::Plan plan;
   // The batch that was planned.
-  std::vector<int32_t> query_start_loc, seq_lens, block_table, slot_mapping;
+  std::vector<int32_t> query_start_loc, seq_lens, block_table, slot_mapping, prompt_lens;
   mla::Batch batch;
 };
 

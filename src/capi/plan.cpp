@@ -13,7 +13,8 @@ static_assert(static_cast<int>(Path::expanded) == MLA_PATH_EXPANDED &&
               static_cast<int>(Path::sparse) == MLA_PATH_SPARSE);
 static_assert(static_cast<int>(PathPolicy::latent) == MLA_PATHS_LATENT &&
               static_cast<int>(PathPolicy::expanded) == MLA_PATHS_EXPANDED &&
-              static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH);
+              static_cast<int>(PathPolicy::by_length) == MLA_PATHS_BY_LENGTH &&
+              static_cast<int>(PathPolicy::by_prompt) == MLA_PATHS_BY_PROMPT);
 static_assert(static_cast<int>(SplitPolicy::batch_invariant) == MLA_SPLIT_BATCH_INVARIANT);
 static_assert(static_cast<int>(DecodeOperands::fp8) == MLA_DECODE_FP8);
 static_assert(static_cast<int>(ContextExchange::heads) == MLA_EXCHANGE_HEADS &&
@@ -70,7 +71,7 @@ PlanOptions read_options(const mla_plan_options* options) {
   p.cache_use = read_enum("options cache_use", o.cache_use, CacheUse::none);
   p.dummy = read_flag("options dummy", o.dummy);
   p.tensor_parallel = std::max(1, static_cast<int>(read_range("options tensor_parallel", o.tensor_parallel, 0, kMost)));
-  p.path = read_enum("options path", o.path, PathPolicy::by_length);
+  p.path = read_enum("options path", o.path, PathPolicy::by_prompt);
   p.split = read_enum("options split", o.split, SplitPolicy::batch_invariant);
   p.reorder_batch_threshold = read_range("options reorder_batch_threshold", o.reorder_batch_threshold, 0, kMost);
   p.absorbed = read_flag("options absorbed", o.absorbed);
@@ -127,12 +128,13 @@ void read_batch(const mla_batch& b, bool cached, mla_plan& p) {
                      " entries");
   p.query_start_loc = copy("batch query_start_loc", b.query_start_loc, requests + 1);
   p.seq_lens = copy("batch seq_lens", b.seq_lens, requests);
+  if (b.prompt_lens) p.prompt_lens.assign(b.prompt_lens, b.prompt_lens + requests);
   const int64_t tokens = read_range("batch tokens", b.tokens, 0, kMost);
   if (!cached) {
     if (p.query_start_loc.back() != tokens)
       throw InputError("batch tokens is " + std::to_string(tokens) + ", query_start_loc ends at " +
                        std::to_string(p.query_start_loc.back()));
-    p.batch = {p.query_start_loc, p.seq_lens, {}, {}};
+    p.batch = {p.query_start_loc, p.seq_lens, {}, {}, p.prompt_lens};
     return;
   }
   p.slot_mapping = copy("batch slot_mapping", b.slot_mapping, tokens);
@@ -143,7 +145,7 @@ void read_batch(const mla_batch& b, bool cached, mla_plan& p) {
       std::memcpy(p.block_table.data() + r * pages, b.block_table + r * stride,
                   static_cast<size_t>(pages) * sizeof(int32_t));
   }
-  p.batch = {p.query_start_loc, p.seq_lens, {p.block_table.data(), {requests, pages}}, p.slot_mapping};
+  p.batch = {p.query_start_loc, p.seq_lens, {p.block_table.data(), {requests, pages}}, p.slot_mapping, p.prompt_lens};
 }
 
 }  // namespace

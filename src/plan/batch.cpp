@@ -107,6 +107,21 @@ void validate_lengths(const Batch& b) {
     if (b.seq_lens[r] < b.query_len(r))
       fail_at(r, "seq_len is " + n(b.seq_lens[r]) + ", below its " + n(b.query_len(r)) + " new tokens");
   }
+  if (b.prompt_lens.empty()) return;
+  require_data("prompt_lens", b.prompt_lens.data(), true);
+  if (std::ssize(b.prompt_lens) != requests)
+    fail("prompt_lens has " + n(std::ssize(b.prompt_lens)) + " entries, the batch has " + n(requests) + " requests");
+  for (int64_t r = 0; r < requests; ++r)
+    if (b.prompt_lens[r] < 0) fail_at(r, "prompt_len is " + n(b.prompt_lens[r]) + ", must not be negative");
+}
+
+bool is_prompt(const Batch& b, int64_t r) {
+  if (b.prompt_lens.empty()) fail("path policy by_prompt needs prompt_lens, there are none");
+  const int64_t context = b.context_len(r), prompt = b.prompt_lens[r];
+  if (context < prompt && b.seq_lens[r] > prompt)
+    fail_at(r, "brings tokens " + n(context) + " to " + n(b.seq_lens[r] - 1) + " of a prompt of " + n(prompt) +
+                   ": by path policy by_prompt a step ends where the prompt does");
+  return context < prompt;
 }
 
 void validate_new(const Batch& b) {

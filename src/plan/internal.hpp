@@ -109,6 +109,9 @@ int64_t sparse_units(const Plan& plan);
 
 /// Of a batch whose block table and slots are not looked at: its query starts and lengths. BatchError.
 void validate_lengths(const Batch& batch);
+/// By PathPolicy::by_prompt: whether a request's new tokens, one or more, are its prompt's; BatchError if only some
+/// are.
+bool is_prompt(const Batch& batch, int64_t request);
 /// The same of one without a cache: no request has context.
 void validate_new(const Batch& batch);
 /// A batch of one of the ranks that a cache is split over.

@@ -41,14 +41,19 @@ Possible possible_paths(const Plan& p, const StepMaxima& m) {
   if (o.dummy || m.tokens == 0) return {};
   if (o.cache_use == CacheUse::none) return {.expanded = true};
   Possible can{.sparse = selects(p, m.seq_len)};
-  if (ignores_cuts(p)) {  // one path for all
-    can.expanded = can.context = !can.sparse && o.path == PathPolicy::expanded;
-    can.latent = !can.sparse && !can.expanded;
+  if (ignores_cuts(p)) {  // one path for all, or one for prompts
+    const bool by_prompt = o.path == PathPolicy::by_prompt;
+    can.expanded = can.context = !can.sparse && (o.path == PathPolicy::expanded || (by_prompt && !o.absorbed));
+    can.latent = !can.sparse && o.path != PathPolicy::expanded;
     return can;
   }
   switch (o.path) {
     case PathPolicy::latent: can.latent = true; break;
     case PathPolicy::expanded: can.expanded = true; break;
+    case PathPolicy::by_prompt:
+      can.latent = true;
+      can.expanded = !o.absorbed;
+      break;
     case PathPolicy::by_length:
       can.latent = o.reorder_batch_threshold > 0;
       can.expanded = m.query_len > o.reorder_batch_threshold;

@@ -37,6 +37,7 @@ std::string_view to_string(PathPolicy p) {
     case PathPolicy::latent: return "latent";
     case PathPolicy::expanded: return "expanded";
     case PathPolicy::by_length: return "by_length";
+    case PathPolicy::by_prompt: return "by_prompt";
   }
   return "?";
 }
@@ -93,7 +94,8 @@ std::string_view to_string(CacheUse u) {
 
 PathPolicy parse_path_policy(std::string_view name) {
   return parse("path policy", name,
-               std::array{PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length});
+               std::array{PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length,
+                          PathPolicy::by_prompt});
 }
 
 SplitPolicy parse_split_policy(std::string_view name) {

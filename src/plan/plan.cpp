@@ -208,12 +208,21 @@ double shared_cost(const Plan& p, const CostModel& rates, Path path, int64_t new
 }
 
 // given: the rates of the options before those of the device took their place. beside: path_cost's.
-Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t new_tokens, int64_t context,
-                 int64_t beside) {
-  if (p.options.maxima) return planning::selects(p, p.options.maxima->seq_len) ? Path::sparse : Path::latent;
+Path choose_path(const Plan& p, const std::optional<CostModel>& given, const Batch& batch, int64_t r, int64_t beside) {
+  const int64_t new_tokens = batch.query_len(r), context = batch.context_len(r);
+  const bool by_prompt = p.options.path == PathPolicy::by_prompt && new_tokens > 0;
+  if (p.options.maxima) {
+    if (planning::selects(p, p.options.maxima->seq_len)) return Path::sparse;
+    if (by_prompt && planning::is_prompt(batch, r))
+      throw BatchError("batch: request " + std::to_string(r) +
+                       ": tokens of a prompt in a step of maxima (PlanOptions::maxima), which by path policy by_prompt "
+                       "are no latent ones");
+    return Path::latent;
+  }
   if (p.options.dummy) return Path::latent;
   if (new_tokens > 0 && planning::selects(p, context + new_tokens)) return Path::sparse;
   if (p.options.cache_use == CacheUse::none) return Path::expanded;
+  if (by_prompt) return planning::is_prompt(batch, r) ? Path::expanded : Path::latent;
   if (planning::invariant(p)) return p.options.path == PathPolicy::expanded ? Path::expanded : Path::latent;
   const bool shared = p.options.context_parallel.shared();
   if (shared && context == 0 && p.options.path == PathPolicy::automatic && !p.options.absorbed) return Path::expanded;
@@ -221,6 +230,7 @@ Path choose_path(const Plan& p, const std::optional<CostModel>& given, int64_t n
     case PathPolicy::latent: return Path::latent;
     case PathPolicy::expanded: return Path::expanded;
     case PathPolicy::by_length: return new_tokens <= p.options.reorder_batch_threshold ? Path::latent : Path::expanded;
+    case PathPolicy::by_prompt: return Path::latent;  // nothing new
     case PathPolicy::automatic: break;
   }
   // One token joins the batch's other decodes, whose launches there are: alone it would cost more on the other path. So
@@ -375,7 +385,7 @@ Plan plan(const ModelConfig& model, const CacheSpec& cache, int64_t pages, const
     if (batch.query_len(r) > 1) tiles += expanded_tiles(heads, batch.query_len(r));
   for (int64_t r = 0; r < batch.requests(); ++r) {
     const int64_t beside = tiles - expanded_tiles(heads, batch.query_len(r));
-    RequestPlan request{.path = choose_path(p, options.rates, batch.query_len(r), batch.context_len(r), beside),
+    RequestPlan request{.path = choose_path(p, options.rates, batch, r, beside),
                         .q_begin = batch.query_start_loc[r],
                         .query_len = static_cast<int32_t>(batch.query_len(r)),
                         .context = static_cast<int32_t>(batch.context_len(r))};

@@ -153,16 +153,17 @@ void Engine::warm_up() {
     int64_t tokens, context;
   };
   const auto step = [&](const std::vector<Request>& requests) {
-    std::vector<int32_t> starts{0}, lengths;
+    std::vector<int32_t> starts{0}, lengths, prompts;
     for (const Request& q : requests) {
       if (q.context + q.tokens > positions_) continue;
       starts.push_back(starts.back() + static_cast<int32_t>(q.tokens));
       lengths.push_back(static_cast<int32_t>(q.context + q.tokens));
+      prompts.push_back(static_cast<int32_t>(q.context + (q.tokens > 1 ? q.tokens : 0)));
     }
     if (lengths.empty()) return;
     const int64_t rows = std::ssize(lengths), pages = (positions_ + spec_.page_size - 1) / spec_.page_size;
     const std::vector<int32_t> table(static_cast<size_t>(rows * pages)), slots(static_cast<size_t>(starts.back()), -1);
-    const Batch batch{starts, lengths, {table.data(), {rows, pages}}, slots};
+    const Batch batch{starts, lengths, {table.data(), {rows, pages}}, slots, prompts};
     const Plan p = plan(model_, spec_, o_.limits.pages, batch, device_, plan_);
     const std::vector<std::byte> zeros(static_cast<size_t>(p.tokens * model_.hidden) * size_of(io_));
     const Buffer workspace = named_buffer("workspace of a first step", p.workspace_bytes, o_.device),
@@ -310,6 +311,8 @@ Engine::CapturedSteps* Engine::captured_for(const Batch& batch) {
   int64_t longest = 0;
   for (int64_t r = 0; r < requests; ++r) longest = std::max(longest, batch.query_len(r));
   const bool short_enough = longest <= plan_.reorder_batch_threshold;
+  for (int64_t r = 0; r < requests && plan_.path == PathPolicy::by_prompt; ++r)
+    if (batch.query_len(r) > 0 && batch.context_len(r) < batch.prompt_lens[r]) return nullptr;
   // Captured steps take the latent path, or the sparse one in place, whatever is asked for.
   if (!gpu() || tokens == 0 || tokens > kMostCaptured || requests > kMostCaptured || longest > kMostQuery ||
       plan_.path == PathPolicy::expanded || (plan_.path == PathPolicy::by_length && !short_enough) ||

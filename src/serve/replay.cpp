@@ -75,7 +75,7 @@ class Reservoir {
 
 // One step's batch, in memory that grows to the largest step and is then reused.
 struct StepInput {
-  std::vector<int32_t> starts, lengths, table, slots;
+  std::vector<int32_t> starts, lengths, prompts, table, slots;
   std::vector<float> hidden;
   Batch batch;
 
@@ -84,6 +84,7 @@ struct StepInput {
     const int64_t page_size = o.limits.page_size, width = o.model.hidden;
     starts.assign(1, 0);
     lengths.clear();
+    prompts.clear();
     slots.clear();
     size_t pages = 1;
     for (const StepPiece& p : pieces) pages = std::max(pages, scheduler.pages(p.request).size());
@@ -96,6 +97,7 @@ struct StepInput {
         slots.push_back(static_cast<int32_t>(own[static_cast<size_t>(at / page_size)] * page_size + at % page_size));
       starts.push_back(static_cast<int32_t>(starts.back() + p.count));
       lengths.push_back(static_cast<int32_t>(p.start + p.count));
+      prompts.push_back(static_cast<int32_t>(trace.requests[static_cast<size_t>(p.request)].input));
     }
     const size_t tokens = slots.size();
     if (hidden.size() < tokens * static_cast<size_t>(width)) hidden.resize(tokens * static_cast<size_t>(width));
@@ -105,8 +107,11 @@ struct StepInput {
         hidden_row(o.seed, token_key(trace, p.request, p.start + t), p.start + t,
                    {hidden.data() + (starts[static_cast<size_t>(i)] + t) * width, static_cast<size_t>(width)});
     });
-    batch = {
-        starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}}, slots};
+    batch = {starts,
+             lengths,
+             {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(pages)}},
+             slots,
+             prompts};
   }
 };
 
@@ -178,6 +183,7 @@ Options resolved(const Trace& trace, Options o) {
   }
   if (o.limits.pages == 0) o.limits.pages = page_budget(trace, o.limits.page_size, page_bytes, o.cache_bytes);
   o.limits.validate();
+  o.limits.prompts_apart = o.plan.path == PathPolicy::by_prompt;
   // A step of one token that ends a page, for what a plan and the weights have to agree on.
   ModelConfig model = o.model;
   CacheSpec own = spec;
@@ -189,7 +195,7 @@ Options resolved(const Trace& trace, Options o) {
         context_share(o.model.heads, 0, static_cast<int>(ranks), o.context_parallel, o.interleave, o.exchange);
   }
   const std::vector<int32_t> starts{0, 1}, lengths{static_cast<int32_t>(spec.page_size)}, table{0}, slots{-1};
-  const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots};
+  const Batch batch{starts, lengths, {table.data(), {1, 1}}, slots, lengths};
   const Plan p = plan(model, own, o.limits.pages, batch, device_info(o.device, o.threads, model), options);
   layer::kernels(p, batch, prepare_options(o), {});
   return o;

@@ -118,10 +118,10 @@ const std::vector<StepPiece>& Scheduler::plan_step(double now) {
   int64_t budget = limits_.token_budget;
   auto run = [&](bool decodes) {
     for (size_t i = 0; i < running_.size() && budget > 0; ++i) {
-      const int64_t request = running_[i], left = known(request) - states_[static_cast<size_t>(request)].computed;
-      const bool decode = left == 1 && states_[static_cast<size_t>(request)].generated > 0;
+      const int64_t request = running_[i], unknown = known(request) - states_[static_cast<size_t>(request)].computed;
+      const bool decode = unknown == 1 && states_[static_cast<size_t>(request)].generated > 0;
       if (decode != decodes) continue;
-      const int64_t count = std::min(left, budget);
+      const int64_t count = std::min(left(request), budget);
       // The one admitted last gives way, until this one fits or has itself given way.
       while (!grow(request, states_[static_cast<size_t>(request)].computed + count)) {
         const bool self = running_.back() == request;
@@ -139,7 +139,7 @@ const std::vector<StepPiece>& Scheduler::plan_step(double now) {
   while (preemptions_ == preempted && budget > 0 && !waiting_.empty() && admit(waiting_.front())) {
     const int64_t request = waiting_.front();
     waiting_.pop_front();
-    const int64_t count = std::min(budget, known(request) - states_[static_cast<size_t>(request)].computed);
+    const int64_t count = std::min(budget, left(request));
     grow(request, states_[static_cast<size_t>(request)].computed + count);  // admit() saw to it that this fits
     add_piece(request, count, false);
     budget -= count;

@@ -22,6 +22,7 @@ struct Limits {
   int64_t page_size = 64;
   int64_t token_budget = 512;  ///< new tokens a step
   bool prefix_reuse = true;
+  bool prompts_apart = false;  ///< no step brings a prompt's last tokens and those behind it (PathPolicy::by_prompt)
 
   /// InputError for limits that no request could run under.
   void validate() const;
@@ -75,6 +76,12 @@ class Scheduler {
 
   int64_t known(int64_t request) const {
     return trace_.requests[static_cast<size_t>(request)].input + states_[static_cast<size_t>(request)].generated;
+  }
+  /// Tokens of a request that one step may bring.
+  int64_t left(int64_t request) const {
+    const int64_t computed = states_[static_cast<size_t>(request)].computed,
+                  prompt = trace_.requests[static_cast<size_t>(request)].input;
+    return (limits_.prompts_apart && computed < prompt ? prompt : known(request)) - computed;
   }
   int64_t pages_for(int64_t tokens) const { return (tokens + limits_.page_size - 1) / limits_.page_size; }
   void extend_hashes(int64_t request, int64_t pages);

@@ -206,6 +206,26 @@ TEST(CLayer, BatchesThatReachBeyondMemoryOrIntoOthersRowsAreRefused) {
   EXPECT_EQ(plan, nullptr);
 }
 
+TEST(CLayer, PromptsAndTheTokensBehindThem) {
+  Step s;
+  mla_plan* refused = nullptr;
+  s.options.path = MLA_PATHS_BY_PROMPT;
+  s.options.split = MLA_SPLIT_BATCH_INVARIANT;
+  const auto create = [&](mla_plan** plan) {
+    return mla_plan_create(s.stream, s.model, &s.spec, kPages, &s.batch, &s.options, plan);
+  };
+  EXPECT_FAILS(MLA_ERROR_BATCH, create(&refused), "path policy by_prompt needs prompt_lens");
+  std::vector<int32_t> prompts(s.batch.seq_lens, s.batch.seq_lens + s.batch.requests);
+  s.batch.prompt_lens = prompts.data();
+  Plan all, none;
+  ASSERT_OK(create(&all));
+  EXPECT_EQ(describe(all).latent_rows, 0);
+  EXPECT_FALSE(forward(s, 5).empty());
+  std::fill(prompts.begin(), prompts.end(), 0);
+  ASSERT_OK(create(&none));
+  EXPECT_EQ(describe(none).latent_rows, s.batch.tokens);
+}
+
 TEST(CLayer, APlanNeedsNothingOfWhatItWasMadeOf) {
   Step s;
   const std::vector<float> expected = forward(s, 5);

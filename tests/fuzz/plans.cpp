@@ -136,7 +136,7 @@ struct Requests {
 struct DamagedStep {
   fuzz::Member who;
   std::vector<int64_t> queries, contexts;
-  std::vector<int32_t> starts{0}, lengths, table, slots;
+  std::vector<int32_t> starts{0}, lengths, prompts, table, slots;
   int64_t page_size, pages, width = 1;
 
   DamagedStep(const Requests& given, const fuzz::Member& member)
@@ -161,6 +161,7 @@ struct DamagedStep {
       }
       starts.push_back(static_cast<int32_t>(starts.back() + queries[r]));
       lengths.push_back(static_cast<int32_t>(length));
+      prompts.push_back(static_cast<int32_t>(contexts[r] + (queries[r] > 1 ? queries[r] : 0)));
     }
     for (const Requests::Damage& d : given.damages) {
       const auto value = static_cast<int32_t>(d.value);
@@ -178,7 +179,7 @@ struct DamagedStep {
     }
   }
   Batch batch() const {
-    return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots};
+    return {starts, lengths, {table.data(), {static_cast<int64_t>(lengths.size()), width}}, slots, prompts};
   }
 
   // As the header says it, read once more. cache: are pages and slots looked at?
@@ -223,7 +224,7 @@ constexpr int64_t kLong = 97;
 
 PlanOptions options_of(fuzz::Source& in, int64_t scale) {
   PlanOptions o;
-  o.path = static_cast<PathPolicy>(in.within(0, 3));
+  o.path = static_cast<PathPolicy>(in.within(0, 4));
   o.split = static_cast<SplitPolicy>(in.within(0, 1));
   o.sparse = static_cast<SparsePolicy>(in.within(0, 5));
   o.compute = in.flag() ? Dtype::bf16 : Dtype::f32;

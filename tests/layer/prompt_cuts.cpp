@@ -30,6 +30,7 @@ struct Mode {
   PrepareOptions weights;
   CacheFormat format;
   PlanOptions plan;
+  int64_t prompt = Engine::kAll;
 };
 void PrintTo(const Mode& m, std::ostream* out) { *out << m.name; }
 
@@ -52,6 +53,18 @@ std::vector<Mode> modes() {
             m, weights, format, {.path = path, .context_rows = weights.dtype == Dtype::f32 ? 64 : 0});
   add("automatic", m, bf16, CacheFormat::bf16, {});
   add("by_length", m, f32, CacheFormat::bf16, {.path = PathPolicy::by_length, .reorder_batch_threshold = 4});
+  // Prompts on one path, what was generated on the other: prompts end at a page's end, within one, and after a token.
+  for (const int64_t prompt : {96, 61, 1}) {
+    add("by_prompt_" + std::to_string(prompt), m, prompt == 61 ? f32 : bf16,
+        prompt == 1 ? CacheFormat::fp8 : CacheFormat::bf16,
+        {.path = PathPolicy::by_prompt, .context_rows = prompt == 96 ? 0 : 64});
+    all.back().prompt = prompt;
+  }
+  add("by_prompt_e4m3", m, bf16, CacheFormat::fp8_ds_mla,
+      {.path = PathPolicy::by_prompt, .prefill = PrefillOperands::fp8, .context_rows = 64});
+  all.back().prompt = 100;
+  add("by_prompt_sparse", sparse, bf16, CacheFormat::bf16, {.path = PathPolicy::by_prompt});
+  all.back().prompt = 70;
   add("fp8_query", m, bf16, CacheFormat::fp8, {.fp8_query = true, .q_scale = 0.05f});
   add("e4m3_operands", m, bf16, CacheFormat::bf16,
       {.path = PathPolicy::expanded, .prefill = PrefillOperands::fp8, .context_rows = 64});
@@ -104,7 +117,8 @@ class PromptCuts : public testing::TestWithParam<Mode> {
   Engine engine() {
     CacheSpec spec = cache_spec(mode_.model, mode_.format, kPage);
     if (mode_.format == CacheFormat::fp8) spec.k_scale = 0.02f;
-    return Engine(weights_, spec, {.plan = mode_.plan, .pages = 192, .page_seed = random_.next()});
+    return Engine(weights_, spec,
+                  {.plan = mode_.plan, .pages = 192, .page_seed = random_.next(), .prompt = mode_.prompt});
   }
   std::vector<float> in_one_step() {
     Engine e = engine();
@@ -120,12 +134,15 @@ class PromptCuts : public testing::TestWithParam<Mode> {
     std::vector<int64_t> left(others.size(), 2 * kTokens);
     std::vector<float> out;
     lengths.push_back(kTokens);
+    lengths.push_back(kTokens);  // where the one before ended with the prompt
     for (int64_t done = begin; const int64_t length : lengths) {
-      const int64_t count = std::min(length, kTokens - done);
+      const int64_t count = e.up_to_prompt(done, std::min(length, kTokens - done));
       if (count == 0) break;
       std::vector<Engine::Piece> pieces;
       for (size_t i = 0; i < others.size(); ++i) {
-        const int64_t n = std::min(left[i], random_.integer(0, 2) ? random_.integer(0, 2) : random_.integer(3, 60));
+        const int64_t n =
+            e.up_to_prompt(2 * kTokens - left[i],
+                           std::min(left[i], random_.integer(0, 2) ? random_.integer(0, 2) : random_.integer(3, 60)));
         left[i] -= n;
         pieces.push_back({others[i], n});
       }

@@ -67,8 +67,8 @@ std::vector<Setting> settings() {
     all.push_back({name + " on a GPU", model, gpu, wide});
   };
   for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant})
-    for (const PathPolicy path :
-         {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded, PathPolicy::by_length}) {
+    for (const PathPolicy path : {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded,
+                                  PathPolicy::by_length, PathPolicy::by_prompt}) {
       const std::string how = std::string(to_string(path)) + ", " + std::string(to_string(split));
       add("dense, " + how, test::small_deepseek(), {.path = path, .split = split});
       for (const SparsePolicy sparse :
@@ -180,7 +180,8 @@ std::vector<Setting> shaped_settings() {
   std::vector<Setting> all;
   for (Setting s : settings()) {
     const PlanOptions& o = s.options;
-    if (o.path == PathPolicy::expanded || o.cache_use == CacheUse::none || o.dummy || o.output.kind != OutputKind::none)
+    if (o.path == PathPolicy::expanded || o.path == PathPolicy::by_prompt || o.cache_use == CacheUse::none || o.dummy ||
+        o.output.kind != OutputKind::none)
       continue;
     s.options.max_requests = s.options.max_model_len = 0;
     all.push_back(s);

@@ -214,6 +214,43 @@ TEST(Plan, RanksOfUnevenHeadsChooseAlike) {
   EXPECT_GT(expanded, 5);
 }
 
+TEST(Plan, PromptsAndTheTokensBehindThem) {
+  const ModelConfig m = test::small_deepseek();
+  const CacheSpec spec = cache_spec(m, CacheFormat::bf16);
+  const auto planned = [&](std::vector<int32_t> prompts, PlanOptions o = {}) {
+    Made b({1, 3, 0}, {100, 97, 50}, 64);
+    b.prompts = std::move(prompts);
+    o.path = PathPolicy::by_prompt;
+    std::string s;
+    const std::string error = test::message_of([&] {
+      for (const RequestPlan& r : make(m, spec, b, o).requests) s += to_string(r.path)[0];
+    });
+    return error == "no error" ? s : error;
+  };
+  for (const SplitPolicy split : {SplitPolicy::fast, SplitPolicy::batch_invariant}) {
+    const PlanOptions o{.split = split};
+    EXPECT_EQ(planned({100, 97, 50}, o), "lll");   // nothing of a prompt
+    EXPECT_EQ(planned({101, 100, 51}, o), "eel");  // its last tokens; a request of none
+    EXPECT_EQ(planned({500, 97, 0}, o), "ell");
+    EXPECT_EQ(planned({0, 99, 0}, o),
+              "batch: request 1: brings tokens 97 to 99 of a prompt of 99: by path policy by_prompt a step ends where "
+              "the prompt does");
+  }
+  EXPECT_EQ(planned({}), "batch: path policy by_prompt needs prompt_lens, there are none");
+  EXPECT_EQ(planned({1, 2}), "batch: prompt_lens has 2 entries, the batch has 3 requests");
+  EXPECT_EQ(planned({1, -2, 3}), "batch: request 1: prompt_len is -2, must not be negative");
+  // Captured steps are of latent rows.
+  const PlanOptions maxima{.maxima = StepMaxima{.requests = 4, .tokens = 8, .query_len = 4, .seq_len = 200}};
+  EXPECT_EQ(planned({100, 97, 50}, maxima), "lll");
+  EXPECT_EQ(planned({100, 100, 50}, maxima),
+            "batch: request 1: tokens of a prompt in a step of maxima (PlanOptions::maxima), which by path policy "
+            "by_prompt are no latent ones");
+  EXPECT_EQ(
+      planned({101, 97, 50}, {.absorbed = true}),
+      "plan: request 0 with 1 new tokens takes the expanded path by policy by_prompt, fully absorbed weights serve "
+      "the latent path alone");
+}
+
 TEST(Plan, PoliciesChoosePaths) {
   const ModelConfig m = test::small_deepseek();
   const Made b({1, 3, 500}, {100, 100, 100}, 64);
@@ -235,6 +272,9 @@ TEST(Plan, PoliciesChoosePaths) {
   EXPECT_EQ(paths(PathPolicy::expanded, SplitPolicy::batch_invariant), "eee");
   EXPECT_EQ(paths(PathPolicy::by_length, SplitPolicy::batch_invariant), "lll");
   EXPECT_EQ(paths(PathPolicy::automatic, SplitPolicy::batch_invariant), "lll");
+  // A prompt's tokens by their positions, under either.
+  EXPECT_EQ(paths(PathPolicy::by_prompt), "lee");
+  EXPECT_EQ(paths(PathPolicy::by_prompt, SplitPolicy::batch_invariant), "lee");
   const PlanOptions invariant{.split = SplitPolicy::batch_invariant};
   EXPECT_NE(make(m, cache_spec(m, CacheFormat::bf16), b, invariant)
                 .describe()

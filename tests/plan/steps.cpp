@@ -294,7 +294,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     const bool sparse = coin();
     PlanOptions o;
     o.form = coin() ? LayerForm::block : LayerForm::attention;
-    o.path = static_cast<PathPolicy>(random.integer(0, 3));
+    o.path = static_cast<PathPolicy>(random.integer(0, 4));
     o.split = coin() ? SplitPolicy::fast : SplitPolicy::batch_invariant;
     o.compute = coin() ? Dtype::f32 : Dtype::bf16;
     o.sparse = static_cast<SparsePolicy>(random.integer(0, 5));
@@ -302,7 +302,7 @@ TEST(Steps, OperandsAndListsOfRandomPlansAreWithinTheirMemory) {
     o.index_hadamard = coin();
     o.index_arithmetic = coin() ? IndexArithmetic::exact : IndexArithmetic::fp8;
     o.absorbed =
-        o.form == LayerForm::block && o.path != PathPolicy::expanded && o.path != PathPolicy::by_length && coin();
+        o.form == LayerForm::block && (o.path == PathPolicy::automatic || o.path == PathPolicy::latent) && coin();
     if ((o.absorbed || o.form == LayerForm::attention) && o.sparse == SparsePolicy::masked)
       o.sparse = SparsePolicy::direct;
     if (!o.absorbed && coin()) o.output = parse_output_spec(coin() ? "fp8_128" : coin() ? "nvfp4" : "mxfp4");

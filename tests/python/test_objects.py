@@ -163,6 +163,24 @@ def test_objects_say_what_they_are(small_model, stream):
         assert repr(found) == wanted
 
 
+def test_prompts_take_a_path_of_their_own(small_model, stream):
+    cache = mla.Cache(mla.cache_spec(small_model, "bf16"), 3)
+    options = mla.PlanOptions(path="by_prompt", split="batch_invariant")
+
+    def plan(prompt_lens):
+        batch = mla.Batch([0, 1, 41], [100, 40], [[0, 1], [2]], [99, *range(128, 168)], prompt_lens)
+        return repr(mla.plan(small_model, cache, batch, stream=stream, options=options))
+
+    assert "latent=1, expanded=1" in plan([60, 64])
+    assert "tokens=41, expanded=2" in plan(np.array([100, 40]))
+    with pytest.raises(mla.BatchError, match="request 1: brings tokens 0 to 39 of a prompt of 30"):
+        plan([60, 30])
+    with pytest.raises(mla.BatchError, match="needs prompt_lens"):
+        plan(None)
+    with pytest.raises(mla.ShapeError, match="prompt_lens length is 1"):
+        plan([60])
+
+
 def test_weights_are_a_function_of_their_seed(small_model):
     a, b, c = (mla.random_layer(small_model, 0, seed).arrays() for seed in (1, 1, 2))
     assert set(a) == {"query", "kv_down", "kv_norm", "kv_up", "output"}

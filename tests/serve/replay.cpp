@@ -353,6 +353,7 @@ TEST(Replay, BatchInvariantRowsAreThoseOfAnySchedule) {
   };
   for (const Mode& mode : {Mode{test::small_deepseek(), PathPolicy::automatic, CacheFormat::fp8_ds_mla},
                            Mode{test::small_deepseek(), PathPolicy::expanded, CacheFormat::bf16},
+                           Mode{test::small_deepseek(), PathPolicy::by_prompt, CacheFormat::bf16},
                            Mode{test::small_sparse(), PathPolicy::automatic, CacheFormat::bf16}}) {
     std::map<std::pair<int64_t, int64_t>, std::vector<float>> right;
     int64_t hits = 0, preemptions = 0;

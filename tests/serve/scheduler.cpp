@@ -128,8 +128,10 @@ TEST(Scheduler, RandomTraces) {
         r.blocks.push_back(r.blocks.size());  // a common prefix
     }
     const Trace t = trace_of(std::move(requests));
-    const Limits limits{
-        .pages = random.integer(6, 60), .page_size = random.integer(1, 9), .token_budget = random.integer(1, 50)};
+    const Limits limits{.pages = random.integer(6, 60),
+                        .page_size = random.integer(1, 9),
+                        .token_budget = random.integer(1, 50),
+                        .prompts_apart = round % 2 == 1};
     Scheduler s(t, limits);
     std::vector<int64_t> computed(t.requests.size()), generated(t.requests.size());
     double now = 0;
@@ -147,6 +149,8 @@ TEST(Scheduler, RandomTraces) {
       for (const StepPiece& p : pieces) {
         tokens += p.count;
         EXPECT_GE(p.count, 1);
+        const int64_t prompt = t.requests[p.request].input;
+        EXPECT_TRUE(!limits.prompts_apart || p.start >= prompt || p.start + p.count <= prompt);
         EXPECT_GE(now, t.requests[p.request].arrival);
         if (p.decode) {
           EXPECT_FALSE(prefill) << "decodes come first";

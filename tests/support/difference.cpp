@@ -54,14 +54,14 @@ struct Draw {
     }
     PlanOptions& plan = engine.plan;
     constexpr PathPolicy kPaths[] = {PathPolicy::automatic, PathPolicy::latent, PathPolicy::expanded,
-                                     PathPolicy::by_length};
+                                     PathPolicy::by_length, PathPolicy::by_prompt};
     plan.path = one_of(r, kPaths);
     plan.reorder_batch_threshold = r.integer(0, 8);
     plan.split = r.integer(0, 1) == 0 ? SplitPolicy::fast : SplitPolicy::batch_invariant;
     plan.compute = weights.dtype = r.integer(0, 1) == 0 ? Dtype::f32 : Dtype::bf16;
     if (r.integer(0, 3) == 0) {
       constexpr SparsePolicy kSparse[] = {SparsePolicy::automatic, SparsePolicy::mixed, SparsePolicy::direct,
-                                          SparsePolicy::upconvert, SparsePolicy::dense,  SparsePolicy::masked};
+                                          SparsePolicy::upconvert, SparsePolicy::dense, SparsePolicy::masked};
       constexpr IndexCacheFormat kIndex[] = {IndexCacheFormat::f32, IndexCacheFormat::bf16, IndexCacheFormat::fp8};
       model.query_latent = std::max<int64_t>(model.query_latent, 4);
       model.indexer = IndexerConfig{

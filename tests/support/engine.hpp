@@ -20,6 +20,7 @@ namespace mla::test {
 
 class Engine {
  public:
+  static constexpr int64_t kAll = std::numeric_limits<int32_t>::max();
   struct Options {
     PlanOptions plan;
     int threads = 2;
@@ -27,6 +28,7 @@ class Engine {
     uint64_t page_seed = 1;  ///< which pages sequences get
     bool poison = true;      ///< false: zeros instead, to compare bits against
     int64_t padding = 3;     ///< rows past the step's tokens in hidden and out
+    int64_t prompt = kAll;   ///< of each sequence, its first tokens that are its prompt
   };
   struct Piece {
     int64_t sequence;
@@ -83,6 +85,7 @@ class Engine {
     const ModelConfig& m = weights_.config;
     const int64_t q = cache_.spec().page_size;
     std::vector<int32_t> starts{0}, lengths, slots;
+    const std::vector<int32_t> prompts(pieces.size(), static_cast<int32_t>(options_.prompt));
     size_t width = 1;
     for (const Piece& p : pieces) {
       Sequence& s = sequences_[p.sequence];
@@ -112,8 +115,11 @@ class Engine {
                   hidden.begin() + starts[r] * m.hidden);
     }
 
-    const Batch batch{
-        starts, lengths, {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}}, slots};
+    const Batch batch{starts,
+                      lengths,
+                      {table.data(), {static_cast<int64_t>(pieces.size()), static_cast<int64_t>(width)}},
+                      slots,
+                      prompts};
     PlanOptions o = options_.plan;
     if (chooser && o.sparse == SparsePolicy::automatic) o.sparse = SparsePolicy::mixed;  // a choice takes no masks
     last_plan = plan(m, cache_.spec(), cache_.pages(), batch, device_info(stream_, m), o);
@@ -132,11 +138,17 @@ class Engine {
     return result;
   }
 
+  /// Of so many tokens, how many a step may bring of a sequence that has `done`: up to its prompt's end.
+  int64_t up_to_prompt(int64_t done, int64_t count) const {
+    return done < options_.prompt ? std::min(count, options_.prompt - done) : count;
+  }
+
   /// The whole sequence in steps of at most `chunk` tokens, alone.
   std::vector<float> run_alone(int64_t sequence, int64_t tokens, int64_t chunk) {
     std::vector<float> out;
-    for (int64_t done = 0; done < tokens; done += chunk) {
-      const Piece piece{sequence, std::min(chunk, tokens - done)};
+    for (int64_t done = 0; done < tokens;) {
+      const Piece piece{sequence, up_to_prompt(done, std::min(chunk, tokens - done))};
+      done += piece.count;
       const auto rows = step({&piece, 1});
       out.insert(out.end(), rows[0].begin(), rows[0].end());
     }

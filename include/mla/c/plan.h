@@ -13,10 +13,16 @@ extern "C" {
 #endif
 
 enum { MLA_PATH_LATENT = 0, MLA_PATH_EXPANDED = 1, MLA_PATH_SPARSE = 2 };
-enum { MLA_PATHS_AUTOMATIC = 0, MLA_PATHS_LATENT = 1, MLA_PATHS_EXPANDED = 2, MLA_PATHS_BY_LENGTH = 3 };
+enum {
+  MLA_PATHS_AUTOMATIC = 0,
+  MLA_PATHS_LATENT = 1,
+  MLA_PATHS_EXPANDED = 2,
+  MLA_PATHS_BY_LENGTH = 3,
+  MLA_PATHS_BY_PROMPT = 4
+};
 /// MLA_SPLIT_BATCH_INVARIANT: a token's bits follow from its request's tokens up to it, weights, cache format and
 /// options, neither from other requests nor from how its prompt was cut into steps or found in the cache. Paths
-/// automatic and by length are then latent.
+/// automatic and by length are then latent; by prompt is what it says.
 enum { MLA_SPLIT_FAST = 0, MLA_SPLIT_BATCH_INVARIANT = 1 };
 enum {
   MLA_SPARSE_AUTOMATIC = 0,
@@ -66,6 +72,9 @@ typedef struct mla_batch {
   /// [tokens]: where each new token's row goes, the place of its position in its request's own pages, one slot for one
   /// token; < 0: nowhere. Without a cache, and of a dummy step, neither this nor the block table is looked at: NULL
   const int32_t* slot_mapping;
+  /// [requests]: the tokens of each request that are its prompt, its first ones, cached or not. Read by
+  /// MLA_PATHS_BY_PROMPT, which puts them on the expanded path and those behind them on the latent one; else NULL
+  const int32_t* prompt_lens;
 } mla_batch;
 
 /// Rates that turn counted work into time. Only their ratios matter for the choice of a path.
