@@ -32,6 +32,7 @@ struct Batch {
 /// seq_lens cover the new tokens, the block table covers every sequence with pages of the cache, and there is a slot a
 /// token: a negative one, which writes nothing (padding), or block_table[r, position / page_size] * page_size +
 /// position % page_size, which no other token of the batch has. Requests may share pages that they only read.
+/// prompt_lens has an entry for each request or none, none of them negative.
 void validate(const Batch& batch, int64_t pages, int64_t page_size);
 
 struct DecodePrefillSplit {

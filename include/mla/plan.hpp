@@ -35,6 +35,7 @@ enum class PathPolicy : uint8_t {
   by_length,  ///< latent up to reorder_batch_threshold new tokens, expanded above; latent under batch_invariant
   /// Prompts expanded, tokens behind them latent: a token's own position decides (Batch::prompt_lens), so that
   /// batch_invariant may have it. Of a request a step brings tokens of the one kind or of the other, else BatchError.
+  /// Where keys are selected the sparse path is taken, as by any policy.
   by_prompt,
 };
 enum class SplitPolicy : uint8_t {
