@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -144,8 +145,7 @@ inline void check_groups(const Plan& p, const std::vector<int64_t>& lengths, con
   if (invariant) check_cuts(seen, ends, kInvariantKeys);
   check_seen(seen, ends);
   for (int64_t i = 0; i < p.sparse_rows(); ++i) {
-    const int32_t token = p.sparse_tokens[static_cast<size_t>(i)],
-                  request = p.sparse_requests[static_cast<size_t>(i)];
+    const int32_t token = p.sparse_tokens[static_cast<size_t>(i)], request = p.sparse_requests[static_cast<size_t>(i)];
     const RequestPlan& r = p.requests[static_cast<size_t>(request)];
     FUZZ_CHECK(r.masked == (i >= p.masked_begin));
     FUZZ_CHECK(r.masked || token == p.latent_tokens[static_cast<size_t>(p.sparse_begin + i)]);
@@ -202,6 +202,7 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
   FUZZ_CHECK(p.requests.size() == queries.size());
   const bool invariant = p.options.split == SplitPolicy::batch_invariant;
   const bool whole = invariant && p.uses_cache();  // chunks have all keys, paths do not follow from lengths
+  std::optional<Path> path;  // under batch_invariant one for all, or one for prompts and one for what is behind them
   int64_t tokens = 0, parts = 0, widest = 0;
   std::vector<int64_t> lengths(queries.size());
   for (size_t r = 0; r < queries.size(); ++r) {
@@ -213,13 +214,9 @@ inline void check_plan(const Plan& p, const std::vector<int64_t>& queries, const
     lengths[r] = contexts[r] + queries[r];
     if (queries[r] == 0) continue;
     widest = std::max(widest, queries[r]);
-    FUZZ_CHECK(
-        !whole ||
-        q.path ==
-            p
-                .requests[static_cast<size_t>(
-                    std::find_if(queries.begin(), queries.end(), [](int64_t n) { return n > 0; }) - queries.begin())]
-                .path);
+    if (whole && !path) path = q.path;
+    FUZZ_CHECK(!path || q.path == *path ||
+               (p.options.path == PathPolicy::by_prompt && q.path != Path::sparse && *path != Path::sparse));
   }
   FUZZ_CHECK(p.tokens == tokens && static_cast<int64_t>(p.positions.size()) == tokens);
   check_regions(p);
