@@ -22,7 +22,7 @@ enum {
 };
 /// MLA_SPLIT_BATCH_INVARIANT: a token's bits follow from its request's tokens up to it, weights, cache format and
 /// options, neither from other requests nor from how its prompt was cut into steps or found in the cache. Paths
-/// automatic and by length are then latent; by prompt is what it says.
+/// automatic and by length are then latent; by prompt stays, for it goes by a token's position in its request.
 enum { MLA_SPLIT_FAST = 0, MLA_SPLIT_BATCH_INVARIANT = 1 };
 enum {
   MLA_SPARSE_AUTOMATIC = 0,
