@@ -152,6 +152,15 @@ struct Cast {
   bool through_e4m3 = false;
   RowList y_rows = {};
 };
+/// Keys and values of latent rows as codes, by the layer's scales.
+struct Expand {
+  Operand<Token, Latent> x;
+  RowList x_rows;
+  Weight weights = Weight::kv_up;
+  Operand<Key, Head, Nope> keys;
+  Operand<Key, Head, Value> values;
+  Operand<Token, Out> products;  ///< room for those of some rows
+};
 /// In place, by the query's norm weights.
 struct Norm {
   Operand<Token, In> x;
@@ -375,7 +384,7 @@ struct Wait {
 };
 
 using Work =
-    std::variant<Project, Cast, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
+    std::variant<Project, Cast, Expand, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
                  ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
                  IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots,
                  MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce,

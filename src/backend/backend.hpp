@@ -33,6 +33,7 @@ struct GpuModel {
 struct KernelNames {
   std::string_view usual;  ///< of every op without an entry below, and of what an entry leaves to it
   std::string (*project)(const GpuModel&, const ops::ProjectArgs&) = nullptr;
+  std::string (*expand)(const GpuModel&, const ops::ExpandArgs&) = nullptr;
   std::string (*attend_expanded)(const GpuModel&, const ops::AttendExpandedArgs&) = nullptr;
   std::string (*attend_latent)(const GpuModel&, const ops::AttendLatentArgs&) = nullptr;
   std::string (*attend_sparse)(const GpuModel&, const ops::AttendSparseArgs&) = nullptr;

@@ -17,6 +17,7 @@ std::string kernel(const backend::Backend& b, const backend::GpuModel& gpu, cons
   const backend::KernelNames& names = *b.kernel_names;
   std::string (*entry)(const backend::GpuModel&, const Args&) = nullptr;
   if constexpr (std::is_same_v<Args, ProjectArgs>) entry = names.project;
+  if constexpr (std::is_same_v<Args, ExpandArgs>) entry = names.expand;
   if constexpr (std::is_same_v<Args, AttendExpandedArgs>) entry = names.attend_expanded;
   if constexpr (std::is_same_v<Args, AttendLatentArgs>) entry = names.attend_latent;
   if constexpr (std::is_same_v<Args, AttendSparseArgs>) entry = names.attend_sparse;

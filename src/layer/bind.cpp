@@ -65,7 +65,7 @@ ops::ProjectArgs Binder::operator()(const steps::Project& s) const {
           .y_rows = list(s.y_rows),
           .rows = s.rows,
           .batch_invariant = batch_invariant_,
-          .activations = w.format == WeightFormat::fp8 ? plan_.options.activations : Activations::plain,
+          .activations = activations_of(w),
           .quantized = s.quantized ? quantized_ : QuantizedView(),
           .scratch = scratch_};
 }
@@ -78,6 +78,21 @@ ops::CastArgs Binder::operator()(const steps::Cast& s) const {
           .scales = scales(s.scales),
           .through_e4m3 = s.through_e4m3,
           .y_rows = list(s.y_rows)};
+}
+
+ops::ExpandArgs Binder::operator()(const steps::Expand& s) const {
+  const Linear& w = weights(s.weights);
+  return {.x = in(s.x),
+          .x_rows = list(s.x_rows),
+          .weights = &w,
+          .keys = out(s.keys),
+          .values = out(s.values),
+          .key_scales = scales(Scales::key),
+          .value_scales = scales(Scales::value),
+          .products = out(s.products),
+          .batch_invariant = batch_invariant_,
+          .activations = activations_of(w),
+          .scratch = scratch_};
 }
 
 ops::NormArgs Binder::operator()(const steps::Norm& s) const {

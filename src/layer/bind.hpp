@@ -40,6 +40,7 @@ class Binder {
 
   ops::ProjectArgs operator()(const steps::Project& s) const;
   ops::CastArgs operator()(const steps::Cast& s) const;
+  ops::ExpandArgs operator()(const steps::Expand& s) const;
   ops::NormArgs operator()(const steps::Norm& s) const;
   ops::LayerNormArgs operator()(const steps::LayerNorm& s) const;
   ops::RopeArgs operator()(const steps::Rotate& s) const;
@@ -165,6 +166,9 @@ class Binder {
   /// A step's scale of scores, or for 0 the softmax's times the layer's own of queries.
   float score_scale(float planned) const {
     return planned > 0 ? planned : static_cast<float>(plan_.model.softmax_scale()) * query_scale(0);
+  }
+  Activations activations_of(const Linear& w) const {
+    return w.format == WeightFormat::fp8 ? plan_.options.activations : Activations::plain;
   }
   View<const float, Head> scales(Scales s) const;
 

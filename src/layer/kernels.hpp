@@ -55,6 +55,7 @@ class Survey {
     return 0;  // memory bound
   }
   double flops_rate(const ops::ProjectArgs&) const { return rates_.projection_flops; }
+  double flops_rate(const ops::ExpandArgs&) const { return rates_.projection_flops; }
   double flops_rate(const ops::AttendExpandedArgs&) const { return rates_.expanded_flops; }
   double flops_rate(const ops::AttendLatentArgs&) const { return rates_.latent_flops; }
   double flops_rate(const ops::AttendSparseArgs&) const { return rates_.latent_flops; }

@@ -7,6 +7,7 @@
 #include "ops/attend_latent/op.hpp"
 #include "ops/attend_sparse/op.hpp"
 #include "ops/cast/op.hpp"
+#include "ops/expand/op.hpp"
 #include "ops/gather/op.hpp"
 #include "ops/hadamard/op.hpp"
 #include "ops/index_append/op.hpp"
@@ -28,6 +29,7 @@
   X(layer_norm)           \
   X(rope)                 \
   X(project)              \
+  X(expand)               \
   X(append)               \
   X(gather)               \
   X(cast)                 \
@@ -50,6 +52,7 @@
   X(layer_norm, LayerNormArgs)             \
   X(rope, RopeArgs)                        \
   X(project, ProjectArgs)                  \
+  X(expand, ExpandArgs)                    \
   X(append, AppendArgs)                    \
   X(rope_append, RopeAppendArgs)           \
   X(norm_rope_append, NormRopeAppendArgs)  \

@@ -27,6 +27,8 @@ inline Dtype query_codes(const Plan& plan) {
 /// Of e4m3 keys of the expanded path: they begin at multiples of these rows, for their values lie with rows innermost
 /// and GPUs copy them from addresses of 16 bytes (ops::AttendExpandedArgs::kTurnedKeys).
 constexpr int64_t kCodeRows = 16;
+/// Rows whose products lie in the workspace at once on their way to such codes, where they do.
+constexpr int64_t kProductRows = 1024;
 /// Where keys of the expanded path begin: at multiples of these rows.
 inline int64_t key_grain(const Plan& plan) { return plan.prefills_codes() ? kCodeRows : 1; }
 

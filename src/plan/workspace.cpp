@@ -144,7 +144,9 @@ void lay_out_workspace(Plan& plan, const WorkspaceRows& w) {
     const size_t chosen = (rows * static_cast<size_t>(plan.topk) * sizeof(int32_t) + kAlign - 1) / kAlign * kAlign;
     plan.selection_bytes = chosen > 0 ? 2 * chosen + Plan::kStampBytes : 0;
   }
-  add("keys", key_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
+  // Products on their way to codes, or all of them.
+  const size_t product_rows = plan.prefills_codes() ? std::min(key_rows, size_t{kProductRows}) : key_rows;
+  add("keys", product_rows * n * static_cast<size_t>(m.nope + m.value) * compute);
   add("key_rope", key_rows * static_cast<size_t>(m.rope) * (plan.prefills_codes() ? 1 : compute));
   if (plan.prefills_codes()) {
     add("query_codes", key_rows > 0 ? t * n * static_cast<size_t>(m.query_key()) : 0);

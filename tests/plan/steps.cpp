@@ -68,8 +68,7 @@ TEST(Steps, WhoAttendsWhatIsWorkedOutForAllLayersOnAGpu) {
 TEST(Steps, CodesAreMadeOfWhatAPrefillAttendsTo) {
   const PlanOptions o{.form = LayerForm::attention, .path = PathPolicy::expanded, .prefill = PrefillOperands::fp8};
   EXPECT_EQ(names(make(test::small_deepseek(), Made({40}, {100}, 16), o), kAttend),
-            "append query_codes query_rope_codes kv_up key_rope key_codes value_codes attend_expanded gather kv_up "
-            "key_rope key_codes value_codes attend_context");
+            "append query_codes query_rope_codes kv_up key_rope attend_expanded gather kv_up key_rope attend_context");
   // Latent requests alone need none.
   for (const Region& r :
        make(test::small_deepseek(), Made({1}, {100}, 16), {.path = PathPolicy::latent, .prefill = o.prefill}).regions)

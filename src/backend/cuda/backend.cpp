@@ -74,6 +74,7 @@ std::string name_of(const backend::GpuModel& gpu, const Args& a) {
 
 const backend::KernelNames kernel_names{.usual = kGeneric,
                                         .project = project_kernel,
+                                        .expand = expand_kernel,
                                         .attend_expanded = name_of<ops::AttendExpandedArgs>,
                                         .attend_latent = name_of<ops::AttendLatentArgs>,
                                         .attend_sparse = name_of<ops::AttendSparseArgs>,

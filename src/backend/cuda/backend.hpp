@@ -27,6 +27,7 @@ MLA_OPS(MLA_FUNCTION)
 
 /// Names of kernels: see backend::KernelNames.
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a);
+std::string expand_kernel(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
 std::string index_score_kernel(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a);
 std::string select_topk_kernel(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a);
 

@@ -1,4 +1,5 @@
 // The expanded path: latent rows become keys and values of each head.
+#include <algorithm>
 #include <numeric>
 
 #include "plan/internal.hpp"
@@ -9,9 +10,9 @@ namespace {
 
 // Keys and values of `rows` latent rows, in the compute dtype or as codes; the shared rope part keeps its own array.
 struct Expanded {
-  Operand<Key, Head, Nope> k_nope;
-  Operand<Key, Rope> k_pe;
-  Operand<Key, Head, Value> v;
+  Operand<Key, Head, Nope> k_nope = {};
+  Operand<Key, Rope> k_pe = {};
+  Operand<Key, Head, Value> v = {};
 };
 
 // Codes of rows by the layer's scales.
@@ -20,34 +21,55 @@ void encode(Steps& s, std::string_view name, Calls calls, const Operand<Token, H
   s.add(name, calls, steps::Cast{.x = x, .x_rows = list, .y = y, .scales = scales});
 }
 
-Expanded expand(Steps& s, Calls calls, const Operand<Token, Head, In>& kv_c, const Operand<Token, Head, In>& k_pe,
-                const RowList& list, int64_t rows) {
+// The same rows, of one head.
+template <class D>
+Operand<Token, Head, In> of_one_head(const Operand<Token, D>& x) {
+  const int64_t width = x.template extent<D>();
+  return {x.memory, x.dtype, x.offset, {x.template extent<Token>(), 1, width}, {x.template stride<Token>(), 0, 1}};
+}
+
+Expanded products(Steps& s, Calls calls, const Operand<Token, Latent>& kv_c, const RowList& list, int64_t rows) {
   const ModelConfig& m = s.m;
-  const bool codes = s.plan.prefills_codes();
-  const Dtype t = s.plan.options.compute, e4m3 = Dtype::fp8_e4m3, rope = codes ? e4m3 : t;
+  const Dtype t = s.plan.options.compute;
   const int64_t n = m.heads, width = m.nope + m.value;
+  s.project("kv_up", calls, of_one_head(kv_c), list, Weight::kv_up,
+            s.region<Token, Head, Out>("keys", t, {rows, 1, n * width}), {}, rows);
   const auto keys = s.region<Key, Head, Out>("keys", t, {rows, n, width});
-  const auto flat = s.region<Token, Head, In>("keys", t, {rows, n, width});
-  s.project("kv_up", calls, kv_c, list, Weight::kv_up, s.region<Token, Head, Out>("keys", t, {rows, 1, n * width}), {},
-            rows);
-  if (m.rope > 0)
-    encode(s, "key_rope", calls, k_pe, list, s.region<Token, Head, In>("key_rope", rope, {rows, 1, m.rope}),
-           codes ? Scales::key_rope : Scales::none);
-  const auto k_rope = s.region<Key, Rope>("key_rope", rope, {rows, m.rope});
-  if (!codes)
-    return {keys.part<Key, Head, Nope>(0, {rows, n, m.nope}), k_rope,
-            keys.part<Key, Head, Value>(m.nope, {rows, n, m.value})};
-  encode(s, "key_codes", calls, flat.part<Token, Head, In>(0, {rows, n, m.nope}), {},
-         s.region<Token, Head, In>("key_codes", e4m3, {rows, n, m.nope}), Scales::key);
+  return {.k_nope = keys.part<Key, Head, Nope>(0, {rows, n, m.nope}),
+          .v = keys.part<Key, Head, Value>(m.nope, {rows, n, m.value})};
+}
+
+Expanded codes(Steps& s, Calls calls, const Operand<Token, Latent>& kv_c, const RowList& list, int64_t rows) {
+  const ModelConfig& m = s.m;
+  const int64_t n = m.heads, pitch = round_up(rows, kCodeRows);
+  constexpr Dtype e4m3 = Dtype::fp8_e4m3;
   // On a GPU a head's values lie with their rows innermost, as tensor cores take e4m3.
   const bool turned = s.plan.device.device.kind == DeviceKind::cuda;
-  const int64_t pitch = round_up(rows, kCodeRows);
-  const auto values =
-      turned ? s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch})
-             : s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value});
-  encode(s, "value_codes", calls, flat.part<Token, Head, In>(m.nope, {rows, n, m.value}), {},
-         values.part<Token, Head, In>(0, {rows, n, m.value}), Scales::value);
-  return {s.region<Key, Head, Nope>("key_codes", e4m3, {rows, n, m.nope}), k_rope, values};
+  const Expanded made{
+      .k_nope = s.region<Key, Head, Nope>("key_codes", e4m3, {rows, n, m.nope}),
+      .v = turned ? s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value}, {1, m.value * pitch, pitch})
+                  : s.region<Key, Head, Value>("value_codes", e4m3, {rows, n, m.value})};
+  s.add("kv_up", calls,
+        steps::Expand{.x = kv_c,
+                      .x_rows = list,
+                      .keys = made.k_nope,
+                      .values = made.v,
+                      .products = s.region<Token, Out>("keys", s.plan.options.compute,
+                                                       {std::min(rows, kProductRows), n * (m.nope + m.value)})});
+  return made;
+}
+
+Expanded expand(Steps& s, Calls calls, const Operand<Token, Latent>& kv_c, const Operand<Token, Rope>& k_pe,
+                const RowList& list, int64_t rows) {
+  const ModelConfig& m = s.m;
+  const bool by_codes = s.plan.prefills_codes();
+  const Dtype rope = by_codes ? Dtype::fp8_e4m3 : s.plan.options.compute;
+  Expanded made = (by_codes ? codes : products)(s, calls, kv_c, list, rows);
+  if (m.rope > 0)
+    encode(s, "key_rope", calls, of_one_head(k_pe), list,
+           s.region<Token, Head, In>("key_rope", rope, {rows, 1, m.rope}), by_codes ? Scales::key_rope : Scales::none);
+  made.k_pe = s.region<Key, Rope>("key_rope", rope, {rows, m.rope});
+  return made;
 }
 
 // The step's queries as the path multiplies them.
@@ -115,8 +137,8 @@ void expanded_steps(Steps& s, Calls calls) {
   const auto mask = mask_steps(s, calls);
   if (rows > 0)
     attend(s, calls, q,
-           expand(s, calls, s.input<Token, Head, In>(Memory::kv_c, s.act, {s.tokens, 1, m.latent}),
-                  s.input<Token, Head, In>(Memory::k_pe, s.act, {s.tokens, 1, m.rope}),
+           expand(s, calls, s.input<Token, Latent>(Memory::kv_c, s.act, {s.tokens, m.latent}),
+                  s.input<Token, Rope>(Memory::k_pe, s.act, {s.tokens, m.rope}),
                   s.list(ListKind::expanded_tokens, p.expanded_tokens), rows),
            s.list(ListKind::suffix_items, p.suffix_items), mask, false);
   for (size_t c = 0; c < p.chunks.size(); ++c) {
@@ -126,11 +148,9 @@ void expanded_steps(Steps& s, Calls calls) {
     const auto k_pe = context.part<Key, Rope>(m.latent, {chunk.rows, m.rope});
     if (p.gathers_context()) gather_sent(s, calls, c, kv_c, k_pe);
     else s.add("gather", calls, steps::Gather{s.list(ListKind::context_pieces, chunk.pieces, c), kv_c, k_pe});
-    const auto flat = [&](const auto& rope_or_latent, int64_t width) {
-      return Operand<Token, Head, In>(Memory::workspace, s.act, rope_or_latent.offset, {chunk.rows, 1, width},
-                                      {context.stride<Key>(), 0, 1});
-    };
-    attend(s, calls, q, expand(s, calls, flat(kv_c, m.latent), flat(k_pe, m.rope), {}, chunk.rows),
+    attend(s, calls, q,
+           expand(s, calls, context.part<Token, Latent>(0, {chunk.rows, m.latent}),
+                  context.part<Token, Rope>(m.latent, {chunk.rows, m.rope}), {}, chunk.rows),
            s.list(ListKind::context_items, chunk.items, c), mask, !chunk.first);
   }
 }

@@ -26,7 +26,7 @@ struct Reciprocal {
     low = std::max(low, FLT_MIN);
   }
   /// Where neither part over- or underflows.
-  static bool serves(float s) { return s >= 0x1p-60f && s <= 0x1p60f; }
+  static constexpr bool serves(float s) { return s >= 0x1p-60f && s <= 0x1p60f; }
 };
 
 }  // namespace mla::cuda

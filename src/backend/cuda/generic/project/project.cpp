@@ -10,9 +10,11 @@
 #include "backend/cuda/backend.hpp"
 #include "backend/cuda/core/blas.hpp"
 #include "backend/cuda/core/queue.hpp"
+#include "backend/cuda/core/run_of.hpp"
 #include "backend/cuda/generic/cast/cast.hpp"
 #include "backend/cuda/generic/project/activations.hpp"
 #include "backend/cuda/generic/project/dequantise.hpp"
+#include "backend/cuda/generic/project/plain.hpp"
 #include "backend/cuda/generic/project/sum_slices.hpp"
 #include "backend/cuda/gpu_model.hpp"
 #include "backend/cuda/sm90/project/quantised.hpp"
@@ -21,21 +23,10 @@
 namespace mla::cuda {
 namespace {
 
-struct PlainLinear final : Linear {
-  Buffer memory;  // [heads, out, in] of dtype
-};
-
 void require_dtype(Dtype dtype) {
   if (dtype != Dtype::f32 && dtype != Dtype::bf16)
     throw UnsupportedError("cuda weights for products in " + std::string(to_string(dtype)) +
                            "; f32 and bf16 are supported");
-}
-
-// First row when a list counts up from it one by one, otherwise -1.
-int64_t run_of(std::span<const int32_t> rows) {
-  for (size_t i = 1; i < rows.size(); ++i)
-    if (rows[i] != rows[0] + static_cast<int32_t>(i)) return -1;
-  return rows.empty() ? 0 : rows[0];
 }
 
 size_t up(size_t n) { return (n + 255) / 256 * 256; }
@@ -238,7 +229,7 @@ void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, s
 std::shared_ptr<const Linear> pack(std::span<const float> w, int64_t heads, int64_t out, int64_t in, Dtype dtype,
                                    Device device) {
   require_dtype(dtype);
-  auto linear = std::make_shared<PlainLinear>();
+  auto linear = std::make_shared<generic::PlainLinear>();
   linear->heads = heads;
   linear->out = out;
   linear->in = in;
@@ -352,7 +343,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
     const int64_t count = std::min(outs, w.out - out);
     const std::byte* weights = w_at;
     if (quantised) generic::dequantise(queue, *quantised, out, count, w_at);
-    else weights = static_cast<const PlainLinear&>(w).memory.data() + static_cast<size_t>(out * w.in) * size;
+    else weights = static_cast<const generic::PlainLinear&>(w).memory.data() + static_cast<size_t>(out * w.in) * size;
     for (int64_t first = 0; first < a.rows; first += rows) {
       const int64_t n = std::min(rows, a.rows - first);
       AnyView<Token, Head, In> x(a.x.dtype(), a.x.at(std::max<int64_t>(x_first, 0) + (x_rows ? 0 : first), 0, 0),
