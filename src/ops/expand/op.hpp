@@ -21,7 +21,8 @@ struct ExpandArgs {
   List<int32_t> x_rows;                     ///< rows of x to read, in order; empty: row i for row i of the codes
   const Linear* weights = nullptr;          ///< one matrix; of each head Nope outputs, then Value
   AnyMutableView<Key, Head, Nope> keys;     ///< e4m3, Nope dense
-  AnyMutableView<Key, Head, Value> values;  ///< e4m3, Value or Key dense
+  AnyMutableView<Key, Head, Value> values;  ///< e4m3, Value or Key dense; behind Key's last row, up to a multiple of
+                                            ///< 16, 0 may be written
   View<const float, Head> key_scales, value_scales;  ///< above 0; without data: 1
   /// Room for products of some rows at a time, dense: f32, or bf16 of bf16 weights. What is in it afterwards is not
   /// said.

@@ -53,59 +53,62 @@ struct Form {
 
 /// Of the keys' or the values' product: a block of latent rows, and one head or two.
 struct Tile {
-  bool values;
   int32_t block, head;
-  template <class F>
-  __device__ static int32_t count(const Params& p) {
-    return p.blocks * (columns(p, F::key_heads) + columns(p, F::value_heads));
-  }
-  template <class F>
-  __device__ static Tile at(const Params& p, int32_t number) {
-    Tile t;
-    const int32_t keys = p.blocks * columns(p, F::key_heads);
-    t.values = number >= keys;
-    if (t.values) number -= keys;
-    const int32_t each = t.values ? F::value_heads : F::key_heads, whole = kTogether * columns(p, each),
-                  group = number / whole, rest = number % whole, wide = min(kTogether, p.blocks - group * kTogether);
-    t.head = rest / wide * each;
-    t.block = group * kTogether + rest % wide;
-    return t;
-  }
-  __device__ static int32_t columns(const Params& p, int32_t each) { return (p.heads + each - 1) / each; }
 };
 
-/// A cluster's tiles, in turn.
-template <class F, class Do>
-__device__ __forceinline__ void for_tiles(const Params& p, const Do& each) {
-  const int32_t all = Tile::count<F>(p), clusters = static_cast<int32_t>(gridDim.x) / 2;
-  for (int32_t t = static_cast<int32_t>(blockIdx.x) / 2; t < all; t += clusters) each(Tile::at<F>(p, t));
+/// A cluster's tiles in turn: of keys, then of values.
+template <class F, class Keys, class Values>
+__device__ __forceinline__ void for_tiles(const Params& p, const Keys& keys, const Values& values) {
+  const int32_t clusters = static_cast<int32_t>(gridDim.x) / 2;
+  int32_t t = static_cast<int32_t>(blockIdx.x) / 2;
+  const auto go_through = [&](int32_t each, const auto& call) {
+    const int32_t columns = (p.heads + each - 1) / each, all = p.blocks * columns;
+    for (; t < all; t += clusters) {
+      const int32_t group = t / (kTogether * columns), rest = t % (kTogether * columns),
+                    wide = min(kTogether, p.blocks - group * kTogether);
+      call(Tile{group * kTogether + rest % wide, rest / wide * each});
+    }
+    t -= all;
+  };
+  go_through(F::key_heads, keys);
+  go_through(F::value_heads, values);
 }
 
 template <class F>
 __device__ __forceinline__ void load(const Params& p, Shared& shared, int rank) {
   int32_t n = 0;
-  for_tiles<F>(p, [&](const Tile& tile) {
-    // Of B each CTA loads half: a head of two, or half of its outputs.
-    const int32_t row = tile.block * kBlock + rank * kRows, first = tile.head * F::width,
-                  keys = first + rank * (F::key_heads == 2 ? F::width : F::nope / 2),
-                  values = first + F::nope + rank * (F::value_heads == 2 ? F::width : F::value / 2);
+  const auto load_tile = [&](int columns, const auto& of_a, const auto& of_b) {
     for (int32_t step = 0; step < p.steps; ++step, ++n) {
       const int32_t slot = n % kStages, input = step * kInputs;
-      const uint32_t full = smem_address(&shared.full[slot]), a = smem_address(shared.a[slot]),
-                     b = smem_address(shared.b[slot]);
+      const uint32_t full = smem_address(&shared.full[slot]), b = smem_address(shared.b[slot]);
       mbarrier_wait(smem_address(&shared.empty[slot]), n / kStages % 2 ^ 1);
-      const auto bytes = [](int columns) { return static_cast<uint32_t>((kRows + columns) * 2 * kInputs); };
-      if (tile.values) {
-        mbarrier_arrive_expect(full, bytes(kColumns));
-        tma_load(a, p.value_weights, full, input, values);
-        tma_load_multicast(b + rank * (kColumns * kInputs), p.x, full, 3, input, row);
-      } else {
-        mbarrier_arrive_expect(full, bytes(F::key_columns));
-        tma_load(a, p.x, full, input, row);
-        tma_load_multicast(b + rank * (F::key_columns * kInputs), p.key_weights, full, 3, input, keys);
-      }
+      mbarrier_arrive_expect(full, static_cast<uint32_t>((kRows + columns) * 2 * kInputs));
+      of_a(smem_address(shared.a[slot]), full, input);
+      of_b(b + static_cast<uint32_t>(rank * columns * kInputs), full, input);
     }
-  });
+  };
+  // Of B each CTA loads half: one head of two, or half of what one has.
+  const auto row_of = [&](const Tile& tile) { return tile.block * kBlock + rank * kRows; };
+  const auto own = [&](const Tile& tile, int heads, int outputs) {
+    return tile.head * F::width + rank * (heads == 2 ? F::width : outputs / 2);
+  };
+  for_tiles<F>(
+      p,
+      [&](const Tile& tile) {
+        load_tile(
+            F::key_columns, [&](uint32_t a, uint32_t full, int at) { tma_load(a, p.x, full, at, row_of(tile)); },
+            [&](uint32_t b, uint32_t full, int at) {
+              tma_load_multicast(b, p.key_weights, full, 3, at, own(tile, F::key_heads, F::nope));
+            });
+      },
+      [&](const Tile& tile) {
+        load_tile(
+            kColumns,
+            [&](uint32_t a, uint32_t full, int at) {
+              tma_load(a, p.value_weights, full, at, own(tile, F::value_heads, F::value) + F::nope);
+            },
+            [&](uint32_t b, uint32_t full, int at) { tma_load_multicast(b, p.x, full, 3, at, row_of(tile)); });
+      });
 }
 
 /// Division by a scale as Reciprocal has it.
@@ -139,14 +142,9 @@ class Multiplier {
       : p_(p), shared_(shared), rank_(rank), group_(group), thread_(static_cast<int>(threadIdx.x) % 128) {}
 
   __device__ __forceinline__ void run() {
-    for_tiles<F>(p_, [&](const Tile& tile) {
-      if constexpr (F::key_columns == kColumns) {
-        go_through<kColumns>(tile);
-      } else {
-        if (tile.values) go_through<kColumns>(tile);
-        else go_through<F::key_columns>(tile);
-      }
-    });
+    for_tiles<F>(
+        p_, [&](const Tile& tile) { go_through<false, F::key_columns>(tile); },
+        [&](const Tile& tile) { go_through<true, kColumns>(tile); });
     if (thread_ == 0) bulk_wait<0>();
   }
 
@@ -155,7 +153,7 @@ class Multiplier {
     if (thread_ < 2) mbarrier_arrive_remote(smem_address(&shared_.empty[n % kStages]), static_cast<uint32_t>(thread_));
   }
 
-  template <int columns>
+  template <bool values, int columns>
   __device__ __forceinline__ void go_through(const Tile& tile) {
     using Product = Wgmma<columns, __nv_bfloat16>;
     float d[columns / 2];
@@ -179,21 +177,21 @@ class Multiplier {
     wgmma_wait<0>();
     wgmma_pin(d);
     release(n_ - 1);
-    encode<columns>(tile, d);
-    store(tile);
+    encode<values, columns>(tile, d);
+    store<values>(tile);
   }
 
   // The tile's sums as codes in shared memory.
-  template <int columns>
+  template <bool values, int columns>
   __device__ __forceinline__ void encode(const Tile& tile, float (&d)[columns / 2]) const {
     const auto scale = [&](int head) {
-      const float* const scales = tile.values ? p_.value_scales : p_.key_scales;
-      const int64_t step = tile.values ? p_.value_scale_head : p_.key_scale_head;
+      const float* const scales = values ? p_.value_scales : p_.key_scales;
+      const int64_t step = values ? p_.value_scale_head : p_.key_scale_head;
       return scales ? __ldg(scales + min(head, p_.heads - 1) * step) : 1.0f;
     };
     // Columns of keys may be two heads', rows of values a CTA's own.
-    const int32_t own = tile.head + (tile.values && F::value_heads == 2 ? rank_ : 0);
-    const float scales[2] = {scale(own), scale(own + (!tile.values && F::key_heads == 2))};
+    const int32_t own = tile.head + (values && F::value_heads == 2 ? rank_ : 0);
+    const float scales[2] = {scale(own), scale(own + (!values && F::key_heads == 2))};
     Inverse by[2];
     if (Reciprocal::serves(scales[0]) && Reciprocal::serves(scales[1])) {
       by[0] = Inverse(scales[0]), by[1] = Inverse(scales[1]);
@@ -236,6 +234,7 @@ class Multiplier {
   }
 
   // To memory, by the copy engine; what lies past the rows, the heads or a head's outputs goes nowhere.
+  template <bool values>
   __device__ __forceinline__ void store(const Tile& tile) const {
     fence_async_proxy();
     barrier_sync(static_cast<int>(Barrier::group_0) + group_, 128);
@@ -245,13 +244,10 @@ class Multiplier {
     for (int half = 0; half < 2; ++half) {
       const uint32_t from = smem_address(shared_.codes[group_][half]);
       const int32_t rows = first + half * kBox;
-      if (tile.values) {
-        if constexpr (F::value_heads == 2) tma_store(p_.values, from, rows, group_ * 64, tile.head + rank_);
-        else tma_store(p_.values, from, rows, rank_ * kRows + group_ * 64, tile.head);
-      } else {
-        if constexpr (F::key_heads == 2) tma_store(p_.keys, from, 0, tile.head + half, row);
-        else tma_store(p_.keys, from, half * kBox, tile.head, row);
-      }
+      if constexpr (values && F::value_heads == 2) tma_store(p_.values, from, rows, group_ * 64, tile.head + rank_);
+      else if constexpr (values) tma_store(p_.values, from, rows, rank_ * kRows + group_ * 64, tile.head);
+      else if constexpr (F::key_heads == 2) tma_store(p_.keys, from, 0, tile.head + half, row);
+      else tma_store(p_.keys, from, half * kBox, tile.head, row);
     }
     bulk_commit();
   }
