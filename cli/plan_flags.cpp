@@ -38,7 +38,8 @@ PlanFlags::PlanFlags(CLI::App& c) {
                       "by_length: longest query that takes the latent path; sparse: longest decode", 0, kMostTokens);
   text("--split", split_,
        "fast, or batch_invariant: a request's bits follow from its tokens alone, not from other requests or how its "
-       "prompt was cut into steps; --path automatic and by_length are then latent, by_prompt has prompts in less time");
+       "prompt was cut into steps; --path automatic and by_length are then latent, by_prompt has prompts in less time "
+       "(and is what a run of a dense model does, if --path is not given)");
   text("--sparse", sparse_, "automatic, mixed, direct, upconvert, masked or dense");
   text("--index-cache", index_cache_, "format of the indexer's keys: f32, bf16 or fp8");
   text("--index-arithmetic", index_arithmetic_,

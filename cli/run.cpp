@@ -176,6 +176,10 @@ serve::Options options_of(const CLI::App& command, const Flags& f, const Job* jo
   o.weights = f.plan->weights(), o.up = f.plan->up(), o.products = f.plan->products(), o.format = f.plan->cache();
   o.absorption = read_option("--absorption", f.absorption, parse_absorption);
   f.plan->read(o.plan);
+  // A run knows its prompts: they need not take the latent path because what is behind them does.
+  if (command.get_option("--path")->count() == 0 && o.plan.split == SplitPolicy::batch_invariant && !o.model.indexer &&
+      o.absorption != Absorption::full)
+    o.plan.path = PathPolicy::by_prompt;
   refuse_unread(command, f);
   if (command.get_option("--decode-length")->count() > 0 && o.plan.path != PathPolicy::by_length && !o.model.indexer)
     throw InputError("--decode-length is read with --path by_length, or of a sparse model");

@@ -544,6 +544,21 @@ TEST_F(Command, BenchWritesReportWithPeers) {
   expect_bad(bench + "--report /no/such/folder/x.html", {"/no/such/folder/x.html", "cannot be written"});
 }
 
+TEST_F(Command, InvariantRunsHavePromptsOnAPathOfTheirOwn) {
+  const auto path = [&](const std::string& flags) {
+    const Outcome o =
+        mla("run --model deepseek-v2-lite --layers 1 --requests 1 --input-len 8 --output-len 2 --rate 0 " +
+            std::string("--verify 1 ") + flags);
+    EXPECT_EQ(o.status, 0) << o.out << o.err;
+    const size_t at = o.out.find("path ") + 5;
+    return o.out.substr(at, o.out.find(',', at) - at);
+  };
+  EXPECT_EQ(path(""), "automatic");
+  EXPECT_EQ(path("--split batch_invariant"), "by_prompt");
+  EXPECT_EQ(path("--split batch_invariant --path latent"), "latent");
+  EXPECT_EQ(path("--split batch_invariant --absorption full"), "automatic");
+}
+
 TEST_F(Command, BenchPlanIsVerified) {
   const Outcome o = mla("bench plan --rounds 4 --min-time 0.01");
   EXPECT_EQ(o.status, 0) << o.out << o.err;
