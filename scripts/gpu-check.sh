@@ -117,9 +117,10 @@ sanitize() {
 start_sanitizers() {
   # Longest first.
   for shard in 0 1 2; do  # attend_latent's races are looked for below
-    sanitize racecheck.test_cuda_ops.$shard racecheck test_cuda_ops '*EveryOpOnGpu*-*/attend_latent:*/select_topk' \
+    sanitize racecheck.test_cuda_ops.$shard racecheck test_cuda_ops '*EveryOpOnGpu*-*/attend_latent:*/expand:*/select_topk' \
       MLA_TEST_MAX_FLOPS=3e5 GTEST_TOTAL_SHARDS=3 GTEST_SHARD_INDEX=$shard
   done
+  sanitize racecheck.test_cuda_ops.expand racecheck test_cuda_ops '*EveryOpOnGpu*/expand' MLA_TEST_MAX_FLOPS=3e6
   sanitize racecheck.test_cuda_ops.select_topk racecheck test_cuda_ops '*EveryOpOnGpu*/select_topk' MLA_TEST_MAX_FLOPS=3e4
   local narrow='Shapes/*/one_block:Shapes/*/one_position:Shapes/*/h16_4k:Shapes/*/h16_none'
   local wide='WideShapes/*/h64_*_block*:WideShapes/*/h128_one_block:RowByRow/*_three_blocks'  # by boxes; row by row

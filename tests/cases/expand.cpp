@@ -174,15 +174,17 @@ std::vector<Params> sweep(uint64_t seed) {
     for (WeightFormat format : {WeightFormat::fp8, WeightFormat::mxfp4})
       for (int64_t rows : {1, 40}) add(rows, 2, {64, 32, 16}, dtype, format);
   }
-  // As Hopper's kernel takes them, where values have their rows innermost: blocks of 256 rows, one head more than
-  // pairs, and inputs from one step of 64 on.
-  for (const Dims& d : {Dims{512, 128, 128}, Dims{64, 128, 128}, Dims{512, 192, 256}, Dims{320, 192, 256}})
-    for (int64_t rows : {1, 16, 31, 255, 257, 700})
-      for (int64_t heads : {1, 2, 3}) {
-        if (rows * heads * d.latent > 1 << 19) continue;
-        while ((seed + 1) / 2 % 2 == 0) ++seed;
-        add(rows, heads, d, Dtype::bf16);
-      }
+  // As Hopper's kernel takes them, where values have their rows innermost: rows in 128s and 256s, one head more than
+  // pairs; and so many tiles that each cluster has several, and rows in sections of 16K.
+  const auto add_turned = [&](int64_t rows, int64_t heads, const Dims& d) {
+    while ((seed + 1) / 2 % 2 == 0) ++seed;
+    add(rows, heads, d, Dtype::bf16);
+  };
+  for (const Dims& d : {Dims{512, 128, 128}, Dims{512, 192, 256}})
+    for (int64_t heads : {1, 2, 3})
+      for (int64_t rows : {1, 31, 127, 129, 257}) add_turned(rows, heads, d);
+  add_turned(16600, 3, {512, 128, 128});
+  add_turned(5000, 5, {512, 192, 256});
   Random random(seed);
   for (int i = 0; i < 12; ++i) {
     const int64_t rows = random.integer(0, 90), heads = random.integer(1, 5), latent = random.integer(1, 200),
