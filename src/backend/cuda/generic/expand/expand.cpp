@@ -24,6 +24,7 @@ void expand_on_hopper(const Queue& queue, const ops::ExpandArgs& a) {
                  {.x = x,
                   .x_row = x_row,
                   .weights = w.memory.data(),
+                  .latent = latent,
                   .keys = a.keys.slice<Key>(first, count),
                   .values = a.values.slice<Key>(first, count),
                   .key_scales = a.key_scales,

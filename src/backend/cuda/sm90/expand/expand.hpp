@@ -13,16 +13,17 @@
 namespace mla::cuda::sm90 {
 
 struct ExpandCodes {
-  const void* x = nullptr;  ///< bf16 [rows, 512], 16-byte aligned; x_row elements apart, a multiple of 8
+  const void* x = nullptr;  ///< bf16 [rows, latent], 16-byte aligned; x_row elements apart, a multiple of 8
   int64_t x_row = 0;
-  const void* weights = nullptr;  ///< bf16 [heads, nope + value, 512]
+  const void* weights = nullptr;  ///< bf16 [heads, nope + value, latent]
+  int64_t latent = 0;
   AnyMutableView<Key, Head, Nope> keys;
   AnyMutableView<Key, Head, Value> values;
   View<const float, Head> key_scales, value_scales;  ///< device; without data: 1
 };
 
-/// bf16 weights as they are, of 128 / 128 or 192 / 256 outputs of a head's key / value and 512 inputs; bf16 products;
-/// codes at multiples of 16 bytes, values with the rows innermost.
+/// bf16 weights as they are, of 128 / 128 or 192 / 256 outputs of a head's key / value; latent a multiple of 64; bf16
+/// products; codes at multiples of 16 bytes, values with the rows innermost.
 bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
 void expand(cudaStream_t stream, const ExpandCodes& a, int multiprocessors);
 
