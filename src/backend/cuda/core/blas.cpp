@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <span>
+#include <vector>
 
 #include "backend/cuda/core/check.hpp"
 
@@ -93,6 +94,10 @@ uint32_t alignment(const void* data, int64_t row, int64_t matrix, Dtype dtype, b
 // sum a tile leaves idle. Of 7168 x 16384 and 128 rows 62 us for 69.
 bool sums_whole(const Product& p) { return p.rows > 64 && p.batch == 1 && p.out * p.in >= int64_t{1} << 26; }
 
+// Where bits must not depend on the number of rows: whose algorithm says what they are, and the most that algorithms
+// are looked for.
+constexpr int64_t kInvariantRows = 64, kMostInvariantRows = 8192;
+
 bool splits(const cublasLtMatmulAlgo_t& algorithm) {
   int32_t parts = 1;
   size_t written = 0;
@@ -112,7 +117,6 @@ Blas::Blas(std::string_view device) {
     library().destroy(handle_);
     check(status, device, "workspace of cuBLASLt");
   }
-  // On it nothing ever runs.
   if (cudaStreamCreateWithFlags(&trial_, cudaStreamNonBlocking) != cudaSuccess) {
     cudaGetLastError();
     trial_ = nullptr;
@@ -186,7 +190,51 @@ bool Blas::launches_kernels_alone(const Problem& problem, const Product& p,
   return alone;
 }
 
-std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const Product& p, std::string_view op) {
+// By sums that would be 0, were they exact: what is found follows from the order of summing alone.
+bool Blas::same_bits(const Product& p, const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) const {
+  constexpr int64_t kSide = 128;  // rows and outputs
+  if (!trial_ || (p.dtype != Dtype::bf16 && p.dtype != Dtype::f32)) return false;
+  const int64_t half = p.in / 2, row = (p.in + 15) / 16 * 16;
+  const size_t size = size_of(p.dtype), y_bytes = static_cast<size_t>(kSide * kSide) * size_of(p.y_dtype),
+               x_bytes = static_cast<size_t>(kSide * row) * size;
+  std::vector<std::byte> numbers(2 * x_bytes);  // x, then w
+  uint64_t state = 1;
+  for (int64_t i = 0; i < 2 * kSide; ++i)
+    for (int64_t k = 0; k < half; ++k) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      const float value = static_cast<float>(static_cast<int32_t>(state >> 32)) * 0x1p-31f;
+      store_float(p.dtype, numbers.data(), i * row + k, value);
+      // Each product once more, negative, somewhere else.
+      store_float(p.dtype, numbers.data(), i * row + half + (k + half / 3) % half, i < kSide ? value : -value);
+    }
+  std::vector<std::byte> found[2];
+  std::byte* memory = nullptr;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a caller may be capturing
+  if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return false;
+  bool good = cudaMalloc(reinterpret_cast<void**>(&memory), 2 * x_bytes + y_bytes) == cudaSuccess &&
+              cudaMemcpyAsync(memory, numbers.data(), 2 * x_bytes, cudaMemcpyHostToDevice, trial_) == cudaSuccess;
+  if (good) {
+    Product t = p;
+    t.rows = t.out = kSide, t.batch = 1;
+    t.x = memory, t.w = memory + x_bytes, t.y = memory + 2 * x_bytes;
+    t.x_row = t.w_row = row, t.y_row = kSide;
+    t.x_matrix = t.w_matrix = t.y_matrix = 0;
+    const Problem problem(t, kSide, "project");
+    for (int i = 0; good && i < 2; ++i) {
+      found[i].resize(y_bytes);
+      good = launch(problem, t, i == 0 ? a : b, trial_) == CUBLAS_STATUS_SUCCESS &&
+             cudaMemcpyAsync(found[i].data(), t.y, y_bytes, cudaMemcpyDeviceToHost, trial_) == cudaSuccess &&
+             cudaStreamSynchronize(trial_) == cudaSuccess;
+    }
+  }
+  cudaFree(memory);
+  cudaGetLastError();  // what a trial did wrong is nobody's error
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  return good && found[0] == found[1];
+}
+
+Blas::Algorithm Blas::choose(const Problem& problem, const Product& p, const Algorithm& like,
+                             std::string_view op) const {
   if (!problem.known) return {};
   const Library& l = library();
   cublasLtMatmulPreferenceOpaque_t preference;
@@ -215,11 +263,18 @@ std::optional<cublasLtMatmulAlgo_t> Blas::choose(const Problem& problem, const P
     return {};
   require(status, op, "choice of an algorithm", p);
   const std::span<const cublasLtMatmulHeuristicResult_t> candidates(found.data(), static_cast<size_t>(count));
-  const auto wanted = [&](const cublasLtMatmulHeuristicResult_t& c) {
+  const auto alone = [&](const cublasLtMatmulHeuristicResult_t& c) {
     return !(sums_whole(p) && splits(c.algo)) && launches_kernels_alone(problem, p, c.algo);
   };
-  const auto best = std::find_if(candidates.begin(), candidates.end(), wanted);
-  return (best == candidates.end() ? candidates.front() : *best).algo;
+  // Of many rows it does not matter what a launch costs.
+  constexpr int64_t kMany = 256;
+  const auto alike = [&](const cublasLtMatmulHeuristicResult_t& c) {
+    return (p.rows > kMany || alone(c)) && same_bits(p, c.algo, *like);
+  };
+  const auto best = like ? std::find_if(candidates.begin(), candidates.end(), alike)
+                         : std::find_if(candidates.begin(), candidates.end(), alone);
+  if (best != candidates.end()) return best->algo;
+  return like ? like : candidates.front().algo;
 }
 
 cublasStatus_t Blas::launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
@@ -243,9 +298,27 @@ bool Blas::try_multiply(const Product& p, cudaStream_t stream, std::string_view 
   if (!missing_.empty()) return false;
   if (p.rows == 0 || p.out == 0 || p.batch == 0) return true;
   // Algorithms are chosen for a few numbers of rows; a product takes that of the next one up.
-  constexpr int64_t kInvariantRows = 64;  // 128 are 3% faster for prefills, and 14% slower for 8 rows
-  const int64_t rows =
-      p.invariant ? kInvariantRows : static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(p.rows)));
+  const int64_t rows = static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(p.rows)));
+  const Algorithm& chosen = algorithm(p, p.invariant ? std::clamp(rows, kInvariantRows, kMostInvariantRows) : rows, op);
+  if (!chosen) return false;
+  Problem problem(p, p.rows, op);
+  cublasStatus_t status = launch(problem, p, *chosen, stream);
+  const auto refused = [&] { return status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE; };
+  if (refused()) {  // an algorithm need not serve fewer rows
+    const Algorithm own = p.invariant ? algorithm(p, kInvariantRows, op) : choose(problem, p, {}, op);
+    if (!own) return false;
+    status = launch(problem, p, *own, stream);
+    if (refused() && p.invariant)
+      throw UnsupportedError(std::string(op) + ": cuBLASLt does not run for " + std::to_string(p.rows) +
+                             " rows the algorithm that it has for " + std::to_string(kInvariantRows) + " (" +
+                             shape_of(p) + ")");
+    if (refused()) return false;
+  }
+  require(status, op, "product", p);
+  return true;
+}
+
+const Blas::Algorithm& Blas::algorithm(const Product& p, int64_t rows, std::string_view op) {
   const Key key{rows,
                 p.out,
                 p.in,
@@ -258,22 +331,13 @@ bool Blas::try_multiply(const Product& p, cudaStream_t stream, std::string_view 
                 p.y_matrix,
                 p.invariant,
                 alignment(p.x, 0, 0, p.dtype, p.invariant) * 512 + alignment(p.y, 0, 0, p.y_dtype, p.invariant)};
-  auto at = algorithms_.find(key);
-  if (at == algorithms_.end()) at = algorithms_.emplace(key, choose(Problem(p, rows, op), p, op)).first;
-  if (!at->second) return false;
-  Problem problem(p, p.rows, op);
-  cublasStatus_t status = launch(problem, p, *at->second, stream);
-  if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) {
-    if (p.invariant)
-      throw UnsupportedError(std::string(op) + ": cuBLASLt does not run for " + std::to_string(p.rows) +
-                             " rows the algorithm that it has for " + std::to_string(rows) + " (" + shape_of(p) + ")");
-    const auto own = choose(problem, p, op);  // an algorithm need not serve fewer rows
-    if (!own) return false;
-    status = launch(problem, p, *own, stream);
-    if (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE) return false;
+  if (const auto at = algorithms_.find(key); at != algorithms_.end()) return at->second;
+  Algorithm like;
+  if (p.invariant && rows > kInvariantRows) {
+    like = algorithm(p, kInvariantRows, op);
+    if (!like) return algorithms_.emplace(key, like).first->second;
   }
-  require(status, op, "product", p);
-  return true;
+  return algorithms_.emplace(key, choose(Problem(p, rows, op), p, like, op)).first->second;
 }
 
 }  // namespace mla::cuda

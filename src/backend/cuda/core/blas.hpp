@@ -28,8 +28,9 @@ struct Product {
   void* y = nullptr;
   int64_t x_row = 0, x_matrix = 0, w_row = 0, w_matrix = 0, y_row = 0, y_matrix = 0;
   const float *x_scales = nullptr, *w_scales = nullptr;
-  /// One algorithm whatever the number of rows, so that a row's bits do not depend on the others; UnsupportedError
-  /// where it does not run for these. It sums a whole `in`: of few outputs that takes long.
+  /// One order of summing whatever the number of rows, so that a row's bits do not depend on the others: that of the
+  /// algorithm for few rows; UnsupportedError where it does not run for these. Many rows take one that gives the same
+  /// bits, where there is one. Both sum a whole `in`: of few outputs that takes long.
   bool invariant = false;
 };
 
@@ -48,7 +49,11 @@ class Blas {
  private:
   using Key = std::array<int64_t, 12>;
   struct Problem;
-  std::optional<cublasLtMatmulAlgo_t> choose(const Problem& problem, const Product& p, std::string_view op);
+  using Algorithm = std::optional<cublasLtMatmulAlgo_t>;  // empty: there is none
+  const Algorithm& algorithm(const Product& p, int64_t rows, std::string_view op);
+  // like: only one with the same bits, or that one.
+  Algorithm choose(const Problem& problem, const Product& p, const Algorithm& like, std::string_view op) const;
+  bool same_bits(const Product& p, const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) const;
   bool launches_kernels_alone(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm) const;
   cublasStatus_t launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
                         cudaStream_t stream) const;
@@ -56,8 +61,8 @@ class Blas {
   std::string missing_;  // why there is no cuBLASLt; empty when there is
   cublasLtHandle_t handle_ = nullptr;
   void* workspace_ = nullptr;
-  cudaStream_t trial_ = nullptr;                                   // captured to see what an algorithm launches
-  std::map<Key, std::optional<cublasLtMatmulAlgo_t>> algorithms_;  // empty: there is none
+  cudaStream_t trial_ = nullptr;  // where it is seen what an algorithm launches, and which bits it gives
+  std::map<Key, Algorithm> algorithms_;
 };
 
 }  // namespace mla::cuda

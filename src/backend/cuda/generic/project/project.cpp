@@ -119,10 +119,10 @@ void project_widened(const Queue& queue, const ops::ProjectArgs& a, const generi
 
 // Pieces of about one size, whole tiles of the product: cuBLASLt took 10 times as long for 21845 outputs of a matrix,
 // whose rows then lie at odd addresses, as for 24576.
-int64_t outputs_at_once(int64_t out, int64_t most) {
+int64_t pieces_of(int64_t all, int64_t most) {
   constexpr int64_t kTile = 128;
-  if (most >= out || most < kTile) return std::min(out, most);
-  const int64_t pieces = (out + most - 1) / most, even = (out + pieces - 1) / pieces;
+  if (most >= all || most < kTile) return std::min(all, most);
+  const int64_t pieces = (all + most - 1) / most, even = (all + pieces - 1) / pieces;
   return std::min((even + kTile - 1) / kTile * kTile, most / kTile * kTile);
 }
 
@@ -207,19 +207,20 @@ void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, s
   if (most < 1)
     throw ShapeError("project: scratch has room for " + std::to_string(parts.size()) + " sums, one row needs " +
                      std::to_string(slices * whole.out));
-  for (int64_t first = 0; first < whole.rows; first += most) {
+  const int64_t at_once = pieces_of(whole.rows, most);
+  for (int64_t first = 0; first < whole.rows; first += at_once) {
     Product p = whole;
-    p.rows = std::min(most, whole.rows - first);
+    p.rows = std::min(at_once, whole.rows - first);
     p.x = static_cast<const std::byte*>(whole.x) + static_cast<size_t>(first * whole.x_row) * size_of(whole.dtype);
     p.in = p.x_matrix = p.w_matrix = whole.in / slices;
     p.batch = slices;
-    p.y = parts.data(), p.y_dtype = Dtype::f32, p.y_row = whole.out, p.y_matrix = most * whole.out;
+    p.y = parts.data(), p.y_dtype = Dtype::f32, p.y_row = whole.out, p.y_matrix = at_once * whole.out;
     queue.blas().multiply(p, queue.stream(), "project");
     std::byte* const y =
         static_cast<std::byte*>(whole.y) + static_cast<size_t>(first * whole.y_row) * size_of(whole.y_dtype);
     generic::sum_slices(queue, {.slices = parts.data(),
                                 .count = slices,
-                                .most_rows = most,
+                                .most_rows = at_once,
                                 .y = {whole.y_dtype, y, {p.rows, whole.out}, {whole.y_row, 1}}});
   }
 }
@@ -321,12 +322,13 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const size_t x_row = stage_x ? static_cast<size_t>(w.heads * w.in) * size : 0,
                y_row = stage_y ? static_cast<size_t>(w.heads * w.out) * y_size : 0,
                w_out = quantised ? static_cast<size_t>(w.heads * w.in) * size : 0;
-  // Sums of slices have half of it.
+  // Sums of slices have half of it, or all that nothing else needs.
   const int64_t slices = a.batch_invariant && w.heads == 1 ? slices_of(w) : 1;
-  const size_t room = slices > 1 ? a.scratch.per_worker / 2 : a.scratch.per_worker;
+  const bool alone = x_row + y_row + w_out == 0;
+  const size_t room = slices == 1 ? a.scratch.per_worker : alone ? 0 : a.scratch.per_worker / 2;
   float* const parts = reinterpret_cast<float*>(a.scratch.data + up(room));
   const size_t for_weights = w_out > 0 ? (x_row + y_row > 0 ? room / 2 : room) : 0;
-  const int64_t outs = w_out > 0 ? outputs_at_once(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
+  const int64_t outs = w_out > 0 ? pieces_of(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
   const int64_t rows = x_row + y_row > 0 ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) /
                                                                          static_cast<int64_t>(x_row + y_row))
                                          : a.rows;
