@@ -190,44 +190,52 @@ bool Blas::launches_kernels_alone(const Problem& problem, const Product& p,
   return alone;
 }
 
-// By sums that would be 0, were they exact: what is found follows from the order of summing alone.
+// By sums that would be 0, were they exact: what is found follows from the order of summing alone. Memory comes and
+// goes in the trial's stream, so that nothing waits for others.
 bool Blas::same_bits(const Product& p, const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) const {
   constexpr int64_t kSide = 128;  // rows and outputs
-  if (!trial_ || (p.dtype != Dtype::bf16 && p.dtype != Dtype::f32)) return false;
+  if (!trial_) return false;
   const int64_t half = p.in / 2, row = (p.in + 15) / 16 * 16;
-  const size_t size = size_of(p.dtype), y_bytes = static_cast<size_t>(kSide * kSide) * size_of(p.y_dtype),
-               x_bytes = static_cast<size_t>(kSide * row) * size;
-  std::vector<std::byte> numbers(2 * x_bytes);  // x, then w
+  const bool codes = p.dtype == Dtype::fp8_e4m3;
+  const size_t x_bytes = static_cast<size_t>(kSide * row) * size_of(p.dtype),
+               scales = codes ? static_cast<size_t>((p.in + 127) / 128 * kSide) : 0,
+               given_bytes = 2 * x_bytes + scales * sizeof(float),
+               y_bytes = static_cast<size_t>(kSide * kSide) * size_of(p.y_dtype);
+  std::vector<std::byte> given(given_bytes);  // x, w and scales of 1
   uint64_t state = 1;
   for (int64_t i = 0; i < 2 * kSide; ++i)
     for (int64_t k = 0; k < half; ++k) {
       state = state * 6364136223846793005u + 1442695040888963407u;
       const float value = static_cast<float>(static_cast<int32_t>(state >> 32)) * 0x1p-31f;
-      store_float(p.dtype, numbers.data(), i * row + k, value);
+      store_float(p.dtype, given.data(), i * row + k, value);
       // Each product once more, negative, somewhere else.
-      store_float(p.dtype, numbers.data(), i * row + half + (k + half / 3) % half, i < kSide ? value : -value);
+      store_float(p.dtype, given.data(), i * row + half + (k + half / 3) % half, i < kSide ? value : -value);
     }
+  std::fill_n(reinterpret_cast<float*>(given.data() + 2 * x_bytes), scales, 1.0f);
+
   std::vector<std::byte> found[2];
-  std::byte* memory = nullptr;
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // a caller may be capturing
   if (cudaThreadExchangeStreamCaptureMode(&mode) != cudaSuccess) return false;
-  bool good = cudaMalloc(reinterpret_cast<void**>(&memory), 2 * x_bytes + y_bytes) == cudaSuccess &&
-              cudaMemcpyAsync(memory, numbers.data(), 2 * x_bytes, cudaMemcpyHostToDevice, trial_) == cudaSuccess;
+  void* memory = nullptr;
+  bool good = cudaMallocAsync(&memory, kWorkspace + given_bytes + y_bytes, trial_) == cudaSuccess;
   if (good) {
+    std::byte* const x = static_cast<std::byte*>(memory) + kWorkspace;
     Product t = p;
     t.rows = t.out = kSide, t.batch = 1;
-    t.x = memory, t.w = memory + x_bytes, t.y = memory + 2 * x_bytes;
+    t.x = x, t.w = x + x_bytes, t.y = x + given_bytes;
     t.x_row = t.w_row = row, t.y_row = kSide;
     t.x_matrix = t.w_matrix = t.y_matrix = 0;
+    t.x_scales = t.w_scales = codes ? reinterpret_cast<const float*>(x + 2 * x_bytes) : nullptr;
     const Problem problem(t, kSide, "project");
+    good = cudaMemcpyAsync(x, given.data(), given_bytes, cudaMemcpyHostToDevice, trial_) == cudaSuccess;
     for (int i = 0; good && i < 2; ++i) {
       found[i].resize(y_bytes);
-      good = launch(problem, t, i == 0 ? a : b, trial_) == CUBLAS_STATUS_SUCCESS &&
-             cudaMemcpyAsync(found[i].data(), t.y, y_bytes, cudaMemcpyDeviceToHost, trial_) == cudaSuccess &&
-             cudaStreamSynchronize(trial_) == cudaSuccess;
+      good = launch(problem, t, i == 0 ? a : b, trial_, memory) == CUBLAS_STATUS_SUCCESS &&
+             cudaMemcpyAsync(found[i].data(), t.y, y_bytes, cudaMemcpyDeviceToHost, trial_) == cudaSuccess;
     }
+    cudaFreeAsync(memory, trial_);
+    good = cudaStreamSynchronize(trial_) == cudaSuccess && good;
   }
-  cudaFree(memory);
   cudaGetLastError();  // what a trial did wrong is nobody's error
   cudaThreadExchangeStreamCaptureMode(&mode);
   return good && found[0] == found[1];
@@ -278,13 +286,14 @@ Blas::Algorithm Blas::choose(const Problem& problem, const Product& p, const Alg
 }
 
 cublasStatus_t Blas::launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
-                            cudaStream_t stream) const {
+                            cudaStream_t stream, void* workspace) const {
   const float one = 1, zero = 0;
-  return library().matmul(
-      handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc), &one, p.w,
-      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), p.x, const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x),
-      &zero, p.y, const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), p.y,
-      const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &algorithm, workspace_, kWorkspace, stream);
+  return library().matmul(handle_, const_cast<cublasLtMatmulDescOpaque_t*>(&problem.desc), &one, p.w,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.w), p.x,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.x), &zero, p.y,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), p.y,
+                          const_cast<cublasLtMatrixLayoutOpaque_t*>(&problem.y), &algorithm,
+                          workspace ? workspace : workspace_, kWorkspace, stream);
 }
 
 void Blas::multiply(const Product& p, cudaStream_t stream, std::string_view op) {

@@ -56,7 +56,7 @@ class Blas {
   bool same_bits(const Product& p, const cublasLtMatmulAlgo_t& a, const cublasLtMatmulAlgo_t& b) const;
   bool launches_kernels_alone(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm) const;
   cublasStatus_t launch(const Problem& problem, const Product& p, const cublasLtMatmulAlgo_t& algorithm,
-                        cudaStream_t stream) const;
+                        cudaStream_t stream, void* workspace = nullptr) const;
 
   std::string missing_;  // why there is no cuBLASLt; empty when there is
   cublasLtHandle_t handle_ = nullptr;
