@@ -230,8 +230,10 @@ bool Blas::same_bits(const Product& p, const cublasLtMatmulAlgo_t& a, const cubl
     good = cudaMemcpyAsync(x, given.data(), given_bytes, cudaMemcpyHostToDevice, trial_) == cudaSuccess;
     for (int i = 0; good && i < 2; ++i) {
       found[i].resize(y_bytes);
-      good = launch(problem, t, i == 0 ? a : b, trial_, memory) == CUBLAS_STATUS_SUCCESS &&
-             cudaMemcpyAsync(found[i].data(), t.y, y_bytes, cudaMemcpyDeviceToHost, trial_) == cudaSuccess;
+      good =
+          cudaMemsetAsync(t.y, i == 0 ? 0x00 : 0xff, y_bytes, trial_) == cudaSuccess &&  // what is not written differs
+          launch(problem, t, i == 0 ? a : b, trial_, memory) == CUBLAS_STATUS_SUCCESS &&
+          cudaMemcpyAsync(found[i].data(), t.y, y_bytes, cudaMemcpyDeviceToHost, trial_) == cudaSuccess;
     }
     cudaFreeAsync(memory, trial_);
     good = cudaStreamSynchronize(trial_) == cudaSuccess && good;
