@@ -384,11 +384,11 @@ struct Wait {
 };
 
 using Work =
-    std::variant<Project, Cast, Expand, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows, GatherRows,
-                 ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse, IndexAppend,
-                 IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows, MapToSlots,
-                 MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound, AllReduce,
-                 ReduceScatter, AllGather, Zero, BeginChoice, EndChoice, Wait>;
+    std::variant<Project, Cast, Expand, Norm, LayerNorm, Rotate, Hadamard, Append, NormRopeAppend, Gather, PackRows,
+                 GatherRows, ScheduleLatent, AttendLatent, MergeSplits, AttendExpanded, AttendSparse, MergeSparse,
+                 IndexAppend, IndexQuery, IndexScore, SelectTopk, FinishTopk, GatherCandidates, FillTopk, PickRows,
+                 MapToSlots, MapToWorkspace, MapToMask, Quantize, QuantizePadding, GatherQueries, ExchangeFound,
+                 AllReduce, ReduceScatter, AllGather, Zero, BeginChoice, EndChoice, Wait>;
 
 }  // namespace steps
 
