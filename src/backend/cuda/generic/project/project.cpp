@@ -201,7 +201,8 @@ bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic:
   return true;
 }
 
-// Slices of `in` are the product's batch; as many rows at a time as `parts` hold.
+// Slices of `in` are the product's batch; as many rows at a time as `parts` hold. They lie as far apart for any number of
+// rows: an algorithm is chosen for where operands lie.
 void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, std::span<float> parts) {
   const int64_t most = static_cast<int64_t>(parts.size()) / (slices * whole.out);
   if (most < 1)
@@ -214,13 +215,13 @@ void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, s
     p.x = static_cast<const std::byte*>(whole.x) + static_cast<size_t>(first * whole.x_row) * size_of(whole.dtype);
     p.in = p.x_matrix = p.w_matrix = whole.in / slices;
     p.batch = slices;
-    p.y = parts.data(), p.y_dtype = Dtype::f32, p.y_row = whole.out, p.y_matrix = at_once * whole.out;
+    p.y = parts.data(), p.y_dtype = Dtype::f32, p.y_row = whole.out, p.y_matrix = most * whole.out;
     queue.blas().multiply(p, queue.stream(), "project");
     std::byte* const y =
         static_cast<std::byte*>(whole.y) + static_cast<size_t>(first * whole.y_row) * size_of(whole.y_dtype);
     generic::sum_slices(queue, {.slices = parts.data(),
                                 .count = slices,
-                                .most_rows = at_once,
+                                .most_rows = most,
                                 .y = {whole.y_dtype, y, {p.rows, whole.out}, {whole.y_row, 1}}});
   }
 }
