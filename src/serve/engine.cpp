@@ -179,15 +179,14 @@ void Engine::warm_up() {
     stream_.synchronize();
   };
   const int64_t topk = model_.indexer ? model_.indexer->topk : 0;
-  const int64_t behind = topk > 0 ? topk : 31;  // of a decode: a token without a context may take a prompt's path
   // Prompts, new, behind a context and beyond what is selected, beside decodes; then decodes alone.
-  step({{1, 0}, {1, behind}, {256, 0}, {16, 0}, {64, 192}, {64, topk}});
+  step({{1, 0}, {1, topk}, {256, 0}, {16, 0}, {64, 192}, {64, topk}});
   step({{1, 0}, {1, 31}});
   if (topk > 0) step({{1, topk}, {1, topk}});
   // As many tokens as a step has, and parts of it: libraries choose their products by the number of rows.
   for (const int64_t part : {1, 2, 4})
     if (const int64_t tokens = std::min(o_.limits.token_budget / part, positions_ - topk); tokens >= 512)
-      step({{1, behind}, {tokens / 2, 0}, {tokens - tokens / 2 - 1, topk}});
+      step({{1, topk}, {tokens / 2, 0}, {tokens - tokens / 2 - 1, topk}});
 }
 
 void Engine::keep_spans(Result& r) {
