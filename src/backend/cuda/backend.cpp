@@ -58,6 +58,10 @@ void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a) {
   if (!a.quantized || (hopper && sm90::writes_codes(a))) return run(stream, a);
   quantise_after(stream, a, run);
 }
+void expand(Stream& stream, const ops::ExpandArgs& a) {
+  if (sm90::serves(model_of(stream.queue()), a)) sm90::expand(stream.queue(), a);
+  else generic::expand(stream, a);
+}
 void attend_sparse(Stream& stream, const ops::AttendSparseArgs& a) {
   if (sm90::serves(model_of(stream.queue()), a)) sm90::attend_sparse(stream.queue(), a);
   else generic::attend_lists(stream.queue(), a);
@@ -74,7 +78,7 @@ std::string name_of(const backend::GpuModel& gpu, const Args& a) {
 
 const backend::KernelNames kernel_names{.usual = kGeneric,
                                         .project = project_kernel,
-                                        .expand = expand_kernel,
+                                        .expand = name_of<ops::ExpandArgs>,
                                         .attend_expanded = name_of<ops::AttendExpandedArgs>,
                                         .attend_latent = name_of<ops::AttendLatentArgs>,
                                         .attend_sparse = name_of<ops::AttendSparseArgs>,

@@ -27,13 +27,13 @@ MLA_OPS(MLA_FUNCTION)
 
 /// Names of kernels: see backend::KernelNames.
 std::string project_kernel(const backend::GpuModel& gpu, const ops::ProjectArgs& a);
-std::string expand_kernel(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
 std::string index_score_kernel(const backend::GpuModel& gpu, const ops::IndexScoreArgs& a);
 std::string select_topk_kernel(const backend::GpuModel& gpu, const ops::SelectTopkArgs& a);
 
 namespace generic {
 void attend_latent(Stream& stream, const ops::AttendLatentArgs& a);
 void attend_expanded(Stream& stream, const ops::AttendExpandedArgs& a);
+void expand(Stream& stream, const ops::ExpandArgs& a);
 }  // namespace generic
 
 /// Working memory of a stream's ops, whatever the shape: they cut large calls into parts that fit it.

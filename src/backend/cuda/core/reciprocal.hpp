@@ -29,4 +29,17 @@ struct Reciprocal {
   static constexpr bool serves(float s) { return s >= 0x1p-60f && s <= 0x1p60f; }
 };
 
+#ifdef __CUDACC__
+/// Reciprocal(s), made on the device.
+__device__ inline Reciprocal reciprocal_of(float s) {
+  const double exact = 1.0 / static_cast<double>(s);
+  Reciprocal r;
+  r.high = __double2float_rz(exact);
+  r.low = fmaxf(__double2float_ru(exact - static_cast<double>(r.high)), FLT_MIN);
+  return r;
+}
+/// x over what r is the reciprocal of.
+__device__ inline float over(const Reciprocal& r, float x) { return __fmaf_rn(x, r.high, __fmul_rn(x, r.low)); }
+#endif
+
 }  // namespace mla::cuda

@@ -32,9 +32,6 @@ struct RowBatch {
   }
 };
 
-/// x over what r is the reciprocal of.
-__device__ inline float over(const Reciprocal& r, float x) { return __fmaf_rn(x, r.high, __fmul_rn(x, r.low)); }
-
 /// e4m3 codes of f(x) of eight bf16 numbers, two a word. The codes' signs are the numbers' own, zero's and NaN's too.
 template <class F>
 __device__ inline uint2 encode8(const uint32_t (&x)[4], F&& f) {

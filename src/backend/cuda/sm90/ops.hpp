@@ -47,6 +47,12 @@ std::string kernel(const backend::GpuModel& gpu, const ops::AttendSparseArgs& a)
 /// caller: a.items is one item in host memory.
 void attend_sparse(const Queue& queue, const ops::AttendSparseArgs& a, const CallerArrays* caller = nullptr);
 
+/// bf16 weights as they are, of 128 / 128 or 192 / 256 outputs of a head's key / value and a multiple of 64 inputs;
+/// bf16 products; codes at multiples of 16 bytes, values with the rows innermost.
+bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
+std::string kernel(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
+void expand(const Queue& queue, const ops::ExpandArgs& a);
+
 /// bf16 and f16 operands of 128 + 64 / 128 and 192 + 64 / 256, or of whole keys, 192 / 128 and 256 / 256; e4m3 ones
 /// whose values have the keys innermost; a quantised output only where writes_codes says so.
 bool serves(const backend::GpuModel& gpu, const ops::AttendExpandedArgs& a);

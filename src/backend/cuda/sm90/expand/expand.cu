@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 
 #include <algorithm>
-#include <cfloat>
 #include <string>
 
 #include "backend/cuda/core/cluster.cuh"
@@ -111,23 +110,11 @@ __device__ __forceinline__ void load(const Params& p, Shared& shared, int rank) 
       });
 }
 
-/// Division by a scale as Reciprocal has it.
-struct Inverse {
-  float high = 1, low = FLT_MIN;
-  Inverse() = default;
-  __device__ explicit Inverse(float s) {
-    const double exact = 1.0 / static_cast<double>(s);
-    high = __double2float_rz(exact);
-    low = fmaxf(__double2float_ru(exact - static_cast<double>(high)), FLT_MIN);
-  }
-  __device__ float times(float x) const { return fmaf(x, high, x * low); }
-};
-
 /// Two sums as bf16, over the scale, as codes; the first in the low byte.
-__device__ __forceinline__ uint32_t codes_of(float x, float y, const Inverse& by) {
+__device__ __forceinline__ uint32_t codes_of(float x, float y, const Reciprocal& by) {
   uint32_t both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(y), "f"(x));
-  return narrow_pair<fp8_e4m3>(by.times(__uint_as_float(both << 16)), by.times(__uint_as_float(both & 0xffff0000u)));
+  return narrow_pair<fp8_e4m3>(over(by, __uint_as_float(both << 16)), over(by, __uint_as_float(both & 0xffff0000u)));
 }
 
 /// Sums as what their codes stand for: of scales that Reciprocal does not serve, as seldom as can be.
@@ -192,9 +179,9 @@ class Multiplier {
     // Columns of keys may be two heads', rows of values a CTA's own.
     const int32_t own = tile.head + (values && F::value_heads == 2 ? rank_ : 0);
     const float scales[2] = {scale(own), scale(own + (!values && F::key_heads == 2))};
-    Inverse by[2];
+    Reciprocal by[2];
     if (Reciprocal::serves(scales[0]) && Reciprocal::serves(scales[1])) {
-      by[0] = Inverse(scales[0]), by[1] = Inverse(scales[1]);
+      by[0] = reciprocal_of(scales[0]), by[1] = reciprocal_of(scales[1]);
     } else {
       float x[columns / 2];
 #pragma unroll
@@ -330,28 +317,7 @@ void run(cudaStream_t stream, const ExpandCodes& a, int multiprocessors) {
          stream, "expand", "expand", "rows " + std::to_string(rows) + ", heads " + std::to_string(heads), p);
 }
 
-constexpr bool is_aligned(const void* data, int64_t a, int64_t b) {
-  return ((reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(a) | static_cast<uint64_t>(b)) & 15) == 0;
-}
-
 }  // namespace
-
-bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a) {
-  const Linear& w = *a.weights;
-  const int64_t nope = a.keys.extent<Nope>(), value = a.values.extent<Value>(), rows = ops::rows_of(a),
-                heads = a.keys.extent<Head>();
-  const bool dims = (nope == 128 && value == 128) || (nope == 192 && value == 256);
-  const bool fits = rows < int64_t{1} << 30 && heads < int64_t{1} << 20 &&
-                    (rows + kBlock - 1) / kBlock * heads * 2 < int64_t{1} << 31;
-  // Rows that have to be brought together go into the room for products, 16 at least.
-  const bool room = a.products.extent<Token>() * w.out * static_cast<int64_t>(size_of(a.products.dtype())) >=
-                    2 * w.in * std::min<int64_t>(rows, 16);
-  return gpu.hopper && dims && fits && room && w.format == WeightFormat::plain && w.dtype == Dtype::bf16 &&
-         a.products.dtype() == Dtype::bf16 && w.in > 0 && w.in % kInputs == 0 && is_aligned(a.products.data(), 0, 0) &&
-         (a.values.stride<Key>() == 1 || rows == 1) &&
-         is_aligned(a.keys.data(), rows > 1 ? a.keys.stride<Key>() : 0, heads > 1 ? a.keys.stride<Head>() : 0) &&
-         is_aligned(a.values.data(), a.values.stride<Value>(), heads > 1 ? a.values.stride<Head>() : 0);
-}
 
 void expand(cudaStream_t stream, const ExpandCodes& a, int multiprocessors) {
   if (a.keys.extent<Nope>() == 128) run<Form<128, 128>>(stream, a, multiprocessors);

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "backend/backend.hpp"
+#include "mla/view.hpp"
 
 namespace mla::cuda::sm90 {
 
@@ -22,9 +22,6 @@ struct ExpandCodes {
   View<const float, Head> key_scales, value_scales;  ///< device; without data: 1
 };
 
-/// bf16 weights as they are, of 128 / 128 or 192 / 256 outputs of a head's key / value; latent a multiple of 64; bf16
-/// products; codes at multiples of 16 bytes, values with the rows innermost.
-bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a);
 void expand(cudaStream_t stream, const ExpandCodes& a, int multiprocessors);
 
 }  // namespace mla::cuda::sm90
