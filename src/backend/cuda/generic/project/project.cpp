@@ -201,8 +201,8 @@ bool project_codes(const Queue& queue, const ops::ProjectArgs& a, const generic:
   return true;
 }
 
-// Slices of `in` are the product's batch; as many rows at a time as `parts` hold. They lie as far apart for any number of
-// rows: an algorithm is chosen for where operands lie.
+// Slices of `in` are the product's batch; as many rows at a time as `parts` hold. They lie as far apart for any number
+// of rows: an algorithm is chosen for where operands lie.
 void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, std::span<float> parts) {
   const int64_t most = static_cast<int64_t>(parts.size()) / (slices * whole.out);
   if (most < 1)
