@@ -119,7 +119,7 @@ void project_widened(const Queue& queue, const ops::ProjectArgs& a, const generi
 
 // Pieces of about one size, whole tiles of the product: cuBLASLt took 10 times as long for 21845 outputs of a matrix,
 // whose rows then lie at odd addresses, as for 24576.
-int64_t pieces_of(int64_t all, int64_t most) {
+int64_t piece_size(int64_t all, int64_t most) {
   constexpr int64_t kTile = 128;
   if (most >= all || most < kTile) return std::min(all, most);
   const int64_t pieces = (all + most - 1) / most, even = (all + pieces - 1) / pieces;
@@ -208,7 +208,7 @@ void multiply_slices(const Queue& queue, const Product& whole, int64_t slices, s
   if (most < 1)
     throw ShapeError("project: scratch has room for " + std::to_string(parts.size()) + " sums, one row needs " +
                      std::to_string(slices * whole.out));
-  const int64_t at_once = pieces_of(whole.rows, most);
+  const int64_t at_once = piece_size(whole.rows, most);
   for (int64_t first = 0; first < whole.rows; first += at_once) {
     Product p = whole;
     p.rows = std::min(at_once, whole.rows - first);
@@ -329,7 +329,7 @@ void project(Stream& stream, const ops::ProjectArgs& a) {
   const size_t room = slices == 1 ? a.scratch.per_worker : alone ? 0 : a.scratch.per_worker / 2;
   float* const parts = reinterpret_cast<float*>(a.scratch.data + up(room));
   const size_t for_weights = w_out > 0 ? (x_row + y_row > 0 ? room / 2 : room) : 0;
-  const int64_t outs = w_out > 0 ? pieces_of(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
+  const int64_t outs = w_out > 0 ? piece_size(w.out, static_cast<int64_t>(for_weights / w_out)) : w.out;
   const int64_t rows = x_row + y_row > 0 ? std::min<int64_t>(a.rows, (static_cast<int64_t>(room - for_weights) - 512) /
                                                                          static_cast<int64_t>(x_row + y_row))
                                          : a.rows;

@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <string>
 
+#include "backend/cuda/core/aligned.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/sm90/attend_expanded/attend_expanded.hpp"
 #include "backend/cuda/sm90/attend_expanded/fp8.hpp"
@@ -8,11 +9,6 @@
 
 namespace mla::cuda::sm90 {
 namespace {
-
-bool aligned(const void* data, int64_t stride_a, int64_t stride_b, size_t size, uint64_t to = 16) {
-  const auto bytes = [&](int64_t stride) { return static_cast<uint64_t>(stride) * size; };
-  return ((reinterpret_cast<uintptr_t>(data) | bytes(stride_a) | bytes(stride_b)) & (to - 1)) == 0;
-}
 
 // Keys as the kernels take them. Keys that are whole, rotated parts of each head behind its others, are cut in two.
 struct Keys {

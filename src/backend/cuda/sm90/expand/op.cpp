@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <string>
 
+#include "backend/cuda/core/aligned.hpp"
 #include "backend/cuda/core/queue.hpp"
 #include "backend/cuda/core/run_of.hpp"
 #include "backend/cuda/generic/cast/cast.hpp"
@@ -10,14 +11,6 @@
 #include "backend/cuda/sm90/ops.hpp"
 
 namespace mla::cuda::sm90 {
-namespace {
-
-bool is_aligned(const void* data, int64_t a, int64_t b) {
-  return ((reinterpret_cast<uintptr_t>(data) | static_cast<uint64_t>(a) | static_cast<uint64_t>(b)) & 15) == 0;
-}
-
-}  // namespace
-
 bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a) {
   const Linear& w = *a.weights;
   const int64_t nope = a.keys.extent<Nope>(), value = a.values.extent<Value>(), rows = ops::rows_of(a),
@@ -30,10 +23,10 @@ bool serves(const backend::GpuModel& gpu, const ops::ExpandArgs& a) {
   const bool room = a.products.extent<Token>() * w.out * static_cast<int64_t>(size_of(a.products.dtype())) >=
                     2 * w.in * std::min<int64_t>(rows, 16);
   return gpu.hopper && dims && fits && room && w.format == WeightFormat::plain && w.dtype == Dtype::bf16 &&
-         a.products.dtype() == Dtype::bf16 && w.in > 0 && w.in % 64 == 0 && is_aligned(a.products.data(), 0, 0) &&
+         a.products.dtype() == Dtype::bf16 && w.in > 0 && w.in % 64 == 0 && aligned(a.products.data(), 0, 0, 1) &&
          (a.values.stride<Key>() == 1 || rows == 1) &&
-         is_aligned(a.keys.data(), rows > 1 ? a.keys.stride<Key>() : 0, heads > 1 ? a.keys.stride<Head>() : 0) &&
-         is_aligned(a.values.data(), a.values.stride<Value>(), heads > 1 ? a.values.stride<Head>() : 0);
+         aligned(a.keys.data(), rows > 1 ? a.keys.stride<Key>() : 0, heads > 1 ? a.keys.stride<Head>() : 0, 1) &&
+         aligned(a.values.data(), a.values.stride<Value>(), heads > 1 ? a.values.stride<Head>() : 0, 1);
 }
 
 std::string kernel(const backend::GpuModel&, const ops::ExpandArgs& a) {
@@ -57,7 +50,7 @@ void expand(const Queue& queue, const ops::ExpandArgs& a) {
   };
   if (first_row >= 0 && a.x.dtype() == Dtype::bf16) {
     const void* const x = a.x.at(first_row, 0);
-    if (reinterpret_cast<uintptr_t>(x) % 16 == 0 && a.x.stride<Token>() % 8 == 0 && a.x.stride<Token>() > 0)
+    if (aligned(x, a.x.stride<Token>(), 0, sizeof(bf16)) && a.x.stride<Token>() > 0)
       return from(x, a.x.stride<Token>(), 0, rows);
   }
   const int32_t* const x_rows = first_row < 0 ? queue.reads(a.x_rows, "expand", "x_rows") : nullptr;
